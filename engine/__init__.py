@@ -1,0 +1,1 @@
+"""Tensors: models, sampling, losses, the optimizer, behind one protocol. Knows no Prefect."""

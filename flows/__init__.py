@@ -1,0 +1,1 @@
+"""The loops a person runs, deploys and schedules; each reads like its algorithm."""

@@ -1,0 +1,1 @@
+"""Bytes: objects, artifacts, checkpoints, the model registry, leases and the chain. Imports nothing of ours."""

@@ -1,0 +1,1 @@
+"""One module per kind of store: how bytes get there durably, and how one writer of many wins."""

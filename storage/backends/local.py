@@ -1,0 +1,233 @@
+"""file://: a folder as an object store, durable against power loss.
+
+An object is written to a hidden file of its own folder, synced, and given its name by one system call: `rename`, or
+`link` where only the first writer may win. Then the folder is synced, so that the name lasts as well as the bytes.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+from uuid import uuid4
+
+from storage.backends.protocol import HIDDEN, ObjectInfo, PutResult
+from storage.errors import (
+    AccessDenied,
+    InvalidKey,
+    ObjectNotFound,
+    PermanentStorageError,
+    StorageError,
+    StorageFull,
+    StorageUnavailable,
+    UnsupportedFilesystem,
+)
+from storage.keys import is_key
+
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
+_PASSING = {
+    errno.EIO, errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE,
+    errno.ENOMEM, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN,
+    errno.ENOENT,  # a folder was removed under a writer
+}  # fmt: skip
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EXDEV, errno.EINVAL}
+
+
+class LocalBackend:
+    """Objects are plain files below `root`."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.url = f"file://{root}"
+        self._durable: set[Path] = set()  # folders whose name is known to be synced; a cache
+
+    def get(self, key: str) -> bytes:
+        with _reading(key, self.url):
+            return self._path(key).read_bytes()
+
+    def open(self, key: str) -> BinaryIO:
+        with _reading(key, self.url):
+            return open(self._path(key), "rb")
+
+    def exists(self, key: str) -> bool:
+        return self._path(key).is_file()
+
+    def list(self, prefix: str, after: str) -> Iterator[ObjectInfo]:
+        start = prefix[: prefix.rfind("/") + 1]
+        yield from self._walk(start, prefix, after)
+
+    def put(self, key: str, data: bytes) -> None:
+        target = self._path(key)
+        with _writing(key, self.url):
+            with self._temporary(target.parent) as temporary:
+                _write(temporary, data)
+                os.replace(temporary, target)
+            _sync_folder(target.parent)
+
+    def put_file(self, key: str, path: Path, *, move: bool) -> None:
+        """A moved file is linked into the store and its old name removed last, so a failed move can be repeated.
+
+        A file of this very store is linked whether it moves or not, and keeps its old name: objects never change.
+        """
+        target = self._path(key)
+        ours = path.resolve().is_relative_to(self.root.resolve())
+        with _writing(key, self.url):
+            with self._temporary(target.parent) as temporary:
+                if not ((move or ours) and _linked(path, temporary, shared=ours)):
+                    shutil.copyfile(path, temporary)
+                if not ours:
+                    os.utime(temporary)  # the object is as old as its arrival here: garbage collection asks
+                _sync_file(temporary)
+                os.replace(temporary, target)
+            _sync_folder(target.parent)
+            if move and not ours:
+                path.unlink(missing_ok=True)
+
+    def put_if_absent(self, key: str, data: bytes) -> PutResult:
+        target = self._path(key)
+        with _writing(key, self.url):
+            won = not target.exists() and self._link_if_absent(target, data)
+            _sync_folder(target.parent)  # the loser too: it is about to rely on a name that may not be synced yet
+        return PutResult(won, data if won else self.get(key))
+
+    def delete(self, key: str) -> None:
+        with _writing(key, self.url):
+            try:
+                self._path(key).unlink(missing_ok=True)
+            except (NotADirectoryError, IsADirectoryError):
+                return  # there is no such object
+
+    def download(self, key: str, to: Path) -> None:
+        with _reading(key, self.url):
+            shutil.copyfile(self._path(key), to)
+
+    def local_path(self, key: str) -> Path | None:
+        return self._path(key)
+
+    def _path(self, key: str) -> Path:
+        return self.root / key
+
+    def _link_if_absent(self, target: Path, data: bytes) -> bool:
+        with self._temporary(target.parent) as temporary:
+            _write(temporary, data)
+            try:
+                os.link(temporary, target)
+            except FileExistsError:
+                # NFS can lose the answer to a link that was made, and refuse its own repetition
+                return target.is_file() and os.path.samefile(temporary, target)
+            except OSError as error:
+                if error.errno in _NO_LINKS:
+                    raise UnsupportedFilesystem(
+                        f"{self.root} is on a file system without hard links ({error}), so the first of two writers "
+                        "cannot be told; put the store on a local disk, NFS, or s3://"
+                    ) from error
+                raise
+            return True
+
+    @contextmanager
+    def _temporary(self, folder: Path) -> Iterator[Path]:
+        """A new hidden name in `folder`, which is made; whatever bears the name at the end is removed."""
+        self._make_folder(folder)
+        temporary = folder / f"{HIDDEN}{uuid4().hex}"
+        try:
+            yield temporary
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _make_folder(self, folder: Path) -> None:
+        """Makes `folder` and syncs the names of its whole path, once per process."""
+        if folder in self._durable and folder.is_dir():
+            return
+        missing = [parent for parent in (self.root, *self.root.parents) if not parent.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        inside = [f for f in (folder, *folder.parents) if f != self.root and f.is_relative_to(self.root)]
+        for made in (*inside, *missing):
+            if made not in self._durable or made == folder:
+                _sync_folder(made.parent)
+        self._durable.update(inside, missing, [folder])
+
+    def _walk(self, at: str, prefix: str, after: str) -> Iterator[ObjectInfo]:
+        """Depth first; a folder sorts as its name with a slash, which is the order of whole keys."""
+        try:
+            with _reading(at, self.url), os.scandir(self.root / at) as entries:
+                named = sorted((f"{at}{e.name}/" if e.is_dir() else f"{at}{e.name}", e) for e in entries)
+        except ObjectNotFound:
+            return
+        for name, entry in named:
+            if name.endswith("/"):
+                may_follow = name > after or after.startswith(name)
+                if (name.startswith(prefix) or prefix.startswith(name)) and may_follow:
+                    yield from self._walk(name, prefix, after)
+            elif name.startswith(prefix) and name > after and is_key(name):  # not a temporary or foreign file
+                try:
+                    stat = entry.stat()
+                except FileNotFoundError:
+                    continue  # deleted since the folder was read
+                yield ObjectInfo(name, stat.st_size, stat.st_mtime)
+
+
+def _linked(path: Path, temporary: Path, *, shared: bool) -> bool:
+    """Tries to give the file of `path` a second name; False means copy. A file that others may still write to (another
+    name, or a symbolic link as in a Hugging Face cache) is copied, unless it is `shared` on purpose."""
+    if path.is_symlink() or (path.stat().st_nlink > 1 and not shared):
+        return False
+    try:
+        os.link(path, temporary)
+    except OSError:
+        return False
+    return True
+
+
+def _write(path: Path, data: bytes) -> None:
+    with open(path, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_file(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _reading(key: str, url: str) -> Iterator[None]:
+    try:
+        yield
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+        raise ObjectNotFound(f"no object {key!r} in {url}") from error
+    except OSError as error:
+        raise _typed(error, key, url) from error
+
+
+@contextmanager
+def _writing(key: str, url: str) -> Iterator[None]:
+    try:
+        yield
+    except (IsADirectoryError, NotADirectoryError, FileExistsError) as error:
+        raise InvalidKey(f"{key!r} cannot be an object of {url}: {error.filename} is in its way") from error
+    except OSError as error:
+        raise _typed(error, key, url) from error
+
+
+def _typed(error: OSError, key: str, url: str) -> StorageError:
+    if error.errno in _FULL:
+        return StorageFull(f"no space for {key!r} in {url}: {error.strerror}; free some, nothing was written")
+    if error.errno in _DENIED:
+        return AccessDenied(f"{key!r} in {url}: {error}; give this user the right, or choose another folder")
+    if error.errno in _PASSING:
+        return StorageUnavailable(f"{key!r} in {url}: {error}")
+    return PermanentStorageError(f"{key!r} in {url}: {error}")

@@ -1,0 +1,73 @@
+"""memory://name: fsspec's in-process file system, made atomic by a lock. For tests; gone with the process."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from fsspec.implementations.memory import MemoryFileSystem
+
+from storage.backends.protocol import ObjectInfo, PutResult
+from storage.errors import ObjectNotFound
+
+_lock = threading.RLock()  # fsspec's memory store is one dict per process, so its lock is too
+
+
+class MemoryBackend:
+    """Stores of the same name share their objects within a process."""
+
+    def __init__(self, name: str) -> None:
+        self.url = f"memory://{name}"
+        self._fs = MemoryFileSystem()
+        self._root = f"/{name}/"
+
+    def get(self, key: str) -> bytes:
+        with _lock:
+            file = self._fs.store.get(self._root + key)
+            if file is None:
+                raise ObjectNotFound(f"no object {key!r} in {self.url}")
+            return file.getvalue()
+
+    def open(self, key: str) -> BinaryIO:
+        return io.BytesIO(self.get(key))
+
+    def exists(self, key: str) -> bool:
+        return self._root + key in self._fs.store
+
+    def list(self, prefix: str, after: str) -> Iterator[ObjectInfo]:
+        with _lock:
+            found = [
+                ObjectInfo(path[len(self._root) :], len(file.getvalue()), file.modified.timestamp())
+                for path, file in self._fs.store.items()
+                if path.startswith(self._root + prefix) and path > self._root + after
+            ]
+        yield from sorted(found)
+
+    def put(self, key: str, data: bytes) -> None:
+        with _lock:
+            self._fs.pipe_file(self._root + key, data)
+
+    def put_file(self, key: str, path: Path, *, move: bool) -> None:
+        self.put(key, path.read_bytes())
+        if move:
+            path.unlink(missing_ok=True)
+
+    def put_if_absent(self, key: str, data: bytes) -> PutResult:
+        with _lock:
+            if self.exists(key):
+                return PutResult(False, self.get(key))
+            self.put(key, data)
+            return PutResult(True, data)
+
+    def delete(self, key: str) -> None:
+        with _lock:
+            self._fs.store.pop(self._root + key, None)
+
+    def download(self, key: str, to: Path) -> None:
+        to.write_bytes(self.get(key))
+
+    def local_path(self, key: str) -> Path | None:
+        return None

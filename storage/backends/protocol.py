@@ -1,0 +1,48 @@
+"""What a kind of store must do. Everything here is one attempt; `ObjectStore` retries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, NamedTuple, Protocol
+
+HIDDEN = "~"
+"""First character of the names of temporary objects. No key can hold it, so they can never meet one."""
+
+
+class ObjectInfo(NamedTuple):
+    """One object as a listing shows it."""
+
+    key: str
+    size: int
+    """Bytes."""
+    modified: float
+    """Epoch seconds by the store's clock."""
+
+
+class PutResult(NamedTuple):
+    """The answer to a conditional put."""
+
+    won: bool
+    data: bytes
+    """The bytes that are there now: ours if we won, the first writer's if not."""
+
+
+class Backend(Protocol):
+    """Keys are validated by the caller. Errors are storage.errors only."""
+
+    url: str
+
+    def get(self, key: str) -> bytes: ...
+    def open(self, key: str) -> BinaryIO: ...
+    def exists(self, key: str) -> bool: ...
+    def list(self, prefix: str, after: str) -> Iterator[ObjectInfo]:
+        """Objects whose key begins with `prefix` and is greater than `after`, in the order of their keys."""
+        ...
+
+    def put(self, key: str, data: bytes) -> None: ...
+    def put_file(self, key: str, path: Path, *, move: bool) -> None: ...
+    def put_if_absent(self, key: str, data: bytes) -> PutResult: ...
+    def delete(self, key: str) -> None: ...
+    def download(self, key: str, to: Path) -> None: ...
+    def local_path(self, key: str) -> Path | None: ...

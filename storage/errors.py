@@ -1,0 +1,67 @@
+"""What can go wrong with bytes, split by the only question a caller asks: may I try again?
+
+StorageError
+├── TransientStorageError      StorageUnavailable  StorageFull
+└── PermanentStorageError      ObjectNotFound  AccessDenied  CorruptArtifact  UnsupportedFilesystem  InvalidKey
+                               SchemaMismatch  SemanticMismatch  VersionConflict
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class StorageError(Exception):
+    """Anything that storage refuses or fails to do."""
+
+    transient: ClassVar[bool] = False
+
+
+class TransientStorageError(StorageError):
+    """The same call may work later."""
+
+    transient: ClassVar[bool] = True
+
+
+class StorageUnavailable(TransientStorageError):
+    """The store did not answer, or answered with an error of its own, more often than the retries allow."""
+
+
+class StorageFull(TransientStorageError):
+    """No space or quota is left. Nothing of the object is visible."""
+
+
+class PermanentStorageError(StorageError):
+    """The same call fails again until somebody changes something."""
+
+
+class ObjectNotFound(PermanentStorageError):
+    """There is no such object (or no such bucket)."""
+
+
+class AccessDenied(PermanentStorageError):
+    """The store knows the caller, or does not, and refuses."""
+
+
+class CorruptArtifact(PermanentStorageError):
+    """Bytes that are not what their manifest says: torn, altered, unparseable, or written by a newer version."""
+
+
+class UnsupportedFilesystem(PermanentStorageError):
+    """A store that cannot tell one writer of many that it won."""
+
+
+class InvalidKey(PermanentStorageError):
+    """A key or a name that is not made of plain segments."""
+
+
+class SchemaMismatch(PermanentStorageError):
+    """A table that is not of the declared schema."""
+
+
+class SemanticMismatch(PermanentStorageError):
+    """A run key that is taken by a run with another semantic configuration."""
+
+
+class VersionConflict(PermanentStorageError):
+    """A model version that names other content already."""

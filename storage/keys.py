@@ -1,0 +1,208 @@
+"""The only place that spells a path.
+
+A *logical key* (step_artifact, checkpoint, evaluation, dataset, model_version) names an artifact: its data lies at keys
+that begin with it, its manifest at `manifest(key)` or `manifest_of_files(key)`.
+"""
+
+from __future__ import annotations
+
+import re
+
+from storage.errors import InvalidKey
+
+MAX_KEY = 900  # S3 allows 1,024 bytes, prefix included
+MAX_SEGMENT = 200  # file systems allow 255
+_KEY = re.compile(r"[A-Za-z0-9._=@+\-]+(/[A-Za-z0-9._=@+\-]+)*", re.ASCII)
+_PREFIX = re.compile(r"[A-Za-z0-9._=@+\-/]*", re.ASCII)
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._\-]{0,127}", re.ASCII)
+_NUMBERED = re.compile(r"(?:.*/)?(\d{6,})\.json", re.ASCII)
+_CHECKPOINT = re.compile(r".*/checkpoints/[^/]+/(\d{6,})/manifest\.json", re.ASCII)
+_RESERVED_RUN_PARTS = frozenset({"stages", "leases"})
+_RESERVED_VERSIONS = frozenset({"aliases", "claims"})
+
+
+def is_key(key: str) -> bool:
+    """Whether it is relative and made of plain segments."""
+    ok = isinstance(key, str) and len(key) <= MAX_KEY and _KEY.fullmatch(key) is not None
+    return ok and all(part not in (".", "..") and len(part) <= MAX_SEGMENT for part in key.split("/"))
+
+
+def validate_key(key: str) -> str:
+    """The key itself. Raises InvalidKey unless is_key."""
+    if not is_key(key):
+        raise InvalidKey(
+            f"{str(key)[:200]!r} is not a key; give relative segments of letters, digits and . _ = @ + - (at most "
+            f"{MAX_SEGMENT} characters each, {MAX_KEY} in all), divided by single slashes, none of them . or .."
+        )
+    return key
+
+
+def validate_prefix(prefix: str) -> str:
+    """The prefix itself: the beginning of a key, or nothing. Raises InvalidKey."""
+    if not _PREFIX.fullmatch(prefix) or prefix.startswith("/") or {".", ".."} & set(prefix.split("/")[:-1]):
+        raise InvalidKey(f"{prefix[:200]!r} is not the beginning of a key; give relative segments, like 'runs/a/'")
+    return prefix
+
+
+def validate_name(name: str) -> str:
+    """The name itself: one segment chosen by a person. Raises InvalidKey."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise InvalidKey(
+            f"{str(name)[:200]!r} is not a name; give 1 to 128 letters, digits, dots, underscores or hyphens, "
+            "not beginning with a dot or a hyphen"
+        )
+    return name
+
+
+def validate_run(run: str) -> str:
+    """A run key: a name, or deployment/time. Raises InvalidKey."""
+    first, *rest = str(run).split("/")
+    validate_name(first)
+    if len(rest) > 1 or (rest and validate_name(rest[0]) in _RESERVED_RUN_PARTS):
+        raise InvalidKey(f"{str(run)[:200]!r} is not a run key; give a name, or deployment/time")
+    return run
+
+
+def number(value: int) -> str:
+    """Six digits at least, so that names sort as numbers do."""
+    if value < 0:
+        raise InvalidKey(f"{value} is not a number of a step or a version; give 0 or more")
+    return f"{value:06d}"
+
+
+def numbered(key: str) -> int | None:
+    """The number of a key like …/000042.json, or None."""
+    match = _NUMBERED.fullmatch(key)
+    return int(match[1]) if match else None
+
+
+def manifest(key: str) -> str:
+    """Where the manifest of a one-file artifact is."""
+    return f"{key}.json"
+
+
+def manifest_of_files(key: str) -> str:
+    """Where the manifest of an artifact that is a folder is."""
+    return f"{key}/manifest.json"
+
+
+def run_prefix(run: str) -> str:
+    return f"runs/{validate_run(run)}/"
+
+
+def run_json(run: str) -> str:
+    return f"{run_prefix(run)}run.json"
+
+
+def result_json(run: str) -> str:
+    return f"{run_prefix(run)}result.json"
+
+
+def report(run: str) -> str:
+    """The HTML page about the run; an object that each report replaces, not an artifact."""
+    return f"{run_prefix(run)}report.html"
+
+
+def leases_prefix(run: str) -> str:
+    return f"{run_prefix(run)}leases/"
+
+
+def lease(run: str, epoch: int) -> str:
+    return f"{leases_prefix(run)}{number(epoch)}.json"
+
+
+def stage_prefix(run: str, stage: str) -> str:
+    return f"{run_prefix(run)}stages/{validate_name(stage)}/"
+
+
+def stage_json(run: str, stage: str) -> str:
+    return f"{stage_prefix(run, stage)}stage.json"
+
+
+def step_artifact(run: str, stage: str, step: int, kind: str, shard: int) -> str:
+    """Logical key, …/steps/000042/rollouts/00003."""
+    if shard < 0:
+        raise InvalidKey(f"{shard} is not the number of a shard; give 0 or more")
+    return f"{stage_prefix(run, stage)}steps/{number(step)}/{validate_name(kind)}/{shard:05d}"
+
+
+def step_metrics(run: str, stage: str, step: int) -> str:
+    return f"{step_metrics_prefix(run, stage)}{number(step)}.json"
+
+
+def step_metrics_prefix(run: str, stage: str) -> str:
+    return f"{stage_prefix(run, stage)}metrics/"
+
+
+def chain_prefix(run: str, stage: str, policy: str) -> str:
+    return f"{stage_prefix(run, stage)}chains/{validate_name(policy)}/"
+
+
+def chain_root(run: str, stage: str, policy: str) -> str:
+    return f"{chain_prefix(run, stage, policy)}root.json"
+
+
+def chain_record(run: str, stage: str, policy: str, step: int) -> str:
+    return f"{chain_prefix(run, stage, policy)}{number(step)}.json"
+
+
+def record_step(key: str) -> int | None:
+    """The step of a chain record's key; None for the root and anything else."""
+    return numbered(key)
+
+
+def checkpoints_prefix(run: str, stage: str, policy: str) -> str:
+    return f"{stage_prefix(run, stage)}checkpoints/{validate_name(policy)}/"
+
+
+def checkpoint(run: str, stage: str, policy: str, step: int) -> str:
+    """Logical key."""
+    return f"{checkpoints_prefix(run, stage, policy)}{number(step)}"
+
+
+def checkpoint_step(key: str) -> int | None:
+    """The step of a *complete* checkpoint by the key of its manifest; None for any other key."""
+    match = _CHECKPOINT.fullmatch(key)
+    return int(match[1]) if match else None
+
+
+def evaluation(run: str, stage: str, name: str) -> str:
+    """Logical key."""
+    return f"{stage_prefix(run, stage)}evaluations/{validate_name(name)}"
+
+
+def dataset(key: str, version: str) -> str:
+    """Logical key."""
+    return f"datasets/{validate_name(key)}/{validate_name(version)}/threads"
+
+
+def models_prefix() -> str:
+    return "models/"
+
+
+def model_prefix(key: str) -> str:
+    return f"models/{validate_name(key)}/"
+
+
+def model_version(key: str, version: str) -> str:
+    """Logical key."""
+    if validate_name(version) in _RESERVED_VERSIONS:
+        raise InvalidKey(f"{version!r} cannot be a model version: the registry keeps its own objects there")
+    return f"{model_prefix(key)}{version}"
+
+
+def model_claims_prefix(key: str) -> str:
+    return f"{model_prefix(key)}claims/"
+
+
+def model_claim(key: str, version: str) -> str:
+    """Which content a version names; decided before the first byte of it is uploaded."""
+    return f"{model_claims_prefix(key)}{validate_name(version)}.json"
+
+
+def model_aliases_prefix(key: str, alias: str) -> str:
+    return f"{model_prefix(key)}aliases/{validate_name(alias)}/"
+
+
+def model_alias(key: str, alias: str, number_in_log: int) -> str:
+    return f"{model_aliases_prefix(key, alias)}{number(number_in_log)}.json"

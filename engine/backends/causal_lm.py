@@ -1,0 +1,191 @@
+"""A decoder with a language head, as the trainer and the sampler see it: packed forwards and logprobs.
+
+Axes: T packed token · N trained token · V vocabulary · C chunk of trained tokens · H hidden
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
+
+from engine.backends.attention import IMPLEMENTATION, Layout, PackedLayout, register_attention
+from engine.backends.packing import Packed
+from engine.errors import BadModelFolder
+
+CHUNK_ELEMENTS = 1 << 26
+"""Logits (trained tokens x vocabulary) held at once; more than twice this are computed in chunks (256 MiB each in
+float32) and once more in the backward pass, which costs 13 % on small batches and bounds memory on large ones."""
+
+PROBE_TOLERANCE = 2e-3
+"""Mean |difference| of logprobs, nats, that rounding may cause in float32; a wrong mask or scale gives far more."""
+
+
+class CausalLM:
+    """A Hugging Face causal language model behind packed forwards. Always in eval mode: dropout would make the
+    behaviour policy and the trained one two different distributions."""
+
+    def __init__(self, module: nn.Module, *, compute_dtype: torch.dtype) -> None:
+        self.module = module.eval()
+        self.compute_dtype = compute_dtype
+        self.decoder: nn.Module = module.base_model  # type: ignore[assignment]
+        self.head: nn.Linear = module.get_output_embeddings()  # type: ignore[operator]
+        self.device: torch.device = next(module.parameters()).device
+        self.dtype: torch.dtype = next(module.parameters()).dtype
+
+    @property
+    def vocab_size(self) -> int:
+        return self.head.weight.shape[0]
+
+    @property
+    def context_length(self) -> int:
+        return int(getattr(self.module.config, "max_position_embeddings", 1 << 30))
+
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The ids that end a completion, from generation_config, else config."""
+        for config in (getattr(self.module, "generation_config", None), self.module.config):
+            eos = getattr(config, "eos_token_id", None)
+            if eos is not None:
+                return tuple(eos) if isinstance(eos, list | tuple) else (int(eos),)
+        return ()
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Lower-precision compute over master weights, where the two dtypes differ."""
+        if self.compute_dtype == self.dtype:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.compute_dtype)
+
+    def hidden(self, token_ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
+        """(B, T) twice -> (B, T, H), final norm included."""
+        return self.decoder(
+            input_ids=token_ids, position_ids=positions, use_cache=False, layout=layout
+        ).last_hidden_state
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(…, H) -> (…, V) in float32 at least."""
+        logits = linear(hidden, self.head.weight, self.head.bias)
+        logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+        cap = getattr(self.module.config, "final_logit_softcapping", None)
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def logprobs(self, packed: Packed, *, temperature: float = 1.0) -> Tensor:
+        """log p of each trained token, nats, (N,). Differentiable when gradients are on."""
+        layout = PackedLayout(packed.fans, device=self.device)
+        with self.autocast():
+            hidden_TH = self.hidden(packed.token_ids_T.unsqueeze(0), packed.positions_T.unsqueeze(0), layout)[0]
+            hidden_NH = hidden_TH.index_select(0, packed.source_N)
+            return self._token_logprobs(hidden_NH, packed.target_N, temperature)
+
+    def _token_logprobs(self, hidden_NH: Tensor, target_N: Tensor, temperature: float) -> Tensor:
+        def chunk(hidden_CH: Tensor, target_C: Tensor) -> Tensor:
+            logits_CV = self.logits(hidden_CH) / temperature
+            return logits_CV.gather(1, target_C.unsqueeze(1)).squeeze(1) - logits_CV.logsumexp(1)
+
+        size = max(1, CHUNK_ELEMENTS // self.vocab_size)
+        if len(target_N) <= 2 * size:
+            return chunk(hidden_NH, target_N)
+        parts = [
+            checkpoint(chunk, h, t, use_reentrant=False)
+            for h, t in zip(hidden_NH.split(size), target_N.split(size), strict=True)
+        ]
+        return torch.cat(parts)
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters and persistent buffers, each shared storage once, sorted by name."""
+        seen: set[int] = set()
+        for name, tensor in sorted(self.module.state_dict(keep_vars=True).items()):
+            if tensor.data_ptr() not in seen:
+                seen.add(tensor.data_ptr())
+                yield name, tensor
+
+
+def load_causal_lm(folder: Path, *, dtype: torch.dtype, compute_dtype: torch.dtype, device: torch.device) -> CausalLM:
+    """Reads a plain Hugging Face folder and checks that packed forwards mean what the model's own forward means.
+
+    Raises:
+        BadModelFolder: no config, pickled weights, missing, unexpected or mis-shaped tensors, or a model whose
+            logits the packed path does not reproduce.
+    """
+    check_model_folder(folder)
+    from transformers import AutoModelForCausalLM
+
+    register_attention()
+    try:
+        module, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation="eager",
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise BadModelFolder(f"{folder} does not load as a causal language model: {error}") from error
+    wrong = {kind: sorted(map(str, names)) for kind, names in report.items() if names and kind != "error_msgs"}
+    if wrong:
+        raise BadModelFolder(
+            f"the weights in {folder} do not fit its config.json: "
+            + "; ".join(f"{kind.replace('_', ' ')}: {', '.join(names[:5])}" for kind, names in wrong.items())
+            + ". Export the model again with save_pretrained"
+        )
+    module.to(device)
+    model = CausalLM(module, compute_dtype=compute_dtype)
+    probe_packed_forward(model, folder)
+    return model
+
+
+def check_model_folder(folder: Path) -> None:
+    """Refuses what is not a safetensors Hugging Face folder, before anything heavy happens."""
+    if not (folder / "config.json").is_file():
+        raise BadModelFolder(
+            f"{folder} has no config.json; give a Hugging Face model folder (config, tokenizer, *.safetensors)"
+        )
+    if any(folder.glob("*.safetensors")):
+        return
+    pickled = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for p in folder.glob(pattern))
+    if pickled:
+        raise BadModelFolder(
+            f"{folder} holds pickled weights ({', '.join(pickled[:3])}), which can run code when read; convert them "
+            "with save_pretrained(..., safe_serialization=True)"
+        )
+    raise BadModelFolder(f"{folder} has a config.json but no *.safetensors weights")
+
+
+@torch.no_grad()
+def probe_packed_forward(model: CausalLM, folder: Path) -> None:
+    """Compares one short packed forward with the model's own: an architecture that packs wrongly is refused."""
+    from engine.backends.packing import Fan
+
+    length = min(8, model.context_length)
+    ids_T = torch.arange(length, device=model.device) * 7 % model.vocab_size
+    model.module.set_attn_implementation("eager")  # type: ignore[operator]
+    own = model.module(input_ids=ids_T.unsqueeze(0), use_cache=False).logits[0].float()
+    model.module.set_attn_implementation(IMPLEMENTATION)  # type: ignore[operator]
+    layout = PackedLayout([Fan(0, length)], device=model.device)
+    hidden = model.hidden(ids_T.unsqueeze(0), torch.arange(length, device=model.device).unsqueeze(0), layout)
+    gap = (model.logits(hidden)[0].log_softmax(-1) - own.log_softmax(-1)).abs().mean().item()
+    tolerance = PROBE_TOLERANCE if model.dtype in (torch.float32, torch.float64) else 100 * PROBE_TOLERANCE
+    if not gap <= tolerance:
+        raise BadModelFolder(
+            f"{folder}: packed attention changes this architecture's logprobs by {gap:.2g} nats (at most "
+            f"{tolerance:g} expected); it uses an attention that is not supported yet"
+        )
+
+
+def digest_weights(model: CausalLM) -> tuple[str, dict[str, str]]:
+    """sha256 over names, dtypes, shapes and bytes: (digest of all, digest per tensor)."""
+    parts = {}
+    for name, tensor in model.named_weights():
+        data = tensor.detach().contiguous().cpu()
+        digest = hashlib.sha256(f"{data.dtype} {tuple(data.shape)}".encode())
+        digest.update(data.view(torch.uint8).numpy().data if data.numel() else b"")
+        parts[name] = digest.hexdigest()
+    whole = hashlib.sha256("".join(f"{name} {digest}\n" for name, digest in parts.items()).encode())
+    return whole.hexdigest(), parts

@@ -1,0 +1,38 @@
+"""A GGUF file as a plain Hugging Face folder: for weights that come quantised."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import torch
+
+from engine.errors import BadModelFolder
+
+
+def convert_gguf(gguf: Path, folder: Path) -> Path:
+    """Writes `folder` with config, tokenizer and dequantised bfloat16 safetensors. The folder appears whole or not.
+
+    Raises:
+        BadModelFolder: there is no such file.
+    """
+    if not gguf.is_file():
+        raise BadModelFolder(f"{gguf} is not a file; give a GGUF file")
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    # without `dequantize` the model loads but refuses to be saved (transformers 5.19)
+    model = AutoModelForCausalLM.from_pretrained(
+        gguf.parent,
+        gguf_file=gguf.name,
+        dtype=torch.bfloat16,
+        quantization_config=GgufConfig(dequantize=True),
+    )
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
+    model.config._name_or_path = ""  # the file carries the path of whoever made it
+    model.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+    return folder

@@ -1,0 +1,76 @@
+"""What the local engine asks of a trainer and of a sampler. Synchronous: the engine calls them from one thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from engine.losses.spec import LossSpec
+from engine.protocol import Completion, SamplingParams, TokenIds, TokenSequence
+from engine.samples import Sample
+from storage.chain import OptimizerSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What one optimizer update minimises."""
+
+    loss: LossSpec
+    temperature: float = 1.0
+    old_logprobs: str = "trainer"
+    skip_non_finite: bool = False
+
+
+@dataclass(slots=True)
+class UpdateReport:
+    """One optimizer update: what it did, in numbers."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    skipped: bool = False
+    micro_batches: int = 0
+
+
+class Trainer(Protocol):
+    """Master weights, gradients and AdamW moments of one policy."""
+
+    def update(
+        self,
+        samples: Sequence[Sample],
+        objective: Objective,
+        optimizer: OptimizerSpec,
+        *,
+        max_tokens: int,
+        on_micro_batch: Callable[[], None],
+    ) -> UpdateReport:
+        """One optimizer update over `samples`; the loss is normalised over all of them, however they are split."""
+        ...
+
+    def logprobs(
+        self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int
+    ) -> list[list[float]]: ...
+
+    def reset_optimizer(self) -> None: ...
+
+    def weights_digest(self) -> tuple[str, dict[str, str]]: ...
+
+    def write_checkpoint(self, folder: Path) -> dict[str, Path]:
+        """Writes weights and moments as safetensors; returns the files by name."""
+        ...
+
+    def read_checkpoint(self, files: dict[str, Path], *, optimizer: bool) -> None:
+        """Loads what `write_checkpoint` wrote; without `optimizer`, moments start anew."""
+        ...
+
+    def export(self, folder: Path) -> dict[str, Path]:
+        """Writes a plain Hugging Face folder (no tokenizer); returns the files by name."""
+        ...
+
+
+class Sampler(Protocol):
+    """Draws completions from the weights it was last synced with."""
+
+    def sample(
+        self, prompts: Sequence[TokenIds], seeds: Sequence[int], params: SamplingParams
+    ) -> list[Completion]: ...

@@ -1,0 +1,89 @@
+"""The torch backend: loads trainers and keeps samplers in step with them."""
+
+from __future__ import annotations
+
+import copy
+import os
+import platform
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from engine.backends.causal_lm import CausalLM, load_causal_lm
+from engine.backends.torch_sampler import TorchSampler
+from engine.backends.torch_trainer import TorchTrainer
+from engine.spec import LocalEngineSpec
+from storage.chain import Numerics
+
+
+class TorchBackend:
+    """What a `LocalEngineSpec` means on this machine."""
+
+    def __init__(self, spec: LocalEngineSpec) -> None:
+        self.spec = spec
+        self.threads = cpu_threads() if spec.threads == "auto" else spec.threads
+        cuda = spec.device == "cuda" or (spec.device == "auto" and torch.cuda.is_available())
+        self.device = torch.device("cuda" if cuda else "cpu")
+        self.compute_dtype = self._compute_dtype()
+        self.master_dtype = torch.float64 if self.compute_dtype == torch.float64 else torch.float32
+
+    def _compute_dtype(self) -> torch.dtype:
+        if self.spec.compute_dtype != "auto":
+            return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}[
+                self.spec.compute_dtype
+            ]
+        return torch.bfloat16 if not self.spec.deterministic and has_native_bfloat16(self.device) else torch.float32
+
+    def numerics(self) -> Numerics:
+        return Numerics(
+            backend="torch",
+            device=torch.cuda.get_device_name() if self.device.type == "cuda" else platform.machine(),
+            compute_dtype=str(self.compute_dtype).removeprefix("torch."),
+            threads=self.threads,
+            max_tokens=self.spec.max_tokens_per_forward,
+            versions={"torch": torch.__version__, "transformers": version("transformers")},
+        )
+
+    def prepare_thread(self) -> None:
+        """Called once in the thread that computes: the thread count is a setting of the calling thread."""
+        torch.set_num_threads(self.threads)
+
+    def load(self, folder: Path) -> TorchTrainer:
+        model = load_causal_lm(
+            folder, dtype=self.master_dtype, compute_dtype=self.compute_dtype, device=self.device
+        )
+        return TorchTrainer(model)
+
+    def sampler(self, trainer: TorchTrainer) -> TorchSampler:
+        """A sampler over the trainer's own weights, or over a copy in the compute precision."""
+        model = trainer.model
+        if self.compute_dtype != self.master_dtype:
+            module = copy.deepcopy(model.module).to(self.compute_dtype).requires_grad_(False)
+            model = CausalLM(module, compute_dtype=self.compute_dtype)
+        return TorchSampler(model, max_rows=self.spec.max_rows, max_tokens=self.spec.max_tokens_per_forward)
+
+    def sync(self, trainer: TorchTrainer, sampler: TorchSampler) -> None:
+        """Brings the sampler to the trainer's weights; nothing to do where they share them."""
+        if sampler.model is trainer.model:
+            return
+        with torch.no_grad():
+            target = dict(sampler.model.named_weights())
+            for name, weight in trainer.model.named_weights():
+                target[name].copy_(weight)
+
+
+def cpu_threads() -> int:
+    """All cores when the machine is idle, else one: under contention, two OpenMP threads are slower than one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    return cores if os.getloadavg()[0] < 0.5 * cores else 1
+
+
+def has_native_bfloat16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    try:
+        flags = Path("/proc/cpuinfo").read_text().split()
+    except OSError:
+        return False
+    return "avx512_bf16" in flags or "amx_bf16" in flags

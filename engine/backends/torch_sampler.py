@@ -1,0 +1,181 @@
+"""The embedded sampler: batched decoding over a preallocated KV cache, one random stream per completion.
+
+A token is drawn by Gumbel-max, argmax(log p - log E) with E ~ Exp(1) from the completion's own generator
+(equivalent to a categorical draw; Maddison et al., arXiv:1411.0030). Unlike an inverse CDF it does not hinge on
+the rounding of a cumulative sum, so in float32 a completion does not depend on what it was batched with.
+
+Axes: B row still decoding · T packed prompt token · V vocabulary · H hidden
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from engine.backends.attention import DecodeLayout, PrefillLayout
+from engine.backends.causal_lm import CausalLM
+from engine.backends.packing import Fan
+from engine.errors import BadSpec, SampleTooLong
+from engine.protocol import Completion, SamplingParams, StopReason, TokenIds
+
+COMPACT_BELOW = 0.75
+"""Finished rows are dropped from the batch once fewer than this share of it still decodes."""
+
+
+@dataclass(slots=True)
+class _Row:
+    """A completion in the making."""
+
+    place: int
+    generator: torch.Generator
+    tokens: TokenIds = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    stop: StopReason | None = None
+
+
+class TorchSampler:
+    """Samples from a `CausalLM`. `max_rows` completions decode together; `max_tokens` prompt tokens prefill at once."""
+
+    def __init__(self, model: CausalLM, *, max_rows: int = 64, max_tokens: int = 8192) -> None:
+        self.model, self.max_rows, self.max_tokens = model, max_rows, max_tokens
+
+    @torch.inference_mode()
+    def sample(
+        self, prompts: Sequence[TokenIds], seeds: Sequence[int], params: SamplingParams
+    ) -> list[Completion]:
+        """One completion per (prompt, seed), in order.
+
+        Raises:
+            BadSpec: empty prompts, ids outside the vocabulary, or unequal numbers of prompts and seeds.
+            SampleTooLong: a prompt and `max_new_tokens` do not fit the model's context.
+        """
+        self._check(prompts, seeds, params)
+        done: list[Completion] = []
+        for start in range(0, len(prompts), self.max_rows):
+            chunk = slice(start, start + self.max_rows)
+            done += self._sample_rows(prompts[chunk], seeds[chunk], params)
+        return done
+
+    def _check(self, prompts: Sequence[TokenIds], seeds: Sequence[int], params: SamplingParams) -> None:
+        if len(prompts) != len(seeds):
+            raise BadSpec(f"{len(prompts)} prompts were given with {len(seeds)} seeds; give one seed per prompt")
+        for index, prompt in enumerate(prompts):
+            if not prompt:
+                raise BadSpec(f"prompt {index} has no tokens; there is nothing to continue")
+            if min(prompt) < 0 or max(prompt) >= self.model.vocab_size:
+                raise BadSpec(
+                    f"prompt {index} has token ids outside 0..{self.model.vocab_size - 1}; was it rendered with "
+                    "another model's tokenizer?"
+                )
+            if len(prompt) + params.max_new_tokens > self.model.context_length:
+                raise SampleTooLong(
+                    f"prompt {index} has {len(prompt)} tokens; with max_new_tokens={params.max_new_tokens} it passes "
+                    f"the model's context of {self.model.context_length}; truncate the prompt or ask for fewer tokens"
+                )
+
+    def _sample_rows(
+        self, prompts: Sequence[TokenIds], seeds: Sequence[int], params: SamplingParams
+    ) -> list[Completion]:
+        device = self.model.device
+        rows = [_Row(place, torch.Generator(device=device).manual_seed(seed)) for place, seed in enumerate(seeds)]
+        layout = DecodeLayout(rows=len(rows), capacity=max(map(len, prompts)) + params.max_new_tokens, device=device)
+        logits_BV = self._prefill(prompts, layout)
+        live = list(rows)
+        while True:
+            self._draw(live, logits_BV, params)
+            running = [i for i, row in enumerate(live) if row.stop is None]
+            if not running:
+                break
+            if len(running) < COMPACT_BELOW * len(live):
+                live = [live[i] for i in running]
+                layout.keep(torch.tensor(running, device=device))
+            tokens_B1 = torch.tensor([[row.tokens[-1]] for row in live], device=device)
+            positions_B = layout.advance()
+            hidden_B1H = self.model.hidden(tokens_B1, positions_B.unsqueeze(1), layout)
+            logits_BV = self.model.logits(hidden_B1H[:, 0])
+        return [Completion(row.tokens, row.logprobs, row.stop or "length") for row in rows]
+
+    def _prefill(self, prompts: Sequence[TokenIds], layout: DecodeLayout) -> Tensor:
+        """Runs every distinct prompt once and fills the cache; returns the first logits of every row (B, V)."""
+        rows_of: dict[tuple[int, ...], list[int]] = {}
+        for row, prompt in enumerate(prompts):
+            rows_of.setdefault(tuple(prompt), []).append(row)
+        logits_BV: Tensor | None = None
+        for batch in _batches(list(rows_of), self.max_tokens):
+            fans, start = [], 0
+            for prompt in batch:
+                fans.append(Fan(start, len(prompt)))
+                start += len(prompt)
+            device = self.model.device
+            prefill = PrefillLayout(fans, device=device)
+            tokens_T = torch.tensor([t for prompt in batch for t in prompt], device=device)
+            positions_T = torch.tensor([p for prompt in batch for p in range(len(prompt))], device=device)
+            hidden_TH = self.model.hidden(tokens_T.unsqueeze(0), positions_T.unsqueeze(0), prefill)[0]
+            last = torch.tensor([fan.start + fan.prefix - 1 for fan in fans], device=device)
+            first_logits = self.model.logits(hidden_TH[last])
+            spans = {row: (f.start, f.prefix) for p, f in zip(batch, fans, strict=True) for row in rows_of[p]}
+            layout.fill(prefill, spans)
+            if logits_BV is None:
+                logits_BV = first_logits.new_empty(len(prompts), first_logits.shape[1])
+            for index, prompt in enumerate(batch):
+                logits_BV[rows_of[prompt]] = first_logits[index]
+        assert logits_BV is not None  # _check refused empty prompts; sample() never passes an empty chunk
+        return logits_BV
+
+    def _draw(self, live: list[_Row], logits_BV: Tensor, params: SamplingParams) -> None:
+        """Appends one token to every running row and marks the rows that end."""
+        eos = self.model.eos_token_ids()
+        drawn = len(next(row for row in live if row.stop is None).tokens)
+        if drawn < params.min_new_tokens:
+            logits_BV[:, list(eos)] = -torch.inf
+        logprobs_BV = processed_logprobs(logits_BV, params)
+        scores_BV = logprobs_BV
+        if params.temperature > 0:
+            noise_BV = torch.empty_like(logprobs_BV)
+            for row, noise_V in zip(live, noise_BV, strict=True):
+                if row.stop is None:
+                    noise_V.uniform_(generator=row.generator)
+            scores_BV = logprobs_BV - noise_BV.log_().neg_().log_()
+        tokens_B = scores_BV.argmax(-1)
+        picked_B = logprobs_BV.gather(1, tokens_B.unsqueeze(1)).squeeze(1)
+        for row, token, logprob in zip(live, tokens_B.tolist(), picked_B.tolist(), strict=True):
+            if row.stop is not None:
+                continue
+            row.tokens.append(token)
+            row.logprobs.append(logprob)
+            if token in eos:
+                row.stop = "eos"
+            elif token in params.stop_token_ids:
+                row.stop = "stop"
+            elif len(row.tokens) >= params.max_new_tokens:
+                row.stop = "length"
+
+
+def processed_logprobs(logits_BV: Tensor, params: SamplingParams) -> Tensor:
+    """Log-probabilities of the distribution that is sampled: temperature first, then top-k, then top-p."""
+    logits_BV = logits_BV / params.temperature if params.temperature > 0 else logits_BV
+    if 0 < params.top_k < logits_BV.shape[1]:
+        kth_B1 = logits_BV.topk(params.top_k, dim=-1).values[:, -1:]
+        logits_BV = logits_BV.masked_fill(logits_BV < kth_B1, -torch.inf)
+    if params.top_p < 1:
+        sorted_BV, order_BV = logits_BV.sort(dim=-1, descending=True)
+        before_BV = sorted_BV.softmax(-1).cumsum(-1) - sorted_BV.softmax(-1)
+        drop_BV = torch.zeros_like(before_BV, dtype=torch.bool).scatter(1, order_BV, before_BV >= params.top_p)
+        logits_BV = logits_BV.masked_fill(drop_BV, -torch.inf)
+    return logits_BV.log_softmax(-1)
+
+
+def _batches(prompts: list[tuple[int, ...]], max_tokens: int) -> list[list[tuple[int, ...]]]:
+    """Prompts in runs of at most `max_tokens` tokens (a longer prompt runs alone)."""
+    runs: list[list[tuple[int, ...]]] = [[]]
+    used = 0
+    for prompt in prompts:
+        if runs[-1] and used + len(prompt) > max_tokens:
+            runs.append([])
+            used = 0
+        runs[-1].append(prompt)
+        used += len(prompt)
+    return runs

@@ -1,0 +1,45 @@
+"""Calls that are made concurrently and one by one, sent as one batch: the device is filled, the listing stays plain."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Hashable
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class Coalescer(Generic[Item, Result]):
+    """Gathers the items submitted under one key before the event loop runs idle, and runs them as one call."""
+
+    def __init__(self, run: Callable[[Hashable, list[Item]], Awaitable[list[Result]]]) -> None:
+        self._run = run
+        self._waiting: dict[Hashable, list[tuple[Item, asyncio.Future[Result]]]] = {}
+        self._flushes: set[asyncio.Task[None]] = set()
+
+    async def submit(self, key: Hashable, item: Item) -> Result:
+        future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        waiting = self._waiting.setdefault(key, [])
+        waiting.append((item, future))
+        if len(waiting) == 1:
+            flush = asyncio.create_task(self._flush(key))
+            self._flushes.add(flush)  # the loop holds tasks weakly
+            flush.add_done_callback(self._flushes.discard)
+        return await future
+
+    async def _flush(self, key: Hashable) -> None:
+        await asyncio.sleep(0)  # siblings started in the same turn of the loop join this batch
+        batch = self._waiting.pop(key)
+        try:
+            results = await self._run(key, [item for item, _ in batch])
+        except BaseException as error:
+            for _, future in batch:
+                if not future.done():
+                    future.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
+            return
+        for (_, future), result in zip(batch, results, strict=True):
+            if not future.done():
+                future.set_result(result)

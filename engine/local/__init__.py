@@ -1,0 +1,1 @@
+"""The embedded engine: policies materialised in this process, brought to any `PolicyRef` that was committed."""

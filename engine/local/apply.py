@@ -1,0 +1,87 @@
+"""One step request applied to a trainer: the pure function behind a live step, a redo and a replay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pydantic import TypeAdapter, ValidationError
+
+from engine.backends.protocol import Objective, Trainer, UpdateReport
+from engine.errors import BadSpec, NonFiniteGradient
+from engine.losses.spec import LossSpec
+from engine.samples import Sample, minibatches, samples_of
+from storage.chain import StepRequest
+from storage.failpoints import failpoint
+from storage.objects import ObjectStore
+from storage.tables import read_table
+
+_LOSS = TypeAdapter[LossSpec](LossSpec)
+
+
+@dataclass(slots=True)
+class Effect:
+    """What applying a request did."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    updates: int = 0
+    skipped: int = 0
+    micro_batches: int = 0
+
+
+def apply_request(trainer: Trainer, request: StepRequest, store: ObjectStore, *, max_tokens: int) -> Effect:
+    """Makes the optimizer updates of `request`. On any error the trainer's weights are undefined: drop it.
+
+    Raises:
+        BadSpec: the loss is unknown, or the batch lacks a column the loss needs.
+        SampleTooLong: a sample of the batch exceeds `max_tokens`.
+        NonFiniteGradient: NaN or Inf, when the request does not ask to skip such updates.
+    """
+    try:
+        loss = _LOSS.validate_python(request.loss)
+    except ValidationError as error:
+        raise BadSpec(f"the step request names a loss that this engine does not know: {error}") from error
+    objective = Objective(
+        loss=loss,
+        temperature=request.temperature,
+        old_logprobs=request.old_logprobs,
+        skip_non_finite=request.nan_policy == "skip",
+    )
+    samples = samples_of(read_table(store, request.batch))
+    reports = []
+    for minibatch in minibatches(_trained(samples), request.minibatches):
+        try:
+            report = trainer.update(
+                minibatch,
+                objective,
+                request.optimizer,
+                max_tokens=max_tokens,
+                on_micro_batch=lambda: failpoint("step.mid_gradient"),
+            )
+        except NonFiniteGradient as error:
+            raise NonFiniteGradient(
+                f"step {request.parent.step + 1}: {error}, in the batch {request.batch.key}; look at its rows, lower "
+                "the learning rate, or set skip_nan_gradients=true to leave such updates out"
+            ) from error
+        reports.append(report)
+    return _effect(reports)
+
+
+def _trained(samples: list[Sample]) -> list[Sample]:
+    """Samples with at least one trained token: an empty completion teaches nothing and divides nothing."""
+    return [sample for sample in samples if sample.trained]
+
+
+def _effect(reports: list[UpdateReport]) -> Effect:
+    """Metrics are means over the updates; `tokens` is their sum."""
+    names = sorted({name for report in reports for name in report.metrics})
+    means = {
+        name: sum(report.metrics.get(name, 0.0) for report in reports) / len(reports) for name in names if reports
+    }
+    if reports:
+        means["tokens"] = sum(report.metrics["tokens"] for report in reports)
+    return Effect(
+        metrics={name: value for name, value in means.items() if value == value and abs(value) != float("inf")},
+        updates=sum(not report.skipped for report in reports),
+        skipped=sum(report.skipped for report in reports),
+        micro_batches=sum(report.micro_batches for report in reports),
+    )

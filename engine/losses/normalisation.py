@@ -1,0 +1,37 @@
+"""How token losses become one number, whatever the micro-batching. Axes: N trained token · S sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.losses.spec import LossNorm
+
+
+def token_weights(
+    lengths_S: Sequence[int],
+    *,
+    norm: LossNorm,
+    total_tokens: int,
+    total_sequences: int,
+    constant: float | None = None,
+) -> Tensor:
+    """Weight of each trained token (N,), float64, so that the loss is Σ value·weight over *all* micro-batches.
+
+    token_mean: 1 / tokens of the minibatch · sequence_mean: 1 / (sequences · own length) · token_sum: 1 ·
+    constant: 1 / (sequences · constant)  (Dr. GRPO, arXiv:2503.20783). The totals are those of the whole minibatch.
+    """
+    lengths = torch.tensor(list(lengths_S), dtype=torch.long)
+    if norm == "token_mean":
+        weights_S = torch.full((len(lengths),), 1 / total_tokens, dtype=torch.float64)
+    elif norm == "sequence_mean":
+        weights_S = 1 / (total_sequences * lengths.clamp(min=1).double())
+    elif norm == "token_sum":
+        weights_S = torch.ones(len(lengths), dtype=torch.float64)
+    else:
+        if constant is None:
+            raise ValueError("norm='constant' needs the constant it divides by")
+        weights_S = torch.full((len(lengths),), 1 / (total_sequences * constant), dtype=torch.float64)
+    return weights_S.repeat_interleave(lengths)

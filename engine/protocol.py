@@ -1,0 +1,128 @@
+"""What every engine answers, whoever reaches it how: in this process, over HTTP, or as the test backend.
+
+It speaks token ids. A call that depends on weights names the `PolicyRef` it means; the engine brings itself there.
+`epoch` is the fencing epoch of the caller's lease: a lower one than the engine has seen for the run is `Fenced`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from pydantic import Field
+
+from storage.artifacts import ArtifactRef, Provenance
+from storage.chain import CommitRecord, Numerics, PolicyRef, Root, StepRequest
+from storage.models import Frozen
+
+TokenIds = list[int]
+StopReason = Literal["eos", "stop", "length"]
+
+
+class SamplingParams(Frozen):
+    """How completions are drawn. The logprobs returned are those of this very distribution."""
+
+    temperature: float = Field(1.0, ge=0)
+    """0 is greedy; the logprobs are then those at temperature 1."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Keep the smallest set of tokens whose probability reaches this."""
+    top_k: int = Field(0, ge=0)
+    """Keep the k most probable tokens; 0 keeps all."""
+    max_new_tokens: int = Field(128, ge=1)
+    min_new_tokens: int = Field(0, ge=0)
+    """No end-of-sequence before this many tokens."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a completion besides the model's own end-of-sequence ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One completion per entry: `prompts[i]` is continued with the random stream `seeds[i]`."""
+
+    policy: PolicyRef
+    prompts: list[TokenIds]
+    seeds: list[int]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """Sampled tokens (the end-of-sequence token included, when one was sampled)."""
+
+    token_ids: TokenIds
+    logprobs: list[float]
+    """Nats per token, under the distribution that was sampled from."""
+    stop_reason: StopReason
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSequence:
+    """A sequence whose trained tokens (weight > 0) are scored. Both lists have length L."""
+
+    token_ids: TokenIds
+    weights: list[float]
+    group: str = ""
+    """Sequences of one group share a prompt; the engine computes it once."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobsRequest:
+    policy: PolicyRef
+    sequences: list[TokenSequence]
+    temperature: float = 1.0
+
+
+class PolicySpec(Frozen):
+    """A new chain: where it lives and what it starts from."""
+
+    run: str
+    stage: str
+    model: str
+    root: Root
+
+
+class EngineInfo(Frozen):
+    """What the engine is: enters `numerics` of every record and `run.json`."""
+
+    numerics: Numerics
+    vocab_size: int | None = None
+
+
+class Engine(Protocol):
+    """Errors: `TransientEngineError` and `PermanentEngineError` (engine.errors), and storage's own."""
+
+    async def import_model(self, source: str, *, provenance: Provenance) -> ArtifactRef:
+        """A registered model by key, or a local folder brought into the registry. Idempotent."""
+        ...
+
+    async def create_policy(self, spec: PolicySpec) -> PolicyRef:
+        """Commits the root of a chain (idempotent) and returns policy 0."""
+        ...
+
+    async def generate(self, request: GenerateRequest, *, epoch: int = 0) -> list[Completion]:
+        """Completions in the order of the prompts."""
+        ...
+
+    async def logprobs(self, request: LogprobsRequest, *, epoch: int = 0) -> list[list[float]]:
+        """Per sequence: nats of each trained token, by the trainer's weights and numerics."""
+        ...
+
+    async def take_gradient_step(self, request: StepRequest, *, epoch: int = 0) -> CommitRecord:
+        """Takes the step exactly once: the committed record, whether it was made now or before."""
+        ...
+
+    async def save_checkpoint(
+        self, policy: PolicyRef, *, provenance: Provenance, name: str | None = None, epoch: int = 0
+    ) -> ArtifactRef:
+        """Weights and optimizer of a policy, as safetensors, manifest last. Idempotent."""
+        ...
+
+    async def export_model(
+        self, policy: PolicyRef, model_name: str, *, provenance: Provenance, epoch: int = 0
+    ) -> ArtifactRef:
+        """The policy as a plain Hugging Face folder in the registry. Idempotent."""
+        ...
+
+    async def info(self) -> EngineInfo: ...
+
+    async def close(self) -> None: ...

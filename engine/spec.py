@@ -1,0 +1,45 @@
+"""How to reach an engine, and how the embedded one runs. Plain data: it crosses tasks and stands in configs."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from storage.models import Frozen
+
+
+class LocalEngineSpec(Frozen):
+    """The embedded engine: trainer and sampler in this process."""
+
+    kind: Literal["local"] = "local"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda when there is one."""
+    compute_dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    """Precision of the forward and backward passes; master weights are float32 (float64 when that is asked for).
+    auto: bfloat16 where the device computes it natively, else float32."""
+    deterministic: bool = False
+    """Final weights equal to the byte to those of a run without faults: computes and samples in float32."""
+    threads: int | Literal["auto"] = Field("auto")
+    """CPU threads of this process. auto: all cores of an idle machine, else one."""
+    max_tokens_per_forward: int = Field(8192, ge=16)
+    """Packed tokens of one forward pass: decides the micro-batches and bounds memory. Never changes the loss."""
+    max_rows: int = Field(64, ge=1)
+    """Completions that decode together."""
+    frozen_policies: int = Field(2, ge=1)
+    """Reference and past policies kept in memory besides the ones in training."""
+    digest_every: int | None = Field(None, ge=1)
+    """Digest the weights into every n-th commit record. None: each step up to 256 MiB of weights, else every 10th."""
+
+    @model_validator(mode="after")
+    def _deterministic_is_float32(self) -> LocalEngineSpec:
+        if self.deterministic and self.compute_dtype == "bfloat16":
+            raise ValueError(
+                "deterministic=true samples and trains in float32, but compute_dtype='bfloat16' was given; "
+                "leave compute_dtype at 'auto', or set deterministic=false"
+            )
+        return self
+
+
+EngineSpec = LocalEngineSpec
+"""Every way to reach an engine (the embedded one, for now)."""

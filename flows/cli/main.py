@@ -1,0 +1,53 @@
+"""`ostinato run grpo|sft --config FILE --set a.b=c`, and `ostinato demo`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flows.cli.demo import run_demo
+from flows.cli.runner import run_flow
+
+app = typer.Typer(help="Post-training of language models as a durable workflow.", no_args_is_help=True)
+run = typer.Typer(help="Run a flow; the same command again resumes it.", no_args_is_help=True)
+app.add_typer(run, name="run")
+
+ConfigFile = Annotated[Path, typer.Option("--config", help="YAML, TOML or JSON file.", exists=True, dir_okay=False)]
+Sets = Annotated[list[str] | None, typer.Option("--set", help="Override one key: a.b=c. May be repeated.")]
+RunKey = Annotated[str, typer.Option("--run", help="The run's key; the same key resumes the run.")]
+New = Annotated[bool, typer.Option("--new", help="Start a new run even if an equal one is unfinished.")]
+Server = Annotated[
+    str, typer.Option("--server", help="Prefect API url; 'local' starts a server for this run and stops it.")
+]
+
+
+@run.command("grpo")
+def run_grpo(config: ConfigFile, sets: Sets = None, run_key: RunKey = "", new: New = False, server: Server = "") -> None:
+    """Reinforcement learning from graded rollouts (GRPO)."""
+    raise typer.Exit(run_flow("grpo", config, sets or [], run_key=run_key, new=new, server=server))
+
+
+@run.command("sft")
+def run_sft(config: ConfigFile, sets: Sets = None, run_key: RunKey = "", new: New = False, server: Server = "") -> None:
+    """Supervised fine-tuning on conversations (SFT)."""
+    raise typer.Exit(run_flow("sft", config, sets or [], run_key=run_key, new=new, server=server))
+
+
+@app.command("demo")
+def demo(
+    seed: Annotated[int, typer.Option(help="Seed of data order and sampling.")] = 0,
+    sets: Sets = None,
+    new: New = False,
+) -> None:
+    """GRPO on a real 135M chat model on this machine: evaluate, train, evaluate, report."""
+    raise typer.Exit(run_demo(seed=seed, sets=sets or [], new=new))
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Running one flow from a terminal: config, run key, Prefect server, and what is said at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from rich.console import Console
+
+from engine.errors import EngineError
+from flows.cli.memory import forget, remembered_run
+from flows.config import FlowConfig, GRPOConfig, SFTConfig
+from flows.overrides import ConfigError, load_config
+from flows.server import local_prefect_server, use_server
+from storage.errors import StorageError
+from tasks.datasets.errors import DatasetError
+from tasks.graders.spec import GraderSpecError
+
+CONFIGS: dict[str, type[FlowConfig]] = {"grpo": GRPOConfig, "sft": SFTConfig}
+
+REFUSED = (ConfigError, EngineError, StorageError, DatasetError, GraderSpecError, ValueError)
+"""Errors whose message is the whole story: no traceback helps."""
+
+
+def run_flow(
+    flow: str, config_file: Path, sets: list[str], *, run_key: str = "", new: bool = False, server: str = ""
+) -> int:
+    """Runs a flow to its end; returns the exit status: 0 done, 1 failed, 2 refused config, 130 interrupted."""
+    console = Console()
+    try:
+        config = CONFIGS[flow].model_validate(load_config(config_file, sets))
+    except (ConfigError, ValidationError) as error:
+        console.print(f"[red]{config_file} is not a usable {flow} config[/red]", highlight=False)
+        console.print(str(error), markup=False, highlight=False)
+        return 2
+    return run_config(flow, config, console, run_key=run_key, new=new, server=server)
+
+
+def run_config(
+    flow: str, config: FlowConfig, console: Console, *, run_key: str = "", new: bool = False, server: str = ""
+) -> int:
+    """Runs a validated config. See `run_flow`."""
+    remembered = not (run_key or config.run)
+    if remembered:
+        run_key, unfinished = remembered_run(flow, config, new=new)
+        if unfinished:
+            console.print(f"resuming the unfinished run [bold]{run_key}[/bold] (--new starts another)")
+    keyed = config.model_copy(update={"run": run_key or config.run})
+    console.print(f"run [bold]{keyed.run}[/bold], artifacts in {config.storage.url}", highlight=False)
+    try:
+        with _prefect_server(server, console):
+            result = asyncio.run(_call(flow, keyed))
+    except KeyboardInterrupt:
+        console.print(f"\ninterrupted; the same command resumes run [bold]{keyed.run}[/bold]")
+        return 130
+    except REFUSED as error:
+        console.print(f"[red]{type(error).__name__}[/red]: ", end="")
+        console.print(str(error), markup=False, highlight=False)
+        return 1
+    if remembered:
+        forget(flow, config)
+    _say(result, console)
+    return 0
+
+
+async def _call(flow: str, config: FlowConfig) -> dict[str, Any]:
+    # imported here: Prefect costs seconds, and a refused config should answer at once
+    if flow == "grpo":
+        from flows.grpo import grpo
+
+        return await grpo(config)  # type: ignore[arg-type]
+    from flows.sft import sft
+
+    return await sft(config)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def _prefect_server(server: str, console: Console) -> Iterator[None]:
+    """The server the flow reports to: the one given or configured, else one of our own for this run."""
+    url = server if server not in ("", "local") else os.environ.get("PREFECT_API_URL", "")
+    if url and server != "local":
+        with use_server(url):
+            yield
+        return
+    home = Path(".ostinato") / "prefect"
+    with console.status("starting a local Prefect server"):
+        stack = contextlib.ExitStack()
+        handle = stack.enter_context(local_prefect_server(home.absolute()))
+    with stack, use_server(handle.api_url):
+        console.print(f"Prefect UI while this runs: {handle.ui_url}", highlight=False)
+        yield
+
+
+def _say(result: dict[str, Any], console: Console) -> None:
+    heldout = result.get("heldout")
+    if heldout:
+        console.print(
+            f"held-out reward on {heldout['n']} prompts: before {heldout['before_mean']:.3f}, after "
+            f"{heldout['after_mean']:.3f}; paired difference {heldout['difference']:+.3f} "
+            f"(95 % CI {heldout['low']:+.3f} to {heldout['high']:+.3f})",
+            highlight=False,
+        )
+    for name in ("model", "model_folder", "report"):
+        if result.get(name):
+            console.print(f"{name.replace('_', ' ')}: {result[name]}", highlight=False)

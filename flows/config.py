@@ -1,0 +1,215 @@
+"""Configs of the flows: frozen, documented under each field, unknown keys refused, checked before a model loads.
+
+`SEMANTIC` names the groups that decide the result. A run is resumed only under equal semantic groups; the others
+(where things are stored, how the engine computes, how often it checkpoints) may change between attempts.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, JsonValue, model_validator
+
+from engine.protocol import SamplingParams
+from engine.spec import EngineSpec, LocalEngineSpec
+from storage.models import Frozen
+from tasks.batches import AdvantageEstimator
+from tasks.datasets.spec import FileDataset, ReasoningGymDataset
+from tasks.rollouts import Truncation
+
+SEMANTIC = ("model", "data", "grader", "sampling", "algorithm", "optimizer", "seed")
+
+DatasetSource = Annotated[FileDataset | ReasoningGymDataset, Field(discriminator="kind")]
+
+
+class ModelConfig(Frozen):
+    """The model to train."""
+
+    key: str
+    """A registered model (`name` or `name@version`), or a local Hugging Face folder."""
+    name: str = "policy"
+    """The model's name within the run."""
+    publish_as: str | None = None
+    """Registry name of the trained model. None: the run's key."""
+
+
+class DataConfig(Frozen):
+    """What to train on, and what never to train on."""
+
+    train: DatasetSource
+    heldout: DatasetSource | None = None
+    """Prompts of the evaluation before and after training."""
+    max_prompt_tokens: int | None = Field(None, ge=1)
+    truncation: Truncation = "error"
+    """What happens to a longer prompt: error, left, right (cut there), or drop (counted)."""
+
+
+class GraderConfig(Frozen):
+    """Who rewards a completion."""
+
+    path: str
+    """Import path `package.module:name` of a BaseGrader or of a function `f(thread, **arguments)`."""
+    arguments: dict[str, JsonValue] = {}
+    timeout_seconds: float = Field(60.0, gt=0)
+    """Per grade and attempt."""
+    retries: int = Field(2, ge=0)
+    concurrency: int = Field(32, ge=1)
+    max_masked_fraction: float = Field(0.2, ge=0, le=1)
+    """The run fails when more of a shard's completions than this cannot be graded."""
+
+
+class GRPOAlgorithm(Frozen):
+    """GRPO (arXiv:2402.03300). `samples_*` count completions."""
+
+    steps: int | None = Field(None, ge=1)
+    """Gradient steps. Give steps or epochs."""
+    epochs: int | None = Field(None, ge=1)
+    samples_per_batch: int = Field(128, ge=1)
+    samples_per_mini_batch: int = Field(128, ge=1)
+    mini_epochs_per_batch: int = Field(1, ge=1)
+    completions_per_sample: int = Field(8, ge=1)
+    """Completions of one prompt: a group."""
+    clip_range: float = Field(0.1, gt=0)
+    clip_range_high: float | None = Field(None, gt=0)
+    """Upper clip when it differs from the lower (clip-higher, arXiv:2503.14476)."""
+    dual_clip: float | None = Field(None, gt=1)
+    kl_beta: float = Field(0.01, ge=0)
+    """Weight of the KL term; 0 skips the reference model altogether."""
+    kl_estimator: Literal["k1", "abs", "k2", "k3"] = "k3"
+    loss_norm: Literal["token_mean", "sequence_mean", "token_sum"] = "token_mean"
+    advantage_estimator: AdvantageEstimator = "group"
+    old_logprobs: Literal["trainer", "sampler"] = "trainer"
+    prompts_per_shard: int = Field(16, ge=1)
+    """Prompts that are sampled, graded and committed together; a crash costs at most one such shard."""
+
+    @model_validator(mode="after")
+    def _sizes_agree(self) -> Self:
+        if self.samples_per_batch % self.completions_per_sample:
+            raise ValueError(
+                f"samples_per_batch={self.samples_per_batch} splits a group; use a multiple of "
+                f"completions_per_sample={self.completions_per_sample}"
+            )
+        if self.samples_per_mini_batch > self.samples_per_batch:
+            raise ValueError(
+                f"samples_per_mini_batch={self.samples_per_mini_batch} exceeds samples_per_batch="
+                f"{self.samples_per_batch}; lower it to at most that"
+            )
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError(f"both steps={self.steps} and epochs={self.epochs} were given; give one of them")
+        return self
+
+
+class SFTAlgorithm(Frozen):
+    """Supervised fine-tuning on completions."""
+
+    steps: int | None = Field(None, ge=1)
+    """Gradient steps. Give steps or epochs; neither means one epoch."""
+    epochs: int | None = Field(None, ge=1)
+    samples_per_batch: int = Field(512, ge=1)
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Self:
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError(f"both steps={self.steps} and epochs={self.epochs} were given; give one of them")
+        return self
+
+
+class OptimizerConfig(Frozen):
+    """AdamW and its schedule."""
+
+    lr: float = Field(7.5e-7, gt=0)
+    schedule: Literal["cosine", "cosine_without_warmup", "linear", "constant"] = "cosine"
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    skip_nan_gradients: bool = False
+    """Leave an update with a non-finite gradient out (counted) instead of failing the step."""
+
+
+class CheckpointConfig(Frozen):
+    """When to write weights. No committed step is lost without any of them: a resume then redoes more."""
+
+    frequency: float | None = Field(0.2, gt=0, le=1)
+    """A named, kept checkpoint at every such fraction of the run. None: none."""
+    every_steps: int | None = Field(None, ge=1)
+    """A named, kept checkpoint every so many steps (instead of `frequency`)."""
+    recovery_seconds: float = Field(300.0, gt=0)
+    """A recovery checkpoint when redoing the steps since the last would take longer than this."""
+    recovery_steps: int | None = Field(None, ge=1)
+    """A recovery checkpoint every so many steps, however quick they are."""
+    keep_last: int = Field(2, ge=1)
+    """Recovery checkpoints kept."""
+
+
+class EvaluationConfig(Frozen):
+    """The evaluation on held-out prompts before and after training."""
+
+    temperature: float = Field(0.0, ge=0)
+    """0 is greedy."""
+    samples_shown: int = Field(10, ge=0)
+    """Rollouts shown in the report, before and after."""
+
+
+class StorageConfig(Frozen):
+    url: str = "ostinato-data"
+    """A folder, file:///folder, s3://bucket/prefix or memory://name."""
+
+
+class FlowConfig(Frozen):
+    """What every flow's config has."""
+
+    run: str = ""
+    """The run's key: the same key resumes the run. Empty: made from the flow run's id."""
+    seed: int = 0
+    engine: EngineSpec = LocalEngineSpec()
+    storage: StorageConfig = StorageConfig()
+    checkpoints: CheckpointConfig = CheckpointConfig()
+
+    def semantic(self) -> dict[str, Any]:
+        """What decides the result, without names and patience."""
+        body = self.model_dump(mode="json", include=set(SEMANTIC))
+        body["model"].pop("publish_as")
+        body["data"].pop("heldout", None)
+        for patience in ("timeout_seconds", "retries", "concurrency", "max_masked_fraction"):
+            body.get("grader", {}).pop(patience, None)
+        return body
+
+    def other(self) -> dict[str, Any]:
+        return self.model_dump(mode="json", exclude=set(SEMANTIC))
+
+
+class GRPOConfig(FlowConfig):
+    """`ostinato run grpo`: reinforcement learning from graded rollouts."""
+
+    model: ModelConfig
+    data: DataConfig
+    grader: GraderConfig
+    sampling: SamplingParams = SamplingParams(max_new_tokens=256)
+    algorithm: GRPOAlgorithm = GRPOAlgorithm()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+
+    @model_validator(mode="after")
+    def _endless_runs_are_constant(self) -> Self:
+        endless = self.algorithm.steps is None and self.algorithm.epochs is None
+        if endless and self.optimizer.schedule != "constant":
+            raise ValueError(
+                f"neither algorithm.steps nor algorithm.epochs is given, so the run ends only when it is stopped, and "
+                f"optimizer.schedule={self.optimizer.schedule!r} has no end to bend to; give steps, or use 'constant'"
+            )
+        if endless and self.checkpoints.frequency is not None and self.checkpoints.every_steps is None:
+            raise ValueError(
+                "a run without steps or epochs has no fractions; set checkpoints.frequency=null and, for named "
+                "checkpoints, checkpoints.every_steps"
+            )
+        if self.sampling.temperature == 0:
+            raise ValueError("sampling.temperature=0 gives a group equal completions and no advantage; use e.g. 1.0")
+        return self
+
+
+class SFTConfig(FlowConfig):
+    """`ostinato run sft`: supervised fine-tuning on conversations."""
+
+    model: ModelConfig
+    data: DataConfig
+    algorithm: SFTAlgorithm = SFTAlgorithm()
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)

@@ -1,0 +1,67 @@
+"""Held-out evaluation around a training run: the same prompts, before and after."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from engine.protocol import SamplingParams
+from engine.workspace import Workspace
+from flows.config import GRPOConfig
+from storage.artifacts import ArtifactRef
+from storage.chain import PolicyRef
+from storage.tables import read_table
+from tasks.evaluate import evaluate_policy
+from tasks.evaluations import EvaluationPlan
+from tasks.gradings import Grading
+from tasks.load import load_prompts
+from tasks.rollouts import PromptShard
+from tasks.statistics import PairedDifference, paired_difference
+
+
+@dataclass(frozen=True)
+class Heldout:
+    """The held-out prompts of a run, or none."""
+
+    workspace: Workspace
+    plan: EvaluationPlan | None
+
+    @classmethod
+    def load(cls, workspace: Workspace, config: GRPOConfig, base: ArtifactRef, grading: Grading) -> Heldout:
+        if config.data.heldout is None:
+            return cls(workspace, None)
+        loaded = load_prompts(workspace, config.data.heldout, "prompt")
+        prompts = PromptShard(
+            base=base,
+            dataset=loaded.ref,
+            index=0,
+            rows=tuple(range(loaded.rows)),
+            completions=1,
+            max_prompt_tokens=config.data.max_prompt_tokens,
+            truncation=config.data.truncation,
+        )
+        changes = {"temperature": config.evaluation.temperature, "top_p": 1.0, "top_k": 0}
+        sampling = SamplingParams.model_validate(config.sampling.model_dump() | changes)
+        return cls(workspace, EvaluationPlan(prompts=prompts, sampling=sampling, grading=grading))
+
+    async def evaluate(self, policy: PolicyRef) -> ArtifactRef | None:
+        """The evaluation of a policy; None when the run has no held-out prompts."""
+        return None if self.plan is None else await evaluate_policy(self.workspace, policy, self.plan)
+
+    def compare(self, before: ArtifactRef | None, after: ArtifactRef | None) -> PairedDifference | None:
+        """Rewards of the prompts that were graded both times, paired."""
+        if before is None or after is None:
+            return None
+        first, second = (self._rewards(ref) for ref in (before, after))
+        both = [prompt for prompt in first if first[prompt] is not None and second.get(prompt) is not None]
+        if len(both) < 2:
+            return None
+        return paired_difference([first[p] for p in both], [second[p] for p in both])  # type: ignore[misc]
+
+    def result(self, before: ArtifactRef | None, after: ArtifactRef | None) -> dict[str, Any]:
+        difference = self.compare(before, after)
+        return {"heldout": None if difference is None else difference.model_dump()}
+
+    def _rewards(self, ref: ArtifactRef) -> dict[str, float | None]:
+        table = read_table(self.workspace.open_store(), ref, ["prompt_id", "reward"])
+        return dict(zip(table["prompt_id"].to_pylist(), table["reward"].to_pylist(), strict=True))

@@ -1,0 +1,265 @@
+"""GRPO (arXiv:2402.03300) as a chain of committed steps. The loop is `GRPO.run`; the flow around it is `grpo`.
+
+Departures from the paper: the loss is a mean over the tokens of the whole minibatch (`loss_norm`), and the old
+logprobs are recomputed by the trainer, so that a sampler in another precision cannot bias the ratio.
+
+    ostinato run grpo --config examples/demo.yaml --set algorithm.steps=30
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from prefect import flow
+
+from engine.handles import Model, TrainingModel
+from engine.losses.spec import GRPOSpec
+from engine.text.threads import StringThread
+from flows.checkpoints import CheckpointSchedule
+from flows.config import GRPOConfig
+from flows.evaluation import Heldout
+from flows.loop import Journal, rate, steps
+from flows.progress import StdoutLogger
+from flows.schedules import SCHEDULES
+from flows.session import default_model_name, finish_run, open_run, open_workspace
+from storage import keys
+from storage.artifacts import ArtifactRef
+from storage.chain import MinibatchPlan, OptimizerSpec, PolicyRef, StepRequest
+from tasks.batches import AdvantageEstimator, BatchPlan
+from tasks.checkpoint import save_checkpoint
+from tasks.datasets.load import LoadedDataset
+from tasks.datasets.order import DataCursor, take
+from tasks.datasets.spec import InlineDataset
+from tasks.grade import grade_rollouts
+from tasks.graders.base import BaseGrader
+from tasks.graders.spec import GraderSpec, grader_spec, in_process_spec
+from tasks.gradings import Grading
+from tasks.load import load_prompts
+from tasks.prepare import prepare_batch
+from tasks.publish import publish_model
+from tasks.report import write_report
+from tasks.rollout import generate_rollouts
+from tasks.rollouts import PromptShard
+from tasks.schedules import CosineScheduler, Schedule
+from tasks.train import take_gradient_step
+
+
+class GRPO:
+    """Trains `model` in place on graded rollouts of `dataset`. `await GRPO(...).run()` resumes where the run stands.
+
+    `dataset`: threads, or a loaded prompt dataset. `grader`: a BaseGrader (in-process) or the spec of an importable
+    one. Sampling follows the model's view (`model.temperature(0.7).max_gen_len(64)`). `samples_*` count completions.
+    """
+
+    def __init__(
+        self,
+        dataset: list[StringThread] | LoadedDataset,
+        model: TrainingModel,
+        grader: BaseGrader | GraderSpec | Grading,
+        *,
+        logger: StdoutLogger | None = None,
+        max_num_grpo_steps: int | None = None,
+        epochs: int | None = None,
+        completions_per_sample: int = 8,
+        lr: float = 7.5e-7,
+        lr_scheduler: Schedule | None = None,
+        samples_per_batch: int = 128,
+        samples_per_mini_batch: int = 128,
+        mini_epochs_per_batch: int = 1,
+        max_grad_norm: float = 1.0,
+        clip_range: float = 0.1,
+        clip_range_high: float | None = None,
+        dual_clip: float | None = None,
+        kl_beta: float = 0.01,
+        kl_estimator: str = "k3",
+        loss_norm: str = "token_mean",
+        advantage_estimator: AdvantageEstimator = "group",
+        old_logprobs: str = "trainer",
+        weight_decay: float = 0.0,
+        skip_nan_gradients: bool = False,
+        checkpoints: CheckpointSchedule | None = None,
+        data_seed: int = 42,
+        prompts_per_shard: int = 16,
+        max_prompt_tokens: int | None = None,
+        truncation: str = "error",
+    ) -> None:
+        if max_num_grpo_steps is not None and epochs is not None:
+            raise ValueError(f"both max_num_grpo_steps={max_num_grpo_steps} and epochs={epochs} were given; give one")
+        if samples_per_batch % completions_per_sample:
+            raise ValueError(
+                f"samples_per_batch={samples_per_batch} splits a group; use a multiple of "
+                f"completions_per_sample={completions_per_sample}"
+            )
+        self.dataset, self.model, self.grading = dataset, model, _grading(grader)
+        self.logger = logger or StdoutLogger()
+        self.max_steps, self.epochs = max_num_grpo_steps, epochs
+        self.completions_per_sample = completions_per_sample
+        self.prompts_per_batch = samples_per_batch // completions_per_sample
+        self.schedule = lr_scheduler or CosineScheduler(lr)
+        self.checkpoints = checkpoints or CheckpointSchedule()
+        self.data_seed, self.prompts_per_shard = data_seed, prompts_per_shard
+        self.max_prompt_tokens, self.truncation = max_prompt_tokens, truncation
+        self.loss = GRPOSpec(
+            clip_low=clip_range,
+            clip_high=clip_range_high or clip_range,
+            dual_clip=dual_clip,
+            kl_beta=kl_beta,
+            kl_estimator=kl_estimator,
+            norm=loss_norm,
+        )
+        self.old_logprobs, self.advantage_estimator = old_logprobs, advantage_estimator
+        whole = samples_per_mini_batch >= samples_per_batch
+        self.minibatches = {"size": None if whole else samples_per_mini_batch, "epochs": mini_epochs_per_batch}
+        self.optimizer = {"weight_decay": weight_decay, "max_grad_norm": max_grad_norm}
+        self.nan_policy = "skip" if skip_nan_gradients else "fail"
+        self._start: PolicyRef | None = None
+        if whole and mini_epochs_per_batch == 1:
+            self.logger.note("one update per batch: every ratio is 1, so clip_range cannot act")
+
+    async def open(self) -> PolicyRef:
+        """Opens the stage, once, and returns the policy it starts from: the reference of the KL term."""
+        if self._start is None:
+            self._start = await self.model.begin_stage("grpo")
+        return self._start
+
+    async def run(self) -> PolicyRef:
+        """The loop. Every line's result is committed before the next begins; a crash costs at most one line."""
+        workspace, sampling = self.model.workspace, self.model.sampling
+        start = await self.open()
+        policy = await self.model.policy()
+        data = self._load()
+        total_steps = self._total_steps(data)
+        journal = Journal(self.model, policy, self.logger, total_steps=total_steps)
+        cursor = journal.cursor()
+        plan = self._batch_plan(start)
+        for step in steps(policy.step, total_steps):
+            rows, cursor_out = take(cursor, self.prompts_per_batch, rows=data.rows, seed=self.data_seed)
+            shards = self._shards(data.ref, rows)
+            rollouts = await asyncio.gather(
+                *(generate_rollouts(workspace, policy, shard, sampling, step=step) for shard in shards)
+            )
+            graded = await asyncio.gather(
+                *(
+                    grade_rollouts(workspace, ref, self.grading, stage=policy.stage, step=step, shard=shard.index)
+                    for ref, shard in zip(rollouts, shards, strict=True)
+                )
+            )
+            batch = await prepare_batch(workspace, policy, rollouts, graded, plan, step=step)
+            request = StepRequest(
+                parent=policy,
+                batch=batch,
+                reference=plan.reference,
+                old_logprobs=self.old_logprobs,
+                loss=self.loss.model_dump(),
+                optimizer=OptimizerSpec(lr=rate(self.schedule, step, total_steps), **self.optimizer),
+                minibatches=MinibatchPlan(**self.minibatches, shuffle_seed=workspace.seed_for("minibatches", step)),
+                temperature=sampling.temperature,
+                cursor_in=cursor.model_dump(),
+                cursor_out=cursor_out.model_dump(),
+                nan_policy=self.nan_policy,
+            )
+            policy, cursor = await take_gradient_step(workspace, request, step=step), cursor_out
+            self.model.stand_at(policy)
+            journal.record(policy, rollouts, graded)
+            if due := self.checkpoints.due(step, total_steps, model=self.model.name):
+                await save_checkpoint(workspace, policy, name=due.named, keep_last=self.checkpoints.keep_last)
+        if policy.step > 0:
+            await save_checkpoint(workspace, policy, keep_last=self.checkpoints.keep_last)
+        journal.close()
+        return policy
+
+    def _load(self) -> LoadedDataset:
+        if isinstance(self.dataset, LoadedDataset):
+            return self.dataset
+        return load_prompts(self.model.workspace, InlineDataset.of(self.dataset), "prompt")
+
+    def _total_steps(self, data: LoadedDataset) -> int | None:
+        if self.epochs is None:
+            return self.max_steps
+        return max(1, self.epochs * data.rows // self.prompts_per_batch)
+
+    def _shards(self, dataset: ArtifactRef, rows: list[int]) -> list[PromptShard]:
+        size = self.prompts_per_shard
+        return [
+            PromptShard(
+                base=self.model.base,
+                dataset=dataset,
+                index=index,
+                rows=tuple(rows[start : start + size]),
+                completions=self.completions_per_sample,
+                max_prompt_tokens=self.max_prompt_tokens,
+                truncation=self.truncation,
+            )
+            for index, start in enumerate(range(0, len(rows), size))
+        ]
+
+    def _batch_plan(self, start: PolicyRef) -> BatchPlan:
+        return BatchPlan(
+            reference=start if self.loss.kl_beta > 0 else None,
+            advantage_estimator=self.advantage_estimator,
+            old_logprobs=self.old_logprobs,
+            temperature=self.model.sampling.temperature,
+        )
+
+
+def _grading(grader: BaseGrader | GraderSpec | Grading) -> Grading:
+    if isinstance(grader, Grading):
+        return grader
+    if isinstance(grader, BaseGrader):
+        return Grading(grader=in_process_spec(grader))
+    return Grading(grader=grader)
+
+
+@flow(name="grpo", flow_run_name="grpo-{config.model.name}")
+async def grpo(config: GRPOConfig) -> dict[str, Any]:
+    """Trains a model with GRPO, evaluates it before and after on held-out prompts, publishes it and reports.
+
+    Args:
+        config: what to train, on what, graded how.
+    """
+    logger = StdoutLogger()
+    workspace = open_workspace("grpo", config)
+    prompts = load_prompts(workspace, config.data.train, "prompt")
+    base = await workspace.connect().import_model(config.model.key, provenance=workspace.provenance)
+    session = open_run(workspace, config, logger, inputs={"dataset": prompts.ref.sha256, "model": base.sha256})
+    if session.result is not None:
+        logger.note(f"run {session.run} is finished already; its result is returned as it was")
+        return session.result
+    workspace = session.workspace
+    model = await Model(keys.model_key_of(base.key)).to_builder(session).spawn_train(config.model.name)
+    model = model.with_sampling(config.sampling)
+    trainer = _trainer(config, prompts, model, logger)
+    heldout = Heldout.load(workspace, config, base, trainer.grading)
+    before = await heldout.evaluate(await trainer.open())
+    policy = await trainer.run()
+    after = await heldout.evaluate(policy)
+    published = await publish_model(workspace, policy, config.model.publish_as or default_model_name(session.run))
+    result = heldout.result(before, after) | {
+        "run": session.run,
+        "policy": policy.uri,
+        "model": keys.model_key_of(published.key),
+    }
+    report = write_report(workspace, policy, before, after, result)
+    return finish_run(session, result | {"report": report})
+
+
+def _trainer(config: GRPOConfig, prompts: LoadedDataset, model: TrainingModel, logger: StdoutLogger) -> GRPO:
+    algorithm, optimizer, grader = config.algorithm, config.optimizer, config.grader
+    return GRPO(
+        prompts,
+        model,
+        Grading(grader=grader_spec(grader.path, grader.arguments), **grader.model_dump(exclude={"path", "arguments"})),
+        logger=logger,
+        max_num_grpo_steps=algorithm.steps,
+        lr=optimizer.lr,
+        lr_scheduler=SCHEDULES[optimizer.schedule](optimizer.lr),
+        weight_decay=optimizer.weight_decay,
+        max_grad_norm=optimizer.max_grad_norm,
+        skip_nan_gradients=optimizer.skip_nan_gradients,
+        checkpoints=CheckpointSchedule(config.checkpoints),
+        data_seed=config.seed,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        truncation=config.data.truncation,
+        **algorithm.model_dump(exclude={"steps"}),
+    )

@@ -1,0 +1,68 @@
+"""What every loop keeps besides its algorithm: the place to go on from, the clock, the metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+
+from engine.handles import TrainingModel
+from flows.progress import StdoutLogger
+from storage.artifacts import ArtifactRef
+from storage.chain import Chain, PolicyRef
+from storage.worklog import log_work
+from tasks.clock import StepClock
+from tasks.datasets.order import DataCursor
+from tasks.schedules import Schedule
+from tasks.step_metrics import measure_step, write_metrics
+
+
+class Journal:
+    """The record of a running loop: one line of metrics per committed step."""
+
+    def __init__(self, model: TrainingModel, policy: PolicyRef, logger: StdoutLogger, *, total_steps: int | None) -> None:
+        self.store = model.workspace.open_store()
+        self.chain = Chain.of(self.store, policy)
+        self.logger, self.total_steps = logger, total_steps
+        self._resumed = policy.step > 0
+        self._head = policy
+        log_work("start", policy=policy.uri, resumed_from=policy.step)
+        logger.start(total_steps, policy.step)
+        if self._resumed:
+            logger.note(f"resumed from step {policy.step}: the steps before it are committed and are not taken again")
+        self.clock = StepClock()
+
+    def cursor(self) -> DataCursor:
+        """Where the data stands after the last committed step."""
+        record = self.chain.record(self._head.step) if self._head.step else None
+        return DataCursor.model_validate(record.cursor_out) if record else DataCursor()
+
+    def record(
+        self, policy: PolicyRef, rollouts: list[ArtifactRef] | None = None, graded: list[ArtifactRef] | None = None
+    ) -> None:
+        """Measures the step that made `policy`, stores its metrics and shows them."""
+        record = self.chain.record(policy.step)
+        assert record is not None  # take_gradient_step returned its policy
+        metrics = measure_step(
+            self.store,
+            record,
+            rollouts or [],
+            graded or [],
+            total_steps=self.total_steps,
+            seconds=self.clock.lap(),
+        ).model_copy(update={"resumed": self._resumed})
+        self._resumed = False
+        write_metrics(self.store, policy, metrics)
+        self.logger.step(metrics)
+
+    def close(self) -> None:
+        self.logger.close()
+
+
+def steps(first: int, total_steps: int | None) -> Iterator[int]:
+    """first, first + 1, … up to the run's length; endless without one."""
+    return iter(count(first)) if total_steps is None else iter(range(first, total_steps))
+
+
+def rate(schedule: Schedule, step: int, total_steps: int | None) -> float:
+    """The learning rate of a 0-based step. A run without an end takes the schedule's first, constant, rate."""
+    return schedule.at(step, total_steps if total_steps is not None else step + 1)

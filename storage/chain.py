@@ -1,0 +1,241 @@
+"""The chain: policy[k+1] = step(policy[k], batch[k]), one committed record per step request.
+
+Weights are a cache; these records are the truth. A record is put-if-absent under the step it made, so a step
+is taken once however often it is asked for, and `state` is a hash chain that names the whole history of a policy:
+
+    state[0]   = H(base weights digest or start state, trainable spec, init seed)
+    state[k+1] = H(state[k], content of the StepRequest)
+
+The content of a request leaves out run names and object keys: equal data, config and seed give equal states
+under any run key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any, Literal, TypeVar
+from uuid import uuid4
+
+from pydantic import Field, JsonValue, ValidationError
+
+from storage import keys
+from storage.artifacts import ArtifactRef
+from storage.errors import CorruptArtifact, ObjectNotFound
+from storage.models import Frozen, canonical_json, digest
+from storage.objects import ObjectStore
+
+M = TypeVar("M", bound=Frozen)
+
+CHAIN_VERSION = 1
+"""Version of the chain's *semantics*: what a request means. Part of every state."""
+
+
+class PolicyRef(Frozen):
+    """A policy at one step of its history. `state` names that history; the other fields say where it is kept."""
+
+    run: str
+    stage: str
+    model: str
+    step: int = Field(ge=0)
+    state: str
+
+    @property
+    def uri(self) -> str:
+        return f"policy:{self.run}/{self.stage}/{self.model}@{self.step}#{self.state}"
+
+
+class OptimizerSpec(Frozen):
+    """AdamW (arXiv:1711.05101) as this step uses it; the rate travels with the request, so a resume has no state."""
+
+    lr: float = Field(ge=0)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.999, ge=0, lt=1)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Clip the global gradient norm of each update to this."""
+
+
+class MinibatchPlan(Frozen):
+    """How one batch becomes optimizer updates."""
+
+    size: int | None = Field(None, ge=1)
+    """Sequences per update; None is the whole batch."""
+    epochs: int = Field(1, ge=1)
+    shuffle_seed: int = 0
+
+
+class StepRequest(Frozen):
+    """Everything a gradient step depends on besides the parent's weights."""
+
+    parent: PolicyRef
+    batch: ArtifactRef
+    reference: PolicyRef | None = None
+    old_logprobs: Literal["trainer", "sampler"] = "trainer"
+    loss: dict[str, JsonValue]
+    """An engine LossSpec, dumped. Storage does not interpret it."""
+    optimizer: OptimizerSpec
+    minibatches: MinibatchPlan = MinibatchPlan()
+    temperature: float = Field(1.0, gt=0)
+    """Logits are divided by this before the log-softmax: the temperature the batch was sampled at."""
+    controllers_in: dict[str, float] = {}
+    cursor_in: dict[str, int] = {}
+    cursor_out: dict[str, int] = {}
+    nan_policy: Literal["fail", "skip"] = "fail"
+
+    def content(self) -> dict[str, Any]:
+        """The request without the names of runs and objects: what decides the next weights."""
+        body = self.model_dump(mode="json", exclude={"parent", "batch", "reference"})
+        return body | {
+            "parent": self.parent.state,
+            "batch": self.batch.sha256,
+            "reference": self.reference.state if self.reference else None,
+        }
+
+    def digest(self) -> str:
+        return digest(canonical_json(self.content()))
+
+    def next_state(self) -> str:
+        return digest(canonical_json([CHAIN_VERSION, self.parent.state, self.content()]))
+
+    def result(self) -> PolicyRef:
+        """The policy this request makes, whether or not it was taken yet."""
+        return self.parent.model_copy(update={"step": self.parent.step + 1, "state": self.next_state()})
+
+
+class Root(Frozen):
+    """Where a chain starts: a registered base model, or the last policy of an earlier stage."""
+
+    base: ArtifactRef | None = None
+    start: PolicyRef | None = None
+    base_digest: str
+    """Digest of the starting weights (base) or the state they stand for (start)."""
+    trainable: dict[str, JsonValue] = {"kind": "full"}
+    init_seed: int = 0
+
+    def state(self) -> str:
+        body = self.model_dump(mode="json", exclude={"base", "start"})
+        return digest(canonical_json([CHAIN_VERSION, "root", body]))
+
+
+class Numerics(Frozen):
+    """What the bits of a step depend on beyond the request; a redo under other numerics may differ."""
+
+    backend: str
+    device: str
+    compute_dtype: str
+    threads: int
+    max_tokens: int
+    """Tokens per packed forward: decides the micro-batches."""
+    micro_batches: int = 0
+    versions: dict[str, str] = {}
+
+
+class CommitRecord(Frozen):
+    """The commit of one step request."""
+
+    schema_version: int = 1
+    request: StepRequest
+    state: str
+    controllers_out: dict[str, float] = {}
+    metrics: dict[str, float] = {}
+    updates: int
+    """Optimizer updates made by this step."""
+    skipped: int = 0
+    """Updates left out because of a non-finite gradient (nan_policy = "skip")."""
+    numerics: Numerics
+    weights_digest: str | None = None
+    attempt: str = Field(default_factory=lambda: uuid4().hex)
+    time: str = Field(default_factory=lambda: datetime.now(UTC).isoformat())
+
+    @property
+    def policy(self) -> PolicyRef:
+        return self.request.result()
+
+    @property
+    def cursor_out(self) -> dict[str, int]:
+        return self.request.cursor_out
+
+
+class Chain:
+    """The committed records of one policy. Readers see whole records or none."""
+
+    def __init__(self, store: ObjectStore, run: str, stage: str, model: str) -> None:
+        self.store, self.run, self.stage, self.model = store, run, stage, model
+
+    @classmethod
+    def of(cls, store: ObjectStore, policy: PolicyRef) -> Chain:
+        return cls(store, policy.run, policy.stage, policy.model)
+
+    def root(self) -> Root | None:
+        data = self._get(keys.chain_root(self.run, self.stage, self.model))
+        return None if data is None else _parse(Root, data, "chain root")
+
+    def create_root(self, root: Root) -> Root:
+        """Commits the root; returns the one that stands (the first writer's)."""
+        key = keys.chain_root(self.run, self.stage, self.model)
+        put = self.store.put_if_absent(key, canonical_json(root.model_dump(mode="json")))
+        return _parse(Root, put.data, key)
+
+    def record(self, step: int) -> CommitRecord | None:
+        """The record that made policy `step` (>= 1), or None when it is not committed."""
+        key = keys.chain_record(self.run, self.stage, self.model, step)
+        data = self._get(key)
+        return None if data is None else _parse(CommitRecord, data, key)
+
+    def commit(self, record: CommitRecord) -> CommitRecord:
+        """Commits `record`; returns the record that stands, which is another's if that came first."""
+        key = keys.chain_record(self.run, self.stage, self.model, record.policy.step)
+        put = self.store.put_if_absent(key, canonical_json(record.model_dump(mode="json")))
+        return record if put.won else _parse(CommitRecord, put.data, key)
+
+    def policy(self, step: int) -> PolicyRef:
+        """The ref of a committed step. Raises ObjectNotFound when that step was not taken."""
+        if step == 0:
+            root = self.root()
+            state = root.state() if root else None
+        else:
+            record = self.record(step)
+            state = record.state if record else None
+        if state is None:
+            raise ObjectNotFound(f"policy {self.run}/{self.stage}/{self.model} has no committed step {step}")
+        return PolicyRef(run=self.run, stage=self.stage, model=self.model, step=step, state=state)
+
+    def head(self) -> PolicyRef:
+        """The last committed policy."""
+        return self.policy(max(self.steps(), default=0))
+
+    def steps(self) -> Iterator[int]:
+        """Committed steps (>= 1), ascending."""
+        for info in self.store.list(keys.chain_prefix(self.run, self.stage, self.model)):
+            step = keys.record_step(info.key)
+            if step is not None:
+                yield step
+
+    def records(self, after: int, until: int) -> Iterator[CommitRecord]:
+        """The records of steps after+1 .. until. Raises CorruptArtifact when one is missing or does not link."""
+        parent = self.policy(after).state
+        for step in range(after + 1, until + 1):
+            record = self.record(step)
+            if record is None or record.request.parent.state != parent or record.state != record.request.next_state():
+                raise CorruptArtifact(
+                    f"the chain {self.run}/{self.stage}/{self.model} is broken at step {step}: the record is "
+                    f"{'missing' if record is None else 'not a child of the step before it'}; "
+                    "restore the object from a backup, or fork the run before that step"
+                )
+            parent = record.state
+            yield record
+
+    def _get(self, key: str) -> bytes | None:
+        try:
+            return self.store.get(key)
+        except ObjectNotFound:
+            return None
+
+
+def _parse(model: type[M], data: bytes, key: str) -> M:
+    try:
+        return model.model_validate_json(data)
+    except ValidationError as error:
+        raise CorruptArtifact(f"{key} is not a readable {model.__name__}: {error}") from error

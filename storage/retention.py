@@ -1,0 +1,29 @@
+"""Retention of recovery checkpoints. They are caches: the chain rebuilds any policy without them, only slower."""
+
+from __future__ import annotations
+
+from storage import keys
+from storage.artifacts import read_manifest
+from storage.chain import PolicyRef
+from storage.objects import ObjectStore
+
+
+def prune_checkpoints(store: ObjectStore, policy: PolicyRef, *, keep_last: int) -> list[int]:
+    """Deletes the chain's unnamed checkpoints but the last `keep_last`; returns the steps removed.
+
+    The manifest goes first: a reader never follows one to data that is gone.
+    """
+    prefix = keys.checkpoints_prefix(policy.run, policy.stage, policy.model)
+    found = {keys.checkpoint_step(info.key) for info in store.list(prefix)} - {None}
+    steps = sorted(step for step in found if step is not None)
+    removed = []
+    for step in steps[:-keep_last] if keep_last else steps:
+        key = keys.checkpoint(policy.run, policy.stage, policy.model, step)
+        manifest = read_manifest(store, key)
+        if manifest.extra.get("name") is not None:
+            continue
+        store.delete(keys.manifest_of_files(key))
+        for entry in manifest.files:
+            store.delete(entry.key)
+        removed.append(step)
+    return removed

@@ -1,0 +1,17 @@
+"""Evaluate a policy on fixed prompts."""
+
+from __future__ import annotations
+
+from prefect import task
+
+from engine.workspace import Workspace
+from storage.artifacts import ArtifactRef
+from storage.chain import PolicyRef
+from tasks.evaluations import EvaluationPlan, evaluate
+from tasks.retries import DURABLE
+
+
+@task(**DURABLE, task_run_name="evaluate-{policy.step:06d}")
+async def evaluate_policy(workspace: Workspace, policy: PolicyRef, plan: EvaluationPlan) -> ArtifactRef:
+    """The policy's `evaluation` table under `plan`; a second call returns the first one's."""
+    return await evaluate(workspace, policy, plan)

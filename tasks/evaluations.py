@@ -1,0 +1,66 @@
+"""Plain code behind the evaluate task: fixed prompts, sampled by one policy, graded, committed."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+from engine.protocol import GenerateRequest, SamplingParams
+from engine.text.tokenizers import renderer_of
+from engine.workspace import Workspace
+from storage import keys
+from storage.artifacts import ArtifactRef, find_artifact
+from storage.chain import PolicyRef
+from storage.models import Frozen, canonical_json, digest
+from storage.tables import SCHEMAS, RowReader, commit_table
+from tasks.clock import timed
+from tasks.gradings import Grading, check_masked, grade_texts
+from tasks.rollouts import PromptShard, render_prompts, rollout_table
+
+
+class EvaluationPlan(Frozen):
+    """Which prompts, drawn how, graded by whom. Equal plans of one policy are one artifact."""
+
+    prompts: PromptShard
+    sampling: SamplingParams
+    grading: Grading
+
+    def name(self, policy: PolicyRef) -> str:
+        return f"{policy.step:06d}-{digest(canonical_json(self.model_dump(mode='json')))[:12]}"
+
+
+async def evaluate(workspace: Workspace, policy: PolicyRef, plan: EvaluationPlan) -> ArtifactRef:
+    """The committed `evaluation` table of a policy: one completion and one grade per prompt."""
+    store = workspace.open_store()
+    key = keys.evaluation(policy.run, policy.stage, plan.name(policy))
+    found = find_artifact(store, key)
+    if found is not None:
+        return found
+    shard = plan.prompts
+    rows = RowReader(store, shard.dataset).rows(shard.rows)
+    renderer = renderer_of(store, shard.base)
+    jobs = [(row, ids, 0) for row, ids in render_prompts(renderer, rows, shard)]
+    seeds = [workspace.seed_for("evaluation", row["id"]) for row, _, _ in jobs]
+    with timed("rollout"):
+        request = GenerateRequest(policy, [ids for _, ids, _ in jobs], seeds, plan.sampling)
+        completions = await workspace.connect().generate(request, epoch=workspace.epoch)
+    rollouts = rollout_table(renderer, policy, jobs, seeds, completions).to_pylist()
+    with timed("grade"):
+        outcomes = await grade_texts(rollouts, plan.grading)
+    check_masked(outcomes, plan.grading, where=key)
+    columns = ("prompt_index", "prompt_id", "text", "thread")
+    table = pa.Table.from_pylist(
+        [
+            {name: row[name] for name in columns} | {"reward": outcome.reward, "status": outcome.status}
+            for row, outcome in zip(rollouts, outcomes, strict=True)
+        ],
+        schema=SCHEMAS["evaluation"],
+    )
+    with timed("storage"):
+        return commit_table(
+            store,
+            key,
+            table,
+            kind="evaluation",
+            parents=(policy.uri, shard.dataset.uri),
+            provenance=workspace.provenance,
+        )

@@ -1,0 +1,22 @@
+"""Grade rollouts: one shard, every completion accounted for, committed."""
+
+from __future__ import annotations
+
+from prefect import task
+
+from engine.workspace import Workspace
+from storage.artifacts import ArtifactRef
+from tasks.gradings import Grading, grade_shard
+from tasks.retries import DURABLE
+
+
+@task(**DURABLE, task_run_name="grade-{step:06d}/{shard:02d}")
+async def grade_rollouts(
+    workspace: Workspace, rollouts: ArtifactRef, grading: Grading, *, stage: str, step: int, shard: int
+) -> ArtifactRef:
+    """The grades of a shard of rollouts as a committed `graded` table: a reward, masked or ignored, each.
+
+    Raises:
+        TooManyMasked: more than `grading.max_masked_fraction` of the shard could not be graded.
+    """
+    return await grade_shard(workspace, rollouts, grading, stage=stage, step=step, shard=shard)

@@ -1,0 +1,99 @@
+"""Plain code behind the grade task: from completions to rewards, every one accounted for."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import pyarrow as pa
+from pydantic import Field
+
+from engine.workspace import Workspace
+from storage import keys
+from storage.artifacts import ArtifactRef, find_artifact
+from storage.models import Frozen
+from storage.tables import SCHEMAS, commit_table, read_table
+from storage.worklog import log_work
+from tasks.clock import timed
+from tasks.graders.base import BaseGrader
+from tasks.graders.run import GradeOutcome, grade_threads
+from tasks.graders.spec import GraderSpec, build
+from tasks.rollouts import answered_thread
+
+
+class TooManyMasked(Exception):
+    """More completions could not be graded than the run allows."""
+
+
+class Grading(Frozen):
+    """Which grader, and how patiently."""
+
+    grader: GraderSpec
+    timeout_seconds: float = Field(60.0, gt=0)
+    """Per grade and attempt."""
+    retries: int = Field(2, ge=0)
+    concurrency: int = Field(32, ge=1)
+    max_masked_fraction: float = Field(0.2, ge=0, le=1)
+    """The run fails when more of a shard's completions than this could not be graded."""
+
+
+@lru_cache(maxsize=8)
+def _grader(spec_json: str) -> BaseGrader:
+    return build(GraderSpec.model_validate_json(spec_json))
+
+
+async def grade_shard(
+    workspace: Workspace, rollouts: ArtifactRef, grading: Grading, *, stage: str, step: int, shard: int
+) -> ArtifactRef:
+    """The committed grades of one shard, graded now if nobody did before."""
+    store = workspace.open_store()
+    key = keys.step_artifact(workspace.run, stage, step, "graded", shard)
+    with timed("storage"):
+        found = find_artifact(store, key)
+        if found is not None:
+            return found
+        rows = read_table(store, rollouts).to_pylist()
+    with timed("grade"):
+        outcomes = await grade_texts(rows, grading)
+    check_masked(outcomes, grading, where=rollouts.key)
+    log_work("grade", stage=stage, step=step, shard=shard)
+    table = graded_table(rows, outcomes)
+    with timed("storage"):
+        return commit_table(
+            store, key, table, kind="graded", parents=(rollouts.uri,), provenance=workspace.provenance
+        )
+
+
+async def grade_texts(rows: list[dict[str, object]], grading: Grading) -> list[GradeOutcome]:
+    """One outcome per row of a rollouts table, in order."""
+    return await grade_threads(
+        _grader(grading.grader.model_dump_json()),
+        [answered_thread(row) for row in rows],
+        concurrency=grading.concurrency,
+        timeout_seconds=grading.timeout_seconds,
+        retries=grading.retries,
+    )
+
+
+def check_masked(outcomes: list[GradeOutcome], grading: Grading, *, where: str) -> None:
+    masked = [outcome for outcome in outcomes if outcome.status == "masked"]
+    if len(masked) > grading.max_masked_fraction * len(outcomes):
+        raise TooManyMasked(
+            f"{len(masked)} of {len(outcomes)} completions of {where} could not be graded, at most "
+            f"{grading.max_masked_fraction:.0%} may fail; the first reason: {masked[0].reason}. Mend the grader (the "
+            "rollouts are kept), or raise grading.max_masked_fraction"
+        )
+
+
+def graded_table(rows: list[dict[str, object]], outcomes: list[GradeOutcome]) -> pa.Table:
+    graded = [
+        {
+            "prompt_index": row["prompt_index"],
+            "prompt_id": row["prompt_id"],
+            "completion": row["completion"],
+            "reward": outcome.reward,
+            "status": outcome.status,
+            "reason": outcome.reason,
+        }
+        for row, outcome in zip(rows, outcomes, strict=True)
+    ]
+    return pa.Table.from_pylist(graded, schema=SCHEMAS["graded"])

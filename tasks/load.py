@@ -1,0 +1,18 @@
+"""Load a dataset into the store: validated row by row, committed as one artifact."""
+
+from __future__ import annotations
+
+from prefect import task
+
+from engine.workspace import Workspace
+from tasks.clock import timed
+from tasks.datasets.load import LoadedDataset, load_dataset
+from tasks.datasets.spec import DatasetSpec, DatasetUse
+from tasks.retries import DURABLE
+
+
+@task(**DURABLE, task_run_name="load-{kind}s")
+def load_prompts(workspace: Workspace, spec: DatasetSpec, kind: DatasetUse) -> LoadedDataset:
+    """The dataset's `threads` table. Idempotent: its version is a digest of its content."""
+    with timed("storage"):
+        return load_dataset(workspace.open_store(), spec, kind=kind, provenance=workspace.provenance)

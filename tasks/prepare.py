@@ -1,0 +1,33 @@
+"""Prepare a batch: advantages, old and reference logprobs, committed before any step that uses them."""
+
+from __future__ import annotations
+
+from prefect import task
+
+from engine.workspace import Workspace
+from storage.artifacts import ArtifactRef
+from storage.chain import PolicyRef
+from tasks.batches import BatchPlan, completion_batch, rollout_batch
+from tasks.retries import DURABLE
+
+
+@task(**DURABLE, task_run_name="batch-{step:06d}")
+async def prepare_batch(
+    workspace: Workspace,
+    policy: PolicyRef,
+    rollouts: list[ArtifactRef],
+    graded: list[ArtifactRef],
+    plan: BatchPlan,
+    *,
+    step: int,
+) -> ArtifactRef:
+    """The `batch` table of an RL step: one row per graded completion, masked ones left out."""
+    return await rollout_batch(workspace, policy, rollouts, graded, plan, step=step)
+
+
+@task(**DURABLE, task_run_name="batch-{step:06d}")
+async def prepare_completions(
+    workspace: Workspace, policy: PolicyRef, base: ArtifactRef, dataset: ArtifactRef, rows: list[int], *, step: int
+) -> ArtifactRef:
+    """The `batch` table of an SFT step: the dataset rows, tokenised, assistant turns trained."""
+    return await completion_batch(workspace, policy, base, dataset, rows, step=step)

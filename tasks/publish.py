@@ -1,0 +1,20 @@
+"""Publish a model: a plain Hugging Face folder in the registry."""
+
+from __future__ import annotations
+
+from prefect import task
+
+from engine.workspace import Workspace
+from storage.artifacts import ArtifactRef
+from storage.chain import PolicyRef
+from tasks.clock import timed
+from tasks.retries import DURABLE
+
+
+@task(**DURABLE, task_run_name="publish-{model_name}")
+async def publish_model(workspace: Workspace, policy: PolicyRef, model_name: str) -> ArtifactRef:
+    """The registry's artifact of this policy under `model_name`; the alias "latest" points to it."""
+    with timed("storage"):
+        return await workspace.connect().export_model(
+            policy, model_name, provenance=workspace.provenance, epoch=workspace.epoch
+        )

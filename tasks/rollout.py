@@ -1,0 +1,24 @@
+"""Generate rollouts: one shard of prompts, sampled, committed."""
+
+from __future__ import annotations
+
+from prefect import task
+
+from engine.protocol import SamplingParams
+from engine.workspace import Workspace
+from storage.artifacts import ArtifactRef
+from storage.chain import PolicyRef
+from tasks.retries import DURABLE
+from tasks.rollouts import PromptShard, sample_shard
+
+
+@task(**DURABLE, task_run_name="rollout-{step:06d}/{shard.index:02d}")
+async def generate_rollouts(
+    workspace: Workspace, policy: PolicyRef, shard: PromptShard, sampling: SamplingParams, *, step: int
+) -> ArtifactRef:
+    """Completions of the shard's prompts by `policy`, as a committed `rollouts` table.
+
+    Safe to run twice and at once: a committed shard is returned, never sampled again; its seeds depend on the run's
+    seed, the stage, the step, the prompt and the completion only.
+    """
+    return await sample_shard(workspace, policy, shard, sampling, step=step)

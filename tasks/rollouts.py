@@ -1,0 +1,126 @@
+"""Plain code behind the rollout task: from prompts to a table of completions."""
+
+from __future__ import annotations
+
+import json
+from typing import Literal
+
+import pyarrow as pa
+from pydantic import Field
+
+from engine.errors import SampleTooLong
+from engine.protocol import Completion, GenerateRequest, SamplingParams
+from engine.text.rendering import Renderer
+from engine.text.threads import StringThread
+from engine.text.tokenizers import renderer_of
+from engine.workspace import Workspace
+from storage import keys
+from storage.artifacts import ArtifactRef, find_artifact
+from storage.chain import PolicyRef
+from storage.failpoints import failpoint
+from storage.models import Frozen
+from storage.tables import SCHEMAS, RowReader, commit_table
+from storage.worklog import log_work
+from tasks.clock import timed
+
+Truncation = Literal["error", "left", "right", "drop"]
+
+
+class PromptShard(Frozen):
+    """Some prompts of a step: which rows, and how many completions of each. A shard is sampled as one fixed batch."""
+
+    base: ArtifactRef
+    """The model whose tokenizer renders the prompts."""
+    dataset: ArtifactRef
+    index: int = Field(ge=0)
+    rows: tuple[int, ...]
+    completions: int = Field(ge=1)
+    max_prompt_tokens: int | None = None
+    truncation: Truncation = "error"
+
+
+async def sample_shard(
+    workspace: Workspace, policy: PolicyRef, shard: PromptShard, sampling: SamplingParams, *, step: int
+) -> ArtifactRef:
+    """The committed rollouts of a shard, sampled now if nobody did before."""
+    store = workspace.open_store()
+    key = keys.step_artifact(policy.run, policy.stage, step, "rollouts", shard.index)
+    with timed("storage"):
+        found = find_artifact(store, key)
+        if found is not None:
+            return found
+        rows = RowReader(store, shard.dataset).rows(shard.rows)
+    prompts = render_prompts(renderer_of(store, shard.base), rows, shard)
+    jobs = [(row, ids, c) for row, ids in prompts for c in range(shard.completions)]
+    seeds = [workspace.seed_for(policy.stage, step, row["id"], c) for row, _, c in jobs]
+    failpoint("rollout.sampling")
+    with timed("rollout"):
+        request = GenerateRequest(policy, [ids for _, ids, _ in jobs], seeds, sampling)
+        completions = await workspace.connect().generate(request, epoch=workspace.epoch)
+    table = rollout_table(renderer_of(store, shard.base), policy, jobs, seeds, completions)
+    log_work("shard", stage=policy.stage, step=step, shard=shard.index)
+    with timed("storage"):
+        return commit_table(
+            store,
+            key,
+            table,
+            kind="rollouts",
+            parents=(policy.uri, shard.dataset.uri),
+            provenance=workspace.provenance,
+            extra={"prompts": len(shard.rows), "dropped": len(rows) - len(prompts)},
+        )
+
+
+def render_prompts(renderer: Renderer, rows: list[dict[str, object]], shard: PromptShard) -> list[tuple[dict, list[int]]]:
+    """Token ids of each row's prompt; too long a prompt is refused, cut or dropped, as the shard says."""
+    rendered = []
+    for row in rows:
+        ids = renderer.prompt_ids(StringThread.from_json(str(row["thread"])))
+        limit = shard.max_prompt_tokens
+        if limit is not None and len(ids) > limit:
+            if shard.truncation == "drop":
+                continue
+            if shard.truncation == "error":
+                raise SampleTooLong(
+                    f"prompt {row['id']} (row {row['index']}) has {len(ids)} tokens, at most {limit} are allowed; "
+                    "raise max_prompt_tokens, or set truncation to left, right or drop"
+                )
+            ids = ids[-limit:] if shard.truncation == "left" else ids[:limit]
+        rendered.append((row, ids))
+    return rendered
+
+
+def rollout_table(
+    renderer: Renderer,
+    policy: PolicyRef,
+    jobs: list[tuple[dict, list[int], int]],
+    seeds: list[int],
+    completions: list[Completion],
+) -> pa.Table:
+    """One row per completion, readable as it is: the text stands beside the tokens."""
+    rows = [
+        {
+            "prompt_index": row["index"],
+            "prompt_id": row["id"],
+            "completion": number,
+            "seed": seed,
+            "prompt_ids": ids,
+            "completion_ids": done.token_ids,
+            "logprobs": done.logprobs,
+            "stop_reason": done.stop_reason,
+            "text": renderer.decode_completion(done.token_ids),
+            "thread": row["thread"],
+            "policy_state": policy.state,
+        }
+        for (row, ids, number), seed, done in zip(jobs, seeds, completions, strict=True)
+    ]
+    return pa.Table.from_pylist(rows, schema=SCHEMAS["rollouts"])
+
+
+def answered_thread(row: dict[str, object]) -> StringThread:
+    """The conversation a grader sees: the prompt's thread and the completion as the assistant's turn."""
+    return StringThread.from_json(str(row["thread"])).assistant(str(row["text"]))
+
+
+def metadata_of(row: dict[str, object]) -> dict[str, object]:
+    return json.loads(str(row["thread"])).get("metadata", {})

@@ -1,0 +1,22 @@
+"""Take a gradient step: exactly once, however often the task runs."""
+
+from __future__ import annotations
+
+from prefect import task
+
+from engine.workspace import Workspace
+from storage.chain import PolicyRef, StepRequest
+from tasks.clock import timed
+from tasks.retries import DURABLE
+
+
+@task(**DURABLE, task_run_name="step-{step:06d}")
+async def take_gradient_step(workspace: Workspace, request: StepRequest, *, step: int) -> PolicyRef:
+    """policy[step + 1], committed. A retry, or a second worker, gets the same ref.
+
+    Raises:
+        StepConflict: another request was committed for this step.
+    """
+    with timed("train"):
+        record = await workspace.connect().take_gradient_step(request, epoch=workspace.epoch)
+    return record.policy

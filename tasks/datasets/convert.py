@@ -1,0 +1,213 @@
+"""One raw row to one thread. Everything that can be wrong with a row is a BadRow that names the column."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from engine.text.errors import ThreadError
+from engine.text.threads import StringThread
+from storage.models import canonical_json
+from tasks.datasets.errors import BadRow
+from tasks.datasets.spec import ColumnRole, DatasetUse, FileDataset
+
+ROLES = ("system", "user", "assistant", "tool")
+
+Turn = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a row stands."""
+
+    source: str
+    row: int
+
+    def bad(self, column: str | None, *, given: str, expected: str, todo: str = "") -> BadRow:
+        return BadRow(self.source, self.row, column, given=given, expected=expected, todo=todo)
+
+
+def thread_from_row(values: dict[str, Any], place: Place, spec: FileDataset, kind: DatasetUse) -> StringThread:
+    """The thread of one row. Raises BadRow.
+
+    kind prompt: the last turn is not the assistant's. kind completion: it is, and the assistant turns to learn have
+    weight 1: the completion's, or in the messages layout every assistant turn.
+    """
+    metadata = _metadata(values, place, spec)
+    if _layout(values, place, spec) == "messages":
+        turns, learn_from = _messages(values, column_of("messages", spec), place), 0
+    else:
+        turns = _prompt(values, column_of("prompt", spec), place)
+        learn_from = len(turns)
+        if kind == "completion":
+            turns = turns + _completion(values, column_of("completion", spec), place)
+    if spec.system_prompt and turns[0][0] != "system":
+        turns, learn_from = [("system", spec.system_prompt), *turns], learn_from + 1
+    _check_last_turn(turns, place, kind)
+    try:
+        thread = StringThread(turns=turns, metadata=metadata)
+    except ThreadError as error:
+        raise place.bad(None, given="values that make no thread", expected="a conversation", todo=str(error)) from error
+    return thread.with_weight_assistant_turns_from_index(learn_from) if kind == "completion" else thread
+
+
+def column_of(role: ColumnRole, spec: FileDataset) -> str:
+    return spec.columns.get(role, role)
+
+
+def _layout(values: dict[str, Any], place: Place, spec: FileDataset) -> ColumnRole:
+    """Which of the two layouts the row has. Naming one in `columns` decides; having both does not."""
+    named = [role for role in ("messages", "prompt") if role in spec.columns]
+    if named:
+        return named[0]  # type: ignore[return-value]
+    if "completion" in spec.columns:
+        return "prompt"
+    present = [role for role in ("messages", "prompt") if values.get(role) is not None]
+    if len(present) == 1:
+        return present[0]  # type: ignore[return-value]
+    if present:
+        raise place.bad(
+            None,
+            given="both 'messages' and 'prompt'",
+            expected="one of them",
+            todo="Choose with columns={'messages': 'messages'} or columns={'prompt': 'prompt'}.",
+        )
+    raise place.bad(
+        None,
+        given=f"the columns {', '.join(values) or '(none)'}",
+        expected="'messages' or 'prompt', and not null",
+        todo="Map the names with columns, for instance columns={'prompt': 'question'}.",
+    )
+
+
+def _value(values: dict[str, Any], column: str, place: Place) -> Any:
+    if column not in values:
+        raise place.bad(
+            column,
+            given=f"a row with {', '.join(values) or 'no columns'}",
+            expected=f"the column {column!r}",
+            todo="Map the names with columns, for instance columns={'prompt': 'question'}.",
+        )
+    return values[column]
+
+
+def _prompt(values: dict[str, Any], column: str, place: Place) -> list[Turn]:
+    """A text is one user turn; a list is messages."""
+    value = _value(values, column, place)
+    if isinstance(value, list):
+        return _messages(values, column, place)
+    if not isinstance(value, str) or not value.strip():
+        raise place.bad(column, given=_shown(value), expected="a text that is not empty, or a list of messages")
+    return [("user", _text(value, column, place))]
+
+
+def _completion(values: dict[str, Any], column: str, place: Place) -> list[Turn]:
+    """A text is one assistant turn (an empty one teaches the end of turn); a list is messages."""
+    value = _value(values, column, place)
+    if isinstance(value, list):
+        return _messages(values, column, place)
+    if not isinstance(value, str):
+        raise place.bad(column, given=_shown(value), expected="a text, or a list of messages")
+    return [("assistant", _text(value, column, place))]
+
+
+def _messages(values: dict[str, Any], column: str, place: Place) -> list[Turn]:
+    value = _value(values, column, place)
+    if not isinstance(value, list) or not value:
+        raise place.bad(column, given=_shown(value), expected="a list of at least one {'role', 'content'}")
+    return [_message(message, f"{column}[{index}]", place) for index, message in enumerate(value)]
+
+
+def _message(message: Any, column: str, place: Place) -> Turn:
+    if not isinstance(message, dict):
+        raise place.bad(column, given=_shown(message), expected="an object with 'role' and 'content'")
+    # Parquet gives every row the union of the fields, null where absent: only a field with a value is lost data.
+    extra = sorted(key for key, value in message.items() if key not in ("role", "content") and value is not None)
+    if extra:
+        raise place.bad(
+            column,
+            given=f"the fields {', '.join(extra)} beside 'role' and 'content'",
+            expected="'role' and 'content' only",
+            todo="They would be lost without a word. Remove them, or write them into the content.",
+        )
+    role, content = message.get("role"), message.get("content")
+    if role not in ROLES:
+        raise place.bad(f"{column}.role", given=_shown(role), expected=f"one of {', '.join(ROLES)}")
+    if not isinstance(content, str):
+        raise place.bad(f"{column}.content", given=_shown(content), expected="a text")
+    return role, _text(content, f"{column}.content", place)
+
+
+def _text(value: str, column: str, place: Place) -> str:
+    """JSON can spell half a surrogate pair, which no UTF-8 file and no tokenizer can hold."""
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise place.bad(
+            column, given=f"half a surrogate pair at character {error.start}", expected="whole Unicode characters"
+        ) from error
+    return value
+
+
+def _metadata(values: dict[str, Any], place: Place, spec: FileDataset) -> dict[str, Any]:
+    column = column_of("metadata", spec)
+    value = _value(values, column, place) if "metadata" in spec.columns else values.get(column)
+    if isinstance(value, str):
+        value = _json_object(value, column, place)
+    if value is None:
+        value = {}
+    if not isinstance(value, dict):
+        raise place.bad(column, given=_shown(value), expected="an object, or a text that holds a JSON object")
+    metadata = dict(value)
+    _check_json(metadata, column, place)
+    for name in spec.metadata_columns:
+        if name in metadata:
+            raise place.bad(
+                name,
+                given=f"{name!r} both as a column and inside {column!r}",
+                expected="one of them",
+                todo="Leave it out of metadata_columns.",
+            )
+        metadata[name] = _value(values, name, place)
+        _check_json(metadata[name], name, place)
+    return metadata
+
+
+def _json_object(text: str, column: str, place: Place) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise place.bad(column, given=_shown(text), expected="an object, or a text that holds a JSON object") from error
+
+
+def _check_json(value: Any, column: str, place: Place) -> None:
+    try:
+        canonical_json(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise place.bad(
+            column, given=f"{_shown(value)} ({error})", expected="values that JSON can hold", todo="Cast the column."
+        ) from error
+
+
+def _check_last_turn(turns: list[Turn], place: Place, kind: DatasetUse) -> None:
+    last = turns[-1][0]
+    if kind == "prompt" and last in ("assistant", "system"):
+        raise place.bad(
+            None,
+            given=f"a thread that ends with the {last} turn",
+            expected="prompts, which end with a user or tool turn",
+            todo="Load it as completions, or leave that turn out.",
+        )
+    if kind == "completion" and last != "assistant":
+        raise place.bad(
+            None,
+            given=f"a thread that ends with the {last} turn",
+            expected="completions, which end with an assistant turn",
+            todo="Give 'completion', or messages whose last role is assistant.",
+        )
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "null"
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '…'} ({type(value).__name__})"

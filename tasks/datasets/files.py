@@ -1,0 +1,75 @@
+"""Threads out of JSON lines and Parquet files, streamed; bad rows are errors, or are skipped and counted."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engine.text.threads import StringThread
+from tasks.datasets.convert import Place, column_of, thread_from_row
+from tasks.datasets.errors import BadRow, DatasetError
+from tasks.datasets.readers import find_files, format_of, json_lines, parquet_rows, parse_json_line
+from tasks.datasets.spec import ColumnRole, DatasetUse, FileDataset
+
+KEPT_REASONS = 10
+
+
+@dataclass
+class SkippedRows:
+    """Rows left out under on_bad_row='skip': how many, and why the first ten."""
+
+    count: int = 0
+    reasons: list[str] = field(default_factory=list)
+
+    def add(self, error: BadRow) -> None:
+        self.count += 1
+        if len(self.reasons) < KEPT_REASONS:
+            self.reasons.append(str(error))
+
+
+def rows(
+    spec: FileDataset, *, kind: DatasetUse = "prompt", skipped: SkippedRows | None = None
+) -> Iterator[StringThread]:
+    """The file's threads in its order, at most `spec.limit`.
+
+    Raises DatasetNotFound, DatasetError (not the declared format, a required column is absent), and BadRow, unless
+    on_bad_row is 'skip': then bad rows are added to `skipped`.
+    """
+    if kind == "prompt" and "completion" in spec.columns:
+        raise DatasetError(
+            f"{spec.path}: given a completion column, {spec.columns['completion']!r}, for a dataset of prompts, which "
+            f"has no use for it. To keep it for graders: metadata_columns=({spec.columns['completion']!r},)."
+        )
+    skipped = SkippedRows() if skipped is None else skipped
+    made = 0
+    for place, raw in _raw_rows(spec, kind):
+        if made == spec.limit:
+            return
+        try:
+            values = parse_json_line(place.source, place.row, raw) if isinstance(raw, bytes) else raw
+            thread = thread_from_row(values, place, spec, kind)
+        except BadRow as error:
+            if spec.on_bad_row == "error":
+                raise
+            skipped.add(error)
+            continue
+        yield thread
+        made += 1
+
+
+def _raw_rows(spec: FileDataset, kind: DatasetUse) -> Iterator[tuple[Place, bytes | dict[str, Any]]]:
+    for file in find_files(spec.path):
+        if format_of(file, spec.format) == "parquet":
+            for row, values in _parquet_rows(file, spec, kind):
+                yield Place(str(file), row), values
+        else:
+            for row, line in json_lines(file):
+                yield Place(str(file), row), line
+
+
+def _parquet_rows(file: Path, spec: FileDataset, kind: DatasetUse) -> Iterator[tuple[int, dict[str, Any]]]:
+    roles: tuple[ColumnRole, ...] = ("messages", "prompt", "completion", "metadata")
+    named = set(spec.columns.values()) | set(spec.metadata_columns)
+    used = {column_of(role, spec) for role in roles if role != "completion" or kind == "completion"}
+    layouts = {column_of("messages", spec), column_of("prompt", spec)}
+    return parquet_rows(file, wanted=named | used, required=named, any_of=layouts)

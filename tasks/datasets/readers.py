@@ -1,0 +1,122 @@
+"""Raw rows of a file, in bounded memory: JSON lines one line at a time, Parquet one batch at a time."""
+
+import glob
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tasks.datasets.errors import BadRow, DatasetError, DatasetNotFound
+
+MAX_LINE_BYTES = 64 * 2**20
+"""A longer line is a bad row, not a reason to hold it in memory."""
+PARQUET_BATCH_ROWS = 512
+
+SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
+
+
+def find_files(path: str) -> list[Path]:
+    """The file at `path`, or the files that the glob `path` names, sorted. Raises DatasetNotFound."""
+    literal = Path(path).expanduser()
+    if literal.is_file():
+        return [literal]
+    if literal.is_dir():
+        raise DatasetNotFound(f"given the folder {path!r}; expected a file, or a pattern such as '{path}/*.parquet'")
+    matches = sorted(Path(match) for match in glob.glob(str(literal), recursive=True))
+    files = [match for match in matches if match.is_file()]
+    if not files:
+        raise DatasetNotFound(f"no file at {path!r} (seen from {Path.cwd()}); expected a JSON lines or Parquet file")
+    return files
+
+
+def format_of(file: Path, declared: str) -> str:
+    """'jsonl' or 'parquet': as declared, or by the file's suffix."""
+    if declared != "auto":
+        return declared
+    if file.suffix not in SUFFIXES:
+        raise DatasetError(
+            f"{file}: given the suffix {file.suffix!r}; expected one of {', '.join(SUFFIXES)}. "
+            f"Say what it is with format='jsonl' (one JSON object per line) or format='parquet'."
+        )
+    return SUFFIXES[file.suffix]
+
+
+def json_lines(file: Path) -> Iterator[tuple[int, bytes]]:
+    """(line number from 1, the line). Blank lines are not rows. A line over the limit comes cut, one byte over."""
+    with file.open("rb") as stream:
+        number = 0
+        while line := stream.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            if len(line) > MAX_LINE_BYTES:
+                _skip_line(stream, line)
+            elif not line.strip():
+                continue
+            if number == 1:
+                line = line.removeprefix(b"\xef\xbb\xbf")
+            yield number, line
+
+
+def _skip_line(stream: Any, line: bytes) -> None:
+    """Read on to the end of the line that `line` begins, keeping nothing."""
+    while line and not line.endswith(b"\n"):
+        line = stream.readline(2**20)
+
+
+def parse_json_line(source: str, row: int, line: bytes) -> dict[str, Any]:
+    """The object on one line. Raises BadRow."""
+
+    def bad(given: str, expected: str, todo: str = "") -> BadRow:
+        return BadRow(source, row, None, given=given, expected=expected, todo=todo)
+
+    if len(line) > MAX_LINE_BYTES:
+        raise bad(f"a line of more than {MAX_LINE_BYTES} bytes", "a shorter one", "Use Parquet for rows this large.")
+    try:
+        text = line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise bad(f"bytes that are not UTF-8 (at byte {error.start})", "UTF-8 text") from error
+
+    def refuse(constant: str) -> NoReturn:
+        raise bad(f"the number {constant}", "JSON, which knows no NaN and no infinity", "Use null.")
+
+    try:
+        value = json.loads(text, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        shown = text.strip()[:60]
+        raise bad(f"{shown!r}, not JSON ({error})", "one whole JSON object on each line") from error
+    if not isinstance(value, dict):
+        todo = "A file that is one JSON array must be written one object per line." if text.lstrip()[:1] == "[" else ""
+        raise bad(f"a {type(value).__name__}", "one JSON object per line", todo)
+    return value
+
+
+def parquet_rows(
+    file: Path, *, wanted: set[str], required: set[str], any_of: set[str]
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(row number from 1, the row's values), reading only the `wanted` columns.
+
+    Raises DatasetError when the file is not Parquet, lacks one of the `required` columns, or has none of `any_of`.
+    """
+    try:
+        parquet = pq.ParquetFile(file)
+    except pa.ArrowException as error:
+        raise DatasetError(f"{file}: given a file that is not Parquet ({error}); expected a Parquet file") from error
+    with parquet:
+        present = parquet.schema_arrow.names
+        missing = sorted(required - set(present)) or ([] if any_of & set(present) else sorted(any_of))
+        if missing:
+            raise DatasetError(
+                f"{file}: no column {' or '.join(map(repr, missing))}; the file has {', '.join(present) or 'none'}. "
+                f"Map the names with columns, for instance columns={{'prompt': 'question'}}."
+            )
+        number = 0
+        columns = [name for name in present if name in wanted]
+        try:
+            for batch in parquet.iter_batches(batch_size=PARQUET_BATCH_ROWS, columns=columns):
+                for values in batch.to_pylist():
+                    number += 1
+                    yield number, values
+        except (pa.ArrowException, OSError) as error:
+            raise DatasetError(f"{file}: cannot be read after row {number} ({error}); the file is damaged") from error

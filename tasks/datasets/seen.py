@@ -1,0 +1,31 @@
+"""How often a key was seen before, in bounded memory: sqlite spills what its cache cannot hold to a temporary file."""
+
+import sqlite3
+from types import TracebackType
+from typing import Self
+
+
+class SeenBefore:
+    """A counter over digests. Use as a context manager."""
+
+    def __init__(self) -> None:
+        self._database = sqlite3.connect("", isolation_level=None)
+        self._database.executescript(
+            "PRAGMA journal_mode=OFF; PRAGMA synchronous=OFF;"
+            "CREATE TABLE seen (key TEXT PRIMARY KEY, times INTEGER NOT NULL) WITHOUT ROWID; BEGIN"
+        )
+
+    def count(self, key: str) -> int:
+        """How many earlier calls gave the same key."""
+        row = self._database.execute(
+            "INSERT INTO seen VALUES (?, 0) ON CONFLICT (key) DO UPDATE SET times = times + 1 RETURNING times", (key,)
+        ).fetchone()
+        return int(row[0])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._database.close()

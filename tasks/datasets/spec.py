@@ -1,0 +1,89 @@
+"""What a dataset is declared to be: a small frozen spec per kind of source."""
+
+from collections.abc import Iterable
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, JsonValue, field_validator, model_validator
+
+from engine.text.threads import StringThread
+from storage.models import Frozen
+
+DatasetUse = Literal["prompt", "completion"]
+"""prompt: the model continues the thread. completion: the thread ends with the turn to learn."""
+
+ColumnRole = Literal["messages", "prompt", "completion", "metadata"]
+
+
+class FileDataset(Frozen):
+    """Rows of a JSON lines or Parquet file. A row has either `messages` or `prompt` (and `completion`)."""
+
+    kind: Literal["file"] = "file"
+    path: str = Field(min_length=1)
+    """A file, or a pattern such as data/*.parquet (the files are read in sorted order)."""
+    format: Literal["auto", "jsonl", "parquet"] = "auto"
+    columns: dict[ColumnRole, str] = {}
+    """Which column plays which role, where it is not named after it: {"prompt": "question"}."""
+    metadata_columns: tuple[str, ...] = ()
+    """Further columns to keep in each thread's metadata, where graders find them."""
+    system_prompt: str | None = None
+    """Put before the threads that begin with no system turn of their own."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    limit: int | None = Field(default=None, ge=1)
+    """Use the first so many usable rows."""
+
+    @model_validator(mode="after")
+    def _one_layout(self) -> Self:
+        if "messages" in self.columns and {"prompt", "completion"} & set(self.columns):
+            raise ValueError(f"given columns={self.columns}; expected either messages, or prompt and completion")
+        return self
+
+
+class ReasoningGymDataset(Frozen):
+    """Problems made by reasoning-gym: offline, without end, a function of the seed.
+
+    Two seeds are not two splits: reasoning-gym seeds row i with seed + i, so seed=1 is seed=0 moved by one row. Use
+    `split`: a question belongs to the held-out part by its hash, whatever the seed, so that training and held-out
+    questions are disjoint as long as both specs say the same `heldout_percent`. `held_out` makes the counterpart.
+    """
+
+    kind: Literal["reasoning_gym"] = "reasoning_gym"
+    name: str
+    """A reasoning-gym dataset: chain_sum, gcd, products, count_bits, …"""
+    size: int = Field(ge=1)
+    """Rows after splitting and dropping duplicates."""
+    seed: int = Field(default=0, ge=0)
+    config: dict[str, JsonValue] = {}
+    """The dataset's own options, for instance {"max_terms": 2, "max_digits": 1}."""
+    system_prompt: str | None = None
+    split: Literal["all", "train", "heldout"] = "all"
+    heldout_percent: int = Field(default=10, ge=1, le=99)
+    unique: bool = False
+    """Keep only the first row of each question."""
+
+    @field_validator("config")
+    @classmethod
+    def _no_ambient_fields(cls, config: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        for name in ("seed", "size"):
+            if name in config:
+                raise ValueError(f"given {name!r} inside config; expected it beside config, as {name}=…")
+        return config
+
+    def held_out(self, size: int) -> "ReasoningGymDataset":
+        """`size` rows of the other part. Only of a training split: split='all' contains every held-out question."""
+        if self.split != "train":
+            raise ValueError(f"given split={self.split!r}; expected 'train', which never contains them")
+        return self.model_copy(update={"split": "heldout", "size": size})
+
+
+class InlineDataset(Frozen):
+    """Threads given in process."""
+
+    kind: Literal["inline"] = "inline"
+    threads: tuple[StringThread, ...]
+
+    @classmethod
+    def of(cls, threads: Iterable[StringThread]) -> "InlineDataset":
+        return cls(threads=tuple(threads))
+
+
+DatasetSpec = Annotated[FileDataset | ReasoningGymDataset | InlineDataset, Field(discriminator="kind")]

@@ -1,0 +1,165 @@
+"""What a grader is: a thread in, a `Grade` out, and running statistics about whatever it wants to log."""
+
+import asyncio
+import contextlib
+import contextvars
+import inspect
+import math
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping
+from numbers import Real
+from typing import Any
+
+from pydantic import Field
+
+from engine.text.threads import StringThread
+from storage.models import Frozen
+
+
+class Grade(Frozen):
+    """One opinion about one thread. A bool, a string or None is not a value; NaN is, and is masked by whoever runs
+    the grader."""
+
+    value: float = Field(strict=True)
+    grader_key: str
+    reasoning: str | None = None
+
+
+class IgnoreGradeException(Exception):
+    """The grader has no opinion: do not score this thread. It is counted as ignored, not as failed."""
+
+
+class GraderError(Exception):
+    """A grade cannot be given, and trying again would not help: the grader or the dataset must be mended."""
+
+    transient = False
+
+
+class BaseGrader(ABC):
+    """Subclass and write `grade`. Everything else has a default.
+
+    `grade` runs on an event loop next to many others, so it must not block: hand blocking work to `in_thread`.
+    """
+
+    def __init__(self, grader_key: str) -> None:
+        self.grader_key = grader_key
+        self._logs: dict[str, _Statistics] = {}
+
+    @abstractmethod
+    async def grade(self, thread: StringThread) -> Grade:
+        """The grade of the thread's last turn. Raise IgnoreGradeException to leave it unscored; any other exception
+        counts as a failure and never becomes a reward."""
+
+    async def score_float_value(self, thread: StringThread) -> float:
+        """`grade(thread).value`."""
+        return (await self.grade(thread)).value
+
+    async def setup(self) -> None:  # noqa: B027  optional for a subclass
+        """Called once, by whoever owns the grader, before the first grade."""
+
+    async def teardown(self) -> None:  # noqa: B027  optional for a subclass
+        """Called once, by whoever owns the grader, after the last grade."""
+
+    def add_log(self, values: Mapping[str, float]) -> None:
+        """Add one observation of each named number. Only running statistics are kept, never the observations."""
+        for name, value in values.items():
+            if not math.isfinite(value):
+                raise ValueError(f"grader {self.grader_key!r} logged {name}={value}; expected a finite number")
+            self._logs.setdefault(name, _Statistics()).add(float(value))
+
+    def get_logs(self) -> dict[str, float]:
+        """`{name}/mean`, `/std` (of the population), `/min`, `/max` and `/count` of everything since clear_logs."""
+        return {f"{name}/{key}": value for name, log in self._logs.items() for key, value in log.summary().items()}
+
+    def clear_logs(self) -> None:
+        self._logs.clear()
+
+    @staticmethod
+    def from_function(key: str, function: "GraderFunction") -> "FunctionGrader":
+        """A grader out of `async f(thread) -> float`, or of a plain `f(thread) -> float`, which runs in a thread."""
+        return FunctionGrader(key, function)
+
+
+GraderFunction = Callable[..., float | Grade | Awaitable[float | Grade]]
+
+
+class FunctionGrader(BaseGrader):
+    """A function as a grader. A function that is not a coroutine runs in a thread of its own."""
+
+    def __init__(self, grader_key: str, function: GraderFunction, arguments: Mapping[str, Any] | None = None) -> None:
+        super().__init__(grader_key)
+        self.function = function
+        self.arguments = dict(arguments or {})
+
+    async def grade(self, thread: StringThread) -> Grade:
+        if inspect.iscoroutinefunction(self.function):
+            result: Any = self.function(thread, **self.arguments)
+        else:
+            result = await in_thread(self.function, thread, **self.arguments)
+        if inspect.isawaitable(result):
+            result = await result
+        if isinstance(result, Grade):
+            return result
+        return Grade(value=as_number(result), grader_key=self.grader_key)
+
+
+def as_number(value: object) -> float:
+    """A Python or numpy number (or bool) as a float; anything else is a TypeError, since a guess would be a reward."""
+    if isinstance(value, Real) or type(value).__name__ in ("bool_", "bool"):
+        return float(value)  # type: ignore[arg-type]
+    shown = repr(value)[:60]
+    raise TypeError(f"the grader returned {shown} ({type(value).__name__}); expected a number or a Grade")
+
+
+async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a blocking function in a daemon thread and await it.
+
+    asyncio.to_thread would not do: its pool is small, so a few hung calls would stop all grading, and the
+    interpreter waits for its threads at exit. A thread that hangs here is abandoned when the caller stops
+    waiting. Python code that never releases the interpreter lock (a runaway regular expression) still stops
+    everything; such graders belong in a process of their own.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if not future.done():
+            future.set_result((result, error))
+
+    def work() -> None:
+        result, error = None, None
+        try:
+            result = context.run(function, *args, **kwargs)
+        except BaseException as raised:  # noqa: BLE001  the boundary of the thread: raised again by the caller below
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop closed while this call hung; nobody waits for it
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=work, name=f"grader-{getattr(function, '__name__', 'call')}", daemon=True).start()
+    result, error = await future
+    if isinstance(error, Exception):
+        raise error
+    if error is not None:
+        raise GraderError(f"the grader function raised {error!r}, which would end the process") from error
+    return result
+
+
+class _Statistics:
+    """Mean and variance by Welford's update: one pass, and no cancellation when the mean is large."""
+
+    def __init__(self) -> None:
+        self.count, self.mean, self.squares = 0, 0.0, 0.0
+        self.min, self.max = math.inf, -math.inf
+
+    def add(self, value: float) -> None:
+        self.count += 1
+        delta = value - self.mean
+        self.mean += delta / self.count
+        self.squares += delta * (value - self.mean)
+        self.min, self.max = min(self.min, value), max(self.max, value)
+
+    def summary(self) -> dict[str, float]:
+        std = math.sqrt(self.squares / self.count)
+        return {"mean": self.mean, "std": std, "min": self.min, "max": self.max, "count": float(self.count)}

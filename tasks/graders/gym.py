@@ -1,0 +1,60 @@
+"""reasoning-gym's own verifiers as a grader. They run on the CPU, offline, on what the row's metadata carries."""
+
+import json
+import threading
+from typing import Any
+
+from engine.text.threads import StringThread
+from tasks.datasets.gym import create_procedural
+from tasks.graders.base import BaseGrader, Grade, GraderError, as_number, in_thread
+from tasks.graders.extraction import AnswerFrom, extract_answer
+
+RAISES_ON_UNPARSEABLE = frozenset({"prime_factorization"})
+"""Verifiers that raise ValueError when the answer is not of the expected form, found by giving garbage to all 106
+of reasoning-gym 0.1.25. There it means "no valid answer". Any other exception of a verifier is an error."""
+
+
+class ReasoningGymGrader(BaseGrader):
+    """score_answer of the dataset a row came from, on the answer extracted from the completion.
+
+    A completion without an answer scores 0.0 and the verifier is not asked. Most verifiers give partial credit, for
+    instance the share of the answer's characters that are the oracle's ("12" for "2": 0.5); `exact` keeps full
+    scores only and turns the rest to 0.0.
+    """
+
+    def __init__(
+        self, grader_key: str = "reasoning_gym", *, answer_from: AnswerFrom = "last_number", exact: bool = False
+    ) -> None:
+        super().__init__(grader_key)
+        self.answer_from, self.exact = answer_from, exact
+        self._verifiers: dict[tuple[str, str], Any] = {}
+        self._lock = threading.Lock()
+
+    async def grade(self, thread: StringThread) -> Grade:
+        answer = extract_answer(thread.last_content(), self.answer_from)
+        if answer is None:
+            return Grade(value=0.0, grader_key=self.grader_key, reasoning="no answer in the completion")
+        score = await in_thread(self._score, answer, thread)
+        return Grade(value=float(score == 1.0) if self.exact else score, grader_key=self.grader_key)
+
+    def _score(self, answer: str, thread: StringThread) -> float:
+        source: Any = thread.metadata.get("reasoning_gym")
+        if not isinstance(source, dict) or not {"dataset", "config", "entry"} <= set(source):
+            raise GraderError(
+                "the thread's metadata has no whole 'reasoning_gym' entry; expected rows of a ReasoningGymDataset"
+            )
+        verifier = self._verifier(source["dataset"], source["config"])
+        try:
+            return as_number(verifier.score_answer(answer, source["entry"]))
+        except ValueError:
+            if source["dataset"] in RAISES_ON_UNPARSEABLE:
+                return 0.0
+            raise
+
+    def _verifier(self, name: str, config: dict[str, Any]) -> Any:
+        """The dataset object of a name and config; built once, since some read word lists."""
+        key = (name, json.dumps(config, sort_keys=True))
+        with self._lock:
+            if key not in self._verifiers:
+                self._verifiers[key] = create_procedural(name, config, size=1, seed=0)
+            return self._verifiers[key]

@@ -1,0 +1,88 @@
+"""Rules: graders that need no model and no network, and compare the completion with the row's metadata."""
+
+import re
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from engine.text.threads import StringThread
+from tasks.graders.base import BaseGrader, Grade, GraderError
+from tasks.graders.extraction import AnswerFrom, extract_answer, last_number
+
+
+class ExactMatch(BaseGrader):
+    """1.0 if the extracted answer equals metadata[answer_key], else 0.0."""
+
+    def __init__(
+        self,
+        grader_key: str = "exact_match",
+        *,
+        answer_key: str = "answer",
+        answer_from: AnswerFrom = "whole",
+        ignore_case: bool = False,
+    ) -> None:
+        super().__init__(grader_key)
+        self.answer_key, self.answer_from, self.ignore_case = answer_key, answer_from, ignore_case
+
+    async def grade(self, thread: StringThread) -> Grade:
+        expected = str(from_metadata(thread, self.answer_key)).strip()
+        given = extract_answer(thread.last_content(), self.answer_from) or ""
+        same = given.casefold() == expected.casefold() if self.ignore_case else given == expected
+        return Grade(value=float(same), grader_key=self.grader_key)
+
+
+class RegexMatch(BaseGrader):
+    """1.0 if `pattern` is found in the completion (`full`: if it matches all of it), else 0.0.
+
+    The pattern is the operator's, never a dataset's: Python's `re` holds the interpreter while it backtracks, so
+    no timeout can stop a pattern such as (a+)+$.
+    """
+
+    def __init__(self, grader_key: str = "regex_match", *, pattern: str, full: bool = False) -> None:
+        super().__init__(grader_key)
+        self.pattern, self.full = re.compile(pattern), full
+
+    async def grade(self, thread: StringThread) -> Grade:
+        text = thread.last_content()
+        found = self.pattern.fullmatch(text) if self.full else self.pattern.search(text)
+        return Grade(value=float(found is not None), grader_key=self.grader_key)
+
+
+class LastNumber(BaseGrader):
+    """1.0 if the last number of the completion equals the number in metadata[answer_key], within `tolerance`.
+
+    A completion without a number is a wrong answer: 0.0. The comparison is exact decimal arithmetic: "4.0" is 4.
+    """
+
+    def __init__(self, grader_key: str = "last_number", *, answer_key: str = "answer", tolerance: float = 0.0) -> None:
+        super().__init__(grader_key)
+        if not tolerance >= 0.0:
+            raise ValueError(f"given tolerance={tolerance}; expected 0 or more")
+        self.answer_key, self.tolerance = answer_key, Decimal(str(tolerance))
+
+    async def grade(self, thread: StringThread) -> Grade:
+        expected = self._expected(thread)
+        given = last_number(thread.last_content())
+        right = given is not None and abs(Decimal(given) - expected) <= self.tolerance
+        return Grade(value=float(right), grader_key=self.grader_key)
+
+    def _expected(self, thread: StringThread) -> Decimal:
+        stored = from_metadata(thread, self.answer_key)
+        try:
+            number = Decimal(str(stored).replace(",", "").strip())
+        except InvalidOperation:
+            number = Decimal("NaN")
+        if not number.is_finite():
+            raise GraderError(f"metadata[{self.answer_key!r}] is {stored!r}; LastNumber expects a number there")
+        return number
+
+
+def from_metadata(thread: StringThread, key: str) -> Any:
+    """thread.metadata[key]. Raises GraderError when the row brought no such value (or a null)."""
+    value = thread.metadata.get(key)
+    if value is None:
+        known = ", ".join(sorted(thread.metadata)) or "nothing"
+        raise GraderError(
+            f"the thread's metadata has no {key!r} (it has {known}); this grader compares with it. "
+            f"Load it with the dataset's metadata_columns, or name another key."
+        )
+    return value

@@ -1,0 +1,134 @@
+"""Grading many threads: bounded concurrency, a time limit for each, and every thread accounted for.
+
+An exception, a timeout, or a value that is no finite number is never a reward. It is tried again and then masked:
+the completion leaves its group's statistics and the loss, and is counted.
+"""
+
+import asyncio
+import logging
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+from engine.text.threads import StringThread
+from storage.models import Frozen
+from tasks.graders.base import BaseGrader, Grade, GraderError, IgnoreGradeException, as_number
+
+logger = logging.getLogger("ostinato.graders")
+
+GradeStatus = Literal["ok", "masked", "ignored"]
+
+
+class GradeOutcome(Frozen):
+    """What became of one thread. `reward` is a finite number exactly when `status` is ok.
+
+    ok: graded. masked: could not be graded, `reason` says why. ignored: the grader declined (IgnoreGradeException).
+    """
+
+    reward: float | None
+    status: GradeStatus
+    reason: str = ""
+
+
+async def grade_threads(
+    grader: BaseGrader,
+    threads: Sequence[StringThread],
+    *,
+    concurrency: int = 32,
+    timeout_seconds: float = 60.0,
+    retries: int = 2,
+    retry_delay_seconds: float = 0.1,
+) -> list[GradeOutcome]:
+    """One outcome per thread, in the order of `threads`.
+
+    timeout_seconds bounds each attempt; there are `retries` further attempts, the k-th after
+    retry_delay_seconds * 2**k. Neither setup nor teardown is called here. A cancelled call cancels its grades.
+    """
+    if concurrency < 1 or retries < 0 or not timeout_seconds > 0:
+        raise ValueError(
+            f"given concurrency={concurrency}, retries={retries}, timeout_seconds={timeout_seconds}; "
+            f"expected concurrency >= 1, retries >= 0, timeout_seconds > 0"
+        )
+    outcomes: list[GradeOutcome | None] = [None] * len(threads)
+    remaining = iter(range(len(threads)))
+
+    async def worker() -> None:
+        for index in remaining:
+            outcomes[index] = await _grade_one(
+                grader, threads[index], timeout_seconds=timeout_seconds, retries=retries, delay=retry_delay_seconds
+            )
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(min(concurrency, len(threads))):
+            group.create_task(worker())
+    masked = [outcome for outcome in outcomes if outcome is not None and outcome.status == "masked"]
+    if masked:
+        logger.warning("%d of %d grades masked, the first: %s", len(masked), len(threads), masked[0].reason)
+    return [outcome for outcome in outcomes if outcome is not None]
+
+
+async def _grade_one(
+    grader: BaseGrader, thread: StringThread, *, timeout_seconds: float, retries: int, delay: float
+) -> GradeOutcome:
+    reason = ""
+    for attempt in range(retries + 1):
+        if attempt:
+            await asyncio.sleep(delay * 2 ** (attempt - 1))
+        try:
+            grade = await _within(grader, thread, timeout_seconds)
+            value = as_number(grade.value)
+        except IgnoreGradeException as declined:
+            return GradeOutcome(reward=None, status="ignored", reason=str(declined))
+        except GraderError as error:
+            return GradeOutcome(reward=None, status="masked", reason=f"{grader.grader_key}: {error}")
+        except Exception as error:  # noqa: BLE001  the boundary to a user's code: recorded as a mask, never a reward
+            reason = f"{type(error).__name__}: {error}"
+            continue
+        if math.isfinite(value):
+            return GradeOutcome(reward=value, status="ok", reason=grade.reasoning or "")
+        reason = f"the grader returned {value}; expected a finite number"
+    tried = f" ({retries + 1} attempts)" if retries else ""
+    return GradeOutcome(reward=None, status="masked", reason=f"{grader.grader_key}: {reason}{tried}")
+
+
+class GraderTimeout(Exception):
+    """An attempt at a grade took longer than timeout_seconds."""
+
+    transient = True
+
+
+async def _within(grader: BaseGrader, thread: StringThread, timeout_seconds: float) -> Grade:
+    """One attempt in a task of its own.
+
+    Unlike asyncio.wait_for this does not wait for the cancelled task to end, so a grader that swallows its
+    cancellation cannot hold the run; and a grader that is cancelled from inside is a failure, not an end of ours.
+    """
+    attempt = asyncio.ensure_future(_guarded(grader, thread))
+    try:
+        await asyncio.wait({attempt}, timeout=timeout_seconds)
+    except asyncio.CancelledError:
+        attempt.cancel()
+        raise
+    if not attempt.done():
+        attempt.cancel()
+        attempt.add_done_callback(_retrieve)
+        raise GraderTimeout(f"no grade after {timeout_seconds:g} s")
+    if attempt.cancelled():
+        raise RuntimeError("the grader cancelled itself")
+    grade = attempt.result()
+    if not isinstance(grade, Grade):
+        raise TypeError(f"grade() returned {type(grade).__name__}; expected a Grade")
+    return grade
+
+
+async def _guarded(grader: BaseGrader, thread: StringThread) -> Grade:
+    try:
+        return await grader.grade(thread)
+    except SystemExit as error:
+        raise GraderError(f"the grader raised {error!r}, which would end the process") from error
+
+
+def _retrieve(attempt: "asyncio.Future[Grade]") -> None:
+    """Look at a late failure, so that asyncio does not print it as never retrieved."""
+    if not attempt.cancelled():
+        attempt.exception()

@@ -1,0 +1,191 @@
+"""How a grader crosses a task: by import path, arguments and the digest of its source, never as a live object."""
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, JsonValue
+
+from storage.models import Frozen
+from tasks.graders.base import BaseGrader, FunctionGrader
+
+logger = logging.getLogger("ostinato.graders")
+
+IN_PROCESS = "in_process"
+"""The module part of the path of a grader that exists only as an object of this process."""
+
+
+class GraderSpecError(Exception):
+    """The grader cannot be built as declared. Raised before a run starts."""
+
+    transient = False
+
+
+class GraderSpec(Frozen):
+    """A grader by name.
+
+    `path` names a BaseGrader subclass, which is constructed with `arguments`, or a function `f(thread, **arguments)`
+    (plain or async) that returns a number or a Grade; "grader_key" among a function's arguments names its grades.
+    `source_digest` is the sha256 of the source of the module at the time of declaration (None: unverifiable).
+    """
+
+    path: str = Field(pattern=r"^[A-Za-z_][\w.]*:[^\s:]+$")
+    arguments: dict[str, JsonValue] = {}
+    source_digest: str | None = None
+    version: str | None = None
+
+    @property
+    def in_process(self) -> bool:
+        """Whether the grader is a closure that no other process can build."""
+        return self.path.startswith(f"{IN_PROCESS}:")
+
+
+def grader_spec(
+    path: str, arguments: Mapping[str, JsonValue] | None = None, *, version: str | None = None
+) -> GraderSpec:
+    """The spec of an importable grader, with its source digest; built once here, so a wrong path or wrong arguments
+    fail now (GraderSpecError) and not in the middle of a run."""
+    spec = GraderSpec(path=path, arguments=dict(arguments or {}), version=version)
+    build(spec)
+    return spec.model_copy(update={"source_digest": source_digest(path)})
+
+
+def build(spec: GraderSpec) -> BaseGrader:
+    """The grader that `spec` names. Raises GraderSpecError. A source that changed is warned about, not refused: a
+    bug fixed between a crash and the retry must not strand the run."""
+    if spec.in_process:
+        return _closure(spec)
+    change = source_change(spec)
+    if change is not None:
+        logger.warning(change)
+    target = _resolve(spec.path)
+    if inspect.isclass(target):
+        return _construct(target, spec)
+    if callable(target):
+        return _function_grader(target, spec)
+    raise GraderSpecError(
+        f"grader {spec.path!r}: given a {type(target).__name__}; expected a BaseGrader subclass or a function"
+    )
+
+
+def source_change(spec: GraderSpec) -> str | None:
+    """What to report when the grader's module is no longer the one that the spec was made from; else None."""
+    if spec.source_digest is None or spec.in_process:
+        return None
+    now = source_digest(spec.path)
+    if now == spec.source_digest:
+        return None
+    return (
+        f"the source of grader {spec.path!r} changed since the run was declared: sha256 {spec.source_digest[:12]} "
+        f"then, {(now or 'no source')[:12]} now. Grades before and after may not be comparable."
+    )
+
+
+def source_digest(path: str) -> str | None:
+    """sha256 of the source file of the module in `path`; None for a module without one.
+
+    Only that file: what it imports is recorded with the run's package versions and code version.
+    """
+    module = path.partition(":")[0]
+    try:
+        found = importlib.util.find_spec(module)
+    except (ImportError, ValueError) as error:
+        raise GraderSpecError(f"grader {path!r}: no module {module!r} ({error})") from error
+    if found is None or found.origin is None or not Path(found.origin).is_file():
+        return None
+    return hashlib.sha256(Path(found.origin).read_bytes()).hexdigest()
+
+
+def _resolve(path: str) -> Any:
+    """The object at "package.module:name". Importing runs the module's code; what it raises is named as its fault."""
+    module_name, _, name = path.partition(":")
+    if module_name == "__main__":
+        raise GraderSpecError(
+            f"grader {path!r}: given a name of the running script; expected one that any process can import. "
+            f"Move it to a module, or register it with in_process_spec."
+        )
+    try:
+        target: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise GraderSpecError(
+            f"grader {path!r}: no module {error.name!r}; expected package.module:name, importable where the run runs"
+        ) from error
+    except Exception as error:
+        raise GraderSpecError(f"grader {path!r}: importing {module_name} raised {error!r}") from error
+    for part in name.split("."):
+        if not hasattr(target, part):
+            raise GraderSpecError(f"grader {path!r}: {module_name} has no {name!r}")
+        target = getattr(target, part)
+    return target
+
+
+def _construct(target: type, spec: GraderSpec) -> BaseGrader:
+    if not issubclass(target, BaseGrader):
+        raise GraderSpecError(f"grader {spec.path!r}: given class {target.__name__}; expected a subclass of BaseGrader")
+    _check_arguments(target, (), spec)
+    try:
+        return target(**spec.arguments)  # type: ignore[arg-type]
+    except Exception as error:
+        raise GraderSpecError(f"grader {spec.path!r} refused its arguments {spec.arguments}: {error}") from error
+
+
+def _function_grader(target: Any, spec: GraderSpec) -> BaseGrader:
+    arguments: dict[str, Any] = dict(spec.arguments)
+    key = arguments.pop("grader_key", spec.path.partition(":")[2])
+    if not isinstance(key, str):
+        raise GraderSpecError(f"grader {spec.path!r}: given grader_key={key!r}; expected a string")
+    _check_arguments(target, (None,), spec.model_copy(update={"arguments": arguments}))
+    return FunctionGrader(key, target, arguments)
+
+
+def _check_arguments(target: Any, positional: tuple[Any, ...], spec: GraderSpec) -> None:
+    try:
+        signature = inspect.signature(target)
+    except (TypeError, ValueError) as error:
+        raise GraderSpecError(f"grader {spec.path!r}: given an object without a Python signature: {error}") from error
+    try:
+        signature.bind(*positional, **spec.arguments)
+    except TypeError as error:
+        raise GraderSpecError(
+            f"grader {spec.path!r}: given the arguments {sorted(spec.arguments)}; expected {signature}: {error}"
+        ) from error
+
+
+_in_process: dict[tuple[str, str | None], BaseGrader] = {}
+
+
+def in_process_spec(grader: BaseGrader, *, version: str | None = None) -> GraderSpec:
+    """Register a grader that has no import path (BaseGrader.from_function over a closure) and return its spec.
+
+    The spec can be built in this process only, and nothing can verify that a later process registers the same code:
+    that is what `version` stands for, and `require_durable` insists on it. Registering again replaces.
+    """
+    if not grader.grader_key or any(mark in grader.grader_key for mark in " \t\n:"):
+        raise GraderSpecError(f"given grader_key={grader.grader_key!r}; expected a name without spaces or colons")
+    _in_process[(grader.grader_key, version)] = grader
+    return GraderSpec(path=f"{IN_PROCESS}:{grader.grader_key}", version=version)
+
+
+def require_durable(spec: GraderSpec) -> None:
+    """Raise GraderSpecError for a closure without a version: a resumed run could not tell it from another one."""
+    if spec.in_process and spec.version is None:
+        raise GraderSpecError(
+            f"grader {spec.path!r}: given a function without an import path; a durable run expects one that can be "
+            f"imported again ('package.module:name'), or version='…' to stand for its code."
+        )
+
+
+def _closure(spec: GraderSpec) -> BaseGrader:
+    key = spec.path.partition(":")[2]
+    grader = _in_process.get((key, spec.version))
+    if grader is None:
+        raise GraderSpecError(
+            f"grader {key!r}, version {spec.version!r}, is not registered in this process; it exists only where "
+            f"in_process_spec was called. Call it again before resuming, or give the grader an import path."
+        )
+    return grader

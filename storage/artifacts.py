@@ -22,6 +22,7 @@ from storage.models import Frozen, canonical_json, digest, digest_file
 from storage.objects import ObjectStore
 
 MANIFEST_VERSION = 1
+MANIFEST_NAME = Path(keys.manifest_of_files("folder")).name
 _FAILPOINT_NAMES = {"rollouts": "rollout", "graded": "grade"}
 
 
@@ -239,6 +240,8 @@ def file_entries(files: Mapping[str, Path], key_of: Callable[[str], str]) -> lis
         raise ValueError("an artifact has at least one file, none was given")
     entries = []
     for name, path in sorted(files.items()):
+        if name == MANIFEST_NAME:
+            raise InvalidKey(f"a file of an artifact cannot be called {name!r}: its manifest is; leave it out")
         key = keys.validate_key(key_of(keys.validate_key(name)))
         sha256, size = digest_file(path)
         entries.append(FileEntry(name=name, key=key, sha256=sha256, bytes=size))

@@ -111,6 +111,11 @@ def lease(run: str, epoch: int) -> str:
     return f"{leases_prefix(run)}{number(epoch)}.json"
 
 
+def stage_name(position: int, name: str) -> str:
+    """A stage of a run by its place in it, 0-sft."""
+    return f"{int(position)}-{validate_name(name)}"
+
+
 def stage_prefix(run: str, stage: str) -> str:
     return f"{run_prefix(run)}stages/{validate_name(stage)}/"
 
@@ -189,6 +194,15 @@ def model_version(key: str, version: str) -> str:
     if validate_name(version) in _RESERVED_VERSIONS:
         raise InvalidKey(f"{version!r} cannot be a model version: the registry keeps its own objects there")
     return f"{model_prefix(key)}{version}"
+
+
+def model_key_of(key: str) -> str:
+    """The logical key of a model version as people write it, name@version. Raises InvalidKey."""
+    folder, _, rest = key.partition("/")
+    name, slash, version = rest.partition("/")
+    if folder != "models" or not slash or key != model_version(name, version):
+        raise InvalidKey(f"{key[:200]!r} is not the key of a model version; give models/name/version")
+    return f"{name}@{version}"
 
 
 def model_claims_prefix(key: str) -> str:

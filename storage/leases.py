@@ -1,0 +1,31 @@
+"""Who may act for a run: numbered leases, of which the highest is in force.
+
+Leases are for efficiency, commits for correctness: whoever acts on an old epoch wastes time and changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+from uuid import uuid4
+
+from storage import keys
+from storage.models import canonical_json
+from storage.objects import ObjectStore
+
+
+def acquire(store: ObjectStore, run: str, info: Mapping[str, Any]) -> int:
+    """A new epoch (from 1), higher than every one before; `info` says who holds it. Earlier holders are fenced."""
+    body = {"info": dict(info), "attempt": uuid4().hex, "created": datetime.now(UTC).isoformat()}
+    epoch = current_epoch(store, run)
+    while True:
+        epoch += 1
+        if store.put_if_absent(keys.lease(run, epoch), canonical_json(body | {"epoch": epoch})).won:
+            return epoch
+
+
+def current_epoch(store: ObjectStore, run: str) -> int:
+    """The epoch in force; 0 when nobody has acted for the run yet."""
+    numbers = (keys.numbered(info.key) for info in store.list(keys.leases_prefix(run)))
+    return max((n for n in numbers if n is not None), default=0)

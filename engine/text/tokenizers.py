@@ -1,0 +1,160 @@
+"""Tokenizers, loaded from a folder and never from a network."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from engine.text.errors import ChatTemplateMissing, TemplateRefused, TokenizerMissing
+from engine.text.rendering import Renderer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from storage.artifacts import ArtifactRef
+    from storage.objects import ObjectStore
+
+TOKENIZER_FILES: tuple[str, ...] = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "merges.txt",
+    "sentencepiece.bpe.model",
+    "special_tokens_map.json",
+    "spiece.model",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+)
+"""What of a model folder a tokenizer needs; generation_config.json names all the ids that end a turn."""
+
+CONFIG_FILE = "config.json"
+"""Names the tokenizer's class where tokenizer_config.json does not. The model's own, so no tokenizer file."""
+
+CACHED_RENDERERS = 8
+
+
+class Tokenizer:
+    """A Hugging Face tokenizer behind the few calls the engine makes."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, name: str, eos_token_ids: Sequence[int]) -> None:
+        self._tokenizer: Any = tokenizer
+        self.name = name
+        self.eos_token_ids: tuple[int, ...] = tuple(eos_token_ids)
+        """The ids that end a turn; never empty."""
+        self.vocab_size: int = len(tokenizer)
+        """Number of ids, the added ones included."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of the text as it stands: nothing is added; text that spells a special token becomes it."""
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
+        return self._tokenizer.decode(
+            list(token_ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
+        )
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._tokenizer.chat_template)
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], *, generation_prompt: bool) -> str:
+        """The text of the messages. Raises ChatTemplateMissing, TemplateRefused."""
+        from jinja2 import TemplateError
+
+        if not self.has_chat_template:
+            raise ChatTemplateMissing(
+                f"the tokenizer of {self.name} has no chat template; expected one in chat_template.jinja or under "
+                "'chat_template' in tokenizer_config.json: add it, or take an instruction-tuned model"
+            )
+        try:
+            return self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=generation_prompt
+            )
+        except (TemplateError, TypeError, KeyError) as error:  # templates raise all three on what they do not expect
+            roles = [message["role"] for message in messages]
+            raise TemplateRefused(
+                f"the chat template of {self.name} refused messages of the roles {roles}: {error}; "
+                "give it the roles and order it takes"
+            ) from error
+
+
+def load_tokenizer(folder: Path, *, name: str | None = None) -> Tokenizer:
+    """The tokenizer of a Hugging Face folder; `name` stands for it in errors. Code in the folder is never run.
+
+    Raises TokenizerMissing when there is no folder, no tokenizer in it, or one without an end-of-sequence token.
+    """
+    from transformers import AutoTokenizer
+
+    name = name or str(folder)
+    if not folder.is_dir():
+        raise TokenizerMissing(f"{name} is not a folder; expected a Hugging Face folder with tokenizer.json")
+    present = sorted(path.name for path in folder.iterdir())
+    if not {"tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model"} & set(present):
+        raise TokenizerMissing(
+            f"{name} holds {present}, but no tokenizer; expected tokenizer.json: save it there with save_pretrained"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the boundary to transformers: what it raises on a broken file is of any type
+        raise TokenizerMissing(
+            f"the tokenizer of {name} cannot be loaded ({type(error).__name__}: {error}); expected the files "
+            "save_pretrained writes: save them again"
+        ) from error
+    return Tokenizer(tokenizer, name=name, eos_token_ids=_eos_token_ids(tokenizer, folder, name))
+
+
+def renderer_of(store: ObjectStore, model: ArtifactRef) -> Renderer:
+    """The renderer of a stored model. Raises TokenizerMissing, ChatTemplateMissing, and storage's errors."""
+    return _renderer_of(_ByDigest(store, model))
+
+
+class _ByDigest:
+    """A stored model that equals any other of the same bytes, so that its renderer is built once in a process."""
+
+    def __init__(self, store: ObjectStore, model: ArtifactRef) -> None:
+        self.store, self.model = store, model
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ByDigest) and self.model.sha256 == other.model.sha256
+
+    def __hash__(self) -> int:
+        return hash(self.model.sha256)
+
+
+@lru_cache(maxsize=CACHED_RENDERERS)
+def _renderer_of(stored: _ByDigest) -> Renderer:
+    from storage.artifacts import materialise_files
+
+    with TemporaryDirectory() as scratch:
+        folder, downloads = Path(scratch, "tokenizer"), Path(scratch, "downloads")
+        folder.mkdir()
+        downloads.mkdir()
+        names = (*TOKENIZER_FILES, CONFIG_FILE)
+        for name, path in materialise_files(stored.store, stored.model.key, downloads, names=names).items():
+            (folder / name).symlink_to(path.resolve())  # stored files may lie under other names, in other folders
+        return Renderer(load_tokenizer(folder, name=stored.model.key))
+
+
+def _eos_token_ids(tokenizer: Any, folder: Path, name: str) -> list[int]:
+    """The tokenizer's own end-of-sequence id, then those generation_config.json adds."""
+    found = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    path = folder / "generation_config.json"
+    if path.is_file():
+        try:
+            given = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        except (ValueError, AttributeError) as error:
+            raise TokenizerMissing(f"generation_config.json of {name} is not a JSON object: {error}") from error
+        found += [int(i) for i in (given if isinstance(given, list) else [given]) if i is not None]
+    if not found:
+        raise TokenizerMissing(
+            f"the tokenizer of {name} has no end-of-sequence token; expected 'eos_token' in tokenizer_config.json"
+        )
+    return list(dict.fromkeys(found))

@@ -1,0 +1,213 @@
+"""A config from a file and from `key=value` words of a command line, with the types a person means.
+
+Values follow YAML 1.2 and not PyYAML's 1.1: `1e-5` is a float, `no` and `on` are words, `1:30` and `2026-01-02` are
+text. Both roads, the file's and the command line's, read scalars by the same rules.
+"""
+
+import difflib
+import json
+import re
+import tomllib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+Model = TypeVar("Model", bound=BaseModel)
+
+_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*(\.[A-Za-z_][A-Za-z0-9_-]*)*")
+
+
+class ConfigError(ValueError):
+    """A config that cannot be used. The message says what was given, what was expected and what to do."""
+
+
+def load_config(path: Path | None, sets: Sequence[str] = ()) -> dict[str, Any]:
+    """The file's mapping (.yaml, .yml, .toml or .json; None: empty) with each `a.b=value` of `sets` put in.
+
+    Raises ConfigError: no such file, wrong suffix, bad syntax, a key given twice, a set that goes through a value.
+    """
+    config = {} if path is None else _read_file(path)
+    seen: list[str] = []
+    for text in sets:
+        key, value = _parse_set(text)
+        for other in seen:
+            if key == other or key.startswith(other + ".") or other.startswith(key + "."):
+                again = "twice" if key == other else f"together with {other!r}, which overlaps it"
+                raise ConfigError(f"{key!r} is set {again}; set it once")
+        seen.append(key)
+        _put(config, key, value)
+    return config
+
+
+def parse_config(model: type[Model], path: Path | None = None, sets: Sequence[str] = ()) -> Model:
+    """`load_config` as a `model`. Raises ConfigError that lists every wrong key by its dotted name."""
+    config = load_config(path, sets)
+    try:
+        return model.model_validate(config)
+    except ValidationError as error:
+        raise ConfigError(describe_validation(error, model)) from error
+
+
+def describe_validation(error: ValidationError, model: type[BaseModel]) -> str:
+    """One line per wrong key: its dotted name, what was given, what is wanted, and the nearest known key if unknown."""
+    lines = []
+    for problem in error.errors(include_url=False):
+        where = ".".join(str(part) for part in problem["loc"]) or "the config as a whole"
+        if problem["type"] == "extra_forbidden":
+            lines.append(f"{where}: unknown key{_nearest(str(problem['loc'][-1]), _key_names(model))}")
+        elif problem["type"] == "missing":
+            lines.append(f"{where}: missing; set it in the file or by {where}=…")
+        else:
+            given = "" if isinstance(problem["input"], dict) else f" (given: {problem['input']!r})"
+            lines.append(f"{where}: {problem['msg'].removeprefix('Value error, ')}{given}")
+    noun = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
+    return f"{noun} in the {model.__name__} config:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}; give the path of a config file") from error
+    try:
+        match path.suffix.lower():
+            case ".yaml" | ".yml":
+                config = yaml.load(text, _Loader)  # _Loader is a SafeLoader
+            case ".toml":
+                config = tomllib.loads(text)
+            case ".json":
+                config = json.loads(text, object_pairs_hook=_refuse_duplicates) if text.strip() else None
+            case suffix:
+                given = f"the suffix {suffix!r}" if suffix else "no suffix"
+                raise ConfigError(f"{path} has {given}; expected .yaml, .yml, .toml or .json")
+    except (yaml.YAMLError, tomllib.TOMLDecodeError, json.JSONDecodeError, _DuplicateKey) as error:
+        raise ConfigError(f"{path} cannot be parsed: {error}") from error
+    if config is None:
+        return {}
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} holds a {type(config).__name__} at the top; expected keys with values, `key: value`")
+    return config
+
+
+def _parse_set(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    key, value = key.strip(), value.strip()
+    if not equals or not _KEY.fullmatch(key):
+        raise ConfigError(f"{text!r} does not set a key; expected key=value or group.key=value, such as lr=1e-5")
+    if not value:
+        raise ConfigError(f"{text!r} gives no value; write {key}=null for none, or {key}='\"\"' for an empty text")
+    if value[0] not in "[{'\"":
+        # Not parsed as a document: `prompt=Question: {x} # 1` is text, not a mapping with a comment.
+        return key, _scalar(value)
+    try:
+        return key, yaml.load(value, _Loader)  # _Loader is a SafeLoader
+    except (yaml.YAMLError, _DuplicateKey) as error:
+        raise ConfigError(
+            f"the value of {text!r} cannot be parsed: {error}; "
+            "lists are [a, b], groups are {a: 1}, and a text that starts so goes in quotes"
+        ) from error
+
+
+def _put(config: dict[str, Any], key: str, value: Any) -> None:
+    *groups, last = key.split(".")
+    target = config
+    for depth, group in enumerate(groups):
+        inner = target.setdefault(group, {})
+        if inner is None:
+            inner = target[group] = {}
+        if not isinstance(inner, dict):
+            at = ".".join(groups[: depth + 1])
+            raise ConfigError(f"{key!r} cannot be set: {at!r} is {inner!r}, not a group of keys; set {at}=… as a whole")
+        target = inner
+    target[last] = value
+
+
+class _DuplicateKey(Exception):
+    """A mapping names one key twice, or names one that is not text."""
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader with YAML 1.2 scalars; keys must be text, and each may stand once."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        pairs = []
+        for key_node, _ in node.value:
+            line = key_node.start_mark.line + 1
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise _DuplicateKey(f"the key in line {line} is a list or group; expected text")
+            if key_node.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"):
+                raise _DuplicateKey(f"the key {key_node.value} in line {line} is not text; put it in quotes")
+            pairs.append((key_node.value, line))
+        _refuse_duplicates(pairs, where="line")
+        return super().construct_mapping(node, deep)
+
+
+def _refuse_duplicates(pairs: Iterable[tuple[str, Any]], where: str = "") -> dict[str, Any]:
+    mapping: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in mapping:
+            at = f" (lines {mapping[key]} and {value})" if where else ""
+            raise _DuplicateKey(f"the key {key!r} stands twice in one group{at}; keep one")
+        mapping[key] = value
+    return mapping
+
+
+def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    return int(node.value.replace("_", ""))
+
+
+# "007" stays text: it is a name more often than a number, and a field of type int still takes it.
+_RULES = (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?(0|[1-9][0-9]*(_[0-9]+)*)", list("-+0123456789")),
+    (
+        "float",
+        r"[-+]?(([0-9][0-9_]*\.[0-9_]*|\.[0-9]+)([eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+|\.(inf|Inf|INF))"
+        r"|\.(nan|NaN|NAN)",
+        list("-+0123456789."),
+    ),
+    ("merge", r"<<", ["<"]),
+)
+for _name, _pattern, _first in _RULES:
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(rf"^(?:{_pattern})$"), _first)
+_Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
+
+
+def _scalar(text: str) -> Any:
+    loader = _Loader("")
+    try:
+        tag = loader.resolve(yaml.ScalarNode, text, (True, False))
+        if tag == "tag:yaml.org,2002:merge":
+            return text
+        return loader.construct_object(yaml.ScalarNode(tag, text))
+    finally:
+        loader.dispose()
+
+
+def _key_names(model: type[BaseModel], seen: frozenset[type] = frozenset()) -> set[str]:
+    """Every field name of the model and of the models within its fields."""
+    names = set(model.model_fields)
+    for field in model.model_fields.values():
+        for inner in _models_in(field.annotation):
+            if inner not in seen:
+                names |= _key_names(inner, seen | {model, inner})
+    return names
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for part in getattr(annotation, "__args__", ()) for model in _models_in(part)]
+
+
+def _nearest(key: str, names: set[str]) -> str:
+    near = difflib.get_close_matches(key, sorted(names), n=1)
+    return f"; did you mean {near[0]!r}?" if near else "; leave it out, or look at the fields in the docs"

@@ -1,0 +1,184 @@
+"""Curves as SVG text, to be put inline into a page. The same numbers give the same bytes.
+
+Steps are drawn 1-based. Every function returns one `<svg>` element without scripts or outside references.
+"""
+
+import io
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from typing import Any, NamedTuple
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, ScalarFormatter
+
+BLUE, INK, GREY, GRID, AMBER = "#1f5f8b", "#26323b", "#7a858c", "#e6e4de", "#c27c0e"
+ACTIVITY_COLOURS = {
+    "rollout": "#1f5f8b",
+    "grade": "#5fa8a0",
+    "train": "#c8553d",
+    "sync": "#e0a458",
+    "storage": "#8a7090",
+    "orchestration": "#b9bfc3",
+}
+SMOOTH_FROM = 40
+"""From so many steps on, a mean over a twentieth of them is drawn over the raw curve."""
+
+_STYLE: dict[Any, Any] = {
+    "svg.hashsalt": "ostinato",  # else element ids are random
+    "svg.fonttype": "none",  # text stays text: small, and in the page's font
+    "font.size": 9.0,
+    "axes.edgecolor": GREY,
+    "axes.labelcolor": INK,
+    "xtick.color": GREY,
+    "ytick.color": GREY,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "path.simplify": True,
+}
+_drawing = threading.Lock()  # matplotlib's settings are of the whole process
+
+
+def curve_svg(
+    steps: Sequence[int],
+    values: Sequence[float | None],
+    *,
+    label: str,
+    spread: Sequence[float | None] | None = None,
+    resumed: Sequence[int] = (),
+) -> str:
+    """One value per step; a None or not finite one leaves a gap.
+
+    `spread` is drawn as a band of ± that much; `resumed` holds the (0-based) steps with a vertical line before them.
+    """
+
+    def draw(axes: Axes) -> None:
+        xs, ys = [step + 1 for step in steps], [_finite(value) for value in values]
+        if spread is not None:
+            band = [_finite(value) for value in spread]
+            low = [y - half for y, half in zip(ys, band, strict=True)]
+            high = [y + half for y, half in zip(ys, band, strict=True)]
+            axes.fill_between(xs, low, high, color=BLUE, alpha=0.12, linewidth=0)
+        smooth = len(xs) >= SMOOTH_FROM
+        dots = "o" if len(xs) <= 30 else None
+        axes.plot(xs, ys, color=BLUE, linewidth=0.8 if smooth else 1.6, alpha=0.4 if smooth else 1, marker=dots, ms=3)
+        if smooth:
+            axes.plot(xs, _centred_mean(ys, len(ys) // 40), color=BLUE, linewidth=1.8)
+        _mark_resumed(axes, resumed)
+        _step_axis(axes, xs)
+
+    return _svg(draw, label=label, size=(5.0, 2.3))
+
+
+def time_split_svg(
+    steps: Sequence[int],
+    seconds: Sequence[Mapping[str, float]],
+    *,
+    label: str,
+    resumed: Sequence[int] = (),
+) -> str:
+    """Stacked seconds per step by activity; one column of area per step, so that a slow step stands out."""
+
+    def draw(axes: Axes) -> None:
+        # Both edges of every column are points of one area: one path per activity, however many steps there are.
+        edges = [x for step in steps for x in (step + 0.5, step + 1.5)]
+        bottom = [0.0] * len(edges)
+        for name, colour in ACTIVITY_COLOURS.items():
+            heights = [_at_least_zero(split.get(name, 0.0)) for split in seconds for _ in range(2)]
+            top = [low + height for low, height in zip(bottom, heights, strict=True)]
+            axes.fill_between(edges, bottom, top, color=colour, linewidth=0, label=name)
+            bottom = top
+        axes.set_ylim(bottom=0)
+        axes.set_ylabel("seconds")
+        _mark_resumed(axes, resumed)
+        _step_axis(axes, [step + 1 for step in steps])
+        axes.legend(
+            loc="lower left", bbox_to_anchor=(0, 1.0), ncols=6, frameon=False, handlelength=1, handleheight=1,
+            columnspacing=1.4, borderaxespad=0.2,
+        )  # fmt: skip
+
+    return _svg(draw, label=label, size=(10.2, 2.7))
+
+
+class Interval(NamedTuple):
+    """One mean with its interval; low and high are None when one value alone gave the mean."""
+
+    name: str
+    mean: float
+    low: float | None
+    high: float | None
+    highlight: bool
+
+
+def intervals_svg(rows: Sequence[Interval], *, label: str) -> str:
+    """One mean with its interval per line, on one axis."""
+
+    def draw(axes: Axes) -> None:
+        for line, row in enumerate(rows):
+            colour = BLUE if row.highlight else GREY
+            if row.low is not None and row.high is not None:
+                axes.plot([row.low, row.high], [line, line], color=colour, linewidth=2.4, alpha=0.55)
+            axes.plot([row.mean], [line], color=colour, marker="o", ms=7)
+        axes.set_yticks(range(len(rows)), [_verbatim(row.name) for row in rows])
+        axes.set_ylim(len(rows) - 0.4, -0.6)
+        axes.tick_params(axis="y", length=0)
+        axes.grid(axis="y", visible=False)
+        axes.grid(axis="x", color=GRID, linewidth=0.8)
+        axes.spines["left"].set_visible(False)
+        axes.margins(x=0.08)
+
+    return _svg(draw, label=label, size=(10.2, 0.7 + 0.32 * len(rows)))
+
+
+def _svg(draw: Callable[[Axes], None], *, label: str, size: tuple[float, float]) -> str:
+    with _drawing, matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=size, layout="constrained")
+        axes = figure.add_subplot()
+        axes.grid(axis="y", color=GRID, linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        draw(axes)
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    text = buffer.getvalue()
+    return f'<svg role="img" aria-label="{escape(label)}"' + text[text.index("<svg") + len("<svg") :]
+
+
+def _step_axis(axes: Axes, xs: Sequence[int]) -> None:
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, steps=[1, 2, 5, 10]))
+    if xs:
+        axes.set_xlim(min(xs) - 0.6, max(xs) + 0.6)
+    formatter = ScalarFormatter(useMathText=False)
+    formatter.set_powerlimits((-3, 4))
+    axes.yaxis.set_major_formatter(formatter)
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]))
+
+
+def _mark_resumed(axes: Axes, resumed: Sequence[int]) -> None:
+    for step in resumed:
+        axes.axvline(step + 0.5, color=AMBER, linewidth=1, linestyle=(0, (3, 2)))
+
+
+def _verbatim(text: str) -> str:
+    return text.replace("$", r"\$")  # a pair of dollars is mathematics to matplotlib, and bad mathematics is an error
+
+
+def _centred_mean(values: Sequence[float], reach: int) -> list[float]:
+    """Mean over `reach` values to either side; less, but as much on both, at the ends, so that no trend is bent."""
+    means = []
+    for at in range(len(values)):
+        reached = min(reach, at, len(values) - 1 - at)
+        known = [value for value in values[at - reached : at + reached + 1] if math.isfinite(value)]
+        means.append(sum(known) / len(known) if known else math.nan)
+    return means
+
+
+def _finite(value: float | None) -> float:
+    return value if value is not None and math.isfinite(value) else math.nan
+
+
+def _at_least_zero(value: float) -> float:
+    return value if math.isfinite(value) and value > 0 else 0.0

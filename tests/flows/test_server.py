@@ -1,0 +1,140 @@
+"""A real Prefect server: two at once, history kept, nothing left behind. Starting one takes about eight seconds."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows import server
+from flows.server import ServerError, ServerHandle, local_prefect_server, use_server
+
+# Run as a program of its own: it starts a server, tells of it, and waits to be killed.
+HOLDER = """
+import sys, time
+from pathlib import Path
+from flows.server import local_prefect_server
+assert "prefect" not in sys.modules, "importing flows.server must not cost seconds"
+with local_prefect_server(Path(sys.argv[1])) as handle:
+    print(handle.pid, handle.api_url, flush=True)
+    time.sleep(600)
+"""
+
+
+def gone(pid: int, within: float = 10.0) -> bool:
+    deadline = time.monotonic() + within
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        except FileNotFoundError:
+            return True
+        if state == "Z":  # dead; whoever adopted it has yet to ask how
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def ask(handle: ServerHandle, path: str, **body: Any) -> Any:
+    return server._request_json(f"{handle.api_url}/{path}", post=body)
+
+
+def run_flow(handle: ServerHandle, name: str) -> None:
+    from prefect import flow, get_run_logger, task
+
+    @task
+    def double(number: int) -> int:
+        return 2 * number
+
+    @flow(name=name)
+    def doubles() -> int:
+        get_run_logger().info("said by %s", name)
+        return sum(double(number) for number in range(5))
+
+    with use_server(handle.api_url):
+        assert os.environ["PREFECT_API_URL"] == handle.api_url
+        assert doubles() == 20
+
+
+def recorded(handle: ServerHandle) -> tuple[set[str], int, set[str]]:
+    """Flow-run states' flow names, completed task runs, and what was logged."""
+    flows = {flow["name"] for flow in ask(handle, "flows/filter")}
+    tasks = ask(handle, "task_runs/count", task_runs={"state": {"type": {"any_": ["COMPLETED"]}}})
+    said = {log["message"] for log in ask(handle, "logs/filter") if log["message"].startswith("said by")}
+    return flows, tasks, said
+
+
+def test_servers_record_keep_and_go(tmp_path: Path) -> None:
+    before = dict(os.environ)
+    home = tmp_path / "home"
+    # Two at once and in one home, the harder case: the first start also creates the tables.
+    with ThreadPoolExecutor(2) as pool, ExitStack() as stack:
+        waiting = [pool.submit(stack.enter_context, local_prefect_server(home)) for _ in range(2)]
+        holder = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(HOLDER), str(tmp_path / "other home")],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        first, second = (future.result() for future in waiting)
+        assert os.environ == before
+        assert len({first.api_url, second.api_url}) == 2
+        run_flow(first, "alpha")
+        assert os.environ == before
+        assert recorded(first) == ({"alpha"}, 5, {"said by alpha"})
+        run_flow(second, "beta")
+        assert recorded(second) == ({"alpha", "beta"}, 10, {"said by alpha", "said by beta"})
+
+        assert holder.stdout is not None
+        pid = int(holder.stdout.readline().split()[0])
+        assert not gone(pid, within=0.2)
+        os.kill(holder.pid, signal.SIGKILL)
+        holder.wait()
+        assert gone(pid)
+    assert gone(first.pid)
+    assert gone(second.pid)
+
+    with local_prefect_server(home) as third:
+        assert recorded(third)[:2] == ({"alpha", "beta"}, 10)
+
+
+def test_a_server_that_ends_is_an_error_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_DIE_WITH_PARENT", "import sys; print('no room at the inn'); sys.exit(3)")
+    words = r"(?s)status 3.*server\.log.*no room at the inn"
+    with pytest.raises(ServerError, match=words), local_prefect_server(tmp_path):
+        pass
+
+
+def test_a_server_that_never_answers_is_stopped_and_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stubborn = "import os, signal, time; signal.signal(15, signal.SIG_IGN); print(os.getpid(), flush=True)"
+    stubborn += "; time.sleep(60)"
+    monkeypatch.setattr(server, "_DIE_WITH_PARENT", stubborn)
+    monkeypatch.setattr(server, "STOP_SECONDS", 0.2)
+    with pytest.raises(ServerError, match="no answer within 1 s"), local_prefect_server(tmp_path, start_seconds=1.0):
+        pass
+    assert gone(int((tmp_path / "server.log").read_text()))
+
+
+def test_a_server_whose_parent_is_gone_already_does_not_start() -> None:
+    code = [sys.executable, "-c", server._DIE_WITH_PARENT, "1", "-c", "print('started')"]
+    result = subprocess.run(code, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert "started" not in result.stdout
+
+
+def test_the_child_is_kept_apart_from_our_settings_and_from_the_net(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", "https://elsewhere/api")
+    monkeypatch.setenv("PREFECT_API_KEY", "secret")
+    environment = server._server_environment(tmp_path, 1234)
+    assert "PREFECT_API_URL" not in environment
+    assert "PREFECT_API_KEY" not in environment
+    assert environment["PREFECT_HOME"] == str(tmp_path)
+    assert environment["PREFECT_SERVER_UI_API_URL"] == "http://127.0.0.1:1234/api"
+    assert environment["PREFECT_SERVER_ANALYTICS_ENABLED"] == "false"

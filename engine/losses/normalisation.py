@@ -22,7 +22,14 @@ def token_weights(
 
     token_mean: 1 / tokens of the minibatch · sequence_mean: 1 / (sequences · own length) · token_sum: 1 ·
     constant: 1 / (sequences · constant)  (Dr. GRPO, arXiv:2503.20783). The totals are those of the whole minibatch.
+
+    Raises ValueError when the totals are smaller than what this micro-batch alone holds, or the constant is missing.
     """
+    if total_tokens < max(1, sum(lengths_S)) or total_sequences < max(1, len(lengths_S)):
+        raise ValueError(
+            f"totals of {total_tokens} tokens and {total_sequences} sequences, but this micro-batch has "
+            f"{sum(lengths_S)} and {len(lengths_S)}; give the totals of the whole minibatch"
+        )
     lengths = torch.tensor(list(lengths_S), dtype=torch.long)
     if norm == "token_mean":
         weights_S = torch.full((len(lengths),), 1 / total_tokens, dtype=torch.float64)

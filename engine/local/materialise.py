@@ -57,7 +57,7 @@ class Materialiser:
 
     def for_training(self, policy: PolicyRef) -> Slot:
         """The chain's training slot, at exactly `policy`, moments included."""
-        self._check_committed(policy)
+        self.check_committed(policy)
         slot = self._training.get(chain_name(policy))
         if slot is None or slot.policy.state != policy.state:
             slot = self._bring(slot, policy)
@@ -73,7 +73,7 @@ class Materialiser:
         if policy.state in self._frozen:
             self._frozen.move_to_end(policy.state)
             return self._frozen[policy.state]
-        self._check_committed(policy)
+        self.check_committed(policy)
         is_ahead = slot is None or policy.step > slot.policy.step
         if is_ahead and Chain.of(self.store, policy).record(policy.step + 1) is None:
             return self.for_training(policy)
@@ -88,7 +88,8 @@ class Materialiser:
         """Forgets the chain's training slot: its weights are not those of any committed policy."""
         self._training.pop(chain_name(policy), None)
 
-    def _check_committed(self, policy: PolicyRef) -> None:
+    def check_committed(self, policy: PolicyRef) -> None:
+        """Raises UnknownPolicy unless the chain has this very policy."""
         try:
             found = Chain.of(self.store, policy).policy(policy.step)
         except ObjectNotFound as error:

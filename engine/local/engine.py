@@ -189,6 +189,7 @@ class LocalEngine:
 
     def _save_checkpoint(self, policy: PolicyRef, provenance: Provenance, name: str | None, epoch: int) -> ArtifactRef:
         self._fence(policy.run, epoch)
+        self.policies.check_committed(policy)
         key = keys.checkpoint(policy.run, policy.stage, policy.model, policy.step)
         found = find_artifact(self.store, key)
         if found is not None:

@@ -29,7 +29,7 @@ from storage.chain import MinibatchPlan, OptimizerSpec, PolicyRef, StepRequest
 from tasks.batches import AdvantageEstimator, BatchPlan
 from tasks.checkpoint import save_checkpoint
 from tasks.datasets.load import LoadedDataset
-from tasks.datasets.order import DataCursor, take
+from tasks.datasets.order import DataCursor, repetitions, take
 from tasks.datasets.spec import InlineDataset
 from tasks.grade import grade_rollouts
 from tasks.graders.base import BaseGrader
@@ -180,7 +180,7 @@ class GRPO:
         return max(1, self.epochs * data.rows // self.prompts_per_batch)
 
     def _shards(self, dataset: ArtifactRef, rows: list[int]) -> list[PromptShard]:
-        size = self.prompts_per_shard
+        size, earlier = self.prompts_per_shard, repetitions(rows)
         return [
             PromptShard(
                 base=self.model.base,
@@ -188,6 +188,7 @@ class GRPO:
                 index=index,
                 rows=tuple(rows[start : start + size]),
                 completions=self.completions_per_sample,
+                repetitions=tuple(earlier[start : start + size]),
                 max_prompt_tokens=self.max_prompt_tokens,
                 truncation=self.truncation,
             )

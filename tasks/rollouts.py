@@ -35,6 +35,9 @@ class PromptShard(Frozen):
     index: int = Field(ge=0)
     rows: tuple[int, ...]
     completions: int = Field(ge=1)
+    repetitions: tuple[int, ...] = ()
+    """How often each row came earlier in the same step, when the batch is larger than what is left of an epoch: its
+    completions are numbered on from there, so that no two of a step share a random stream. Empty: no row did."""
     max_prompt_tokens: int | None = None
     truncation: Truncation = "error"
 
@@ -50,8 +53,10 @@ async def sample_shard(
         if found is not None:
             return found
         rows = RowReader(store, shard.dataset).rows(shard.rows)
+    earlier = shard.repetitions or (0,) * len(rows)
+    rows = [row | {"first": n * shard.completions} for row, n in zip(rows, earlier, strict=True)]
     prompts = render_prompts(renderer_of(store, shard.base), rows, shard)
-    jobs = [(row, ids, c) for row, ids in prompts for c in range(shard.completions)]
+    jobs = [(row, ids, row["first"] + c) for row, ids in prompts for c in range(shard.completions)]
     seeds = [workspace.seed_for(policy.stage, step, row["id"], c) for row, _, c in jobs]
     failpoint("rollout.sampling")
     with timed("rollout"):

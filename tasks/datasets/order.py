@@ -4,6 +4,7 @@ The cursor is two integers, kept in the commit records, so a resumed run goes on
 """
 
 import hashlib
+from collections import Counter
 from functools import lru_cache
 
 import numpy as np
@@ -44,6 +45,16 @@ def take(cursor: DataCursor, n: int, *, rows: int, seed: int) -> tuple[list[int]
         if index == rows:
             epoch, index = epoch + 1, 0
     return taken, DataCursor(epoch=epoch, index=index)
+
+
+def repetitions(rows: list[int]) -> list[int]:
+    """How often each row came before in the same list."""
+    seen: Counter[int] = Counter()
+    counts = []
+    for row in rows:
+        counts.append(seen[row])
+        seen[row] += 1
+    return counts
 
 
 @lru_cache(maxsize=2)

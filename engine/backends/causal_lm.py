@@ -6,6 +6,7 @@ Axes: T packed token · N trained token · V vocabulary · C chunk of trained to
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -25,6 +26,10 @@ float32) and once more in the backward pass, which costs 13 % on small batches a
 
 PROBE_TOLERANCE = 2e-3
 """Mean |difference| of logprobs, nats, that rounding may cause in float32; a wrong mask or scale gives far more."""
+
+
+_loading = threading.Lock()
+"""transformers loads by patching itself and torch for a while; two loads at once leave the patches behind."""
 
 
 class CausalLM:
@@ -117,15 +122,16 @@ def load_causal_lm(folder: Path, *, dtype: torch.dtype, compute_dtype: torch.dty
 
     register_attention()
     try:
-        module, report = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=dtype,
-            attn_implementation="eager",
-            local_files_only=True,
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
+        with _loading:
+            module, report = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=dtype,
+                attn_implementation="eager",
+                local_files_only=True,
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise BadModelFolder(f"{folder} does not load as a causal language model: {error}") from error
     wrong = {kind: sorted(map(str, names)) for kind, names in report.items() if names and kind != "error_msgs"}

@@ -196,15 +196,6 @@ def model_version(key: str, version: str) -> str:
     return f"{model_prefix(key)}{version}"
 
 
-def model_key_of(key: str) -> str:
-    """The logical key of a model version as people write it, name@version. Raises InvalidKey."""
-    folder, _, rest = key.partition("/")
-    name, slash, version = rest.partition("/")
-    if folder != "models" or not slash or key != model_version(name, version):
-        raise InvalidKey(f"{key[:200]!r} is not the key of a model version; give models/name/version")
-    return f"{name}@{version}"
-
-
 def model_claims_prefix(key: str) -> str:
     return f"{model_prefix(key)}claims/"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -13,7 +12,7 @@ from uuid import uuid4
 from storage.backends.local import LocalBackend
 from storage.backends.memory import MemoryBackend
 from storage.backends.protocol import HIDDEN, Backend, ObjectInfo, PutResult
-from storage.errors import StorageUnavailable, TransientStorageError, UnsupportedFilesystem
+from storage.errors import TransientStorageError, UnsupportedFilesystem
 from storage.keys import validate_key, validate_name, validate_prefix
 from storage.retry import RetryPolicy, retried
 
@@ -53,21 +52,10 @@ class ObjectStore:
         return retried(lambda: self.backend.exists(key), self._what("exists", key), self.retry)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Every object whose key begins with `prefix`, sorted by key. A failure goes on after the last key seen."""
+        """Every object whose key begins with `prefix`, sorted by key. Taken whole before the first is given, since
+        some servers list in an order of their own."""
         validate_prefix(prefix)
-        after, failures = "", 0
-        while True:
-            try:
-                for info in self.backend.list(prefix, after):
-                    after, failures = info.key, 0
-                    yield info
-                return
-            except TransientStorageError as error:
-                failures += 1
-                if failures >= self.retry.attempts:
-                    what = self._what("list", prefix)
-                    raise StorageUnavailable(f"{what} failed {failures} times: {error}") from error
-                time.sleep(self.retry.delay(failures - 1))
+        return iter(retried(lambda: sorted(self.backend.list(prefix)), self._what("list", prefix), self.retry))
 
     def put(self, key: str, data: bytes) -> None:
         """Writes or replaces the object, atomically and durably."""
@@ -86,15 +74,15 @@ class ObjectStore:
         """The only commit primitive: of any number of writers, on any machines, one wins; all see its bytes.
 
         A try that failed half-way may have written all the same. So after one, finding exactly our bytes is a win:
-        callers make their bytes unlike any other's by an attempt id.
+        callers to whom winning matters make their bytes unlike any other's by an attempt id.
         """
         validate_key(key)
-        unsure = False
+        unsure, attempt_id = False, uuid4().hex
 
         def attempt() -> PutResult:
             nonlocal unsure
             try:
-                return self.backend.put_if_absent(key, data)
+                return self.backend.put_if_absent(key, data, attempt_id)
             except TransientStorageError:
                 unsure = True
                 raise

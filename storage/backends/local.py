@@ -57,9 +57,8 @@ class LocalBackend:
     def exists(self, key: str) -> bool:
         return self._path(key).is_file()
 
-    def list(self, prefix: str, after: str) -> Iterator[ObjectInfo]:
-        start = prefix[: prefix.rfind("/") + 1]
-        yield from self._walk(start, prefix, after)
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        return self._walk(prefix[: prefix.rfind("/") + 1], prefix)
 
     def put(self, key: str, data: bytes) -> None:
         target = self._path(key)
@@ -88,9 +87,11 @@ class LocalBackend:
             if move and not ours:
                 path.unlink(missing_ok=True)
 
-    def put_if_absent(self, key: str, data: bytes) -> PutResult:
+    def put_if_absent(self, key: str, data: bytes, attempt: str) -> PutResult:
         target = self._path(key)
         with _writing(key, self.url):
+            if target.is_dir():
+                raise IsADirectoryError(errno.EISDIR, "is a folder", str(target))
             won = not target.exists() and self._link_if_absent(target, data)
             _sync_folder(target.parent)  # the loser too: it is about to rely on a name that may not be synced yet
         return PutResult(won, data if won else self.get(key))
@@ -151,19 +152,17 @@ class LocalBackend:
                 _sync_folder(made.parent)
         self._durable.update(inside, missing, [folder])
 
-    def _walk(self, at: str, prefix: str, after: str) -> Iterator[ObjectInfo]:
-        """Depth first; a folder sorts as its name with a slash, which is the order of whole keys."""
+    def _walk(self, at: str, prefix: str) -> Iterator[ObjectInfo]:
         try:
             with _reading(at, self.url), os.scandir(self.root / at) as entries:
-                named = sorted((f"{at}{e.name}/" if e.is_dir() else f"{at}{e.name}", e) for e in entries)
+                named = [(f"{at}{entry.name}", entry) for entry in entries]
         except ObjectNotFound:
             return
         for name, entry in named:
-            if name.endswith("/"):
-                may_follow = name > after or after.startswith(name)
-                if (name.startswith(prefix) or prefix.startswith(name)) and may_follow:
-                    yield from self._walk(name, prefix, after)
-            elif name.startswith(prefix) and name > after and is_key(name):  # not a temporary or foreign file
+            if entry.is_dir():
+                if f"{name}/".startswith(prefix) or prefix.startswith(f"{name}/"):
+                    yield from self._walk(f"{name}/", prefix)
+            elif name.startswith(prefix) and is_key(name):  # not a temporary or foreign file
                 try:
                     stat = entry.stat()
                 except FileNotFoundError:

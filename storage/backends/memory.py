@@ -37,14 +37,14 @@ class MemoryBackend:
     def exists(self, key: str) -> bool:
         return self._root + key in self._fs.store
 
-    def list(self, prefix: str, after: str) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
         with _lock:
             found = [
                 ObjectInfo(path[len(self._root) :], len(file.getvalue()), file.modified.timestamp())
                 for path, file in self._fs.store.items()
-                if path.startswith(self._root + prefix) and path > self._root + after
+                if path.startswith(self._root + prefix)
             ]
-        yield from sorted(found)
+        yield from found
 
     def put(self, key: str, data: bytes) -> None:
         with _lock:
@@ -55,7 +55,7 @@ class MemoryBackend:
         if move:
             path.unlink(missing_ok=True)
 
-    def put_if_absent(self, key: str, data: bytes) -> PutResult:
+    def put_if_absent(self, key: str, data: bytes, attempt: str) -> PutResult:
         with _lock:
             if self.exists(key):
                 return PutResult(False, self.get(key))

@@ -1,14 +1,15 @@
 """s3://: any server that speaks S3 and honours `If-None-Match: *` on PUT (AWS, seaweedfs, MinIO, moto, …).
 
-s3fs moves the bytes. The conditional put goes to its client directly: s3fs repeats requests by itself, and whoever
-repeats a conditional put must know that it did.
+s3fs moves the bytes. Requests are repeated by several hands: by the store, by botocore, and, seen by neither, by
+aiohttp, which repeats a PUT whose connection was cut. So a conditional put carries an attempt id in the object's
+metadata, and whoever is refused looks whether the object in the way is its own.
 """
 
 from __future__ import annotations
 
 import io
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -31,6 +32,7 @@ from s3fs import S3FileSystem
 from storage.backends.protocol import HIDDEN, ObjectInfo, PutResult
 from storage.errors import (
     AccessDenied,
+    CorruptArtifact,
     InvalidKey,
     ObjectNotFound,
     PermanentStorageError,
@@ -42,6 +44,7 @@ from storage.errors import (
 from storage.keys import is_key, validate_prefix
 from storage.retry import RetryPolicy, retried
 
+_ATTEMPT = "ostinato-attempt"
 READ_AHEAD_BYTES = 1 << 20
 _FULL_CODES = {"InsufficientStorage", "QuotaExceeded", "XMinioStorageFull"}
 _PASSING_CODES = {
@@ -66,6 +69,7 @@ class S3Backend:
         self.url = f"s3://{bucket}/{prefix}".rstrip("/")
         # few attempts inside a request: the store retries around it
         config = {"retries": {"mode": "standard", "total_max_attempts": 2}} | options.get("config_kwargs", {})
+        self.page_size = 1000
         self._fs = S3FileSystem(**(options | {"config_kwargs": config, "use_listings_cache": False}))
         self._conditional = threading.Lock()
         self._conditional_checked = False
@@ -94,16 +98,14 @@ class S3Backend:
             return False
         return True
 
-    def list(self, prefix: str, after: str) -> Iterator[ObjectInfo]:
-        where: dict[str, Any] = {"Prefix": self._prefix + prefix}
-        if after:
-            where["StartAfter"] = self._prefix + after
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        where: dict[str, Any] = {"Prefix": self._prefix + prefix, "MaxKeys": self.page_size}
         while True:
             with _typed(prefix, self.url):
                 page = self._call("list_objects_v2", **where)
             for found in page.get("Contents", ()):
                 key = found["Key"][len(self._prefix) :]
-                if is_key(key) and key > after:  # not a temporary or foreign object
+                if is_key(key):  # not a temporary or foreign object
                     yield ObjectInfo(key, found["Size"], found["LastModified"].timestamp())
             if not page.get("IsTruncated"):
                 return
@@ -120,19 +122,17 @@ class S3Backend:
         if move:
             path.unlink(missing_ok=True)
 
-    def put_if_absent(self, key: str, data: bytes) -> PutResult:
+    def put_if_absent(self, key: str, data: bytes, attempt: str) -> PutResult:
         self._check_conditional_puts()
         with _typed(key, self.url):
-            refused = self._put_new(key, data)
-        if refused is None:
-            return PutResult(True, data)
+            if self._put_new(key, data, attempt):
+                return PutResult(True, data)
         try:
-            there = self.get(key)
+            with _typed(key, self.url):
+                there, metadata = self._get_with_metadata(Key=self._prefix + key)
         except ObjectNotFound as error:
             raise StorageUnavailable(f"{key!r} was there and is gone again in {self.url}") from error
-        # a request that the client repeated may have been refused because of its own first try
-        repeated = refused.response.get("ResponseMetadata", {}).get("RetryAttempts", 0) > 0
-        return PutResult(repeated and there == data, there)
+        return PutResult(metadata.get(_ATTEMPT) == attempt, there)
 
     def delete(self, key: str) -> None:
         with _typed(key, self.url):
@@ -149,32 +149,30 @@ class S3Backend:
         return self._fs.call_s3(method, Bucket=self.bucket, **arguments)
 
     def _get(self, **arguments: Any) -> bytes:
-        async def read() -> bytes:
+        return self._get_with_metadata(**arguments)[0]
+
+    def _get_with_metadata(self, **arguments: Any) -> tuple[bytes, dict[str, str]]:
+        async def read() -> tuple[bytes, dict[str, str]]:
             answer = await self._fs._call_s3("get_object", Bucket=self.bucket, **arguments)
             async with answer["Body"] as body:
-                return await body.read()
+                return await body.read(), {k.lower(): v for k, v in answer.get("Metadata", {}).items()}
 
-        return self._run(read)
+        return cast(tuple[bytes, dict[str, str]], sync(self._fs.loop, read))
 
-    def _run(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        return sync(self._fs.loop, call)
-
-    def _put_new(self, key: str, data: bytes) -> ClientError | None:
-        """One conditional put; the refusal if there was an object already."""
-
-        async def put() -> None:
-            client = await self._fs.set_session()
-            await client.put_object(Bucket=self.bucket, Key=self._prefix + key, Body=data, IfNoneMatch="*")
-
+    def _put_new(self, key: str, data: bytes, attempt: str) -> bool:
+        """One conditional put; False when there was an object already."""
         try:
-            self._run(put)
-        except ClientError as error:
-            if _status(error) == 412:
-                return error
-            if _status(error) == 501:
+            self._call(
+                "put_object", Key=self._prefix + key, Body=data, IfNoneMatch="*", Metadata={_ATTEMPT: attempt}
+            )
+        except _ANY as error:
+            answer = _answer(error)
+            if answer is not None and _status(answer) == 412:
+                return False
+            if answer is not None and _status(answer) == 501:
                 raise UnsupportedFilesystem(self._no_conditional_puts()) from error
             raise
-        return None
+        return True
 
     def _check_conditional_puts(self) -> None:
         """Once per process: some servers (rclone serve s3, s3rver) take `If-None-Match` and let both writers win."""
@@ -183,7 +181,7 @@ class S3Backend:
                 return
             probe = f"{HIDDEN}conditional-put"
             with _typed(probe, self.url):
-                if self._put_new(probe, b"1") is None and self._put_new(probe, b"2") is None:
+                if self._put_new(probe, b"1", "") and self._put_new(probe, b"2", ""):
                     raise UnsupportedFilesystem(self._no_conditional_puts())
             self._conditional_checked = True
 
@@ -214,13 +212,20 @@ class _RangeReader(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        start, stop = self._at, min(self._at + len(buffer), self._size)
-        if start >= stop:
-            return 0
-        data = retried(lambda: self._read(start, stop), self._what, RetryPolicy())
+        data = self._next(len(buffer))
         buffer[: len(data)] = data
-        self._at += len(data)
         return len(data)
+
+    def readall(self) -> bytes:
+        return self._next(self._size)  # the inherited one makes a request for every few KiB
+
+    def _next(self, size: int) -> bytes:
+        start, stop = self._at, min(self._at + size, self._size)
+        if start >= stop:
+            return b""
+        data = retried(lambda: self._read(start, stop), self._what, RetryPolicy())
+        self._at += len(data)
+        return data
 
 
 @contextmanager
@@ -251,6 +256,8 @@ def _refusal(answer: ClientError, where: str) -> StorageError:
         return ObjectNotFound(f"{where}: there is no such bucket; make it first, or mend the URL")
     if status == 404:
         return ObjectNotFound(f"no object {where}")
+    if status == 412:
+        return CorruptArtifact(f"{where} was replaced while it was read; open it again")
     if status == 507 or code in _FULL_CODES:
         return StorageFull(f"no space for {where}: {answer}")
     if status in (408, 409, 425, 429) or status >= 500 or code in _PASSING_CODES:

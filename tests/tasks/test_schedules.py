@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from flows.schedules import SCHEDULES
@@ -34,7 +36,7 @@ def test_cosine_of_short_runs() -> None:
 def test_cosine_rises_then_falls() -> None:
     rates = [CosineScheduler(1.0).at(k, 50) for k in range(50)]
     assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])  # W = 5
-    assert all(earlier > later for earlier, later in zip(rates[5:], rates[6:], strict=False))
+    assert all(earlier > later for earlier, later in pairwise(rates[5:]))
 
 
 def test_without_warmup() -> None:

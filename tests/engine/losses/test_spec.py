@@ -1,0 +1,104 @@
+"""Loss specs as data, and the registry that must know every one of them."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from engine.errors import BadSpec
+from engine.losses.inputs import LossInputs
+from engine.losses.kl import KL_ESTIMATORS
+from engine.losses.registry import LOSSES
+from engine.losses.spec import CrossEntropySpec, GRPOSpec, KLEstimator, LossSpec
+
+SPEC = TypeAdapter(LossSpec)
+
+
+def test_the_registry_knows_every_spec_and_every_estimator() -> None:
+    union = get_args(get_args(LossSpec)[0])
+    assert set(LOSSES) == {member.model_fields["kind"].default for member in union}
+    assert set(KL_ESTIMATORS) == set(get_args(KLEstimator))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        CrossEntropySpec(),
+        CrossEntropySpec(norm="token_sum"),
+        GRPOSpec(clip_low=0.2, clip_high=0.28, dual_clip=3.0, kl_beta=0.0, kl_estimator="k1"),
+        GRPOSpec(norm="constant", norm_constant=512),
+    ],
+    ids=lambda spec: spec.kind,
+)
+def test_a_spec_survives_json(spec: CrossEntropySpec | GRPOSpec) -> None:
+    assert SPEC.validate_json(spec.model_dump_json()) == spec
+
+
+def test_the_defaults_of_the_algorithm_notes() -> None:
+    spec = GRPOSpec()
+    assert (spec.clip_low, spec.clip_high, spec.kl_beta, spec.kl_estimator) == (0.1, 0.1, 0.01, "k3")
+    assert (spec.norm, spec.dual_clip) == ("token_mean", None)
+    assert CrossEntropySpec().norm == "token_mean"
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"kind": "gspoo"},
+        {"kind": "grpo", "clip": 0.2},
+        {"kind": "grpo", "clip_low": 0.0},
+        {"kind": "grpo", "clip_low": 1.5},
+        {"kind": "grpo", "clip_high": -0.1},
+        {"kind": "grpo", "dual_clip": 1.0},
+        {"kind": "grpo", "kl_beta": -0.1},
+        {"kind": "grpo", "kl_estimator": "k4"},
+        {"kind": "grpo", "norm": "mean"},
+        {"kind": "grpo", "norm": "constant"},
+        {"kind": "grpo", "norm": "token_mean", "norm_constant": 8},
+        {"kind": "cross_entropy", "norm": "constant"},
+        {"kind": "cross_entropy", "norm": "constant", "norm_constant": 0},
+    ],
+    ids=str,
+)
+def test_what_contradicts_itself_or_has_no_effect_is_refused(bad: dict) -> None:
+    with pytest.raises(ValidationError):
+        SPEC.validate_python(bad)
+
+
+def test_cross_entropy_is_minus_the_logprob_and_pushes_it_up() -> None:
+    logprobs = torch.tensor([-0.5, -2.0], dtype=torch.float64, requires_grad=True)
+    token = LOSSES["cross_entropy"](LossInputs(logprobs), CrossEntropySpec())
+    token.values_N.sum().backward()
+    assert token.values_N.tolist() == [0.5, 2.0]
+    assert logprobs.grad.tolist() == [-1.0, -1.0]
+
+
+@pytest.mark.parametrize("missing", ["old_N", "reference_N", "advantages_N"])
+def test_grpo_names_the_column_a_batch_lacks(missing: str) -> None:
+    columns = {name: torch.zeros(2) for name in ("old_N", "reference_N", "advantages_N") if name != missing}
+    name = {"old_N": "old logprobs", "reference_N": "reference logprobs", "advantages_N": "advantages"}[missing]
+    with pytest.raises(BadSpec, match=name):
+        LOSSES["grpo"](LossInputs(torch.zeros(2), **columns), GRPOSpec())
+
+
+def test_grpo_without_a_kl_term_needs_no_reference() -> None:
+    inputs = LossInputs(torch.zeros(1), old_N=torch.zeros(1), advantages_N=torch.ones(1))
+    assert LOSSES["grpo"](inputs, GRPOSpec(kl_beta=0.0)).values_N.tolist() == [-1.0]
+
+
+def test_the_registry_hands_each_column_to_its_place() -> None:
+    # ρ = e^(0.2) = 1.221403 inside the clip, A = 2, q - l = 0.1: k3 = e^0.1 - 0.1 - 1 = 0.00517092
+    f64 = {"dtype": torch.float64}
+    inputs = LossInputs(
+        logprobs_N=torch.tensor([-0.8], **f64),
+        old_N=torch.tensor([-1.0], **f64),
+        reference_N=torch.tensor([-0.7], **f64),
+        advantages_N=torch.tensor([2.0], **f64),
+    )
+    token = LOSSES["grpo"](inputs, GRPOSpec(clip_high=0.5, clip_low=0.5, kl_beta=0.1))
+    assert token.values_N.item() == pytest.approx(-2 * 1.22140276 + 0.1 * 0.00517092, abs=1e-8)
+    assert token.sums["kl_sum"].item() == pytest.approx(0.00517092, abs=1e-8)
+    assert token.sums["ratio_sum"].item() == pytest.approx(1.22140276, abs=1e-8)

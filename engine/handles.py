@@ -25,7 +25,7 @@ from storage import keys
 from storage.artifacts import ArtifactRef
 from storage.chain import Chain, CommitRecord, OptimizerSpec, PolicyRef, Root, StepRequest
 from storage.models import canonical_json
-from storage.registry import free_model_name
+from storage.registry import free_name, registered_key
 
 
 class HasWorkspace(Protocol):
@@ -229,7 +229,7 @@ class TrainingModel(InferenceModel):
 
         The handle then stands at the stage's last committed step, so that a resumed run goes on from there.
         """
-        stage = keys.stage_name(self._at.stages, name)
+        stage = f"{self._at.stages}-{keys.validate_name(name)}"
         root = self._root
         if self._at.policy is not None:
             root = Root(start=self._at.policy, base_digest=self._at.policy.state)
@@ -321,12 +321,11 @@ class TrainingModel(InferenceModel):
         if not inference_only:
             await self.engine.save_checkpoint(policy, provenance=provenance, name=model_name, epoch=epoch)
         ref = await self.engine.export_model(policy, _registry_name(model_name), provenance=provenance, epoch=epoch)
-        return keys.model_key_of(ref.key)
+        return registered_key(ref)
 
     async def save_model_safely(self, model_name: str, inference_only: bool = True) -> str:
         """`save` under a name that no other model has: `name`, else `name-2`, `name-3`, …"""
-        policy = await self.policy()
-        name = free_model_name(self.workspace.open_store(), _registry_name(model_name), state=policy.state)
+        name = free_name(self.workspace.open_store(), _registry_name(model_name), (await self.policy()).uri)
         return await self.save(name, inference_only)
 
 

@@ -20,12 +20,12 @@ from flows.checkpoints import CheckpointSchedule
 from flows.config import GRPOConfig
 from flows.evaluation import Heldout
 from flows.loop import Journal, rate, steps
-from flows.progress import StdoutLogger
+from flows.progress import TerminalProgress
 from flows.schedules import SCHEDULES
 from flows.session import default_model_name, finish_run, open_run, open_workspace
-from storage import keys
 from storage.artifacts import ArtifactRef
 from storage.chain import MinibatchPlan, OptimizerSpec, PolicyRef, StepRequest
+from storage.registry import registered_key
 from tasks.batches import AdvantageEstimator, BatchPlan
 from tasks.checkpoint import save_checkpoint
 from tasks.datasets.load import LoadedDataset
@@ -58,7 +58,7 @@ class GRPO:
         model: TrainingModel,
         grader: BaseGrader | GraderSpec | Grading,
         *,
-        logger: StdoutLogger | None = None,
+        logger: TerminalProgress | None = None,
         max_num_grpo_steps: int | None = None,
         epochs: int | None = None,
         completions_per_sample: int = 8,
@@ -92,7 +92,7 @@ class GRPO:
                 f"completions_per_sample={completions_per_sample}"
             )
         self.dataset, self.model, self.grading = dataset, model, _grading(grader)
-        self.logger = logger or StdoutLogger()
+        self.logger = logger or TerminalProgress()
         self.max_steps, self.epochs = max_num_grpo_steps, epochs
         self.completions_per_sample = completions_per_sample
         self.prompts_per_batch = samples_per_batch // completions_per_sample
@@ -164,8 +164,7 @@ class GRPO:
             journal.record(policy, rollouts, graded)
             if due := self.checkpoints.due(step, total_steps, model=self.model.name):
                 await save_checkpoint(workspace, policy, name=due.named, keep_last=self.checkpoints.keep_last)
-        if policy.step > 0:
-            await save_checkpoint(workspace, policy, keep_last=self.checkpoints.keep_last)
+        await save_checkpoint(workspace, policy, keep_last=self.checkpoints.keep_last)
         journal.close()
         return policy
 
@@ -219,7 +218,7 @@ async def grpo(config: GRPOConfig) -> dict[str, Any]:
     Args:
         config: what to train, on what, graded how.
     """
-    logger = StdoutLogger()
+    logger = TerminalProgress()
     workspace = open_workspace("grpo", config)
     prompts = load_prompts(workspace, config.data.train, "prompt")
     base = await workspace.connect().import_model(config.model.key, provenance=workspace.provenance)
@@ -228,7 +227,7 @@ async def grpo(config: GRPOConfig) -> dict[str, Any]:
         logger.note(f"run {session.run} is finished already; its result is returned as it was")
         return session.result
     workspace = session.workspace
-    model = await Model(keys.model_key_of(base.key)).to_builder(session).spawn_train(config.model.name)
+    model = await Model(registered_key(base)).to_builder(session).spawn_train(config.model.name)
     model = model.with_sampling(config.sampling)
     trainer = _trainer(config, prompts, model, logger)
     heldout = Heldout.load(workspace, config, base, trainer.grading)
@@ -239,13 +238,13 @@ async def grpo(config: GRPOConfig) -> dict[str, Any]:
     result = heldout.result(before, after) | {
         "run": session.run,
         "policy": policy.uri,
-        "model": keys.model_key_of(published.key),
+        "model": registered_key(published),
     }
     report = write_report(workspace, policy, before, after, result)
     return finish_run(session, result | {"report": report})
 
 
-def _trainer(config: GRPOConfig, prompts: LoadedDataset, model: TrainingModel, logger: StdoutLogger) -> GRPO:
+def _trainer(config: GRPOConfig, prompts: LoadedDataset, model: TrainingModel, logger: TerminalProgress) -> GRPO:
     algorithm, optimizer, grader = config.algorithm, config.optimizer, config.grader
     return GRPO(
         prompts,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import count
 
 from engine.handles import TrainingModel
-from flows.progress import StdoutLogger
+from flows.progress import TerminalProgress
 from storage.artifacts import ArtifactRef
 from storage.chain import Chain, PolicyRef
 from storage.worklog import log_work
@@ -19,7 +19,7 @@ from tasks.step_metrics import measure_step, write_metrics
 class Journal:
     """The record of a running loop: one line of metrics per committed step."""
 
-    def __init__(self, model: TrainingModel, policy: PolicyRef, logger: StdoutLogger, *, total_steps: int | None) -> None:
+    def __init__(self, model: TrainingModel, policy: PolicyRef, logger: TerminalProgress, *, total_steps: int | None) -> None:
         self.store = model.workspace.open_store()
         self.chain = Chain.of(self.store, policy)
         self.logger, self.total_steps = logger, total_steps
@@ -27,8 +27,6 @@ class Journal:
         self._head = policy
         log_work("start", policy=policy.uri, resumed_from=policy.step)
         logger.start(total_steps, policy.step)
-        if self._resumed:
-            logger.note(f"resumed from step {policy.step}: the steps before it are committed and are not taken again")
         self.clock = StepClock()
 
     def cursor(self) -> DataCursor:

@@ -13,7 +13,7 @@ from prefect.runtime import flow_run
 
 from engine.workspace import Workspace
 from flows.config import FlowConfig
-from flows.progress import StdoutLogger
+from flows.progress import TerminalProgress
 from storage import keys
 from storage.artifacts import Provenance
 from storage.errors import ObjectNotFound
@@ -60,7 +60,7 @@ def open_workspace(flow_name: str, config: FlowConfig) -> Workspace:
 
 
 def open_run(
-    workspace: Workspace, config: FlowConfig, logger: StdoutLogger, *, inputs: dict[str, str]
+    workspace: Workspace, config: FlowConfig, logger: TerminalProgress, *, inputs: dict[str, str]
 ) -> RunSession:
     """Creates the run or opens it again, and takes the lease on it. What changed since it was created, and does not
     decide the result (code, packages, machine), is noted as a warning.

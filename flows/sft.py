@@ -18,11 +18,11 @@ from engine.text.threads import StringThread
 from flows.checkpoints import CheckpointSchedule
 from flows.config import SFTConfig
 from flows.loop import Journal, rate, steps
-from flows.progress import StdoutLogger
+from flows.progress import TerminalProgress
 from flows.schedules import SCHEDULES
 from flows.session import default_model_name, finish_run, open_run, open_workspace
-from storage import keys
 from storage.chain import OptimizerSpec, PolicyRef, StepRequest
+from storage.registry import registered_key
 from tasks.checkpoint import save_checkpoint
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.order import take
@@ -43,7 +43,7 @@ class SFT:
         dataset: list[StringThread] | LoadedDataset,
         model: TrainingModel,
         *,
-        logger: StdoutLogger | None = None,
+        logger: TerminalProgress | None = None,
         lr: float = 1e-5,
         lr_scheduler: Schedule | None = None,
         samples_per_batch: int = 512,
@@ -58,7 +58,7 @@ class SFT:
         if epochs is not None and max_steps is not None:
             raise ValueError(f"both epochs={epochs} and max_steps={max_steps} were given; give one of them")
         self.dataset, self.model = dataset, model
-        self.logger = logger or StdoutLogger()
+        self.logger = logger or TerminalProgress()
         self.epochs, self.max_steps, self.samples_per_batch = epochs or 1, max_steps, samples_per_batch
         self.schedule = lr_scheduler or CosineScheduler(lr)
         self.optimizer = {"weight_decay": weight_decay, "max_grad_norm": max_grad_norm}
@@ -93,8 +93,7 @@ class SFT:
             journal.record(policy)
             if due := self.checkpoints.due(step, total_steps, model=self.model.name):
                 await save_checkpoint(workspace, policy, name=due.named, keep_last=self.checkpoints.keep_last)
-        if policy.step > 0:
-            await save_checkpoint(workspace, policy, keep_last=self.checkpoints.keep_last)
+        await save_checkpoint(workspace, policy, keep_last=self.checkpoints.keep_last)
         journal.close()
         return policy
 
@@ -111,7 +110,7 @@ async def sft(config: SFTConfig) -> dict[str, Any]:
     Args:
         config: what to train, on what.
     """
-    logger = StdoutLogger()
+    logger = TerminalProgress()
     workspace = open_workspace("sft", config)
     data = load_prompts(workspace, config.data.train, "completion")
     base = await workspace.connect().import_model(config.model.key, provenance=workspace.provenance)
@@ -120,7 +119,7 @@ async def sft(config: SFTConfig) -> dict[str, Any]:
         logger.note(f"run {session.run} is finished already; its result is returned as it was")
         return session.result
     workspace = session.workspace
-    model = await Model(keys.model_key_of(base.key)).to_builder(session).spawn_train(config.model.name)
+    model = await Model(registered_key(base)).to_builder(session).spawn_train(config.model.name)
     algorithm, optimizer = config.algorithm, config.optimizer
     trainer = SFT(
         data,
@@ -138,6 +137,6 @@ async def sft(config: SFTConfig) -> dict[str, Any]:
     )
     policy = await trainer.run()
     published = await publish_model(workspace, policy, config.model.publish_as or default_model_name(session.run))
-    result = {"run": session.run, "policy": policy.uri, "model": keys.model_key_of(published.key)}
+    result = {"run": session.run, "policy": policy.uri, "model": registered_key(published)}
     report = write_report(workspace, policy, None, None, result)
     return finish_run(session, result | {"report": report})

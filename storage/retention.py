@@ -14,8 +14,7 @@ def prune_checkpoints(store: ObjectStore, policy: PolicyRef, *, keep_last: int) 
     The manifest goes first: a reader never follows one to data that is gone.
     """
     prefix = keys.checkpoints_prefix(policy.run, policy.stage, policy.model)
-    found = {keys.checkpoint_step(info.key) for info in store.list(prefix)} - {None}
-    steps = sorted(step for step in found if step is not None)
+    steps = sorted(step for info in store.list(prefix) if (step := keys.checkpoint_step(info.key)) is not None)
     removed = []
     for step in steps[:-keep_last] if keep_last else steps:
         key = keys.checkpoint(policy.run, policy.stage, policy.model, step)

@@ -9,11 +9,12 @@ import hashlib
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, rms_norm
 from torch.utils.checkpoint import checkpoint
 
 from engine.backends.attention import IMPLEMENTATION, Layout, PackedLayout, register_attention
@@ -142,9 +143,19 @@ def load_causal_lm(folder: Path, *, dtype: torch.dtype, compute_dtype: torch.dty
             + ". Export the model again with save_pretrained"
         )
     module.to(device)
+    if dtype == torch.float64:
+        _keep_norms_in_float64(module)
     model = CausalLM(module, compute_dtype=compute_dtype)
     probe_packed_forward(model, folder)
     return model
+
+
+def _keep_norms_in_float64(module: nn.Module) -> None:
+    """transformers computes RMSNorm in float32 whatever the weights are; a float64 check would stop at 1e-8."""
+    for norm in module.modules():
+        if type(norm).__name__.endswith("RMSNorm") and hasattr(norm, "variance_epsilon"):
+            shape, eps = (norm.weight.shape[0],), float(norm.variance_epsilon)
+            norm.forward = partial(rms_norm, normalized_shape=shape, weight=norm.weight, eps=eps)  # type: ignore
 
 
 def check_model_folder(folder: Path) -> None:

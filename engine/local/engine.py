@@ -18,12 +18,20 @@ from engine.protocol import Completion, EngineInfo, GenerateRequest, LogprobsReq
 from engine.spec import LocalEngineSpec
 from engine.text.tokenizers import TOKENIZER_FILES
 from storage import keys
-from storage.artifacts import ArtifactRef, Provenance, commit_files, find_artifact, materialise_files
+from storage.artifacts import (
+    ArtifactRef,
+    Provenance,
+    commit_files,
+    digest_of,
+    file_entries,
+    find_artifact,
+    materialise_files,
+)
 from storage.chain import Chain, CommitRecord, PolicyRef, StepRequest
 from storage.failpoints import failpoint
 from storage.models import canonical_json, digest
 from storage.objects import open_store
-from storage.registry import digest_folder, find_model, publish_model
+from storage.registry import find_model, publish_model
 from storage.worklog import log_work
 
 P = ParamSpec("P")
@@ -72,9 +80,8 @@ class LocalEngine:
             files = {path.name: path for path in sorted(folder.iterdir()) if path.is_file()}
             files.pop("manifest.json", None)
             name = re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name).strip("-.") or "model"
-            return publish_model(
-                self.store, name, digest_folder(files)[:12], files, provenance=provenance, extra={"imported": True}
-            )
+            version = digest_of(file_entries(files, lambda file: file))[:12]
+            return publish_model(self.store, name, version, files, provenance=provenance, extra={"imported": True})
         name, _, version = source.partition("@")
         if folder.exists() or "/" in source or source.startswith("."):
             raise BadModelFolder(f"{source!r} is not a model folder; give a folder, or the key of a registered model")

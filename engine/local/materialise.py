@@ -21,6 +21,7 @@ from engine.errors import PermanentEngineError, ReplayDiverged, UnknownPolicy
 from engine.local.apply import apply_request
 from storage import keys
 from storage.artifacts import ArtifactRef, materialise_files, read_manifest
+from storage.backends.protocol import HIDDEN
 from storage.chain import Chain, CommitRecord, PolicyRef, Root
 from storage.errors import ObjectNotFound
 from storage.objects import ObjectStore
@@ -197,7 +198,13 @@ class Materialiser:
 
     @contextlib.contextmanager
     def scratch(self) -> Iterator[Path]:
-        folder = Path(tempfile.mkdtemp(prefix="ostinato-"))
+        # on the store's own disk where it has one: a checkpoint is then renamed into place, not copied; the hidden
+        # name keeps what a kill leaves behind out of every listing
+        inside = self.store.local_path("scratch")
+        parent = None if inside is None else inside.parent
+        if parent is not None:
+            parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f"{HIDDEN}scratch-", dir=parent))
         try:
             yield folder
         finally:

@@ -10,7 +10,9 @@ import typer
 from flows.cli.demo import run_demo
 from flows.cli.runner import run_flow
 
-app = typer.Typer(help="Post-training of language models as a durable workflow.", no_args_is_help=True)
+app = typer.Typer(
+    help="Post-training of language models as a durable workflow.", no_args_is_help=True, pretty_exceptions_enable=False
+)
 run = typer.Typer(help="Run a flow; the same command again resumes it.", no_args_is_help=True)
 app.add_typer(run, name="run")
 

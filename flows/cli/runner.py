@@ -9,17 +9,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
 from rich.console import Console
 
 from engine.errors import EngineError
 from flows.cli.memory import forget, remembered_run
 from flows.config import FlowConfig, GRPOConfig, SFTConfig
-from flows.overrides import ConfigError, load_config
+from flows.overrides import ConfigError, parse_config
 from flows.server import local_prefect_server, use_server
 from storage.errors import StorageError
 from tasks.datasets.errors import DatasetError
 from tasks.graders.spec import GraderSpecError
+
+QUIET = {"PREFECT_LOGGING_LEVEL": "WARNING", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+"""What others would print between our lines, unless the environment already says otherwise."""
 
 CONFIGS: dict[str, type[FlowConfig]] = {"grpo": GRPOConfig, "sft": SFTConfig}
 
@@ -33,8 +35,8 @@ def run_flow(
     """Runs a flow to its end; returns the exit status: 0 done, 1 failed, 2 refused config, 130 interrupted."""
     console = Console()
     try:
-        config = CONFIGS[flow].model_validate(load_config(config_file, sets))
-    except (ConfigError, ValidationError) as error:
+        config = parse_config(CONFIGS[flow], config_file, sets)
+    except ConfigError as error:
         console.print(f"[red]{config_file} is not a usable {flow} config[/red]", highlight=False)
         console.print(str(error), markup=False, highlight=False)
         return 2
@@ -51,6 +53,8 @@ def run_config(
         if unfinished:
             console.print(f"resuming the unfinished run [bold]{run_key}[/bold] (--new starts another)")
     keyed = config.model_copy(update={"run": run_key or config.run})
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
     console.print(f"run [bold]{keyed.run}[/bold], artifacts in {config.storage.url}", highlight=False)
     try:
         with _prefect_server(server, console):

@@ -26,7 +26,7 @@ def own_logprobs(model: CausalLM, ids: list[int]) -> torch.Tensor:
     """log p of tokens 1.. by the Hugging Face model itself, unpacked and alone."""
     module = model.module
     implementation = module.config._attn_implementation
-    module.set_attn_implementation("eager")
+    module.set_attn_implementation("sdpa")  # eager rounds its softmax to float32
     with torch.no_grad():
         logits = module(input_ids=torch.tensor([ids]), use_cache=False).logits[0].double()
     module.set_attn_implementation(implementation)

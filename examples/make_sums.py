@@ -1,0 +1,48 @@
+"""Writes the demo's prompts, examples/data/sums-{train,heldout}.jsonl: one-digit additions in twelve wordings.
+
+The held-out file has sums (unordered pairs of digits) that no training prompt has, in every wording:
+what it measures is the skill, not the memory of answers.
+
+    python examples/make_sums.py
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+
+WORDINGS = (
+    "What is {a}+{b}?",
+    "What is {a} plus {b}?",
+    "{a} + {b} = ?",
+    "Calculate {a} + {b}.",
+    "Add {a} and {b}.",
+    "Find the sum of {a} and {b}.",
+    "How much is {a} + {b}?",
+    "Tell me the total of {a} and {b}.",
+    "Compute {a}+{b} and give the result.",
+    "If you add {b} to {a}, what is the result?",
+    "What number do you get when you add {a} to {b}?",
+    "I have {a} apples and get {b} more. How many apples do I have?",
+)
+HELDOUT_PAIRS = 15
+"""Of the 45 unordered pairs of 1..9; both orders of each are held out."""
+
+
+def main() -> None:
+    pairs = [(a, b) for a in range(1, 10) for b in range(a, 10)]
+    Random(0).shuffle(pairs)
+    folder = Path(__file__).parent / "data"
+    for name, part in (("heldout", pairs[:HELDOUT_PAIRS]), ("train", pairs[HELDOUT_PAIRS:])):
+        ordered = sorted({order for a, b in part for order in ((a, b), (b, a))})
+        rows = [
+            {"prompt": wording.format(a=a, b=b), "metadata": {"answer": a + b}}
+            for a, b in ordered
+            for wording in WORDINGS
+        ]
+        Path(folder, f"sums-{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+if __name__ == "__main__":
+    main()

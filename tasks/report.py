@@ -1,0 +1,36 @@
+"""Report a run: one HTML page in the store, and a link to it in Prefect."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect import task
+from prefect.artifacts import create_markdown_artifact
+
+from engine.workspace import Workspace
+from storage import keys
+from storage.artifacts import ArtifactRef
+from storage.chain import PolicyRef
+from tasks.html_report import render_report
+from tasks.report_data import collect_report
+from tasks.retries import DURABLE
+
+
+@task(**DURABLE, task_run_name="report")
+def write_report(
+    workspace: Workspace,
+    policy: PolicyRef,
+    before: ArtifactRef | None,
+    after: ArtifactRef | None,
+    facts: dict[str, Any],
+    samples_shown: int = 10,
+) -> str:
+    """Writes the run's report and returns where it is: a path for a local store, else its url."""
+    store = workspace.open_store()
+    data = collect_report(store, policy, before, after, facts=facts, samples_shown=samples_shown)
+    key = keys.report(workspace.run)
+    store.put(key, render_report(data).encode())
+    path = store.local_path(key)
+    where = str(path) if path is not None else f"{store.url}/{key}"
+    create_markdown_artifact(key="report", markdown=f"Run `{workspace.run}`: the report is at `{where}`.")
+    return where

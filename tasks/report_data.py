@@ -1,0 +1,78 @@
+"""What the report shows, collected from the store: nothing in it comes from memory, so it can be made again."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from engine.text.threads import StringThread
+from storage.artifacts import ArtifactRef
+from storage.chain import Chain, PolicyRef
+from storage.objects import ObjectStore
+from storage.runs import read_run
+from storage.tables import read_table
+from tasks.html_report import ReportData
+from tasks.metrics import EvaluationSummary, SampleRollout, summarise_evaluation
+from tasks.step_metrics import read_metrics
+
+
+def collect_report(
+    store: ObjectStore,
+    policy: PolicyRef,
+    before: ArtifactRef | None,
+    after: ArtifactRef | None,
+    *,
+    facts: dict[str, Any],
+    samples_shown: int,
+) -> ReportData:
+    """The report of a run as it stands at `policy`."""
+    info = read_run(store, policy.run)
+    return ReportData(
+        title=f"{policy.stage.partition('-')[2].upper()} of {policy.model}",
+        run=policy.run,
+        steps=tuple(read_metrics(store, policy.run, policy.stage, steps=policy.step)),
+        before=_summaries(store, before),
+        after=_summaries(store, after),
+        samples_before=_samples(store, before, samples_shown),
+        samples_after=_samples(store, after, samples_shown),
+        facts={
+            **facts,
+            "store": store.url,
+            "code version": info.code_version,
+            "numerics": _numerics(store, policy),
+            "config": info.semantic,
+            "machine": info.machine,
+        },
+    )
+
+
+def _numerics(store: ObjectStore, policy: PolicyRef) -> dict[str, Any]:
+    record = Chain.of(store, policy).record(policy.step) if policy.step else None
+    return record.numerics.model_dump() if record else {}
+
+
+def _summaries(store: ObjectStore, ref: ArtifactRef | None) -> tuple[EvaluationSummary, ...]:
+    if ref is None:
+        return ()
+    return (summarise_evaluation("held-out reward", read_table(store, ref, ["reward"])["reward"].to_pylist()),)
+
+
+def _samples(store: ObjectStore, ref: ArtifactRef | None, shown: int) -> tuple[SampleRollout, ...]:
+    if ref is None:
+        return ()
+    rows = read_table(store, ref, ["thread", "text", "reward"]).slice(0, shown).to_pylist()
+    return tuple(
+        SampleRollout(
+            prompt=StringThread.from_json(row["thread"]).last_content(),
+            completion=row["text"],
+            reward=row["reward"],
+            reference=_answer(row["thread"]),
+        )
+        for row in rows
+    )
+
+
+def _answer(thread: str) -> str | None:
+    """The expected answer, where the dataset recorded one in the thread's metadata."""
+    answer = json.loads(thread).get("metadata", {}).get("answer")
+    return None if answer is None else str(answer)

@@ -1,0 +1,162 @@
+"""`kill -9` at every failpoint, and at random moments: the same command again ends with the same bytes (G2).
+
+The work log proves that it is resumption and not a lucky restart: at most one shard is sampled anew per kill, at most
+a checkpoint interval of steps is redone, and the loop goes on from a step after 0.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from storage.chain import Chain
+from storage.failpoints import FAILPOINTS
+from storage.objects import open_store
+from tests.toy import toy_config
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS, SHARDS_PER_STEP, CHECKPOINT_EVERY = 4, 2, 2
+
+HITS = {
+    "artifact": 14,  # one dataset, then five artifacts a step: in step 2
+    "rollout": 5,  # two shards a step: the first of step 2
+    "grade": 5,
+    "batch": 3,
+    "step": 3,
+    "checkpoint": 1,  # after step 2
+    "model": 2,  # the first is the import of the base model, the second the publication
+}
+"""Which hit of a failpoint kills: late enough that steps are committed before it."""
+
+QUICK = {"rollout.after_data", "step.mid_gradient", "step.before_commit", "step.after_commit", "checkpoint.mid_upload"}
+
+
+@dataclass
+class Folder:
+    """A folder in which one run is driven by the command line."""
+
+    path: Path
+    server: str
+
+    @property
+    def worklog(self) -> Path:
+        return self.path / "work.log"
+
+    def command(self) -> list[str]:
+        return [sys.executable, "-m", "flows.cli.main", "run", "grpo", "--config", "config.yaml", "--run", "kill"]
+
+    def environment(self, failpoint: str = "") -> dict[str, str]:
+        return os.environ | {
+            "PREFECT_API_URL": self.server,
+            "PYTHONPATH": str(ROOT),
+            "OSTINATO_WORKLOG": str(self.worklog),
+            "OSTINATO_FAILPOINT": failpoint,
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def start(self, failpoint: str = "") -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            self.command(),
+            cwd=self.path,
+            env=self.environment(failpoint),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def run(self, failpoint: str = "") -> tuple[int, str]:
+        process = self.start(failpoint)
+        output, _ = process.communicate(timeout=180)
+        return process.returncode, output
+
+    def events(self, name: str) -> list[dict]:
+        lines = self.worklog.read_text().splitlines() if self.worklog.exists() else []
+        return [event for event in map(json.loads, lines) if event["event"] == name]
+
+    def weights(self) -> bytes:
+        """The published weights."""
+        (file,) = (self.path / "data" / "models" / "toy").glob("*/model.safetensors")
+        return file.read_bytes()
+
+    def states(self) -> list[str]:
+        chain = Chain(open_store(str(self.path / "data")), "kill", "0-grpo", "policy")
+        return [chain.policy(step).state for step in range(STEPS + 1)]
+
+
+def make_folder(path: Path, tiny_folder: Path, server: str) -> Folder:
+    path.mkdir(parents=True, exist_ok=True)
+    config = toy_config(path, tiny_folder, algorithm__steps=STEPS, checkpoints__recovery_steps=CHECKPOINT_EVERY)
+    (path / "config.yaml").write_text(yaml.safe_dump(config))
+    return Folder(path, server)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path, prefect_server: str) -> Folder:
+    folder = make_folder(tmp_path_factory.mktemp("uninterrupted"), tiny_folder, prefect_server)
+    status, output = folder.run()
+    assert status == 0, output
+    assert len(folder.events("shard")) == STEPS * SHARDS_PER_STEP
+    assert not folder.events("redo")
+    return folder
+
+
+def assert_resumed(folder: Folder, uninterrupted: Folder, *, kills: int) -> None:
+    """Same bytes, same history, and no more work than a resumption needs."""
+    assert folder.weights() == uninterrupted.weights()
+    assert folder.states() == uninterrupted.states()
+    assert len(folder.events("shard")) <= STEPS * SHARDS_PER_STEP + kills * SHARDS_PER_STEP
+    assert len(folder.events("redo")) <= kills * 2 * CHECKPOINT_EVERY
+    assert len(folder.events("step")) <= STEPS + kills
+    # what a kill can lose of samples is the shards in flight: none that was committed is sampled again
+    sampled = [(event["step"], event["shard"]) for event in folder.events("shard")]
+    assert len(sampled) - len(set(sampled)) <= kills * SHARDS_PER_STEP
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in sorted(FAILPOINTS)]
+)
+def test_a_kill_at_every_failpoint_changes_nothing(
+    name: str, tmp_path: Path, tiny_folder: Path, prefect_server: str, uninterrupted: Folder
+) -> None:
+    folder = make_folder(tmp_path, tiny_folder, prefect_server)
+    status, output = folder.run(f"{name}:{HITS[name.partition('.')[0]]}")
+    assert status == -signal.SIGKILL, f"{name} was not hit:\n{output}"
+    status, output = folder.run()
+    assert status == 0, output
+    assert_resumed(folder, uninterrupted, kills=1)
+    assert [event["resumed_from"] > 0 for event in folder.events("start")] == [False, True]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+def test_random_kills_change_nothing(
+    seed: int, tmp_path: Path, tiny_folder: Path, prefect_server: str, uninterrupted: Folder
+) -> None:
+    folder = make_folder(tmp_path, tiny_folder, prefect_server)
+    moments = random.Random(seed)
+    kills = 0
+    while kills < 4:
+        known, process = len(folder.events("step")), folder.start()
+        # the first kill waits for a commit, the others for a sign of life; then any moment is as good as another
+        while process.poll() is None and len(folder.events("step" if kills == 0 else "start")) <= known * (kills == 0):
+            time.sleep(0.01)
+        time.sleep(moments.uniform(0, 0.4))
+        if process.poll() is not None:
+            break
+        process.kill()
+        process.communicate()
+        kills += 1
+    status, output = folder.run()
+    assert status == 0, output
+    assert kills > 0
+    assert_resumed(folder, uninterrupted, kills=kills)

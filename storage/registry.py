@@ -22,7 +22,7 @@ from storage.artifacts import (
     find_artifact,
     publish_files,
 )
-from storage.errors import CorruptArtifact, ObjectNotFound, VersionConflict
+from storage.errors import CorruptArtifact, InvalidKey, ObjectNotFound, VersionConflict
 from storage.models import canonical_json
 from storage.objects import ObjectStore
 
@@ -132,7 +132,7 @@ def _entry(store: ObjectStore, name: str, alias: str, number: int) -> str:
 def _version_in(data: bytes, key: str) -> str:
     try:
         return keys.validate_name(json.loads(data)["version"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, InvalidKey) as error:
         raise CorruptArtifact(f"{key} does not name a version: {error}") from error
 
 

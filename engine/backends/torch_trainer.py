@@ -50,6 +50,7 @@ class TorchTrainer:
         adamw.zero_grad(set_to_none=True)
         sums: dict[str, float] = defaultdict(float)
         taught = [sample for sample in samples if not _without_gradient(sample, objective)]
+        passed_tokens = sum(sample.trained for sample in taught)
         for indices in micro_batches(taught, max_tokens=max_tokens):
             chosen = [taught[i] for i in indices]
             self._backward(chosen, objective, total_tokens, len(samples), sums)
@@ -58,7 +59,11 @@ class TorchTrainer:
         parameters = [p for p in self.model.module.parameters() if p.requires_grad and p.grad is not None]
         norm = float(torch.nn.utils.clip_grad_norm_(parameters, optimizer.max_grad_norm)) if parameters else 0.0
         report.metrics = {
-            **{name.removesuffix("_sum") + "_mean": value / total_tokens for name, value in sums.items() if name != "loss"},
+            **{
+                name.removesuffix("_sum") + "_mean": value / passed_tokens
+                for name, value in sums.items()
+                if name != "loss"
+            },
             "loss": sums["loss"],
             "grad_norm": norm,
             "tokens": float(total_tokens),

@@ -1,0 +1,108 @@
+"""Loading tokenizers: from a folder or a store, offline, without torch, and with errors that say what is missing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.text.errors import ChatTemplateMissing, TokenizerMissing
+from engine.text.rendering import Renderer
+from engine.text.threads import StringThread
+from engine.text.tokenizers import load_tokenizer, renderer_of
+from storage.artifacts import Provenance
+from storage.objects import open_store
+from storage.registry import publish_model
+
+PROVENANCE = Provenance(code_version="test", config_digest="0", seed=0)
+
+
+@pytest.fixture
+def folder(tiny_folder: Path, tmp_path: Path) -> Path:
+    """A copy of the tiny model's folder to break."""
+    return Path(shutil.copytree(tiny_folder, tmp_path / "model"))
+
+
+def test_a_tokenizer_encodes_what_is_there_and_no_more(tiny_folder: Path) -> None:
+    tokenizer = load_tokenizer(tiny_folder)
+    assert tokenizer.vocab_size == 259
+    assert tokenizer.eos_token_ids == (2,)
+    assert tokenizer.encode("<|im_start|>a<|im_end|>")[::2] == [1, 2]
+    assert tokenizer.decode(tokenizer.encode("hé<|im_end|>"), skip_special=True) == "hé"
+    assert tokenizer.decode(tokenizer.encode("hé<|im_end|>"), skip_special=False) == "hé<|im_end|>"
+
+
+def test_generation_config_adds_ids_that_end_a_turn(folder: Path) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2]}))
+    assert load_tokenizer(folder).eos_token_ids == (2, 7)
+    (folder / "generation_config.json").unlink()
+    assert load_tokenizer(folder).eos_token_ids == (2,)
+
+
+def test_no_folder_no_tokenizer_broken_tokenizer(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(TokenizerMissing, match="not a folder"):
+        load_tokenizer(tmp_path / "absent")
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(TokenizerMissing, match="cannot be loaded"):
+        load_tokenizer(folder)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(TokenizerMissing, match=r"holds \[.*config\.json.*but no tokenizer"):
+        load_tokenizer(folder)
+
+
+def test_no_end_of_sequence_token(folder: Path) -> None:
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "eos_token"}))
+    (folder / "generation_config.json").unlink()
+    with pytest.raises(TokenizerMissing, match="end-of-sequence"):
+        load_tokenizer(folder)
+
+
+def test_no_chat_template(folder: Path) -> None:
+    (folder / "chat_template.jinja").unlink()
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.encode("a")
+    with pytest.raises(ChatTemplateMissing, match=r"chat_template\.jinja"):
+        Renderer(tokenizer)
+    with pytest.raises(ChatTemplateMissing):
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}], generation_prompt=True)
+
+
+@pytest.mark.parametrize("url", ["file", "memory"])
+def test_the_renderer_of_a_stored_model(tiny_folder: Path, tmp_path: Path, url: str) -> None:
+    store = open_store(f"memory://{tmp_path.name}" if url == "memory" else str(tmp_path / "store"))
+    copy = Path(shutil.copytree(tiny_folder, tmp_path / "copy"))
+    files = {path.name: path for path in copy.iterdir()}
+    model = publish_model(store, f"tiny-{url}", "1", files, provenance=PROVENANCE)
+    thread = StringThread().user("hi").assistant("yo")
+    renderer = renderer_of(store, model)
+    assert renderer.tokenize(thread) == Renderer(load_tokenizer(tiny_folder)).tokenize(thread)
+    assert renderer_of(store, model) is renderer
+
+
+def test_all_of_it_works_without_torch(tiny_folder: Path) -> None:
+    script = f"""
+import sys
+sys.modules["torch"] = None  # as if it were not installed
+from pathlib import Path
+import engine.losses.spec, tasks.advantages, tasks.schedules
+from engine.text.rendering import Renderer
+from engine.text.threads import StringThread
+from engine.text.tokenizers import load_tokenizer
+thread = StringThread().user("hi")
+print(len(Renderer(load_tokenizer(Path({str(tiny_folder)!r}))).prompt_ids(thread)))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    # <|im_start|> user \\n hi <|im_end|> \\n <|im_start|> assistant \\n: 1 + 4 + 1 + 2 + 1 + 1 + 1 + 9 + 1
+    assert done.stdout.strip() == "21", done.stderr
+
+
+def test_importing_the_text_layer_does_not_import_torch() -> None:
+    modules = "engine.text.threads, engine.text.rendering, engine.text.tokenizers, engine.losses.spec, tasks.schedules"
+    script = f"import sys, {modules}; print('torch' in sys.modules, 'transformers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "False False"

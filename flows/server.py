@@ -85,22 +85,28 @@ def local_prefect_server(home: Path, *, start_seconds: float = 120.0) -> Iterato
 def use_server(api_url: str) -> Iterator[None]:
     """Let every flow of this process, and of the processes it starts, report to the server at `api_url`.
 
-    At the end of the block it waits, for at most `SETTLE_SECONDS`, until the server has written down what it was sent:
-    Prefect reports task runs in the background, and a server stopped too early forgets the last of them.
+    At the end of the block it sends what is left and, where the server is on this machine, waits at most
+    `SETTLE_SECONDS` until it has written that down: Prefect reports task runs in the background, and a server stopped
+    too early forgets the last of them.
     """
-    from prefect.settings import PREFECT_API_KEY, PREFECT_API_URL, temporary_settings
+    from prefect.context import refresh_global_settings_context
+    from prefect.settings import PREFECT_API_URL, temporary_settings
 
-    with (
-        _environment(PREFECT_API_URL=api_url, PREFECT_API_KEY=None, **_no_proxy(api_url)),
-        temporary_settings({PREFECT_API_URL: api_url}, restore_defaults=[PREFECT_API_KEY]),
-    ):
-        try:
-            yield
-        finally:
-            # A thread of its own: where an event loop runs, Prefect's drains would come back as coroutines instead.
-            settling = threading.Thread(target=_settle, args=(api_url,), name="settle-prefect-server")
-            settling.start()
-            settling.join()
+    try:
+        with _environment(PREFECT_API_URL=api_url, DO_NOT_TRACK="1", **_no_proxy(api_url)):
+            # A thread without a copy of our context sees Prefect's global settings, read when it was imported: a flow
+            # there would quietly start an ephemeral server of its own.
+            refresh_global_settings_context()
+            with temporary_settings({PREFECT_API_URL: api_url}):
+                try:
+                    yield
+                finally:
+                    # In a thread: where an event loop runs, Prefect's drains would come back as coroutines instead.
+                    settling = threading.Thread(target=_settle, args=(api_url,), name="settle-prefect-server")
+                    settling.start()
+                    settling.join()
+    finally:
+        refresh_global_settings_context()
 
 
 def _spawn(home: Path, log: Path, port: int) -> subprocess.Popen[bytes]:
@@ -161,6 +167,8 @@ def _settle(api_url: str) -> None:
 
     APILogWorker.drain_all(timeout=SETTLE_SECONDS)
     EventsWorker.drain_all(timeout=SETTLE_SECONDS)
+    if LOOPBACK not in api_url:
+        return  # a server that others use, too, never stands still, and nobody is about to stop it
     ended = {"task_runs": {"state": {"type": {"any_": ["COMPLETED", "FAILED", "CRASHED", "CANCELLED"]}}}}
     deadline = time.monotonic() + SETTLE_SECONDS
     last: object = None

@@ -1,10 +1,9 @@
-"""A real Prefect server: two at once, history kept, nothing left behind. Starting one takes about eight seconds."""
+"""A real Prefect server: it records, keeps its history, and leaves nothing behind. A start takes eight seconds."""
 
 import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -54,41 +53,46 @@ def run_flow(handle: ServerHandle, name: str) -> None:
 
     @flow(name=name)
     def doubles() -> int:
-        get_run_logger().info("said by %s", name)
+        get_run_logger().warning("said by %s", name)
         return sum(double(number) for number in range(5))
 
-    with use_server(handle.api_url):
+    with use_server(handle.api_url), ThreadPoolExecutor(1) as pool:
         assert os.environ["PREFECT_API_URL"] == handle.api_url
-        assert doubles() == 20
+        assert pool.submit(doubles).result() == 20  # a thread without our context finds the server all the same
 
 
 def recorded(handle: ServerHandle) -> tuple[set[str], int, set[str]]:
-    """Flow-run states' flow names, completed task runs, and what was logged."""
+    """Names of the flows known, completed task runs, and what was logged."""
     flows = {flow["name"] for flow in ask(handle, "flows/filter")}
     tasks = ask(handle, "task_runs/count", task_runs={"state": {"type": {"any_": ["COMPLETED"]}}})
     said = {log["message"] for log in ask(handle, "logs/filter") if log["message"].startswith("said by")}
     return flows, tasks, said
 
 
-def test_servers_record_keep_and_go(tmp_path: Path) -> None:
+def test_flows_are_recorded_on_a_server_that_stops_with_its_block(tmp_path: Path) -> None:
     before = dict(os.environ)
+    with local_prefect_server(tmp_path) as handle:
+        assert os.environ == before
+        run_flow(handle, "alpha")
+        assert os.environ == before
+        assert recorded(handle) == ({"alpha"}, 5, {"said by alpha"})
+    assert gone(handle.pid, within=0.1)
+
+
+@pytest.mark.slow  # three server starts and a fourth: about 25 s on two idle cores
+def test_servers_share_a_home_keep_its_history_and_die_with_their_process(tmp_path: Path) -> None:
     home = tmp_path / "home"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path / "other home")], stdout=subprocess.PIPE, text=True
+    )
     # Two at once and in one home, the harder case: the first start also creates the tables.
     with ThreadPoolExecutor(2) as pool, ExitStack() as stack:
         waiting = [pool.submit(stack.enter_context, local_prefect_server(home)) for _ in range(2)]
-        holder = subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(HOLDER), str(tmp_path / "other home")],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
         first, second = (future.result() for future in waiting)
-        assert os.environ == before
         assert len({first.api_url, second.api_url}) == 2
         run_flow(first, "alpha")
-        assert os.environ == before
-        assert recorded(first) == ({"alpha"}, 5, {"said by alpha"})
         run_flow(second, "beta")
-        assert recorded(second) == ({"alpha", "beta"}, 10, {"said by alpha", "said by beta"})
+        assert recorded(first) == ({"alpha", "beta"}, 10, {"said by alpha", "said by beta"})
 
         assert holder.stdout is not None
         pid = int(holder.stdout.readline().split()[0])
@@ -96,11 +100,24 @@ def test_servers_record_keep_and_go(tmp_path: Path) -> None:
         os.kill(holder.pid, signal.SIGKILL)
         holder.wait()
         assert gone(pid)
-    assert gone(first.pid)
-    assert gone(second.pid)
 
     with local_prefect_server(home) as third:
         assert recorded(third)[:2] == ({"alpha", "beta"}, 10)
+
+
+def test_the_child_dies_with_a_parent_that_is_killed() -> None:
+    child = [server._DIE_WITH_PARENT, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(600)"]
+    code = (
+        "import os, subprocess, sys, time; boot, *rest = sys.argv[1:]; "
+        "subprocess.Popen([sys.executable, '-c', boot, str(os.getpid()), *rest]); time.sleep(600)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code, *child], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    assert not gone(pid, within=0.2)
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    assert gone(pid)
 
 
 def test_a_server_that_ends_is_an_error_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +138,7 @@ def test_a_server_that_never_answers_is_stopped_and_an_error(tmp_path: Path, mon
 
 
 def test_a_server_whose_parent_is_gone_already_does_not_start() -> None:
-    code = [sys.executable, "-c", server._DIE_WITH_PARENT, "1", "-c", "print('started')"]
+    code = [sys.executable, "-c", server._DIE_WITH_PARENT, "-1", "-c", "print('started')"]
     result = subprocess.run(code, capture_output=True, text=True, check=False)
     assert result.returncode == 1
     assert "started" not in result.stdout

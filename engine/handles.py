@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
 from engine.coalesce import Coalescer
-from engine.errors import BadSpec
+from engine.errors import BadSpec, PermanentEngineError, SampleTooLong
 from engine.protocol import Completion, GenerateRequest, LogprobsRequest, PolicySpec, SamplingParams, TokenSequence
 from engine.tape import Enqueued, Tape
 from engine.text.rendering import Renderer
 from engine.text.threads import StringThread, TokenizedThread
 from engine.text.tokenizers import renderer_of
-from engine.workspace import Workspace
+from engine.workspace import Workspace, derive_seed
 from storage import keys
 from storage.artifacts import ArtifactRef
 from storage.chain import Chain, CommitRecord, OptimizerSpec, PolicyRef, Root, StepRequest
@@ -136,9 +136,9 @@ class InferenceModel:
         return self._view(min_new_tokens=tokens)
 
     def seed(self, value: int) -> Self:
-        """A view whose draws follow `value` instead of the run's seed."""
+        """A view whose draws follow `value` instead of the run's seed; a new view begins them anew."""
         view = copy(self)
-        view._seed = value
+        view._seed, view._calls = value, Counter()
         return view
 
     # -- text --------------------------------------------------------------------------------------------------
@@ -168,14 +168,15 @@ class InferenceModel:
         call = (policy.state, str(prompt_ids))
         self._calls[call] += 1
         parts = (policy.stage, policy.step, str(prompt_ids), self._calls[call])
-        seed = self.workspace.seed_for(*parts) if self._seed is None else self._seed + self._calls[call]
+        seed = derive_seed(self.workspace.seed if self._seed is None else self._seed, *parts)
         done = await self._generations.submit((policy, self.sampling), (prompt_ids, seed))
         return self.renderer.with_completion(prompt, done.token_ids, done.logprobs)
 
     async def logprobs_per_token(self, tokenized: TokenizedThread) -> list[float]:
         """Nats of each trained token (weight > 0), by the trainer's weights."""
         tokens, weights = self.renderer.serialize(tokenized)
-        return await self._scorings.submit(await self.policy(), TokenSequence(tokens, weights))
+        key = (await self.policy(), self.sampling.temperature or 1.0)
+        return await self._scorings.submit(key, TokenSequence(tokens, weights))
 
     async def logprobs(self, thread: StringThread) -> float:
         """Summed nats of the thread's trained tokens."""
@@ -186,8 +187,9 @@ class InferenceModel:
         request = GenerateRequest(policy, [prompt for prompt, _ in items], [seed for _, seed in items], sampling)
         return await self.engine.generate(request, epoch=self.workspace.epoch)
 
-    async def _score(self, policy: Hashable, items: list[TokenSequence]) -> list[list[float]]:
-        request = LogprobsRequest(policy, items, temperature=self.sampling.temperature or 1.0)  # type: ignore[arg-type]
+    async def _score(self, key: Hashable, items: list[TokenSequence]) -> list[list[float]]:
+        policy, temperature = key  # type: ignore[misc]
+        request = LogprobsRequest(policy, items, temperature=temperature)
         return await self.engine.logprobs(request, epoch=self.workspace.epoch)
 
 
@@ -229,7 +231,8 @@ class TrainingModel(InferenceModel):
 
         The handle then stands at the stage's last committed step, so that a resumed run goes on from there.
         """
-        stage = f"{self._at.stages}-{keys.validate_name(name)}"
+        position = self._at.stages
+        stage = f"{position}-{keys.validate_name(name)}"
         root = self._root
         if self._at.policy is not None:
             root = Root(start=self._at.policy, base_digest=self._at.policy.state)
@@ -238,7 +241,7 @@ class TrainingModel(InferenceModel):
         body = {"start": start.model_dump(), "reference": start.model_dump(), "optimizer": "reset"}
         self.workspace.open_store().put_if_absent(keys.stage_json(run, stage), canonical_json(body))
         self._at.policy = self.chain_of(start).head()
-        self._at.stages += 1
+        self._at.stages = position + 1  # calls that open the same stage concurrently open it once
         return start
 
     def chain_of(self, policy: PolicyRef) -> Chain:
@@ -259,8 +262,7 @@ class TrainingModel(InferenceModel):
     def train_language_modelling(self, thread: StringThread | TokenizedThread) -> Enqueued:
         """Adds the cross-entropy of the thread's trained tokens to the gradient of the next `optim_step`."""
         tokenized = self.renderer.tokenize(thread) if isinstance(thread, StringThread) else thread
-        tokens, weights = self.renderer.serialize(tokenized)
-        return self._at.tape.add({"kind": "cross_entropy"}, TokenSequence(tokens, weights))
+        return self._add({"kind": "cross_entropy"}, tokenized)
 
     def train_grpo(
         self,
@@ -272,15 +274,23 @@ class TrainingModel(InferenceModel):
         kl_beta: float,
     ) -> Enqueued:
         """Adds the GRPO loss of one sample (lists per trained token) to the gradient of the next `optim_step`."""
-        tokens, weights = self.renderer.serialize(tokenized)
         loss = {"kind": "grpo", "clip_low": clip_range, "clip_high": clip_range, "kl_beta": kl_beta}
-        return self._at.tape.add(
+        return self._add(
             loss,
-            TokenSequence(tokens, weights),
+            tokenized,
             old_logprobs=list(logprobs),
             reference_logprobs=list(ref_logprobs),
             advantages=[float(a) for a in advantages],
         )
+
+    def _add(self, loss: dict[str, Any], tokenized: TokenizedThread, **columns: list[float]) -> Enqueued:
+        tokens, weights = self.renderer.serialize(tokenized)
+        if len(tokens) > self.max_batch_size:
+            raise SampleTooLong(
+                f"the sample has {len(tokens)} tokens, but {self.name!r} was spawned with "
+                f"max_batch_size={self.max_batch_size}; shorten the sample, or spawn with a larger max_batch_size"
+            )
+        return self._at.tape.add(loss, TokenSequence(tokens, weights), **columns)
 
     async def optim_step(
         self, lr: float, wd: float = 0.0, max_grad_norm: float = 1.0, skip_nan_gradients: bool = False
@@ -296,7 +306,11 @@ class TrainingModel(InferenceModel):
             temperature=self.sampling.temperature or 1.0,
             nan_policy="skip" if skip_nan_gradients else "fail",
         )
-        record = await self.take_step(request)
+        try:
+            record = await self.take_step(request)
+        except PermanentEngineError:
+            self._at.tape.clear()  # these samples will never make this step; other ones may
+            raise
         self._at.tape.clear()
         return record.metrics
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any
 
 import pyarrow as pa
@@ -16,7 +17,7 @@ from storage import keys
 from storage.artifacts import ArtifactRef
 from storage.chain import PolicyRef
 from storage.models import canonical_json, digest
-from storage.tables import SCHEMAS, commit_table
+from storage.tables import SCHEMAS, commit_table, read_table
 
 
 class Enqueued:
@@ -40,6 +41,9 @@ class Tape:
                 f"one optimizer step trains one loss; the tape has {self.loss}, and {loss} was added: call "
                 "optim_step between them"
             )
+        for name, values in columns.items():
+            if not all(map(isfinite, values)):
+                raise BadSpec(f"{name} of a sample holds NaN or infinity: {values}; give finite numbers")
         self.loss = loss
         trained = [i for i, weight in enumerate(sequence.weights) if weight > 0]
         prompt = sequence.token_ids[: trained[0]] if trained else sequence.token_ids
@@ -56,15 +60,20 @@ class Tape:
             raise BadSpec("optim_step without a train_* call before it: there is no gradient to descend")
         rows = sorted(self.rows, key=lambda row: canonical_json(row))
         rows = [row | {"completion": index} for index, row in enumerate(rows)]
-        batch = commit_table(
-            workspace.open_store(),
-            keys.step_artifact(policy.run, policy.stage, policy.step, "batch", 0),
-            pa.Table.from_pylist(rows, schema=SCHEMAS["batch"]),
-            kind="batch",
-            parents=(policy.uri,),
-            provenance=workspace.provenance,
-        )
-        return self.loss, batch
+        store, table = workspace.open_store(), pa.Table.from_pylist(rows, schema=SCHEMAS["batch"])
+        shard = 0
+        while True:
+            batch = commit_table(
+                store,
+                keys.step_artifact(policy.run, policy.stage, policy.step, "batch", shard),
+                table,
+                kind="batch",
+                parents=(policy.uri,),
+                provenance=workspace.provenance,
+            )
+            if read_table(store, batch).equals(table):
+                return self.loss, batch
+            shard += 1  # an attempt at this step that failed left another batch here
 
     def clear(self) -> None:
         self.loss, self.rows = None, []

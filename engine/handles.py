@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Generator, Hashable
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, cast
 
 from engine.coalesce import Coalescer
 from engine.errors import BadSpec, PermanentEngineError, SampleTooLong
@@ -94,7 +94,9 @@ class InferenceModel:
         base: ArtifactRef,
         policy: PolicyRef | None,
     ) -> None:
-        self.workspace, self.name, self.renderer, self.sampling, self.base = workspace, name, renderer, sampling, base
+        self.workspace, self.name, self.base = workspace, name, base
+        self.renderer: Renderer = renderer
+        self.sampling: SamplingParams = sampling
         self.engine = workspace.connect()
         self._policy = policy
         self._calls: Counter[tuple[str, str]] = Counter()
@@ -183,7 +185,7 @@ class InferenceModel:
         return sum(await self.logprobs_per_token(self.renderer.tokenize(thread)))
 
     async def _generate(self, key: Hashable, items: list[tuple[list[int], int]]) -> list[Completion]:
-        policy, sampling = key  # type: ignore[misc]
+        policy, sampling = cast(tuple[PolicyRef, SamplingParams], key)
         request = GenerateRequest(policy, [prompt for prompt, _ in items], [seed for _, seed in items], sampling)
         return await self.engine.generate(request, epoch=self.workspace.epoch)
 

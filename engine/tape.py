@@ -47,7 +47,7 @@ class Tape:
         self.loss = loss
         trained = [i for i, weight in enumerate(sequence.weights) if weight > 0]
         prompt = sequence.token_ids[: trained[0]] if trained else sequence.token_ids
-        row = {name: None for name in SCHEMAS["batch"].names}
+        row: dict[str, Any] = {name: None for name in SCHEMAS["batch"].names}
         row.update(group=digest(canonical_json(prompt))[:16], completion=0, **columns)
         row.update(token_ids=sequence.token_ids, weights=sequence.weights)
         self.rows.append(row)

@@ -10,8 +10,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
+from engine.losses.spec import KLEstimator
 from engine.protocol import SamplingParams
 from engine.spec import EngineSpec, LocalEngineSpec
+from storage.chain import OldLogprobs
 from storage.models import Frozen
 from tasks.batches import AdvantageEstimator
 from tasks.datasets.spec import FileDataset, ReasoningGymDataset
@@ -75,10 +77,10 @@ class GRPOAlgorithm(Frozen):
     dual_clip: float | None = Field(None, gt=1)
     kl_beta: float = Field(0.01, ge=0)
     """Weight of the KL term; 0 skips the reference model altogether."""
-    kl_estimator: Literal["k1", "abs", "k2", "k3"] = "k3"
+    kl_estimator: KLEstimator = "k3"
     loss_norm: Literal["token_mean", "sequence_mean", "token_sum"] = "token_mean"
     advantage_estimator: AdvantageEstimator = "group"
-    old_logprobs: Literal["trainer", "sampler"] = "trainer"
+    old_logprobs: OldLogprobs = "trainer"
     prompts_per_shard: int = Field(16, ge=1)
     """Prompts that are sampled, graded and committed together; a crash costs at most one such shard."""
 

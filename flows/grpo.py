@@ -14,7 +14,7 @@ from typing import Any
 from prefect import flow
 
 from engine.handles import Model, TrainingModel
-from engine.losses.spec import GRPOSpec
+from engine.losses.spec import GRPOSpec, KLEstimator, LossNorm
 from engine.text.threads import StringThread
 from flows.checkpoints import CheckpointSchedule
 from flows.config import GRPOConfig
@@ -24,12 +24,12 @@ from flows.progress import TerminalProgress
 from flows.schedules import SCHEDULES
 from flows.session import default_model_name, finish_run, open_run, open_workspace
 from storage.artifacts import ArtifactRef
-from storage.chain import MinibatchPlan, OptimizerSpec, PolicyRef, StepRequest
+from storage.chain import MinibatchPlan, NanPolicy, OldLogprobs, OptimizerSpec, PolicyRef, StepRequest
 from storage.registry import registered_key
 from tasks.batches import AdvantageEstimator, BatchPlan
 from tasks.checkpoint import save_checkpoint
 from tasks.datasets.load import LoadedDataset
-from tasks.datasets.order import DataCursor, repetitions, take
+from tasks.datasets.order import repetitions, take
 from tasks.datasets.spec import InlineDataset
 from tasks.grade import grade_rollouts
 from tasks.graders.base import BaseGrader
@@ -40,7 +40,7 @@ from tasks.prepare import prepare_batch
 from tasks.publish import publish_model
 from tasks.report import write_report
 from tasks.rollout import generate_rollouts
-from tasks.rollouts import PromptShard
+from tasks.rollouts import PromptShard, Truncation
 from tasks.schedules import CosineScheduler, Schedule
 from tasks.train import take_gradient_step
 
@@ -72,17 +72,17 @@ class GRPO:
         clip_range_high: float | None = None,
         dual_clip: float | None = None,
         kl_beta: float = 0.01,
-        kl_estimator: str = "k3",
-        loss_norm: str = "token_mean",
+        kl_estimator: KLEstimator = "k3",
+        loss_norm: LossNorm = "token_mean",
         advantage_estimator: AdvantageEstimator = "group",
-        old_logprobs: str = "trainer",
+        old_logprobs: OldLogprobs = "trainer",
         weight_decay: float = 0.0,
         skip_nan_gradients: bool = False,
         checkpoints: CheckpointSchedule | None = None,
         data_seed: int = 42,
         prompts_per_shard: int = 16,
         max_prompt_tokens: int | None = None,
-        truncation: str = "error",
+        truncation: Truncation = "error",
     ) -> None:
         if max_num_grpo_steps is not None and epochs is not None:
             raise ValueError(f"both max_num_grpo_steps={max_num_grpo_steps} and epochs={epochs} were given; give one")
@@ -110,9 +110,9 @@ class GRPO:
         )
         self.old_logprobs, self.advantage_estimator = old_logprobs, advantage_estimator
         whole = samples_per_mini_batch >= samples_per_batch
-        self.minibatches = {"size": None if whole else samples_per_mini_batch, "epochs": mini_epochs_per_batch}
+        self.minibatches = MinibatchPlan(size=None if whole else samples_per_mini_batch, epochs=mini_epochs_per_batch)
         self.optimizer = {"weight_decay": weight_decay, "max_grad_norm": max_grad_norm}
-        self.nan_policy = "skip" if skip_nan_gradients else "fail"
+        self.nan_policy: NanPolicy = "skip" if skip_nan_gradients else "fail"
         self._start: PolicyRef | None = None
         if whole and mini_epochs_per_batch == 1:
             self.logger.note("one update per batch: every ratio is 1, so clip_range cannot act")
@@ -153,7 +153,7 @@ class GRPO:
                 old_logprobs=self.old_logprobs,
                 loss=self.loss.model_dump(),
                 optimizer=OptimizerSpec(lr=rate(self.schedule, step, total_steps), **self.optimizer),
-                minibatches=MinibatchPlan(**self.minibatches, shuffle_seed=workspace.seed_for("minibatches", step)),
+                minibatches=self._shuffled(step),
                 temperature=sampling.temperature,
                 cursor_in=cursor.model_dump(),
                 cursor_out=cursor_out.model_dump(),
@@ -193,6 +193,10 @@ class GRPO:
             )
             for index, start in enumerate(range(0, len(rows), size))
         ]
+
+    def _shuffled(self, step: int) -> MinibatchPlan:
+        seed = self.model.workspace.seed_for("minibatches", step)
+        return self.minibatches.model_copy(update={"shuffle_seed": seed})
 
     def _batch_plan(self, start: PolicyRef) -> BatchPlan:
         return BatchPlan(

@@ -19,7 +19,9 @@ from tasks.step_metrics import measure_step, write_metrics
 class Journal:
     """The record of a running loop: one line of metrics per committed step."""
 
-    def __init__(self, model: TrainingModel, policy: PolicyRef, logger: TerminalProgress, *, total_steps: int | None) -> None:
+    def __init__(
+        self, model: TrainingModel, policy: PolicyRef, logger: TerminalProgress, *, total_steps: int | None
+    ) -> None:
         self.store = model.workspace.open_store()
         self.chain = Chain.of(self.store, policy)
         self.logger, self.total_steps = logger, total_steps

@@ -21,7 +21,7 @@ from flows.loop import Journal, rate, steps
 from flows.progress import TerminalProgress
 from flows.schedules import SCHEDULES
 from flows.session import default_model_name, finish_run, open_run, open_workspace
-from storage.chain import OptimizerSpec, PolicyRef, StepRequest
+from storage.chain import NanPolicy, OptimizerSpec, PolicyRef, StepRequest
 from storage.registry import registered_key
 from tasks.checkpoint import save_checkpoint
 from tasks.datasets.load import LoadedDataset
@@ -62,7 +62,7 @@ class SFT:
         self.epochs, self.max_steps, self.samples_per_batch = epochs or 1, max_steps, samples_per_batch
         self.schedule = lr_scheduler or CosineScheduler(lr)
         self.optimizer = {"weight_decay": weight_decay, "max_grad_norm": max_grad_norm}
-        self.nan_policy = "skip" if skip_nan_gradients else "fail"
+        self.nan_policy: NanPolicy = "skip" if skip_nan_gradients else "fail"
         self.checkpoints = checkpoints or CheckpointSchedule()
         self.data_seed = data_seed
 

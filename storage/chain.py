@@ -31,6 +31,13 @@ CHAIN_VERSION = 1
 """Version of the chain's *semantics*: what a request means. Part of every state."""
 
 
+OldLogprobs = Literal["trainer", "sampler"]
+"""Whose logprobs stand for the policy that is improved on."""
+
+NanPolicy = Literal["fail", "skip"]
+"""What a non-finite gradient does to its update."""
+
+
 class PolicyRef(Frozen):
     """A policy at one step of its history. `state` names that history; the other fields say where it is kept."""
 
@@ -72,7 +79,7 @@ class StepRequest(Frozen):
     parent: PolicyRef
     batch: ArtifactRef
     reference: PolicyRef | None = None
-    old_logprobs: Literal["trainer", "sampler"] = "trainer"
+    old_logprobs: OldLogprobs = "trainer"
     loss: dict[str, JsonValue]
     """An engine LossSpec, dumped. Storage does not interpret it."""
     optimizer: OptimizerSpec
@@ -82,7 +89,7 @@ class StepRequest(Frozen):
     controllers_in: dict[str, float] = {}
     cursor_in: dict[str, int] = {}
     cursor_out: dict[str, int] = {}
-    nan_policy: Literal["fail", "skip"] = "fail"
+    nan_policy: NanPolicy = "fail"
 
     def content(self) -> dict[str, Any]:
         """The request without the names of runs and objects: what decides the next weights."""

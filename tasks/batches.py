@@ -14,7 +14,7 @@ from engine.text.tokenizers import renderer_of
 from engine.workspace import Workspace
 from storage import keys
 from storage.artifacts import ArtifactRef, find_artifact
-from storage.chain import PolicyRef
+from storage.chain import OldLogprobs, PolicyRef
 from storage.models import Frozen
 from storage.objects import ObjectStore
 from storage.tables import SCHEMAS, RowReader, commit_table, read_table
@@ -30,7 +30,7 @@ class BatchPlan(Frozen):
     reference: PolicyRef | None
     """Whose logprobs the KL term compares with; None when its coefficient is 0."""
     advantage_estimator: AdvantageEstimator = "group"
-    old_logprobs: Literal["trainer", "sampler"] = "trainer"
+    old_logprobs: OldLogprobs = "trainer"
     temperature: float = 1.0
 
 
@@ -143,7 +143,7 @@ async def completion_batch(
             return found
         records = RowReader(store, dataset).rows(rows)
     renderer = renderer_of(store, base)
-    empty = {name: None for name in SCHEMAS["batch"].names}
+    empty: dict[str, Any] = {name: None for name in SCHEMAS["batch"].names}
     table_rows = []
     for record in records:
         tokens, weights = renderer.serialize(renderer.tokenize(StringThread.from_json(record["thread"])))

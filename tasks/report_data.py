@@ -54,7 +54,9 @@ def _numerics(store: ObjectStore, policy: PolicyRef) -> dict[str, Any]:
 def _summaries(store: ObjectStore, ref: ArtifactRef | None) -> tuple[EvaluationSummary, ...]:
     if ref is None:
         return ()
-    return (summarise_evaluation("held-out reward", read_table(store, ref, ["reward"])["reward"].to_pylist()),)
+    rewards = read_table(store, ref, ["reward"])["reward"].to_pylist()
+    # an evaluation without a single grade has no mean; its table and the masked count still tell
+    return (summarise_evaluation("held-out reward", rewards),) if any(r is not None for r in rewards) else ()
 
 
 def _samples(store: ObjectStore, ref: ArtifactRef | None, shown: int) -> tuple[SampleRollout, ...]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from typing import Literal
+from typing import Any, Literal
 
 import pyarrow as pa
 from pydantic import Field
@@ -76,7 +75,9 @@ async def sample_shard(
         )
 
 
-def render_prompts(renderer: Renderer, rows: list[dict[str, object]], shard: PromptShard) -> list[tuple[dict, list[int]]]:
+def render_prompts(
+    renderer: Renderer, rows: list[dict[str, Any]], shard: PromptShard
+) -> list[tuple[dict[str, Any], list[int]]]:
     """Token ids of each row's prompt; too long a prompt is refused, cut or dropped, as the shard says."""
     rendered = []
     for row in rows:
@@ -98,7 +99,7 @@ def render_prompts(renderer: Renderer, rows: list[dict[str, object]], shard: Pro
 def rollout_table(
     renderer: Renderer,
     policy: PolicyRef,
-    jobs: list[tuple[dict, list[int], int]],
+    jobs: list[tuple[dict[str, Any], list[int], int]],
     seeds: list[int],
     completions: list[Completion],
 ) -> pa.Table:
@@ -125,7 +126,3 @@ def rollout_table(
 def answered_thread(row: dict[str, object]) -> StringThread:
     """The conversation a grader sees: the prompt's thread and the completion as the assistant's turn."""
     return StringThread.from_json(str(row["thread"])).assistant(str(row["text"]))
-
-
-def metadata_of(row: dict[str, object]) -> dict[str, object]:
-    return json.loads(str(row["thread"])).get("metadata", {})

@@ -25,7 +25,9 @@ def measure_step(
 ) -> StepMetrics:
     """What a step did. Without rollouts (SFT) the reinforcement fields are None."""
     grades = [row for ref in graded for row in read_table(store, ref, columns=["reward", "status"]).to_pylist()]
-    lengths = [len(ids.as_py()) for ref in rollouts for ids in read_table(store, ref, ["completion_ids"])["completion_ids"]]
+    lengths = [
+        len(ids) for ref in rollouts for ids in read_table(store, ref, ["completion_ids"])["completion_ids"].to_pylist()
+    ]
     rewards = [row["reward"] for row in grades if row["status"] == "ok"]
     mean = sum(rewards) / len(rewards) if rewards else None
     wall = sum(seconds.values())

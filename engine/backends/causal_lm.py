@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -124,7 +125,7 @@ def load_causal_lm(folder: Path, *, dtype: torch.dtype, compute_dtype: torch.dty
     register_attention()
     try:
         with _loading:
-            module, report = AutoModelForCausalLM.from_pretrained(
+            loaded: tuple[Any, dict[str, Any]] = AutoModelForCausalLM.from_pretrained(  # type: ignore[assignment]
                 folder,
                 dtype=dtype,
                 attn_implementation="eager",
@@ -135,6 +136,7 @@ def load_causal_lm(folder: Path, *, dtype: torch.dtype, compute_dtype: torch.dty
             )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise BadModelFolder(f"{folder} does not load as a causal language model: {error}") from error
+    module, report = loaded
     wrong = {kind: sorted(map(str, names)) for kind, names in report.items() if names and kind != "error_msgs"}
     if wrong:
         raise BadModelFolder(
@@ -154,8 +156,9 @@ def _keep_norms_in_float64(module: nn.Module) -> None:
     """transformers computes RMSNorm in float32 whatever the weights are; a float64 check would stop at 1e-8."""
     for norm in module.modules():
         if type(norm).__name__.endswith("RMSNorm") and hasattr(norm, "variance_epsilon"):
-            shape, eps = (norm.weight.shape[0],), float(norm.variance_epsilon)
-            norm.forward = partial(rms_norm, normalized_shape=shape, weight=norm.weight, eps=eps)  # type: ignore
+            scale: Any = norm.weight
+            shape, eps = (scale.shape[0],), float(norm.variance_epsilon)  # type: ignore[arg-type]
+            norm.forward = partial(rms_norm, normalized_shape=shape, weight=scale, eps=eps)  # type: ignore[method-assign]
 
 
 def check_model_folder(folder: Path) -> None:

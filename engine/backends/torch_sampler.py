@@ -106,13 +106,13 @@ class TorchSampler:
         logits_BV: Tensor | None = None
         for batch in _batches(list(rows_of), self.max_tokens):
             fans, start = [], 0
-            for prompt in batch:
-                fans.append(Fan(start, len(prompt)))
-                start += len(prompt)
+            for ids in batch:
+                fans.append(Fan(start, len(ids)))
+                start += len(ids)
             device = self.model.device
             prefill = PrefillLayout(fans, device=device)
-            tokens_T = torch.tensor([t for prompt in batch for t in prompt], device=device)
-            positions_T = torch.tensor([p for prompt in batch for p in range(len(prompt))], device=device)
+            tokens_T = torch.tensor([t for ids in batch for t in ids], device=device)
+            positions_T = torch.tensor([p for ids in batch for p in range(len(ids))], device=device)
             hidden_TH = self.model.hidden(tokens_T.unsqueeze(0), positions_T.unsqueeze(0), prefill)[0]
             last = torch.tensor([fan.start + fan.prefix - 1 for fan in fans], device=device)
             first_logits = self.model.logits(hidden_TH[last])
@@ -120,8 +120,8 @@ class TorchSampler:
             layout.fill(prefill, spans)
             if logits_BV is None:
                 logits_BV = first_logits.new_empty(len(prompts), first_logits.shape[1])
-            for index, prompt in enumerate(batch):
-                logits_BV[rows_of[prompt]] = first_logits[index]
+            for index, ids in enumerate(batch):
+                logits_BV[rows_of[ids]] = first_logits[index]
         assert logits_BV is not None  # _check refused empty prompts; sample() never passes an empty chunk
         return logits_BV
 

@@ -26,7 +26,9 @@ Server = Annotated[
 
 
 @run.command("grpo")
-def run_grpo(config: ConfigFile, sets: Sets = None, run_key: RunKey = "", new: New = False, server: Server = "") -> None:
+def run_grpo(
+    config: ConfigFile, sets: Sets = None, run_key: RunKey = "", new: New = False, server: Server = ""
+) -> None:
     """Reinforcement learning from graded rollouts (GRPO)."""
     raise typer.Exit(run_flow("grpo", config, sets or [], run_key=run_key, new=new, server=server))
 

@@ -19,8 +19,13 @@ from flows.server import local_prefect_server, use_server
 from storage.errors import StorageError
 from tasks.datasets.errors import DatasetError
 from tasks.graders.spec import GraderSpecError
+from tasks.statistics import PairedDifference
 
-QUIET = {"PREFECT_LOGGING_LEVEL": "WARNING", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+QUIET = {
+    "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "WARNING",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
 """What others would print between our lines, unless the environment already says otherwise."""
 
 CONFIGS: dict[str, type[FlowConfig]] = {"grpo": GRPOConfig, "sft": SFTConfig}
@@ -58,7 +63,7 @@ def run_config(
     console.print(f"run [bold]{keyed.run}[/bold], artifacts in {config.storage.url}", highlight=False)
     try:
         with _prefect_server(server, console):
-            result = asyncio.run(_call(flow, keyed))
+            result = asyncio.run(_call(keyed))
     except KeyboardInterrupt:
         console.print(f"\ninterrupted; the same command resumes run [bold]{keyed.run}[/bold]")
         return 130
@@ -72,15 +77,17 @@ def run_config(
     return 0
 
 
-async def _call(flow: str, config: FlowConfig) -> dict[str, Any]:
+async def _call(config: FlowConfig) -> dict[str, Any]:
     # imported here: Prefect costs seconds, and a refused config should answer at once
-    if flow == "grpo":
+    if isinstance(config, GRPOConfig):
         from flows.grpo import grpo
 
-        return await grpo(config)  # type: ignore[arg-type]
-    from flows.sft import sft
+        return await grpo(config)
+    if isinstance(config, SFTConfig):
+        from flows.sft import sft
 
-    return await sft(config)  # type: ignore[arg-type]
+        return await sft(config)
+    raise ConfigError(f"there is no flow for a {type(config).__name__}")
 
 
 @contextlib.contextmanager
@@ -105,8 +112,7 @@ def _say(result: dict[str, Any], console: Console) -> None:
     if heldout:
         console.print(
             f"held-out reward on {heldout['n']} prompts: before {heldout['before_mean']:.3f}, after "
-            f"{heldout['after_mean']:.3f}; paired difference {heldout['difference']:+.3f} "
-            f"(95 % CI {heldout['low']:+.3f} to {heldout['high']:+.3f})",
+            f"{heldout['after_mean']:.3f}; paired difference {PairedDifference(**heldout)}",
             highlight=False,
         )
     for name in ("model", "model_folder", "report"):

@@ -89,7 +89,8 @@ def test_a_completion_does_not_depend_on_its_batch(model: CausalLM) -> None:
 
 def test_sampling_follows_the_distribution(model: CausalLM) -> None:
     # 4,000 draws of one next token: the share of the likeliest token is within 5 sigma of its probability
-    draws = TorchSampler(model, max_rows=500).sample([[10, 11, 12]] * 4000, list(range(4000)), SamplingParams(max_new_tokens=1))
+    one_token = SamplingParams(max_new_tokens=1)
+    draws = TorchSampler(model, max_rows=500).sample([[10, 11, 12]] * 4000, list(range(4000)), one_token)
     counts = torch.bincount(torch.tensor([c.token_ids[0] for c in draws]), minlength=model.vocab_size)
     token = int(counts.argmax())
     probability = own_logprobs(model, [10, 11, 12, token])[-1].exp().item()

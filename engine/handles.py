@@ -190,7 +190,7 @@ class InferenceModel:
         return await self.engine.generate(request, epoch=self.workspace.epoch)
 
     async def _score(self, key: Hashable, items: list[TokenSequence]) -> list[list[float]]:
-        policy, temperature = key  # type: ignore[misc]
+        policy, temperature = cast(tuple[PolicyRef, float], key)
         request = LogprobsRequest(policy, items, temperature=temperature)
         return await self.engine.logprobs(request, epoch=self.workspace.epoch)
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from engine.backends.causal_lm import check_model_folder
+from engine.backends.causal_lm import PICKLE_SUFFIXES, check_model_folder
 from engine.backends.torch_backend import TorchBackend
 from engine.errors import BadModelFolder, Fenced, PermanentEngineError, StepConflict, UnknownPolicy
 from engine.local.apply import Effect, apply_request
 from engine.local.materialise import Materialiser, Slot
 from engine.protocol import Completion, EngineInfo, GenerateRequest, LogprobsRequest, PolicySpec
 from engine.spec import LocalEngineSpec
-from engine.text.tokenizers import TOKENIZER_FILES
+from engine.text.tokenizers import TOKENIZER_FILES, load_tokenizer
 from storage import keys
 from storage.artifacts import (
     ArtifactRef,
@@ -74,16 +75,20 @@ class LocalEngine:
         return await self._compute(self._import_model, source, provenance)
 
     def _import_model(self, source: str, provenance: Provenance) -> ArtifactRef:
-        folder = Path(source).expanduser()
-        if folder.is_dir():
+        folder = Path(os.path.expanduser(source))
+        if source and folder.is_dir():
             check_model_folder(folder)
-            files = {path.name: path for path in sorted(folder.iterdir()) if path.is_file()}
+            entries = [path for path in sorted(folder.iterdir()) if path.is_file()]
+            files = {path.name: path for path in entries if path.suffix not in PICKLE_SUFFIXES}
             files.pop("manifest.json", None)
             name = re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name).strip("-.") or "model"
             version = digest_of(file_entries(files, lambda file: file))[:12]
+            if find_model(self.store, name, version) is None:
+                self.backend.load(folder)  # a version never changes: what does not load must not become one
+                load_tokenizer(folder)
             return publish_model(self.store, name, version, files, provenance=provenance, extra={"imported": True})
         name, _, version = source.partition("@")
-        if folder.exists() or "/" in source or source.startswith("."):
+        if folder.exists() or "/" in source or source.startswith(".") or source.endswith("@"):
             raise BadModelFolder(f"{source!r} is not a model folder; give a folder, or the key of a registered model")
         found = find_model(self.store, name, version or None)
         if found is None:

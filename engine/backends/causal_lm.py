@@ -135,6 +135,7 @@ def load_causal_lm(folder: Path, *, dtype: torch.dtype, compute_dtype: torch.dty
                 local_files_only=True,
                 use_safetensors=True,
                 trust_remote_code=False,
+                ignore_mismatched_sizes=True,  # they are refused below, by name
                 output_loading_info=True,
             )
     except Exception as error:  # the boundary to transformers: what it raises on a broken file is of any type

@@ -70,7 +70,9 @@ class S3Backend:
         # few attempts inside a request: the store retries around it
         config = {"retries": {"mode": "standard", "total_max_attempts": 2}} | options.get("config_kwargs", {})
         self.page_size = 1000
-        self._fs = S3FileSystem(**(options | {"config_kwargs": config, "use_listings_cache": False}))
+        # fsspec keeps instances by arguments, but the endpoint and the credentials may come from the environment
+        fixed = {"config_kwargs": config, "use_listings_cache": False, "skip_instance_cache": True}
+        self._fs = S3FileSystem(**(options | fixed))
         self._conditional = threading.Lock()
         self._conditional_checked = False
 

@@ -298,12 +298,13 @@ def partly_flat(exact: CausalLM) -> list[Sample]:
     return [with_advantages(s, [0.0] * s.trained) if s.group == "b" else s for s in made]
 
 
+@pytest.mark.parametrize("norm", ["token_mean", "sequence_mean"])
 def test_samples_without_advantage_cost_no_pass_and_change_nothing(
-    exact: CausalLM, partly_flat: list[Sample]
+    exact: CausalLM, partly_flat: list[Sample], norm: str
 ) -> None:
     with plain(exact) as module:
-        expected_loss, expected = reference(module, partly_flat, lambda l_N, s: grpo(l_N, s, beta=0))
-    free = Objective(GRPOSpec(clip_low=CLIP, clip_high=CLIP, kl_beta=0))
+        expected_loss, expected = reference(module, partly_flat, lambda l_N, s: grpo(l_N, s, beta=0), norm=norm)
+    free = Objective(GRPOSpec(clip_low=CLIP, clip_high=CLIP, kl_beta=0, norm=norm))
     report, found = update(TorchTrainer(exact), partly_flat, free, max_tokens=SPLIT)
     assert distance(found, expected) <= 1e-10
     assert report.metrics["loss"] == pytest.approx(expected_loss, rel=1e-10)

@@ -167,6 +167,16 @@ async def test_a_second_stage_starts_from_the_first_with_fresh_moments(
     assert "tokenizer.json" in {info.key.split("/")[-1] for info in store.list(f"{third.key}/")}
 
 
+async def test_a_request_that_was_answered_costs_no_second_step(
+    engine: LocalEngine, chain: Chain, store: ObjectStore, worklog: Path
+) -> None:
+    request = request_after(chain.head(), commit_batch(store, chain.head()))
+    for _ in range(2):
+        await engine.take_gradient_step(request)
+    assert [event["step"] for event in events(worklog, "step")] == [STEPS + 1]
+    assert (restored(worklog), redone(worklog)) == ([], [])
+
+
 # -- what was altered ------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,5 @@
-"""Writes the demo's prompts, examples/data/sums-{train,heldout}.jsonl: one-digit additions in twelve wordings.
+"""Writes the demo's prompts, examples/data/sums-{train,heldout}.jsonl: one-digit additions in twelve wordings,
+and sums-completions.jsonl, the training prompts with their answers, for SFT.
 
 The held-out file has sums (unordered pairs of digits) that no training prompt has, in every wording:
 what it measures is the skill, not the memory of answers.
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from random import Random
+from typing import Any
 
 WORDINGS = (
     "What is {a}+{b}?",
@@ -41,7 +43,14 @@ def main() -> None:
             for a, b in ordered
             for wording in WORDINGS
         ]
-        Path(folder, f"sums-{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write(folder / f"sums-{name}.jsonl", rows)
+        if name == "train":
+            answered = [{"prompt": row["prompt"], "completion": str(row["metadata"]["answer"])} for row in rows]
+            write(folder / "sums-completions.jsonl", answered)
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,11 @@ class CheckpointSchedule:
         self.keep_last = self.config.keep_last
         self._last_write = time.monotonic()
 
+    @classmethod
+    def every(cls, frequency: float | None, steps: int | None) -> CheckpointSchedule:
+        """Named checkpoints at every such fraction of the run, or every so many steps; recovery ones by default."""
+        return cls(CheckpointConfig(frequency=frequency, every_steps=steps))
+
     def due(self, step: int, total_steps: int | None, *, model: str) -> Due | None:
         """What to write after 0-based `step`, if anything."""
         named = self._named(step, total_steps, model)

@@ -32,8 +32,8 @@ from tasks.datasets.load import LoadedDataset
 from tasks.datasets.order import repetitions, take
 from tasks.datasets.spec import InlineDataset
 from tasks.grade import grade_rollouts
-from tasks.graders.base import BaseGrader
-from tasks.graders.spec import GraderSpec, grader_spec, in_process_spec
+from tasks.graders.base import BaseGrader, FunctionGrader
+from tasks.graders.spec import GraderSpec, grader_spec, in_process_spec, require_durable, source_digest
 from tasks.gradings import Grading
 from tasks.load import load_prompts
 from tasks.prepare import prepare_batch
@@ -41,7 +41,7 @@ from tasks.publish import publish_model
 from tasks.report import write_report
 from tasks.rollout import generate_rollouts
 from tasks.rollouts import PromptShard, Truncation
-from tasks.schedules import CosineScheduler, Schedule
+from tasks.schedules import ConstantScheduler, CosineScheduler, Schedule
 from tasks.train import take_gradient_step
 
 
@@ -78,6 +78,8 @@ class GRPO:
         old_logprobs: OldLogprobs = "trainer",
         weight_decay: float = 0.0,
         skip_nan_gradients: bool = False,
+        checkpoint_frequency: float | None = 0.2,
+        checkpoint_every_steps: int | None = None,
         checkpoints: CheckpointSchedule | None = None,
         data_seed: int = 42,
         prompts_per_shard: int = 16,
@@ -92,12 +94,12 @@ class GRPO:
                 f"completions_per_sample={completions_per_sample}"
             )
         self.dataset, self.model, self.grading = dataset, model, _grading(grader)
-        self.logger = logger or TerminalProgress()
         self.max_steps, self.epochs = max_num_grpo_steps, epochs
+        self.logger = logger or TerminalProgress()
         self.completions_per_sample = completions_per_sample
         self.prompts_per_batch = samples_per_batch // completions_per_sample
         self.schedule = lr_scheduler or CosineScheduler(lr)
-        self.checkpoints = checkpoints or CheckpointSchedule()
+        self.checkpoints = checkpoints or CheckpointSchedule.every(checkpoint_frequency, checkpoint_every_steps)
         self.data_seed, self.prompts_per_shard = data_seed, prompts_per_shard
         self.max_prompt_tokens, self.truncation = max_prompt_tokens, truncation
         self.loss = GRPOSpec(
@@ -114,8 +116,21 @@ class GRPO:
         self.optimizer = {"weight_decay": weight_decay, "max_grad_norm": max_grad_norm}
         self.nan_policy: NanPolicy = "skip" if skip_nan_gradients else "fail"
         self._start: PolicyRef | None = None
+        self._check_endless()
         if whole and mini_epochs_per_batch == 1:
             self.logger.note("one update per batch: every ratio is 1, so clip_range cannot act")
+
+    def _check_endless(self) -> None:
+        """Without a length there is no progress: nothing may depend on it."""
+        if self.max_steps is not None or self.epochs is not None:
+            return
+        by_fraction = self.checkpoints.config.frequency is not None and self.checkpoints.config.every_steps is None
+        if by_fraction or not isinstance(self.schedule, ConstantScheduler):
+            raise ValueError(
+                "neither max_num_grpo_steps nor epochs was given, so the run has no progress that a schedule or a "
+                "checkpoint_frequency could follow; give one of them, or lr_scheduler=ConstantScheduler(lr) and "
+                "checkpoint_every_steps"
+            )
 
     async def open(self) -> PolicyRef:
         """Opens the stage, once, and returns the policy it starts from: the reference of the KL term."""
@@ -210,8 +225,13 @@ class GRPO:
 def _grading(grader: BaseGrader | GraderSpec | Grading) -> Grading:
     if isinstance(grader, Grading):
         return grader
-    if isinstance(grader, BaseGrader):
-        return Grading(grader=in_process_spec(grader))
+    if isinstance(grader, FunctionGrader):
+        grader = in_process_spec(grader, version=grader.version)
+    elif isinstance(grader, BaseGrader):
+        # a class has a source to answer for it; a closure has only the version its author gives
+        source = source_digest(f"{type(grader).__module__}:{type(grader).__qualname__}")
+        grader = in_process_spec(grader, version=source)
+    require_durable(grader)
     return Grading(grader=grader)
 
 
@@ -244,7 +264,9 @@ async def grpo(config: GRPOConfig) -> dict[str, Any]:
         "policy": policy.uri,
         "model": registered_key(published),
     }
-    report = write_report(workspace, policy, before, after, result)
+    report = write_report(
+        workspace, policy, before, after, result, samples_shown=config.evaluation.samples_shown
+    )
     return finish_run(session, result | {"report": report})
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from prefect.runtime import flow_run
@@ -14,6 +12,7 @@ from prefect.runtime import flow_run
 from engine.workspace import Workspace
 from flows.config import FlowConfig
 from flows.progress import TerminalProgress
+from flows.version import code_version
 from storage import keys
 from storage.artifacts import Provenance
 from storage.errors import ObjectNotFound
@@ -104,18 +103,3 @@ def _result(workspace: Workspace) -> dict[str, Any] | None:
 def default_model_name(run: str) -> str:
     """The registry name of a run's model when none is configured: the run's key as one segment."""
     return run.replace("/", "-")
-
-
-def code_version() -> str:
-    """The commit of the checkout this code runs from, else the version that was deployed (OSTINATO_CODE_VERSION)."""
-    deployed = os.environ.get("OSTINATO_CODE_VERSION")
-    if deployed:
-        return deployed
-    here = Path(__file__).resolve().parent
-    git = subprocess.run(
-        ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return git.stdout.strip() or "unknown"

@@ -52,6 +52,8 @@ class SFT:
         max_steps: int | None = None,
         weight_decay: float = 0.0,
         skip_nan_gradients: bool = False,
+        checkpoint_frequency: float | None = 0.2,
+        checkpoint_every_steps: int | None = None,
         checkpoints: CheckpointSchedule | None = None,
         data_seed: int = 42,
     ) -> None:
@@ -63,7 +65,7 @@ class SFT:
         self.schedule = lr_scheduler or CosineScheduler(lr)
         self.optimizer = {"weight_decay": weight_decay, "max_grad_norm": max_grad_norm}
         self.nan_policy: NanPolicy = "skip" if skip_nan_gradients else "fail"
-        self.checkpoints = checkpoints or CheckpointSchedule()
+        self.checkpoints = checkpoints or CheckpointSchedule.every(checkpoint_frequency, checkpoint_every_steps)
         self.data_seed = data_seed
 
     async def run(self) -> PolicyRef:

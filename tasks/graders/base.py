@@ -76,9 +76,12 @@ class BaseGrader(ABC):
         self._logs.clear()
 
     @staticmethod
-    def from_function(key: str, function: "GraderFunction") -> "FunctionGrader":
-        """A grader out of `async f(thread) -> float`, or of a plain `f(thread) -> float`, which runs in a thread."""
-        return FunctionGrader(key, function)
+    def from_function(key: str, function: "GraderFunction", *, version: str | None = None) -> "FunctionGrader":
+        """A grader out of `async f(thread) -> float`, or of a plain `f(thread) -> float`, which runs in a thread.
+
+        A training run insists on `version`: it stands for the code, which no later process could check otherwise.
+        """
+        return FunctionGrader(key, function, version=version)
 
 
 GraderFunction = Callable[..., float | Grade | Awaitable[float | Grade]]
@@ -87,8 +90,16 @@ GraderFunction = Callable[..., float | Grade | Awaitable[float | Grade]]
 class FunctionGrader(BaseGrader):
     """A function as a grader. A function that is not a coroutine runs in a thread of its own."""
 
-    def __init__(self, grader_key: str, function: GraderFunction, arguments: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        grader_key: str,
+        function: GraderFunction,
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        version: str | None = None,
+    ) -> None:
         super().__init__(grader_key)
+        self.version = version
         self.function = function
         self.arguments = dict(arguments or {})
 

@@ -146,9 +146,10 @@ def test_random_kills_change_nothing(
     moments = random.Random(seed)
     kills = 0
     while kills < 4:
-        known, process = len(folder.events("step")), folder.start()
         # the first kill waits for a commit, the others for a sign of life; then any moment is as good as another
-        while process.poll() is None and len(folder.events("step" if kills == 0 else "start")) <= known * (kills == 0):
+        sign = "step" if kills == 0 else "start"
+        known, process = len(folder.events(sign)), folder.start()
+        while process.poll() is None and len(folder.events(sign)) <= known:
             time.sleep(0.01)
         time.sleep(moments.uniform(0, 0.4))
         if process.poll() is not None:

@@ -1,0 +1,22 @@
+"""Which code runs: recorded with every artifact, never a reason to refuse."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+
+def code_version() -> str:
+    """The commit of the checkout this code runs from, else the version that was deployed (OSTINATO_CODE_VERSION)."""
+    deployed = os.environ.get("OSTINATO_CODE_VERSION")
+    if deployed:
+        return deployed
+    here = Path(__file__).resolve().parent
+    git = subprocess.run(
+        ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return git.stdout.strip() or "unknown"

@@ -13,6 +13,7 @@ import pandas
 import pytest
 
 import flows.grpo
+import tasks.report
 from engine.connect import connect
 from flows.config import GRPOConfig
 from flows.grpo import grpo
@@ -193,6 +194,15 @@ def test_the_report_stands_beside_the_run(finished: tuple[Toy, dict[str, Any]]) 
     page = Path(result["report"]).read_text()
     assert Path(result["report"]) == toy.data / keys.report("done")
     assert "done" in page and "<html" in page.lower()
+
+
+def test_the_report_shows_as_many_samples_as_asked_for(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    heldout = {"kind": "file", "path": str(write_prompts(toy.folder / "heldout.jsonl")), "limit": HELDOUT_PROMPTS}
+    seen = []
+    render = tasks.report.render_report
+    monkeypatch.setattr(tasks.report, "render_report", lambda data: seen.append(data) or render(data))
+    toy.run("few", algorithm__steps=1, data__heldout=heldout, evaluation={"samples_shown": 1})
+    assert [(len(data.samples_before), len(data.samples_after)) for data in seen] == [(1, 1)]
 
 
 # -- the same key again ------------------------------------------------------------------------------------------

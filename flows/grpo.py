@@ -86,13 +86,7 @@ class GRPO:
         max_prompt_tokens: int | None = None,
         truncation: Truncation = "error",
     ) -> None:
-        if max_num_grpo_steps is not None and epochs is not None:
-            raise ValueError(f"both max_num_grpo_steps={max_num_grpo_steps} and epochs={epochs} were given; give one")
-        if samples_per_batch % completions_per_sample:
-            raise ValueError(
-                f"samples_per_batch={samples_per_batch} splits a group; use a multiple of "
-                f"completions_per_sample={completions_per_sample}"
-            )
+        _check_sizes(max_num_grpo_steps, epochs, samples_per_batch, completions_per_sample)
         self.dataset, self.model, self.grading = dataset, model, _grading(grader)
         self.max_steps, self.epochs = max_num_grpo_steps, epochs
         self.logger = logger or TerminalProgress()
@@ -102,23 +96,16 @@ class GRPO:
         self.checkpoints = checkpoints or CheckpointSchedule.every(checkpoint_frequency, checkpoint_every_steps)
         self.data_seed, self.prompts_per_shard = data_seed, prompts_per_shard
         self.max_prompt_tokens, self.truncation = max_prompt_tokens, truncation
-        self.loss = GRPOSpec(
-            clip_low=clip_range,
-            clip_high=clip_range_high or clip_range,
-            dual_clip=dual_clip,
-            kl_beta=kl_beta,
-            kl_estimator=kl_estimator,
-            norm=loss_norm,
-        )
+        high = clip_range if clip_range_high is None else clip_range_high
+        clip = {"clip_low": clip_range, "clip_high": high, "dual_clip": dual_clip}
+        self.loss = GRPOSpec(**clip, kl_beta=kl_beta, kl_estimator=kl_estimator, norm=loss_norm)
         self.old_logprobs, self.advantage_estimator = old_logprobs, advantage_estimator
-        whole = samples_per_mini_batch >= samples_per_batch
-        self.minibatches = MinibatchPlan(size=None if whole else samples_per_mini_batch, epochs=mini_epochs_per_batch)
+        size = None if samples_per_mini_batch >= samples_per_batch else samples_per_mini_batch
+        self.minibatches = MinibatchPlan(size=size, epochs=mini_epochs_per_batch)
         self.optimizer = {"weight_decay": weight_decay, "max_grad_norm": max_grad_norm}
         self.nan_policy: NanPolicy = "skip" if skip_nan_gradients else "fail"
         self._start: PolicyRef | None = None
         self._check_endless()
-        if whole and mini_epochs_per_batch == 1:
-            self.logger.note("one update per batch: every ratio is 1, so clip_range cannot act")
 
     def _check_endless(self) -> None:
         """Without a length there is no progress: nothing may depend on it."""
@@ -141,6 +128,8 @@ class GRPO:
     async def run(self) -> PolicyRef:
         """The loop. Every line's result is committed before the next begins; a crash costs at most one line."""
         workspace, sampling = self.model.workspace, self.model.sampling
+        if self.minibatches.size is None and self.minibatches.epochs == 1:
+            self.logger.note("one update per batch: every ratio is 1, so clip_range cannot act")
         start = await self.open()
         policy = await self.model.policy()
         data = self._load()
@@ -219,6 +208,15 @@ class GRPO:
             advantage_estimator=self.advantage_estimator,
             old_logprobs=self.old_logprobs,
             temperature=self.model.sampling.temperature,
+        )
+
+
+def _check_sizes(steps: int | None, epochs: int | None, samples: int, completions: int) -> None:
+    if steps is not None and epochs is not None:
+        raise ValueError(f"both max_num_grpo_steps={steps} and epochs={epochs} were given; give one of them")
+    if samples % completions:
+        raise ValueError(
+            f"samples_per_batch={samples} splits a group; use a multiple of completions_per_sample={completions}"
         )
 
 

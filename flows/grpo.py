@@ -180,7 +180,7 @@ class GRPO:
     def _total_steps(self, data: LoadedDataset) -> int | None:
         if self.epochs is None:
             return self.max_steps
-        return max(1, self.epochs * data.rows // self.prompts_per_batch)
+        return -(-self.epochs * data.rows // self.prompts_per_batch)  # the last batch reaches into one epoch more
 
     def _shards(self, dataset: ArtifactRef, rows: list[int]) -> list[PromptShard]:
         size, earlier = self.prompts_per_shard, repetitions(rows)

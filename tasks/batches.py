@@ -57,35 +57,7 @@ async def rollout_batch(
             f"step {step} has no gradable completion: {len(rows)} were sampled and every one was empty, masked or "
             "ignored; look at the reasons in its graded table"
         )
-    sequences = [
-        TokenSequence(
-            row["prompt_ids"] + row["completion_ids"],
-            [0.0] * len(row["prompt_ids"]) + [1.0] * len(row["completion_ids"]),
-            group=row["prompt_id"],
-        )
-        for row in kept
-    ]
-    old = await _logprobs(workspace, policy, sequences, plan.temperature) if plan.old_logprobs == "trainer" else None
-    reference = (
-        await _logprobs(workspace, plan.reference, sequences, plan.temperature) if plan.reference else None
-    )
-    table = pa.Table.from_pylist(
-        [
-            {
-                "group": row["prompt_id"],
-                "completion": row["completion"],
-                "token_ids": sequence.token_ids,
-                "weights": sequence.weights,
-                "advantages": [row["advantage"]] * len(row["completion_ids"]),
-                "old_logprobs": old[i] if old else None,
-                "reference_logprobs": reference[i] if reference else None,
-                "sampler_logprobs": row["logprobs"],
-                "reward": row["reward"],
-            }
-            for i, (row, sequence) in enumerate(zip(kept, sequences, strict=True))
-        ],
-        schema=SCHEMAS["batch"],
-    )
+    table = await _batch_table(workspace, policy, kept, plan)
     with timed("storage"):
         return commit_table(
             store,
@@ -95,6 +67,37 @@ async def rollout_batch(
             parents=(policy.uri, *(ref.uri for ref in (*rollouts, *graded))),
             provenance=workspace.provenance,
         )
+
+
+async def _batch_table(
+    workspace: Workspace, policy: PolicyRef, kept: list[dict[str, Any]], plan: BatchPlan
+) -> pa.Table:
+    """The rows of a batch: tokens, advantages, and the logprobs that its loss compares with."""
+    sequences = [
+        TokenSequence(
+            row["prompt_ids"] + row["completion_ids"],
+            [0.0] * len(row["prompt_ids"]) + [1.0] * len(row["completion_ids"]),
+            group=row["prompt_id"],
+        )
+        for row in kept
+    ]
+    old = await _logprobs(workspace, policy, sequences, plan.temperature) if plan.old_logprobs == "trainer" else None
+    reference = await _logprobs(workspace, plan.reference, sequences, plan.temperature) if plan.reference else None
+    rows = [
+        {
+            "group": row["prompt_id"],
+            "completion": row["completion"],
+            "token_ids": sequence.token_ids,
+            "weights": sequence.weights,
+            "advantages": [row["advantage"]] * len(row["completion_ids"]),
+            "old_logprobs": old[i] if old else None,
+            "reference_logprobs": reference[i] if reference else None,
+            "sampler_logprobs": row["logprobs"],
+            "reward": row["reward"],
+        }
+        for i, (row, sequence) in enumerate(zip(kept, sequences, strict=True))
+    ]
+    return pa.Table.from_pylist(rows, schema=SCHEMAS["batch"])
 
 
 async def _logprobs(

@@ -56,8 +56,11 @@ class TorchTrainer:
             self._backward(chosen, objective, total_tokens, len(samples), sums)
             report.micro_batches += 1
             on_micro_batch()
-        parameters = [p for p in self.model.module.parameters() if p.requires_grad and p.grad is not None]
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters, optimizer.max_grad_norm)) if parameters else 0.0
+        parameters = [p for p in self.model.module.parameters() if p.requires_grad]
+        for parameter in parameters:
+            if parameter.grad is None:  # no sample had a gradient: it is zero, and the moments still act
+                parameter.grad = torch.zeros_like(parameter)
+        norm = float(torch.nn.utils.clip_grad_norm_(parameters, optimizer.max_grad_norm))
         report.metrics = {
             **{
                 name.removesuffix("_sum") + "_mean": value / passed_tokens
@@ -72,7 +75,7 @@ class TorchTrainer:
             report.skipped = True
             if not objective.skip_non_finite:
                 raise NonFiniteGradient(f"the gradient norm of {len(samples)} samples is {norm}")
-        elif parameters:
+        else:
             adamw.step()
         adamw.zero_grad(set_to_none=True)
         return report

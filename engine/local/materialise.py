@@ -114,7 +114,8 @@ class Materialiser:
             for record in chain.records(after=slot.policy.step, until=policy.step):
                 self._redo(slot, record)
         except BaseException:
-            self.drop(policy)  # half-way weights must not pass for a policy
+            if self._training.get(chain_name(policy)) is slot:
+                self.drop(policy)  # half-way weights must not pass for a policy
             raise
         return slot
 

@@ -88,14 +88,26 @@ class Folder:
         (file,) = (self.path / "data" / "models" / "toy").glob("*/model.safetensors")
         return file.read_bytes()
 
+    def chain(self) -> Chain:
+        return Chain(open_store(str(self.path / "data")), "kill", "0-grpo", "policy")
+
     def states(self) -> list[str]:
-        chain = Chain(open_store(str(self.path / "data")), "kill", "0-grpo", "policy")
-        return [chain.policy(step).state for step in range(STEPS + 1)]
+        return [self.chain().policy(step).state for step in range(STEPS + 1)]
+
+    def digests(self) -> list[str | None]:
+        return [record.weights_digest for record in self.chain().records(after=0, until=STEPS)]
 
 
 def make_folder(path: Path, tiny_folder: Path, server: str) -> Folder:
     path.mkdir(parents=True, exist_ok=True)
-    config = toy_config(path, tiny_folder, algorithm__steps=STEPS, checkpoints__recovery_steps=CHECKPOINT_EVERY)
+    config = toy_config(
+        path,
+        tiny_folder,
+        # a reward that an untrained model varies in: every step moves the weights
+        grader__path="tests.grading:even_share",
+        algorithm__steps=STEPS,
+        checkpoints__recovery_steps=CHECKPOINT_EVERY,
+    )
     (path / "config.yaml").write_text(yaml.safe_dump(config))
     return Folder(path, server)
 
@@ -107,6 +119,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path, p
     assert status == 0, output
     assert len(folder.events("shard")) == STEPS * SHARDS_PER_STEP
     assert not folder.events("redo")
+    assert len(set(folder.digests())) == STEPS  # every step moved the weights: equal bytes mean something
     return folder
 
 
@@ -114,6 +127,7 @@ def assert_resumed(folder: Folder, uninterrupted: Folder, *, kills: int) -> None
     """Same bytes, same history, and no more work than a resumption needs."""
     assert folder.weights() == uninterrupted.weights()
     assert folder.states() == uninterrupted.states()
+    assert folder.digests() == uninterrupted.digests()
     assert len(folder.events("shard")) <= STEPS * SHARDS_PER_STEP + kills * SHARDS_PER_STEP
     assert len(folder.events("redo")) <= kills * 2 * CHECKPOINT_EVERY
     assert len(folder.events("step")) <= STEPS + kills

@@ -14,12 +14,14 @@ from tests.fixtures.s3 import KEY, SECRET
 from tests.toy import toy_config
 
 STEPS = 3
+MOVING = {"grader__path": "tests.grading:even_share"}
+"""A reward that an untrained model varies in: every step moves the weights."""
 
 
 async def run_on(url: str, folder: Path, tiny_folder: Path) -> list[str | None]:
     """The weights digests of a run with its artifacts at `url`."""
     folder.mkdir()
-    config = toy_config(folder, tiny_folder, run="s3-run", algorithm__steps=STEPS, storage__url=url)
+    config = toy_config(folder, tiny_folder, run="s3-run", algorithm__steps=STEPS, storage__url=url, **MOVING)
     result = await grpo(GRPOConfig.model_validate(config))
     assert result["report"].startswith(url.removeprefix("file://"))
     chain = Chain(open_store(url), "s3-run", "0-grpo", "policy")
@@ -45,4 +47,5 @@ async def test_a_run_on_s3_is_the_run_on_a_folder(
     on_disk = await run_on(f"file://{tmp_path}/data", tmp_path / "b", tiny_folder)
     assert len(on_s3) == STEPS
     assert None not in on_s3
+    assert len(set(on_s3)) == STEPS
     assert on_s3 == on_disk

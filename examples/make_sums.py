@@ -43,6 +43,8 @@ def main() -> None:
             for a, b in ordered
             for wording in WORDINGS
         ]
+        if name == "heldout":
+            Random(1).shuffle(rows)  # so that the report's first samples are of many sums and wordings
         write(folder / f"sums-{name}.jsonl", rows)
         if name == "train":
             answered = [{"prompt": row["prompt"], "completion": str(row["metadata"]["answer"])} for row in rows]

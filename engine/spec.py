@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -20,8 +20,8 @@ class LocalEngineSpec(Frozen):
     auto: bfloat16 where the device computes it natively, else float32."""
     deterministic: bool = False
     """Final weights equal to the byte to those of a run without faults: computes and samples in float32."""
-    threads: int | Literal["auto"] = Field("auto")
-    """CPU threads of this process. auto: all cores of an idle machine, else one."""
+    threads: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """CPU threads of this process. auto: all cores of an idle machine, else one; with `deterministic`, all cores."""
     max_tokens_per_forward: int = Field(8192, ge=16)
     """Packed tokens of one forward pass: decides the micro-batches and bounds memory. Never changes the loss."""
     max_rows: int = Field(64, ge=1)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import platform
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -22,7 +24,7 @@ class TorchBackend:
 
     def __init__(self, spec: LocalEngineSpec) -> None:
         self.spec = spec
-        self.threads = cpu_threads() if spec.threads == "auto" else spec.threads
+        self.threads = cpu_threads(fixed=spec.deterministic) if spec.threads == "auto" else spec.threads
         cuda = spec.device == "cuda" or (spec.device == "auto" and torch.cuda.is_available())
         self.device = torch.device("cuda" if cuda else "cpu")
         self.compute_dtype = self._compute_dtype()
@@ -49,6 +51,17 @@ class TorchBackend:
         """Called once in the thread that computes: the thread count is a setting of the calling thread."""
         torch.set_num_threads(self.threads)
 
+    @staticmethod
+    @contextlib.contextmanager
+    def threads_of(numerics: Numerics) -> Iterator[None]:
+        """Computes with the thread count of a committed step: "auto" may have chosen another one since."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(numerics.threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
     def load(self, folder: Path) -> TorchTrainer:
         model = load_causal_lm(
             folder, dtype=self.master_dtype, compute_dtype=self.compute_dtype, device=self.device
@@ -73,10 +86,11 @@ class TorchBackend:
                 target[name].copy_(weight)
 
 
-def cpu_threads() -> int:
-    """All cores when the machine is idle, else one: under contention, two OpenMP threads are slower than one."""
+def cpu_threads(*, fixed: bool = False) -> int:
+    """All cores when the machine is idle, else one: under contention, two OpenMP threads are slower than one.
+    `fixed` does not look at the load: the bits of a sum may depend on how many threads shared it."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    return cores if os.getloadavg()[0] < 0.5 * cores else 1
+    return cores if fixed or os.getloadavg()[0] < 0.5 * cores else 1
 
 
 def has_native_bfloat16(device: torch.device) -> bool:

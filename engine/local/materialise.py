@@ -108,13 +108,14 @@ class Materialiser:
         chain = Chain.of(self.store, policy)
         checkpoint = self._nearest_checkpoint(chain, policy.step)
         anchor = checkpoint[0].step if checkpoint else 0
-        if slot is None or not anchor <= slot.policy.step <= policy.step or not self._on_chain(chain, slot.policy):
-            slot = self._restore(slot, chain, checkpoint)
         try:
+            if slot is None or not anchor <= slot.policy.step <= policy.step or not self._on_chain(chain, slot.policy):
+                slot = self._restore(slot, chain, checkpoint)
             for record in chain.records(after=slot.policy.step, until=policy.step):
                 self._redo(slot, record)
         except BaseException:
-            if self._training.get(chain_name(policy)) is slot:
+            held = self._training.get(chain_name(policy))
+            if held is not None and slot is not None and held.trainer is slot.trainer:
                 self.drop(policy)  # half-way weights must not pass for a policy
             raise
         return slot
@@ -170,8 +171,10 @@ class Materialiser:
             return self.backend.load(folder)
 
     def _redo(self, slot: Slot, record: CommitRecord) -> None:
-        """One committed step again, under its recorded micro-batching; the weights must come out as committed."""
-        apply_request(slot.trainer, record.request, self.store, max_tokens=record.numerics.max_tokens)
+        """One committed step again, under its recorded micro-batching and threads; the weights must come out as
+        committed."""
+        with self.backend.threads_of(record.numerics):
+            apply_request(slot.trainer, record.request, self.store, max_tokens=record.numerics.max_tokens)
         log_work("redo", policy=record.policy.uri, step=record.policy.step)
         slot.policy = record.policy
         if record.weights_digest is None:

@@ -128,12 +128,10 @@ def assert_resumed(folder: Folder, uninterrupted: Folder, *, kills: int) -> None
     assert folder.weights() == uninterrupted.weights()
     assert folder.states() == uninterrupted.states()
     assert folder.digests() == uninterrupted.digests()
-    assert len(folder.events("shard")) <= STEPS * SHARDS_PER_STEP + kills * SHARDS_PER_STEP
-    assert len(folder.events("redo")) <= kills * 2 * CHECKPOINT_EVERY
+    # one engine samples one shard at a time, so a kill can lose one that was sampled and not committed
+    assert len(folder.events("shard")) <= STEPS * SHARDS_PER_STEP + kills
+    assert len(folder.events("redo")) <= kills * CHECKPOINT_EVERY
     assert len(folder.events("step")) <= STEPS + kills
-    # what a kill can lose of samples is the shards in flight: none that was committed is sampled again
-    sampled = [(event["step"], event["shard"]) for event in folder.events("shard")]
-    assert len(sampled) - len(set(sampled)) <= kills * SHARDS_PER_STEP
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import torch
 
 from engine.backends.torch_backend import TorchBackend
 from engine.errors import NonFiniteGradient, ReplayDiverged
+from engine.local.apply import Effect, apply_request
 from engine.local.engine import LocalEngine
 from engine.local.materialise import Materialiser
 from engine.protocol import LogprobsRequest, PolicySpec, TokenSequence
@@ -147,6 +148,32 @@ async def test_a_redo_packs_as_the_committed_step_did(chain: Chain, store: Objec
     assert weights(fresh(store, max_tokens_per_forward=16), chain.head()) == committed(chain, STEPS)
 
 
+async def test_a_redo_computes_with_the_threads_of_the_committed_step(
+    chain: Chain, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """threads="auto" looks at the load: a resume under another count must not diverge."""
+    used: list[int] = []
+
+    def spy(*args: Any, **kwargs: Any) -> Effect:
+        used.append(torch.get_num_threads())
+        return apply_request(*args, **kwargs)
+
+    monkeypatch.setattr("engine.local.materialise.apply_request", spy)
+    rewrite(chain, 2, lambda body: body["numerics"].update(threads=2))
+    before = torch.get_num_threads()
+    fresh(store).for_training(chain.policy(2))
+    assert used == [1, 2]
+    assert torch.get_num_threads() == before
+
+
+def test_a_deterministic_engine_does_not_look_at_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = set()
+    for load in (0.0, 100.0):
+        monkeypatch.setattr("os.getloadavg", lambda load=load: (load, load, load))
+        chosen.add(TorchBackend(LocalEngineSpec(deterministic=True)).threads)
+    assert len(chosen) == 1
+
+
 async def test_a_second_stage_starts_from_the_first_with_fresh_moments(
     engine: LocalEngine, chain: Chain, store: ObjectStore
 ) -> None:
@@ -217,6 +244,20 @@ async def test_a_divergence_on_the_way_forward_drops_the_slot_that_was_there(
     worklog.unlink()
     assert slots.for_training(chain.policy(1)).trainer.weights_digest()[0] == committed(chain, 1)
     assert restored(worklog) == [0]
+
+
+async def test_a_divergence_on_the_way_back_drops_the_slot_that_was_there(
+    engine: LocalEngine, chain: Chain, store: ObjectStore, worklog: Path
+) -> None:
+    """The restored weights lie in the memory of the slot that went on: it must not pass for the head any more."""
+    await engine.save_checkpoint(chain.policy(1), provenance=PROVENANCE)
+    slots = fresh(store)
+    slots.for_training(chain.head())
+    true = rewrite(chain, 2, lambda body: body.update(weights_digest="0" * 64))
+    with pytest.raises(ReplayDiverged):
+        slots.for_training(chain.policy(2))
+    chain.store.put(keys.chain_record(chain.run, chain.stage, chain.model, 2), true.model_dump_json().encode())
+    assert weights(slots, chain.head()) == committed(chain, STEPS)
 
 
 async def test_an_altered_request_breaks_the_chain(chain: Chain, store: ObjectStore) -> None:

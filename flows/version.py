@@ -13,10 +13,9 @@ def code_version() -> str:
     if deployed:
         return deployed
     here = Path(__file__).resolve().parent
-    git = subprocess.run(
-        ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        git = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:  # an image without git
+        return "unknown"
     return git.stdout.strip() or "unknown"

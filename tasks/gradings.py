@@ -80,7 +80,7 @@ def check_masked(outcomes: list[GradeOutcome], grading: Grading, *, where: str) 
         raise TooManyMasked(
             f"{len(masked)} of {len(outcomes)} completions of {where} could not be graded, at most "
             f"{grading.max_masked_fraction:.0%} may fail; the first reason: {masked[0].reason}. Mend the grader (the "
-            "rollouts are kept), or raise grading.max_masked_fraction"
+            "rollouts are kept), or raise max_masked_fraction"
         )
 
 

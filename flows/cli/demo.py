@@ -10,7 +10,7 @@ from rich.console import Console
 
 from flows.cli.runner import run_config
 from flows.config import GRPOConfig
-from flows.overrides import parse_config
+from flows.overrides import ConfigError, parse_config
 
 DEMO_CONFIG = Path("examples") / "demo.yaml"
 MODEL_FOLDER = Path(".ostinato") / "models" / "smollm2-135m-instruct"
@@ -32,5 +32,9 @@ def run_demo(*, seed: int, sets: list[str], new: bool) -> int:
             # by name: flows must be importable without torch
             convert = import_module("engine.backends.gguf").convert_gguf
             convert(Path(package.submodule_search_locations[0]) / GGUF, MODEL_FOLDER)
-    config = parse_config(GRPOConfig, DEMO_CONFIG, [f"seed={seed}", *sets])
+    try:
+        config = parse_config(GRPOConfig, DEMO_CONFIG, [f"seed={seed}", *sets])
+    except ConfigError as error:
+        console.print(str(error), markup=False, highlight=False)
+        return 2
     return run_config("grpo", config, console, new=new)

@@ -15,10 +15,11 @@ from engine.errors import EngineError
 from flows.cli.memory import forget, remembered_run
 from flows.config import FlowConfig, GRPOConfig, SFTConfig
 from flows.overrides import ConfigError, parse_config
-from flows.server import local_prefect_server, use_server
+from flows.server import ServerError, local_prefect_server, use_server
 from storage.errors import StorageError
 from tasks.datasets.errors import DatasetError
 from tasks.graders.spec import GraderSpecError
+from tasks.gradings import TooManyMasked
 from tasks.statistics import PairedDifference
 
 QUIET = {
@@ -30,7 +31,9 @@ QUIET = {
 
 CONFIGS: dict[str, type[FlowConfig]] = {"grpo": GRPOConfig, "sft": SFTConfig}
 
-REFUSED = (ConfigError, EngineError, StorageError, DatasetError, GraderSpecError, ValueError)
+REFUSED = (
+    ConfigError, EngineError, StorageError, DatasetError, GraderSpecError, TooManyMasked, ServerError, ValueError,
+)  # fmt: skip
 """Errors whose message is the whole story: no traceback helps."""
 
 

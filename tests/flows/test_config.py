@@ -13,9 +13,11 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from flows.checkpoints import CheckpointSchedule
+from flows.cli import demo
 from flows.cli.memory import forget, remembered_run
 from flows.config import CheckpointConfig, FlowConfig, GRPOConfig, SFTConfig
 from flows.overrides import ConfigError, parse_config
+from flows.version import code_version
 
 GRPO = {"model": {"key": "m"}, "data": {"train": {"kind": "file", "path": "p"}}, "grader": {"path": "a:b"}}
 SFT = {"model": {"key": "m"}, "data": {"train": {"kind": "file", "path": "p"}}}
@@ -222,6 +224,19 @@ def test_wrong_words_are_a_usage_error(words: list[str], tmp_path: Path) -> None
     done = cli(tmp_path, *words)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
+
+
+def test_the_demo_refuses_a_bad_set_without_a_traceback(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "DEMO_CONFIG", Path(__file__).parents[2] / "examples" / "demo.yaml")
+    monkeypatch.setattr(demo, "MODEL_FOLDER", here)
+    (here / "config.json").touch()
+    assert demo.run_demo(seed=0, sets=["algorithm.stepps=3"], new=False) == 2
+
+
+def test_without_git_the_code_version_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("OSTINATO_CODE_VERSION", raising=False)
+    assert code_version() == "unknown"
 
 
 # -- remembered runs ---------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from storage.artifacts import (
 )
 from storage.chain import Chain, CommitRecord, PolicyRef, StepRequest
 from storage.failpoints import failpoint
+from storage.leases import current_epoch
 from storage.models import canonical_json, digest
 from storage.objects import open_store
 from storage.registry import find_model, publish_model
@@ -59,9 +60,12 @@ class LocalEngine:
         call = lambda: function(*args, **kwargs)  # noqa: E731
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)
 
-    def _fence(self, run: str, epoch: int) -> None:
-        """Refuses a caller whose lease was taken over."""
+    def _fence(self, run: str, epoch: int, *, ask_store: bool = False) -> None:
+        """Refuses a caller whose lease was taken over, as far as this engine has heard; `ask_store` hears of leases
+        taken by other processes too, for a listing: a step is dear enough to ask first."""
         newest = self._epochs.get(run, 0)
+        if ask_store:
+            newest = max(newest, current_epoch(self.store, run))
         if epoch < newest:
             raise Fenced(
                 f"this call acts for run {run!r} in epoch {epoch}, but epoch {newest} has taken over; stop: "
@@ -146,7 +150,7 @@ class LocalEngine:
         return await self._compute(self._take_gradient_step, request, epoch)
 
     def _take_gradient_step(self, request: StepRequest, epoch: int) -> CommitRecord:
-        self._fence(request.parent.run, epoch)
+        self._fence(request.parent.run, epoch, ask_store=True)
         chain = Chain.of(self.store, request.parent)
         committed = chain.record(request.parent.step + 1)
         if committed is not None:

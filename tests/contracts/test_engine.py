@@ -24,6 +24,7 @@ from engine.protocol import (
 )
 from storage.artifacts import ArtifactRef, materialise_files
 from storage.chain import Chain, PolicyRef, Root
+from storage.leases import acquire
 from storage.objects import ObjectStore, open_store
 from tests.fixtures.engines import (
     DETERMINISTIC,
@@ -337,6 +338,16 @@ class EngineContract:
         await engine.save_checkpoint(start, provenance=PROVENANCE)
         with pytest.raises(UnknownPolicy):
             await engine.save_checkpoint(start.model_copy(update={"state": "f" * 64}), provenance=PROVENANCE)
+
+    async def test_a_lease_taken_elsewhere_fences_the_next_step(
+        self, engine: Engine, store: ObjectStore, start: PolicyRef
+    ) -> None:
+        request = request_after(start, commit_batch(store, start))
+        mine, theirs = acquire(store, start.run, {}), acquire(store, start.run, {"who": "a successor"})
+        with pytest.raises(Fenced, match="another process is driving the run"):
+            await engine.take_gradient_step(request, epoch=mine)
+        assert Chain.of(store, start).record(1) is None
+        assert (await engine.take_gradient_step(request, epoch=theirs)).policy.step == 1
 
     async def test_a_lower_epoch_is_fenced_and_changes_nothing(
         self, engine: Engine, store: ObjectStore, start: PolicyRef, tiny_folder: Path

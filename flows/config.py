@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from engine.losses.spec import KLEstimator
 from engine.protocol import SamplingParams
 from engine.spec import EngineSpec, LocalEngineSpec
 from storage.chain import OldLogprobs
+from storage.errors import InvalidKey
+from storage.keys import validate_name
 from storage.models import Frozen
 from tasks.batches import AdvantageEstimator
 from tasks.datasets.spec import FileDataset, ReasoningGymDataset
@@ -34,16 +36,38 @@ class ModelConfig(Frozen):
     publish_as: str | None = None
     """Registry name of the trained model. None: the run's key."""
 
+    @field_validator("name", "publish_as")
+    @classmethod
+    def _is_a_name(cls, value: str | None) -> str | None:
+        try:
+            return None if value is None else validate_name(value)
+        except InvalidKey as error:  # said now, and not when the training is over
+            raise ValueError(str(error)) from error
+
 
 class DataConfig(Frozen):
-    """What to train on, and what never to train on."""
+    """What to train on."""
 
     train: DatasetSource
+
+
+class PromptDataConfig(DataConfig):
+    """Prompts to train on, and prompts never to train on."""
+
     heldout: DatasetSource | None = None
     """Prompts of the evaluation before and after training."""
     max_prompt_tokens: int | None = Field(None, ge=1)
     truncation: Truncation = "error"
     """What happens to a longer prompt: error, left, right (cut there), or drop (counted)."""
+
+    @model_validator(mode="after")
+    def _longer_than_what(self) -> Self:
+        if self.max_prompt_tokens is None and self.truncation != "error":
+            raise ValueError(
+                f"truncation={self.truncation!r} acts on prompts longer than max_prompt_tokens, which is not given; "
+                "set max_prompt_tokens, at most the model's context less sampling.max_new_tokens"
+            )
+        return self
 
 
 class GraderConfig(Frozen):
@@ -183,7 +207,7 @@ class GRPOConfig(FlowConfig):
     """`ostinato run grpo`: reinforcement learning from graded rollouts."""
 
     model: ModelConfig
-    data: DataConfig
+    data: PromptDataConfig
     grader: GraderConfig
     sampling: SamplingParams = SamplingParams(max_new_tokens=256)
     algorithm: GRPOAlgorithm = GRPOAlgorithm()

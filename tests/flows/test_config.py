@@ -78,6 +78,9 @@ def refusal(model: type[FlowConfig], config: dict[str, Any], tmp_path: Path) -> 
         ({"optimizer__lr": "fast"}, ["optimizer.lr", "number", "'fast'"]),
         ({"optimizer__schedule": "cosin"}, ["optimizer.schedule", "'cosine'", "'constant'", "'cosin'"]),
         ({"data__truncation": "middle"}, ["data.truncation", "'left'", "'drop'", "'middle'"]),
+        ({"data__truncation": "drop"}, ["truncation='drop'", "max_prompt_tokens", "not given"]),
+        ({"model__publish_as": "a name"}, ["model.publish_as", "'a name' is not a name"]),
+        ({"model__name": "../up"}, ["model.name", "'../up' is not a name"]),
         ({"engine": {"deterministic": True, "compute_dtype": "bfloat16"}}, ["deterministic=true", "compute_dtype"]),
         ({"checkpoints__frequency": 1.5}, ["checkpoints.frequency", "less than or equal to 1", "1.5"]),
     ],
@@ -109,6 +112,11 @@ def test_every_wrong_key_is_listed_at_once(tmp_path: Path) -> None:
 def test_sft_takes_steps_or_epochs(tmp_path: Path) -> None:
     message = refusal(SFTConfig, changed(SFT, algorithm__epochs=2), tmp_path)
     assert "steps=4" in message and "epochs=2" in message and "give one" in message
+
+
+@pytest.mark.parametrize("key", ["heldout", "max_prompt_tokens", "truncation"])
+def test_sft_refuses_what_it_has_no_use_for(key: str, tmp_path: Path) -> None:
+    assert f"data.{key}: unknown key" in refusal(SFTConfig, changed(SFT, **{f"data__{key}": None}), tmp_path)
 
 
 def test_a_config_is_frozen() -> None:
@@ -163,7 +171,7 @@ def test_names_and_patience_do_not_decide_the_result() -> None:
         {"sampling__top_p": 0.9},
         {"grader": {"path": "a:c"}},
         {"grader": {"path": "a:b", "arguments": {"x": 1}}},
-        {"data__truncation": "drop"},
+        {"data__max_prompt_tokens": 9, "data__truncation": "drop"},
         {"model": {"key": "other"}},
     ):
         assert GRPOConfig.model_validate(changed(GRPO, **change)).semantic() != one.semantic(), change

@@ -38,6 +38,11 @@ class CheckpointSchedule:
         self._last_write = time.monotonic()
         return Due(named)
 
+    def missed(self, steps_done: int, total_steps: int | None, *, model: str) -> Due | None:
+        """The named checkpoint of the last committed step, which a crash may have come before; a resume writes it."""
+        named = self._named(steps_done - 1, total_steps, model) if steps_done else None
+        return None if named is None else Due(named)
+
     def _named(self, step: int, total_steps: int | None, model: str) -> str | None:
         if self.config.every_steps is not None:
             return f"{model}-{step + 1}" if (step + 1) % self.config.every_steps == 0 else None

@@ -137,6 +137,8 @@ class GRPO:
         journal = Journal(self.model, policy, self.logger, total_steps=total_steps)
         cursor = journal.cursor()
         plan = self._batch_plan(start)
+        if due := self.checkpoints.missed(policy.step, total_steps, model=self.model.name):
+            await save_checkpoint(workspace, policy, name=due.named, keep_last=self.checkpoints.keep_last)
         for step in steps(policy.step, total_steps):
             rows, cursor_out = take(cursor, self.prompts_per_batch, rows=data.rows, seed=self.data_seed)
             shards = self._shards(data.ref, rows)
@@ -212,6 +214,8 @@ class GRPO:
 
 
 def _check_sizes(steps: int | None, epochs: int | None, samples: int, completions: int) -> None:
+    if min(samples, completions) < 1:
+        raise ValueError(f"samples_per_batch={samples}, completions_per_sample={completions}; give 1 or more of each")
     if steps is not None and epochs is not None:
         raise ValueError(f"both max_num_grpo_steps={steps} and epochs={epochs} were given; give one of them")
     if samples % completions:

@@ -78,6 +78,8 @@ class SFT:
         total_steps = self.max_steps or -(-self.epochs * data.rows // size)
         journal = Journal(self.model, policy, self.logger, total_steps=total_steps)
         cursor = journal.cursor()
+        if due := self.checkpoints.missed(policy.step, total_steps, model=self.model.name):
+            await save_checkpoint(workspace, policy, name=due.named, keep_last=self.checkpoints.keep_last)
         for step in steps(policy.step, total_steps):
             rows, cursor_out = take(cursor, size, rows=data.rows, seed=self.data_seed)
             batch = await prepare_completions(workspace, policy, self.model.base, data.ref, rows, step=step)

@@ -18,7 +18,6 @@ from tasks.metrics import EvaluationSummary, SampleRollout, StepMetrics
 from tasks.plots import Interval, curve_svg, intervals_svg, time_split_svg
 from tasks.statistics import PairedDifference, paired_difference
 
-SAMPLES_SHOWN = 10
 TEXT_SHOWN = 4000
 """Characters of a prompt or completion; what is cut is said."""
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
@@ -75,7 +74,7 @@ def render_report(data: ReportData) -> str:
         time_split=_time_split(data.steps),
         intervals=_intervals(data),
         comparisons=comparisons,
-        samples=list(zip_longest(data.samples_before[:SAMPLES_SHOWN], data.samples_after[:SAMPLES_SHOWN])),
+        samples=list(zip_longest(data.samples_before, data.samples_after)),
         groups=_fact_groups(data.facts),
         resumed=[step.step + 1 for step in data.steps if step.resumed],
         masked=sum(step.masked for step in data.steps),

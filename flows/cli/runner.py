@@ -117,7 +117,8 @@ def _say(result: dict[str, Any], console: Console) -> None:
             f"held-out reward on {heldout['n']} prompts: before {heldout['before_mean']:.3f}, after "
             f"{heldout['after_mean']:.3f}; paired difference {PairedDifference(**heldout)}",
             highlight=False,
+            soft_wrap=True,
         )
     for name in ("model", "model_folder", "report"):
         if result.get(name):
-            console.print(f"{name.replace('_', ' ')}: {result[name]}", highlight=False)
+            console.print(f"{name.replace('_', ' ')}: {result[name]}", highlight=False, soft_wrap=True)

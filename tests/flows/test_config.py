@@ -325,6 +325,12 @@ def test_every_so_many_steps_goes_before_the_fraction_and_needs_no_end() -> None
     assert named(None, 7, frequency=None) == {}
 
 
+def test_a_resume_writes_the_named_checkpoint_that_a_crash_came_before() -> None:
+    schedule = CheckpointSchedule(CheckpointConfig(every_steps=2, recovery_steps=1))
+    missed = [schedule.missed(done, 4, model="policy") for done in range(5)]
+    assert [found and found.named for found in missed] == [None, None, "policy-2", None, "policy-4"]
+
+
 def test_recovery_checkpoints_are_unnamed() -> None:
     schedule = CheckpointSchedule(CheckpointConfig(frequency=None, recovery_steps=2))
     due = [schedule.due(step, 5, model="policy") for step in range(5)]

@@ -176,3 +176,9 @@ def test_evaluations_of_different_prompts_are_refused() -> None:
 def test_an_evaluation_without_a_grade_is_refused() -> None:
     with pytest.raises(ValueError, match="2 prompts and no grade"):
         summarise_evaluation("held-out", [None, None])
+
+
+def test_every_sample_that_was_asked_for_is_shown() -> None:
+    samples = tuple(SampleRollout(prompt=f"prompt {n}.", completion="c", reward=None) for n in range(12))
+    page = Page(render_report(report(samples_before=samples, samples_after=samples)))
+    assert all(sample.prompt in page.text for sample in samples)

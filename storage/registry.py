@@ -52,9 +52,15 @@ def publish_model(
         ref = publish_files(
             store, key, files, entries, kind="model", parents=parents, provenance=provenance, extra=extra
         )
-    # a late retry of an old publication must not take "latest" back
-    if version not in _versions_in_log(store, name, LATEST):
-        _append_alias(store, name, LATEST, version)
+    _make_latest_once(store, name, version)
+    return ref
+
+
+def find_published(store: ObjectStore, name: str, version: str) -> ArtifactRef | None:
+    """The model of that version, or None; completes a publication that ended before "latest" was moved."""
+    ref = find_model(store, name, version)
+    if ref is not None:
+        _make_latest_once(store, name, version)
     return ref
 
 
@@ -86,6 +92,12 @@ def resolve_alias(store: ObjectStore, name: str, alias: str = LATEST) -> str | N
     """The version that `alias` means now, or None."""
     numbers = _log_numbers(store, name, alias)
     return _entry(store, name, alias, numbers[-1]) if numbers else None
+
+
+def _make_latest_once(store: ObjectStore, name: str, version: str) -> None:
+    # a late retry of an old publication must not take "latest" back
+    if version not in _versions_in_log(store, name, LATEST):
+        _append_alias(store, name, LATEST, version)
 
 
 def _append_alias(store: ObjectStore, name: str, alias: str, version: str) -> int:

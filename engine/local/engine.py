@@ -33,7 +33,7 @@ from storage.failpoints import failpoint
 from storage.leases import current_epoch
 from storage.models import canonical_json, digest
 from storage.objects import open_store
-from storage.registry import find_model, publish_model
+from storage.registry import find_model, find_published, publish_model
 from storage.worklog import log_work
 
 P = ParamSpec("P")
@@ -238,7 +238,7 @@ class LocalEngine:
         weights_digest, _ = slot.trainer.weights_digest()
         # the version names the content, so that a second export of the same weights is the same version
         version = f"{policy.step:06d}-{digest(canonical_json([weights_digest, policy.state]))[:12]}"
-        found = find_model(self.store, model_name, version)
+        found = find_published(self.store, model_name, version)
         if found is not None:
             return found
         with self.policies.scratch() as folder, self.policies.scratch() as base_folder:

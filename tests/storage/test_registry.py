@@ -12,7 +12,7 @@ from storage import keys
 from storage.artifacts import ArtifactRef, Provenance, commit_files, materialise_files
 from storage.errors import CorruptArtifact, InvalidKey, ObjectNotFound, VersionConflict
 from storage.objects import ObjectStore, open_store
-from storage.registry import find_model, list_versions, publish_model, resolve_alias, set_alias
+from storage.registry import find_model, find_published, list_versions, publish_model, resolve_alias, set_alias
 
 PROVENANCE = Provenance(code_version="abc", config_digest="0" * 64, seed=7)
 
@@ -96,6 +96,17 @@ def test_an_interrupted_publication_is_invisible_and_then_completed(
     assert list_versions(store, "smol") == []
     assert publish(store, folder) == find_model(store, "smol")
     assert list_versions(store, "smol") == ["1"]
+
+
+def test_a_publication_that_ended_before_latest_moved_is_completed_when_it_is_found(
+    store: ObjectStore, folder: Path
+) -> None:
+    ref = publish(store, folder, "1")
+    for info in list(store.list("models/smol/aliases/")):
+        store.delete(info.key)
+    assert find_model(store, "smol") is None
+    assert find_published(store, "smol", "2") is None
+    assert find_published(store, "smol", "1") == ref == find_model(store, "smol")
 
 
 def test_latest_follows_publication_and_is_never_taken_back(store: ObjectStore, folder: Path) -> None:

@@ -16,7 +16,7 @@ from uuid import uuid4
 from pydantic import Field, JsonValue, ValidationError, field_validator
 
 from storage import keys
-from storage.errors import CorruptArtifact, InvalidKey, ObjectNotFound, StorageError
+from storage.errors import ArtifactConflict, CorruptArtifact, InvalidKey, ObjectNotFound, StorageError
 from storage.failpoints import FAILPOINTS, failpoint
 from storage.models import Frozen, canonical_json, digest, digest_file
 from storage.objects import ObjectStore
@@ -181,6 +181,17 @@ def find_artifact(store: ObjectStore, key: str) -> ArtifactRef | None:
         return read_manifest(store, key).ref
     except ObjectNotFound:
         return None
+
+
+def made_from(ref: ArtifactRef, parent: str) -> ArtifactRef:
+    """The ref itself. Raises ArtifactConflict unless `parent`, a uri, led to it: two models of one stage share the keys
+    of its steps."""
+    if parent not in ref.parents:
+        raise ArtifactConflict(
+            f"{ref.key} was made from {', '.join(ref.parents) or 'nothing'}, not from {parent}; train two models in "
+            "stages of different names, or in two runs"
+        )
+    return ref
 
 
 def read_manifest(store: ObjectStore, key: str) -> Manifest:

@@ -3,7 +3,7 @@
 StorageError
 ├── TransientStorageError      StorageUnavailable  StorageFull
 └── PermanentStorageError      ObjectNotFound  AccessDenied  CorruptArtifact  UnsupportedFilesystem  InvalidKey
-                               SchemaMismatch  SemanticMismatch  VersionConflict
+                               SchemaMismatch  SemanticMismatch  VersionConflict  ArtifactConflict
 """
 
 from __future__ import annotations
@@ -61,6 +61,10 @@ class SchemaMismatch(PermanentStorageError):
 
 class SemanticMismatch(PermanentStorageError):
     """A run key that is taken by a run with another semantic configuration."""
+
+
+class ArtifactConflict(PermanentStorageError):
+    """A key that holds an artifact of another origin."""
 
 
 class VersionConflict(PermanentStorageError):

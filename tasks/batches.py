@@ -13,7 +13,7 @@ from engine.text.threads import StringThread
 from engine.text.tokenizers import renderer_of
 from engine.workspace import Workspace
 from storage import keys
-from storage.artifacts import ArtifactRef, find_artifact
+from storage.artifacts import ArtifactRef, find_artifact, made_from
 from storage.chain import OldLogprobs, PolicyRef
 from storage.models import Frozen
 from storage.objects import ObjectStore
@@ -49,7 +49,7 @@ async def rollout_batch(
     with timed("storage"):
         found = find_artifact(store, key)
         if found is not None:
-            return found
+            return made_from(found, policy.uri)
         rows = _joined(store, rollouts, graded)
     kept = [row for row in with_advantages(rows, plan.advantage_estimator) if row["completion_ids"]]
     if not kept:
@@ -59,7 +59,7 @@ async def rollout_batch(
         )
     table = await _batch_table(workspace, policy, kept, plan)
     with timed("storage"):
-        return commit_table(
+        committed = commit_table(
             store,
             key,
             table,
@@ -67,6 +67,7 @@ async def rollout_batch(
             parents=(policy.uri, *(ref.uri for ref in (*rollouts, *graded))),
             provenance=workspace.provenance,
         )
+    return made_from(committed, policy.uri)
 
 
 async def _batch_table(
@@ -143,7 +144,7 @@ async def completion_batch(
     with timed("storage"):
         found = find_artifact(store, key)
         if found is not None:
-            return found
+            return made_from(found, policy.uri)
         records = RowReader(store, dataset).rows(rows)
     renderer = renderer_of(store, base)
     empty: dict[str, Any] = {name: None for name in SCHEMAS["batch"].names}
@@ -158,7 +159,7 @@ async def completion_batch(
             f"step {step}: none of the rows {rows[:5]}… has an assistant turn to learn; SFT needs completions"
         )
     with timed("storage"):
-        return commit_table(
+        committed = commit_table(
             store,
             key,
             pa.Table.from_pylist(table_rows, schema=SCHEMAS["batch"]),
@@ -166,3 +167,4 @@ async def completion_batch(
             parents=(policy.uri, dataset.uri),
             provenance=workspace.provenance,
         )
+    return made_from(committed, policy.uri)

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from engine.workspace import Workspace
 from storage import keys
-from storage.artifacts import ArtifactRef, find_artifact
+from storage.artifacts import ArtifactRef, find_artifact, made_from
 from storage.models import Frozen
 from storage.tables import SCHEMAS, commit_table, read_table
 from storage.worklog import log_work
@@ -50,7 +50,7 @@ async def grade_shard(
     with timed("storage"):
         found = find_artifact(store, key)
         if found is not None:
-            return found
+            return made_from(found, rollouts.uri)
         rows = read_table(store, rollouts).to_pylist()
     with timed("grade"):
         outcomes = await grade_texts(rows, grading)
@@ -58,9 +58,10 @@ async def grade_shard(
     log_work("grade", stage=stage, step=step, shard=shard)
     table = graded_table(rows, outcomes)
     with timed("storage"):
-        return commit_table(
+        committed = commit_table(
             store, key, table, kind="graded", parents=(rollouts.uri,), provenance=workspace.provenance
         )
+    return made_from(committed, rollouts.uri)
 
 
 async def grade_texts(rows: list[dict[str, object]], grading: Grading) -> list[GradeOutcome]:

@@ -14,7 +14,7 @@ from engine.text.threads import StringThread
 from engine.text.tokenizers import renderer_of
 from engine.workspace import Workspace
 from storage import keys
-from storage.artifacts import ArtifactRef, find_artifact
+from storage.artifacts import ArtifactRef, find_artifact, made_from
 from storage.chain import PolicyRef
 from storage.failpoints import failpoint
 from storage.models import Frozen
@@ -50,7 +50,7 @@ async def sample_shard(
     with timed("storage"):
         found = find_artifact(store, key)
         if found is not None:
-            return found
+            return made_from(found, policy.uri)
         rows = RowReader(store, shard.dataset).rows(shard.rows)
     earlier = shard.repetitions or (0,) * len(rows)
     rows = [row | {"first": n * shard.completions} for row, n in zip(rows, earlier, strict=True)]
@@ -64,7 +64,7 @@ async def sample_shard(
     table = rollout_table(renderer_of(store, shard.base), policy, jobs, seeds, completions)
     log_work("shard", stage=policy.stage, step=step, shard=shard.index)
     with timed("storage"):
-        return commit_table(
+        committed = commit_table(
             store,
             key,
             table,
@@ -73,6 +73,7 @@ async def sample_shard(
             provenance=workspace.provenance,
             extra={"prompts": len(shard.rows), "dropped": len(rows) - len(prompts)},
         )
+    return made_from(committed, policy.uri)
 
 
 def render_prompts(

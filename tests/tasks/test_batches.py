@@ -18,6 +18,7 @@ from engine.workspace import Workspace
 from storage import keys
 from storage.artifacts import ArtifactRef, Provenance, read_manifest
 from storage.chain import Chain, OptimizerSpec, PolicyRef, Root, StepRequest
+from storage.errors import ArtifactConflict
 from storage.tables import SCHEMAS, commit_table, read_table
 from tasks.batches import BatchPlan, rollout_batch, with_advantages
 from tasks.datasets.load import load_dataset
@@ -148,6 +149,17 @@ async def test_grades_of_other_rollouts_are_refused(stand: Stand) -> None:
     graded = stand.graded(other, [1.0] * 8, step=1)
     with pytest.raises(BadSpec, match="does not grade the rows"):
         await stand.batch(rollouts, graded)
+
+
+async def test_two_models_of_one_stage_do_not_train_on_each_others_samples(stand: Stand) -> None:
+    rollouts = await stand.sample()
+    graded = await stand.grade(rollouts, "tests.grading:even_share")
+    await stand.batch(rollouts, graded)
+    assert await stand.sample() == rollouts
+    stand.policy = stand.policy.model_copy(update={"model": "other"})
+    for again in (stand.sample(), stand.batch(rollouts, graded)):
+        with pytest.raises(ArtifactConflict, match="not from policy:run/.*/other@0"):
+            await again
 
 
 async def test_a_step_without_one_gradable_completion_is_refused(stand: Stand) -> None:

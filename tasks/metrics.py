@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from pydantic import ConfigDict
+
 from storage.models import Frozen
 from tasks.statistics import mean_interval
 
@@ -12,6 +14,9 @@ ACTIVITIES = ("rollout", "grade", "train", "sync", "storage", "orchestration")
 class StepMetrics(Frozen):
     """One finished step. A field that the algorithm does not have (the reward of an SFT step) is None."""
 
+    # a NaN as text: JSON has no number for it, and null would not be read back
+    model_config = ConfigDict(ser_json_inf_nan="strings")
+
     step: int
     """0-based, as in the artifact keys; people are shown step + 1."""
     total_steps: int | None = None
@@ -21,8 +26,9 @@ class StepMetrics(Frozen):
     kl_mean: float | None = None
     """Mean per-token KL to the reference, nats."""
     loss: float
+    """NaN where no update of the step had a finite one (all were left out)."""
     grad_norm: float
-    """L2 norm before clipping."""
+    """L2 norm before clipping. NaN as with the loss."""
     learning_rate: float
     completion_tokens: int = 0
     """Tokens sampled in this step, or trained tokens where nothing is sampled."""

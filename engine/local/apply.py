@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
+from math import isfinite
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -72,15 +74,17 @@ def _trained(samples: list[Sample]) -> list[Sample]:
 
 
 def _effect(reports: list[UpdateReport]) -> Effect:
-    """Metrics are means over the updates; `tokens` is their sum."""
-    names = sorted({name for report in reports for name in report.metrics})
-    means = {
-        name: sum(report.metrics.get(name, 0.0) for report in reports) / len(reports) for name in names if reports
-    }
+    """Metrics are means over the updates that have them as finite numbers; `tokens` is their sum."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for report in reports:
+        for name, value in report.metrics.items():
+            if isfinite(value):
+                values[name].append(value)
+    means = {name: sum(found) / len(found) for name, found in sorted(values.items())}
     if reports:
         means["tokens"] = sum(report.metrics["tokens"] for report in reports)
     return Effect(
-        metrics={name: value for name, value in means.items() if value == value and abs(value) != float("inf")},
+        metrics=means,
         updates=sum(not report.skipped for report in reports),
         skipped=sum(report.skipped for report in reports),
         micro_batches=sum(report.micro_batches for report in reports),

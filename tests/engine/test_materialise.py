@@ -368,6 +368,7 @@ async def test_an_update_that_is_not_finite_is_skipped_and_counted_when_asked(
     )
     record = await engine.take_gradient_step(request)
     assert (record.updates, record.skipped) == (1, 1)
+    assert record.metrics["grad_norm"] > 0  # of the update that was made; the other one has none
     assert record.weights_digest != committed(chain, STEPS)
     assert weights(fresh(store), record.policy) == record.weights_digest  # a redo skips the same update
 

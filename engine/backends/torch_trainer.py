@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.backends.causal_lm import CausalLM, digest_weights
-from engine.backends.packing import micro_batches, pack
+from engine.backends.packing import Packable, micro_batches, pack
 from engine.backends.protocol import Objective, UpdateReport
-from engine.errors import BadSpec, NonFiniteGradient
+from engine.errors import BadSpec, NonFiniteGradient, SampleTooLong
 from engine.losses.normalisation import token_weights
 from engine.losses.registry import LOSSES, LossInputs
 from engine.protocol import TokenSequence
@@ -42,6 +42,7 @@ class TorchTrainer:
         max_tokens: int,
         on_micro_batch: Callable[[], None] = lambda: None,
     ) -> UpdateReport:
+        self._check_lengths(samples)
         report = UpdateReport()
         total_tokens = sum(sample.trained for sample in samples)
         if total_tokens == 0:
@@ -143,6 +144,7 @@ class TorchTrainer:
         self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int
     ) -> list[list[float]]:
         """Nats of every trained token, per sequence, in the order given."""
+        self._check_lengths(sequences)
         found: list[list[float]] = [[] for _ in sequences]
         for indices in micro_batches(sequences, max_tokens=max_tokens):
             packed = pack([sequences[i] for i in indices], device=self.model.device)
@@ -150,6 +152,15 @@ class TorchTrainer:
             for index, part in zip(indices, values_N.split(list(packed.trained_S)), strict=True):
                 found[index] = part.tolist()
         return found
+
+    def _check_lengths(self, sequences: Sequence[Packable]) -> None:
+        """Positions beyond the context were never trained: rotary ones extrapolate without a word."""
+        longest = max(sequences, key=lambda sequence: len(sequence.token_ids), default=None)
+        if longest is not None and len(longest.token_ids) > self.model.context_length:
+            raise SampleTooLong(
+                f"a sequence of {len(longest.token_ids)} tokens (group {longest.group!r}) passes the model's context "
+                f"of {self.model.context_length}; shorten it or leave it out"
+            )
 
     # -- state ------------------------------------------------------------------------------------------------
 

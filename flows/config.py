@@ -95,7 +95,7 @@ class GRPOAlgorithm(Frozen):
     mini_epochs_per_batch: int = Field(1, ge=1)
     completions_per_sample: int = Field(8, ge=1)
     """Completions of one prompt: a group."""
-    clip_range: float = Field(0.1, gt=0)
+    clip_range: float = Field(0.1, gt=0, le=1)
     clip_range_high: float | None = Field(None, gt=0)
     """Upper clip when it differs from the lower (clip-higher, arXiv:2503.14476)."""
     dual_clip: float | None = Field(None, gt=1)

@@ -64,6 +64,7 @@ def refusal(model: type[FlowConfig], config: dict[str, Any], tmp_path: Path) -> 
         ),
         ({"algorithm__clip_range": 0.0}, ["algorithm.clip_range", "greater than 0", "0.0"]),
         ({"algorithm__clip_range": -0.1}, ["algorithm.clip_range", "greater than 0", "-0.1"]),
+        ({"algorithm__clip_range": 1.5}, ["algorithm.clip_range", "less than or equal to 1", "1.5"]),
         ({"algorithm__clip_range_high": 0.0}, ["algorithm.clip_range_high", "greater than 0", "0.0"]),
         ({"algorithm__kl_beta": -1.0}, ["algorithm.kl_beta", "greater than or equal to 0", "-1.0"]),
         ({"algorithm__steps": 0}, ["algorithm.steps", "greater than or equal to 1", "0"]),

@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import inspect
 import logging
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -92,13 +93,18 @@ def source_digest(path: str) -> str | None:
     Only that file: what it imports is recorded with the run's package versions and code version.
     """
     module = path.partition(":")[0]
-    try:
-        found = importlib.util.find_spec(module)
-    except (ImportError, ValueError) as error:
-        raise GraderSpecError(f"grader {path!r}: no module {module!r} ({error})") from error
-    if found is None or found.origin is None or not Path(found.origin).is_file():
+    loaded = sys.modules.get(module)
+    if loaded is not None and loaded.__spec__ is None:  # the script that runs, as `__main__`
+        origin = getattr(loaded, "__file__", None)
+    else:
+        try:
+            found = importlib.util.find_spec(module)
+        except (ImportError, ValueError) as error:
+            raise GraderSpecError(f"grader {path!r}: no module {module!r} ({error})") from error
+        origin = None if found is None else found.origin
+    if origin is None or not Path(origin).is_file():
         return None
-    return hashlib.sha256(Path(found.origin).read_bytes()).hexdigest()
+    return hashlib.sha256(Path(origin).read_bytes()).hexdigest()
 
 
 def _resolve(path: str) -> Any:

@@ -3,6 +3,7 @@
 import logging
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from tasks.graders.spec import (
     in_process_spec,
     require_durable,
     source_change,
+    source_digest,
 )
 
 THREAD = StringThread(turns=[("user", "q"), ("assistant", "abc")], metadata={"answer": 3})
@@ -141,3 +143,17 @@ async def test_closures_live_in_this_process_only() -> None:
         build(GraderSpec(path="in_process:closure", version="v2"))
     with pytest.raises(GraderSpecError, match="without spaces or colons"):
         in_process_spec(BaseGrader.from_function("a b", f))
+
+
+def test_a_grader_class_of_the_running_script_is_known_by_the_scripts_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", script)
+    assert source_digest("__main__:Mine") is None  # a notebook has no file: its author gives a version
+    script.__file__ = str(tmp_path / "recipe.py")
+    digests = set()
+    for text in ("one", "two"):
+        Path(script.__file__).write_text(text)
+        digests.add(source_digest("__main__:Mine"))
+    assert len(digests) == 2 and None not in digests

@@ -305,7 +305,8 @@ class TrainingModel(InferenceModel):
             batch=batch,
             loss=loss,
             optimizer=OptimizerSpec(lr=lr, weight_decay=wd, max_grad_norm=max_grad_norm),
-            temperature=self.sampling.temperature or 1.0,
+            # sampling at another temperature asks for its logprobs; the likelihood of a given text has none
+            temperature=1.0 if loss["kind"] == "cross_entropy" else self.sampling.temperature or 1.0,
             nan_policy="skip" if skip_nan_gradients else "fail",
         )
         try:

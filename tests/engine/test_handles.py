@@ -239,6 +239,14 @@ async def test_the_grpo_walk_through(model: TrainingModel) -> None:
     assert (await model.policy()).step == start.step + 1
 
 
+async def test_the_likelihood_of_a_text_does_not_depend_on_how_the_view_samples(model: TrainingModel) -> None:
+    view = model.temperature(0.5)
+    view.train_language_modelling(PROMPT.assistant("4"))
+    await view.optim_step(lr=1e-3)
+    record = view.chain_of(await view.policy()).record(1)
+    assert record is not None and record.request.temperature == 1.0
+
+
 async def test_the_order_of_train_calls_changes_nothing(tmp_path: Path, tiny_folder: Path) -> None:
     threads = [PROMPT.assistant(str(digit)) for digit in range(4)]
     states = []

@@ -45,7 +45,9 @@ class TerminalProgress:
         self._rows.clear()
         self._finished_at.clear()
         self._finished_at.append(self._clock())
-        if first_step:
+        if total_steps is not None and first_step >= total_steps:
+            self.note(f"resuming: all {total_steps} steps are committed")
+        elif first_step:
             self.note(f"resuming: {first_step} steps are committed, next is step {_number(first_step, total_steps)}")
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             self._task = self._bar.add_task(

@@ -81,6 +81,12 @@ def test_a_resumed_run_says_where_it_goes_on() -> None:
     assert second.endswith("35s left  resumed")
 
 
+def test_a_run_resumed_after_its_last_step_promises_no_further_one() -> None:
+    progress, out, _ = plain()
+    progress.start(20, 20)
+    assert out.getvalue() == "resuming: all 20 steps are committed\n"
+
+
 def test_on_a_terminal_a_bar_and_a_table_are_redrawn() -> None:
     out, clock = io.StringIO(), Clock()
     console = Console(file=out, width=110, force_terminal=True, legacy_windows=False, _environ={"TERM": "xterm"})

@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 from engine.backends.causal_lm import CausalLM, load_causal_lm
 from engine.backends.torch_sampler import TorchSampler
@@ -50,6 +51,7 @@ class TorchBackend:
     def prepare_thread(self) -> None:
         """Called once in the thread that computes: the thread count is a setting of the calling thread."""
         torch.set_num_threads(self.threads)
+        disable_progress_bar()  # transformers' own bars would break into the progress a person watches
 
     @staticmethod
     @contextlib.contextmanager

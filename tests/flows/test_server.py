@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from flows import server
-from flows.server import ServerError, ServerHandle, local_prefect_server, use_server
+from flows.server import ServerError, ServerHandle, local_prefect_server
 
 # Run as a program of its own: it starts a server, tells of it, and waits to be killed.
 HOLDER = """
@@ -24,6 +24,29 @@ assert "prefect" not in sys.modules, "importing flows.server must not cost secon
 with local_prefect_server(Path(sys.argv[1])) as handle:
     print(handle.pid, handle.api_url, flush=True)
     time.sleep(600)
+"""
+
+# A flow in a thread without our context: it finds the server all the same, and the environment is put back.
+FLOW = """
+import os, sys
+from concurrent.futures import ThreadPoolExecutor
+from prefect import flow, get_run_logger, task
+from flows.server import use_server
+
+@task
+def double(number):
+    return 2 * number
+
+@flow(name=sys.argv[2])
+def doubles():
+    get_run_logger().warning("said by %s", sys.argv[2])
+    return sum(double(number) for number in range(5))
+
+before = dict(os.environ)
+with use_server(sys.argv[1]), ThreadPoolExecutor(1) as pool:
+    assert os.environ["PREFECT_API_URL"] == sys.argv[1]
+    assert pool.submit(doubles).result() == 20
+assert os.environ == before
 """
 
 
@@ -45,20 +68,17 @@ def ask(handle: ServerHandle, path: str, **body: Any) -> Any:
 
 
 def run_flow(handle: ServerHandle, name: str) -> None:
-    from prefect import flow, get_run_logger, task
-
-    @task
-    def double(number: int) -> int:
-        return 2 * number
-
-    @flow(name=name)
-    def doubles() -> int:
-        get_run_logger().warning("said by %s", name)
-        return sum(double(number) for number in range(5))
-
-    with use_server(handle.api_url), ThreadPoolExecutor(1) as pool:
-        assert os.environ["PREFECT_API_URL"] == handle.api_url
-        assert pool.submit(doubles).result() == 20  # a thread without our context finds the server all the same
+    """In a process of its own, as people run flows: one process reports to one server in its life."""
+    environment = {key: value for key, value in os.environ.items() if key != "PREFECT_API_URL"}
+    done = subprocess.run(
+        [sys.executable, "-c", FLOW, handle.api_url, name],
+        env=environment,
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def recorded(handle: ServerHandle) -> tuple[set[str], int, set[str]]:

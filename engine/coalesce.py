@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Hashable
 from typing import Generic, TypeVar
 
+from engine.errors import PermanentEngineError
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -33,6 +35,8 @@ class Coalescer(Generic[Item, Result]):
         batch = self._waiting.pop(key)
         try:
             results = await self._run(key, [item for item, _ in batch])
+            if len(results) != len(batch):
+                raise PermanentEngineError(f"the engine answered {len(results)} of {len(batch)} calls of one batch")
         except BaseException as error:
             for _, future in batch:
                 if not future.done():

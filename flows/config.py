@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
-from engine.losses.spec import KLEstimator
+from engine.losses.spec import KLEstimator, LossNorm
 from engine.protocol import SamplingParams
 from engine.spec import EngineSpec, LocalEngineSpec
 from storage.chain import OldLogprobs
@@ -57,17 +57,9 @@ class PromptDataConfig(DataConfig):
     heldout: DatasetSource | None = None
     """Prompts of the evaluation before and after training."""
     max_prompt_tokens: int | None = Field(None, ge=1)
+    """Longest prompt. None: what the model's context leaves beside sampling.max_new_tokens."""
     truncation: Truncation = "error"
     """What happens to a longer prompt: error, left, right (cut there), or drop (counted)."""
-
-    @model_validator(mode="after")
-    def _longer_than_what(self) -> Self:
-        if self.max_prompt_tokens is None and self.truncation != "error":
-            raise ValueError(
-                f"truncation={self.truncation!r} acts on prompts longer than max_prompt_tokens, which is not given; "
-                "set max_prompt_tokens, at most the model's context less sampling.max_new_tokens"
-            )
-        return self
 
 
 class GraderConfig(Frozen):
@@ -102,7 +94,9 @@ class GRPOAlgorithm(Frozen):
     kl_beta: float = Field(0.01, ge=0)
     """Weight of the KL term; 0 skips the reference model altogether."""
     kl_estimator: KLEstimator = "k3"
-    loss_norm: Literal["token_mean", "sequence_mean", "token_sum"] = "token_mean"
+    loss_norm: LossNorm = "token_mean"
+    norm_constant: float | None = Field(None, gt=0)
+    """Tokens per sequence that loss_norm = constant divides by (Dr. GRPO, arXiv:2503.20783)."""
     advantage_estimator: AdvantageEstimator = "group"
     old_logprobs: OldLogprobs = "trainer"
     prompts_per_shard: int = Field(16, ge=1)
@@ -122,6 +116,11 @@ class GRPOAlgorithm(Frozen):
             )
         if self.steps is not None and self.epochs is not None:
             raise ValueError(f"both steps={self.steps} and epochs={self.epochs} were given; give one of them")
+        if (self.loss_norm == "constant") != (self.norm_constant is not None):
+            raise ValueError(
+                f"loss_norm={self.loss_norm!r} and norm_constant={self.norm_constant} do not go together; 'constant' "
+                "needs a norm_constant, and only it takes one"
+            )
         return self
 
 

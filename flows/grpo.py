@@ -74,6 +74,7 @@ class GRPO:
         kl_beta: float = 0.01,
         kl_estimator: KLEstimator = "k3",
         loss_norm: LossNorm = "token_mean",
+        norm_constant: float | None = None,
         advantage_estimator: AdvantageEstimator = "group",
         old_logprobs: OldLogprobs = "trainer",
         weight_decay: float = 0.0,
@@ -98,7 +99,8 @@ class GRPO:
         self.max_prompt_tokens, self.truncation = max_prompt_tokens, truncation
         high = clip_range if clip_range_high is None else clip_range_high
         clip = {"clip_low": clip_range, "clip_high": high, "dual_clip": dual_clip}
-        self.loss = GRPOSpec(**clip, kl_beta=kl_beta, kl_estimator=kl_estimator, norm=loss_norm)
+        norm = {"norm": loss_norm, "norm_constant": norm_constant}
+        self.loss = GRPOSpec(**clip, **norm, kl_beta=kl_beta, kl_estimator=kl_estimator)
         self.old_logprobs, self.advantage_estimator = old_logprobs, advantage_estimator
         size = None if samples_per_mini_batch >= samples_per_batch else samples_per_mini_batch
         self.minibatches = MinibatchPlan(size=size, epochs=mini_epochs_per_batch)

@@ -165,6 +165,11 @@ def checkpoint(run: str, stage: str, policy: str, step: int) -> str:
     return f"{checkpoints_prefix(run, stage, policy)}{number(step)}"
 
 
+def checkpoint_name(checkpoint_key: str) -> str:
+    """Where a name given to a checkpoint after it was written is kept: a named checkpoint is not pruned."""
+    return f"{checkpoint_key}/name.json"
+
+
 def checkpoint_step(key: str) -> int | None:
     """The step of a *complete* checkpoint by the key of its manifest; None for any other key."""
     match = _CHECKPOINT.fullmatch(key)

@@ -14,7 +14,7 @@ from storage.models import Frozen, canonical_json, digest
 from storage.tables import SCHEMAS, RowReader, commit_table
 from tasks.clock import timed
 from tasks.gradings import Grading, check_masked, grade_texts
-from tasks.rollouts import PromptShard, render_prompts, rollout_table
+from tasks.rollouts import PromptShard, prompt_limit, render_prompts, rollout_table
 
 
 class EvaluationPlan(Frozen):
@@ -37,8 +37,8 @@ async def evaluate(workspace: Workspace, policy: PolicyRef, plan: EvaluationPlan
         return found
     shard = plan.prompts
     rows = RowReader(store, shard.dataset).rows(shard.rows)
-    renderer = renderer_of(store, shard.base)
-    jobs = [(row, ids, 0) for row, ids in render_prompts(renderer, rows, shard)]
+    renderer, limit = renderer_of(store, shard.base), prompt_limit(store, shard, plan.sampling)
+    jobs = [(row, ids, 0) for row, ids in render_prompts(renderer, rows, limit, shard.truncation)]
     seeds = [workspace.seed_for("evaluation", row["id"]) for row, _, _ in jobs]
     with timed("rollout"):
         request = GenerateRequest(policy, [ids for _, ids, _ in jobs], seeds, plan.sampling)

@@ -38,6 +38,10 @@ class StepMetrics(Frozen):
     completions: int = 0
     masked: int = 0
     """Completions whose grade failed: in neither the statistics nor the loss."""
+    dropped: int = 0
+    """Prompts left out because they were too long (truncation = drop)."""
+    skipped_updates: int = 0
+    """Optimizer updates left out because their gradient was not finite."""
     entropy: float | None = None
     """Mean per-token entropy of the policy, nats."""
     logprob_gap: float | None = None

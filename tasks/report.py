@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from prefect import task
+import httpx
+from prefect import get_run_logger, task
 from prefect.artifacts import create_markdown_artifact
 
 from engine.workspace import Workspace
@@ -32,5 +33,8 @@ def write_report(
     store.put(key, render_report(data).encode())
     path = store.local_path(key)
     where = str(path) if path is not None else f"{store.url}/{key}"
-    create_markdown_artifact(key="report", markdown=f"Run `{workspace.run}`: the report is at `{where}`.")
+    try:
+        create_markdown_artifact(key="report", markdown=f"Run `{workspace.run}`: the report is at `{where}`.")
+    except httpx.HTTPError as error:  # the run is trained, published and reported: a page of Prefect's is not worth it
+        get_run_logger().warning("no link in Prefect to the report at %s: %s", where, error)
     return where

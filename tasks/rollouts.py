@@ -7,17 +7,18 @@ from typing import Any, Literal
 import pyarrow as pa
 from pydantic import Field
 
-from engine.errors import SampleTooLong
+from engine.errors import BadSpec, SampleTooLong
 from engine.protocol import Completion, GenerateRequest, SamplingParams
 from engine.text.rendering import Renderer
 from engine.text.threads import StringThread
-from engine.text.tokenizers import renderer_of
+from engine.text.tokenizers import context_length_of, renderer_of
 from engine.workspace import Workspace
 from storage import keys
 from storage.artifacts import ArtifactRef, find_artifact, made_from
 from storage.chain import PolicyRef
 from storage.failpoints import failpoint
 from storage.models import Frozen
+from storage.objects import ObjectStore
 from storage.tables import SCHEMAS, RowReader, commit_table
 from storage.worklog import log_work
 from tasks.clock import timed
@@ -54,7 +55,8 @@ async def sample_shard(
         rows = RowReader(store, shard.dataset).rows(shard.rows)
     earlier = shard.repetitions or (0,) * len(rows)
     rows = [row | {"first": n * shard.completions} for row, n in zip(rows, earlier, strict=True)]
-    prompts = render_prompts(renderer_of(store, shard.base), rows, shard)
+    limit = prompt_limit(store, shard, sampling)
+    prompts = render_prompts(renderer_of(store, shard.base), rows, limit, shard.truncation)
     jobs = [(row, ids, row["first"] + c) for row, ids in prompts for c in range(shard.completions)]
     seeds = [workspace.seed_for(policy.stage, step, row["id"], c) for row, _, c in jobs]
     failpoint("rollout.sampling")
@@ -76,23 +78,37 @@ async def sample_shard(
     return made_from(committed, policy.uri)
 
 
+def prompt_limit(store: ObjectStore, shard: PromptShard, sampling: SamplingParams) -> int | None:
+    """Tokens a prompt may have: as configured, and with its completion no more than the model's context."""
+    context = context_length_of(store, shard.base)
+    if context is None:
+        return shard.max_prompt_tokens
+    room = context - sampling.max_new_tokens
+    if room < 1:
+        raise BadSpec(
+            f"max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt in the model's context of {context} "
+            "tokens; lower it"
+        )
+    return room if shard.max_prompt_tokens is None else min(room, shard.max_prompt_tokens)
+
+
 def render_prompts(
-    renderer: Renderer, rows: list[dict[str, Any]], shard: PromptShard
+    renderer: Renderer, rows: list[dict[str, Any]], limit: int | None, truncation: Truncation
 ) -> list[tuple[dict[str, Any], list[int]]]:
-    """Token ids of each row's prompt; too long a prompt is refused, cut or dropped, as the shard says."""
+    """Token ids of each row's prompt; one of more than `limit` tokens is refused, cut or dropped."""
     rendered = []
     for row in rows:
         ids = renderer.prompt_ids(StringThread.from_json(str(row["thread"])))
-        limit = shard.max_prompt_tokens
         if limit is not None and len(ids) > limit:
-            if shard.truncation == "drop":
+            if truncation == "drop":
                 continue
-            if shard.truncation == "error":
+            if truncation == "error":
                 raise SampleTooLong(
-                    f"prompt {row['id']} (row {row['index']}) has {len(ids)} tokens, at most {limit} are allowed; "
-                    "raise max_prompt_tokens, or set truncation to left, right or drop"
+                    f"prompt {row['id']} (row {row['index']}) has {len(ids)} tokens, at most {limit} are allowed "
+                    "(max_prompt_tokens, or the model's context less max_new_tokens); set truncation to left, right "
+                    "or drop, or raise max_prompt_tokens"
                 )
-            ids = ids[-limit:] if shard.truncation == "left" else ids[:limit]
+            ids = ids[-limit:] if truncation == "left" else ids[:limit]
         rendered.append((row, ids))
     return rendered
 

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from storage import keys
-from storage.artifacts import ArtifactRef
+from storage.artifacts import ArtifactRef, read_manifest
 from storage.chain import CommitRecord, PolicyRef
 from storage.errors import ObjectNotFound
 from storage.objects import ObjectStore
@@ -47,10 +47,17 @@ def measure_step(
         prompts=len({row["group"] for row in batch}),
         completions=len(lengths) or len(batch),
         masked=sum(row["status"] == "masked" for row in grades),
+        dropped=sum(_dropped(store, ref) for ref in rollouts),
+        skipped_updates=record.skipped,
         logprob_gap=_gap(batch),
         tokens_per_second=tokens / wall if wall else 0.0,
         seconds=seconds,
     )
+
+
+def _dropped(store: ObjectStore, rollouts: ArtifactRef) -> int:
+    count = read_manifest(store, rollouts.key).extra.get("dropped")
+    return count if isinstance(count, int) else 0
 
 
 def _gap(batch: list[dict[str, Any]]) -> float | None:

@@ -130,7 +130,7 @@ class TorchSampler:
         eos = self.model.eos_token_ids()
         drawn = len(next(row for row in live if row.stop is None).tokens)
         if drawn < params.min_new_tokens:
-            logits_BV[:, list(eos)] = -torch.inf
+            logits_BV[:, [*eos, *params.stop_token_ids]] = -torch.inf
         logprobs_BV = processed_logprobs(logits_BV, params)
         scores_BV = logprobs_BV
         if params.temperature > 0:

@@ -209,6 +209,8 @@ class LocalEngine:
         key = keys.checkpoint(policy.run, policy.stage, policy.model, policy.step)
         found = find_artifact(self.store, key)
         if found is not None:
+            if name is not None:
+                self.store.put_if_absent(keys.checkpoint_name(key), canonical_json({"name": name}))
             return found
         slot = self.policies.for_training(policy)
         extra = {"state": policy.state, "name": name, "weights_digest": slot.trainer.weights_digest()[0]}

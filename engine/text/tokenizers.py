@@ -116,6 +116,16 @@ def renderer_of(store: ObjectStore, model: ArtifactRef) -> Renderer:
     return _renderer_of(_ByDigest(store, model))
 
 
+def context_length_of(store: ObjectStore, model: ArtifactRef) -> int | None:
+    """Tokens that a stored model was made for, by its config.json; None where it does not say."""
+    from storage.artifacts import materialise_files
+
+    with TemporaryDirectory() as scratch:
+        path = materialise_files(store, model.key, Path(scratch), names=(CONFIG_FILE,)).get(CONFIG_FILE)
+        given = None if path is None else json.loads(path.read_text(encoding="utf-8")).get("max_position_embeddings")
+    return given if isinstance(given, int) else None
+
+
 class _ByDigest:
     """A stored model that equals any other of the same bytes, so that its renderer is built once in a process."""
 

@@ -266,3 +266,23 @@ async def test_a_prompt_that_comes_twice_in_a_step_is_sampled_anew(stand: Stand)
     # the first time it is what it would have been without the second
     once = stand.rows(await stand.sample(step=0, shard={"index": 1, "rows": (0,)}))
     assert [row["seed"] for row in once] == [row["seed"] for row in rows[:4]]
+
+
+@pytest.mark.parametrize("truncation", ["error", "left", "drop"])
+async def test_without_a_limit_the_models_context_is_one(stand: Stand, truncation: str) -> None:
+    longest = max(len(row["prompt_ids"]) for row in stand.rows(await stand.sample(shard={"rows": (0, 2)})))
+    # the tiny model's context is 4,096 tokens: this leaves one less than the longest prompt needs
+    room = {"max_new_tokens": 4096 - longest + 1, "min_new_tokens": 0, "stop_token_ids": tuple(range(259))}
+    shard = {"rows": (0, 2), "truncation": truncation}
+    if truncation == "error":
+        with pytest.raises(SampleTooLong, match=rf"has {longest} tokens, at most {longest - 1} are allowed"):
+            await stand.sample(step=1, shard=shard, **room)
+        return
+    lengths = {len(row["prompt_ids"]) for row in stand.rows(await stand.sample(step=1, shard=shard, **room))}
+    assert (longest - 1 in lengths) is (truncation == "left")
+    assert max(lengths) < longest
+
+
+async def test_a_completion_that_leaves_no_room_for_a_prompt_is_refused(stand: Stand) -> None:
+    with pytest.raises(BadSpec, match=r"max_new_tokens=4096 leaves no room .* context of 4096"):
+        await stand.sample(max_new_tokens=4096)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
-from engine.losses.spec import KLEstimator, LossNorm
+from engine.losses.spec import KLEstimator
 from engine.protocol import SamplingParams
 from engine.spec import EngineSpec, LocalEngineSpec
 from storage.chain import OldLogprobs
@@ -94,9 +94,8 @@ class GRPOAlgorithm(Frozen):
     kl_beta: float = Field(0.01, ge=0)
     """Weight of the KL term; 0 skips the reference model altogether."""
     kl_estimator: KLEstimator = "k3"
-    loss_norm: LossNorm = "token_mean"
-    norm_constant: float | None = Field(None, gt=0)
-    """Tokens per sequence that loss_norm = constant divides by (Dr. GRPO, arXiv:2503.20783)."""
+    loss_norm: Literal["token_mean", "sequence_mean", "token_sum"] = "token_mean"
+    """`GRPO(loss_norm="constant", norm_constant=…)` has one more."""
     advantage_estimator: AdvantageEstimator = "group"
     old_logprobs: OldLogprobs = "trainer"
     prompts_per_shard: int = Field(16, ge=1)
@@ -116,11 +115,6 @@ class GRPOAlgorithm(Frozen):
             )
         if self.steps is not None and self.epochs is not None:
             raise ValueError(f"both steps={self.steps} and epochs={self.epochs} were given; give one of them")
-        if (self.loss_norm == "constant") != (self.norm_constant is not None):
-            raise ValueError(
-                f"loss_norm={self.loss_norm!r} and norm_constant={self.norm_constant} do not go together; 'constant' "
-                "needs a norm_constant, and only it takes one"
-            )
         return self
 
 

@@ -78,7 +78,6 @@ def refusal(model: type[FlowConfig], config: dict[str, Any], tmp_path: Path) -> 
         ({"sampling__temperature": -1.0}, ["sampling.temperature", "greater than or equal to 0", "-1.0"]),
         ({"optimizer__lr": "fast"}, ["optimizer.lr", "number", "'fast'"]),
         ({"optimizer__schedule": "cosin"}, ["optimizer.schedule", "'cosine'", "'constant'", "'cosin'"]),
-        ({"algorithm__loss_norm": "constant"}, ["loss_norm='constant'", "norm_constant=None", "needs a norm_constant"]),
         ({"data__truncation": "middle"}, ["data.truncation", "'left'", "'drop'", "'middle'"]),
         ({"model__publish_as": "a name"}, ["model.publish_as", "'a name' is not a name"]),
         ({"model__name": "../up"}, ["model.name", "'../up' is not a name"]),

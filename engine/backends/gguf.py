@@ -20,7 +20,9 @@ def convert_gguf(gguf: Path, folder: Path) -> Path:
     if not gguf.is_file():
         raise BadModelFolder(f"{gguf} is not a file; give a GGUF file")
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     # without `dequantize` the model loads but refuses to be saved (transformers 5.19)
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent,

@@ -1,6 +1,6 @@
 """A recipe of one's own: reward a property of the text with a plain function.
 
-    PREFECT_SERVER_ALLOW_EPHEMERAL_MODE=true python examples/recipe.py      (after `make demo`, which brings the model)
+    .venv/bin/python examples/recipe.py      (after `make demo`, which brings the model)
 """
 
 from __future__ import annotations

@@ -136,44 +136,43 @@ class GRPO:
         policy = await self.model.policy()
         data = self._load()
         total_steps = self._total_steps(data)
-        journal = Journal(self.model, policy, self.logger, total_steps=total_steps)
-        cursor = journal.cursor()
-        plan = self._batch_plan(start)
-        if due := self.checkpoints.missed(policy.step, total_steps, model=self.model.name):
-            await save_checkpoint(workspace, policy, name=due.named, keep_last=self.checkpoints.keep_last)
-        for step in steps(policy.step, total_steps):
-            rows, cursor_out = take(cursor, self.prompts_per_batch, rows=data.rows, seed=self.data_seed)
-            shards = self._shards(data.ref, rows)
-            rollouts = await asyncio.gather(
-                *(generate_rollouts(workspace, policy, shard, sampling, step=step) for shard in shards)
-            )
-            graded = await asyncio.gather(
-                *(
-                    grade_rollouts(workspace, ref, self.grading, stage=policy.stage, step=step, shard=shard.index)
-                    for ref, shard in zip(rollouts, shards, strict=True)
-                )
-            )
-            batch = await prepare_batch(workspace, policy, rollouts, graded, plan, step=step)
-            request = StepRequest(
-                parent=policy,
-                batch=batch,
-                reference=plan.reference,
-                old_logprobs=self.old_logprobs,
-                loss=self.loss.model_dump(),
-                optimizer=OptimizerSpec(lr=rate(self.schedule, step, total_steps), **self.optimizer),
-                minibatches=self._shuffled(step),
-                temperature=sampling.temperature,
-                cursor_in=cursor.model_dump(),
-                cursor_out=cursor_out.model_dump(),
-                nan_policy=self.nan_policy,
-            )
-            policy, cursor = await take_gradient_step(workspace, request, step=step), cursor_out
-            self.model.stand_at(policy)
-            journal.record(policy, rollouts, graded)
-            if due := self.checkpoints.due(step, total_steps, model=self.model.name):
+        with Journal(self.model, policy, self.logger, total_steps=total_steps) as journal:
+            cursor = journal.cursor()
+            plan = self._batch_plan(start)
+            if due := self.checkpoints.missed(policy.step, total_steps, model=self.model.name):
                 await save_checkpoint(workspace, policy, name=due.named, keep_last=self.checkpoints.keep_last)
-        await save_checkpoint(workspace, policy, keep_last=self.checkpoints.keep_last)
-        journal.close()
+            for step in steps(policy.step, total_steps):
+                rows, cursor_out = take(cursor, self.prompts_per_batch, rows=data.rows, seed=self.data_seed)
+                shards = self._shards(data.ref, rows)
+                rollouts = await asyncio.gather(
+                    *(generate_rollouts(workspace, policy, shard, sampling, step=step) for shard in shards)
+                )
+                graded = await asyncio.gather(
+                    *(
+                        grade_rollouts(workspace, ref, self.grading, stage=policy.stage, step=step, shard=shard.index)
+                        for ref, shard in zip(rollouts, shards, strict=True)
+                    )
+                )
+                batch = await prepare_batch(workspace, policy, rollouts, graded, plan, step=step)
+                request = StepRequest(
+                    parent=policy,
+                    batch=batch,
+                    reference=plan.reference,
+                    old_logprobs=self.old_logprobs,
+                    loss=self.loss.model_dump(),
+                    optimizer=OptimizerSpec(lr=rate(self.schedule, step, total_steps), **self.optimizer),
+                    minibatches=self._shuffled(step),
+                    temperature=sampling.temperature,
+                    cursor_in=cursor.model_dump(),
+                    cursor_out=cursor_out.model_dump(),
+                    nan_policy=self.nan_policy,
+                )
+                policy, cursor = await take_gradient_step(workspace, request, step=step), cursor_out
+                self.model.stand_at(policy)
+                journal.record(policy, rollouts, graded)
+                if due := self.checkpoints.due(step, total_steps, model=self.model.name):
+                    await save_checkpoint(workspace, policy, name=due.named, keep_last=self.checkpoints.keep_last)
+            await save_checkpoint(workspace, policy, keep_last=self.checkpoints.keep_last)
         return policy
 
     def _load(self) -> LoadedDataset:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import count
+from typing import Self
 
 from engine.handles import TrainingModel
 from flows.progress import TerminalProgress
@@ -54,8 +55,11 @@ class Journal:
         write_metrics(self.store, policy, metrics)
         self.logger.step(metrics)
 
-    def close(self) -> None:
-        self.logger.close()
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.logger.close()  # however the loop ends, the terminal is given back
 
 
 def steps(first: int, total_steps: int | None) -> Iterator[int]:

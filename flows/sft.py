@@ -76,29 +76,28 @@ class SFT:
         data = self._load()
         size = min(self.samples_per_batch, data.rows)
         total_steps = self.max_steps or -(-self.epochs * data.rows // size)
-        journal = Journal(self.model, policy, self.logger, total_steps=total_steps)
-        cursor = journal.cursor()
-        if due := self.checkpoints.missed(policy.step, total_steps, model=self.model.name):
-            await save_checkpoint(workspace, policy, name=due.named, keep_last=self.checkpoints.keep_last)
-        for step in steps(policy.step, total_steps):
-            rows, cursor_out = take(cursor, size, rows=data.rows, seed=self.data_seed)
-            batch = await prepare_completions(workspace, policy, self.model.base, data.ref, rows, step=step)
-            request = StepRequest(
-                parent=policy,
-                batch=batch,
-                loss=CrossEntropySpec().model_dump(),
-                optimizer=OptimizerSpec(lr=rate(self.schedule, step, total_steps), **self.optimizer),
-                cursor_in=cursor.model_dump(),
-                cursor_out=cursor_out.model_dump(),
-                nan_policy=self.nan_policy,
-            )
-            policy, cursor = await take_gradient_step(workspace, request, step=step), cursor_out
-            self.model.stand_at(policy)
-            journal.record(policy)
-            if due := self.checkpoints.due(step, total_steps, model=self.model.name):
+        with Journal(self.model, policy, self.logger, total_steps=total_steps) as journal:
+            cursor = journal.cursor()
+            if due := self.checkpoints.missed(policy.step, total_steps, model=self.model.name):
                 await save_checkpoint(workspace, policy, name=due.named, keep_last=self.checkpoints.keep_last)
-        await save_checkpoint(workspace, policy, keep_last=self.checkpoints.keep_last)
-        journal.close()
+            for step in steps(policy.step, total_steps):
+                rows, cursor_out = take(cursor, size, rows=data.rows, seed=self.data_seed)
+                batch = await prepare_completions(workspace, policy, self.model.base, data.ref, rows, step=step)
+                request = StepRequest(
+                    parent=policy,
+                    batch=batch,
+                    loss=CrossEntropySpec().model_dump(),
+                    optimizer=OptimizerSpec(lr=rate(self.schedule, step, total_steps), **self.optimizer),
+                    cursor_in=cursor.model_dump(),
+                    cursor_out=cursor_out.model_dump(),
+                    nan_policy=self.nan_policy,
+                )
+                policy, cursor = await take_gradient_step(workspace, request, step=step), cursor_out
+                self.model.stand_at(policy)
+                journal.record(policy)
+                if due := self.checkpoints.due(step, total_steps, model=self.model.name):
+                    await save_checkpoint(workspace, policy, name=due.named, keep_last=self.checkpoints.keep_last)
+            await save_checkpoint(workspace, policy, keep_last=self.checkpoints.keep_last)
         return policy
 
     def _load(self) -> LoadedDataset:

@@ -22,7 +22,7 @@ from flows.evaluation import Heldout
 from flows.loop import Journal, rate, steps
 from flows.progress import TerminalProgress
 from flows.schedules import SCHEDULES
-from flows.session import default_model_name, finish_run, open_run, open_workspace
+from flows.session import default_model_name, finish_run, open_run
 from storage.artifacts import ArtifactRef
 from storage.chain import MinibatchPlan, NanPolicy, OldLogprobs, OptimizerSpec, PolicyRef, StepRequest
 from storage.registry import registered_key
@@ -246,18 +246,14 @@ async def grpo(config: GRPOConfig) -> dict[str, Any]:
         config: what to train, on what, graded how.
     """
     logger = TerminalProgress()
-    workspace = open_workspace("grpo", config)
-    prompts = load_prompts(workspace, config.data.train, "prompt")
-    base = await workspace.connect().import_model(config.model.key, provenance=workspace.provenance)
-    session = open_run(workspace, config, logger, inputs={"dataset": prompts.ref.sha256, "model": base.sha256})
+    session = await open_run("grpo", config, logger, use="prompt")
     if session.result is not None:
-        logger.note(f"run {session.run} is finished already; its result is returned as it was")
         return session.result
     workspace = session.workspace
-    model = await Model(registered_key(base)).to_builder(session).spawn_train(config.model.name)
+    model = await Model(registered_key(session.base)).to_builder(session).spawn_train(config.model.name)
     model = model.with_sampling(config.sampling)
-    trainer = _trainer(config, prompts, model, logger)
-    heldout = Heldout.load(workspace, config, base, trainer.grading)
+    trainer = _trainer(config, session.data, model, logger)
+    heldout = Heldout.load(workspace, config, session.base, trainer.grading)
     before = await heldout.evaluate(await trainer.open())
     policy = await trainer.run()
     after = await heldout.evaluate(policy)

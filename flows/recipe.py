@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 from engine.spec import EngineSpec, LocalEngineSpec
 from engine.workspace import Workspace
+from flows.session import take_lease
 from flows.version import code_version
 from storage.artifacts import Provenance
-from storage.leases import acquire
 from storage.models import canonical_json, digest
-from storage.objects import open_store
-from storage.runs import create_or_check_run, machine_info
+from storage.runs import create_or_check_run
 
 
 @dataclass(frozen=True)
@@ -32,18 +30,10 @@ class RecipeContext:
         provenance = Provenance(
             code_version=code_version(), config_digest=digest(canonical_json({"recipe": run})), seed=seed
         )
-        opened = open_store(store)
+        workspace = Workspace(
+            store=store, engine=engine or LocalEngineSpec(), run=run, seed=seed, provenance=provenance
+        )
         create_or_check_run(
-            opened, run, semantic={"seed": seed}, other={}, code_version=provenance.code_version
+            workspace.open_store(), run, semantic={"seed": seed}, other={}, code_version=provenance.code_version
         )
-        epoch = acquire(opened, run, machine_info() | {"code_version": provenance.code_version, "pid": os.getpid()})
-        return cls(
-            Workspace(
-                store=store,
-                engine=engine or LocalEngineSpec(),
-                run=run,
-                epoch=epoch,
-                seed=seed,
-                provenance=provenance,
-            )
-        )
+        return cls(take_lease(workspace))

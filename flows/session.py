@@ -10,17 +10,19 @@ from typing import Any
 from prefect.runtime import flow_run
 
 from engine.workspace import Workspace
-from flows.config import FlowConfig
+from flows.config import FlowConfig, GRPOConfig, SFTConfig
 from flows.progress import TerminalProgress
 from flows.version import code_version
 from storage import keys
-from storage.artifacts import Provenance
+from storage.artifacts import ArtifactRef, Provenance
 from storage.errors import ObjectNotFound
 from storage.leases import acquire
 from storage.models import canonical_json, digest
-from storage.objects import open_store
 from storage.runs import create_or_check_run, machine_info
 from storage.worklog import log_work
+from tasks.datasets.load import LoadedDataset
+from tasks.datasets.spec import DatasetUse
+from tasks.load import load_prompts
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,10 @@ class RunSession:
     config: FlowConfig
     result: dict[str, Any] | None
     """What the run returned, when it is finished already."""
+    data: LoadedDataset
+    """What the run trains on."""
+    base: ArtifactRef
+    """The registered model that it starts from."""
 
     @property
     def run(self) -> str:
@@ -58,32 +64,42 @@ def open_workspace(flow_name: str, config: FlowConfig) -> Workspace:
     )
 
 
-def open_run(
-    workspace: Workspace, config: FlowConfig, logger: TerminalProgress, *, inputs: dict[str, str]
+async def open_run(
+    flow_name: str, config: GRPOConfig | SFTConfig, logger: TerminalProgress, *, use: DatasetUse
 ) -> RunSession:
-    """Creates the run or opens it again, and takes the lease on it. What changed since it was created, and does not
-    decide the result (code, packages, machine), is noted as a warning.
-
-    `inputs` are digests of what the config only names (datasets, the base model): they are semantic too.
+    """Loads what the config names, creates the run or opens it again, and takes the lease on it. What changed since it
+    was created, and does not decide the result (code, packages, machine), is noted as a warning.
 
     Raises:
-        SemanticMismatch: the key belongs to a run with another semantic config; the differences are listed.
+        SemanticMismatch: the key belongs to a run with another semantic config, or of another dataset or base model;
+            the differences are listed.
     """
-    store = open_store(workspace.store)
+    workspace = open_workspace(flow_name, config)
+    data = load_prompts(workspace, config.data.train, use)
+    base = await workspace.connect().import_model(config.model.key, provenance=workspace.provenance)
     opening = create_or_check_run(
-        store,
+        workspace.open_store(),
         workspace.run,
-        semantic=config.semantic() | {"inputs": inputs},
+        # the config only names its inputs: what they hold is semantic too
+        semantic=config.semantic() | {"inputs": {"dataset": data.ref.sha256, "model": base.sha256}},
         other=config.other(),
         code_version=workspace.provenance.code_version,
     )
-    lease = machine_info() | {"code_version": workspace.provenance.code_version, "pid": os.getpid()}
-    epoch = acquire(store, workspace.run, lease)
-    log_work("open", run=workspace.run, epoch=epoch)
-    workspace = workspace.model_copy(update={"epoch": epoch})
+    workspace = take_lease(workspace)
     for warning in opening.warnings:
         logger.note(f"warning: {warning}")
-    return RunSession(workspace, config, _result(workspace))
+    session = RunSession(workspace, config, _result(workspace), data, base)
+    if session.result is not None:
+        logger.note(f"run {session.run} is finished already; its result is returned as it was")
+    return session
+
+
+def take_lease(workspace: Workspace) -> Workspace:
+    """The workspace with a new fencing epoch of its run: whoever acted for the run before is fenced."""
+    holder = machine_info() | {"code_version": workspace.provenance.code_version, "pid": os.getpid()}
+    epoch = acquire(workspace.open_store(), workspace.run, holder)
+    log_work("open", run=workspace.run, epoch=epoch)
+    return workspace.model_copy(update={"epoch": epoch})
 
 
 def finish_run(session: RunSession, result: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from flows.config import SFTConfig
 from flows.loop import Journal, rate, steps
 from flows.progress import TerminalProgress
 from flows.schedules import SCHEDULES
-from flows.session import default_model_name, finish_run, open_run, open_workspace
+from flows.session import default_model_name, finish_run, open_run
 from storage.chain import NanPolicy, OptimizerSpec, PolicyRef, StepRequest
 from storage.registry import registered_key
 from tasks.checkpoint import save_checkpoint
@@ -114,18 +114,14 @@ async def sft(config: SFTConfig) -> dict[str, Any]:
         config: what to train, on what.
     """
     logger = TerminalProgress()
-    workspace = open_workspace("sft", config)
-    data = load_prompts(workspace, config.data.train, "completion")
-    base = await workspace.connect().import_model(config.model.key, provenance=workspace.provenance)
-    session = open_run(workspace, config, logger, inputs={"dataset": data.ref.sha256, "model": base.sha256})
+    session = await open_run("sft", config, logger, use="completion")
     if session.result is not None:
-        logger.note(f"run {session.run} is finished already; its result is returned as it was")
         return session.result
     workspace = session.workspace
-    model = await Model(registered_key(base)).to_builder(session).spawn_train(config.model.name)
+    model = await Model(registered_key(session.base)).to_builder(session).spawn_train(config.model.name)
     algorithm, optimizer = config.algorithm, config.optimizer
     trainer = SFT(
-        data,
+        session.data,
         model,
         logger=logger,
         lr_scheduler=SCHEDULES[optimizer.schedule](optimizer.lr),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from engine.protocol import Engine
-from engine.spec import EngineSpec
+from engine.spec import EngineSpec, HttpEngineSpec
 
 
 @lru_cache(maxsize=8)
@@ -15,4 +15,6 @@ def connect(store_url: str, spec: EngineSpec) -> Engine:
     from importlib import import_module
 
     # by name, so that a worker without torch can import this module (the import contract checks it)
+    if isinstance(spec, HttpEngineSpec):
+        return import_module("engine.http.client").EngineClient(store_url, spec)
     return import_module("engine.local.engine").LocalEngine(store_url, spec)

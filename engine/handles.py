@@ -61,7 +61,7 @@ class ModelBuilder:
         """A trainable instance. `max_batch_size`: longest trainable sequence, in tokens; at most the engine's
         `max_tokens_per_forward`, which is also the default."""
         keys.validate_name(name)
-        limit = self.workspace.engine.max_tokens_per_forward
+        limit = (await self.workspace.connect().info()).numerics.max_tokens
         if max_batch_size is not None and max_batch_size > limit:
             raise BadSpec(
                 f"max_batch_size={max_batch_size} tokens, but one packed forward of this engine takes {limit}; "

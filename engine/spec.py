@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from storage.models import Frozen
 
@@ -41,5 +41,26 @@ class LocalEngineSpec(Frozen):
         return self
 
 
-EngineSpec = LocalEngineSpec
-"""Every way to reach an engine (the embedded one, for now)."""
+class HttpEngineSpec(Frozen):
+    """An engine that runs as a service (`ostinato engine serve`), over the same store."""
+
+    kind: Literal["http"] = "http"
+    url: str = Field(pattern=r"^https?://[^/?#@\s]+(/[^?#\s]*)?$")
+    """http://host:port; never with credentials in it."""
+    token_env: str = Field("OSTINATO_ENGINE_TOKEN", pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
+    """The environment variable that holds the bearer token: the token itself stands in no config and no run.json."""
+    timeout_seconds: float = Field(60.0, gt=0)
+    """Longest wait for one HTTP answer. Long calls are polled, so this need not be long."""
+    patience_seconds: float = Field(300.0, ge=0)
+    """How long an engine may be away before a call fails with EngineUnreachable."""
+
+
+def _kind_of(value: Any) -> str:
+    """`kind` may be left out for the embedded engine."""
+    return str(value.get("kind", "local")) if isinstance(value, dict) else str(getattr(value, "kind", "local"))
+
+
+EngineSpec = Annotated[
+    Annotated[LocalEngineSpec, Tag("local")] | Annotated[HttpEngineSpec, Tag("http")], Discriminator(_kind_of)
+]
+"""Every way to reach an engine."""

@@ -28,6 +28,14 @@ class LocalEngineSpec(Frozen):
     """Completions that decode together."""
     frozen_policies: int = Field(2, ge=1)
     """Reference and past policies kept in memory besides the ones in training."""
+    memory_gib: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
+    """What weights, moments and gradients of all runs may fill. auto: 80 % of the machine's memory, 70 % of a GPU's.
+    Beyond it the least recently used policies are checkpointed and leave memory; they are rebuilt on demand."""
+    residency_seconds: float = Field(20.0, ge=0)
+    """A policy in training stays at least this long once it was rebuilt: runs that do not fit together take turns
+    instead of evicting one another at every call."""
+    room_seconds: float = Field(600.0, ge=0)
+    """How long a call waits for room before it fails with EngineBusy."""
     digest_every: int | None = Field(None, ge=1)
     """Digest the weights into every n-th commit record. None: each step up to 256 MiB of weights, else every 10th."""
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from transformers.utils.logging import disable_progress_bar
 
+from engine.backends import machine
 from engine.backends.causal_lm import CausalLM, load_causal_lm
 from engine.backends.torch_sampler import TorchSampler
 from engine.backends.torch_trainer import TorchTrainer
@@ -63,6 +64,14 @@ class TorchBackend:
             yield
         finally:
             torch.set_num_threads(before)
+
+    def memory_bytes(self) -> int:
+        """What weights, moments and gradients may fill."""
+        given = self.spec.memory_gib
+        return machine.memory_bytes(self.device) if given == "auto" else int(given * (1 << 30))
+
+    def operations_per_second(self) -> float:
+        return machine.operations_per_second(self.device, self.compute_dtype)
 
     def load(self, folder: Path) -> TorchTrainer:
         model = load_causal_lm(

@@ -1,0 +1,57 @@
+"""What this machine's device has room for and how fast it multiplies; measured, not looked up."""
+
+from __future__ import annotations
+
+import os
+import time
+from functools import lru_cache
+
+import torch
+
+CPU_SHARE = 0.8
+"""Share of this machine's memory that weights, moments and gradients may take; the rest is activations and others."""
+GPU_SHARE = 0.7
+
+_SIDE = {"cpu": 512, "cuda": 8192}
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Bytes of the device that an engine may fill unless its spec says otherwise."""
+    if device.type == "cuda":
+        return int(GPU_SHARE * torch.cuda.get_device_properties(device).total_memory)
+    return int(CPU_SHARE * min(_physical_memory(), _cgroup_limit()))
+
+
+@lru_cache(maxsize=4)
+def operations_per_second(device: torch.device, dtype: torch.dtype) -> float:
+    """2n³ over the best of five times of an (n, n) product, by the calling thread's thread count."""
+    side = _SIDE.get(device.type, 512)
+    left = torch.ones(side, side, device=device, dtype=dtype)
+    best = float("inf")
+    for _ in range(5):
+        _wait(device)
+        start = time.perf_counter()
+        torch.mm(left, left)
+        _wait(device)
+        best = min(best, time.perf_counter() - start)
+    return 2 * side**3 / best
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _physical_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _cgroup_limit() -> int:
+    """A container's memory limit, where there is one."""
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            with open(path) as file:
+                return int(file.read())
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+    return 1 << 62

@@ -1,0 +1,64 @@
+"""What of a model is trained: all of it, or low-rank adapters over a frozen base. Plain data, no torch.
+
+The spec enters the state of a chain's root, so two chains that train different parts never share a policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from engine.errors import BadSpec
+from storage.models import Frozen
+
+ALL_LINEAR = "all-linear"
+
+
+class FullSpec(Frozen):
+    """Every weight is trained."""
+
+    kind: Literal["full"] = "full"
+
+
+class LoraSpec(Frozen):
+    """LoRA (arXiv:2106.09685): each target layer W becomes W + scale * B @ A with A (rank, in), B (out, rank).
+
+    A is drawn from a generator seeded by the root's `init_seed` and the layer's name, B is zero: policy 0 is the base.
+    """
+
+    kind: Literal["lora"] = "lora"
+    rank: int = Field(8, ge=1)
+    alpha: float = Field(16.0, gt=0, allow_inf_nan=False)
+    target_modules: Annotated[tuple[str, ...], Field(min_length=1)] | Literal["all-linear"] = ALL_LINEAR
+    """Names of linear layers, whole or the last parts ("q_proj"), as peft reads them; "all-linear" is every linear
+    layer but the language head."""
+    use_rslora: bool = False
+    """scale = alpha / sqrt(rank) (arXiv:2312.03732) instead of alpha / rank."""
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (self.rank**0.5 if self.use_rslora else self.rank)
+
+
+TrainableSpec = Annotated[FullSpec | LoraSpec, Field(discriminator="kind")]
+
+_PARSER: TypeAdapter[FullSpec | LoraSpec] = TypeAdapter(TrainableSpec)
+
+
+def trainable_of(trainable: Mapping[str, Any]) -> FullSpec | LoraSpec:
+    """The spec that `storage.chain.Root.trainable` stands for. A root holds its full dump (`model_dump(mode="json")`),
+    so that a default spelt out and a default left out give one state.
+
+    Raises:
+        BadSpec: an unknown kind or field, or a value out of range; names it and what is expected.
+    """
+    try:
+        return _PARSER.validate_python(dict(trainable))
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'trainable'}: {e['msg']}" for e in error.errors())
+        raise BadSpec(
+            f"trainable {dict(trainable)} was given: {wrong}. Expected {{'kind': 'full'}}, or {{'kind': 'lora'}} with "
+            "rank >= 1 (8), alpha > 0 (16), target_modules ('all-linear' or names of linear layers), use_rslora (false)"
+        ) from error

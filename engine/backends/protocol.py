@@ -12,6 +12,10 @@ from engine.protocol import Completion, SamplingParams, TokenIds, TokenSequence
 from engine.samples import Sample
 from storage.chain import OptimizerSpec
 
+OnToken = Callable[[int, int, float], None]
+"""Hears of a token as it is drawn: (index of the prompt in the call, token id, its logprob in nats). It runs in the
+compute thread, so it must be quick; what it raises ends the call."""
+
 
 @dataclass(frozen=True, slots=True)
 class Objective:
@@ -72,5 +76,9 @@ class Sampler(Protocol):
     """Draws completions from the weights it was last synced with."""
 
     def sample(
-        self, prompts: Sequence[TokenIds], seeds: Sequence[int], params: SamplingParams
+        self,
+        prompts: Sequence[TokenIds],
+        seeds: Sequence[int],
+        params: SamplingParams,
+        on_token: OnToken | None = None,
     ) -> list[Completion]: ...

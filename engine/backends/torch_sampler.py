@@ -18,6 +18,7 @@ from torch import Tensor
 from engine.backends.attention import DecodeLayout, PrefillLayout
 from engine.backends.causal_lm import CausalLM
 from engine.backends.packing import Fan
+from engine.backends.protocol import OnToken
 from engine.errors import BadSpec, SampleTooLong
 from engine.protocol import Completion, SamplingParams, StopReason, TokenIds
 
@@ -44,9 +45,14 @@ class TorchSampler:
 
     @torch.inference_mode()
     def sample(
-        self, prompts: Sequence[TokenIds], seeds: Sequence[int], params: SamplingParams
+        self,
+        prompts: Sequence[TokenIds],
+        seeds: Sequence[int],
+        params: SamplingParams,
+        on_token: OnToken | None = None,
     ) -> list[Completion]:
-        """One completion per (prompt, seed), in order.
+        """One completion per (prompt, seed), in order. `on_token` hears of each token as it is drawn, in this thread;
+        what it raises ends the call.
 
         Raises:
             BadSpec: empty prompts, ids outside the vocabulary, or unequal numbers of prompts and seeds.
@@ -56,7 +62,8 @@ class TorchSampler:
         done: list[Completion] = []
         for start in range(0, len(prompts), self.max_rows):
             chunk = slice(start, start + self.max_rows)
-            done += self._sample_rows(prompts[chunk], seeds[chunk], params)
+            hear = None if on_token is None else _from_row(on_token, start)
+            done += self._sample_rows(prompts[chunk], seeds[chunk], params, hear)
         return done
 
     def _check(self, prompts: Sequence[TokenIds], seeds: Sequence[int], params: SamplingParams) -> None:
@@ -77,7 +84,11 @@ class TorchSampler:
                 )
 
     def _sample_rows(
-        self, prompts: Sequence[TokenIds], seeds: Sequence[int], params: SamplingParams
+        self,
+        prompts: Sequence[TokenIds],
+        seeds: Sequence[int],
+        params: SamplingParams,
+        on_token: OnToken | None,
     ) -> list[Completion]:
         device = self.model.device
         rows = [_Row(place, torch.Generator(device=device).manual_seed(seed)) for place, seed in enumerate(seeds)]
@@ -85,7 +96,7 @@ class TorchSampler:
         logits_BV = self._prefill(prompts, layout)
         live = list(rows)
         while True:
-            self._draw(live, logits_BV, params)
+            self._draw(live, logits_BV, params, on_token)
             running = [i for i, row in enumerate(live) if row.stop is None]
             if not running:
                 break
@@ -125,7 +136,9 @@ class TorchSampler:
         assert logits_BV is not None  # _check refused empty prompts; sample() never passes an empty chunk
         return logits_BV
 
-    def _draw(self, live: list[_Row], logits_BV: Tensor, params: SamplingParams) -> None:
+    def _draw(
+        self, live: list[_Row], logits_BV: Tensor, params: SamplingParams, on_token: OnToken | None
+    ) -> None:
         """Appends one token to every running row and marks the rows that end."""
         eos = self.model.eos_token_ids()
         drawn = len(next(row for row in live if row.stop is None).tokens)
@@ -146,12 +159,19 @@ class TorchSampler:
                 continue
             row.tokens.append(token)
             row.logprobs.append(logprob)
+            if on_token is not None:
+                on_token(row.place, token, logprob)
             if token in eos:
                 row.stop = "eos"
             elif token in params.stop_token_ids:
                 row.stop = "stop"
             elif len(row.tokens) >= params.max_new_tokens:
                 row.stop = "length"
+
+
+def _from_row(on_token: OnToken, start: int) -> OnToken:
+    """For a chunk of prompts that begins with prompt `start` of the call."""
+    return lambda place, token, logprob: on_token(start + place, token, logprob)
 
 
 def processed_logprobs(logits_BV: Tensor, params: SamplingParams) -> Tensor:

@@ -241,6 +241,16 @@ class Chain:
             return None
 
 
+def base_of(store: ObjectStore, policy: PolicyRef) -> ArtifactRef:
+    """The registered model that a chain, or the chain it continues, started from. Raises ObjectNotFound."""
+    root = Chain.of(store, policy).root()
+    while root is not None and root.start is not None:
+        root = Chain.of(store, root.start).root()
+    if root is None or root.base is None:
+        raise ObjectNotFound(f"{policy.uri} does not descend from a registered model")
+    return root.base
+
+
 def _parse(model: type[M], data: bytes, key: str) -> M:
     try:
         return model.model_validate_json(data)

@@ -116,6 +116,11 @@ def renderer_of(store: ObjectStore, model: ArtifactRef) -> Renderer:
     return _renderer_of(_ByDigest(store, model))
 
 
+def tokenizer_of(store: ObjectStore, model: ArtifactRef) -> Tokenizer:
+    """The tokenizer of a stored model, chat template or not. Raises TokenizerMissing, and storage's errors."""
+    return _tokenizer_of(_ByDigest(store, model))
+
+
 def context_length_of(store: ObjectStore, model: ArtifactRef) -> int | None:
     """Tokens that a stored model was made for, by its config.json; None where it does not say."""
     from storage.artifacts import materialise_files
@@ -141,6 +146,11 @@ class _ByDigest:
 
 @lru_cache(maxsize=CACHED_RENDERERS)
 def _renderer_of(stored: _ByDigest) -> Renderer:
+    return Renderer(_tokenizer_of(stored))
+
+
+@lru_cache(maxsize=CACHED_RENDERERS)
+def _tokenizer_of(stored: _ByDigest) -> Tokenizer:
     from storage.artifacts import materialise_files
 
     with TemporaryDirectory() as scratch:
@@ -150,7 +160,7 @@ def _renderer_of(stored: _ByDigest) -> Renderer:
         names = (*TOKENIZER_FILES, CONFIG_FILE)
         for name, path in materialise_files(stored.store, stored.model.key, downloads, names=names).items():
             (folder / name).symlink_to(path.resolve())  # stored files may lie under other names, in other folders
-        return Renderer(load_tokenizer(folder, name=stored.model.key))
+        return load_tokenizer(folder, name=stored.model.key)
 
 
 def _eos_token_ids(tokenizer: Any, folder: Path, name: str) -> list[int]:

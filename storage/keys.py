@@ -17,6 +17,30 @@ _PREFIX = re.compile(r"[A-Za-z0-9._=@+\-/]*", re.ASCII)
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._\-]{0,127}", re.ASCII)
 _NUMBERED = re.compile(r"(?:.*/)?(\d{6,})\.json", re.ASCII)
 _CHECKPOINT = re.compile(r".*/checkpoints/[^/]+/(\d{6,})/manifest\.json", re.ASCII)
+_OF_RUN = re.compile(
+    r"runs/([^/]+(?:/(?!stages/|leases/)[^/]+)?)/(?:run\.json$|result\.json$|fork\.json$|report\.html$|leases/|stages/)",
+    re.ASCII,
+)
+_OF_CHAIN = re.compile(r"runs/.*/stages/([^/]+)/chains/([^/]+)/(?:root|\d{6,})\.json", re.ASCII)
+_MANIFEST = re.compile(
+    r"(runs/.+/stages/[^/]+/(?:steps/\d{6,}/[^/]+/\d{5,}|evaluations/[^/]+)|datasets/[^/]+/[^/]+/threads)\.json"
+    r"|(runs/.+/stages/[^/]+/checkpoints/[^/]+/\d{6,}|models/[^/]+/(?!aliases/|claims/)[^/]+)/manifest\.json",
+    re.ASCII,
+)
+_DATA = re.compile(
+    r"runs/.+/stages/[^/]+/(?:steps/\d{6,}/[^/]+|evaluations)/[^/]+\.[0-9a-f]{32}\.[^/]+"
+    r"|runs/.+/stages/[^/]+/checkpoints/[^/]+/\d{6,}/[0-9a-f]{32}/.+"
+    r"|datasets/[^/]+/[^/]+/threads\.[0-9a-f]{32}\.[^/]+|models/[^/]+/(?!aliases/|claims/)[^/]+/.+",
+    re.ASCII,
+)
+_PLAIN = re.compile(
+    r"store\.json|models/[^/]+/(?:claims/[^/]+|aliases/[^/]+/\d{6,})\.json"
+    r"|runs/.+/(?:run\.json|result\.json|fork\.json|report\.html|leases/\d{6,}\.json|stages/[^/]+/(?:stage\.json"
+    r"|metrics/\d{6,}\.json|chains/[^/]+/(?:root|\d{6,})\.json|checkpoints/[^/]+/\d{6,}/name\.json))",
+    re.ASCII,
+)
+_CHECKPOINT_KEY = re.compile(r"runs/(.+)/stages/([^/]+)/checkpoints/([^/]+)/\d{6,}", re.ASCII)
+_ALIAS = re.compile(r"models/([^/]+)/aliases/([^/]+)/\d{6,}\.json", re.ASCII)
 _RESERVED_RUN_PARTS = frozenset({"stages", "leases"})
 _RESERVED_VERSIONS = frozenset({"aliases", "claims"})
 
@@ -86,6 +110,27 @@ def manifest_of_files(key: str) -> str:
     return f"{key}/manifest.json"
 
 
+def store_json() -> str:
+    """Which store this is."""
+    return "store.json"
+
+
+def artifact_of(key: str) -> str | None:
+    """The logical key whose manifest is at `key`; None where no manifest is kept."""
+    match = _MANIFEST.fullmatch(key)
+    return match[1] or match[2] if match else None
+
+
+def is_data(key: str) -> bool:
+    """Whether only a manifest gives this object a meaning: data of a committed artifact, or of an attempt."""
+    return artifact_of(key) is None and _DATA.fullmatch(key) is not None
+
+
+def is_plain(key: str) -> bool:
+    """Whether it is one of the objects that stand for themselves: records, leases, claims, aliases, reports."""
+    return _PLAIN.fullmatch(key) is not None
+
+
 def run_prefix(run: str) -> str:
     return f"runs/{validate_run(run)}/"
 
@@ -101,6 +146,23 @@ def result_json(run: str) -> str:
 def report(run: str) -> str:
     """The HTML page about the run; an object that each report replaces, not an artifact."""
     return f"{run_prefix(run)}report.html"
+
+
+def fork_json(run: str) -> str:
+    """Which run this one was forked from, and where."""
+    return f"{run_prefix(run)}fork.json"
+
+
+def run_of(key: str) -> str | None:
+    """The run that an object belongs to, by its key; None for what belongs to none."""
+    match = _OF_RUN.match(key)
+    return match[1] if match else None
+
+
+def chain_of(key: str) -> tuple[str, str, str] | None:
+    """(run, stage, model) of the key of a chain's root or record; None for any other key."""
+    run, match = run_of(key), _OF_CHAIN.fullmatch(key)
+    return (run, match[1], match[2]) if run and match else None
 
 
 def leases_prefix(run: str) -> str:
@@ -124,11 +186,16 @@ def stage_json(run: str, stage: str) -> str:
     return f"{stage_prefix(run, stage)}stage.json"
 
 
+def step_prefix(run: str, stage: str, step: int) -> str:
+    """Under which the artifacts of a step lie."""
+    return f"{stage_prefix(run, stage)}steps/{number(step)}/"
+
+
 def step_artifact(run: str, stage: str, step: int, kind: str, shard: int) -> str:
     """Logical key, …/steps/000042/rollouts/00003."""
     if shard < 0:
         raise InvalidKey(f"{shard} is not the number of a shard; give 0 or more")
-    return f"{stage_prefix(run, stage)}steps/{number(step)}/{validate_name(kind)}/{shard:05d}"
+    return f"{step_prefix(run, stage, step)}{validate_name(kind)}/{shard:05d}"
 
 
 def step_metrics(run: str, stage: str, step: int) -> str:
@@ -176,6 +243,14 @@ def checkpoint_step(key: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def checkpoint_chain(checkpoint_key: str) -> tuple[str, str, str]:
+    """(run, stage, model) of a checkpoint's logical key."""
+    match = _CHECKPOINT_KEY.fullmatch(checkpoint_key)
+    if not match:
+        raise InvalidKey(f"{checkpoint_key[:200]!r} is not the key of a checkpoint")
+    return match[1], match[2], match[3]
+
+
 def evaluation(run: str, stage: str, name: str) -> str:
     """Logical key."""
     return f"{stage_prefix(run, stage)}evaluations/{validate_name(name)}"
@@ -216,3 +291,9 @@ def model_aliases_prefix(key: str, alias: str) -> str:
 
 def model_alias(key: str, alias: str, number_in_log: int) -> str:
     return f"{model_aliases_prefix(key, alias)}{number(number_in_log)}.json"
+
+
+def alias_of(key: str) -> tuple[str, str] | None:
+    """(model, alias) of the key of an entry of an alias's log; None for any other key."""
+    match = _ALIAS.fullmatch(key)
+    return (match[1], match[2]) if match else None

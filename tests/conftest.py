@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-pytest_plugins = ["tests.fixtures.models", "tests.fixtures.s3", "tests.fixtures.prefect"]
+pytest_plugins = ["tests.fixtures.models", "tests.fixtures.s3", "tests.fixtures.prefect", "tests.fixtures.toy_run"]

@@ -15,6 +15,7 @@ EngineError
     NonFiniteGradient         NaN or Inf in the gradient of a batch
     ReplayDiverged            a redo did not reproduce the committed weights
     OutOfMemory               the device cannot hold even half a micro-batch
+    NotAuthenticated          a service that wants a token got none, or another
 """
 
 from __future__ import annotations
@@ -78,3 +79,7 @@ class ReplayDiverged(PermanentEngineError):
 
 class OutOfMemory(PermanentEngineError):
     """The device cannot hold even half a micro-batch of this spec."""
+
+
+class NotAuthenticated(PermanentEngineError):
+    """The engine is a service that wants a token, and got none or another."""

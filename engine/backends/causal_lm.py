@@ -5,9 +5,10 @@ Axes: T packed token · N trained token · V vocabulary · C chunk of trained to
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -20,14 +21,13 @@ from torch.utils.checkpoint import checkpoint
 
 from engine.backends.attention import IMPLEMENTATION, Layout, PackedLayout, register_attention
 from engine.backends.packing import Packed
+from engine.backends.tensor_files import tensor_bytes
 from engine.errors import BadModelFolder
+from engine.model_folder import check_model_folder
 
 CHUNK_ELEMENTS = 1 << 26
 """Logits (trained tokens x vocabulary) held at once; more than twice this are computed in chunks (256 MiB each in
 float32) and once more in the backward pass, which costs 13 % on small batches and bounds memory on large ones."""
-
-PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
-"""Weights that can run code when read; they are neither read nor published."""
 
 PROBE_TOLERANCE = 2e-3
 """Mean |difference| of logprobs, nats, that rounding may cause in float32; a wrong mask or scale gives far more."""
@@ -41,13 +41,16 @@ class CausalLM:
     """A Hugging Face causal language model behind packed forwards. Always in eval mode: dropout would make the
     behaviour policy and the trained one two different distributions."""
 
-    def __init__(self, module: nn.Module, *, compute_dtype: torch.dtype) -> None:
+    def __init__(
+        self, module: nn.Module, *, compute_dtype: torch.dtype, master_dtype: torch.dtype | None = None
+    ) -> None:
+        """`master_dtype` is that of the first parameter unless a frozen module holds a part of them lower."""
         self.module = module.eval()
         self.compute_dtype = compute_dtype
         self.decoder: nn.Module = module.base_model  # type: ignore[assignment]
         self.head: nn.Linear = module.get_output_embeddings()  # type: ignore[operator]
         self.device: torch.device = next(module.parameters()).device
-        self.dtype: torch.dtype = next(module.parameters()).dtype
+        self.dtype: torch.dtype = master_dtype or next(module.parameters()).dtype
 
     @property
     def vocab_size(self) -> int:
@@ -115,6 +118,15 @@ class CausalLM:
                 yield name, tensor
 
 
+def frozen_copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The module with every parameter in `dtype`, without gradients; those that have it already are shared, not copied.
+    Buffers keep their dtype: rotary frequencies in bfloat16 would put far positions in the wrong place."""
+    copies: dict[int, Any] = {
+        id(p): nn.Parameter(p.detach().to(dtype), requires_grad=False) for p in module.parameters()
+    }
+    return copy.deepcopy(module, copies)
+
+
 def load_causal_lm(folder: Path, *, dtype: torch.dtype, compute_dtype: torch.dtype, device: torch.device) -> CausalLM:
     """Reads a plain Hugging Face folder and checks that packed forwards mean what the model's own forward means.
 
@@ -165,23 +177,6 @@ def _keep_norms_in_float64(module: nn.Module) -> None:
             norm.forward = partial(rms_norm, normalized_shape=shape, weight=scale, eps=eps)  # type: ignore[method-assign]
 
 
-def check_model_folder(folder: Path) -> None:
-    """Refuses what is not a safetensors Hugging Face folder, before anything heavy happens."""
-    if not (folder / "config.json").is_file():
-        raise BadModelFolder(
-            f"{folder} has no config.json; give a Hugging Face model folder (config, tokenizer, *.safetensors)"
-        )
-    if any(folder.glob("*.safetensors")):
-        return
-    pickled = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES)
-    if pickled:
-        raise BadModelFolder(
-            f"{folder} holds pickled weights ({', '.join(pickled[:3])}), which can run code when read; convert them "
-            "with save_pretrained(..., safe_serialization=True)"
-        )
-    raise BadModelFolder(f"{folder} has a config.json but no *.safetensors weights")
-
-
 @torch.no_grad()
 def probe_packed_forward(model: CausalLM, folder: Path) -> None:
     """Compares one short packed forward with the model's own: an architecture that packs wrongly is refused."""
@@ -205,11 +200,16 @@ def probe_packed_forward(model: CausalLM, folder: Path) -> None:
 
 def digest_weights(model: CausalLM) -> tuple[str, dict[str, str]]:
     """sha256 over names, dtypes, shapes and bytes: (digest of all, digest per tensor)."""
+    return digest_tensors(model.named_weights())
+
+
+def digest_tensors(tensors: Iterable[tuple[str, Tensor]], *, base: str = "") -> tuple[str, dict[str, str]]:
+    """The same of any tensors, sorted by name; `base` names weights that these add to."""
     parts = {}
-    for name, tensor in model.named_weights():
-        data = tensor.detach().contiguous().cpu()
-        digest = hashlib.sha256(f"{data.dtype} {tuple(data.shape)}".encode())
-        digest.update(data.view(torch.uint8).numpy().data if data.numel() else b"")
+    for name, tensor in tensors:
+        digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor_bytes(tensor))
         parts[name] = digest.hexdigest()
-    whole = hashlib.sha256("".join(f"{name} {digest}\n" for name, digest in parts.items()).encode())
+    lines = [f"base {base}\n"] if base else []
+    whole = hashlib.sha256("".join([*lines, *(f"{name} {digest}\n" for name, digest in parts.items())]).encode())
     return whole.hexdigest(), parts

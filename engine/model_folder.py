@@ -1,0 +1,90 @@
+"""What a model folder is, and how it is named in the registry. Without torch: clients of a remote engine ask too."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.errors import BadModelFolder
+from storage.artifacts import MANIFEST_NAME, ArtifactRef, digest_of, file_entries
+from storage.objects import ObjectStore
+from storage.registry import find_model
+
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+"""Weights that can run code when read; they are neither read nor published."""
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A checked folder: what of it is published, and as what."""
+
+    path: Path
+    name: str
+    files: dict[str, Path]
+
+    def digest(self) -> str:
+        """sha256 of what is published: the first 12 digits are the version."""
+        return digest_of(file_entries(self.files, lambda file: file))
+
+    @classmethod
+    def of(cls, path: Path, *, name: str | None = None) -> ModelFolder:
+        """The folder at `path`, named after it unless `name` is given. Raises BadModelFolder."""
+        check_model_folder(path)
+        entries = [file for file in sorted(path.iterdir()) if file.is_file()]
+        files = {file.name: file for file in entries if file.suffix not in PICKLE_SUFFIXES}
+        files.pop(MANIFEST_NAME, None)
+        return cls(path, name or _name_of(path), files)
+
+
+def version_of(digest: str) -> str:
+    """The version under which an imported folder of that digest is registered."""
+    return digest[:12]
+
+
+def local_folder(source: str) -> Path | None:
+    """The folder that `source` names on this machine, or None: then it is a registry key."""
+    folder = Path(os.path.expanduser(source))
+    return folder if source and folder.is_dir() else None
+
+
+def split_key(source: str) -> tuple[str, str | None]:
+    """(name, version or None) of a registry key. Raises BadModelFolder for what looks like a path."""
+    name, _, version = source.partition("@")
+    if Path(source).exists() or "/" in source or source.startswith(".") or source.endswith("@"):
+        raise BadModelFolder(f"{source!r} is not a model folder; give a folder, or the key of a registered model")
+    return name, version or None
+
+
+def registered_model(store: ObjectStore, source: str) -> ArtifactRef:
+    """The model of a registry key, `name` or `name@version`. Raises BadModelFolder when there is none."""
+    name, version = split_key(source)
+    found = find_model(store, name, version)
+    if found is None:
+        raise BadModelFolder(
+            f"no model {source!r}: not a local folder, and not registered in {store.url}; give an existing "
+            "Hugging Face folder, or a key that `save` returned"
+        )
+    return found
+
+
+def check_model_folder(folder: Path) -> None:
+    """Refuses what is not a safetensors Hugging Face folder, before anything heavy happens."""
+    if not (folder / "config.json").is_file():
+        raise BadModelFolder(
+            f"{folder} has no config.json; give a Hugging Face model folder (config, tokenizer, *.safetensors)"
+        )
+    if any(folder.glob("*.safetensors")):
+        return
+    pickled = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES)
+    if pickled:
+        raise BadModelFolder(
+            f"{folder} holds pickled weights ({', '.join(pickled[:3])}), which can run code when read; convert them "
+            "with save_pretrained(..., safe_serialization=True)"
+        )
+    raise BadModelFolder(f"{folder} has a config.json but no *.safetensors weights")
+
+
+def _name_of(folder: Path) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name).strip("-.") or "model"

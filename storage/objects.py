@@ -11,12 +11,12 @@ from uuid import uuid4
 
 from storage.backends.local import LocalBackend
 from storage.backends.memory import MemoryBackend
-from storage.backends.protocol import HIDDEN, Backend, ObjectInfo, PutResult
+from storage.backends.protocol import HIDDEN, Backend, Leftover, ObjectInfo, PutResult
 from storage.errors import TransientStorageError, UnsupportedFilesystem
 from storage.keys import validate_key, validate_name, validate_prefix
 from storage.retry import RetryPolicy, retried
 
-__all__ = ["ObjectInfo", "ObjectStore", "PutResult", "open_store"]
+__all__ = ["Leftover", "ObjectInfo", "ObjectStore", "PutResult", "open_store"]
 
 
 class ObjectStore:
@@ -109,6 +109,21 @@ class ObjectStore:
     def local_path(self, key: str) -> Path | None:
         """Where the object lies on this machine, for file:// stores (whether it exists or not); else None."""
         return self.backend.local_path(validate_key(key))
+
+    def now(self) -> float:
+        """Epoch seconds by the store's clock, the one that `ObjectInfo.modified` is read from. Asking writes a small
+        hidden object and removes it."""
+        return retried(self.backend.now, self._what("ask the clock of", ""), self.retry)
+
+    def leftovers(self) -> Iterator[Leftover]:
+        """What is no object and is seen by no listing: temporary files, scratch folders, unfinished multipart uploads;
+        those of living writers too."""
+        return iter(retried(lambda: sorted(self.backend.leftovers()), self._what("leftovers", ""), self.retry))
+
+    def remove_leftover(self, leftover: Leftover) -> None:
+        """Removes it; an absent one is fine."""
+        name = leftover.name
+        retried(lambda: self.backend.remove_leftover(name), self._what("remove_leftover", name), self.retry)
 
     def _what(self, verb: str, key: str) -> str:
         return f"{verb} {key!r} in {self.url}"

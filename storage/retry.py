@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -43,4 +44,18 @@ def retried(call: Callable[[], T], what: str, policy: RetryPolicy) -> T:
             if attempt + 1 == policy.attempts:
                 raise StorageUnavailable(f"{what} failed {policy.attempts} times: {error}") from error
             time.sleep(policy.delay(attempt))
+    raise ValueError(f"a retry policy needs at least one attempt, {policy.attempts} given")
+
+
+async def retried_async(call: Callable[[], Awaitable[T]], what: str, policy: RetryPolicy) -> T:
+    """Like `retried`, on an event loop."""
+    for attempt in range(policy.attempts):
+        try:
+            return await call()
+        except StorageFull:
+            raise
+        except TransientStorageError as error:
+            if attempt + 1 == policy.attempts:
+                raise StorageUnavailable(f"{what} failed {policy.attempts} times: {error}") from error
+            await asyncio.sleep(policy.delay(attempt))
     raise ValueError(f"a retry policy needs at least one attempt, {policy.attempts} given")

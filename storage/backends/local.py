@@ -12,10 +12,10 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 from uuid import uuid4
 
-from storage.backends.protocol import HIDDEN, ObjectInfo, PutResult
+from storage.backends.protocol import HIDDEN, Leftover, ObjectInfo, PutResult
 from storage.errors import (
     AccessDenied,
     InvalidKey,
@@ -79,8 +79,6 @@ class LocalBackend:
             with self._temporary(target.parent) as temporary:
                 if not ((move or ours) and _linked(path, temporary, shared=ours)):
                     shutil.copyfile(path, temporary)
-                if not ours:
-                    os.utime(temporary)  # the object is as old as its arrival here: garbage collection asks
                 _sync_file(temporary)
                 os.replace(temporary, target)
             _sync_folder(target.parent)
@@ -97,11 +95,14 @@ class LocalBackend:
         return PutResult(won, data if won else self.get(key))
 
     def delete(self, key: str) -> None:
+        """Synced: whoever deletes a manifest and then its data must not find the manifest again after a power cut."""
+        target = self._path(key)
         with _writing(key, self.url):
             try:
-                self._path(key).unlink(missing_ok=True)
-            except (NotADirectoryError, IsADirectoryError):
+                target.unlink()
+            except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
                 return  # there is no such object
+            _sync_folder(target.parent)
 
     def download(self, key: str, to: Path) -> None:
         with _reading(key, self.url):
@@ -109,6 +110,36 @@ class LocalBackend:
 
     def local_path(self, key: str) -> Path | None:
         return self._path(key)
+
+    def now(self) -> float:
+        with _writing("the store's clock", self.url), self._temporary(self.root) as temporary:
+            _write(temporary, b"")
+            return _changed(temporary.stat())
+
+    def leftovers(self) -> Iterator[Leftover]:
+        """Hidden files and folders: writes that never got their name, and scratch folders of engines."""
+        for folder, folders, files in os.walk(self.root):
+            for name in [name for name in (*folders, *files) if name.startswith(HIDDEN)]:
+                path = Path(folder, name)
+                try:
+                    size, changed = _size_and_change(path)
+                except FileNotFoundError:
+                    continue  # finished since the folder was read
+                kind: Literal["scratch folder", "temporary file"] = (
+                    "scratch folder" if name in folders else "temporary file"
+                )
+                yield Leftover(str(path.relative_to(self.root)), kind, size, changed)
+            folders[:] = [name for name in folders if not name.startswith(HIDDEN)]
+
+    def remove_leftover(self, name: str) -> None:
+        path = self.root / name
+        if not path.name.startswith(HIDDEN) or not path.parent.resolve().is_relative_to(self.root.resolve()):
+            raise InvalidKey(f"{name!r} is no leftover of {self.url}; its name would begin with {HIDDEN}")
+        with _writing(name, self.url):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
 
     def _path(self, key: str) -> Path:
         return self.root / key
@@ -167,7 +198,7 @@ class LocalBackend:
                     stat = entry.stat()
                 except FileNotFoundError:
                     continue  # deleted since the folder was read
-                yield ObjectInfo(name, stat.st_size, stat.st_mtime)
+                yield ObjectInfo(name, stat.st_size, _changed(stat))
 
 
 def _linked(path: Path, temporary: Path, *, shared: bool) -> bool:
@@ -180,6 +211,22 @@ def _linked(path: Path, temporary: Path, *, shared: bool) -> bool:
     except OSError:
         return False
     return True
+
+
+def _changed(stat: os.stat_result) -> float:
+    """When the file got its bytes or this name, whichever came later: a link of an old file is a new object."""
+    return max(stat.st_mtime, stat.st_ctime)
+
+
+def _size_and_change(path: Path) -> tuple[int, float]:
+    """Bytes, and the last change, of a file or of anything in a folder."""
+    stat = path.lstat()
+    size, changed = 0 if path.is_dir() else stat.st_size, _changed(stat)
+    if path.is_dir() and not path.is_symlink():
+        for inside in path.rglob("*"):
+            stat = inside.lstat()
+            size, changed = size + (0 if inside.is_dir() else stat.st_size), max(changed, _changed(stat))
+    return size, changed
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import io
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import BinaryIO
 
 from fsspec.implementations.memory import MemoryFileSystem
 
-from storage.backends.protocol import ObjectInfo, PutResult
+from storage.backends.protocol import Leftover, ObjectInfo, PutResult
 from storage.errors import ObjectNotFound
 
 _lock = threading.RLock()  # fsspec's memory store is one dict per process, so its lock is too
@@ -19,8 +21,9 @@ _lock = threading.RLock()  # fsspec's memory store is one dict per process, so i
 class MemoryBackend:
     """Stores of the same name share their objects within a process."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, clock: Callable[[], float] = time.time) -> None:
         self.url = f"memory://{name}"
+        self._clock = clock
         self._fs = MemoryFileSystem()
         self._root = f"/{name}/"
 
@@ -40,7 +43,7 @@ class MemoryBackend:
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         with _lock:
             found = [
-                ObjectInfo(path[len(self._root) :], len(file.getvalue()), file.modified.timestamp())
+                ObjectInfo(path[len(self._root) :], file.getbuffer().nbytes, file.modified.timestamp())
                 for path, file in self._fs.store.items()
                 if path.startswith(self._root + prefix)
             ]
@@ -49,6 +52,7 @@ class MemoryBackend:
     def put(self, key: str, data: bytes) -> None:
         with _lock:
             self._fs.pipe_file(self._root + key, data)
+            self._fs.store[self._root + key].modified = datetime.fromtimestamp(self._clock(), UTC)
 
     def put_file(self, key: str, path: Path, *, move: bool) -> None:
         self.put(key, path.read_bytes())
@@ -71,3 +75,12 @@ class MemoryBackend:
 
     def local_path(self, key: str) -> Path | None:
         return None
+
+    def now(self) -> float:
+        return self._clock()
+
+    def leftovers(self) -> Iterator[Leftover]:
+        return iter(())
+
+    def remove_leftover(self, name: str) -> None:
+        """There is none to remove."""

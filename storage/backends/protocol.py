@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, Protocol
+from typing import BinaryIO, Literal, NamedTuple, Protocol
 
 HIDDEN = "~"
 """First character of the names of temporary objects. No key can hold it, so they can never meet one."""
@@ -18,6 +18,18 @@ class ObjectInfo(NamedTuple):
     """Bytes."""
     modified: float
     """Epoch seconds by the store's clock."""
+
+
+class Leftover(NamedTuple):
+    """Something that is no object: what a killed writer left where no listing of objects shows it."""
+
+    name: str
+    """Means something to its store only."""
+    kind: Literal["temporary file", "scratch folder", "multipart upload"]
+    size: int
+    """Bytes; 0 where the store does not tell."""
+    modified: float
+    """Epoch seconds by the store's clock: the last sign of life."""
 
 
 class PutResult(NamedTuple):
@@ -50,3 +62,12 @@ class Backend(Protocol):
     def delete(self, key: str) -> None: ...
     def download(self, key: str, to: Path) -> None: ...
     def local_path(self, key: str) -> Path | None: ...
+
+    def now(self) -> float:
+        """Epoch seconds by the clock that gives objects their `modified`; the store must be writable."""
+        ...
+
+    def leftovers(self) -> Iterator[Leftover]: ...
+    def remove_leftover(self, name: str) -> None:
+        """Removes a leftover; an absent one is fine."""
+        ...

@@ -10,53 +10,26 @@ from __future__ import annotations
 import io
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
+from uuid import uuid4
 
-import aiohttp
-from botocore.exceptions import (
-    BotoCoreError,
-    ClientError,
-    HTTPClientError,
-    IncompleteReadError,
-    NoCredentialsError,
-    PartialCredentialsError,
-)
-from botocore.exceptions import ConnectionError as BotoConnectionError
-from botocore.parsers import ResponseParserError
 from fsspec.asyn import sync
-from fsspec.exceptions import FSTimeoutError
 from s3fs import S3FileSystem
 
-from storage.backends.protocol import HIDDEN, ObjectInfo, PutResult
-from storage.errors import (
-    AccessDenied,
-    CorruptArtifact,
-    InvalidKey,
-    ObjectNotFound,
-    PermanentStorageError,
-    StorageError,
-    StorageFull,
-    StorageUnavailable,
-    UnsupportedFilesystem,
-)
+from storage.backends.protocol import HIDDEN, Leftover, ObjectInfo, PutResult
+from storage.backends.s3_errors import ANY, answer_of, status_of, typed
+from storage.backends.s3_transfer import ATTEMPT, PART_BYTES, Transfer
+from storage.errors import InvalidKey, ObjectNotFound, StorageUnavailable, UnsupportedFilesystem
 from storage.keys import is_key, validate_prefix
 from storage.retry import RetryPolicy, retried
 
-_ATTEMPT = "ostinato-attempt"
 READ_AHEAD_BYTES = 1 << 20
-_FULL_CODES = {"InsufficientStorage", "QuotaExceeded", "XMinioStorageFull"}
-_PASSING_CODES = {
-    "SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "RequestTimeout", "InternalError",
-    "ServiceUnavailable", "OperationAborted", "ConditionalRequestConflict", "RequestTimeTooSkewed",
-    "XAmzContentSHA256Mismatch", "IncompleteBody", "BadDigest",
+_UPLOAD = "?upload="  # no key holds a question mark
+_CONTINUE = {
+    "NextContinuationToken": "ContinuationToken", "NextKeyMarker": "KeyMarker", "NextUploadIdMarker": "UploadIdMarker",
 }  # fmt: skip
-_NETWORK = (
-    BotoConnectionError, HTTPClientError, IncompleteReadError, ResponseParserError, FSTimeoutError,
-    aiohttp.ClientError, ConnectionError, TimeoutError,
-)  # fmt: skip
-_ANY = (*_NETWORK, BotoCoreError, ClientError, OSError)
+"""Where a page of a listing ended -> the argument that begins the next."""
 
 
 class S3Backend:
@@ -70,6 +43,7 @@ class S3Backend:
         # few attempts inside a request: the store retries around it
         config = {"retries": {"mode": "standard", "total_max_attempts": 2}} | options.get("config_kwargs", {})
         self.page_size = 1000
+        self.part_bytes = PART_BYTES
         # fsspec keeps instances by arguments, but the endpoint and the credentials may come from the environment
         fixed = {"config_kwargs": config, "use_listings_cache": False, "skip_instance_cache": True}
         self._fs = S3FileSystem(**(options | fixed))
@@ -77,16 +51,16 @@ class S3Backend:
         self._conditional_checked = False
 
     def get(self, key: str) -> bytes:
-        with _typed(key, self.url):
+        with typed(key, self.url):
             return self._get(Key=self._prefix + key)
 
     def open(self, key: str) -> BinaryIO:
-        with _typed(key, self.url):
+        with typed(key, self.url):
             head = self._call("head_object", Key=self._prefix + key)
 
         def read(start: int, stop: int) -> bytes:
             # If-Match: an object replaced while it is read must not be read as a mixture
-            with _typed(key, self.url):
+            with typed(key, self.url):
                 return self._get(Key=self._prefix + key, Range=f"bytes={start}-{stop - 1}", IfMatch=head["ETag"])
 
         raw = _RangeReader(read, head["ContentLength"], what=f"read {key!r} in {self.url}")
@@ -94,58 +68,95 @@ class S3Backend:
 
     def exists(self, key: str) -> bool:
         try:
-            with _typed(key, self.url):
+            with typed(key, self.url):
                 self._call("head_object", Key=self._prefix + key)
         except ObjectNotFound:
             return False
         return True
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        where: dict[str, Any] = {"Prefix": self._prefix + prefix, "MaxKeys": self.page_size}
-        while True:
-            with _typed(prefix, self.url):
-                page = self._call("list_objects_v2", **where)
-            for found in page.get("Contents", ()):
-                key = found["Key"][len(self._prefix) :]
-                if is_key(key):  # not a temporary or foreign object
-                    yield ObjectInfo(key, found["Size"], found["LastModified"].timestamp())
-            if not page.get("IsTruncated"):
-                return
-            where["ContinuationToken"] = page["NextContinuationToken"]
+        where = {"Prefix": self._prefix + prefix, "MaxKeys": self.page_size}
+        for found in self._pages("list_objects_v2", "Contents", **where):
+            key = found["Key"][len(self._prefix) :]
+            if is_key(key):  # not a temporary or foreign object
+                yield ObjectInfo(key, found["Size"], found["LastModified"].timestamp())
 
     def put(self, key: str, data: bytes) -> None:
-        with _typed(key, self.url):
+        with typed(key, self.url):
             self._call("put_object", Key=self._prefix + key, Body=data)
 
     def put_file(self, key: str, path: Path, *, move: bool) -> None:
         """In parts when large; the object appears when the last part is complete."""
-        with _typed(key, self.url):
-            self._fs.put_file(str(path), f"{self.bucket}/{self._prefix}{key}", max_concurrency=4)
+        with typed(key, self.url):
+            sync(self._fs.loop, self._transfer().upload, self._prefix + key, path)
         if move:
             path.unlink(missing_ok=True)
 
     def put_if_absent(self, key: str, data: bytes, attempt: str) -> PutResult:
         self._check_conditional_puts()
-        with _typed(key, self.url):
+        with typed(key, self.url):
             if self._put_new(key, data, attempt):
                 return PutResult(True, data)
         try:
-            with _typed(key, self.url):
+            with typed(key, self.url):
                 there, metadata = self._get_with_metadata(Key=self._prefix + key)
         except ObjectNotFound as error:
             raise StorageUnavailable(f"{key!r} was there and is gone again in {self.url}") from error
-        return PutResult(metadata.get(_ATTEMPT) == attempt, there)
+        return PutResult(metadata.get(ATTEMPT) == attempt, there)
 
     def delete(self, key: str) -> None:
-        with _typed(key, self.url):
+        with typed(key, self.url):
             self._call("delete_object", Key=self._prefix + key)
 
     def download(self, key: str, to: Path) -> None:
-        with _typed(key, self.url):
-            self._fs.get_file(f"{self.bucket}/{self._prefix}{key}", str(to), max_concurrency=4)
+        with typed(key, self.url):
+            sync(self._fs.loop, self._transfer().download, self._prefix + key, to)
 
     def local_path(self, key: str) -> Path | None:
         return None
+
+    def now(self) -> float:
+        name = f"{self._prefix}{HIDDEN}clock-{uuid4().hex}"
+        with typed("the store's clock", self.url):
+            self._call("put_object", Key=name, Body=b"")
+            now = self._call("head_object", Key=name)["LastModified"].timestamp()
+            self._call("delete_object", Key=name)
+        return float(now)
+
+    def leftovers(self) -> Iterator[Leftover]:
+        """Probes of the clock whose process died, and multipart uploads that nobody completed or aborted."""
+        for found in self._pages("list_objects_v2", "Contents", Prefix=f"{self._prefix}{HIDDEN}clock-"):
+            name = found["Key"][len(self._prefix) :]
+            yield Leftover(name, "temporary file", found["Size"], found["LastModified"].timestamp())
+        for found in self._pages("list_multipart_uploads", "Uploads", Prefix=self._prefix):
+            name = f"{found['Key'][len(self._prefix) :]}{_UPLOAD}{found['UploadId']}"
+            yield Leftover(name, "multipart upload", 0, found["Initiated"].timestamp())
+
+    def remove_leftover(self, name: str) -> None:
+        key, found, upload = name.partition(_UPLOAD)
+        try:
+            with typed(name, self.url):
+                if found:
+                    self._call("abort_multipart_upload", Key=self._prefix + key, UploadId=upload)
+                else:
+                    self._call("delete_object", Key=self._prefix + key)
+        except ObjectNotFound:
+            return
+
+    def _transfer(self) -> Transfer:
+        return Transfer(self._fs, self.bucket, self.url, self.part_bytes)
+
+    def _pages(self, method: str, items: str, **where: Any) -> Iterator[dict[str, Any]]:
+        """The items of all pages of a listing."""
+        while True:
+            with typed(where["Prefix"], self.url):
+                page = self._call(method, **where)
+            yield from page.get(items) or ()
+            if not page.get("IsTruncated"):
+                return
+            for token, of in _CONTINUE.items():
+                if page.get(token):
+                    where[of] = page[token]
 
     def _call(self, method: str, **arguments: Any) -> dict[str, Any]:
         return self._fs.call_s3(method, Bucket=self.bucket, **arguments)
@@ -165,13 +176,13 @@ class S3Backend:
         """One conditional put; False when there was an object already."""
         try:
             self._call(
-                "put_object", Key=self._prefix + key, Body=data, IfNoneMatch="*", Metadata={_ATTEMPT: attempt}
+                "put_object", Key=self._prefix + key, Body=data, IfNoneMatch="*", Metadata={ATTEMPT: attempt}
             )
-        except _ANY as error:
-            answer = _answer(error)
-            if answer is not None and _status(answer) == 412:
+        except ANY as error:
+            answer = answer_of(error)
+            if answer is not None and status_of(answer) == 412:
                 return False
-            if answer is not None and _status(answer) == 501:
+            if answer is not None and status_of(answer) == 501:
                 raise UnsupportedFilesystem(self._no_conditional_puts()) from error
             raise
         return True
@@ -182,7 +193,7 @@ class S3Backend:
             if self._conditional_checked:
                 return
             probe = f"{HIDDEN}conditional-put"
-            with _typed(probe, self.url):
+            with typed(probe, self.url):
                 if self._put_new(probe, b"1", "") and self._put_new(probe, b"2", ""):
                     raise UnsupportedFilesystem(self._no_conditional_puts())
             self._conditional_checked = True
@@ -228,53 +239,3 @@ class _RangeReader(io.RawIOBase):
         data = retried(lambda: self._read(start, stop), self._what, RetryPolicy())
         self._at += len(data)
         return data
-
-
-@contextmanager
-def _typed(key: str, url: str) -> Iterator[None]:
-    """Every error of boto, aiohttp and s3fs as one of ours."""
-    try:
-        yield
-    except _ANY as error:
-        raise _storage_error(error, f"{key!r} in {url}") from error
-
-
-def _storage_error(error: BaseException, where: str) -> StorageError:
-    answer = _answer(error)
-    if answer is not None:
-        return _refusal(answer, where)
-    if isinstance(error, _NETWORK):
-        return StorageUnavailable(f"{where}: {type(error).__name__}: {error}")
-    if isinstance(error, NoCredentialsError | PartialCredentialsError):
-        return AccessDenied(f"{where}: {error}; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
-    if isinstance(error, FileNotFoundError):
-        return ObjectNotFound(f"no object {where}")
-    return PermanentStorageError(f"{where}: {type(error).__name__}: {error}")
-
-
-def _refusal(answer: ClientError, where: str) -> StorageError:
-    status, code = _status(answer), answer.response.get("Error", {}).get("Code", "")
-    if code == "NoSuchBucket":
-        return ObjectNotFound(f"{where}: there is no such bucket; make it first, or mend the URL")
-    if status == 404:
-        return ObjectNotFound(f"no object {where}")
-    if status == 412:
-        return CorruptArtifact(f"{where} was replaced while it was read; open it again")
-    if status == 507 or code in _FULL_CODES:
-        return StorageFull(f"no space for {where}: {answer}")
-    if status in (408, 409, 425, 429) or status >= 500 or code in _PASSING_CODES:
-        return StorageUnavailable(f"{where}: {answer}")
-    if status in (401, 403):
-        return AccessDenied(f"{where}: {answer}; check the credentials and the bucket's policy")
-    return PermanentStorageError(f"{where}: {answer}")
-
-
-def _answer(error: BaseException | None) -> ClientError | None:
-    """The server's answer behind an error; s3fs dresses it up as an OSError."""
-    while error is not None and not isinstance(error, ClientError):
-        error = error.__cause__
-    return error
-
-
-def _status(error: ClientError) -> int:
-    return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode") or 0)

@@ -6,14 +6,14 @@ The spec enters the state of a chain's root, so two chains that train different 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
 from engine.errors import BadSpec
 from storage.models import Frozen
 
-ALL_LINEAR = "all-linear"
+ALL_LINEAR: Final = "all-linear"
 
 
 class FullSpec(Frozen):

@@ -34,10 +34,12 @@ class UpdateReport:
     metrics: dict[str, float] = field(default_factory=dict)
     skipped: bool = False
     micro_batches: int = 0
+    max_tokens: int = 0
+    """Packed tokens per forward that this update kept to: what was asked, or half of it where memory did not do."""
 
 
 class Trainer(Protocol):
-    """Master weights, gradients and AdamW moments of one policy."""
+    """Weights, gradients and AdamW moments of one policy: a whole model, or an adapter on a base that many share."""
 
     def update(
         self,
@@ -48,7 +50,11 @@ class Trainer(Protocol):
         max_tokens: int,
         on_micro_batch: Callable[[], None],
     ) -> UpdateReport:
-        """One optimizer update over `samples`; the loss is normalised over all of them, however they are split."""
+        """One optimizer update over `samples`; the loss is normalised over all of them, however they are split.
+
+        Memory that does not hold one micro-batch halves `max_tokens` once, for this update. Raises OutOfMemory when
+        half does not do either.
+        """
         ...
 
     def logprobs(
@@ -68,7 +74,17 @@ class Trainer(Protocol):
         ...
 
     def export(self, folder: Path) -> dict[str, Path]:
-        """Writes a plain Hugging Face folder (no tokenizer); returns the files by name."""
+        """Writes what was trained (no tokenizer): a plain Hugging Face folder, or a peft adapter folder; returns the
+        files by name."""
+        ...
+
+    def export_merged(self, folder: Path) -> dict[str, Path]:
+        """Writes a plain Hugging Face folder (no tokenizer) that loads without anything else; an adapter is merged
+        into its base."""
+        ...
+
+    def nbytes(self, *, training: bool = True) -> int:
+        """Bytes this policy alone holds: weights, and with `training` gradients and both moments at their peak."""
         ...
 
 

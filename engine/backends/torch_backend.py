@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import platform
 from collections.abc import Iterator
@@ -13,8 +12,17 @@ from pathlib import Path
 import torch
 from transformers.utils.logging import disable_progress_bar
 
+from engine.adapters import LoraSpec
 from engine.backends import machine
-from engine.backends.causal_lm import CausalLM, load_causal_lm
+from engine.backends.causal_lm import CausalLM, frozen_copy, load_causal_lm
+from engine.backends.shared_base import (
+    AdapterOff,
+    AdapterSampler,
+    AdapterTrainer,
+    SharedBase,
+    SharedTrainer,
+    sync_adapter,
+)
 from engine.backends.torch_sampler import TorchSampler
 from engine.backends.torch_trainer import TorchTrainer
 from engine.spec import LocalEngineSpec
@@ -74,27 +82,55 @@ class TorchBackend:
         return machine.operations_per_second(self.device, self.compute_dtype)
 
     def load(self, folder: Path) -> TorchTrainer:
+        """A model all of whose weights are trained."""
         model = load_causal_lm(
             folder, dtype=self.master_dtype, compute_dtype=self.compute_dtype, device=self.device
         )
         return TorchTrainer(model)
 
+    def load_base(self, folder: Path, *, key: str = "") -> SharedBase:
+        """A frozen model that adapters share; `key` is its registry key, for what adapters export."""
+        # on the CPU first: the device never holds the part in master precision that is computed in a lower one
+        model = load_causal_lm(
+            folder, dtype=self.master_dtype, compute_dtype=self.compute_dtype, device=torch.device("cpu")
+        )
+        return SharedBase(model, device=self.device, key=key)
+
+    @staticmethod
+    def adapter(base: SharedBase, spec: LoraSpec, *, init_seed: int) -> AdapterTrainer:
+        """A new adapter on `base`, which it leaves as it is: until its first update it computes what the base does."""
+        return AdapterTrainer(base, spec, init_seed=init_seed)
+
+    @staticmethod
+    def adapter_off(base: SharedBase) -> AdapterOff:
+        """The base itself as a policy that is only read."""
+        return AdapterOff(base)
+
     def sampler(self, trainer: TorchTrainer) -> TorchSampler:
-        """A sampler over the trainer's own weights, or over a copy in the compute precision."""
+        """A sampler over the trainer's own weights, or over a copy in the compute precision; of a base that adapters
+        share there is one copy at most."""
+        limits = {"max_rows": self.spec.max_rows, "max_tokens": self.spec.max_tokens_per_forward}
+        if isinstance(trainer, SharedTrainer):
+            return AdapterSampler(trainer, **limits)
         model = trainer.model
         if self.compute_dtype != self.master_dtype:
-            module = copy.deepcopy(model.module).to(self.compute_dtype).requires_grad_(False)
-            model = CausalLM(module, compute_dtype=self.compute_dtype)
-        return TorchSampler(model, max_rows=self.spec.max_rows, max_tokens=self.spec.max_tokens_per_forward)
+            model = CausalLM(frozen_copy(model.module, self.compute_dtype), compute_dtype=self.compute_dtype)
+        return TorchSampler(model, **limits)
 
-    def sync(self, trainer: TorchTrainer, sampler: TorchSampler) -> None:
-        """Brings the sampler to the trainer's weights; nothing to do where they share them."""
-        if sampler.model is trainer.model:
-            return
-        with torch.no_grad():
-            target = dict(sampler.model.named_weights())
-            for name, weight in trainer.model.named_weights():
-                target[name].copy_(weight)
+    @staticmethod
+    def sync(trainer: TorchTrainer, sampler: TorchSampler) -> None:
+        """Brings the sampler to the trainer's weights; nothing to do where they share them.
+
+        Raises:
+            BadSpec: the sampler was made for another base, or for a whole model and the trainer is an adapter.
+        """
+        if isinstance(trainer, SharedTrainer) or isinstance(sampler, AdapterSampler):
+            sync_adapter(trainer, sampler)
+        elif sampler.model is not trainer.model:
+            with torch.no_grad():
+                target = dict(sampler.model.named_weights())
+                for name, weight in trainer.model.named_weights():
+                    target[name].copy_(weight)
 
 
 def cpu_threads(*, fixed: bool = False) -> int:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.backends.causal_lm import CausalLM, digest_weights
 from engine.backends.packing import Packable, micro_batches, pack
 from engine.backends.protocol import Objective, UpdateReport
-from engine.errors import BadSpec, NonFiniteGradient, SampleTooLong
+from engine.backends.tensor_files import check_shapes, read_into, shapes_of, write_tensors
+from engine.errors import BadSpec, NonFiniteGradient, OutOfMemory, SampleTooLong
 from engine.losses.normalisation import token_weights
 from engine.losses.registry import LOSSES, LossInputs
 from engine.protocol import TokenSequence
@@ -22,14 +24,47 @@ from storage.chain import OptimizerSpec
 
 WEIGHTS_FILE = "weights.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(slots=True)
+class _Accumulated:
+    """What the micro-batches of one update added up to, besides the gradient."""
+
+    max_tokens: int
+    sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    micro_batches: int = 0
 
 
 class TorchTrainer:
-    """Implements engine.backends.protocol.Trainer on one `CausalLM`."""
+    """Implements engine.backends.protocol.Trainer on one `CausalLM`, all of whose weights it trains and owns."""
 
     def __init__(self, model: CausalLM) -> None:
         self.model = model
         self._optimizer: torch.optim.AdamW | None = None
+
+    # -- what is trained --------------------------------------------------------------------------------------
+
+    def trained(self) -> list[tuple[str, nn.Parameter]]:
+        """The trained parameters with their names, in a fixed order."""
+        return [(name, p) for name, p in self.model.module.named_parameters() if p.requires_grad]
+
+    def weights(self) -> Iterable[tuple[str, Tensor]]:
+        """What a checkpoint holds, sorted by name: weights that this trainer alone owns."""
+        return self.model.named_weights()
+
+    def in_use(self) -> AbstractContextManager[object]:
+        """Around every forward: the model computes with this trainer's weights."""
+        return nullcontext()
+
+    def nbytes(self, *, training: bool = True) -> int:
+        """Bytes of the weights it alone owns; with `training` also one gradient and two moments per trained weight,
+        which is their peak in an update, held now or not. Without: the moments that are held now. Activations,
+        buffers that no file holds and a sampler's copy are not in it."""
+        held = sum(tensor.nbytes for _, tensor in self.weights())
+        if training:
+            return held + 3 * sum(parameter.nbytes for _, parameter in self.trained())
+        return held + sum(tensor.nbytes for tensor in self._moments().values())
 
     # -- gradient ---------------------------------------------------------------------------------------------
 
@@ -42,33 +77,38 @@ class TorchTrainer:
         max_tokens: int,
         on_micro_batch: Callable[[], None] = lambda: None,
     ) -> UpdateReport:
-        self._check_lengths(samples)
-        report = UpdateReport()
+        self._check(samples)
         total_tokens = sum(sample.trained for sample in samples)
         if total_tokens == 0:
             raise BadSpec("no token of the minibatch is trained (every weight is 0); leave such samples out")
         adamw = self._adamw(optimizer)
         adamw.zero_grad(set_to_none=True)
-        sums: dict[str, float] = defaultdict(float)
         taught = [sample for sample in samples if not _without_gradient(sample, objective)]
-        passed_tokens = sum(sample.trained for sample in taught)
-        for indices in micro_batches(taught, max_tokens=max_tokens):
-            chosen = [taught[i] for i in indices]
-            self._backward(chosen, objective, total_tokens, len(samples), sums)
-            report.micro_batches += 1
-            on_micro_batch()
-        parameters = [p for p in self.model.module.parameters() if p.requires_grad]
+
+        def accumulate(max_tokens: int) -> _Accumulated:
+            found = _Accumulated(max_tokens)
+            for indices in micro_batches(taught, max_tokens=max_tokens):
+                self._backward([taught[i] for i in indices], objective, total_tokens, len(samples), found.sums)
+                found.micro_batches += 1
+                on_micro_batch()
+            return found
+
+        with self.in_use():
+            found = self._split_once(accumulate, taught, max_tokens)
+        report = UpdateReport(micro_batches=found.micro_batches, max_tokens=found.max_tokens)
+        parameters = [parameter for _, parameter in self.trained()]
         for parameter in parameters:
             if parameter.grad is None:  # no sample had a gradient: it is zero, and the moments still act
                 parameter.grad = torch.zeros_like(parameter)
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters, optimizer.max_grad_norm))
+        norm = float(nn.utils.clip_grad_norm_(parameters, optimizer.max_grad_norm))
+        passed_tokens = sum(sample.trained for sample in taught)
         report.metrics = {
             **{
                 name.removesuffix("_sum") + "_mean": value / passed_tokens
-                for name, value in sums.items()
+                for name, value in found.sums.items()
                 if name != "loss"
             },
-            "loss": sums["loss"],
+            "loss": found.sums["loss"],
             "grad_norm": norm,
             "tokens": float(total_tokens),
         }
@@ -80,6 +120,33 @@ class TorchTrainer:
             adamw.step()
         adamw.zero_grad(set_to_none=True)
         return report
+
+    def _split_once(
+        self, accumulate: Callable[[int], _Accumulated], taught: Sequence[Sample], max_tokens: int
+    ) -> _Accumulated:
+        """`accumulate(max_tokens)`; where memory does not do, once more from the start with half of it."""
+        tried = max_tokens
+        for _ in range(2):
+            try:
+                return accumulate(tried)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                reason = str(error).splitlines()[0]
+            # here, not above: the error's traceback holds the tensors of the forward that failed
+            for _, parameter in self.trained():
+                parameter.grad = None
+            if self.model.device.type == "cuda":
+                torch.cuda.empty_cache()
+            failed, longest = tried, max((len(sample.token_ids) for sample in taught), default=0)
+            tried = max(max_tokens // 2, longest)
+            if tried >= failed:
+                break
+        raise OutOfMemory(
+            f"a forward and backward pass of at most {failed} packed tokens (longest sequence {longest}) does not fit "
+            f"{self.model.device} memory: {reason}. Lower max_tokens_per_forward (max_batch_size, now "
+            f"{max_tokens}) or the longest sequence, or free memory held by other processes"
+        )
 
     def _backward(
         self,
@@ -123,7 +190,7 @@ class TorchTrainer:
 
     def _adamw(self, spec: OptimizerSpec) -> torch.optim.AdamW:
         if self._optimizer is None:
-            trained = [p for p in self.model.module.parameters() if p.requires_grad]
+            trained = [parameter for _, parameter in self.trained()]
             # norms and biases are not decayed: decay pulls towards zero what should stay near one
             matrices = {"params": [p for p in trained if p.ndim >= 2]}
             others = {"params": [p for p in trained if p.ndim < 2]}
@@ -144,23 +211,33 @@ class TorchTrainer:
         self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int
     ) -> list[list[float]]:
         """Nats of every trained token, per sequence, in the order given."""
-        self._check_lengths(sequences)
+        self._check(sequences)
         found: list[list[float]] = [[] for _ in sequences]
-        for indices in micro_batches(sequences, max_tokens=max_tokens):
-            packed = pack([sequences[i] for i in indices], device=self.model.device)
-            values_N = self.model.logprobs(packed, temperature=temperature)
-            for index, part in zip(indices, values_N.split(list(packed.trained_S)), strict=True):
-                found[index] = part.tolist()
+        with self.in_use():
+            for indices in micro_batches(sequences, max_tokens=max_tokens):
+                packed = pack([sequences[i] for i in indices], device=self.model.device)
+                values_N = self.model.logprobs(packed, temperature=temperature)
+                for index, part in zip(indices, values_N.split(list(packed.trained_S)), strict=True):
+                    found[index] = part.tolist()
         return found
 
-    def _check_lengths(self, sequences: Sequence[Packable]) -> None:
-        """Positions beyond the context were never trained: rotary ones extrapolate without a word."""
-        longest = max(sequences, key=lambda sequence: len(sequence.token_ids), default=None)
-        if longest is not None and len(longest.token_ids) > self.model.context_length:
-            raise SampleTooLong(
-                f"a sequence of {len(longest.token_ids)} tokens (group {longest.group!r}) passes the model's context "
-                f"of {self.model.context_length}; shorten it or leave it out"
-            )
+    def _check(self, sequences: Sequence[Packable]) -> None:
+        """Positions beyond the context were never trained: rotary ones extrapolate without a word. Ids beyond the
+        vocabulary have no row in the embedding."""
+        last = self.model.vocab_size - 1
+        for index, sequence in enumerate(sequences):
+            ids = sequence.token_ids
+            if len(ids) > self.model.context_length:
+                raise SampleTooLong(
+                    f"a sequence of {len(ids)} tokens (group {sequence.group!r}) passes the model's context "
+                    f"of {self.model.context_length}; shorten it or leave it out"
+                )
+            if ids and (min(ids) < 0 or max(ids) > last):
+                wrong = next(token for token in ids if not 0 <= token <= last)
+                raise BadSpec(
+                    f"sample {index} (group {sequence.group!r}) has the token id {wrong} at position "
+                    f"{ids.index(wrong)}; the model's are 0..{last}. Was it rendered with another model's tokenizer?"
+                )
 
     # -- state ------------------------------------------------------------------------------------------------
 
@@ -171,56 +248,69 @@ class TorchTrainer:
         return digest_weights(self.model)
 
     def write_checkpoint(self, folder: Path) -> dict[str, Path]:
+        """Weights, and moments where there are some; in memory no more than one tensor besides them."""
         folder.mkdir(parents=True, exist_ok=True)
         files = {WEIGHTS_FILE: folder / WEIGHTS_FILE}
-        save_file({name: t.detach().contiguous() for name, t in self.model.named_weights()}, files[WEIGHTS_FILE])
+        write_tensors(files[WEIGHTS_FILE], self.weights())
         moments = self._moments()
         if moments:
             files[OPTIMIZER_FILE] = folder / OPTIMIZER_FILE
-            save_file(moments, files[OPTIMIZER_FILE])
+            write_tensors(files[OPTIMIZER_FILE], moments.items())
         return files
 
     def _moments(self) -> dict[str, Tensor]:
+        """AdamW's own tensors: `step.NAME`, `exp_avg.NAME`, `exp_avg_sq.NAME`; none before the first update."""
         if self._optimizer is None:
             return {}
-        tensors = {}
-        for name, parameter in self._named_parameters():
-            for moment, value in self._optimizer.state.get(parameter, {}).items():
-                tensors[f"{moment}.{name}"] = value.contiguous()
-        return tensors
-
-    def _named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
-        return sorted((n, p) for n, p in self.model.module.named_parameters() if p.requires_grad)
+        return {
+            f"{moment}.{name}": value
+            for name, parameter in self.trained()
+            for moment, value in self._optimizer.state.get(parameter, {}).items()
+        }
 
     def read_checkpoint(self, files: dict[str, Path], *, optimizer: bool) -> None:
-        weights = load_file(files[WEIGHTS_FILE], device=str(self.model.device))
-        mine = dict(self.model.named_weights())
-        if {n: t.shape for n, t in mine.items()} != {n: t.shape for n, t in weights.items()}:
-            differing = sorted(n for n in mine.keys() | weights.keys() if _shape(mine, n) != _shape(weights, n))
-            raise BadSpec(f"the checkpoint does not fit the model; first differing tensor: {differing[0]}")
-        with torch.no_grad():
-            for name, tensor in mine.items():
-                tensor.copy_(weights[name])
+        """Copies the files into the weights in place, and makes the moments. BadSpec leaves both as they were."""
+        mine = dict(self.weights())
+        check_shapes(shapes_of(files[WEIGHTS_FILE]), _shapes(mine), "checkpoint")
+        moments_file = files.get(OPTIMIZER_FILE) if optimizer else None
+        if moments_file is not None:
+            trained = _shapes(self.trained())
+            shapes = {f"{moment}.{name}": shape for moment in MOMENTS for name, shape in trained.items()}
+            shapes |= {f"step.{name}": () for name in trained}
+            check_shapes(shapes_of(moments_file), shapes, "optimizer's checkpoint")
+        read_into(files[WEIGHTS_FILE], mine.__getitem__)
         self.reset_optimizer()
-        if optimizer and OPTIMIZER_FILE in files:
-            moments = load_file(files[OPTIMIZER_FILE], device=str(self.model.device))
-            adamw = self._adamw(OptimizerSpec(lr=0.0))
-            parameters = dict(self._named_parameters())
-            for key, value in moments.items():
-                moment, name = key.split(".", 1)
-                adamw.state[parameters[name]][moment] = value
+        if moments_file is not None:
+            read_into(moments_file, self._new_moment)
+
+    def _new_moment(self, key: str) -> Tensor:
+        moment, name = key.split(".", 1)
+        parameter = dict(self.trained())[name]
+        like = parameter.detach()
+        made = torch.empty_like(like) if moment in MOMENTS else torch.empty((), device=like.device)
+        self._adamw(OptimizerSpec(lr=0.0)).state[parameter][moment] = made
+        return made
 
     def export(self, folder: Path) -> dict[str, Path]:
+        return self.export_merged(folder)
+
+    def export_merged(self, folder: Path) -> dict[str, Path]:
         folder.mkdir(parents=True, exist_ok=True)
         self.model.module.save_pretrained(folder, safe_serialization=True)  # type: ignore[operator]
         return {path.name: path for path in sorted(folder.iterdir())}
 
 
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Of the device, or of the CPU, whose allocator raises a plain RuntimeError."""
+    said = str(error)
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in said or "not enough memory" in said
+
+
 _OLD = {"trainer": "old_logprobs", "sampler": "sampler_logprobs"}
 
 
-def _shape(tensors: dict[str, Tensor], name: str) -> torch.Size | None:
-    return tensors[name].shape if name in tensors else None
+def _shapes(tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in dict(tensors).items()}
 
 
 def _without_gradient(sample: Sample, objective: Objective) -> bool:

@@ -1,0 +1,177 @@
+"""One frozen base model in memory, and the policies that are adapters on it.
+
+What the base holds: every weight once. Where compute is in a lower precision than the master weights, linear layers
+are held in the compute dtype only, since autocast would round exactly these on every call; embeddings and norms stay
+in the master dtype, so that the residual stream does. Policy 0 of an adapter therefore equals the fully trained
+model's policy 0 to the bit, in float32 and under bfloat16 autocast alike. Adapters are in the master dtype.
+
+A sampler in a lower precision shares the linear layers and adds one copy of the rest per base, whatever the number of
+adapters, and a copy of its adapter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from engine.adapters import LoraSpec
+from engine.backends.causal_lm import CausalLM, digest_tensors, digest_weights, frozen_copy
+from engine.backends.lora import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_FILE,
+    PEFT_PREFIX,
+    Pairs,
+    copy_pairs,
+    lora_layers,
+    new_pairs,
+    pair_tensors,
+    peft_config,
+    replace_linears,
+    target_layers,
+    using,
+)
+from engine.backends.tensor_files import write_tensors
+from engine.backends.torch_sampler import TorchSampler
+from engine.backends.torch_trainer import TorchTrainer
+from engine.errors import BadSpec
+
+
+class SharedBase:
+    """Takes over a freshly loaded model: freezes it, lets its linear layers take adapters, moves it to `device`.
+
+    `digest` is the weights' digest as loaded, equal to that of a full trainer before its first update."""
+
+    def __init__(self, model: CausalLM, *, device: torch.device, key: str = "") -> None:
+        self.key = key
+        self.digest, self.digests = digest_weights(model)
+        self.layers = replace_linears(model)
+        module = model.module.requires_grad_(False)
+        _lower_linears(module, model.compute_dtype)
+        self.model = CausalLM(module.to(device), compute_dtype=model.compute_dtype, master_dtype=model.dtype)
+        self._sampling: CausalLM | None = None
+
+    def sampling_model(self) -> CausalLM:
+        """The base in the compute dtype throughout, as samplers use it: itself, or the one copy."""
+        if self.model.compute_dtype == self.model.dtype:
+            return self.model
+        if self._sampling is None:
+            module = frozen_copy(self.model.module, self.model.compute_dtype)
+            self._sampling = CausalLM(module, compute_dtype=self.model.compute_dtype)
+        return self._sampling
+
+    def nbytes(self) -> int:
+        """Bytes of the weights held now, each once: the base's own and, once there is a sampler, what its copy adds."""
+        models = [self.model] if self._sampling is None else [self.model, self._sampling]
+        held = {t.untyped_storage().data_ptr(): t.nbytes for model in models for _, t in model.named_weights()}
+        return sum(held.values())
+
+
+def _lower_linears(module: nn.Module, dtype: torch.dtype) -> None:
+    """Linear layers in `dtype`, but for weights that another kind of layer shares (a tied head)."""
+    shared = {id(p) for m in module.modules() if not isinstance(m, nn.Linear) for p in m.parameters(recurse=False)}
+    for child in module.modules():
+        if isinstance(child, nn.Linear):
+            for parameter in child.parameters(recurse=False):
+                if id(parameter) not in shared:
+                    parameter.data = parameter.data.to(dtype)
+
+
+class SharedTrainer(TorchTrainer):
+    """A policy on a shared base: its pairs are in the base's layers for the time of each call."""
+
+    def __init__(self, base: SharedBase, pairs: Pairs) -> None:
+        super().__init__(base.model)
+        self.base, self.pairs = base, pairs
+
+    def trained(self) -> list[tuple[str, nn.Parameter]]:
+        return sorted(pair_tensors(self.pairs))
+
+    def weights(self) -> Iterable[tuple[str, Tensor]]:
+        return self.trained()
+
+    def in_use(self) -> AbstractContextManager[object]:
+        return using(self.base.layers, self.pairs)
+
+    @torch.no_grad()
+    def export_merged(self, folder: Path) -> dict[str, Path]:
+        """W + scale * B @ A of every layer, in the master dtype, as a fully trained model is exported. Takes memory for
+        one whole model while it writes."""
+        folder.mkdir(parents=True, exist_ok=True)
+        module: Any = self.model.module
+        state = {name: tensor.to(self.model.dtype) for name, tensor in module.state_dict().items()}
+        for name, pair in self.pairs.items():
+            weight = f"{name}.weight"
+            state[weight] = state[weight] + pair.delta()
+        module.save_pretrained(folder, state_dict=state, safe_serialization=True)
+        return {path.name: path for path in sorted(folder.iterdir())}
+
+
+class AdapterTrainer(SharedTrainer):
+    """Trains one LoRA adapter. Checkpoints and digests hold its matrices only; the digest names the base's."""
+
+    def __init__(self, base: SharedBase, spec: LoraSpec, *, init_seed: int) -> None:
+        targets = target_layers(base.model, base.layers, spec)
+        super().__init__(base, new_pairs(targets, spec, init_seed=init_seed, dtype=base.model.dtype))
+        self.spec = spec
+
+    def weights_digest(self) -> tuple[str, dict[str, str]]:
+        return digest_tensors(self.weights(), base=self.base.digest)
+
+    def export(self, folder: Path) -> dict[str, Path]:
+        """A peft adapter folder, which names the base by its registry key."""
+        folder.mkdir(parents=True, exist_ok=True)
+        files = {name: folder / name for name in (ADAPTER_CONFIG_FILE, ADAPTER_FILE)}
+        write_tensors(files[ADAPTER_FILE], ((PEFT_PREFIX + name, tensor) for name, tensor in self.weights()))
+        files[ADAPTER_CONFIG_FILE].write_text(peft_config(self.spec, self.pairs, self.base.key))
+        return files
+
+
+class AdapterOff(SharedTrainer):
+    """The base itself, read only: logprobs, digest and export. Everything that would change or save it is refused."""
+
+    def __init__(self, base: SharedBase) -> None:
+        super().__init__(base, {})
+
+    def weights_digest(self) -> tuple[str, dict[str, str]]:
+        return self.base.digest, self.base.digests
+
+    def update(self, *_: Any, **__: Any) -> NoReturn:
+        raise BadSpec("the frozen base of adapters was asked for an update; train an adapter on it instead")
+
+    def write_checkpoint(self, folder: Path) -> NoReturn:
+        raise BadSpec("the frozen base of adapters needs no checkpoint: it is a registered model")
+
+    def read_checkpoint(self, files: dict[str, Path], *, optimizer: bool) -> NoReturn:
+        raise BadSpec("a checkpoint was to be read into the frozen base of adapters; read it into an adapter")
+
+
+class AdapterSampler(TorchSampler):
+    """Samples from the base with exactly one adapter, that of the trainer it was last synced with."""
+
+    def __init__(self, trainer: SharedTrainer, *, max_rows: int, max_tokens: int) -> None:
+        super().__init__(trainer.base.sampling_model(), max_rows=max_rows, max_tokens=max_tokens)
+        self.base = trainer.base
+        self._layers = lora_layers(self.model.module)
+        self.sync(trainer)
+
+    def sync(self, trainer: SharedTrainer) -> None:
+        shares = self.model is trainer.model  # in the master precision the trainer's own matrices are used
+        self.pairs = trainer.pairs if shares else copy_pairs(trainer.pairs, self.model.dtype)
+
+    def sample(self, *args: Any, **kwargs: Any) -> Any:
+        with using(self._layers, self.pairs):
+            return super().sample(*args, **kwargs)
+
+
+def sync_adapter(trainer: TorchTrainer, sampler: TorchSampler) -> None:
+    """Raises BadSpec unless both stand on one shared base."""
+    if not (
+        isinstance(trainer, SharedTrainer) and isinstance(sampler, AdapterSampler) and trainer.base is sampler.base
+    ):
+        raise BadSpec("a sampler can only follow a trainer on the base it was made for; make a new sampler")
+    sampler.sync(trainer)

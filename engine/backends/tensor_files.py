@@ -1,0 +1,109 @@
+"""Safetensors files written and read one tensor at a time: memory beyond the model itself stays at one tensor.
+
+The bytes are those of `safetensors.torch.save_file`; any safetensors reader opens them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from engine.errors import BadSpec
+
+REOPEN_BYTES = 64 << 20
+"""A reader maps the file; after this much it maps anew, so that what was read leaves the process."""
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_RANK = {name: rank for rank, name in enumerate(["I64", "F64", "F32", "I32", "BF16", "F16", "I16", "I8", "U8", "BOOL"])}
+"""The order in a file: wide elements first, so that each tensor is aligned; then by name."""
+
+
+def write_tensors(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Writes the tensors as they are now. Equal names and values give equal bytes, in whatever order they come.
+
+    Raises:
+        BadSpec: a name twice, or a dtype that the format lacks.
+    """
+    named = dict[str, Tensor]()
+    for name, tensor in tensors:
+        if name in named or tensor.dtype not in _DTYPES:
+            what = "is given twice" if name in named else f"is of {tensor.dtype}, which safetensors files lack"
+            raise BadSpec(f"tensor {name!r} {what}")
+        named[name] = tensor
+    order = sorted(named, key=lambda name: (_RANK[_DTYPES[named[name].dtype]], name))
+    header, end = dict[str, object](), 0
+    for name in order:
+        tensor = named[name]
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in order:
+            file.write(tensor_bytes(named[name]))
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The tensor's bytes in row-major order; copied only where the tensor is not contiguous or not on the CPU."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return flat.numpy().data
+
+
+def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the file, on the CPU, in the file's order. A tensor is a view of the file: copy what is kept.
+
+    Raises:
+        BadSpec: not a whole safetensors file.
+    """
+    names = list(shapes_of(path))
+    while names:
+        taken = 0
+        with safe_open(path, framework="pt") as file:
+            while names and taken < REOPEN_BYTES:
+                tensor = file.get_tensor(names[0])
+                taken += tensor.numel() * tensor.element_size()
+                yield names.pop(0), tensor
+                del tensor
+
+
+def shapes_of(path: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes by name, in the file's order, without reading a tensor. Raises BadSpec on what is no safetensors file."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.offset_keys()}
+    except (SafetensorError, OSError) as error:
+        raise BadSpec(f"{path.name} is not a whole safetensors file: {error}") from error
+
+
+def check_shapes(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], what: str) -> None:
+    """Raises BadSpec naming the first tensor (by name) that is missing, unknown or of another shape."""
+    for name in sorted(found.keys() | expected.keys()):
+        if found.get(name) != expected.get(name):
+            raise BadSpec(
+                f"the {what} does not fit the model: first differing tensor {name}, in the file "
+                f"{found.get(name, 'missing')}, in the model {expected.get(name, 'missing')}"
+            )
+
+
+@torch.no_grad()
+def read_into(path: Path, place_of: Callable[[str], Tensor]) -> None:
+    """Copies every tensor of the file into the tensor that `place_of` gives for its name."""
+    for name, tensor in read_tensors(path):
+        place_of(name).copy_(tensor)

@@ -16,12 +16,14 @@ from uuid import uuid4
 from pydantic import Field, JsonValue, ValidationError, field_validator
 
 from storage import keys
-from storage.errors import ArtifactConflict, CorruptArtifact, InvalidKey, ObjectNotFound, StorageError
+from storage.errors import ArtifactConflict, AttemptTooOld, CorruptArtifact, InvalidKey, ObjectNotFound, StorageError
 from storage.failpoints import FAILPOINTS, failpoint
 from storage.models import Frozen, canonical_json, digest, digest_file
 from storage.objects import ObjectStore
 
 MANIFEST_VERSION = 1
+MAX_ATTEMPT_SECONDS = 12 * 3600.0
+"""Older attempts are not committed. Garbage collection takes data that nothing names once it is twice as old."""
 MANIFEST_NAME = Path(keys.manifest_of_files("folder")).name
 _FAILPOINT_NAMES = {"rollouts": "rollout", "graded": "grade"}
 
@@ -67,6 +69,21 @@ class FileEntry(Frozen):
             raise ValueError(str(error)) from error
 
 
+class Attempt:
+    """One try to make an artifact: an id that no other has, and how long ago it began."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self.id = uuid4().hex
+        self._store, self._began = store, [clock() for clock in store.clocks]
+
+    def seconds(self) -> float:
+        return max(clock() - began for clock, began in zip(self._store.clocks, self._began, strict=True))
+
+    @property
+    def too_old(self) -> bool:
+        return self.seconds() > MAX_ATTEMPT_SECONDS
+
+
 class Manifest(Frozen):
     """The commit of one artifact."""
 
@@ -104,13 +121,13 @@ def commit_bytes(  # noqa: PLR0913 - one field of the manifest each
     extra: Mapping[str, JsonValue] | None = None,
 ) -> ArtifactRef:
     """Commits one file of bytes under the logical key; `suffix` is its extension, like '.parquet'."""
-    attempt = uuid4().hex
-    data_key = f"{key}.{attempt}{suffix}"
+    attempt = Attempt(store)
+    data_key = f"{key}.{attempt.id}{suffix}"
     entry = FileEntry(name=Path(data_key).name, key=data_key, sha256=digest(data), bytes=len(data))
     draft = _draft(key, [entry], attempt, kind=kind, rows=rows, parents=parents, provenance=provenance, extra=extra)
     _fail(kind, "before_data")
     store.put(data_key, data)
-    return _commit(store, keys.manifest(key), draft).ref
+    return _commit(store, keys.manifest(key), draft, attempt).ref
 
 
 def commit_file(  # noqa: PLR0913 - one field of the manifest each
@@ -126,14 +143,14 @@ def commit_file(  # noqa: PLR0913 - one field of the manifest each
     extra: Mapping[str, JsonValue] | None = None,
 ) -> ArtifactRef:
     """Like commit_bytes for a file that need not fit in memory; the file is taken (see ObjectStore.put_file)."""
-    attempt = uuid4().hex
-    data_key = f"{key}.{attempt}{suffix}"
+    attempt = Attempt(store)
+    data_key = f"{key}.{attempt.id}{suffix}"
     sha256, size = digest_file(path)
     entry = FileEntry(name=Path(data_key).name, key=data_key, sha256=sha256, bytes=size)
     draft = _draft(key, [entry], attempt, kind=kind, rows=rows, parents=parents, provenance=provenance, extra=extra)
     _fail(kind, "before_data")
     store.put_file(data_key, path, move=True)
-    return _commit(store, keys.manifest(key), draft).ref
+    return _commit(store, keys.manifest(key), draft, attempt).ref
 
 
 def commit_files(  # noqa: PLR0913 - one field of the manifest each
@@ -149,12 +166,12 @@ def commit_files(  # noqa: PLR0913 - one field of the manifest each
     move: bool = True,
 ) -> ArtifactRef:
     """Commits a folder: name -> local file. With `move` the files may be taken instead of copied."""
-    attempt = uuid4().hex
-    entries = file_entries(files, lambda name: f"{key}/{attempt}/{name}")
+    attempt = Attempt(store)
+    entries = file_entries(files, lambda name: f"{key}/{attempt.id}/{name}")
     draft = _draft(key, entries, attempt, kind=kind, rows=rows, parents=parents, provenance=provenance, extra=extra)
     _fail(kind, "before_data")
     upload_files(store, draft, files, move=move)
-    return _commit(store, keys.manifest_of_files(key), draft).ref
+    return _commit(store, keys.manifest_of_files(key), draft, attempt).ref
 
 
 def publish_files(
@@ -170,9 +187,10 @@ def publish_files(
 ) -> ArtifactRef:
     """Commits a folder whose files lie directly under `key`, for a key that names this very content: everyone who
     writes there writes the same bytes, so a loser leaves them alone. `entries` are file_entries of `files`."""
-    draft = _draft(key, entries, uuid4().hex, kind=kind, rows=None, parents=parents, provenance=provenance, extra=extra)
+    attempt = Attempt(store)
+    draft = _draft(key, entries, attempt, kind=kind, rows=None, parents=parents, provenance=provenance, extra=extra)
     upload_files(store, draft, files, move=False)
-    return _commit(store, keys.manifest_of_files(key), draft, shared=True).ref
+    return _commit(store, keys.manifest_of_files(key), draft, attempt, shared=True).ref
 
 
 def find_artifact(store: ObjectStore, key: str) -> ArtifactRef | None:
@@ -274,7 +292,7 @@ def upload_files(store: ObjectStore, draft: Manifest, files: Mapping[str, Path],
             _fail(draft.kind, "mid_upload")
 
 
-def _draft(key: str, entries: Sequence[FileEntry], attempt: str, **fields: Any) -> Manifest:
+def _draft(key: str, entries: Sequence[FileEntry], attempt: Attempt, **fields: Any) -> Manifest:
     parents = tuple(p.uri if isinstance(p, ArtifactRef) else p for p in fields.pop("parents"))
     return Manifest(
         key=keys.validate_key(key),
@@ -282,25 +300,43 @@ def _draft(key: str, entries: Sequence[FileEntry], attempt: str, **fields: Any) 
         sha256=digest_of(entries),
         bytes=sum(entry.bytes for entry in entries),
         parents=parents,
-        attempt=attempt,
+        attempt=attempt.id,
         created=datetime.now(UTC).isoformat(),
         extra=dict(fields.pop("extra") or {}),
         **fields,
     )
 
 
-def _commit(store: ObjectStore, manifest_key: str, draft: Manifest, *, shared: bool = False) -> Manifest:
-    """The manifest that stands. Data is complete before this is called: that order is the whole protocol."""
+def _commit(
+    store: ObjectStore, manifest_key: str, draft: Manifest, attempt: Attempt, *, shared: bool = False
+) -> Manifest:
+    """The manifest that stands. Data is complete before this is called: that order is the whole protocol.
+
+    Raises AttemptTooOld, and then nothing was committed.
+    """
     _fail(draft.kind, "after_data")
     _fail(draft.kind, "before_manifest")
+    if attempt.too_old:
+        raise AttemptTooOld(_too_old(draft.key, attempt))
     put = store.put_if_absent(manifest_key, canonical_json(draft.model_dump(mode="json")))
     _fail(draft.kind, "after_manifest")
     if put.won:
+        # a writer that was frozen right before its commit wakes up with a manifest of data that may be collected
+        if attempt.too_old and not all(store.exists(entry.key) for entry in draft.files):
+            store.delete(manifest_key)
+            raise AttemptTooOld(_too_old(draft.key, attempt))
         return draft
     winner = _parse(put.data, manifest_key, draft.key)
     if not shared:
         _discard(store, draft, keep={entry.key for entry in winner.files})
     return winner
+
+
+def _too_old(key: str, attempt: Attempt) -> str:
+    return (
+        f"the attempt to make {key} began {attempt.seconds() / 3600:.1f} h ago, and what is older than "
+        f"{MAX_ATTEMPT_SECONDS / 3600:.0f} h is not committed: its data may be collected as garbage; make it again"
+    )
 
 
 def _discard(store: ObjectStore, draft: Manifest, *, keep: set[str]) -> None:

@@ -1,9 +1,9 @@
 """What can go wrong with bytes, split by the only question a caller asks: may I try again?
 
 StorageError
-├── TransientStorageError      StorageUnavailable  StorageFull
+├── TransientStorageError      StorageUnavailable  StorageFull  AttemptTooOld
 └── PermanentStorageError      ObjectNotFound  AccessDenied  CorruptArtifact  UnsupportedFilesystem  InvalidKey
-                               SchemaMismatch  SemanticMismatch  VersionConflict  ArtifactConflict
+                               SchemaMismatch  SemanticMismatch  VersionConflict  ArtifactConflict  ForkRefused
 """
 
 from __future__ import annotations
@@ -29,6 +29,10 @@ class StorageUnavailable(TransientStorageError):
 
 class StorageFull(TransientStorageError):
     """No space or quota is left. Nothing of the object is visible."""
+
+
+class AttemptTooOld(TransientStorageError):
+    """An attempt that took longer than garbage collection waits: its data may be gone. A new attempt starts anew."""
 
 
 class PermanentStorageError(StorageError):
@@ -69,3 +73,7 @@ class ArtifactConflict(PermanentStorageError):
 
 class VersionConflict(PermanentStorageError):
     """A model version that names other content already."""
+
+
+class ForkRefused(PermanentStorageError):
+    """A fork onto a key that is taken, or a run whose fork is not finished."""

@@ -7,6 +7,7 @@ that begin with it, its manifest at `manifest(key)` or `manifest_of_files(key)`.
 from __future__ import annotations
 
 import re
+from typing import Literal
 
 from storage.errors import InvalidKey
 
@@ -24,13 +25,15 @@ _OF_RUN = re.compile(
 _OF_CHAIN = re.compile(r"runs/.*/stages/([^/]+)/chains/([^/]+)/(?:root|\d{6,})\.json", re.ASCII)
 _MANIFEST = re.compile(
     r"(runs/.+/stages/[^/]+/(?:steps/\d{6,}/[^/]+/\d{5,}|evaluations/[^/]+)|datasets/[^/]+/[^/]+/threads)\.json"
-    r"|(runs/.+/stages/[^/]+/checkpoints/[^/]+/\d{6,}|models/[^/]+/(?!aliases/|claims/)[^/]+)/manifest\.json",
+    r"|(runs/.+/stages/[^/]+/checkpoints/[^/]+/\d{6,}|models/[^/]+/(?!aliases/|claims/)[^/]+|uploads/[^/]+/[0-9a-f]{64})"
+    r"/manifest\.json",
     re.ASCII,
 )
 _DATA = re.compile(
     r"runs/.+/stages/[^/]+/(?:steps/\d{6,}/[^/]+|evaluations)/[^/]+\.[0-9a-f]{32}\.[^/]+"
     r"|runs/.+/stages/[^/]+/checkpoints/[^/]+/\d{6,}/[0-9a-f]{32}/.+"
-    r"|datasets/[^/]+/[^/]+/threads\.[0-9a-f]{32}\.[^/]+|models/[^/]+/(?!aliases/|claims/)[^/]+/.+",
+    r"|datasets/[^/]+/[^/]+/threads\.[0-9a-f]{32}\.[^/]+|models/[^/]+/(?!aliases/|claims/)[^/]+/.+"
+    r"|uploads/[^/]+/[0-9a-f]{64}/[0-9a-f]{32}/.+",
     re.ASCII,
 )
 _PLAIN = re.compile(
@@ -39,8 +42,18 @@ _PLAIN = re.compile(
     r"|metrics/\d{6,}\.json|chains/[^/]+/(?:root|\d{6,})\.json|checkpoints/[^/]+/\d{6,}/name\.json))",
     re.ASCII,
 )
+_OWNER = re.compile(
+    r"(runs/.+/stages/[^/]+/(?:steps/\d{6,}/[^/]+|evaluations)/[^/]+|datasets/[^/]+/[^/]+/threads)\.[0-9a-f]{32}\.[^/]+"
+    r"|(runs/.+/stages/[^/]+/checkpoints/[^/]+/\d{6,}|uploads/[^/]+/[0-9a-f]{64})/[0-9a-f]{32}/.+"
+    r"|(models/[^/]+/[^/]+)/.+",
+    re.ASCII,
+)
 _CHECKPOINT_KEY = re.compile(r"runs/(.+)/stages/([^/]+)/checkpoints/([^/]+)/\d{6,}", re.ASCII)
 _ALIAS = re.compile(r"models/([^/]+)/aliases/([^/]+)/\d{6,}\.json", re.ASCII)
+_SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
+KeyKind = Literal["manifest", "attempt", "published", "upload", "plain", "unknown"]
+"""manifest: commits an artifact. attempt: data of one attempt, committed or not. published: a file of a registered
+model. upload: a model on its way in. plain: stands for itself. unknown: nothing that a store keeps."""
 _RESERVED_RUN_PARTS = frozenset({"stages", "leases"})
 _RESERVED_VERSIONS = frozenset({"aliases", "claims"})
 
@@ -124,6 +137,26 @@ def artifact_of(key: str) -> str | None:
 def is_data(key: str) -> bool:
     """Whether only a manifest gives this object a meaning: data of a committed artifact, or of an attempt."""
     return artifact_of(key) is None and _DATA.fullmatch(key) is not None
+
+
+def kind_of_key(key: str) -> KeyKind:
+    """What the object at `key` is, by its place alone."""
+    area = key.partition("/")[0]
+    if area == "uploads" and (artifact_of(key) or is_data(key)):
+        return "upload"
+    if artifact_of(key) is not None:
+        return "manifest"
+    if is_data(key):
+        return "published" if area == "models" else "attempt"
+    return "plain" if is_plain(key) else "unknown"
+
+
+def owner_of(key: str) -> str | None:
+    """The logical key that data belongs to, or whose manifest this is; None for any other object."""
+    if (artifact := artifact_of(key)) is not None:
+        return artifact
+    match = _OWNER.fullmatch(key) if is_data(key) else None
+    return next((group for group in match.groups() if group), None) if match else None
 
 
 def is_plain(key: str) -> bool:
@@ -297,3 +330,10 @@ def alias_of(key: str) -> tuple[str, str] | None:
     """(model, alias) of the key of an entry of an alias's log; None for any other key."""
     match = _ALIAS.fullmatch(key)
     return (match[1], match[2]) if match else None
+
+
+def upload(name: str, digest: str) -> str:
+    """Logical key of a model folder that a client handed over to be imported; the engine deletes it afterwards."""
+    if not _SHA256.fullmatch(digest):
+        raise InvalidKey(f"{digest[:80]!r} is not a digest of an upload; give the 64 hex digits of its sha256")
+    return f"uploads/{validate_name(name)}/{digest}"

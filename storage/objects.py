@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import unquote, urlsplit
@@ -19,6 +20,17 @@ from storage.retry import RetryPolicy, retried
 __all__ = ["Leftover", "ObjectInfo", "ObjectStore", "PutResult", "open_store"]
 
 
+Clock = Callable[[], float]
+
+
+def _uptime() -> float:
+    """Seconds that also pass while the machine sleeps, where the system counts those."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+CLOCKS: tuple[Clock, ...] = (_uptime, time.time)  # neither alone: one misses a paused machine, the other may be set
+
+
 class ObjectStore:
     """Whole immutable-minded objects by key.
 
@@ -26,9 +38,13 @@ class ObjectStore:
     failures are retried by `retry`, then StorageUnavailable; a full disk or quota is StorageFull; a bad key InvalidKey.
     """
 
-    def __init__(self, backend: Backend, *, retry: RetryPolicy | None = None) -> None:
+    def __init__(
+        self, backend: Backend, *, retry: RetryPolicy | None = None, clocks: tuple[Clock, ...] = CLOCKS
+    ) -> None:
+        """`clocks` count seconds; the age of a writer's attempt is what the fastest of them says."""
         self.backend = backend
         self.retry = retry or RetryPolicy()
+        self.clocks = clocks
 
     @property
     def url(self) -> str:

@@ -25,8 +25,9 @@ from storage.artifacts import (
     read_bytes,
     read_manifest,
 )
+from storage.backends.memory import MemoryBackend
 from storage.backends.protocol import PutResult
-from storage.errors import CorruptArtifact, InvalidKey, ObjectNotFound, StorageUnavailable
+from storage.errors import AttemptTooOld, CorruptArtifact, InvalidKey, ObjectNotFound, StorageUnavailable
 from storage.models import canonical_json, digest
 from storage.objects import ObjectStore, open_store
 from storage.registry import find_model, publish_model, resolve_alias
@@ -303,3 +304,71 @@ def test_killed_after_its_manifest_an_artifact_stands(tmp_path: Path, how: str) 
     assert run_child(how, tmp_path, None) == 0
     assert find_artifact(store, key) == before
     assert list(store.list()) == objects
+
+
+class Hours:
+    """A clock that a test sets."""
+
+    def __init__(self) -> None:
+        self.hours = 0.0
+
+    def __call__(self) -> float:
+        return self.hours * 3600
+
+
+def slow_store(clock: Hours, hours_at: str, hours: float) -> ObjectStore:
+    """A store one of whose calls takes that long."""
+    store = ObjectStore(MemoryBackend(f"slow-{uuid4().hex}", clock), clocks=(lambda: 0.0, clock))
+    real = getattr(store, hours_at)
+
+    def slow(*arguments: object, **named: object) -> object:
+        clock.hours += hours
+        return real(*arguments, **named)
+
+    setattr(store, hours_at, slow)
+    return store
+
+
+@pytest.mark.parametrize("how", ["bytes", "file", "files", "model"])
+def test_an_attempt_older_than_half_a_day_is_not_committed(tmp_path: Path, how: str) -> None:
+    for hours, committed in ((11.9, True), (12.1, False)):
+        upload = "put" if how == "bytes" else "put_file"
+        store = slow_store(Hours(), upload, hours)
+        files = write_files(tmp_path / "f", a="1")
+
+        def commit(store: ObjectStore = store, files: dict[str, Path] = files) -> ArtifactRef:
+            if how == "bytes":
+                return commit_bytes(store, "k", b"1", kind="k", suffix=".x", provenance=PROVENANCE)
+            if how == "file":
+                return commit_file(store, "k", files["a"], kind="k", suffix=".x", provenance=PROVENANCE)
+            if how == "files":
+                return commit_files(store, "k", files, kind="k", provenance=PROVENANCE)
+            return publish_model(store, "m", "1", files, provenance=PROVENANCE)
+
+        key = "models/m/1" if how == "model" else "k"
+        if committed:
+            assert commit() == find_artifact(store, key)
+        else:
+            with pytest.raises(AttemptTooOld, match=r"began 12\.1 h ago.*make it again") as caught:
+                commit()
+            assert caught.value.transient
+            assert find_artifact(store, key) is None
+
+
+def test_a_writer_that_was_frozen_over_its_commit_takes_it_back_when_the_data_is_gone() -> None:
+    clock = Hours()
+    store = slow_store(clock, "put_if_absent", 25)
+    real = store.put_if_absent
+
+    def collected_meanwhile(key: str, data: bytes) -> PutResult:
+        for info in list(store.list()):
+            store.delete(info.key)
+        return real(key, data)
+
+    store.put_if_absent = collected_meanwhile  # type: ignore[method-assign]
+    with pytest.raises(AttemptTooOld):
+        commit_bytes(store, "k", b"1", kind="k", suffix=".x", provenance=PROVENANCE)
+    assert list(store.list()) == []
+    store.put_if_absent = real  # type: ignore[method-assign]
+    ref = commit_bytes(store, "k", b"1", kind="k", suffix=".x", provenance=PROVENANCE)
+    assert read_bytes(store, ref) == b"1"  # late, and nothing was taken: it stands

@@ -83,10 +83,19 @@ class PolicySpec(Frozen):
 
 
 class EngineInfo(Frozen):
-    """What the engine is: enters `numerics` of every record and `run.json`."""
+    """What the engine is and what it has room for."""
 
     numerics: Numerics
-    vocab_size: int | None = None
+    """Enters every record."""
+    store_id: str
+    """Which store it works on: see storage.identity.store_id. A caller on another store would never see its commits."""
+    memory_bytes: int
+    """What the engine may fill with weights, moments and gradients."""
+    memory_used_bytes: int
+    disk_free_bytes: int | None = None
+    """Where the artifacts go; None when the store does not tell (S3)."""
+    operations_per_second: float
+    """Measured multiply-adds of one large matrix product in the compute precision, times two."""
 
 
 class Engine(Protocol):
@@ -122,6 +131,11 @@ class Engine(Protocol):
         self, policy: PolicyRef, model_name: str, *, provenance: Provenance, epoch: int = 0
     ) -> ArtifactRef:
         """The policy as a plain Hugging Face folder in the registry. Idempotent."""
+        ...
+
+    async def release(self, run: str, *, epoch: int = 0) -> None:
+        """The caller is done with the run for now: its weights leave memory first. Never an error when nothing is
+        held, or when a newer epoch acts for the run already."""
         ...
 
     async def info(self) -> EngineInfo: ...

@@ -9,6 +9,7 @@ from engine.workspace import Workspace
 from flows.session import take_lease
 from flows.version import code_version
 from storage.artifacts import Provenance
+from storage.fork import check_fork
 from storage.models import canonical_json, digest
 from storage.runs import create_or_check_run
 
@@ -33,6 +34,7 @@ class RecipeContext:
         workspace = Workspace(
             store=store, engine=engine or LocalEngineSpec(), run=run, seed=seed, provenance=provenance
         )
+        check_fork(workspace.open_store(), run)
         create_or_check_run(
             workspace.open_store(), run, semantic={"seed": seed}, other={}, code_version=provenance.code_version
         )

@@ -16,6 +16,7 @@ from flows.version import code_version
 from storage import keys
 from storage.artifacts import ArtifactRef, Provenance
 from storage.errors import ObjectNotFound
+from storage.fork import check_fork
 from storage.leases import acquire
 from storage.models import canonical_json, digest
 from storage.runs import create_or_check_run, machine_info
@@ -73,8 +74,10 @@ async def open_run(
     Raises:
         SemanticMismatch: the key belongs to a run with another semantic config, or of another dataset or base model;
             the differences are listed.
+        ForkRefused: the run is a fork whose copy was interrupted.
     """
     workspace = open_workspace(flow_name, config)
+    check_fork(workspace.open_store(), workspace.run)
     data = load_prompts(workspace, config.data.train, use)
     base = await workspace.connect().import_model(config.model.key, provenance=workspace.provenance)
     opening = create_or_check_run(

@@ -67,7 +67,7 @@ class SharedBase:
     def nbytes(self) -> int:
         """Bytes of the weights held now, each once: the base's own and, once there is a sampler, what its copy adds."""
         models = [self.model] if self._sampling is None else [self.model, self._sampling]
-        held = {t.untyped_storage().data_ptr(): t.nbytes for model in models for _, t in model.named_weights()}
+        held = {t.data_ptr(): t.nbytes for model in models for _, t in model.named_weights()}
         return sum(held.values())
 
 

@@ -1,0 +1,467 @@
+"""Adapters on one base: peft's maths and files, independent of each other, and the base is never changed."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from transformers import AutoModelForCausalLM
+
+from engine.adapters import FullSpec, LoraSpec, trainable_of
+from engine.backends.causal_lm import load_causal_lm
+from engine.backends.protocol import Objective
+from engine.backends.shared_base import AdapterTrainer, SharedBase, SharedTrainer
+from engine.backends.torch_backend import TorchBackend
+from engine.backends.torch_trainer import TorchTrainer
+from engine.errors import BadSpec, NonFiniteGradient
+from engine.losses.spec import CrossEntropySpec, GRPOSpec
+from engine.protocol import SamplingParams, TokenSequence
+from engine.samples import Sample
+from engine.spec import LocalEngineSpec
+from storage.chain import OptimizerSpec
+
+LORA = LoraSpec(rank=4, alpha=6.0)
+SOME = LoraSpec(rank=3, alpha=5.0, target_modules=("q_proj", "mlp.down_proj"), use_rslora=True)
+CE = Objective(CrossEntropySpec())
+FAST = OptimizerSpec(lr=1e-2)
+WHOLE, SPLIT = 4096, 12
+TOKENS = [
+    TokenSequence([10, 11, 12, 50, 51, 52, 53], [0, 0, 0, 1, 1, 1, 1], "a"),
+    TokenSequence([10, 11, 12, 90, 91], [0, 0, 0, 1, 1], "a"),
+    TokenSequence([20, 21, 22, 23, 24, 25], [0, 1, 1, 1, 1, 1], ""),
+]
+
+
+def backend(dtype: str = "float32") -> TorchBackend:
+    return TorchBackend(LocalEngineSpec(device="cpu", compute_dtype=dtype, threads=1))
+
+
+def samples(first: int) -> list[Sample]:
+    """Differ by `first`, so that adapters trained on them differ."""
+    return [
+        Sample([first, first + 1, 7, 8, 9], [0.0, 0.0, 1.0, 1.0, 1.0], "g"),
+        Sample([first, first + 1, 30, 31], [0.0, 0.0, 1.0, 1.0], "g"),
+        Sample([first + 5, 40, 41, 42], [0.0, 1.0, 1.0, 1.0]),
+    ]
+
+
+def train(trainer: TorchTrainer, first: int, *, updates: int = 1) -> None:
+    for index in range(updates):
+        trainer.update(samples(first + index), CE, FAST, max_tokens=WHOLE)
+
+
+def logprobs(trainer: TorchTrainer) -> list[list[float]]:
+    return trainer.logprobs(TOKENS, temperature=1.0, max_tokens=WHOLE)
+
+
+@pytest.fixture
+def base(tiny_folder: Path) -> SharedBase:
+    return backend().load_base(tiny_folder, key="models/tiny/000001")
+
+
+# -- the spec --------------------------------------------------------------------------------------------------
+
+
+def test_what_a_root_says_is_trained() -> None:
+    assert trainable_of({"kind": "full"}) == FullSpec()
+    assert trainable_of({"kind": "lora", "rank": 2, "target_modules": ["q_proj"]}) == LoraSpec(
+        rank=2, alpha=16.0, target_modules=("q_proj",), use_rslora=False
+    )
+    assert trainable_of(SOME.model_dump(mode="json")) == SOME
+    assert (LORA.scale, LoraSpec(rank=4, alpha=6.0, use_rslora=True).scale) == (1.5, 3.0)  # 6 / 4, 6 / sqrt 4
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({}, "kind"),
+        ({"kind": "ia3"}, "ia3"),
+        ({"kind": "lora", "rank": 0}, "rank"),
+        ({"kind": "lora", "alpha": 0}, "alpha"),
+        ({"kind": "lora", "alpha": float("inf")}, "alpha"),
+        ({"kind": "lora", "target_modules": []}, "target_modules"),
+        ({"kind": "lora", "target_modules": "q_proj"}, "target_modules"),
+        ({"kind": "lora", "r": 8}, "lora.r"),
+        ({"kind": "full", "rank": 8}, "full.rank"),
+    ],
+)
+def test_a_bad_spec_is_refused_by_name(given: dict[str, Any], named: str) -> None:
+    with pytest.raises(BadSpec, match=f"{named}.*Expected"):
+        trainable_of(given)
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [("no_proj", "no linear layer"), ("lm_head", "language head"), ("embed_tokens", "no linear layer"), ("proj", "no")],
+)
+def test_a_target_that_is_no_linear_layer_is_named(base: SharedBase, target: str, reason: str) -> None:
+    with pytest.raises(BadSpec, match=f"{target}.*{reason}.*down_proj, gate_proj, k_proj") as refused:
+        backend().adapter(base, LoraSpec(target_modules=("q_proj", target)), init_seed=0)
+    assert "all-linear" in str(refused.value)
+
+
+# -- policy 0 --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_policy_0_and_the_base_are_the_full_model_to_the_bit(tiny_folder: Path, dtype: str) -> None:
+    engine = backend(dtype)
+    full, base = engine.load(tiny_folder), engine.load_base(tiny_folder)
+    expected = logprobs(full)
+    assert logprobs(engine.adapter(base, LORA, init_seed=3)) == expected
+    assert logprobs(engine.adapter_off(base)) == expected
+    assert engine.adapter_off(base).weights_digest() == full.weights_digest()
+
+
+def test_a_base_in_lower_precision_holds_its_linear_layers_once(tiny_folder: Path) -> None:
+    full, half = (backend(dtype).load_base(tiny_folder) for dtype in ("float32", "bfloat16"))
+    linear = sum(layer.weight.numel() for layer in full.layers.values())
+    assert full.nbytes() - half.nbytes() == 2 * linear
+    every = sum(p.numel() for p in full.model.module.parameters())
+    half.sampling_model()
+    assert full.nbytes() - half.nbytes() == 2 * linear - 2 * (every - linear)  # embeddings and norms in both
+
+
+def test_a_is_drawn_by_seed_and_name_and_b_is_zero(base: SharedBase, tiny_folder: Path) -> None:
+    def draw(seed: int, spec: LoraSpec = LORA, on: SharedBase = base) -> dict[str, Tensor]:
+        return {name: p.detach().clone() for name, p in backend().adapter(on, spec, init_seed=seed).trained()}
+
+    first, again, other = draw(0), draw(0, on=backend().load_base(tiny_folder)), draw(1)
+    assert len(first) == 2 * 7 * 4  # A and B of the seven linear layers of four blocks
+    a_names = [name for name in first if name.endswith("lora_A.weight")]
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not any(torch.equal(first[name], other[name]) for name in a_names)
+    assert not any(first[name].any() for name in first.keys() - set(a_names))
+    narrow = draw(0, LoraSpec(rank=4, target_modules=("q_proj",)))
+    assert all(torch.equal(narrow[name], first[name]) for name in narrow)
+    same_shape = [first[name] for name in a_names if "q_proj" in name or "k_proj" in name]
+    assert not any(torch.equal(x, y) for i, x in enumerate(same_shape) for y in same_shape[:i])
+    for name in a_names:  # uniform in +-1/sqrt(fan in), as peft's kaiming_uniform_(a=sqrt(5))
+        bound = first[name].shape[1] ** -0.5
+        assert 0.9 * bound < first[name].abs().max() <= bound
+
+
+# -- peft's maths ----------------------------------------------------------------------------------------------
+
+
+def peft_model(module: nn.Module, spec: LoraSpec, adapter: AdapterTrainer) -> nn.Module:
+    """peft on another load of the model, with the adapter's matrices."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        r=spec.rank,
+        lora_alpha=spec.alpha,
+        target_modules=spec.target_modules if spec.target_modules == "all-linear" else list(spec.target_modules),
+        use_rslora=spec.use_rslora,
+        task_type="CAUSAL_LM",
+    )
+    wrapped = get_peft_model(module, config, autocast_adapter_dtype=False)
+    theirs = peft_parameters(wrapped)
+    assert theirs.keys() == dict(adapter.trained()).keys()
+    with torch.no_grad():
+        for name, parameter in adapter.trained():
+            theirs[name].copy_(parameter)
+    return wrapped.eval()
+
+
+def peft_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    found = {name: p for name, p in module.named_parameters() if "lora_" in name}
+    return {n.removeprefix("base_model.model.").replace(".default", ""): p for n, p in found.items()}
+
+
+@contextmanager
+def caught_gradients(trainer: TorchTrainer) -> Iterator[dict[str, Tensor]]:
+    """The gradients that the optimizer is given, by name."""
+    names = {id(p): name for name, p in trainer.trained()}
+    caught: dict[str, Tensor] = {}
+
+    def catch(adamw: torch.optim.Optimizer, *_: Any) -> None:
+        caught.update({names[id(p)]: p.grad.clone() for g in adamw.param_groups for p in g["params"]})
+
+    hook = register_optimizer_step_pre_hook(catch)
+    try:
+        yield caught
+    finally:
+        hook.remove()
+
+
+@pytest.mark.parametrize("max_tokens", [WHOLE, SPLIT])
+@pytest.mark.parametrize("spec", [LORA, SOME], ids=["all-linear", "some-rslora"])
+def test_the_gradient_is_pefts(tiny_folder: Path, spec: LoraSpec, max_tokens: int) -> None:
+    base = backend("float64").load_base(tiny_folder)
+    adapter = backend("float64").adapter(base, spec, init_seed=1)
+    train(adapter, 60)  # at B = 0 the gradient of A is zero
+    plain = load_causal_lm(
+        tiny_folder, dtype=torch.float64, compute_dtype=torch.float64, device=torch.device("cpu")
+    ).module
+    plain.set_attn_implementation("sdpa")  # type: ignore[operator]
+    theirs = peft_model(plain, spec, adapter)
+    batch = samples(100)
+    nats = []
+    for sample in batch:
+        ids = torch.tensor([sample.token_ids])
+        all_T = theirs(input_ids=ids, use_cache=False).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])
+        nats.append(all_T.squeeze(1)[torch.tensor(sample.weights[1:]) > 0])
+    loss = -torch.cat(nats).mean()
+    loss.backward()
+    with caught_gradients(adapter) as found:
+        report = adapter.update(batch, CE, OptimizerSpec(lr=0, max_grad_norm=1e9), max_tokens=max_tokens)
+    assert report.metrics["loss"] == pytest.approx(loss.item(), rel=1e-12)
+    expected = {name: p.grad for name, p in peft_parameters(theirs).items()}
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        assert expected[name] is not None and expected[name].abs().max() > 1e-6
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("spec", [LORA, SOME], ids=["all-linear", "some-rslora"])
+def test_peft_loads_the_export_and_transformers_the_merged_one(
+    base: SharedBase, tiny_folder: Path, tmp_path: Path, spec: LoraSpec
+) -> None:
+    from peft import PeftModel
+
+    adapter = backend().adapter(base, spec, init_seed=5)
+    train(adapter, 60, updates=3)
+    files = adapter.export(tmp_path / "adapter")
+    assert sorted(files) == ["adapter_config.json", "adapter_model.safetensors"]
+    config = json.loads(files["adapter_config.json"].read_text())
+    assert config["base_model_name_or_path"] == "models/tiny/000001"
+    plain = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32, attn_implementation="eager").eval()
+    ids = torch.tensor([[5, 60, 61, 7, 8, 9, 100]])
+    with torch.no_grad():
+        untrained = plain(ids).logits
+        loaded = PeftModel.from_pretrained(plain, tmp_path / "adapter").eval()(ids).logits
+        adapter.export_merged(tmp_path / "merged")
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager").eval()
+        assert merged.dtype == torch.float32
+        together = merged(ids).logits
+    assert (loaded - untrained).abs().max() > 0.1
+    assert (loaded - together).abs().max() <= 1e-5
+    token = TokenSequence(ids[0].tolist(), [0.0] + [1.0] * 6, "")
+    own = torch.tensor(adapter.logprobs([token], temperature=1.0, max_tokens=WHOLE)[0])
+    expected = loaded[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
+    assert (own - expected).abs().max() <= 1e-5
+
+
+# -- many adapters on one base ---------------------------------------------------------------------------------
+
+SPECS = [LORA, SOME, LoraSpec(rank=2, target_modules=("up_proj", "o_proj"))]
+
+
+def state_of(adapter: AdapterTrainer, folder: Path) -> dict[str, bytes]:
+    """Weights and moments, as bytes."""
+    return {name: path.read_bytes() for name, path in adapter.write_checkpoint(folder).items()}
+
+
+def test_adapters_trained_in_turn_are_those_trained_alone(base: SharedBase, tiny_folder: Path, tmp_path: Path) -> None:
+    off = backend().adapter_off(base)
+    untouched, weights = logprobs(off), base.model.module.state_dict()
+    weights = {name: tensor.clone() for name, tensor in weights.items()}
+    together = [backend().adapter(base, spec, init_seed=seed) for seed, spec in enumerate(SPECS)]
+    for update in range(3):
+        for index, adapter in enumerate(together):
+            train(adapter, 20 * index + update)
+            logprobs(together[index - 1])
+    assert logprobs(off) == untouched
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in base.model.module.state_dict().items())
+    found = [logprobs(adapter) for adapter in together]
+    assert len({str(values) for values in [*found, untouched]}) == 4
+    for index, (spec, adapter) in enumerate(zip(SPECS, together, strict=True)):
+        alone = backend().adapter(backend().load_base(tiny_folder), spec, init_seed=index)
+        train(alone, 20 * index, updates=3)
+        assert logprobs(alone) == found[index]
+        assert alone.weights_digest() == adapter.weights_digest()
+        assert state_of(alone, tmp_path / f"alone-{index}") == state_of(adapter, tmp_path / f"together-{index}")
+
+
+def test_an_error_in_an_adapters_call_leaves_the_base_without_it(base: SharedBase) -> None:
+    off, adapter = backend().adapter_off(base), backend().adapter(base, LORA, init_seed=0)
+    train(adapter, 60)
+    before = logprobs(off)
+    bad = [Sample([1, 2], [0.0, 1.0], advantages=[float("inf")], old_logprobs=[-5.0])]
+    with pytest.raises(NonFiniteGradient):
+        adapter.update(bad, Objective(GRPOSpec(kl_beta=0)), FAST, max_tokens=WHOLE)
+
+    def fail() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        adapter.update(samples(1), CE, FAST, max_tokens=WHOLE, on_micro_batch=fail)
+    assert logprobs(off) == before
+
+
+def test_the_base_itself_is_only_read(base: SharedBase, tmp_path: Path) -> None:
+    off = backend().adapter_off(base)
+    with pytest.raises(BadSpec, match="adapter"):
+        off.update(samples(1), CE, FAST, max_tokens=WHOLE)
+    with pytest.raises(BadSpec, match="checkpoint"):
+        off.write_checkpoint(tmp_path)
+    with pytest.raises(BadSpec, match="checkpoint"):
+        off.read_checkpoint({}, optimizer=False)
+    assert off.nbytes() == 0
+
+
+def live_tensor_bytes() -> int:
+    """Of every tensor that Python can reach in this process, each storage once."""
+    gc.collect()
+    tensors = [found for found in gc.get_objects() if isinstance(found, Tensor)]
+    tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_three_adapters_cost_less_than_half_a_base(tiny_folder: Path, dtype: str) -> None:
+    engine = backend(dtype)
+    empty = live_tensor_bytes()
+    base = engine.load_base(tiny_folder)
+    alone = live_tensor_bytes() - empty
+    assert base.nbytes() <= alone <= 1.01 * base.nbytes()  # buffers are not counted
+    spec = LoraSpec(rank=1) if dtype == "bfloat16" else LoraSpec(rank=2)
+    adapters = [engine.adapter(base, spec, init_seed=seed) for seed in range(3)]
+    for adapter in adapters:
+        train(adapter, 3)
+    together = live_tensor_bytes() - empty
+    assert together < 1.5 * alone
+    assert base.nbytes() + sum(adapter.nbytes() for adapter in adapters) < 1.5 * base.nbytes()
+    held = sum(adapter.nbytes(training=False) for adapter in adapters)  # no gradient between updates
+    assert together - alone == pytest.approx(held, rel=0.01)
+    weights = sum(p.nbytes for _, p in adapters[0].trained())
+    assert adapters[0].nbytes() == 4 * weights  # and a gradient and two moments
+    adapters[0].reset_optimizer()
+    assert adapters[0].nbytes(training=False) == weights
+
+
+# -- samplers --------------------------------------------------------------------------------------------------
+
+PROMPTS, SEEDS = [[60, 61, 7], [5, 6], [60, 61, 7]], [1, 2, 3]
+DRAW = SamplingParams(max_new_tokens=8, temperature=1.0)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.05)])
+def test_each_sampler_draws_from_its_own_adapter(tiny_folder: Path, dtype: str, tolerance: float) -> None:
+    engine = backend(dtype)
+    base = engine.load_base(tiny_folder)
+    trainers: list[SharedTrainer] = [engine.adapter(base, spec, init_seed=seed) for seed, spec in enumerate(SPECS)]
+    for index, trainer in enumerate(trainers):
+        train(trainer, 30 * index, updates=4)
+    trainers.append(engine.adapter_off(base))
+    samplers = [engine.sampler(trainer) for trainer in trainers]
+    drawn = [sampler.sample(PROMPTS, SEEDS, DRAW) for sampler in samplers]
+    assert [sampler.sample(PROMPTS, SEEDS, DRAW) for sampler in reversed(samplers)] == drawn[::-1]
+    assert len({str(found) for found in drawn}) == 4
+    for found in drawn:
+        own = [
+            TokenSequence([*prompt, *c.token_ids], [0.0] * len(prompt) + [1.0] * len(c.token_ids), "")
+            for prompt, c in zip(PROMPTS, found, strict=True)
+        ]
+        nats = torch.tensor([value for c in found for value in c.logprobs])
+        gaps = [
+            (torch.cat([*map(torch.tensor, t.logprobs(own, temperature=1.0, max_tokens=WHOLE))]) - nats).abs().max()
+            for t in trainers
+        ]
+        assert [gap <= tolerance for gap in gaps] == [other is found for other in drawn]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_synced_sampler_is_a_new_one(tiny_folder: Path, dtype: str) -> None:
+    engine = backend(dtype)
+    base = engine.load_base(tiny_folder)
+    adapter = engine.adapter(base, LORA, init_seed=0)
+    sampler = engine.sampler(adapter)
+    before = sampler.sample(PROMPTS, SEEDS, DRAW)
+    train(adapter, 60, updates=4)
+    engine.sync(adapter, sampler)
+    after = sampler.sample(PROMPTS, SEEDS, DRAW)
+    assert after != before
+    assert engine.sampler(adapter).sample(PROMPTS, SEEDS, DRAW) == after
+    assert engine.sampler(adapter).model is sampler.model is base.sampling_model()
+
+
+def test_a_sampler_of_another_base_is_refused(base: SharedBase, tiny_folder: Path) -> None:
+    adapter = backend().adapter(base, LORA, init_seed=0)
+    for other in (backend().load(tiny_folder), backend().adapter_off(backend().load_base(tiny_folder))):
+        with pytest.raises(BadSpec, match="base it was made for"):
+            backend().sync(adapter, backend().sampler(other))
+    with pytest.raises(BadSpec, match="base it was made for"):
+        backend().sync(backend().load(tiny_folder), backend().sampler(adapter))
+
+
+def test_a_lower_precision_copy_keeps_the_rotary_frequencies(tiny_folder: Path) -> None:
+    """In bfloat16 a frequency is off by up to 2^-9 of itself: at position 2000, radians."""
+    engine = backend("bfloat16")
+    full = engine.load(tiny_folder)
+    exact = dict(full.model.module.named_buffers())
+    for sampler in (engine.sampler(full), engine.sampler(engine.adapter_off(engine.load_base(tiny_folder)))):
+        assert {p.dtype for p in sampler.model.module.parameters()} == {torch.bfloat16}
+        buffers = dict(sampler.model.module.named_buffers())
+        assert buffers.keys() == exact.keys() != set()
+        assert all(torch.equal(buffers[name], exact[name]) for name in exact)
+
+
+# -- state -----------------------------------------------------------------------------------------------------
+
+
+def test_a_restored_adapter_goes_on_as_if_it_had_never_stopped(base: SharedBase, tmp_path: Path) -> None:
+    kept, restored = (backend().adapter(base, LORA, init_seed=seed) for seed in (0, 9))
+    train(kept, 60, updates=2)
+    files = kept.write_checkpoint(tmp_path / "checkpoint")
+    assert sum(path.stat().st_size for path in files.values()) < 4 * kept.nbytes(training=False) / 3
+    restored.read_checkpoint(files, optimizer=True)
+    assert restored.weights_digest() == kept.weights_digest()
+    for adapter in (kept, restored):
+        train(adapter, 80, updates=2)
+    assert state_of(restored, tmp_path / "restored") == state_of(kept, tmp_path / "kept")
+    fresh = backend().adapter(base, LORA, init_seed=9)
+    fresh.read_checkpoint(files, optimizer=False)
+    train(fresh, 80, updates=2)
+    assert fresh.weights_digest() != kept.weights_digest()  # its moments began anew
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        LoraSpec(rank=5, alpha=6.0),
+        LoraSpec(rank=4, target_modules=("q_proj",)),
+    ],
+    ids=["rank", "targets"],
+)
+def test_a_checkpoint_of_another_adapter_is_refused_before_anything_changes(
+    base: SharedBase, tmp_path: Path, other: LoraSpec
+) -> None:
+    theirs, mine = backend().adapter(base, other, init_seed=0), backend().adapter(base, LORA, init_seed=0)
+    train(theirs, 60)
+    train(mine, 60)
+    before = state_of(mine, tmp_path / "before")
+    with pytest.raises(BadSpec, match=r"first differing tensor model\.layers\.0\.\S+\.lora_"):
+        mine.read_checkpoint(theirs.write_checkpoint(tmp_path / "theirs"), optimizer=True)
+    assert state_of(mine, tmp_path / "after") == before
+
+
+def test_the_digest_is_of_the_matrices_and_of_the_base(
+    base: SharedBase, tmp_path: Path, model_folder: Callable[[int], Path]
+) -> None:
+    adapter = backend().adapter(base, LORA, init_seed=0)
+    whole, parts = adapter.weights_digest()
+    assert list(parts) == sorted(load_file(adapter.write_checkpoint(tmp_path)["weights.safetensors"]))
+    train(adapter, 60)
+    after = adapter.weights_digest()[1]
+    assert {name for name in parts if parts[name] != after[name]} >= {n for n in parts if "lora_B" in n}
+    elsewhere = backend().adapter(backend().load_base(model_folder(1)), LORA, init_seed=0)
+    assert elsewhere.weights_digest()[1] == parts
+    assert elsewhere.weights_digest()[0] != whole
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Callable[[int], Path]:
+    from engine.backends.tiny import build_tiny_model
+
+    return lambda seed: build_tiny_model(tmp_path / f"tiny-{seed}", seed=seed)

@@ -1,0 +1,100 @@
+"""Peak memory of writing and of reading a checkpoint: ours, a tensor at a time, beside safetensors' own functions.
+
+    python bench/memory_checkpoint.py [MEGABYTES]        (default 200)
+
+A toy state of 25 float32 tensors, in a new process for each line. What is printed is the growth of the process, in
+units of the state, over what it held before: anonymous memory (its own; nothing can be dropped of it) and resident
+memory (with the pages of mapped files, which the kernel may drop). Peaks are sampled every millisecond by
+another process.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from engine.backends.tensor_files import read_into, write_tensors
+
+TENSORS = 25
+
+
+def state(megabytes: int) -> dict[str, Tensor]:
+    return {f"layer.{n}.weight": torch.ones(megabytes * (1 << 18) // TENSORS) for n in range(TENSORS)}
+
+
+def read_with_load_file(path: Path, weights: dict[str, Tensor]) -> None:
+    for name, tensor in load_file(path).items():
+        weights[name].copy_(tensor)
+
+
+CASES: dict[str, Callable[[Path, dict[str, Tensor]], object]] = {
+    "write, ours": lambda path, weights: write_tensors(path, weights.items()),
+    "write, save_file": lambda path, weights: save_file(weights, path),
+    "read, ours": lambda path, weights: read_into(path, weights.__getitem__),
+    "read, load_file": read_with_load_file,
+}
+
+
+def memory(pid: int | str) -> tuple[int, int]:
+    """(anonymous, resident) bytes of a process now."""
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return int(fields["RssAnon"].split()[0]) << 10, int(fields["VmRSS"].split()[0]) << 10
+
+
+def watch(pid: str) -> None:
+    """Prints the highest (anonymous, resident) bytes of `pid` until standard input ends. A process of its own: a
+    thread would wait for the lock of the interpreter whenever a library keeps it."""
+    done = threading.Event()
+    threading.Thread(target=lambda: (sys.stdin.read(), done.set())).start()
+    anonymous, resident = memory(pid)
+    print("watching", flush=True)
+    while not done.wait(0.0005):
+        now = memory(pid)
+        anonymous, resident = max(anonymous, now[0]), max(resident, now[1])
+    print(anonymous, resident)
+
+
+def peak(run: Callable[[], object]) -> tuple[int, int]:
+    """How far memory grew while `run` ran: (anonymous, resident) bytes."""
+    before = memory("self")
+    command = [sys.executable, __file__, "watch", str(os.getpid())]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as watcher:
+        assert watcher.stdout is not None
+        watcher.stdout.readline()
+        run()
+        highest = watcher.communicate()[0].split()
+    return int(highest[0]) - before[0], int(highest[1]) - before[1]
+
+
+def measure(case: str, megabytes: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path, weights = Path(folder) / "file", state(megabytes)
+        for warm in CASES.values():  # libraries load what they need on first use
+            warm(path, {"x": torch.zeros(1)})
+        write_tensors(path, weights.items())
+        anonymous, resident = peak(lambda: CASES[case](path, weights))
+    size = megabytes << 20
+    print(f"{case:18} +{anonymous / size:5.2f} anonymous   +{resident / size:5.2f} resident   (1.00 = {megabytes} MiB)")
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["watch"]:
+        return watch(sys.argv[2])
+    megabytes = int(sys.argv[1]) if len(sys.argv) > 1 else 200
+    if len(sys.argv) > 2:
+        return measure(sys.argv[2], megabytes)
+    for case in CASES:
+        subprocess.run([sys.executable, __file__, str(megabytes), case], check=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from engine.errors import Fenced, OutOfMemory, PermanentEngineError, SampleTooLong, TransientEngineError, UnknownPolicy
 from engine.text.errors import TextError
@@ -21,6 +21,16 @@ from storage.models import Frozen
 MOST_ANSWERS = 256
 """Answers of one request: prompts times n."""
 
+
+def _says_utf8(text: str) -> str:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:  # JSON can say half a surrogate pair
+        raise ValueError(f"character {error.start} is half a surrogate pair; give text that UTF-8 can say") from error
+    return text
+
+
+Text = Annotated[str, AfterValidator(_says_utf8)]
 Zero = Annotated[float, Field(ge=0, le=0)]
 EmptyList = Annotated[list[Any], Field(max_length=0)]
 EmptyDict = Annotated[dict[str, Any], Field(max_length=0)]
@@ -45,14 +55,14 @@ class TextFormat(_Given):
 
 class TextPart(_Given):
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class Message(_Given):
     """One turn. `developer` is `system` by its newer name."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1)]
+    content: Text | Annotated[list[TextPart], Field(min_length=1)]
     name: None = None
     refusal: None = None
     audio: None = None
@@ -85,7 +95,7 @@ class _Sampled(_Given):
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
     """Adds `prompt_token_ids` and, per choice, `token_ids`: a rollout that need not be tokenised again."""
-    user: str | None = None
+    user: Text | None = None
     """Ignored."""
     presence_penalty: Zero | None = None
     frequency_penalty: Zero | None = None
@@ -101,8 +111,7 @@ class _Sampled(_Given):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @model_validator(mode="after")
-    def _says_utf8(self) -> _Sampled:
-        self.model_dump_json()  # half a surrogate pair is JSON, and no text
+    def _streams(self) -> _Sampled:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options are for stream=true")
         return self
@@ -135,9 +144,9 @@ class ChatRequest(_Sampled):
 
 class TextRequest(_Sampled):
     prompt: (
-        str
+        Text
         | TokenPrompt
-        | Annotated[list[str], Field(min_length=1)]
+        | Annotated[list[Text], Field(min_length=1)]
         | Annotated[list[TokenPrompt], Field(min_length=1)]
     )
     """Text is encoded as it stands; token ids are taken as they are."""

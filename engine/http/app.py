@@ -1,0 +1,366 @@
+"""The FastAPI app over one engine: verbs, calls, and the pages that watch it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Annotated, Any, TypeVar
+
+from fastapi import APIRouter, Depends, FastAPI, Header, Path, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.security import HTTPBearer
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+from engine.errors import BadSpec, EngineBusy
+from engine.http import wire
+from engine.http.bodies import (
+    MAX_WAIT_SECONDS,
+    REQUEST_HEADER,
+    STORE_HEADER,
+    VERSION,
+    VERSION_HEADER,
+    CallStatus,
+    CreatePolicyBody,
+    ExportModelBody,
+    Health,
+    ImportModelBody,
+    Ready,
+    ReleaseBody,
+    Released,
+    SaveCheckpointBody,
+    ServerInfo,
+    StepBody,
+    check_head,
+)
+from engine.http.calls import Answer
+from engine.http.errors import EXPECTED, ErrorBody, NoSuchRoute, body_of
+from engine.http.guard import Guard
+from engine.http.metrics import MEDIA_TYPE as METRICS_TYPE
+from engine.http.service import ServerOptions, Service, error_answer, json_answer, response_of
+from engine.http.uploads import ServedEngine, import_upload
+from engine.model_folder import registered_model
+from engine.protocol import EngineInfo
+from storage.artifacts import ArtifactRef
+from storage.chain import CommitRecord, PolicyRef
+from storage.objects import ObjectStore
+
+T = TypeVar("T")
+
+THREAD_BYTES = 1 << 20
+"""Batches larger than this are decoded beside the event loop."""
+_ARROW = {wire.MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}
+_ERRORS = {
+    401: "no token, or another one",
+    403: "a host name that is not loopback, on a server without a token; or the store refuses",
+    404: "no such policy, object or call",
+    408: "the body did not arrive in time",
+    409: "the step, run or id is taken by something else; or a newer epoch acts for the run",
+    413: "the body is too large",
+    422: "the call contradicts itself or cannot succeed",
+    500: "a defect of the server",
+    503: "not now: busy, draining, or the store is away",
+}
+Responses = dict[int | str, dict[str, Any]]
+Wait = Annotated[
+    float, Query(ge=0, le=MAX_WAIT_SECONDS, description="Longest wait for the result, seconds; then 202.")
+]
+RequestId = Annotated[
+    str | None,
+    Header(alias=REQUEST_HEADER, pattern="^[0-9a-f]{32}$", description="Made once per call, kept over its retries."),
+]
+CallId = Annotated[str, Path(pattern="^[0-9a-f]{32}$")]
+
+
+def create_app(engine: ServedEngine, store: ObjectStore, options: ServerOptions | None = None) -> FastAPI:
+    """The app; `app.state.service` is its Service. Contacts the store once, for its id."""
+    service = Service(engine, store, options or ServerOptions())
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        async with service.running():
+            yield
+
+    app = FastAPI(
+        title="Ostinato engine",
+        version=str(VERSION),
+        docs_url=None,  # its page loads scripts from elsewhere
+        redoc_url=None,
+        lifespan=lifespan,
+        responses=_errors(),
+    )
+    app.state.service = service
+    app.include_router(_pages(service))
+    app.include_router(_verbs(service))
+    app.include_router(_batches(service))
+    app.include_router(_calls(service))
+    if find_spec("engine.http.openai_api") is not None:
+        app.include_router(import_module("engine.http.openai_api").openai_router(engine, store))
+    app.add_middleware(Guard, service=service)
+    for kind in EXPECTED:
+        app.add_exception_handler(kind, _on_expected)
+    app.add_exception_handler(RequestValidationError, _on_invalid)
+    app.add_exception_handler(HTTPException, _on_http)
+    return app
+
+
+# -- pages -----------------------------------------------------------------------------------------------------
+
+
+def _pages(service: Service) -> APIRouter:
+    router = APIRouter(tags=["pages"])
+
+    @router.get("/health")
+    async def health() -> Health:
+        """The process answers."""
+        return Health()
+
+    @router.get("/ready")
+    async def ready() -> Ready:
+        """The engine takes calls; 503 while it starts or drains."""
+        if service.state != "ready":
+            raise EngineBusy(f"the engine is {service.state}")
+        return Ready(waiting=service.calls.waiting())
+
+    @router.get("/metrics", response_class=Response, responses={200: {"content": {METRICS_TYPE: {}}}})
+    async def metrics() -> Response:
+        """Prometheus metrics."""
+        service.metrics.waiting.set(service.calls.waiting())
+        return Response(service.metrics.render(), media_type=METRICS_TYPE)
+
+    return router
+
+
+def _v1(service: Service) -> APIRouter:
+    """A router whose callers say which interface and which store they mean."""
+
+    def same_interface(
+        version: Annotated[str | None, Header(alias=VERSION_HEADER)] = None,
+        store: Annotated[str | None, Header(alias=STORE_HEADER)] = None,
+    ) -> None:
+        if version is not None and version != str(VERSION):
+            raise BadSpec(f"the caller speaks version {version[:20]!r} of the interface, the server {VERSION}: upgrade")
+        if store is not None and store != service.store_id:
+            raise BadSpec(
+                f"the caller works on store {store[:40]!r}, this engine on {service.store_id} ({service.store.url}); "
+                "give both the same storage url"
+            )
+
+    return APIRouter(
+        prefix="/v1", tags=["engine"], dependencies=[Depends(same_interface), Depends(HTTPBearer(auto_error=False))]
+    )
+
+
+# -- verbs with JSON bodies ------------------------------------------------------------------------------------
+
+
+def _verbs(service: Service) -> APIRouter:
+    router = _v1(service)
+    engine, store = service.engine, service.store
+
+    async def call(
+        request: Request, work: Callable[[], Awaitable[BaseModel]], *, wait: float, run: str = "-"
+    ) -> Response:
+        async def answer() -> Answer:
+            return json_answer(await work())
+
+        return await service.call(request, request.url.path.rpartition("/")[2], answer, wait=wait, run=run)
+
+    @router.post("/import_model", response_model=ArtifactRef, responses=_waiting())
+    async def import_model(
+        body: ImportModelBody, request: Request, wait: Wait = 10, request_id: RequestId = None
+    ) -> Response:
+        """A registered model by key, or a folder that was uploaded to the store."""
+
+        async def work() -> ArtifactRef:
+            if body.upload is None:
+                return await asyncio.to_thread(registered_model, store, body.source)
+            return await import_upload(engine, store, body.source, body.upload, provenance=body.provenance)
+
+        return await call(request, work, wait=wait)
+
+    @router.post("/create_policy", response_model=PolicyRef, responses=_waiting())
+    async def create_policy(
+        body: CreatePolicyBody, request: Request, wait: Wait = 10, request_id: RequestId = None
+    ) -> Response:
+        """The root of a chain; its policy 0."""
+        return await call(request, lambda: engine.create_policy(body.spec), wait=wait, run=body.spec.run)
+
+    @router.post("/take_gradient_step", response_model=CommitRecord, responses=_waiting())
+    async def take_gradient_step(
+        body: StepBody, request: Request, wait: Wait = 10, request_id: RequestId = None
+    ) -> Response:
+        """The step, exactly once; its record."""
+
+        async def work() -> CommitRecord:
+            record = await engine.take_gradient_step(body.request, epoch=body.epoch)
+            service.metrics.steps.inc()
+            return record
+
+        return await call(request, work, wait=wait, run=body.request.parent.run)
+
+    @router.post("/save_checkpoint", response_model=ArtifactRef, responses=_waiting())
+    async def save_checkpoint(
+        body: SaveCheckpointBody, request: Request, wait: Wait = 10, request_id: RequestId = None
+    ) -> Response:
+        """Weights and optimizer of a policy, in the store."""
+        return await call(
+            request,
+            lambda: engine.save_checkpoint(
+                body.policy, provenance=body.provenance, name=body.name, epoch=body.epoch
+            ),
+            wait=wait,
+            run=body.policy.run,
+        )
+
+    @router.post("/export_model", response_model=ArtifactRef, responses=_waiting())
+    async def export_model(
+        body: ExportModelBody, request: Request, wait: Wait = 10, request_id: RequestId = None
+    ) -> Response:
+        """The policy as a plain Hugging Face folder in the registry."""
+        return await call(
+            request,
+            lambda: engine.export_model(
+                body.policy, body.model_name, provenance=body.provenance, epoch=body.epoch
+            ),
+            wait=wait,
+            run=body.policy.run,
+        )
+
+    @router.post("/release", response_model=Released, responses=_waiting())
+    async def release(
+        body: ReleaseBody, request: Request, wait: Wait = 10, request_id: RequestId = None
+    ) -> Response:
+        """The caller is done with the run for now."""
+
+        async def work() -> Released:
+            await engine.release(body.run, epoch=body.epoch)
+            return Released()
+
+        return await call(request, work, wait=wait, run=body.run)
+
+    @router.get("/info", response_model=EngineInfo, responses=_waiting())
+    async def info(request: Request, wait: Wait = 10, request_id: RequestId = None) -> Response:
+        """What the engine is and what it has room for."""
+        return await call(request, engine.info, wait=wait)
+
+    @router.get("/server")
+    async def server() -> ServerInfo:
+        """What a client must know before its first call."""
+        return ServerInfo(store_id=service.store_id, max_body_bytes=service.options.max_body_bytes)
+
+    return router
+
+
+# -- verbs with batches ----------------------------------------------------------------------------------------
+
+
+def _batches(service: Service) -> APIRouter:
+    router = _v1(service)
+    documented: dict[str, Any] = {
+        "response_class": Response,
+        "responses": {200: {"content": _ARROW, "description": "An Arrow IPC stream"}} | _waiting(),
+        "openapi_extra": {"requestBody": {"content": _ARROW, "required": True}},
+    }
+
+    async def call(request: Request, verb: str, work: Callable[[bytes], Awaitable[bytes]], wait: float) -> Response:
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != wire.MEDIA_TYPE:
+            raise BadSpec(f"the content type is {kind[:60]!r}; send an Arrow IPC stream as {wire.MEDIA_TYPE}")
+        body = await request.body()
+
+        async def answer() -> Answer:
+            return Answer(200, await work(body), wire.MEDIA_TYPE)
+
+        return await service.call(request, verb, answer, wait=wait)
+
+    @router.post("/generate", **documented)
+    async def generate(request: Request, wait: Wait = 10, request_id: RequestId = None) -> Response:
+        """Completions in the order of the prompts. Columns: engine.http.wire.GENERATE, COMPLETIONS."""
+
+        async def work(body: bytes) -> bytes:
+            decoded, epoch = await _off_loop(wire.decode_generate, body)
+            service.runs(request, check_head(decoded.policy).run)
+            completions = await service.engine.generate(decoded, epoch=epoch)
+            service.metrics.generated(completions)
+            return await asyncio.to_thread(wire.encode_completions, completions)
+
+        return await call(request, "generate", work, wait)
+
+    @router.post("/logprobs", **documented)
+    async def logprobs(request: Request, wait: Wait = 10, request_id: RequestId = None) -> Response:
+        """Nats of each trained token. Columns: engine.http.wire.SEQUENCES, LOGPROBS."""
+
+        async def work(body: bytes) -> bytes:
+            decoded, epoch = await _off_loop(wire.decode_logprobs_request, body)
+            service.runs(request, check_head(decoded.policy).run)
+            values = await service.engine.logprobs(decoded, epoch=epoch)
+            return await asyncio.to_thread(wire.encode_logprobs, values)
+
+        return await call(request, "logprobs", work, wait)
+
+    return router
+
+
+async def _off_loop(decode: Callable[[bytes], T], body: bytes) -> T:
+    return decode(body) if len(body) <= THREAD_BYTES else await asyncio.to_thread(decode, body)
+
+
+# -- calls -----------------------------------------------------------------------------------------------------
+
+
+def _calls(service: Service) -> APIRouter:
+    router = _v1(service)
+
+    @router.get(
+        "/calls/{id}",
+        response_class=Response,
+        responses={200: {"content": {"application/json": {}, **_ARROW}, "description": "The call's result"}}
+        | _waiting(),
+    )
+    async def poll(request: Request, id: CallId, wait: Wait = 10) -> Response:
+        """The result of a call, or 202 after `wait` seconds. 404 UnknownCall: submit it again under the same id."""
+        return await service.answer(request, service.calls.find(id), wait=wait)
+
+    @router.delete("/calls/{id}", status_code=204, response_class=Response)
+    async def take_back(id: CallId) -> None:
+        """The caller wants no answer: a call that has not begun is dropped. Unknown ones are fine."""
+        service.calls.drop(id)
+
+    return router
+
+
+# -- errors ----------------------------------------------------------------------------------------------------
+
+
+def _errors() -> Responses:
+    return {status: {"model": ErrorBody, "description": text} for status, text in _ERRORS.items()}
+
+
+def _waiting() -> Responses:
+    return {202: {"model": CallStatus, "description": "Not finished: ask at Location"}}
+
+
+async def _on_expected(request: Request, error: Exception) -> Response:
+    return response_of(error_answer(body_of(error, request.state.request_id)))
+
+
+async def _on_invalid(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    lines = [f"{'.'.join(map(str, p['loc']))}: {p['msg']}" for p in error.errors()]  # never the values
+    message = "; ".join(lines)[:2000].encode("utf-8", "backslashreplace").decode()
+    return response_of(error_answer(body_of(BadSpec(message), request.state.request_id)))
+
+
+async def _on_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    known = BadSpec if error.status_code == 400 else NoSuchRoute
+    body = body_of(known(f"{request.method} of this path: {error.detail}"), request.state.request_id)
+    response = response_of(error_answer(body))
+    if error.status_code in (404, 405):
+        response.status_code = error.status_code
+        response.headers.update(error.headers or {})
+    return response

@@ -1,0 +1,36 @@
+"""Prometheus metrics of one server, in a registry of its own."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from engine.protocol import Completion
+
+SECONDS = (0.005, 0.02, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800)
+MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Metrics:
+    """What /metrics shows. Labels are verbs and statuses only: runs would be without bound."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        of = {"namespace": "ostinato", "registry": self.registry}
+        self.calls = Counter("calls", "Finished calls.", ["verb", "status"], **of)
+        self.seconds = Histogram("call_seconds", "From acceptance to result.", ["verb"], buckets=SECONDS, **of)
+        self.requests = Counter("http_requests", "HTTP answers.", ["method", "status"], **of)
+        self.waiting = Gauge("calls_waiting", "Calls that are not finished.", **of)
+        self.tokens = Counter("generated_tokens", "Tokens sampled.", **of)
+        self.steps = Counter("gradient_steps", "Calls of take_gradient_step that ended with a record.", **of)
+        self.memory_used = Gauge("memory_used_bytes", "Weights, moments and gradients held by the engine.", **of)
+        self.memory = Gauge("memory_bytes", "What the engine may fill with them.", **of)
+
+    def finished(self, verb: str, status: int, seconds: float) -> None:
+        self.calls.labels(verb, str(status)).inc()
+        self.seconds.labels(verb).observe(seconds)
+
+    def generated(self, completions: list[Completion]) -> None:
+        self.tokens.inc(sum(len(completion.token_ids) for completion in completions))
+
+    def render(self) -> bytes:
+        return generate_latest(self.registry)

@@ -1,0 +1,120 @@
+"""Life of the server process: bind, serve, drain on SIGTERM or SIGINT. SIGKILL is always safe."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import uvicorn
+from fastapi import FastAPI
+
+from engine.errors import BadSpec
+from engine.http.guard import is_loopback
+from engine.http.service import Service
+
+logger = logging.getLogger("ostinato.engine.http")
+
+KEEP_ALIVE_SECONDS = 75
+MAX_HEAD_BYTES = 16 << 10
+"""Of request line and headers."""
+
+
+@dataclass(frozen=True)
+class Binding:
+    """Where the server listens."""
+
+    host: str = "127.0.0.1"
+    port: int = 8777
+    """0: any free one."""
+    token: str | None = field(default=None, repr=False)
+
+    def open(self) -> socket.socket:
+        """A listening socket. Raises BadSpec for a host that needs a token, OSError when the port is taken."""
+        if self.token is None and not is_loopback(self.host):
+            raise BadSpec(
+                f"without a token only this machine may call: {self.host!r} is reachable from others; set "
+                "OSTINATO_ENGINE_TOKEN or --token-file, or bind 127.0.0.1"
+            )
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((self.host, self.port))
+            listener.listen(1024)
+        except OSError:
+            listener.close()
+            raise
+        return listener
+
+
+class EngineServer(uvicorn.Server):
+    """uvicorn without its signal handlers: a signal drains first, see `serve_until_signal`."""
+
+    def __init__(self, app: FastAPI) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http="h11",
+                ws="none",
+                loop="asyncio",
+                lifespan="on",
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=2,
+                h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+            )
+        )
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def serve_until_signal(
+    app: FastAPI, listener: socket.socket, *, grace_seconds: float, on_ready: Callable[[str], None]
+) -> bool:
+    """Serves until SIGTERM or SIGINT, then drains: the running call ends or is rolled back, and the engine closes.
+    A second signal ends the process at once. False when the engine did not close within `grace_seconds`."""
+    service: Service = app.state.service
+    server = EngineServer(app)
+    stop = asyncio.Event()
+    _on_signals(stop)
+    serving = asyncio.create_task(server.serve([listener]))
+    stopping = asyncio.create_task(stop.wait())
+    await service.until_ready(serving, stopping)
+    if service.state == "ready":
+        on_ready(_url(listener))
+    await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    logger.info("draining: no more calls, at most %g s for the one that runs", grace_seconds)
+    closed = await service.drain(grace_seconds)
+    if not closed:
+        logger.warning("the running call did not end within %g s: it is rolled back", grace_seconds)
+    server.should_exit = True
+    stopping.cancel()
+    await serving
+    return closed
+
+
+def _on_signals(stop: asyncio.Event) -> None:
+    def on_signal(number: int) -> None:
+        if stop.is_set():
+            os._exit(128 + number)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

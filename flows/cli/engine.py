@@ -1,0 +1,107 @@
+"""`ostinato engine serve`: the shared engine as a service."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from engine.errors import EngineError
+from engine.spec import LocalEngineSpec
+from flows.overrides import ConfigError, parse_config
+from storage.errors import StorageError
+
+engine_app = typer.Typer(help="The shared engine as a service.", no_args_is_help=True)
+
+TOKEN_ENV = "OSTINATO_ENGINE_TOKEN"
+MIN_TOKEN = 16
+"""Characters: a shorter token is guessed."""
+
+
+@engine_app.callback()
+def group() -> None:
+    """The shared engine as a service."""
+
+
+@engine_app.command("serve")
+def serve(
+    storage: Annotated[str, typer.Option(help="Where artifacts live: file:///folder, s3://bucket/prefix.")],
+    host: Annotated[str, typer.Option(help="Address to listen on; others than loopback need a token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes any free port.", min=0, max=65535)] = 8777,
+    config: Annotated[
+        Path | None, typer.Option(help="YAML, TOML or JSON file of the engine's keys.", exists=True, dir_okay=False)
+    ] = None,
+    sets: Annotated[list[str] | None, typer.Option("--set", help="Override one key: device=cpu.")] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(help=f"File with the bearer token; else ${TOKEN_ENV}.", exists=True, dir_okay=False)
+    ] = None,
+    max_body_mib: Annotated[int, typer.Option(help="Largest body taken, MiB.", min=1, max=65536)] = 256,
+    grace_seconds: Annotated[
+        float, typer.Option(help="On SIGTERM: how long the running call and the last checkpoints may take.", min=0)
+    ] = 20.0,
+) -> None:
+    """Serves an engine until SIGTERM or Ctrl-C. Killing it at any moment is safe; start it again on the same store."""
+    try:
+        spec = parse_config(LocalEngineSpec, config, sets or [])
+        token = read_token(token_file)
+        status = run_server(
+            storage, spec, host, port, token, max_body_bytes=max_body_mib << 20, grace_seconds=grace_seconds
+        )
+    except (ConfigError, EngineError, StorageError, OSError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    raise typer.Exit(status)
+
+
+def read_token(token_file: Path | None) -> str | None:
+    """The bearer token, or None. Raises ConfigError for one that is too short or has spaces in it."""
+    where = f"${TOKEN_ENV}" if token_file is None else str(token_file)
+    token = (os.environ.get(TOKEN_ENV, "") if token_file is None else token_file.read_text()).strip()
+    if not token and token_file is None:
+        return None
+    if len(token) < MIN_TOKEN or not token.isascii() or any(character.isspace() for character in token):
+        raise ConfigError(
+            f"the token in {where} has {len(token)} characters; give {MIN_TOKEN} or more, ASCII, without spaces, such "
+            "as `openssl rand -hex 32` prints"
+        )
+    return token
+
+
+def run_server(
+    storage: str,
+    spec: LocalEngineSpec,
+    host: str,
+    port: int,
+    token: str | None,
+    *,
+    max_body_bytes: int,
+    grace_seconds: float,
+) -> int:
+    """Serves until a signal; returns the exit status."""
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    # by name: flows must be importable without torch and without a web server
+    server, application, service = (import_module(f"engine.http.{name}") for name in ("server", "app", "service"))
+    listener = server.Binding(host, port, token).open()
+
+    async def main() -> None:
+        engine: Any = import_module("engine.local.engine").LocalEngine(storage, spec)
+        options = service.ServerOptions(token=token, max_body_bytes=max_body_bytes)
+        app = application.create_app(engine, engine.store, options)
+        closed = await server.serve_until_signal(app, listener, grace_seconds=grace_seconds, on_ready=announce)
+        if not closed:
+            sys.stderr.flush()
+            os._exit(0)  # the call that did not end in time must not hold the process
+
+    asyncio.run(main())
+    return 0
+
+
+def announce(url: str) -> None:
+    """The first line on stdout: scripts and tests wait for it."""
+    print(f"listening on {url}", flush=True)

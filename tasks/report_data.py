@@ -48,7 +48,7 @@ def collect_report(
 
 def _numerics(store: ObjectStore, policy: PolicyRef) -> dict[str, Any]:
     record = Chain.of(store, policy).record(policy.step) if policy.step else None
-    return record.numerics.model_dump() if record else {}
+    return record.numerics.model_dump(mode="json") if record else {}
 
 
 def _summaries(store: ObjectStore, ref: ArtifactRef | None) -> tuple[EvaluationSummary, ...]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Header, Path, Query, Request, Response
@@ -40,6 +38,7 @@ from engine.http.calls import Answer
 from engine.http.errors import EXPECTED, ErrorBody, NoSuchRoute, body_of
 from engine.http.guard import Guard
 from engine.http.metrics import MEDIA_TYPE as METRICS_TYPE
+from engine.http.openai_api import openai_router
 from engine.http.service import ServerOptions, Service, error_answer, json_answer, response_of
 from engine.http.uploads import ServedEngine, import_upload
 from engine.model_folder import registered_model
@@ -97,8 +96,7 @@ def create_app(engine: ServedEngine, store: ObjectStore, options: ServerOptions 
     app.include_router(_verbs(service))
     app.include_router(_batches(service))
     app.include_router(_calls(service))
-    if find_spec("engine.http.openai_api") is not None:
-        app.include_router(import_module("engine.http.openai_api").openai_router(engine, store))
+    app.include_router(openai_router(engine, store))
     app.add_middleware(Guard, service=service)
     for kind in EXPECTED:
         app.add_exception_handler(kind, _on_expected)
@@ -260,9 +258,10 @@ def _verbs(service: Service) -> APIRouter:
 
 def _batches(service: Service) -> APIRouter:
     router = _v1(service)
+    streams: Responses = {200: {"content": _ARROW, "description": "An Arrow IPC stream"}}
     documented: dict[str, Any] = {
         "response_class": Response,
-        "responses": {200: {"content": _ARROW, "description": "An Arrow IPC stream"}} | _waiting(),
+        "responses": streams | _waiting(),
         "openapi_extra": {"requestBody": {"content": _ARROW, "required": True}},
     }
 
@@ -314,13 +313,9 @@ async def _off_loop(decode: Callable[[bytes], T], body: bytes) -> T:
 
 def _calls(service: Service) -> APIRouter:
     router = _v1(service)
+    results: Responses = {200: {"content": {"application/json": {}, **_ARROW}, "description": "The call's result"}}
 
-    @router.get(
-        "/calls/{id}",
-        response_class=Response,
-        responses={200: {"content": {"application/json": {}, **_ARROW}, "description": "The call's result"}}
-        | _waiting(),
-    )
+    @router.get("/calls/{id}", response_class=Response, responses=results | _waiting())
     async def poll(request: Request, id: CallId, wait: Wait = 10) -> Response:
         """The result of a call, or 202 after `wait` seconds. 404 UnknownCall: submit it again under the same id."""
         return await service.answer(request, service.calls.find(id), wait=wait)

@@ -14,16 +14,21 @@ class Metrics:
     """What /metrics shows. Labels are verbs and statuses only: runs would be without bound."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        of = {"namespace": "ostinato", "registry": self.registry}
-        self.calls = Counter("calls", "Finished calls.", ["verb", "status"], **of)
-        self.seconds = Histogram("call_seconds", "From acceptance to result.", ["verb"], buckets=SECONDS, **of)
-        self.requests = Counter("http_requests", "HTTP answers.", ["method", "status"], **of)
-        self.waiting = Gauge("calls_waiting", "Calls that are not finished.", **of)
-        self.tokens = Counter("generated_tokens", "Tokens sampled.", **of)
-        self.steps = Counter("gradient_steps", "Calls of take_gradient_step that ended with a record.", **of)
-        self.memory_used = Gauge("memory_used_bytes", "Weights, moments and gradients held by the engine.", **of)
-        self.memory = Gauge("memory_bytes", "What the engine may fill with them.", **of)
+        self.registry = registry = CollectorRegistry()
+        self.calls = Counter("ostinato_calls", "Finished calls.", ["verb", "status"], registry=registry)
+        self.seconds = Histogram(
+            "ostinato_call_seconds", "From acceptance to result.", ["verb"], buckets=SECONDS, registry=registry
+        )
+        self.requests = Counter("ostinato_http_requests", "HTTP answers.", ["method", "status"], registry=registry)
+        self.waiting = Gauge("ostinato_calls_waiting", "Calls that are not finished.", registry=registry)
+        self.tokens = Counter("ostinato_generated_tokens", "Tokens sampled.", registry=registry)
+        self.steps = Counter(
+            "ostinato_gradient_steps", "Calls of take_gradient_step that ended with a record.", registry=registry
+        )
+        self.memory_used = Gauge(
+            "ostinato_memory_used_bytes", "Weights, moments and gradients held by the engine.", registry=registry
+        )
+        self.memory = Gauge("ostinato_memory_bytes", "What the engine may fill with them.", registry=registry)
 
     def finished(self, verb: str, status: int, seconds: float) -> None:
         self.calls.labels(verb, str(status)).inc()

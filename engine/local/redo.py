@@ -1,0 +1,158 @@
+"""Weights brought along a chain step by step, beside any engine: what verifications and replays stand on.
+
+Nothing is written to the store. A step is redone under its recorded threads and micro-batching.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from engine.backends.torch_backend import TorchBackend
+from engine.backends.torch_trainer import TorchTrainer
+from engine.errors import PermanentEngineError, UnknownPolicy
+from engine.local.apply import Effect, apply_request
+from engine.spec import LocalEngineSpec
+from storage import keys
+from storage.artifacts import Manifest, materialise_files, read_manifest
+from storage.chain import Chain, CommitRecord, Numerics, Root, StepRequest
+from storage.errors import ObjectNotFound
+from storage.objects import ObjectStore
+
+OnStep = Callable[[Chain, int], None]
+_KNOWN_DTYPES = ("float32", "bfloat16", "float64")
+
+
+@contextlib.contextmanager
+def clean_backend(like: Numerics) -> Iterator[TorchBackend]:
+    """A backend of this machine in the precision of a committed step. The thread count of the caller comes back."""
+    dtype = like.compute_dtype if like.compute_dtype in _KNOWN_DTYPES else "auto"
+    backend = TorchBackend(
+        LocalEngineSpec.model_validate(
+            {"compute_dtype": dtype, "threads": like.threads, "max_tokens_per_forward": like.max_tokens}
+        )
+    )
+    before = torch.get_num_threads()
+    backend.prepare_thread()
+    try:
+        yield backend
+    finally:
+        torch.set_num_threads(before)
+
+
+def numerics_notes(committed: Numerics, here: Numerics) -> list[str]:
+    """What the bits of a step depend on and is not here as it was; threads and micro-batches are taken over."""
+    notes = []
+    for name in ("backend", "device", "compute_dtype"):
+        was, now = getattr(committed, name), getattr(here, name)
+        if was != now:
+            notes.append(f"{name.replace('_', ' ')}: committed under {was}, redone under {now}")
+    for package in sorted(committed.versions.keys() | here.versions.keys()):
+        was, now = committed.versions.get(package, "none"), here.versions.get(package, "none")
+        if was != now:
+            notes.append(f"{package}: committed under {was}, redone under {now}")
+    return notes
+
+
+def fresh_trainer(store: ObjectStore, backend: TorchBackend, root: Root) -> TorchTrainer:
+    """Policy 0 of a chain that starts from a registered model, on weights of its own and with fresh moments."""
+    assert root.base is not None  # base_root and policy_zero walk to such a root
+    with tempfile.TemporaryDirectory(prefix="ostinato-redo-") as folder:
+        plain = [entry.name for entry in read_manifest(store, root.base.key).files if "/" not in entry.name]
+        files = materialise_files(store, root.base.key, Path(folder), names=plain)
+        return backend.load(files["config.json"].parent)
+
+
+class Redo:
+    """Weights on the way along a chain."""
+
+    def __init__(self, store: ObjectStore, backend: TorchBackend, on_step: OnStep = lambda chain, step: None) -> None:
+        self.store, self.backend, self.on_step = store, backend, on_step
+
+    def policy_zero(self, chain: Chain) -> TorchTrainer:
+        """Where the chain starts. An earlier stage is redone from its own root."""
+        root = root_of(chain)
+        if root.start is None:
+            return fresh_trainer(self.store, self.backend, root)
+        earlier = Chain.of(self.store, root.start)
+        trainer = self.policy_zero(earlier)
+        for record in earlier.records(after=0, until=root.start.step):
+            self.step(trainer, record)
+        trainer.reset_optimizer()
+        return trainer
+
+    def from_checkpoint(self, chain: Chain, step: int) -> TorchTrainer:
+        """The stored checkpoint of that step, moments included. Raises ObjectNotFound, CorruptArtifact."""
+        manifest = checkpoint_of(chain, step)
+        if manifest is None:
+            raise ObjectNotFound(f"{chain.run}/{chain.stage}/{chain.model} has no checkpoint of step {step}")
+        trainer = fresh_trainer(self.store, self.backend, base_root(chain))
+        with tempfile.TemporaryDirectory(prefix="ostinato-redo-") as folder:
+            trainer.read_checkpoint(materialise_files(self.store, manifest.key, Path(folder)), optimizer=True)
+        return trainer
+
+    def nearest(self, chain: Chain, step: int) -> TorchTrainer:
+        """Policy `step`, by the shortest way: the last checkpoint at or before it, and the steps after that."""
+        anchor = max((found for found in checkpoint_steps(chain) if found <= step), default=None)
+        trainer = self.policy_zero(chain) if anchor is None else self.from_checkpoint(chain, anchor)
+        for record in chain.records(after=anchor or 0, until=step):
+            self.step(trainer, record)
+        return trainer
+
+    def step(self, trainer: TorchTrainer, record: CommitRecord, request: StepRequest | None = None) -> Effect:
+        """One committed step again (or another request in its place), under its recorded threads and micro-batches."""
+        limits = record.numerics.max_tokens_of_updates or record.numerics.max_tokens
+        if request is not None and request.batch != record.request.batch:
+            limits = record.numerics.max_tokens  # another batch makes other updates
+        with self.backend.threads_of(record.numerics):
+            effect = apply_request(trainer, request or record.request, self.store, max_tokens=limits)
+        self.on_step(Chain.of(self.store, record.policy), record.policy.step)
+        return effect
+
+
+def root_of(chain: Chain) -> Root:
+    root = chain.root()
+    if root is None:
+        raise UnknownPolicy(f"there is no chain {chain_title(chain)}; `ostinato runs show {chain.run}` lists them")
+    return root
+
+
+def base_root(chain: Chain) -> Root:
+    """The root of the first stage, which names the registered model that all later ones descend from."""
+    root = root_of(chain)
+    while root.start is not None:
+        root = root_of(Chain.of(chain.store, root.start))
+    return root
+
+
+def checkpoint_of(chain: Chain, step: int) -> Manifest | None:
+    """The manifest of a checkpoint of the very policy that the chain has at that step."""
+    try:
+        manifest = read_manifest(chain.store, keys.checkpoint(chain.run, chain.stage, chain.model, step))
+    except ObjectNotFound:
+        return None
+    return manifest if manifest.extra.get("state") == chain.policy(step).state else None
+
+
+def checkpoint_steps(chain: Chain) -> list[int]:
+    """Committed steps that have a checkpoint of their policy, ascending."""
+    listed = chain.store.list(keys.checkpoints_prefix(chain.run, chain.stage, chain.model))
+    steps = sorted({step for info in listed if (step := keys.checkpoint_step(info.key)) is not None})
+    committed = {0, *chain.steps()}
+    return [step for step in steps if step in committed and checkpoint_of(chain, step) is not None]
+
+
+def chain_title(chain: Chain) -> str:
+    return f"{chain.run}/{chain.stage}/{chain.model}"
+
+
+def first_record(chain: Chain) -> CommitRecord:
+    """Raises PermanentEngineError for a chain that never took a step."""
+    record = chain.record(1)
+    if record is None:
+        raise PermanentEngineError(f"{chain_title(chain)} has no committed step 1: there is nothing to redo")
+    return record

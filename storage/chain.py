@@ -135,6 +135,8 @@ class Numerics(Frozen):
     threads: int
     max_tokens: int
     """Tokens per packed forward: decides the micro-batches."""
+    max_tokens_of_updates: tuple[int, ...] = ()
+    """The same for each update of the step, where memory made one of them keep to less."""
     micro_batches: int = 0
     versions: dict[str, str] = {}
 
@@ -153,6 +155,9 @@ class CommitRecord(Frozen):
     """Updates left out because of a non-finite gradient (nan_policy = "skip")."""
     numerics: Numerics
     weights_digest: str | None = None
+    tensor_digests: tuple[str, ...] = ()
+    """The first 8 hex digits of each tensor's digest, in the order of their names: a redo that differs can name the
+    first tensor that does. With weights_digest, or empty."""
     attempt: str = Field(default_factory=lambda: uuid4().hex)
     time: str = Field(default_factory=lambda: datetime.now(UTC).isoformat())
 

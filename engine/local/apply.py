@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from math import isfinite
 
 from pydantic import TypeAdapter, ValidationError
@@ -28,10 +30,15 @@ class Effect:
     updates: int = 0
     skipped: int = 0
     micro_batches: int = 0
+    max_tokens: tuple[int, ...] = ()
+    """Packed tokens per forward that each update kept to."""
 
 
-def apply_request(trainer: Trainer, request: StepRequest, store: ObjectStore, *, max_tokens: int) -> Effect:
-    """Makes the optimizer updates of `request`. On any error the trainer's weights are undefined: drop it.
+def apply_request(
+    trainer: Trainer, request: StepRequest, store: ObjectStore, *, max_tokens: int | Sequence[int]
+) -> Effect:
+    """Makes the optimizer updates of `request`, each with at most `max_tokens` (one limit, or one per update) in one
+    packed forward. On any error the trainer's weights are undefined: drop it.
 
     Raises:
         BadSpec: the loss is unknown, or the batch lacks a column the loss needs.
@@ -50,13 +57,14 @@ def apply_request(trainer: Trainer, request: StepRequest, store: ObjectStore, *,
     )
     samples = samples_of(read_table(store, request.batch))
     reports = []
-    for minibatch in minibatches(_trained(samples), request.minibatches):
+    limits = repeat(max_tokens) if isinstance(max_tokens, int) else max_tokens
+    for minibatch, limit in zip(minibatches(_trained(samples), request.minibatches), limits, strict=False):
         try:
             report = trainer.update(
                 minibatch,
                 objective,
                 request.optimizer,
-                max_tokens=max_tokens,
+                max_tokens=limit,
                 on_micro_batch=lambda: failpoint("step.mid_gradient"),
             )
         except NonFiniteGradient as error:
@@ -88,4 +96,5 @@ def _effect(reports: list[UpdateReport]) -> Effect:
         updates=sum(not report.skipped for report in reports),
         skipped=sum(report.skipped for report in reports),
         micro_batches=sum(report.micro_batches for report in reports),
+        max_tokens=tuple(report.max_tokens for report in reports),
     )

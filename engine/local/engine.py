@@ -1,42 +1,38 @@
-"""`LocalEngine`: the embedded engine. Every call runs in one compute thread, in the order it was made."""
+"""`LocalEngine`: the embedded engine. Every call runs in one compute thread; runs take turns (`engine.local.queue`)."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import re
+import shutil
+import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import ParamSpec, TypeVar
+from functools import partial
+from typing import TypeVar
 
-from engine.backends.causal_lm import PICKLE_SUFFIXES, check_model_folder
+from engine.backends.protocol import OnToken
+from engine.backends.shared_base import AdapterTrainer
 from engine.backends.torch_backend import TorchBackend
-from engine.errors import BadModelFolder, Fenced, PermanentEngineError, StepConflict, UnknownPolicy
+from engine.errors import EngineBusy, Fenced, PermanentEngineError, StepConflict
 from engine.local.apply import Effect, apply_request
-from engine.local.materialise import Materialiser, Slot
+from engine.local.materialise import Materialiser
+from engine.local.queue import FairQueue
+from engine.local.saving import Saver, Snapshot, find_checkpoint
+from engine.local.slots import NoRoomYet, Slot, Slots
+from engine.local.together import Call, Together
+from engine.model_folder import ModelFolder, local_folder, registered_model, version_of
 from engine.protocol import Completion, EngineInfo, GenerateRequest, LogprobsRequest, PolicySpec
 from engine.spec import LocalEngineSpec
 from engine.text.tokenizers import TOKENIZER_FILES, load_tokenizer
-from storage import keys
-from storage.artifacts import (
-    ArtifactRef,
-    Provenance,
-    commit_files,
-    digest_of,
-    file_entries,
-    find_artifact,
-    materialise_files,
-)
-from storage.chain import Chain, CommitRecord, PolicyRef, StepRequest
+from storage.artifacts import ArtifactRef, Provenance, materialise_files
+from storage.chain import Chain, CommitRecord, PolicyRef, StepRequest, base_of
 from storage.failpoints import failpoint
+from storage.identity import store_id
 from storage.leases import current_epoch
 from storage.models import canonical_json, digest
 from storage.objects import open_store
 from storage.registry import find_model, find_published, publish_model
 from storage.worklog import log_work
 
-P = ParamSpec("P")
 R = TypeVar("R")
 
 SMALL_MODEL_BYTES = 256 << 20
@@ -50,15 +46,32 @@ class LocalEngine:
         self.spec = spec or LocalEngineSpec()
         self.store = open_store(store_url)
         self.backend = TorchBackend(self.spec)
-        self.policies = Materialiser(self.store, self.backend, frozen_policies=self.spec.frozen_policies)
-        self._epochs: dict[str, int] = {}
-        self._thread = ThreadPoolExecutor(
-            max_workers=1, thread_name_prefix="ostinato-engine", initializer=self.backend.prepare_thread
+        self.saver = Saver(self.store)
+        self.slots = Slots(
+            budget=self.backend.memory_bytes(),
+            residency=self.spec.residency_seconds,
+            frozen=self.spec.frozen_policies,
+            save=self._save_unasked,
         )
+        self.policies = Materialiser(self.store, self.backend, self.slots)
+        self.together = Together(max_rows=self.spec.max_rows)
+        self.queue = FairQueue(name="ostinato-engine", prepare=self.backend.prepare_thread)
+        self._epochs: dict[str, int] = {}
+        self._speed: float | None = None
 
-    async def _compute(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        call = lambda: function(*args, **kwargs)  # noqa: E731
-        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+    async def _compute(self, run: str, call: Callable[[], R]) -> R:
+        """The result of `call` in the compute thread, at the run's turn, and when there is room for what it needs."""
+        deadline = time.monotonic() + self.spec.room_seconds
+        while True:
+            try:
+                return await self.queue.run(run, call)
+            except NoRoomYet as error:
+                if time.monotonic() + error.seconds > deadline:
+                    raise EngineBusy(
+                        f"{error}; waited {self.spec.room_seconds:.0f} s for room. Call again later, raise "
+                        "engine.memory_gib, or give the run an engine of its own"
+                    ) from error
+                await asyncio.sleep(error.seconds)
 
     def _fence(self, run: str, epoch: int, *, ask_store: bool = False) -> None:
         """Refuses a caller whose lease was taken over, as far as this engine has heard; `ask_store` hears of leases
@@ -76,34 +89,29 @@ class LocalEngine:
     # -- models and policies -----------------------------------------------------------------------------------
 
     async def import_model(self, source: str, *, provenance: Provenance) -> ArtifactRef:
-        return await self._compute(self._import_model, source, provenance)
+        return await self._compute("", partial(self._import_model, source, provenance))
 
     def _import_model(self, source: str, provenance: Provenance) -> ArtifactRef:
-        folder = Path(os.path.expanduser(source))
-        if source and folder.is_dir():
-            check_model_folder(folder)
-            entries = [path for path in sorted(folder.iterdir()) if path.is_file()]
-            files = {path.name: path for path in entries if path.suffix not in PICKLE_SUFFIXES}
-            files.pop("manifest.json", None)
-            name = re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name).strip("-.") or "model"
-            version = digest_of(file_entries(files, lambda file: file))[:12]
-            if find_model(self.store, name, version) is None:
-                self.backend.load(folder)  # a version never changes: what does not load must not become one
-                load_tokenizer(folder)
-            return publish_model(self.store, name, version, files, provenance=provenance, extra={"imported": True})
-        name, _, version = source.partition("@")
-        if folder.exists() or "/" in source or source.startswith(".") or source.endswith("@"):
-            raise BadModelFolder(f"{source!r} is not a model folder; give a folder, or the key of a registered model")
-        found = find_model(self.store, name, version or None)
-        if found is None:
-            raise BadModelFolder(
-                f"no model {source!r}: not a local folder, and not registered in {self.store.url}; give an existing "
-                "Hugging Face folder, or a key that `save` returned"
-            )
-        return found
+        path = local_folder(source)
+        if path is None:
+            return registered_model(self.store, source)
+        return self._import_folder(ModelFolder.of(path), provenance)
+
+    async def import_folder(self, folder: ModelFolder, *, provenance: Provenance) -> ArtifactRef:
+        """A checked folder brought into the registry. Idempotent."""
+        return await self._compute("", partial(self._import_folder, folder, provenance))
+
+    def _import_folder(self, folder: ModelFolder, provenance: Provenance) -> ArtifactRef:
+        version = version_of(folder.digest())
+        if find_model(self.store, folder.name, version) is None:
+            self.backend.load(folder.path)  # a version never changes: what does not load must not become one
+            load_tokenizer(folder.path)
+        return publish_model(
+            self.store, folder.name, version, folder.files, provenance=provenance, extra={"imported": True}
+        )
 
     async def create_policy(self, spec: PolicySpec) -> PolicyRef:
-        return await self._compute(self._create_policy, spec)
+        return await self._compute(spec.run, partial(self._create_policy, spec))
 
     def _create_policy(self, spec: PolicySpec) -> PolicyRef:
         if (spec.root.base is None) == (spec.root.start is None):
@@ -120,22 +128,35 @@ class LocalEngine:
 
     # -- reading -----------------------------------------------------------------------------------------------
 
-    async def generate(self, request: GenerateRequest, *, epoch: int = 0) -> list[Completion]:
-        return await self._compute(self._generate, request, epoch)
+    async def generate(
+        self, request: GenerateRequest, *, epoch: int = 0, on_token: OnToken | None = None
+    ) -> list[Completion]:
+        """`on_token` hears of each token in the compute thread as it is drawn; what it raises ends the call."""
+        call = Call(request)
+        shared = on_token is None and not self.spec.deterministic
+        if shared:
+            self.together.add(call)
+        try:
+            return await self._compute(request.policy.run, partial(self._generate, call, epoch, on_token, shared))
+        finally:
+            if shared:
+                self.together.remove(call)
 
-    def _generate(self, request: GenerateRequest, epoch: int) -> list[Completion]:
-        self._fence(request.policy.run, epoch)
-        slot = self.policies.for_reading(request.policy)
-        if slot.sampler is None:
-            slot.sampler = self.backend.sampler(slot.trainer)
-        elif slot.synced != request.policy.state:
-            self.backend.sync(slot.trainer, slot.sampler)
-        slot.synced = request.policy.state
+    def _generate(self, call: Call, epoch: int, on_token: OnToken | None, shared: bool) -> list[Completion]:
+        policy = call.request.policy
+        self._fence(policy.run, epoch)
+        if call.completions is not None:
+            self.policies.check_committed(policy)
+            return call.completions
+        return self.together.answer(call, self._draw) if shared else self._draw(call.request, on_token)
+
+    def _draw(self, request: GenerateRequest, on_token: OnToken | None = None) -> list[Completion]:
+        sampler = self.policies.sampler_of(self.policies.for_reading(request.policy), request.policy)
         log_work("generate", policy=request.policy.uri, completions=len(request.prompts))
-        return slot.sampler.sample(request.prompts, request.seeds, request.sampling)
+        return sampler.sample(request.prompts, request.seeds, request.sampling, on_token)
 
     async def logprobs(self, request: LogprobsRequest, *, epoch: int = 0) -> list[list[float]]:
-        return await self._compute(self._logprobs, request, epoch)
+        return await self._compute(request.policy.run, partial(self._logprobs, request, epoch))
 
     def _logprobs(self, request: LogprobsRequest, epoch: int) -> list[list[float]]:
         self._fence(request.policy.run, epoch)
@@ -147,7 +168,7 @@ class LocalEngine:
     # -- the step ----------------------------------------------------------------------------------------------
 
     async def take_gradient_step(self, request: StepRequest, *, epoch: int = 0) -> CommitRecord:
-        return await self._compute(self._take_gradient_step, request, epoch)
+        return await self._compute(request.parent.run, partial(self._take_gradient_step, request, epoch))
 
     def _take_gradient_step(self, request: StepRequest, epoch: int) -> CommitRecord:
         self._fence(request.parent.run, epoch, ask_store=True)
@@ -168,16 +189,23 @@ class LocalEngine:
             failpoint("step.after_commit")
             _same_step(stands, request)
         except BaseException:
-            self.policies.drop(request.parent)  # the weights moved, and no commit stands for where they are
+            self.slots.drop(request.parent)  # the weights moved, and no commit stands for where they are
             raise
         if stands.weights_digest != record.weights_digest:
-            self.policies.drop(request.parent)  # lost a race to other numerics: the winner's weights are the truth
+            self.slots.drop(request.parent)  # lost a race to other numerics: the winner's weights are the truth
         slot.policy = stands.policy
         return stands
 
     def _record(self, request: StepRequest, effect: Effect, slot: Slot) -> CommitRecord:
-        numerics = self.backend.numerics().model_copy(update={"micro_batches": effect.micro_batches})
-        step = request.parent.step + 1
+        limit = self.spec.max_tokens_per_forward
+        numerics = self.backend.numerics().model_copy(
+            update={
+                "micro_batches": effect.micro_batches,
+                "max_tokens_of_updates": effect.max_tokens if set(effect.max_tokens) - {limit} else (),
+            }
+        )
+        due = self._digest_due(slot, request.parent.step + 1)
+        whole, parts = slot.trainer.weights_digest() if due else (None, {})
         return CommitRecord(
             request=request,
             state=request.next_state(),
@@ -186,7 +214,8 @@ class LocalEngine:
             updates=effect.updates,
             skipped=effect.skipped,
             numerics=numerics,
-            weights_digest=slot.trainer.weights_digest()[0] if self._digest_due(slot, step) else None,
+            weights_digest=whole,
+            tensor_digests=tuple(parts[name][:8] for name in sorted(parts)),
         )
 
     def _digest_due(self, slot: Slot, step: int) -> bool:
@@ -201,36 +230,28 @@ class LocalEngine:
     async def save_checkpoint(
         self, policy: PolicyRef, *, provenance: Provenance, name: str | None = None, epoch: int = 0
     ) -> ArtifactRef:
-        return await self._compute(self._save_checkpoint, policy, provenance, name, epoch)
+        """The compute thread is free again once the files are written here; their upload goes on beside it."""
+        taken = await self._compute(policy.run, partial(self._snapshot, policy, name, epoch))
+        if isinstance(taken, ArtifactRef):
+            return taken
+        ref = await asyncio.wrap_future(self.saver.submit(taken, provenance))
+        find_checkpoint(self.store, policy, name=name)  # another may have been first, without our name
+        return ref
 
-    def _save_checkpoint(self, policy: PolicyRef, provenance: Provenance, name: str | None, epoch: int) -> ArtifactRef:
+    def _snapshot(self, policy: PolicyRef, name: str | None, epoch: int) -> Snapshot | ArtifactRef:
         self._fence(policy.run, epoch)
         self.policies.check_committed(policy)
-        key = keys.checkpoint(policy.run, policy.stage, policy.model, policy.step)
-        found = find_artifact(self.store, key)
-        if found is not None:
-            if name is not None:
-                self.store.put_if_absent(keys.checkpoint_name(key), canonical_json({"name": name}))
-            return found
-        slot = self.policies.for_training(policy)
-        extra = {"state": policy.state, "name": name, "weights_digest": slot.trainer.weights_digest()[0]}
-        with self.policies.scratch() as folder:
-            files = slot.trainer.write_checkpoint(folder)
-            log_work("checkpoint", policy=policy.uri, step=policy.step)
-            return commit_files(
-                self.store,
-                key,
-                files,
-                kind="checkpoint",
-                parents=(policy.uri,),
-                provenance=provenance,
-                extra=extra,
-            )
+        found = find_checkpoint(self.store, policy, name=name)
+        return found or self.saver.take(self.policies.for_training(policy), self.policies.scratch_folder(), name=name)
+
+    def _save_unasked(self, slot: Slot) -> None:
+        if find_checkpoint(self.store, slot.policy, name=None) is None:
+            self.saver.submit_unasked(self.saver.take(slot, self.policies.scratch_folder()))
 
     async def export_model(
         self, policy: PolicyRef, model_name: str, *, provenance: Provenance, epoch: int = 0
     ) -> ArtifactRef:
-        return await self._compute(self._export_model, policy, model_name, provenance, epoch)
+        return await self._compute(policy.run, partial(self._export_model, policy, model_name, provenance, epoch))
 
     def _export_model(
         self, policy: PolicyRef, model_name: str, provenance: Provenance, epoch: int
@@ -244,8 +265,11 @@ class LocalEngine:
         if found is not None:
             return found
         with self.policies.scratch() as folder, self.policies.scratch() as base_folder:
-            files = slot.trainer.export(folder)
-            base = materialise_files(self.store, self._base_of(policy).key, base_folder, names=TOKENIZER_FILES)
+            files = slot.trainer.export_merged(folder / "whole")
+            if isinstance(slot.trainer, AdapterTrainer):  # beside the whole model, the adapter alone, as peft reads it
+                adapter = slot.trainer.export(folder / "adapter")
+                files |= {f"adapter/{name}": path for name, path in adapter.items()}
+            base = materialise_files(self.store, base_of(self.store, policy).key, base_folder, names=TOKENIZER_FILES)
             return publish_model(
                 self.store,
                 model_name,
@@ -256,23 +280,39 @@ class LocalEngine:
                 extra={"weights_digest": weights_digest, "state": policy.state},
             )
 
-    def _base_of(self, policy: PolicyRef) -> ArtifactRef:
-        """The registered model that a chain, or the chain it continues, started from."""
-        root = Chain.of(self.store, policy).root()
-        while root is not None and root.start is not None:
-            root = Chain.of(self.store, root.start).root()
-        if root is None or root.base is None:
-            raise UnknownPolicy(f"{policy.uri} does not descend from a registered model")
-        return root.base
-
     # -- life --------------------------------------------------------------------------------------------------
 
-    async def info(self) -> EngineInfo:
-        return EngineInfo(numerics=self.backend.numerics())
+    async def release(self, run: str, *, epoch: int = 0) -> None:
+        await self._compute(run, partial(self._release, run, epoch))
 
-    async def close(self) -> None:
-        """Waits for the running call and ends the compute thread."""
-        await asyncio.to_thread(self._thread.shutdown)
+    def _release(self, run: str, epoch: int) -> None:
+        if epoch >= self._epochs.get(run, 0):
+            self.slots.release(run)
+
+    async def info(self) -> EngineInfo:
+        """Does not wait for the calls before it, but for the first one, which measures the device."""
+        if self._speed is None:
+            self._speed = await self._compute("", self.backend.operations_per_second)
+        root = self.store.local_path("store")
+        return EngineInfo(
+            numerics=self.backend.numerics(),
+            store_id=await asyncio.to_thread(store_id, self.store),
+            memory_bytes=self.slots.budget,
+            memory_used_bytes=self.slots.used_bytes(),
+            disk_free_bytes=None if root is None else shutil.disk_usage(root.parent).free,
+            operations_per_second=self._speed,
+        )
+
+    async def close(self, *, checkpoint: bool = True) -> None:
+        """Ends what waits with EngineBusy, finishes the running call, and, with `checkpoint`, saves every policy that
+        moved past its last checkpoint: whoever comes next has nothing to redo."""
+        await asyncio.to_thread(self._close, checkpoint)
+
+    def _close(self, checkpoint: bool) -> None:
+        self.queue.close()
+        for slot in self.slots.moved() if checkpoint else []:
+            self._save_unasked(slot)
+        self.saver.close()
 
 
 def _same_step(committed: CommitRecord, request: StepRequest) -> CommitRecord:

@@ -1,7 +1,6 @@
 """Materialise: bring weights to any committed policy, from the nearest checkpoint plus the steps after it.
 
-A database calls this a checkpoint plus a redo log. A *slot* holds one policy's weights. There is one training slot
-per chain, which moves forward with it, and a few frozen ones for references and past policies.
+A database calls this a checkpoint plus a redo log.
 """
 
 from __future__ import annotations
@@ -9,85 +8,71 @@ from __future__ import annotations
 import contextlib
 import shutil
 import tempfile
-from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
+from engine.adapters import LoraSpec, trainable_of
+from engine.backends.shared_base import SharedBase, SharedTrainer
 from engine.backends.torch_backend import TorchBackend
 from engine.backends.torch_sampler import TorchSampler
 from engine.backends.torch_trainer import TorchTrainer
-from engine.errors import PermanentEngineError, ReplayDiverged, UnknownPolicy
+from engine.errors import BadSpec, PermanentEngineError, ReplayDiverged, UnknownPolicy
 from engine.local.apply import apply_request
+from engine.local.slots import Slot, Slots, chain_name
+from engine.model_size import parameter_count
 from storage import keys
 from storage.artifacts import ArtifactRef, materialise_files, read_manifest
 from storage.backends.protocol import HIDDEN
-from storage.chain import Chain, CommitRecord, PolicyRef, Root
+from storage.chain import Chain, CommitRecord, PolicyRef, Root, base_of
 from storage.errors import ObjectNotFound
 from storage.objects import ObjectStore
 from storage.worklog import log_work
 
-ChainName = tuple[str, str, str]
-
-
-@dataclass(slots=True)
-class Slot:
-    """Weights in memory and the policy they are."""
-
-    policy: PolicyRef
-    trainer: TorchTrainer
-    sampler: TorchSampler | None = None
-    synced: str | None = field(default=None)
-    """State that the sampler holds."""
-
-
-def chain_name(policy: PolicyRef) -> ChainName:
-    return policy.run, policy.stage, policy.model
+ADAPTER_SHARE = 0.05
+"""Room set aside for an adapter before it is there, as a share of its base's parameters; then its true size counts."""
 
 
 class Materialiser:
-    """The slots of one engine. Not thread-safe: the engine calls it from its one compute thread."""
+    """Brings slots to policies. Not thread-safe: the engine calls it from its one compute thread."""
 
-    def __init__(self, store: ObjectStore, backend: TorchBackend, *, frozen_policies: int) -> None:
-        self.store, self.backend = store, backend
-        self._training: dict[ChainName, Slot] = {}
-        self._frozen: OrderedDict[str, Slot] = OrderedDict()
-        self._frozen_policies = frozen_policies
+    def __init__(self, store: ObjectStore, backend: TorchBackend, slots: Slots) -> None:
+        self.store, self.backend, self.slots = store, backend, slots
 
     # -- which slot --------------------------------------------------------------------------------------------
 
     def for_training(self, policy: PolicyRef) -> Slot:
         """The chain's training slot, at exactly `policy`, moments included."""
         self.check_committed(policy)
-        slot = self._training.get(chain_name(policy))
+        slot = self.slots.training(policy)
         if slot is None or slot.policy.state != policy.state:
             slot = self._bring(slot, policy)
-        self._training[chain_name(policy)] = slot
-        return slot
+        return self.slots.use(slot)
 
     def for_reading(self, policy: PolicyRef) -> Slot:
         """A slot that holds `policy`'s weights. The head of a chain moves its training slot along; a past policy
         or a reference gets a frozen slot, so that training need not be undone for it."""
-        slot = self._training.get(chain_name(policy))
-        if slot is not None and slot.policy.state == policy.state:
-            return slot
-        if policy.state in self._frozen:
-            self._frozen.move_to_end(policy.state)
-            return self._frozen[policy.state]
+        slot = self.slots.holding(policy.state)
+        if slot is not None:
+            if slot.chain != chain_name(policy):
+                self.check_committed(policy)  # another run's weights answer, but only for a policy that exists
+            return self.slots.use(slot)
         self.check_committed(policy)
-        is_ahead = slot is None or policy.step > slot.policy.step
-        if is_ahead and Chain.of(self.store, policy).record(policy.step + 1) is None:
+        own = self.slots.training(policy)
+        is_ahead = own is None or policy.step > own.policy.step
+        chain = Chain.of(self.store, policy)
+        if is_ahead and chain.record(policy.step + 1) is None:
             return self.for_training(policy)
-        slot = self._bring(None, policy)
+        slot = self._adapter_off(chain, policy) or self._bring(None, policy, training=False)
         slot.trainer.reset_optimizer()  # a frozen policy is only read: its moments would be dead weight
-        self._frozen[policy.state] = slot
-        if len(self._frozen) > self._frozen_policies:
-            self._frozen.popitem(last=False)
-        return slot
+        return self.slots.use(slot)
 
-    def drop(self, policy: PolicyRef) -> None:
-        """Forgets the chain's training slot: its weights are not those of any committed policy."""
-        self._training.pop(chain_name(policy), None)
+    def _adapter_off(self, chain: Chain, policy: PolicyRef) -> Slot | None:
+        """Policy 0 of an adapter's chain is its base model, which is there once for all of them."""
+        root = chain.root()
+        if policy.step or root is None or root.base is None or trainable_of(root.trainable).kind != "lora":
+            return None
+        base = self._shared_base(root.base, run=policy.run)
+        return Slot(policy, self.backend.adapter_off(base), training=False)
 
     def check_committed(self, policy: PolicyRef) -> None:
         """Raises UnknownPolicy unless the chain has this very policy."""
@@ -103,20 +88,22 @@ class Materialiser:
 
     # -- bring it there ----------------------------------------------------------------------------------------
 
-    def _bring(self, slot: Slot | None, policy: PolicyRef) -> Slot:
+    def _bring(self, slot: Slot | None, policy: PolicyRef, *, training: bool = True) -> Slot:
         """Moves `slot` (or a new one) to `policy` by the shortest way: redo from where it is, or restore and redo."""
         chain = Chain.of(self.store, policy)
         checkpoint = self._nearest_checkpoint(chain, policy.step)
         anchor = checkpoint[0].step if checkpoint else 0
+        moments = training or policy.step > anchor  # a redo needs them, whatever the slot is for
         try:
             if slot is None or not anchor <= slot.policy.step <= policy.step or not self._on_chain(chain, slot.policy):
-                slot = self._restore(slot, chain, checkpoint)
+                slot = self._restore(slot, chain, checkpoint, moments=moments)
+            slot.training = training
             for record in chain.records(after=slot.policy.step, until=policy.step):
-                self._redo(slot, record)
+                self.redo(slot, record)
         except BaseException:
-            held = self._training.get(chain_name(policy))
+            held = self.slots.training(policy)
             if held is not None and slot is not None and held.trainer is slot.trainer:
-                self.drop(policy)  # half-way weights must not pass for a policy
+                self.slots.drop(policy)  # half-way weights must not pass for a policy
             raise
         return slot
 
@@ -135,46 +122,78 @@ class Materialiser:
                 return policy, key
         return None
 
-    def _restore(self, slot: Slot | None, chain: Chain, checkpoint: tuple[PolicyRef, str] | None) -> Slot:
+    def _restore(
+        self, slot: Slot | None, chain: Chain, checkpoint: tuple[PolicyRef, str] | None, *, moments: bool
+    ) -> Slot:
         """The checkpoint, or without one the root of the chain."""
+        if checkpoint is None:
+            return self._start_of(chain, moments=moments)
+        policy, key = checkpoint
+        trainer = slot.trainer if slot else self._new_trainer(chain, moments=moments)
+        with self.scratch() as folder:
+            trainer.read_checkpoint(materialise_files(self.store, key, folder), optimizer=moments)
+        log_work("restore", policy=policy.uri, step=policy.step)
+        return Slot(policy, trainer, saved_step=policy.step)
+
+    def _start_of(self, chain: Chain, *, moments: bool) -> Slot:
+        """Policy 0 of a chain with fresh moments, from the base model or the stage before."""
+        root = self._root(chain)
+        if root.start is None:
+            trainer = self._new_trainer(chain, moments=moments)
+        else:
+            before = self._root(Chain.of(self.store, root.start))
+            if before.trainable != root.trainable:
+                raise BadSpec(
+                    f"the stage {chain.run}/{chain.stage} trains {root.trainable}, but it starts from "
+                    f"{root.start.uri}, which trained {before.trainable}; publish that policy as a model and start "
+                    "from it, or train the same part"
+                )
+            trainer = self._bring(None, root.start, training=moments).trainer
+            trainer.reset_optimizer()
+        log_work("restore", policy=chain.policy(0).uri, step=0)
+        return Slot(chain.policy(0), trainer)
+
+    def _root(self, chain: Chain) -> Root:
         root = chain.root()
         if root is None:
             raise UnknownPolicy(f"there is no chain {chain.run}/{chain.stage}/{chain.model}")
-        if checkpoint is None:
-            trainer = self._start(root)
-            policy = chain.policy(0)
-        else:
-            policy, key = checkpoint
-            trainer = slot.trainer if slot else self._load_base(root)
-            with self.scratch() as folder:
-                trainer.read_checkpoint(materialise_files(self.store, key, folder), optimizer=True)
-        log_work("restore", policy=policy.uri, step=policy.step)
-        return Slot(policy, trainer)
+        return root
 
-    def _start(self, root: Root) -> TorchTrainer:
-        """Policy 0 of a chain, with fresh moments."""
-        if root.start is None:
-            return self._load_base(root)
-        trainer = self._bring(None, root.start).trainer
-        trainer.reset_optimizer()
-        return trainer
+    def _new_trainer(self, chain: Chain, *, moments: bool) -> TorchTrainer:
+        base = base_of(self.store, chain.policy(0))
+        return self.load(self._root(chain), base, run=chain.run, moments=moments)
 
-    def _load_base(self, root: Root) -> TorchTrainer:
-        """The architecture (and first weights) that a chain descends from."""
-        while root.start is not None:
-            before = Chain.of(self.store, root.start).root()
-            if before is None:
-                raise UnknownPolicy(f"the stage before, {root.start.run}/{root.start.stage}, has no chain")
-            root = before
-        assert root.base is not None  # a root has a base or a start: Root is only made by create_policy
-        with self.model_folder(root.base) as folder:
+    def load(self, root: Root, base: ArtifactRef, *, run: str, moments: bool) -> TorchTrainer:
+        """The registered model that a chain descends from, and what of it the chain's root trains; with `moments`, room
+        is made for gradients and moments too."""
+        spec = trainable_of(root.trainable)
+        count = parameter_count(self.store, base)
+        master = self.backend.master_dtype.itemsize
+        if isinstance(spec, LoraSpec):
+            shared = self._shared_base(base, run=run)
+            need = int(ADAPTER_SHARE * count * master * (4 if moments else 1))
+            self.slots.make_room(need, run=run, what=f"an adapter on {base.key}")
+            return self.backend.adapter(shared, spec, init_seed=root.init_seed)
+        need = count * master * (4 if moments else 1)  # weights; gradients and two moments
+        self.slots.make_room(need, run=run, what=f"{'training' if moments else 'reading'} {base.key}")
+        with self.model_folder(base) as folder:
             return self.backend.load(folder)
 
-    def _redo(self, slot: Slot, record: CommitRecord) -> None:
+    def _shared_base(self, base: ArtifactRef, *, run: str) -> SharedBase:
+        def load() -> SharedBase:
+            need = parameter_count(self.store, base) * self.backend.compute_dtype.itemsize
+            self.slots.make_room(need, run=run, what=f"the base model {base.key}")
+            with self.model_folder(base) as folder:
+                return self.backend.load_base(folder, key=base.key)
+
+        return self.slots.base(base.sha256, load)
+
+    def redo(self, slot: Slot, record: CommitRecord) -> None:
         """One committed step again, under its recorded micro-batching and threads; the weights must come out as
-        committed."""
+        committed. Raises ReplayDiverged."""
+        limits = record.numerics.max_tokens_of_updates or record.numerics.max_tokens
         with self.backend.threads_of(record.numerics):
-            apply_request(slot.trainer, record.request, self.store, max_tokens=record.numerics.max_tokens)
+            apply_request(slot.trainer, record.request, self.store, max_tokens=limits)
         log_work("redo", policy=record.policy.uri, step=record.policy.step)
         slot.policy = record.policy
         if record.weights_digest is None:
@@ -188,28 +207,55 @@ class Materialiser:
                 "at or after that step"
             )
 
+    # -- sampling ----------------------------------------------------------------------------------------------
+
+    def sampler_of(self, slot: Slot, policy: PolicyRef) -> TorchSampler:
+        """The slot's sampler, holding the slot's weights, which are `policy`'s."""
+        if slot.sampler is None:
+            if not isinstance(slot.trainer, SharedTrainer) and self.backend.compute_dtype != self.backend.master_dtype:
+                size = sum(tensor.numel() for _, tensor in slot.trainer.model.named_weights())
+                need = size * self.backend.compute_dtype.itemsize
+                self.slots.make_room(need, run=policy.run, what="the sampler's copy of a model", keep=slot)
+            slot.sampler = self.backend.sampler(slot.trainer)
+        elif slot.synced != policy.state:
+            self.backend.sync(slot.trainer, slot.sampler)
+        slot.synced = policy.state
+        return slot.sampler
+
     # -- files -------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def model_folder(self, base: ArtifactRef) -> Iterator[Path]:
         """A registered model as a local folder: the stored one where storage is local, else a download."""
         with self.scratch() as scratch:
-            files = materialise_files(self.store, base.key, scratch)
+            names = [entry.name for entry in read_manifest(self.store, base.key).files if "/" not in entry.name]
+            files = materialise_files(self.store, base.key, scratch, names=names)
             folders = {path.parent for path in files.values()}
             if len(folders) != 1:
                 raise PermanentEngineError(f"{base.key} does not lie in one folder; publish the model again")
             yield folders.pop()
 
-    @contextlib.contextmanager
-    def scratch(self) -> Iterator[Path]:
-        # on the store's own disk where it has one: a checkpoint is then renamed into place, not copied; the hidden
-        # name keeps what a kill leaves behind out of every listing
+    def scratch_folder(self) -> Path:
+        """A new empty folder, whose files can be renamed into the store where that is on this machine: a checkpoint is
+        then not copied. The hidden name keeps what a kill leaves behind out of every listing."""
         inside = self.store.local_path("scratch")
         parent = None if inside is None else inside.parent
         if parent is not None:
             parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f"{HIDDEN}scratch-", dir=parent))
+        return Path(tempfile.mkdtemp(prefix=f"{HIDDEN}scratch-", dir=parent))
+
+    @contextlib.contextmanager
+    def scratch(self) -> Iterator[Path]:
+        folder = self.scratch_folder()
         try:
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def fresh_trainer(store: ObjectStore, backend: TorchBackend, root: Root) -> TorchTrainer:
+    """Policy 0 of a chain that starts from a registered model, beside any engine and its budget."""
+    if root.base is None:
+        raise BadSpec("the chain starts from an earlier stage, not from a registered model; begin with that stage")
+    slots = Slots(budget=1 << 62, residency=0, frozen=1, save=lambda slot: None)
+    return Materialiser(store, backend, slots).load(root, root.base, run="", moments=True)

@@ -15,6 +15,7 @@ from engine.backends.torch_backend import TorchBackend
 from engine.errors import NonFiniteGradient, ReplayDiverged
 from engine.local.engine import LocalEngine
 from engine.local.materialise import Materialiser
+from engine.local.slots import Slots
 from engine.protocol import LogprobsRequest, PolicySpec, TokenSequence
 from engine.spec import LocalEngineSpec
 from storage import keys
@@ -75,7 +76,8 @@ async def chain(engine: LocalEngine, store: ObjectStore, tiny_folder: Path, work
 def fresh(store: ObjectStore, **changes: Any) -> Materialiser:
     """The slots of an engine that was just started."""
     spec = LocalEngineSpec(**(DETERMINISTIC.model_dump() | changes))
-    return Materialiser(store, TorchBackend(spec), frozen_policies=spec.frozen_policies)
+    slots = Slots(budget=1 << 40, residency=0, frozen=spec.frozen_policies, save=lambda slot: None)
+    return Materialiser(store, TorchBackend(spec), slots)
 
 
 def weights(slots: Materialiser, policy: PolicyRef) -> str:

@@ -150,7 +150,8 @@ def _prepare(
         sampling,
     )
     answers = [Answer(tokenizer, stop=given.stops, min_tokens=sampling.min_new_tokens) for _ in body.prompts]
-    call = Call(engine, body, answers, lambda ask: policies.epoch(found.policy.run, ask=ask))
+    listens = bool(given.stream) or len(set(given.stops)) > len(sampling.stop_token_ids)
+    call = Call(engine, body, answers, lambda ask: policies.epoch(found.policy.run, ask=ask), listens=listens)
     return Form(given, found, prompts), call
 
 

@@ -1,7 +1,8 @@
 """One call of the engine, heard token by token in the event loop of whoever asked.
 
 The engine draws in a thread of its own; each token crosses into the loop as it is drawn. When nobody listens any more,
-because the client went away or every answer has met a stop string, the next token ends the call.
+because the client went away or every answer has met a stop string, the next token ends the call. A call that need not
+be heard is left to the engine whole; of a client that goes away then, only a call that still waits is taken back.
 """
 
 from __future__ import annotations
@@ -53,7 +54,10 @@ class Delta:
 
 class Call:
     """`answers[i]` is made of the completion of `request.prompts[i]`. `epoch(ask)` is the fencing epoch to read in;
-    a fenced call asks anew once, since a lease may have been taken a moment ago."""
+    a fenced call asks anew once, since a lease may have been taken a moment ago.
+
+    Without `listens` the tokens come all at the end, and the engine may draw them in one batch with those of others.
+    """
 
     def __init__(
         self,
@@ -61,8 +65,11 @@ class Call:
         request: GenerateRequest,
         answers: list[Answer],
         epoch: Callable[[bool], Awaitable[int]],
+        *,
+        listens: bool = True,
     ) -> None:
         self.engine, self.request, self.answers, self.epoch = engine, request, answers, epoch
+        self._listens = listens
         self._over = False
         self._task: asyncio.Task[list[Completion]] | None = None
 
@@ -104,7 +111,7 @@ class Call:
             return await self._once(await self.epoch(True), on_token)
 
     async def _once(self, epoch: int, on_token: OnToken) -> list[Completion]:
-        if streams(self.engine):
+        if self._listens and streams(self.engine):
             return await self.engine.generate(self.request, epoch=epoch, on_token=on_token)
         return await self.engine.generate(self.request, epoch=epoch)
 

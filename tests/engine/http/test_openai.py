@@ -273,6 +273,14 @@ def test_tokens_arrive_while_others_are_still_drawn(place: Place, tiny_folder: P
         assert engine.drawn == []  # the call is under way
 
 
+def test_only_what_must_be_heard_is_so_that_the_rest_can_share_a_batch(place: Place, tiny_folder: Path) -> None:
+    engine = SamplerEngine(tiny_folder, place.local)
+    with served(engine, place.store) as url, client_of(url) as client:
+        for options in ({}, {"stop": ["a", "b"]}, {"stop": ["a", "bc"]}, {"stream": True}):
+            list(chat(client, max_tokens=2, **options))
+    assert engine.heard == [False, False, True, True]
+
+
 def test_a_stream_begins_with_its_headers_and_ends_as_clients_expect(url: str, place: Place) -> None:
     body = {"model": "r", "messages": ASK, "max_tokens": 2, "stream": True}
     answer = httpx.post(f"{url}/chat/completions", json=body)
@@ -291,10 +299,10 @@ def test_a_refused_stream_is_refused_by_status(client: openai.OpenAI) -> None:
 # -- clients that go away ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_away_ends_the_sampling(place: Place, tiny_folder: Path, stream: bool) -> None:
+@pytest.mark.parametrize("heard", [{"stream": True}, {"stop": "never said"}])
+def test_a_client_that_goes_away_ends_the_sampling(place: Place, tiny_folder: Path, heard: dict[str, Any]) -> None:
     engine = SamplerEngine(tiny_folder, place.local)
-    body = {"model": "r", "messages": ASK, "max_tokens": 4000, "min_tokens": 4000, "stream": stream}
+    body = {"model": "r", "messages": ASK, "max_tokens": 4000, "min_tokens": 4000, **heard}
 
     async def leave(url: str) -> None:
         async with httpx.AsyncClient() as http:

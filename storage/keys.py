@@ -91,6 +91,17 @@ def validate_name(name: str) -> str:
     return name
 
 
+def is_name(name: str) -> bool:
+    """Whether validate_name takes it."""
+    return _NAME.fullmatch(name) is not None
+
+
+def is_run(run: str) -> bool:
+    """Whether validate_run takes it."""
+    first, *rest = run.split("/")
+    return len(rest) <= 1 and all(map(is_name, (first, *rest))) and not _RESERVED_RUN_PARTS & set(rest)
+
+
 def validate_run(run: str) -> str:
     """A run key: a name, or deployment/time. Raises InvalidKey."""
     first, *rest = str(run).split("/")
@@ -204,6 +215,11 @@ def leases_prefix(run: str) -> str:
 
 def lease(run: str, epoch: int) -> str:
     return f"{leases_prefix(run)}{number(epoch)}.json"
+
+
+def lease_release(run: str, epoch: int) -> str:
+    """Where the holder of an epoch says that it is done; not numbered: only leases count epochs."""
+    return f"{leases_prefix(run)}{number(epoch)}.released.json"
 
 
 def stage_name(position: int, name: str) -> str:

@@ -1,0 +1,165 @@
+"""Batches over the wire are exact, and a stranger's bytes end in BadSpec."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.errors import BadSpec
+from engine.http import wire
+from engine.protocol import Completion, GenerateRequest, LogprobsRequest, SamplingParams, TokenSequence
+from storage.chain import PolicyRef
+
+POLICY = PolicyRef(run="r", stage="0-s", model="policy", step=3, state="f" * 64)
+INT32 = st.integers(0, 2**31 - 1)
+SEEDS = st.integers(-(2**63), 2**63 - 1)
+IDS = st.lists(INT32, max_size=20)
+FLOATS = st.floats(allow_nan=False)
+
+
+def rows(*columns: st.SearchStrategy) -> st.SearchStrategy:
+    return st.lists(st.tuples(*columns), max_size=12)
+
+
+@given(rows(IDS, SEEDS), st.integers(0, 2**63 - 1))
+def test_generate_requests_come_back_as_they_were(given_rows: list, epoch: int) -> None:
+    request = GenerateRequest(
+        POLICY,
+        [ids for ids, _ in given_rows],
+        [seed for _, seed in given_rows],
+        SamplingParams(temperature=0.7, top_p=0.9, top_k=5, max_new_tokens=3, stop_token_ids=(1, 2)),
+    )
+    assert wire.decode_generate(wire.encode_generate(request, epoch=epoch)) == (request, epoch)
+
+
+@given(rows(IDS, st.lists(FLOATS, max_size=20), st.sampled_from(["eos", "stop", "length"])))
+def test_completions_come_back_as_they_were(given_rows: list) -> None:
+    completions = [Completion(*columns) for columns in given_rows]
+    assert wire.decode_completions(wire.encode_completions(completions)) == completions
+
+
+@given(rows(IDS, st.lists(FLOATS, max_size=20), st.text(st.characters(codec="utf-8"), max_size=9)), FLOATS)
+def test_sequences_come_back_as_they_were(given_rows: list, temperature: float) -> None:
+    sequences = [TokenSequence(*columns) for columns in given_rows]
+    if math.isinf(temperature):
+        with pytest.raises(BadSpec, match="temperature"):
+            wire.encode_logprobs_request(LogprobsRequest(POLICY, sequences, temperature), epoch=0)
+        return
+    request = LogprobsRequest(POLICY, sequences, temperature)
+    assert wire.decode_logprobs_request(wire.encode_logprobs_request(request, epoch=1)) == (request, 1)
+
+
+@given(st.lists(st.lists(st.floats(width=64), max_size=20), max_size=12))
+def test_logprobs_come_back_to_the_bit(values: list[list[float]]) -> None:
+    back = wire.decode_logprobs(wire.encode_logprobs(values))
+    bits = [[struct.pack("<d", v) for v in row] for row in back]
+    assert bits == [[struct.pack("<d", v) for v in row] for row in values]  # NaN and -0.0 too
+
+
+@pytest.mark.parametrize(
+    ("prompts", "seeds", "message"),
+    [
+        ([[1], [2**31]], [1, 2], "prompt 1 has token ids outside"),
+        ([[-(2**31) - 1]], [1], "prompt 0 has token ids outside"),
+        ([[1.5]], [1], "prompt 0 has token ids outside"),
+        ([["a"]], [1], "prompt 0 has token ids outside"),
+        ([[None]], [1], "prompt 0 has token ids outside"),
+        ([[1]], [2**63], "seeds must be integers of 64 bits"),
+        ([[1]], [1, 2], "1 prompts.*2 seeds"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_it_is_sent(prompts: list, seeds: list, message: str) -> None:
+    with pytest.raises(BadSpec, match=message):
+        wire.encode_generate(GenerateRequest(POLICY, prompts, seeds), epoch=0)
+
+
+VALID = wire.encode_generate(GenerateRequest(POLICY, [[1, 2, 3], [4]] * 20, list(range(40))), epoch=0)
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_damaged_bytes_are_refused_or_read_as_a_request(data: st.DataObject) -> None:
+    damaged = bytearray(VALID)
+    for _ in range(data.draw(st.integers(1, 6))):
+        damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.integers(0, len(damaged)))
+    try:
+        request, _ = wire.decode_generate(bytes(damaged[:cut] if data.draw(st.booleans()) else damaged))
+    except BadSpec:
+        return
+    assert all(isinstance(i, int) for prompt in request.prompts for i in prompt)
+
+
+@given(st.binary(max_size=300))
+def test_any_other_bytes_are_refused(data: bytes) -> None:
+    with pytest.raises(BadSpec):
+        wire.decode_generate(data)
+
+
+def stream(schema: pa.Schema, *batches: pa.RecordBatch, compression: str | None = "zstd") -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, schema, options=pa.ipc.IpcWriteOptions(compression=compression)) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+    return sink.getvalue().to_pybytes()
+
+
+def with_head(schema: pa.Schema) -> pa.Schema:
+    return schema.with_metadata({b"ostinato": wire.GenerateHead(policy=POLICY).model_dump_json().encode()})
+
+
+def test_a_small_body_that_decodes_to_a_huge_one_is_refused_before_it_is_decoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(wire, "MAX_DECODED_BYTES", 1 << 20)
+    bomb = wire.encode_generate(GenerateRequest(POLICY, [[0] * (1 << 20)], [1]), epoch=0)
+    assert len(bomb) < 4096
+    before = pa.default_memory_pool().max_memory()
+    with pytest.raises(BadSpec, match="decodes to over"):
+        wire.decode_generate(bomb)
+    assert pa.default_memory_pool().max_memory() == before  # 4 MiB were never allocated
+
+
+def test_a_buffer_that_lies_about_its_size_is_refused() -> None:
+    at = VALID.index(struct.pack("<q", 40 * 8))  # the uncompressed size of the seeds, before their zstd frame
+    for lie in (1 << 50, -2, 40 * 8 + 8, 0):
+        with pytest.raises(BadSpec):
+            wire.decode_generate(VALID[:at] + struct.pack("<q", lie) + VALID[at + 8 :])
+
+
+def test_too_many_values_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MAX_ROWS", 39)
+    with pytest.raises(BadSpec, match="39 rows"):
+        wire.decode_generate(VALID)
+    monkeypatch.setattr(wire, "MAX_ROWS", 40)
+    monkeypatch.setattr(wire, "MAX_VALUES", 79)
+    with pytest.raises(BadSpec, match="79 values"):
+        wire.decode_generate(VALID)
+
+
+def test_uncompressed_streams_of_several_batches_are_read() -> None:
+    schema = with_head(wire.GENERATE)
+    batch = pa.RecordBatch.from_pydict({"prompt": [[1, 2]], "seed": [5]}, schema=schema)
+    request, _ = wire.decode_generate(stream(schema, batch, batch, compression=None))
+    assert (request.prompts, request.seeds) == ([[1, 2], [1, 2]], [5, 5])
+
+
+def test_nulls_other_columns_and_missing_heads_are_refused() -> None:
+    nullable = pa.schema([pa.field(f.name, f.type) for f in wire.GENERATE], metadata=with_head(wire.GENERATE).metadata)
+    with pytest.raises(BadSpec, match="columns are"):
+        wire.decode_generate(stream(nullable, pa.RecordBatch.from_pydict({"prompt": [[1]], "seed": [None]}, nullable)))
+    schema = with_head(wire.GENERATE)
+    inner = pa.RecordBatch.from_arrays([pa.array([[None]], pa.list_(pa.int32())), pa.array([1])], schema=schema)
+    with pytest.raises(BadSpec, match="nulls"):
+        wire.decode_generate(stream(schema, inner))
+    with pytest.raises(BadSpec, match="ostinato"):
+        wire.decode_generate(stream(wire.GENERATE))
+    wrong = wire.GENERATE.with_metadata({b"ostinato": json.dumps({"policy": 1, "extra": 2}).encode()})
+    with pytest.raises(BadSpec, match="policy"):
+        wire.decode_generate(stream(wrong))

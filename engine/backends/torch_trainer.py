@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,8 @@ from storage.chain import OptimizerSpec
 WEIGHTS_FILE = "weights.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -117,18 +120,29 @@ class TorchTrainer:
             if not objective.skip_non_finite:
                 raise NonFiniteGradient(f"the gradient norm of {len(samples)} samples is {norm}")
         else:
-            adamw.step()
+            self._step(adamw)
         adamw.zero_grad(set_to_none=True)
         return report
 
-    def _split_once(
-        self, accumulate: Callable[[int], _Accumulated], taught: Sequence[Sample], max_tokens: int
-    ) -> _Accumulated:
-        """`accumulate(max_tokens)`; where memory does not do, once more from the start with half of it."""
+    def _step(self, adamw: torch.optim.AdamW) -> None:
+        """The first one makes the moments, which no smaller micro-batch would make room for."""
+        try:
+            adamw.step()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            moments = 2 * sum(parameter.nbytes for _, parameter in self.trained())
+            raise OutOfMemory(
+                f"AdamW's moments, {moments / 2**30:.2f} GiB, do not fit {self.model.device} memory: "
+                f"{str(error).splitlines()[0]}. Train a smaller model or a LoRA adapter, or use a larger device"
+            ) from None
+
+    def _split_once(self, run: Callable[[int], T], sequences: Sequence[Packable], max_tokens: int) -> T:
+        """`run(max_tokens)`; where memory does not do, once more from the start, without gradients, with half of it."""
         tried = max_tokens
         for _ in range(2):
             try:
-                return accumulate(tried)
+                return run(tried)
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
@@ -138,12 +152,12 @@ class TorchTrainer:
                 parameter.grad = None
             if self.model.device.type == "cuda":
                 torch.cuda.empty_cache()
-            failed, longest = tried, max((len(sample.token_ids) for sample in taught), default=0)
+            failed, longest = tried, max((len(sequence.token_ids) for sequence in sequences), default=0)
             tried = max(max_tokens // 2, longest)
             if tried >= failed:
                 break
         raise OutOfMemory(
-            f"a forward and backward pass of at most {failed} packed tokens (longest sequence {longest}) does not fit "
+            f"a pass of at most {failed} packed tokens (longest sequence {longest}) does not fit "
             f"{self.model.device} memory: {reason}. Lower max_tokens_per_forward (max_batch_size, now "
             f"{max_tokens}) or the longest sequence, or free memory held by other processes"
         )
@@ -212,14 +226,18 @@ class TorchTrainer:
     ) -> list[list[float]]:
         """Nats of every trained token, per sequence, in the order given."""
         self._check(sequences)
-        found: list[list[float]] = [[] for _ in sequences]
-        with self.in_use():
+
+        def run(max_tokens: int) -> list[list[float]]:
+            found: list[list[float]] = [[] for _ in sequences]
             for indices in micro_batches(sequences, max_tokens=max_tokens):
                 packed = pack([sequences[i] for i in indices], device=self.model.device)
                 values_N = self.model.logprobs(packed, temperature=temperature)
                 for index, part in zip(indices, values_N.split(list(packed.trained_S)), strict=True):
                     found[index] = part.tolist()
-        return found
+            return found
+
+        with self.in_use():
+            return self._split_once(run, sequences, max_tokens)
 
     def _check(self, sequences: Sequence[Packable]) -> None:
         """Positions beyond the context were never trained: rotary ones extrapolate without a word. Ids beyond the

@@ -296,7 +296,20 @@ def test_an_error_in_an_adapters_call_leaves_the_base_without_it(base: SharedBas
 
     with pytest.raises(KeyboardInterrupt):
         adapter.update(samples(1), CE, FAST, max_tokens=WHOLE, on_micro_batch=fail)
+    assert all(layer.pair is None for layer in base.layers.values())
     assert logprobs(off) == before
+
+
+def test_a_call_within_a_call_has_its_own_adapter_and_gives_the_outer_one_back(base: SharedBase) -> None:
+    off = backend().adapter_off(base)
+    wide, narrow = (backend().adapter(base, spec, init_seed=0) for spec in SPECS[:2])
+    train(wide, 60)
+    train(narrow, 80)
+    alone = [logprobs(trainer) for trainer in (off, wide, narrow)]
+    with wide.in_use():
+        assert [logprobs(trainer) for trainer in (off, narrow)] == [alone[0], alone[2]]
+        assert {name: layer.pair for name, layer in base.layers.items()} == wide.pairs
+    assert logprobs(off) == alone[0]
 
 
 def test_the_base_itself_is_only_read(base: SharedBase, tmp_path: Path) -> None:

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from engine.backends.causal_lm import load_causal_lm
+from engine.backends.packing import Packed
 from engine.backends.protocol import Objective
 from engine.backends.torch_trainer import TorchTrainer
 from engine.errors import BadSpec, OutOfMemory
@@ -100,6 +102,41 @@ def test_other_errors_are_not_taken_for_memory(tiny_folder: Path) -> None:
     with pytest.raises(RuntimeError, match="shapes do not match"):
         update(trainer, 24)
     assert trainer.seen == [24]
+
+
+@pytest.mark.parametrize("error", ["cuda", "cpu", "cpu-windows"])
+def test_logprobs_are_split_once_too(tiny_folder: Path, error: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = SmallMemory(tiny_folder, room=12)
+    whole, seen = trainer.model.logprobs, []
+
+    def small(packed: Packed, **rest: Any) -> torch.Tensor:
+        seen.append(len(packed.token_ids_T))
+        if seen[-1] > 12:
+            raise ERRORS[error]()
+        return whole(packed, **rest)
+
+    sequences = [TokenSequence(s.token_ids, s.weights, "") for s in SAMPLES]
+    expected = trainer.logprobs(sequences, temperature=1.0, max_tokens=12)
+    monkeypatch.setattr(trainer.model, "logprobs", small)
+    assert trainer.logprobs(sequences, temperature=1.0, max_tokens=24) == expected
+    assert seen == [24, 12, 12, 12, 12]
+    with pytest.raises(OutOfMemory, match="18 packed tokens"):
+        trainer.logprobs(sequences, temperature=1.0, max_tokens=36)
+
+
+def test_moments_that_do_not_fit_are_permanent(tiny_folder: Path) -> None:
+    trainer = SmallMemory(tiny_folder, room=99)
+
+    def fail(*_: Any) -> None:
+        raise ERRORS["cuda"]()
+
+    hook = register_optimizer_step_pre_hook(fail)
+    try:
+        with pytest.raises(OutOfMemory, match=r"moments, 0\.0\d GiB.*CUDA out of memory.*LoRA"):
+            update(trainer, 24)
+    finally:
+        hook.remove()
+    assert trainer.seen == [24, 24]
 
 
 # -- token ids -------------------------------------------------------------------------------------------------

@@ -4,63 +4,28 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from engine.adapters import FullSpec, LoraSpec, trainable_of
 from engine.backends.causal_lm import load_causal_lm
 from engine.backends.protocol import Objective
-from engine.backends.shared_base import AdapterTrainer, SharedBase, SharedTrainer
-from engine.backends.torch_backend import TorchBackend
+from engine.backends.shared_base import AdapterTrainer, SharedBase
 from engine.backends.torch_trainer import TorchTrainer
 from engine.errors import BadSpec, NonFiniteGradient
-from engine.losses.spec import CrossEntropySpec, GRPOSpec
-from engine.protocol import SamplingParams, TokenSequence
+from engine.losses.spec import GRPOSpec
+from engine.protocol import TokenSequence
 from engine.samples import Sample
-from engine.spec import LocalEngineSpec
 from storage.chain import OptimizerSpec
-
-LORA = LoraSpec(rank=4, alpha=6.0)
-SOME = LoraSpec(rank=3, alpha=5.0, target_modules=("q_proj", "mlp.down_proj"), use_rslora=True)
-CE = Objective(CrossEntropySpec())
-FAST = OptimizerSpec(lr=1e-2)
-WHOLE, SPLIT = 4096, 12
-TOKENS = [
-    TokenSequence([10, 11, 12, 50, 51, 52, 53], [0, 0, 0, 1, 1, 1, 1], "a"),
-    TokenSequence([10, 11, 12, 90, 91], [0, 0, 0, 1, 1], "a"),
-    TokenSequence([20, 21, 22, 23, 24, 25], [0, 1, 1, 1, 1, 1], ""),
-]
-
-
-def backend(dtype: str = "float32") -> TorchBackend:
-    return TorchBackend(LocalEngineSpec(device="cpu", compute_dtype=dtype, threads=1))
-
-
-def samples(first: int) -> list[Sample]:
-    """Differ by `first`, so that adapters trained on them differ."""
-    return [
-        Sample([first, first + 1, 7, 8, 9], [0.0, 0.0, 1.0, 1.0, 1.0], "g"),
-        Sample([first, first + 1, 30, 31], [0.0, 0.0, 1.0, 1.0], "g"),
-        Sample([first + 5, 40, 41, 42], [0.0, 1.0, 1.0, 1.0]),
-    ]
-
-
-def train(trainer: TorchTrainer, first: int, *, updates: int = 1) -> None:
-    for index in range(updates):
-        trainer.update(samples(first + index), CE, FAST, max_tokens=WHOLE)
-
-
-def logprobs(trainer: TorchTrainer) -> list[list[float]]:
-    return trainer.logprobs(TOKENS, temperature=1.0, max_tokens=WHOLE)
+from tests.adapters import CE, FAST, LORA, SOME, SPECS, SPLIT, WHOLE, backend, logprobs, samples, state_of, train
 
 
 @pytest.fixture
@@ -120,6 +85,27 @@ def test_policy_0_and_the_base_are_the_full_model_to_the_bit(tiny_folder: Path, 
     assert logprobs(engine.adapter(base, LORA, init_seed=3)) == expected
     assert logprobs(engine.adapter_off(base)) == expected
     assert engine.adapter_off(base).weights_digest() == full.weights_digest()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_policy_0_of_a_model_with_biases_and_a_head_of_its_own(tmp_path: Path, dtype: str) -> None:
+    sizes = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    config = Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        made = Qwen2ForCausalLM(config)
+        for name, parameter in made.named_parameters():
+            if name.endswith("bias"):
+                nn.init.normal_(parameter)
+    made.save_pretrained(tmp_path / "qwen")
+    engine = backend(dtype)
+    base = engine.load_base(tmp_path / "qwen")
+    assert logprobs(engine.adapter(base, LORA, init_seed=0)) == logprobs(engine.load(tmp_path / "qwen"))
+    assert base.model.head.weight.dtype == base.model.compute_dtype
+    assert "lm_head" not in base.layers
+    off = engine.adapter_off(base)
+    off.export_merged(tmp_path / "again")
+    assert logprobs(engine.load(tmp_path / "again")) == logprobs(off)
 
 
 def test_a_base_in_lower_precision_holds_its_linear_layers_once(tiny_folder: Path) -> None:
@@ -254,14 +240,6 @@ def test_peft_loads_the_export_and_transformers_the_merged_one(
 
 # -- many adapters on one base ---------------------------------------------------------------------------------
 
-SPECS = [LORA, SOME, LoraSpec(rank=2, target_modules=("up_proj", "o_proj"))]
-
-
-def state_of(adapter: AdapterTrainer, folder: Path) -> dict[str, bytes]:
-    """Weights and moments, as bytes."""
-    return {name: path.read_bytes() for name, path in adapter.write_checkpoint(folder).items()}
-
-
 def test_adapters_trained_in_turn_are_those_trained_alone(base: SharedBase, tiny_folder: Path, tmp_path: Path) -> None:
     off = backend().adapter_off(base)
     untouched, weights = logprobs(off), base.model.module.state_dict()
@@ -351,130 +329,3 @@ def test_three_adapters_cost_less_than_half_a_base(tiny_folder: Path, dtype: str
     assert adapters[0].nbytes() == 4 * weights  # and a gradient and two moments
     adapters[0].reset_optimizer()
     assert adapters[0].nbytes(training=False) == weights
-
-
-# -- samplers --------------------------------------------------------------------------------------------------
-
-PROMPTS, SEEDS = [[60, 61, 7], [5, 6], [60, 61, 7]], [1, 2, 3]
-DRAW = SamplingParams(max_new_tokens=8, temperature=1.0)
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.05)])
-def test_each_sampler_draws_from_its_own_adapter(tiny_folder: Path, dtype: str, tolerance: float) -> None:
-    engine = backend(dtype)
-    base = engine.load_base(tiny_folder)
-    trainers: list[SharedTrainer] = [engine.adapter(base, spec, init_seed=seed) for seed, spec in enumerate(SPECS)]
-    for index, trainer in enumerate(trainers):
-        train(trainer, 30 * index, updates=4)
-    trainers.append(engine.adapter_off(base))
-    samplers = [engine.sampler(trainer) for trainer in trainers]
-    drawn = [sampler.sample(PROMPTS, SEEDS, DRAW) for sampler in samplers]
-    assert [sampler.sample(PROMPTS, SEEDS, DRAW) for sampler in reversed(samplers)] == drawn[::-1]
-    assert len({str(found) for found in drawn}) == 4
-    for found in drawn:
-        own = [
-            TokenSequence([*prompt, *c.token_ids], [0.0] * len(prompt) + [1.0] * len(c.token_ids), "")
-            for prompt, c in zip(PROMPTS, found, strict=True)
-        ]
-        nats = torch.tensor([value for c in found for value in c.logprobs])
-        gaps = [
-            (torch.cat([*map(torch.tensor, t.logprobs(own, temperature=1.0, max_tokens=WHOLE))]) - nats).abs().max()
-            for t in trainers
-        ]
-        assert [gap <= tolerance for gap in gaps] == [other is found for other in drawn]
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_synced_sampler_is_a_new_one(tiny_folder: Path, dtype: str) -> None:
-    engine = backend(dtype)
-    base = engine.load_base(tiny_folder)
-    adapter = engine.adapter(base, LORA, init_seed=0)
-    sampler = engine.sampler(adapter)
-    before = sampler.sample(PROMPTS, SEEDS, DRAW)
-    train(adapter, 60, updates=4)
-    engine.sync(adapter, sampler)
-    after = sampler.sample(PROMPTS, SEEDS, DRAW)
-    assert after != before
-    assert engine.sampler(adapter).sample(PROMPTS, SEEDS, DRAW) == after
-    assert engine.sampler(adapter).model is sampler.model is base.sampling_model()
-
-
-def test_a_sampler_of_another_base_is_refused(base: SharedBase, tiny_folder: Path) -> None:
-    adapter = backend().adapter(base, LORA, init_seed=0)
-    for other in (backend().load(tiny_folder), backend().adapter_off(backend().load_base(tiny_folder))):
-        with pytest.raises(BadSpec, match="base it was made for"):
-            backend().sync(adapter, backend().sampler(other))
-    with pytest.raises(BadSpec, match="base it was made for"):
-        backend().sync(backend().load(tiny_folder), backend().sampler(adapter))
-
-
-def test_a_lower_precision_copy_keeps_the_rotary_frequencies(tiny_folder: Path) -> None:
-    """In bfloat16 a frequency is off by up to 2^-9 of itself: at position 2000, radians."""
-    engine = backend("bfloat16")
-    full = engine.load(tiny_folder)
-    exact = dict(full.model.module.named_buffers())
-    for sampler in (engine.sampler(full), engine.sampler(engine.adapter_off(engine.load_base(tiny_folder)))):
-        assert {p.dtype for p in sampler.model.module.parameters()} == {torch.bfloat16}
-        buffers = dict(sampler.model.module.named_buffers())
-        assert buffers.keys() == exact.keys() != set()
-        assert all(torch.equal(buffers[name], exact[name]) for name in exact)
-
-
-# -- state -----------------------------------------------------------------------------------------------------
-
-
-def test_a_restored_adapter_goes_on_as_if_it_had_never_stopped(base: SharedBase, tmp_path: Path) -> None:
-    kept, restored = (backend().adapter(base, LORA, init_seed=seed) for seed in (0, 9))
-    train(kept, 60, updates=2)
-    files = kept.write_checkpoint(tmp_path / "checkpoint")
-    assert sum(path.stat().st_size for path in files.values()) < 4 * kept.nbytes(training=False) / 3
-    restored.read_checkpoint(files, optimizer=True)
-    assert restored.weights_digest() == kept.weights_digest()
-    for adapter in (kept, restored):
-        train(adapter, 80, updates=2)
-    assert state_of(restored, tmp_path / "restored") == state_of(kept, tmp_path / "kept")
-    fresh = backend().adapter(base, LORA, init_seed=9)
-    fresh.read_checkpoint(files, optimizer=False)
-    train(fresh, 80, updates=2)
-    assert fresh.weights_digest() != kept.weights_digest()  # its moments began anew
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        LoraSpec(rank=5, alpha=6.0),
-        LoraSpec(rank=4, target_modules=("q_proj",)),
-    ],
-    ids=["rank", "targets"],
-)
-def test_a_checkpoint_of_another_adapter_is_refused_before_anything_changes(
-    base: SharedBase, tmp_path: Path, other: LoraSpec
-) -> None:
-    theirs, mine = backend().adapter(base, other, init_seed=0), backend().adapter(base, LORA, init_seed=0)
-    train(theirs, 60)
-    train(mine, 60)
-    before = state_of(mine, tmp_path / "before")
-    with pytest.raises(BadSpec, match=r"first differing tensor model\.layers\.0\.\S+\.lora_"):
-        mine.read_checkpoint(theirs.write_checkpoint(tmp_path / "theirs"), optimizer=True)
-    assert state_of(mine, tmp_path / "after") == before
-
-
-def test_the_digest_is_of_the_matrices_and_of_the_base(
-    base: SharedBase, tmp_path: Path, model_folder: Callable[[int], Path]
-) -> None:
-    adapter = backend().adapter(base, LORA, init_seed=0)
-    whole, parts = adapter.weights_digest()
-    assert list(parts) == sorted(load_file(adapter.write_checkpoint(tmp_path)["weights.safetensors"]))
-    train(adapter, 60)
-    after = adapter.weights_digest()[1]
-    assert {name for name in parts if parts[name] != after[name]} >= {n for n in parts if "lora_B" in n}
-    elsewhere = backend().adapter(backend().load_base(model_folder(1)), LORA, init_seed=0)
-    assert elsewhere.weights_digest()[1] == parts
-    assert elsewhere.weights_digest()[0] != whole
-
-
-@pytest.fixture
-def model_folder(tmp_path: Path) -> Callable[[int], Path]:
-    from engine.backends.tiny import build_tiny_model
-
-    return lambda seed: build_tiny_model(tmp_path / f"tiny-{seed}", seed=seed)

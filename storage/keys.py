@@ -38,7 +38,7 @@ _DATA = re.compile(
 )
 _PLAIN = re.compile(
     r"store\.json|models/[^/]+/(?:claims/[^/]+|aliases/[^/]+/\d{6,})\.json"
-    r"|runs/.+/(?:run\.json|result\.json|fork\.json|report\.html|leases/\d{6,}\.json|stages/[^/]+/(?:stage\.json"
+    r"|runs/.+/(?:run\.json|result\.json|fork\.json|report\.html|leases/\d{6,}(?:\.released)?\.json|stages/[^/]+/(?:stage\.json"
     r"|metrics/\d{6,}\.json|chains/[^/]+/(?:root|\d{6,})\.json|checkpoints/[^/]+/\d{6,}/name\.json))",
     re.ASCII,
 )

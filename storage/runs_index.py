@@ -9,12 +9,12 @@ from typing import Any, Literal
 from storage import keys
 from storage.chain import Chain
 from storage.errors import CorruptArtifact, ObjectNotFound
-from storage.leases import current_epoch
+from storage.leases import current_epoch, is_held
 from storage.models import Frozen
 from storage.objects import ObjectStore
 from storage.runs import RunInfo, read_run
 
-RunState = Literal["finished", "unfinished", "fork"]
+RunState = Literal["finished", "running?", "stopped", "fork"]
 
 
 class RunRow(Frozen):
@@ -26,7 +26,8 @@ class RunRow(Frozen):
     created: str | None
     """ISO time; None for a fork that did not run yet."""
     state: RunState
-    """finished: it has a result. fork: forked, and not run yet. An unfinished run may be running: see `last_commit`."""
+    """finished: it has a result. fork: forked, and not run yet. stopped: whoever drove it said that it stopped.
+    running?: nobody said so, but a killed process never does: see `last_commit`."""
     stages: tuple[str, ...]
     head_step: int
     """Of the last stage's longest chain."""
@@ -79,13 +80,21 @@ def summarise_run(store: ObjectStore, run: str) -> RunRow:
         run=run,
         kind=" ".join(stage.partition("-")[2] for stage in stages) or "-",
         created=info.created if info else None,
-        state="finished" if finished else "unfinished" if info else "fork",
+        state=_state(store, run, finished=finished, opened=info is not None),
         stages=stages,
         head_step=step,
         last_commit=record.time if record else None,
         lease_epoch=current_epoch(store, run),
         forked_from=fork,
     )
+
+
+def _state(store: ObjectStore, run: str, *, finished: bool, opened: bool) -> RunState:
+    if finished:
+        return "finished"
+    if is_held(store, run):
+        return "running?"
+    return "stopped" if opened else "fork"
 
 
 def run_info(store: ObjectStore, run: str) -> RunInfo | None:

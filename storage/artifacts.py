@@ -8,6 +8,7 @@ check digests.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -257,9 +258,13 @@ def materialise_files(
     """
     wanted = None if names is None else set(names)
     paths = {}
-    for entry in read_manifest(store, key).files:
-        if wanted is None or entry.name in wanted:
-            paths[entry.name] = _materialise(store, entry, to)
+    try:
+        for entry in read_manifest(store, key).files:
+            if wanted is None or entry.name in wanted:
+                paths[entry.name] = _materialise(store, entry, to)
+    except CorruptArtifact:
+        read_manifest(store, key)  # not found any more: it was deleted while it was read, which is no corruption
+        raise
     return paths
 
 
@@ -354,7 +359,8 @@ def _materialise(store: ObjectStore, entry: FileEntry, to: Path) -> Path:
     if path is None:
         path = to / entry.name
         if not path.is_file() or digest_file(path)[0] != entry.sha256:
-            store.fetch(entry.key, path)
+            with suppress(ObjectNotFound):
+                store.fetch(entry.key, path)
     if not path.is_file():
         raise CorruptArtifact(f"the file {entry.name} of a committed artifact is gone: {entry.key} in {store.url}")
     _check(entry, *digest_file(path))

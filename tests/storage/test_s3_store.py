@@ -20,7 +20,8 @@ from storage.errors import (
 )
 from storage.objects import ObjectStore, open_store
 from storage.retry import RetryPolicy
-from tests.fixtures.s3 import FaultyProxy, s3_options
+from tests.fixtures.faults import Answer, DropAck, Fault, FaultProxy, LateAnswer
+from tests.fixtures.s3 import s3_options
 
 QUICK = RetryPolicy(attempts=3, first_seconds=0.001)
 
@@ -32,30 +33,30 @@ def store_at(endpoint: str, bucket: str) -> ObjectStore:
 
 
 @pytest.fixture
-def store(faulty: FaultyProxy, moto_bucket: str) -> ObjectStore:
-    store = store_at(faulty.endpoint, moto_bucket)
+def store(faulty: FaultProxy, moto_bucket: str) -> ObjectStore:
+    store = store_at(faulty.url, moto_bucket)
     store.put_if_absent("warm", b"")  # the session and the probe are done
     faulty.requests.clear()
     return store
 
 
 @pytest.mark.parametrize("status", [500, 502, 503, 429, 409])
-def test_a_passing_answer_is_tried_again(store: ObjectStore, faulty: FaultyProxy, status: int) -> None:
-    faulty.faults = [status, status]
+def test_a_passing_answer_is_tried_again(store: ObjectStore, faulty: FaultProxy, status: int) -> None:
+    faulty.schedule(status, status)
     store.put("a", b"1")
-    faulty.faults = [status]
+    faulty.schedule(status)
     assert store.get("a") == b"1"
-    faulty.faults = [status, status]
+    faulty.schedule(status, status)
     assert store.put_if_absent("b", b"2").won
-    faulty.faults = [status]
+    faulty.schedule(status)
     assert [info.key for info in store.list()] == ["a", "b", "warm"]
-    assert faulty.faults == []
+    assert faulty.pending == []
 
 
-def test_a_lasting_error_is_given_up_with_blame(store: ObjectStore, faulty: FaultyProxy, tmp_path: Path) -> None:
+def test_a_lasting_error_is_given_up_with_blame(store: ObjectStore, faulty: FaultProxy, tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.write_bytes(b"data")
-    faulty.always = 500
+    faulty.at_random(1.0, [Answer(500)])
     for call in (
         lambda: store.put("a", b"1"), lambda: store.get("a"), lambda: store.put_if_absent("a", b"1"),
         lambda: list(store.list()), lambda: store.put_file("a", source, move=True), lambda: store.delete("a"),
@@ -64,38 +65,38 @@ def test_a_lasting_error_is_given_up_with_blame(store: ObjectStore, faulty: Faul
         with pytest.raises(StorageUnavailable, match=r"in s3://bucket-\w+/p failed 3 times: .*(InternalError|500)"):
             call()
     assert source.exists() and not (tmp_path / "got").exists()
-    faulty.always = None
+    faulty.heal()
     assert not store.exists("a")
 
 
-@pytest.mark.parametrize("fault", ["lose", "late 500", "late 503"])
-def test_a_lost_answer_to_our_own_put_is_a_win(store: ObjectStore, faulty: FaultyProxy, fault: str) -> None:
-    faulty.faults = [fault]
+@pytest.mark.parametrize("fault", [DropAck(), LateAnswer(500), LateAnswer(503)])
+def test_a_lost_answer_to_our_own_put_is_a_win(store: ObjectStore, faulty: FaultProxy, fault: Fault) -> None:
+    faulty.schedule(fault)
     assert store.put_if_absent("a", b"mine, attempt 1") == (True, b"mine, attempt 1")
-    assert faulty.faults == []
+    assert faulty.pending == []
     assert [method for method, _ in faulty.requests] == ["PUT", "PUT", "GET"]  # the second PUT was answered 412
 
 
-def test_a_lost_answer_that_the_client_repeats_by_itself_is_a_win_too(faulty: FaultyProxy, moto_bucket: str) -> None:
-    store = open_store(f"s3://{moto_bucket}/p", s3_options(faulty.endpoint))
+def test_a_lost_answer_that_the_client_repeats_by_itself_is_a_win_too(faulty: FaultProxy, moto_bucket: str) -> None:
+    store = open_store(f"s3://{moto_bucket}/p", s3_options(faulty.url))
     store.put_if_absent("warm", b"")
-    faulty.faults = ["late 500"]
+    faulty.schedule(LateAnswer(500))
     assert store.put_if_absent("a", b"mine").won
 
 
 def test_after_a_lost_answer_another_writers_bytes_are_no_win(
-    store: ObjectStore, faulty: FaultyProxy, moto_endpoint: str, moto_bucket: str
+    store: ObjectStore, faulty: FaultProxy, moto_endpoint: str, moto_bucket: str
 ) -> None:
     store_at(moto_endpoint, moto_bucket).put("a", b"theirs")
-    faulty.faults = ["lose"]
+    faulty.schedule(DropAck())
     assert store.put_if_absent("a", b"mine") == (False, b"theirs")
 
 
 def test_after_a_cut_connection_equal_bytes_of_another_writer_are_no_win(
-    store: ObjectStore, faulty: FaultyProxy, moto_endpoint: str, moto_bucket: str
+    store: ObjectStore, faulty: FaultProxy, moto_endpoint: str, moto_bucket: str
 ) -> None:
     assert store_at(moto_endpoint, moto_bucket).put_if_absent("a", b"same").won
-    faulty.faults = ["lose"]
+    faulty.schedule(DropAck())
     assert not store.put_if_absent("a", b"same").won
 
 
@@ -104,15 +105,17 @@ def test_equal_bytes_of_another_writer_are_no_win(store: ObjectStore) -> None:
     assert not store.put_if_absent("a", b"same").won
 
 
-@pytest.mark.parametrize("fault", ["lose", 503])
-def test_reads_survive_a_cut_connection(store: ObjectStore, faulty: FaultyProxy, tmp_path: Path, fault: object) -> None:
+@pytest.mark.parametrize("fault", [DropAck(), 503])
+def test_reads_survive_a_cut_connection(
+    store: ObjectStore, faulty: FaultProxy, tmp_path: Path, fault: Fault | int
+) -> None:
     data = bytes(range(256)) * 10_000
     store.put("a", data)
     with store.open("a") as file:
-        faulty.faults = [fault]  # type: ignore[list-item]
+        faulty.schedule(fault)
         assert file.read() == data
     assert len(faulty.requests) <= 6  # not one for every few KiB
-    faulty.faults = [fault]  # type: ignore[list-item]
+    faulty.schedule(fault)
     store.fetch("a", tmp_path / "a")
     assert (tmp_path / "a").read_bytes() == data
 
@@ -127,23 +130,23 @@ def test_an_object_replaced_while_it_is_read_is_not_read_as_a_mixture(store: Obj
             file.read(10)
 
 
-def test_no_space(store: ObjectStore, faulty: FaultyProxy) -> None:
-    faulty.faults = [507]
+def test_no_space(store: ObjectStore, faulty: FaultProxy) -> None:
+    faulty.schedule(507)
     with pytest.raises(StorageFull, match="no space for 'a'"):
         store.put("a", b"1")
     assert not store.exists("a")
 
 
-def test_a_refusal_is_not_repeated(store: ObjectStore, faulty: FaultyProxy) -> None:
-    faulty.faults = [403, None]
+def test_a_refusal_is_not_repeated(store: ObjectStore, faulty: FaultProxy) -> None:
+    faulty.schedule(403, None)
     with pytest.raises(AccessDenied, match="check the credentials"):
         store.put("a", b"1")
-    assert faulty.faults == [None]
+    assert faulty.pending == [None]
 
 
-def test_a_server_that_lets_both_writers_win_is_refused(faulty: FaultyProxy, moto_bucket: str) -> None:
-    faulty.dropped_header = "If-None-Match"
-    store = store_at(faulty.endpoint, moto_bucket)
+def test_a_server_that_lets_both_writers_win_is_refused(faulty: FaultProxy, moto_bucket: str) -> None:
+    faulty.drop_header = "If-None-Match"
+    store = store_at(faulty.url, moto_bucket)
     for _ in range(2):
         with pytest.raises(UnsupportedFilesystem, match="does not honour `If-None-Match"):
             store.put_if_absent("a", b"1")
@@ -167,15 +170,15 @@ def test_nobody_at_home() -> None:
         assert time.monotonic() - start < 30
 
 
-def test_a_listing_goes_on_over_pages_and_failures(store: ObjectStore, faulty: FaultyProxy) -> None:
+def test_a_listing_goes_on_over_pages_and_failures(store: ObjectStore, faulty: FaultProxy) -> None:
     assert isinstance(store.backend, S3Backend)
     keys = [f"k/{i:02d}" for i in range(8)]
     for key in keys:
         store.put(key, b"")
     store.backend.page_size = 3
-    faulty.faults = [None, 500, None, None, 503]
+    faulty.schedule(None, 500, None, None, 503)
     assert [info.key for info in store.list("k/")] == keys
-    assert faulty.faults == []
+    assert faulty.pending == []
 
 
 def test_prefixes_are_apart(moto_endpoint: str, moto_bucket: str) -> None:

@@ -121,6 +121,13 @@ class Engine(Protocol):
         """Takes the step exactly once: the committed record, whether it was made now or before."""
         ...
 
+    async def begin_checkpoint(
+        self, policy: PolicyRef, *, provenance: Provenance, name: str | None = None, epoch: int = 0
+    ) -> None:
+        """Takes the policy's checkpoint and returns while it is on its way to storage: the next step need not wait.
+        `save_checkpoint` waits for it. Idempotent."""
+        ...
+
     async def save_checkpoint(
         self, policy: PolicyRef, *, provenance: Provenance, name: str | None = None, epoch: int = 0
     ) -> ArtifactRef:

@@ -1,11 +1,24 @@
-"""When a loop writes weights: named checkpoints by progress, recovery checkpoints by the cost of a redo."""
+"""When a loop writes weights, and how it goes on meanwhile: named checkpoints by progress, recovery checkpoints by the
+cost of a redo.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
 from dataclasses import dataclass
+from typing import Self
 
+from engine.errors import EngineError
+from engine.workspace import Workspace
 from flows.config import CheckpointConfig
+from storage.artifacts import ArtifactRef
+from storage.chain import PolicyRef
+from storage.errors import StorageError
+from tasks.checkpoint import begin_checkpoint, save_checkpoint
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -55,3 +68,38 @@ class CheckpointSchedule:
         """How many multiples of the fraction are reached; 1e-9 forgives the fraction's own rounding."""
         assert self.config.frequency is not None
         return int(steps_done / total_steps / self.config.frequency + 1e-9)
+
+
+class Uploads:
+    """Checkpoints on their way to storage while the loop takes its next steps; at most one at a time. One that fails
+    after its retries fails the loop, at the next one or at the end of the block."""
+
+    def __init__(self, workspace: Workspace, *, keep_last: int) -> None:
+        self._workspace, self._keep_last = workspace, keep_last
+        self._under_way: asyncio.Task[ArtifactRef] | None = None
+
+    async def start(self, policy: PolicyRef, *, name: str | None = None) -> None:
+        """Begins to save `policy`, once the checkpoint before it is complete."""
+        await self._finish()
+        await begin_checkpoint(self._workspace, policy, name=name)  # awaited: the next step moves the weights
+        saving = save_checkpoint(self._workspace, policy, name=name, keep_last=self._keep_last)
+        self._under_way = asyncio.ensure_future(saving)
+
+    async def _finish(self) -> None:
+        if self._under_way is not None:
+            task, self._under_way = self._under_way, None
+            await task
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            await self._finish()
+        elif self._under_way is not None:
+            if not issubclass(kind, Exception):
+                self._under_way.cancel()  # the run is being ended: the engine saves what it can
+            try:
+                await self._finish()
+            except (EngineError, StorageError, asyncio.CancelledError) as error:
+                log.warning("a checkpoint was not completed: %r", error)  # what ended the loop is the story

@@ -16,7 +16,7 @@ from prefect import flow
 from engine.handles import Model, TrainingModel
 from engine.losses.spec import GRPOSpec, KLEstimator, LossNorm
 from engine.text.threads import StringThread
-from flows.checkpoints import CheckpointSchedule
+from flows.checkpoints import CheckpointSchedule, Uploads
 from flows.config import GRPOConfig
 from flows.evaluation import Heldout
 from flows.loop import Journal, rate, steps
@@ -27,7 +27,6 @@ from storage.artifacts import ArtifactRef
 from storage.chain import MinibatchPlan, NanPolicy, OldLogprobs, OptimizerSpec, PolicyRef, StepRequest
 from storage.registry import registered_key
 from tasks.batches import AdvantageEstimator, BatchPlan
-from tasks.checkpoint import save_checkpoint
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.order import repetitions, take
 from tasks.datasets.spec import InlineDataset
@@ -136,11 +135,14 @@ class GRPO:
         policy = await self.model.policy()
         data = self._load()
         total_steps = self._total_steps(data)
-        with Journal(self.model, policy, self.logger, total_steps=total_steps) as journal:
+        async with (
+            Uploads(workspace, keep_last=self.checkpoints.keep_last) as uploads,
+            Journal(self.model, policy, self.logger, total_steps=total_steps) as journal,
+        ):
             cursor = journal.cursor()
             plan = self._batch_plan(start)
             if due := self.checkpoints.missed(policy.step, total_steps, model=self.model.name):
-                await save_checkpoint(workspace, policy, name=due.named, keep_last=self.checkpoints.keep_last)
+                await uploads.start(policy, name=due.named)
             for step in steps(policy.step, total_steps):
                 rows, cursor_out = take(cursor, self.prompts_per_batch, rows=data.rows, seed=self.data_seed)
                 shards = self._shards(data.ref, rows)
@@ -171,8 +173,8 @@ class GRPO:
                 self.model.stand_at(policy)
                 journal.record(policy, rollouts, graded)
                 if due := self.checkpoints.due(step, total_steps, model=self.model.name):
-                    await save_checkpoint(workspace, policy, name=due.named, keep_last=self.checkpoints.keep_last)
-            await save_checkpoint(workspace, policy, keep_last=self.checkpoints.keep_last)
+                    await uploads.start(policy, name=due.named)
+            await uploads.start(policy)
         return policy
 
     def _load(self) -> LoadedDataset:
@@ -246,27 +248,27 @@ async def grpo(config: GRPOConfig) -> dict[str, Any]:
         config: what to train, on what, graded how.
     """
     logger = TerminalProgress()
-    session = await open_run("grpo", config, logger, use="prompt")
-    if session.result is not None:
-        return session.result
-    workspace = session.workspace
-    model = await Model(registered_key(session.base)).to_builder(session).spawn_train(config.model.name)
-    model = model.with_sampling(config.sampling)
-    trainer = _trainer(config, session.data, model, logger)
-    heldout = Heldout.load(workspace, config, session.base, trainer.grading)
-    before = await heldout.evaluate(await trainer.open())
-    policy = await trainer.run()
-    after = await heldout.evaluate(policy)
-    published = await publish_model(workspace, policy, config.model.publish_as or default_model_name(session.run))
-    result = heldout.result(before, after) | {
-        "run": session.run,
-        "policy": policy.uri,
-        "model": registered_key(published),
-    }
-    report = write_report(
-        workspace, policy, before, after, result, samples_shown=config.evaluation.samples_shown
-    )
-    return finish_run(session, result | {"report": report})
+    async with open_run("grpo", config, logger, use="prompt") as session:
+        if session.result is not None:
+            return session.result
+        workspace = session.workspace
+        model = await Model(registered_key(session.base)).to_builder(session).spawn_train(config.model.name)
+        model = model.with_sampling(config.sampling)
+        trainer = _trainer(config, session.data, model, logger)
+        heldout = Heldout.load(workspace, config, session.base, trainer.grading)
+        before = await heldout.evaluate(await trainer.open())
+        policy = await trainer.run()
+        after = await heldout.evaluate(policy)
+        published = await publish_model(workspace, policy, config.model.publish_as or default_model_name(session.run))
+        result = heldout.result(before, after) | {
+            "run": session.run,
+            "policy": policy.uri,
+            "model": registered_key(published),
+        }
+        report = write_report(
+            workspace, policy, before, after, result, samples_shown=config.evaluation.samples_shown
+        )
+        return finish_run(session, result | {"report": report})
 
 
 def _trainer(config: GRPOConfig, prompts: LoadedDataset, model: TrainingModel, logger: TerminalProgress) -> GRPO:

@@ -55,10 +55,10 @@ class Journal:
         write_metrics(self.store, policy, metrics)
         self.logger.step(metrics)
 
-    def __enter__(self) -> Self:
+    async def __aenter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.logger.close()  # however the loop ends, the terminal is given back
 
 

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from prefect.runtime import flow_run
 
+from engine.errors import EngineError
 from engine.workspace import Workspace
 from flows.config import FlowConfig, GRPOConfig, SFTConfig
 from flows.progress import TerminalProgress
 from flows.version import code_version
 from storage import keys
 from storage.artifacts import ArtifactRef, Provenance
-from storage.errors import ObjectNotFound
+from storage.errors import ObjectNotFound, StorageError
 from storage.fork import check_fork
-from storage.leases import acquire
+from storage.leases import acquire, release
 from storage.models import canonical_json, digest
 from storage.runs import create_or_check_run, machine_info
 from storage.worklog import log_work
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.spec import DatasetUse
 from tasks.load import load_prompts
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -65,11 +71,12 @@ def open_workspace(flow_name: str, config: FlowConfig) -> Workspace:
     )
 
 
+@asynccontextmanager
 async def open_run(
     flow_name: str, config: GRPOConfig | SFTConfig, logger: TerminalProgress, *, use: DatasetUse
-) -> RunSession:
-    """Loads what the config names, creates the run or opens it again, and takes the lease on it. What changed since it
-    was created, and does not decide the result (code, packages, machine), is noted as a warning.
+) -> AsyncIterator[RunSession]:
+    """Loads what the config names, creates the run or opens it again, and holds the lease on it for the block. What
+    changed since it was created, and does not decide the result (code, packages, machine), is noted as a warning.
 
     Raises:
         SemanticMismatch: the key belongs to a run with another semantic config, or of another dataset or base model;
@@ -94,7 +101,10 @@ async def open_run(
     session = RunSession(workspace, config, _result(workspace), data, base)
     if session.result is not None:
         logger.note(f"run {session.run} is finished already; its result is returned as it was")
-    return session
+    try:
+        yield session
+    finally:
+        await leave(workspace)
 
 
 def take_lease(workspace: Workspace) -> Workspace:
@@ -103,6 +113,17 @@ def take_lease(workspace: Workspace) -> Workspace:
     epoch = acquire(workspace.open_store(), workspace.run, holder)
     log_work("open", run=workspace.run, epoch=epoch)
     return workspace.model_copy(update={"epoch": epoch})
+
+
+async def leave(workspace: Workspace) -> None:
+    """Gives the run back, however its flow ended: the engine checkpoints what moved past its last checkpoint and may
+    send its weights away, and the lease says that nobody acts any more. What fails here harms nothing: the next holder
+    takes a higher epoch, and an engine forgets whom it does not hear from."""
+    try:
+        await workspace.connect().release(workspace.run, epoch=workspace.epoch)
+        release(workspace.open_store(), workspace.run, workspace.epoch)
+    except (EngineError, StorageError) as error:
+        log.warning("run %s was left without a goodbye: %s", workspace.run, error)
 
 
 def finish_run(session: RunSession, result: dict[str, Any]) -> dict[str, Any]:

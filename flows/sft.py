@@ -15,7 +15,7 @@ from prefect import flow
 from engine.handles import Model, TrainingModel
 from engine.losses.spec import CrossEntropySpec
 from engine.text.threads import StringThread
-from flows.checkpoints import CheckpointSchedule
+from flows.checkpoints import CheckpointSchedule, Uploads
 from flows.config import SFTConfig
 from flows.loop import Journal, rate, steps
 from flows.progress import TerminalProgress
@@ -23,7 +23,6 @@ from flows.schedules import SCHEDULES
 from flows.session import default_model_name, finish_run, open_run
 from storage.chain import NanPolicy, OptimizerSpec, PolicyRef, StepRequest
 from storage.registry import registered_key
-from tasks.checkpoint import save_checkpoint
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.order import take
 from tasks.datasets.spec import InlineDataset
@@ -76,10 +75,13 @@ class SFT:
         data = self._load()
         size = min(self.samples_per_batch, data.rows)
         total_steps = self.max_steps or -(-self.epochs * data.rows // size)
-        with Journal(self.model, policy, self.logger, total_steps=total_steps) as journal:
+        async with (
+            Uploads(workspace, keep_last=self.checkpoints.keep_last) as uploads,
+            Journal(self.model, policy, self.logger, total_steps=total_steps) as journal,
+        ):
             cursor = journal.cursor()
             if due := self.checkpoints.missed(policy.step, total_steps, model=self.model.name):
-                await save_checkpoint(workspace, policy, name=due.named, keep_last=self.checkpoints.keep_last)
+                await uploads.start(policy, name=due.named)
             for step in steps(policy.step, total_steps):
                 rows, cursor_out = take(cursor, size, rows=data.rows, seed=self.data_seed)
                 batch = await prepare_completions(workspace, policy, self.model.base, data.ref, rows, step=step)
@@ -96,8 +98,8 @@ class SFT:
                 self.model.stand_at(policy)
                 journal.record(policy)
                 if due := self.checkpoints.due(step, total_steps, model=self.model.name):
-                    await save_checkpoint(workspace, policy, name=due.named, keep_last=self.checkpoints.keep_last)
-            await save_checkpoint(workspace, policy, keep_last=self.checkpoints.keep_last)
+                    await uploads.start(policy, name=due.named)
+            await uploads.start(policy)
         return policy
 
     def _load(self) -> LoadedDataset:
@@ -114,28 +116,28 @@ async def sft(config: SFTConfig) -> dict[str, Any]:
         config: what to train, on what.
     """
     logger = TerminalProgress()
-    session = await open_run("sft", config, logger, use="completion")
-    if session.result is not None:
-        return session.result
-    workspace = session.workspace
-    model = await Model(registered_key(session.base)).to_builder(session).spawn_train(config.model.name)
-    algorithm, optimizer = config.algorithm, config.optimizer
-    trainer = SFT(
-        session.data,
-        model,
-        logger=logger,
-        lr_scheduler=SCHEDULES[optimizer.schedule](optimizer.lr),
-        samples_per_batch=algorithm.samples_per_batch,
-        max_grad_norm=optimizer.max_grad_norm,
-        epochs=algorithm.epochs,
-        max_steps=algorithm.steps,
-        weight_decay=optimizer.weight_decay,
-        skip_nan_gradients=optimizer.skip_nan_gradients,
-        checkpoints=CheckpointSchedule(config.checkpoints),
-        data_seed=config.seed,
-    )
-    policy = await trainer.run()
-    published = await publish_model(workspace, policy, config.model.publish_as or default_model_name(session.run))
-    result = {"run": session.run, "policy": policy.uri, "model": registered_key(published)}
-    report = write_report(workspace, policy, None, None, result)
-    return finish_run(session, result | {"report": report})
+    async with open_run("sft", config, logger, use="completion") as session:
+        if session.result is not None:
+            return session.result
+        workspace = session.workspace
+        model = await Model(registered_key(session.base)).to_builder(session).spawn_train(config.model.name)
+        algorithm, optimizer = config.algorithm, config.optimizer
+        trainer = SFT(
+            session.data,
+            model,
+            logger=logger,
+            lr_scheduler=SCHEDULES[optimizer.schedule](optimizer.lr),
+            samples_per_batch=algorithm.samples_per_batch,
+            max_grad_norm=optimizer.max_grad_norm,
+            epochs=algorithm.epochs,
+            max_steps=algorithm.steps,
+            weight_decay=optimizer.weight_decay,
+            skip_nan_gradients=optimizer.skip_nan_gradients,
+            checkpoints=CheckpointSchedule(config.checkpoints),
+            data_seed=config.seed,
+        )
+        policy = await trainer.run()
+        published = await publish_model(workspace, policy, config.model.publish_as or default_model_name(session.run))
+        result = {"run": session.run, "policy": policy.uri, "model": registered_key(published)}
+        report = write_report(workspace, policy, None, None, result)
+        return finish_run(session, result | {"report": report})

@@ -25,6 +25,19 @@ def acquire(store: ObjectStore, run: str, info: Mapping[str, Any]) -> int:
             return epoch
 
 
+def release(store: ObjectStore, run: str, epoch: int) -> None:
+    """Says that the holder of this epoch acts no more. Nobody waits for it: the next holder takes a higher epoch
+    anyway; it tells a person, and `doctor`, a run that was left from one that is driven."""
+    body = {"epoch": epoch, "released": datetime.now(UTC).isoformat()}
+    store.put_if_absent(keys.lease_release(run, epoch), canonical_json(body))
+
+
+def is_held(store: ObjectStore, run: str) -> bool:
+    """Whether somebody holds the lease and has not released it. A killed holder never does."""
+    epoch = current_epoch(store, run)
+    return epoch > 0 and not store.exists(keys.lease_release(run, epoch))
+
+
 def current_epoch(store: ObjectStore, run: str) -> int:
     """The epoch in force; 0 when nobody has acted for the run yet."""
     numbers = (keys.numbered(info.key) for info in store.list(keys.leases_prefix(run)))

@@ -1,4 +1,5 @@
-"""Save a checkpoint: weights and moments, manifest last."""
+"""Save a checkpoint: weights and moments, manifest last. Begun by one task, seen through to the end by another, so that
+a loop can take its next step in between."""
 
 from __future__ import annotations
 
@@ -10,6 +11,15 @@ from storage.chain import PolicyRef
 from storage.retention import prune_checkpoints
 from tasks.clock import timed
 from tasks.retries import DURABLE
+
+
+@task(**DURABLE, task_run_name="checkpoint-{policy.step:06d}/begin")
+async def begin_checkpoint(workspace: Workspace, policy: PolicyRef, *, name: str | None = None) -> None:
+    """The engine holds the policy's checkpoint from now on, wherever it stands itself."""
+    with timed("storage"):
+        await workspace.connect().begin_checkpoint(
+            policy, provenance=workspace.provenance, name=name, epoch=workspace.epoch
+        )
 
 
 @task(**DURABLE, task_run_name="checkpoint-{policy.step:06d}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Annotated, Any, TypeVar
 
@@ -21,6 +21,7 @@ from engine.http.bodies import (
     STORE_HEADER,
     VERSION,
     VERSION_HEADER,
+    Acknowledged,
     CallStatus,
     CreatePolicyBody,
     ExportModelBody,
@@ -28,7 +29,6 @@ from engine.http.bodies import (
     ImportModelBody,
     Ready,
     ReleaseBody,
-    Released,
     SaveCheckpointBody,
     ServerInfo,
     StepBody,
@@ -39,6 +39,7 @@ from engine.http.errors import EXPECTED, ErrorBody, NoSuchRoute, body_of
 from engine.http.guard import Guard
 from engine.http.metrics import MEDIA_TYPE as METRICS_TYPE
 from engine.http.openai_api import openai_router
+from engine.http.openai_models import OpenAIErrorBody
 from engine.http.service import ServerOptions, Service, error_answer, json_answer, response_of
 from engine.http.uploads import ServedEngine, import_upload
 from engine.model_folder import registered_model
@@ -63,6 +64,8 @@ _ERRORS = {
     500: "a defect of the server",
     503: "not now: busy, draining, or the store is away",
 }
+_DOOR = (401, 403, 408, 413, 500, 503)
+"""What the guard may answer on any route, before the route is asked."""
 Responses = dict[int | str, dict[str, Any]]
 Wait = Annotated[
     float, Query(ge=0, le=MAX_WAIT_SECONDS, description="Longest wait for the result, seconds; then 202.")
@@ -89,14 +92,11 @@ def create_app(engine: ServedEngine, store: ObjectStore, options: ServerOptions 
         docs_url=None,  # its page loads scripts from elsewhere
         redoc_url=None,
         lifespan=lifespan,
-        responses=_errors(),
     )
     app.state.service = service
-    app.include_router(_pages(service))
-    app.include_router(_verbs(service))
-    app.include_router(_batches(service))
-    app.include_router(_calls(service))
-    app.include_router(openai_router(engine, store))
+    for router in (_pages(service), _verbs(service), _batches(service), _calls(service)):
+        app.include_router(router, responses=_errors(ErrorBody, _ERRORS))
+    app.include_router(openai_router(engine, store), responses=_errors(ErrorBody | OpenAIErrorBody, _DOOR))
     app.add_middleware(Guard, service=service)
     for kind in EXPECTED:
         app.add_exception_handler(kind, _on_expected)
@@ -200,6 +200,18 @@ def _verbs(service: Service) -> APIRouter:
 
         return await call(request, work, wait=wait, run=body.request.parent.run)
 
+    @router.post("/begin_checkpoint", response_model=Acknowledged, responses=_waiting())
+    async def begin_checkpoint(
+        body: SaveCheckpointBody, request: Request, wait: Wait = 10, request_id: RequestId = None
+    ) -> Response:
+        """The same, answered while it is on its way to the store."""
+
+        async def work() -> Acknowledged:
+            await engine.begin_checkpoint(body.policy, provenance=body.provenance, name=body.name, epoch=body.epoch)
+            return Acknowledged()
+
+        return await call(request, work, wait=wait, run=body.policy.run)
+
     @router.post("/save_checkpoint", response_model=ArtifactRef, responses=_waiting())
     async def save_checkpoint(
         body: SaveCheckpointBody, request: Request, wait: Wait = 10, request_id: RequestId = None
@@ -228,15 +240,15 @@ def _verbs(service: Service) -> APIRouter:
             run=body.policy.run,
         )
 
-    @router.post("/release", response_model=Released, responses=_waiting())
+    @router.post("/release", response_model=Acknowledged, responses=_waiting())
     async def release(
         body: ReleaseBody, request: Request, wait: Wait = 10, request_id: RequestId = None
     ) -> Response:
         """The caller is done with the run for now."""
 
-        async def work() -> Released:
+        async def work() -> Acknowledged:
             await engine.release(body.run, epoch=body.epoch)
-            return Released()
+            return Acknowledged()
 
         return await call(request, work, wait=wait, run=body.run)
 
@@ -331,8 +343,8 @@ def _calls(service: Service) -> APIRouter:
 # -- errors ----------------------------------------------------------------------------------------------------
 
 
-def _errors() -> Responses:
-    return {status: {"model": ErrorBody, "description": text} for status, text in _ERRORS.items()}
+def _errors(model: Any, statuses: Iterable[int]) -> Responses:
+    return {status: {"model": model, "description": _ERRORS[status]} for status in statuses}
 
 
 def _waiting() -> Responses:

@@ -151,8 +151,8 @@ class ReleaseBody(Body):
     epoch: Epoch = 0
 
 
-class Released(BaseModel):
-    """The run's weights leave memory first from now on."""
+class Acknowledged(BaseModel):
+    """It is done; there is nothing to tell about it."""
 
 
 class CallStatus(BaseModel):

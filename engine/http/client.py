@@ -83,6 +83,12 @@ class EngineClient:
     async def take_gradient_step(self, request: StepRequest, *, epoch: int = 0) -> CommitRecord:
         return await self._post("take_gradient_step", _body(StepBody, request=request, epoch=epoch), CommitRecord)
 
+    async def begin_checkpoint(
+        self, policy: PolicyRef, *, provenance: Provenance, name: str | None = None, epoch: int = 0
+    ) -> None:
+        body = _body(SaveCheckpointBody, policy=policy, provenance=provenance, name=name, epoch=epoch)
+        await self._call(Call("/v1/begin_checkpoint", body.model_dump_json().encode()))
+
     async def save_checkpoint(
         self, policy: PolicyRef, *, provenance: Provenance, name: str | None = None, epoch: int = 0
     ) -> ArtifactRef:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
@@ -16,14 +18,14 @@ from engine.errors import EngineBusy, Fenced, PermanentEngineError, StepConflict
 from engine.local.apply import Effect, apply_request
 from engine.local.materialise import Materialiser
 from engine.local.queue import FairQueue
-from engine.local.saving import Saver, Snapshot, find_checkpoint
+from engine.local.saving import Saver, find_checkpoint
 from engine.local.slots import NoRoomYet, Slot, Slots
 from engine.local.together import Call, Together
 from engine.model_folder import ModelFolder, local_folder, registered_model, version_of
 from engine.protocol import Completion, EngineInfo, GenerateRequest, LogprobsRequest, PolicySpec
 from engine.spec import LocalEngineSpec
 from engine.text.tokenizers import TOKENIZER_FILES, load_tokenizer
-from storage.artifacts import ArtifactRef, Provenance, materialise_files
+from storage.artifacts import ArtifactRef, Provenance, materialise_files, read_manifest
 from storage.chain import Chain, CommitRecord, PolicyRef, StepRequest, base_of
 from storage.failpoints import failpoint
 from storage.identity import store_id
@@ -58,6 +60,7 @@ class LocalEngine:
         self.queue = FairQueue(name="ostinato-engine", prepare=self.backend.prepare_thread)
         self._epochs: dict[str, int] = {}
         self._speed: float | None = None
+        self._closing = threading.Event()
 
     async def _compute(self, run: str, call: Callable[[], R]) -> R:
         """The result of `call` in the compute thread, at the run's turn, and when there is room for what it needs."""
@@ -131,29 +134,36 @@ class LocalEngine:
     async def generate(
         self, request: GenerateRequest, *, epoch: int = 0, on_token: OnToken | None = None
     ) -> list[Completion]:
-        """`on_token` hears of each token in the compute thread as it is drawn; what it raises ends the call."""
-        call = Call(request)
+        """`on_token` hears of each token in the compute thread as it is drawn; what it raises ends the call. A caller
+        that is cancelled ends it too, at the next token."""
+        call = Call(request, on_token=on_token)
         shared = on_token is None and not self.spec.deterministic
         if shared:
             self.together.add(call)
         try:
-            return await self._compute(request.policy.run, partial(self._generate, call, epoch, on_token, shared))
+            return await self._compute(request.policy.run, partial(self._generate, call, epoch))
+        except asyncio.CancelledError:
+            call.abandoned = True
+            raise
         finally:
-            if shared:
-                self.together.remove(call)
+            self.together.remove(call)
 
-    def _generate(self, call: Call, epoch: int, on_token: OnToken | None, shared: bool) -> list[Completion]:
-        policy = call.request.policy
-        self._fence(policy.run, epoch)
-        if call.completions is not None:
-            self.policies.check_committed(policy)
+    def _generate(self, call: Call, epoch: int) -> list[Completion]:
+        self._fence(call.request.policy.run, epoch)
+        if call.completions is not None:  # another caller's batch had room for it
+            self.policies.check_committed(call.request.policy)
             return call.completions
-        return self.together.answer(call, self._draw) if shared else self._draw(call.request, on_token)
+        return self.together.answer(call, self._draw)
 
-    def _draw(self, request: GenerateRequest, on_token: OnToken | None = None) -> list[Completion]:
+    def _draw(self, request: GenerateRequest, on_token: OnToken) -> list[Completion]:
+        def hear(index: int, token: int, logprob: float) -> None:
+            if self._closing.is_set():
+                raise EngineBusy("the engine is closing; call again when it is back")
+            on_token(index, token, logprob)
+
         sampler = self.policies.sampler_of(self.policies.for_reading(request.policy), request.policy)
         log_work("generate", policy=request.policy.uri, completions=len(request.prompts))
-        return sampler.sample(request.prompts, request.seeds, request.sampling, on_token)
+        return sampler.sample(request.prompts, request.seeds, request.sampling, hear)
 
     async def logprobs(self, request: LogprobsRequest, *, epoch: int = 0) -> list[list[float]]:
         return await self._compute(request.policy.run, partial(self._logprobs, request, epoch))
@@ -227,26 +237,42 @@ class LocalEngine:
 
     # -- writing -----------------------------------------------------------------------------------------------
 
+    async def begin_checkpoint(
+        self, policy: PolicyRef, *, provenance: Provenance, name: str | None = None, epoch: int = 0
+    ) -> None:
+        """Returns when the files are written on this machine; another thread commits them."""
+        await self._compute(policy.run, partial(self._checkpoint, policy, provenance, name, epoch))
+
     async def save_checkpoint(
         self, policy: PolicyRef, *, provenance: Provenance, name: str | None = None, epoch: int = 0
     ) -> ArtifactRef:
-        """The compute thread is free again once the files are written here; their upload goes on beside it."""
-        taken = await self._compute(policy.run, partial(self._snapshot, policy, name, epoch))
+        taken = await self._compute(policy.run, partial(self._checkpoint, policy, provenance, name, epoch))
         if isinstance(taken, ArtifactRef):
             return taken
-        ref = await asyncio.wrap_future(self.saver.submit(taken, provenance))
-        find_checkpoint(self.store, policy, name=name)  # another may have been first, without our name
+        ref = await asyncio.shield(asyncio.wrap_future(taken))  # who stops waiting does not stop the upload
+        await asyncio.to_thread(find_checkpoint, self.store, policy, name=name)  # another may have begun it unnamed
         return ref
 
-    def _snapshot(self, policy: PolicyRef, name: str | None, epoch: int) -> Snapshot | ArtifactRef:
+    def _checkpoint(
+        self, policy: PolicyRef, provenance: Provenance, name: str | None, epoch: int
+    ) -> ArtifactRef | Future[ArtifactRef]:
+        """The committed checkpoint, or the one on its way: begun now if it was not."""
         self._fence(policy.run, epoch)
         self.policies.check_committed(policy)
-        found = find_checkpoint(self.store, policy, name=name)
-        return found or self.saver.take(self.policies.for_training(policy), self.policies.scratch_folder(), name=name)
+        there = self.saver.under_way(policy) or find_checkpoint(self.store, policy, name=name)
+        if there is not None:
+            return there
+        snapshot = self.saver.take(self.policies.for_training(policy), self.policies.scratch_folder(), name=name)
+        return self.saver.submit(snapshot, provenance)
 
     def _save_unasked(self, slot: Slot) -> None:
-        if find_checkpoint(self.store, slot.policy, name=None) is None:
-            self.saver.submit_unasked(self.saver.take(slot, self.policies.scratch_folder()))
+        """A checkpoint that nobody waits for: the provenance of the chain's last batch is its own."""
+        if self.saver.under_way(slot.policy) or find_checkpoint(self.store, slot.policy, name=None):
+            return
+        record = Chain.of(self.store, slot.policy).record(slot.policy.step)
+        assert record is not None  # only what moved past its last checkpoint is saved unasked
+        provenance = read_manifest(self.store, record.request.batch.key).provenance
+        self.saver.submit(self.saver.take(slot, self.policies.scratch_folder()), provenance)
 
     async def export_model(
         self, policy: PolicyRef, model_name: str, *, provenance: Provenance, epoch: int = 0
@@ -287,7 +313,8 @@ class LocalEngine:
 
     def _release(self, run: str, epoch: int) -> None:
         if epoch >= self._epochs.get(run, 0):
-            self.slots.release(run)
+            for slot in self.slots.release(run):
+                self._save_unasked(slot)
 
     async def info(self) -> EngineInfo:
         """Does not wait for the calls before it, but for the first one, which measures the device."""
@@ -304,8 +331,10 @@ class LocalEngine:
         )
 
     async def close(self, *, checkpoint: bool = True) -> None:
-        """Ends what waits with EngineBusy, finishes the running call, and, with `checkpoint`, saves every policy that
-        moved past its last checkpoint: whoever comes next has nothing to redo."""
+        """Ends what waits, and a running generation at its next token, with EngineBusy; finishes a running step; and,
+        with `checkpoint`, saves every policy that moved past its last checkpoint: who comes next has nothing to redo.
+        Whoever cannot wait may kill the process: nothing committed is lost."""
+        self._closing.set()
         await asyncio.to_thread(self._close, checkpoint)
 
     def _close(self, checkpoint: bool) -> None:

@@ -1,9 +1,9 @@
 """The fair queue in front of the one compute thread.
 
-Start-time fair queueing (Goyal, Vin, Cheng 1996) with measured cost: each run has a virtual time, the compute seconds it
-has used; the run that has used least goes next. A run that was away comes back at the least virtual time of the others
-that wait: it is owed nothing for its absence. Calls of one run stay in order. No call is ever interrupted, so a run waits
-at most for one call of each other run.
+Start-time fair queueing (Goyal, Vin, Cheng 1996) with measured cost: each run has a virtual time, the compute seconds
+it has used; the run that has used least goes next. A run that was away comes back at the virtual time of the call that
+began last: it is owed nothing for its absence. Calls of one run stay in order. No call is ever interrupted, so a run
+waits at most for one call of each other run.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class FairQueue:
             start = self._clock()
             try:
                 result = job.function()
-            except BaseException as error:  # it belongs to the caller, whatever it is
+            except BaseException as error:  # noqa: BLE001 - it belongs to the caller, whatever it is
                 job.future.set_exception(error)
             else:
                 job.future.set_result(result)

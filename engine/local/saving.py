@@ -12,9 +12,8 @@ from pathlib import Path
 
 from engine.local.slots import Slot
 from storage import keys
-from storage.artifacts import ArtifactRef, Provenance, commit_files, find_artifact, read_manifest
-from storage.chain import Chain, PolicyRef
-from storage.errors import StorageError
+from storage.artifacts import ArtifactRef, Provenance, commit_files, find_artifact
+from storage.chain import PolicyRef
 from storage.models import canonical_json
 from storage.objects import ObjectStore
 from storage.worklog import log_work
@@ -55,6 +54,7 @@ class Saver:
     def __init__(self, store: ObjectStore) -> None:
         self.store = store
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ostinato-upload")
+        self._under_way: dict[str, Future[ArtifactRef]] = {}
 
     def take(self, slot: Slot, folder: Path, *, name: str | None = None) -> Snapshot:
         """Writes the slot's weights and moments into `folder`. The slot must not move meanwhile."""
@@ -64,24 +64,21 @@ class Saver:
         slot.saved_step = slot.policy.step
         return snapshot
 
+    def under_way(self, policy: PolicyRef) -> Future[ArtifactRef] | None:
+        """The upload of this policy's checkpoint that has not ended yet."""
+        return self._under_way.get(policy.state)
+
     def submit(self, snapshot: Snapshot, provenance: Provenance) -> Future[ArtifactRef]:
-        return self._pool.submit(self._commit, snapshot, provenance)
+        """Its upload. One that nobody waits for and that fails only makes a later redo longer."""
+        future = self._pool.submit(self._commit, snapshot, provenance)
+        self._under_way[snapshot.policy.state] = future
+        future.add_done_callback(lambda done: self._ended(snapshot.policy, done))
+        return future
 
-    def submit_unasked(self, snapshot: Snapshot) -> Future[ArtifactRef | None]:
-        """For a checkpoint that nobody waits for: what made the chain's last batch is its provenance, and a failure
-        only makes a later redo longer."""
-
-        def commit() -> ArtifactRef | None:
-            try:
-                record = Chain.of(self.store, snapshot.policy).record(snapshot.policy.step)
-                assert record is not None  # only what moved past its last checkpoint is saved unasked
-                provenance = read_manifest(self.store, record.request.batch.key).provenance
-                return self._commit(snapshot, provenance)
-            except (StorageError, OSError) as error:
-                log.warning("%s was not checkpointed, a redo will be longer: %s", snapshot.policy.uri, error)
-                return None
-
-        return self._pool.submit(commit)
+    def _ended(self, policy: PolicyRef, done: Future[ArtifactRef]) -> None:
+        self._under_way.pop(policy.state, None)
+        if not done.cancelled() and (error := done.exception()):
+            log.warning("the checkpoint of %s failed: %s", policy.uri, error)
 
     def _commit(self, snapshot: Snapshot, provenance: Provenance) -> ArtifactRef:
         policy = snapshot.policy

@@ -133,11 +133,13 @@ class Slots:
         """Forgets the chain's training slot: its weights are not those of any committed policy."""
         self._training.pop(chain_name(policy), None)
 
-    def release(self, run: str) -> None:
-        """The run's slots leave first from now on, until it is heard of again."""
-        for slot in (*self._training.values(), *self._frozen.values()):
-            if slot.policy.run == run:
-                slot.released = True
+    def release(self, run: str) -> list[Slot]:
+        """The run's slots leave first from now on, until it is heard of again. Returns those that moved past their last
+        checkpoint."""
+        own = [slot for slot in self._slots() if slot.policy.run == run]
+        for slot in own:
+            slot.released = True
+        return [slot for slot in own if slot in self.moved()]
 
     def make_room(self, need: int, *, run: str, what: str, keep: Slot | None = None) -> None:
         """Lets others leave until `need` bytes are free.

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-from engine.errors import PermanentEngineError
+from engine.backends.protocol import OnToken
+from engine.errors import PermanentEngineError, TransientEngineError
 from engine.protocol import Completion, GenerateRequest
 
 
@@ -17,10 +18,17 @@ class Call:
     """One caller's request, and its answer once a batch had it."""
 
     request: GenerateRequest
+    on_token: OnToken | None = None
     completions: list[Completion] | None = None
+    abandoned: bool = False
+    """Nobody waits for the answer any more."""
 
 
-Draw = Callable[[GenerateRequest], list[Completion]]
+class Abandoned(TransientEngineError):
+    """Every caller of the batch is gone."""
+
+
+Draw = Callable[[GenerateRequest, OnToken], list[Completion]]
 
 
 class Together:
@@ -53,8 +61,10 @@ class Together:
         return call.completions
 
     def _batch_of(self, call: Call) -> list[Call]:
-        """The call and as many others as fill up one decoding batch."""
+        """The call and as many others as fill up one decoding batch; alone if it was never added."""
         batch, rows = [call], len(call.request.prompts)
+        if call not in self._waiting.get(self._key(call), []):
+            return batch
         for other in self._waiting.get(self._key(call), [])[:]:
             if other is not call and other.completions is None and rows + len(other.request.prompts) <= self._max_rows:
                 batch.append(other)
@@ -69,8 +79,15 @@ class Together:
             [seed for call in batch for seed in call.request.seeds],
             own.sampling,
         )
+
+        def hear(index: int, token: int, logprob: float) -> None:
+            if all(call.abandoned for call in batch):
+                raise Abandoned("the callers of this generation are gone")
+            if batch[0].on_token is not None:  # then it is alone: see LocalEngine.generate
+                batch[0].on_token(index, token, logprob)
+
         try:
-            completions = draw(request)
+            completions = draw(request, hear)
         except PermanentEngineError:
             if len(batch) == 1:
                 raise

@@ -6,20 +6,24 @@ import asyncio
 import json
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pandas
 import pytest
 
 import flows.grpo
+import flows.session
 import tasks.report
 from engine.connect import connect
+from engine.local.engine import LocalEngine
+from engine.workspace import Workspace
 from flows.config import GRPOConfig
 from flows.grpo import grpo
 from storage import keys
 from storage.chain import Chain
 from storage.errors import SemanticMismatch
+from storage.leases import is_held
 from storage.objects import ObjectStore, open_store
 from tests.toy import toy_config, write_prompts
 
@@ -284,6 +288,31 @@ def interrupt_at(monkeypatch: pytest.MonkeyPatch, name: str, step: int) -> None:
     monkeypatch.setattr(flows.grpo, name, raises_once)
 
 
+async def leave_without_a_word(workspace: Workspace) -> None:
+    pass
+
+
+def test_a_run_that_fails_gives_its_lease_back_and_leaves_nothing_to_redo(
+    toy: Toy, worklog: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = {"frequency": None, "recovery_steps": None}
+    interrupt_at(monkeypatch, "take_gradient_step", step=3)
+    with pytest.raises(Interrupted):
+        toy.run("failed", algorithm__steps=5, checkpoints=checkpoints)
+    store = toy.chain("failed").store
+    assert not is_held(store, "failed")
+    config = toy.config("failed")
+    engine = cast(LocalEngine, connect(config.storage.url, config.engine))
+    asyncio.run(engine.close(checkpoint=False))  # waits for the upload that leaving began
+    connect.cache_clear()
+    worklog.write_text("")
+    result = toy.run("failed", algorithm__steps=5, checkpoints=checkpoints)
+    assert events(worklog, "redo") == []
+    assert ("restore", 3) in events(worklog, "restore")
+    assert result["policy"].split("@")[1].startswith("5#")
+    assert not is_held(store, "failed")
+
+
 @pytest.mark.parametrize(
     ("at", "recovery_steps", "restored", "redone", "shards_again"),
     [
@@ -298,6 +327,7 @@ def test_an_interrupted_run_resumes_and_ends_in_the_same_bytes(
 ) -> None:  # fmt: skip
     checkpoints = {"frequency": None, "recovery_steps": recovery_steps, "keep_last": 9}
     interrupt_at(monkeypatch, at, step=3)
+    monkeypatch.setattr(flows.session, "leave", leave_without_a_word)  # as who is killed does
     with pytest.raises(Interrupted):
         toy.run("interrupted", algorithm__steps=5, checkpoints=checkpoints)
     assert list(toy.chain("interrupted").steps()) == [1, 2, 3]

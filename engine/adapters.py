@@ -29,8 +29,8 @@ class LoraSpec(Frozen):
     """
 
     kind: Literal["lora"] = "lora"
-    rank: int = Field(8, ge=1)
-    alpha: float = Field(16.0, gt=0, allow_inf_nan=False)
+    rank: int = Field(16, ge=1)
+    alpha: float = Field(32.0, gt=0, allow_inf_nan=False)
     target_modules: Annotated[tuple[str, ...], Field(min_length=1)] | Literal["all-linear"] = ALL_LINEAR
     """Names of linear layers, whole or the last parts ("q_proj"), as peft reads them; "all-linear" is every linear
     layer but the language head."""
@@ -60,5 +60,5 @@ def trainable_of(trainable: Mapping[str, Any]) -> FullSpec | LoraSpec:
         wrong = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'trainable'}: {e['msg']}" for e in error.errors())
         raise BadSpec(
             f"trainable {dict(trainable)} was given: {wrong}. Expected {{'kind': 'full'}}, or {{'kind': 'lora'}} with "
-            "rank >= 1 (8), alpha > 0 (16), target_modules ('all-linear' or names of linear layers), use_rslora (false)"
+            "rank >= 1 (16), alpha > 0 (32), target_modules ('all-linear' or names of linear layers), use_rslora (false)"
         ) from error

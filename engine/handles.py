@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Generator, Hashable
+from collections.abc import Generator, Hashable, Sequence
 from copy import copy
-from dataclasses import dataclass, field
-from typing import Any, Protocol, Self, cast
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol, Self, cast
 
+from engine.adapters import FullSpec, LoraSpec, trainable_of
 from engine.coalesce import Coalescer
 from engine.errors import BadSpec, PermanentEngineError, SampleTooLong
 from engine.protocol import Completion, GenerateRequest, LogprobsRequest, PolicySpec, SamplingParams, TokenSequence
@@ -52,6 +53,19 @@ class ModelBuilder:
     key: str
     workspace: Workspace
     tokens_to_generate: int
+    trainable: FullSpec | LoraSpec = FullSpec()
+
+    def with_adapter(
+        self, rank: int = 16, alpha: float = 32.0, targets: Sequence[str] | Literal["all-linear"] = "all-linear"
+    ) -> Self:
+        """A builder whose models train a LoRA adapter (arXiv:2106.09685) in peft's format: the weights of the base are
+        in memory once for all runs that adapt it. `targets`: names of linear layers, like "q_proj"."""
+        names = targets if isinstance(targets, str) else tuple(targets)
+        return self.training(trainable_of({"kind": "lora", "rank": rank, "alpha": alpha, "target_modules": names}))
+
+    def training(self, trainable: FullSpec | LoraSpec) -> Self:
+        """A builder whose models train just this part of the weights."""
+        return replace(self, trainable=trainable)
 
     def __await__(self) -> Generator[Any, None, Self]:
         return self
@@ -69,7 +83,9 @@ class ModelBuilder:
             )
         base, renderer = await self._base()
         sampling = SamplingParams(max_new_tokens=self.tokens_to_generate)
-        root = Root(base=base, base_digest=base.sha256, init_seed=init_seed)
+        # a full dump: a default that is spelt out and one that is left out are the same chain
+        trainable = self.trainable.model_dump(mode="json")
+        root = Root(base=base, base_digest=base.sha256, trainable=trainable, init_seed=init_seed)
         return TrainingModel(self.workspace, name, renderer, sampling, base, max_batch_size or limit, root)
 
     async def spawn_inference(self, name: str) -> InferenceModel:
@@ -237,7 +253,8 @@ class TrainingModel(InferenceModel):
         stage = f"{position}-{keys.validate_name(name)}"
         root = self._root
         if self._at.policy is not None:
-            root = Root(start=self._at.policy, base_digest=self._at.policy.state)
+            start_at = self._at.policy
+            root = Root(start=start_at, base_digest=start_at.state, trainable=self._root.trainable)
         run = self.workspace.run
         start = await self.engine.create_policy(PolicySpec(run=run, stage=stage, model=self.name, root=root))
         body = {"start": start.model_dump(), "reference": start.model_dump(), "optimizer": "reset"}

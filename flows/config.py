@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
+from engine.adapters import FullSpec, LoraSpec
 from engine.losses.spec import KLEstimator
 from engine.protocol import SamplingParams
 from engine.spec import EngineSpec, LocalEngineSpec
@@ -35,6 +36,12 @@ class ModelConfig(Frozen):
     """The model's name within the run."""
     publish_as: str | None = None
     """Registry name of the trained model. None: the run's key."""
+    adapter: LoraSpec | None = None
+    """Train a LoRA adapter instead of all weights; runs on one base model then share its memory. `{}` is rank 16."""
+
+    @property
+    def trainable(self) -> FullSpec | LoraSpec:
+        return self.adapter or FullSpec()
 
     @field_validator("name", "publish_as")
     @classmethod
@@ -187,6 +194,8 @@ class FlowConfig(Frozen):
         """What decides the result, without names and patience."""
         body = self.model_dump(mode="json", include=set(SEMANTIC))
         body["model"].pop("publish_as")
+        if body["model"]["adapter"] is None:
+            body["model"].pop("adapter")  # what trains all weights is the run it was before there were adapters
         body["data"].pop("heldout", None)
         for patience in ("timeout_seconds", "retries", "concurrency", "max_masked_fraction"):
             body.get("grader", {}).pop(patience, None)

@@ -252,7 +252,8 @@ async def grpo(config: GRPOConfig) -> dict[str, Any]:
         if session.result is not None:
             return session.result
         workspace = session.workspace
-        model = await Model(registered_key(session.base)).to_builder(session).spawn_train(config.model.name)
+        builder = Model(registered_key(session.base)).to_builder(session).training(config.model.trainable)
+        model = await builder.spawn_train(config.model.name)
         model = model.with_sampling(config.sampling)
         trainer = _trainer(config, session.data, model, logger)
         heldout = Heldout.load(workspace, config, session.base, trainer.grading)

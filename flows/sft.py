@@ -120,7 +120,8 @@ async def sft(config: SFTConfig) -> dict[str, Any]:
         if session.result is not None:
             return session.result
         workspace = session.workspace
-        model = await Model(registered_key(session.base)).to_builder(session).spawn_train(config.model.name)
+        builder = Model(registered_key(session.base)).to_builder(session).training(config.model.trainable)
+        model = await builder.spawn_train(config.model.name)
         algorithm, optimizer = config.algorithm, config.optimizer
         trainer = SFT(
             session.data,

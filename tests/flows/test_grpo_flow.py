@@ -352,6 +352,25 @@ def test_an_interrupted_run_resumes_and_ends_in_the_same_bytes(
     assert [line["resumed"] for line in metrics] == [False, False, False, True, False]
 
 
+def test_a_run_of_an_adapter_publishes_a_whole_model_and_resumes_to_the_same_bytes(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes: dict[str, Any] = {"algorithm__steps": 3, "model__adapter": {"rank": 2}, "model__publish_as": "adapted"}
+    whole = toy.run("adapter", **changes)
+    assert len(set(toy.digests("adapter"))) == 3
+    interrupt_at(monkeypatch, "take_gradient_step", step=2)
+    with pytest.raises(Interrupted):
+        toy.run("again", **changes)
+    connect.cache_clear()
+    assert toy.run("again", **changes)["policy"].split("#")[1] == whole["policy"].split("#")[1]
+    assert toy.digests("again") == toy.digests("adapter")
+    folder = next((toy.data / "models" / "adapted").glob("000003-*"))
+    assert {"model.safetensors", "tokenizer.json", "adapter"} <= {path.name for path in folder.iterdir()}
+    assert (folder / "adapter" / "adapter_config.json").is_file()
+    with pytest.raises(SemanticMismatch, match=r"model\.adapter\.rank: the run has 2, given 4"):
+        toy.run("adapter", **changes | {"model__adapter": {"rank": 4}})
+
+
 def test_another_seed_is_another_run(toy: Toy) -> None:
     toy.run("seed-0", algorithm__steps=1)
     toy.run("seed-1", algorithm__steps=1, seed=1)

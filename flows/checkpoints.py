@@ -33,7 +33,7 @@ class CheckpointSchedule:
 
     def __init__(self, config: CheckpointConfig | None = None) -> None:
         self.config = config or CheckpointConfig()
-        self.keep_last = self.config.keep_last
+        self.retention = self.config.retention
         self._last_write = time.monotonic()
 
     @classmethod

@@ -18,6 +18,7 @@ from storage.chain import OldLogprobs
 from storage.errors import InvalidKey
 from storage.keys import validate_name
 from storage.models import Frozen
+from storage.retention import Retention
 from tasks.batches import AdvantageEstimator
 from tasks.datasets.spec import FileDataset, ReasoningGymDataset
 from tasks.rollouts import Truncation
@@ -164,6 +165,26 @@ class CheckpointConfig(Frozen):
     """A recovery checkpoint every so many steps, however quick they are."""
     keep_last: int = Field(2, ge=1)
     """Recovery checkpoints kept."""
+    keep_every: int | None = Field(None, ge=1)
+    """Recovery checkpoints of every so many steps are kept too."""
+    keep_best: int | None = Field(None, ge=1)
+    """So many recovery checkpoints with the best `metric` are kept too."""
+    metric: str | None = None
+    """A metric of the steps' records, like "loss"."""
+    best: Literal["min", "max"] = "max"
+    """Which values of the metric are the best."""
+
+    @model_validator(mode="after")
+    def _best_of_something(self) -> Self:
+        if (self.keep_best is None) != (self.metric is None):
+            raise ValueError(
+                f"keep_best={self.keep_best} and metric={self.metric!r} go together; give both, or neither"
+            )
+        return self
+
+    @property
+    def retention(self) -> Retention:
+        return Retention(**self.model_dump(include=set(Retention.model_fields)))
 
 
 class EvaluationConfig(Frozen):

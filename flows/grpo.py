@@ -136,7 +136,7 @@ class GRPO:
         data = self._load()
         total_steps = self._total_steps(data)
         async with (
-            Uploads(workspace, keep_last=self.checkpoints.keep_last) as uploads,
+            Uploads(workspace, retention=self.checkpoints.retention) as uploads,
             Journal(self.model, policy, self.logger, total_steps=total_steps) as journal,
         ):
             cursor = journal.cursor()

@@ -76,7 +76,7 @@ class SFT:
         size = min(self.samples_per_batch, data.rows)
         total_steps = self.max_steps or -(-self.epochs * data.rows // size)
         async with (
-            Uploads(workspace, keep_last=self.checkpoints.keep_last) as uploads,
+            Uploads(workspace, retention=self.checkpoints.retention) as uploads,
             Journal(self.model, policy, self.logger, total_steps=total_steps) as journal,
         ):
             cursor = journal.cursor()

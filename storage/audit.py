@@ -8,6 +8,7 @@ that nobody reads and nobody would collect. Nothing is written.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import defaultdict
 from collections.abc import Callable
 
@@ -22,23 +23,31 @@ from storage.registry import find_model, resolve_alias
 
 __all__ = ["AuditReport", "Finding", "audit_store"]
 
+OLD_SECONDS = 24 * 3600
+"""An attempt is over by then: garbage collection takes its data, storage commits it no more."""
 Progress = Callable[[str, int, int], None]
 """(what is looked at, how many of those are done, how many there are)"""
 
 
 def audit_store(
-    store: ObjectStore, *, read_bytes: bool = True, on_progress: Progress = lambda what, done, total: None
+    store: ObjectStore,
+    *,
+    read_bytes: bool = True,
+    now: float | None = None,
+    on_progress: Progress = lambda what, done, total: None,
 ) -> AuditReport:
     """Checks the whole store. A run may be under way meanwhile: what it is about to finish is no finding.
 
-    With `read_bytes` every file is read and hashed; without, only its size is compared.
+    With `read_bytes` every file is read and hashed; without, only its size is compared. `now` is epoch seconds (None:
+    by this machine's clock), for the age of what no manifest names.
     """
-    return _Audit(store, read_bytes=read_bytes, on_progress=on_progress).report()
+    now = time.time() if now is None else now
+    return _Audit(store, read_bytes=read_bytes, now=now, on_progress=on_progress).report()
 
 
 class _Audit:
-    def __init__(self, store: ObjectStore, *, read_bytes: bool, on_progress: Progress) -> None:
-        self.store, self.read_bytes, self.on_progress = store, read_bytes, on_progress
+    def __init__(self, store: ObjectStore, *, read_bytes: bool, now: float, on_progress: Progress) -> None:
+        self.store, self.read_bytes, self.now, self.on_progress = store, read_bytes, now, on_progress
         self.found = Findings()
         self.sizes: dict[str, int] = {}
         self.referenced: set[str] = set()
@@ -186,7 +195,10 @@ class _Audit:
         for info in objects:
             if info.key in self.referenced or keys.artifact_of(info.key) or keys.is_plain(info.key):
                 continue
-            if keys.is_data(info.key):
+            if keys.kind_of_key(info.key) == "published" and self.now - info.modified > OLD_SECONDS:
+                what = "is of a version of a model that was never published whole, and collections leave it alone"
+                self.found.warning(info.key, what, "publish the model again, or collect it when nobody writes")
+            elif keys.is_data(info.key):
                 pending.append(info.key)
             else:
                 self.found.warning(

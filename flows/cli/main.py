@@ -9,6 +9,7 @@ import typer
 
 from flows.cli.chain import add_chain_commands
 from flows.cli.demo import run_demo
+from flows.cli.doctor import doctor
 from flows.cli.engine import engine_app
 from flows.cli.runner import run_flow
 
@@ -19,6 +20,7 @@ run = typer.Typer(help="Run a flow; the same command again resumes it.", no_args
 app.add_typer(run, name="run")
 app.add_typer(engine_app, name="engine")
 add_chain_commands(app)
+app.command("doctor")(doctor)
 
 ConfigFile = Annotated[Path, typer.Option("--config", help="YAML, TOML or JSON file.", exists=True, dir_okay=False)]
 Sets = Annotated[list[str] | None, typer.Option("--set", help="Override one key: a.b=c. May be repeated.")]

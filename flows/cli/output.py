@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from engine.errors import EngineError
 from flows.config import StorageConfig
@@ -89,12 +90,12 @@ def say_findings(problems: Iterable[Finding], to: Console) -> None:
         to.print(f"  what to do: {escape(problem.what_to_do)}", soft_wrap=True)
 
 
-def _cell(value: Any) -> str:
+def _cell(value: Any) -> str | Text:
     if value is None:
         return "-"
     if isinstance(value, float):
         return f"{value:.6g}"
-    return escape(str(value))
+    return value if isinstance(value, Text) else escape(str(value))
 
 
 def _ended(error: Exception, status: int) -> typer.Exit:

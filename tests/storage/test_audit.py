@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -132,3 +133,18 @@ def test_a_checkpoint_of_another_history(broken: ToyRun) -> None:
     body["extra"]["state"] = Chain(broken.store, "toy", "0-grpo", "policy").policy(3).state
     manifest.write_bytes(canonical_json(body))
     assert found(broken) == [("error", key)]
+
+
+def test_an_incomplete_model_stays_for_ever_so_it_is_a_finding_once_it_is_old(broken: ToyRun) -> None:
+    torn = "models/torn/v1/model.safetensors"
+    broken.store.put(torn, b"half")
+    assert audit_store(broken.store).pending == (torn,)
+    report = audit_store(broken.store, now=time.time() + 25 * 3600)
+    assert report.pending == ()
+    assert [(p.severity, p.key) for p in report.problems] == [("warning", torn)]
+
+
+def test_a_released_lease_and_a_fork_are_no_foreign_objects(broken: ToyRun) -> None:
+    broken.store.put(keys.lease_release("toy", 1), b"{}")
+    broken.store.put(keys.fork_json("toy"), b"{}")
+    assert found(broken) == []

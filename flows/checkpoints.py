@@ -16,6 +16,7 @@ from flows.config import CheckpointConfig
 from storage.artifacts import ArtifactRef
 from storage.chain import PolicyRef
 from storage.errors import StorageError
+from storage.retention import Retention
 from tasks.checkpoint import begin_checkpoint, save_checkpoint
 
 log = logging.getLogger(__name__)
@@ -74,15 +75,15 @@ class Uploads:
     """Checkpoints on their way to storage while the loop takes its next steps; at most one at a time. One that fails
     after its retries fails the loop, at the next one or at the end of the block."""
 
-    def __init__(self, workspace: Workspace, *, keep_last: int) -> None:
-        self._workspace, self._keep_last = workspace, keep_last
+    def __init__(self, workspace: Workspace, *, retention: Retention) -> None:
+        self._workspace, self._retention = workspace, retention
         self._under_way: asyncio.Task[ArtifactRef] | None = None
 
     async def start(self, policy: PolicyRef, *, name: str | None = None) -> None:
         """Begins to save `policy`, once the checkpoint before it is complete."""
         await self._finish()
         await begin_checkpoint(self._workspace, policy, name=name)  # awaited: the next step moves the weights
-        saving = save_checkpoint(self._workspace, policy, name=name, keep_last=self._keep_last)
+        saving = save_checkpoint(self._workspace, policy, name=name, retention=self._retention)
         self._under_way = asyncio.ensure_future(saving)
 
     async def _finish(self) -> None:

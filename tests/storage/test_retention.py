@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Literal
 
+import pytest
+
+from engine.local.engine import LocalEngine
 from storage import keys
-from storage.artifacts import Provenance, commit_files, find_artifact
-from storage.chain import PolicyRef
+from storage.artifacts import ArtifactRef, Provenance, commit_files, find_artifact, materialise_files, read_manifest
+from storage.chain import Chain, CommitRecord, Numerics, OptimizerSpec, PolicyRef, StepRequest
+from storage.errors import ObjectNotFound
+from storage.gc import collect_garbage
 from storage.objects import ObjectStore, open_store
 from storage.retention import prune_checkpoints
+from tests.fixtures.engines import DETERMINISTIC, PROVENANCE, commit_batch, new_policy, request_after
 
 POLICY = PolicyRef(run="r", stage="0-s", model="policy", step=9, state="s")
 
@@ -31,3 +39,86 @@ def test_named_checkpoints_neither_go_nor_count(tmp_path: Path) -> None:
     assert [step for step, key in written.items() if find_artifact(store, key) is None] == [1]
     assert not list(store.list(written[1] + "/"))
     assert prune_checkpoints(store, POLICY, keep_last=2) == []
+
+
+def record(store: ObjectStore, step: int, **metrics: float) -> None:
+    """The record that made policy `step` of a chain that is not checked."""
+    parent = POLICY.model_copy(update={"step": step - 1, "state": f"s{step - 1}"})
+    batch = ArtifactRef(kind="batch", key="b", sha256="0", bytes=1, rows=1, parents=())
+    request = StepRequest(parent=parent, batch=batch, loss={}, optimizer=OptimizerSpec(lr=1.0))
+    numerics = Numerics(backend="b", device="cpu", compute_dtype="float32", threads=1, max_tokens=1)
+    Chain.of(store, POLICY).commit(
+        CommitRecord(request=request, state=request.next_state(), metrics=metrics, updates=1, numerics=numerics)
+    )
+
+
+def kept(store: ObjectStore, written: dict[int, str]) -> list[int]:
+    return [step for step, key in written.items() if find_artifact(store, key) is not None]
+
+
+def test_every_so_many_steps_are_kept(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "store")
+    written = {step: write(store, tmp_path, step) for step in range(0, 11)}
+    assert prune_checkpoints(store, POLICY, keep_last=1, keep_every=4) == [1, 2, 3, 5, 6, 7, 9]
+    assert kept(store, written) == [0, 4, 8, 10]
+
+
+@pytest.mark.parametrize(("best", "expected"), [("max", [2, 3, 6]), ("min", [1, 4, 6])])
+def test_the_best_by_a_metric_are_kept(tmp_path: Path, best: Literal["min", "max"], expected: list[int]) -> None:
+    store = open_store(tmp_path / "store")
+    rewards = {1: 0.1, 2: 0.9, 3: 0.5, 4: 0.2, 5: math.inf, 6: 0.3}
+    written = {step: write(store, tmp_path, step) for step in range(0, 7)}  # step 0 has no record
+    for step, reward in rewards.items():
+        record(store, step, **({"reward": reward} if math.isfinite(reward) else {"loss": 1.0}))
+    prune_checkpoints(store, POLICY, keep_last=1, keep_best=2, metric="reward", best=best)
+    assert kept(store, written) == expected
+    with pytest.raises(ValueError, match="has the metric 'rewards'; they have reward"):
+        prune_checkpoints(store, POLICY, keep_last=1, keep_best=2, metric="rewards")
+    with pytest.raises(ValueError, match="without a metric"):
+        prune_checkpoints(store, POLICY, keep_last=1, keep_best=2)
+
+
+def test_equal_values_keep_the_earlier(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "store")
+    written = {step: write(store, tmp_path, step) for step in (1, 2, 3)}
+    for step in written:
+        record(store, step, reward=0.5)
+    assert prune_checkpoints(store, POLICY, keep_last=1, keep_best=1, metric="reward") == [2]
+
+
+def test_a_reader_never_follows_a_manifest_to_data_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(tmp_path / "store")
+    key = write(store, tmp_path, 1)
+    real = store.delete
+
+    def dies_after_one(key: str) -> None:
+        real(key)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(store, "delete", dies_after_one)
+    with pytest.raises(KeyboardInterrupt):
+        prune_checkpoints(store, POLICY, keep_last=0)
+    assert find_artifact(store, key) is None
+    assert len(list(store.list(key))) == 1  # the data, for garbage collection
+    with pytest.raises(ObjectNotFound):
+        materialise_files(store, key, tmp_path / "to")
+
+
+async def test_after_pruning_everything_the_policy_is_rebuilt(tmp_path: Path, tiny_folder: Path) -> None:
+    url = f"file://{tmp_path}/store"
+    store, engine = open_store(url), LocalEngine(url, DETERMINISTIC)
+    policy = await new_policy(engine, tiny_folder)
+    for _ in range(2):
+        policy = (await engine.take_gradient_step(request_after(policy, commit_batch(store, policy)))).policy
+        await engine.save_checkpoint(policy, provenance=PROVENANCE)
+    assert prune_checkpoints(store, policy, keep_last=0) == [1, 2]
+    collect_garbage(store, now=store.now() + 1e6)
+    await engine.close()
+    fresh = LocalEngine(url, DETERMINISTIC)
+    await fresh.save_checkpoint(policy, provenance=PROVENANCE)  # rebuilds: a redo that differs is an error
+    checkpoint = read_manifest(store, keys.checkpoint(policy.run, policy.stage, policy.model, 2))
+    committed = Chain.of(store, policy).record(2)
+    assert committed is not None and checkpoint.extra["state"] == committed.state
+    await fresh.close()

@@ -19,7 +19,7 @@ from s3fs import S3FileSystem
 
 from storage.backends.protocol import HIDDEN, Leftover, ObjectInfo, PutResult
 from storage.backends.s3_errors import ANY, answer_of, status_of, typed
-from storage.backends.s3_transfer import ATTEMPT, PART_BYTES, Transfer
+from storage.backends.s3_transfer import ATTEMPT, PART_BYTES, PER_PART, Transfer
 from storage.errors import InvalidKey, ObjectNotFound, StorageUnavailable, UnsupportedFilesystem
 from storage.keys import is_key, validate_prefix
 from storage.retry import RetryPolicy, retried
@@ -43,7 +43,7 @@ class S3Backend:
         # few attempts inside a request: the store retries around it
         config = {"retries": {"mode": "standard", "total_max_attempts": 2}} | options.get("config_kwargs", {})
         self.page_size = 1000
-        self.part_bytes = PART_BYTES
+        self.part_bytes, self.part_retry = PART_BYTES, PER_PART
         # fsspec keeps instances by arguments, but the endpoint and the credentials may come from the environment
         fixed = {"config_kwargs": config, "use_listings_cache": False, "skip_instance_cache": True}
         self._fs = S3FileSystem(**(options | fixed))
@@ -134,17 +134,19 @@ class S3Backend:
 
     def remove_leftover(self, name: str) -> None:
         key, found, upload = name.partition(_UPLOAD)
-        try:
-            with typed(name, self.url):
+        with typed(name, self.url):
+            try:
                 if found:
                     self._call("abort_multipart_upload", Key=self._prefix + key, UploadId=upload)
                 else:
                     self._call("delete_object", Key=self._prefix + key)
-        except ObjectNotFound:
-            return
+            except ANY as error:
+                answer = answer_of(error)
+                if answer is None or status_of(answer) != 404:
+                    raise
 
     def _transfer(self) -> Transfer:
-        return Transfer(self._fs, self.bucket, self.url, self.part_bytes)
+        return Transfer(self._fs, self.bucket, self.url, self.part_bytes, self.part_retry)
 
     def _pages(self, method: str, items: str, **where: Any) -> Iterator[dict[str, Any]]:
         """The items of all pages of a listing."""

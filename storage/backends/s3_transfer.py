@@ -22,17 +22,17 @@ from storage.retry import RetryPolicy, retried_async
 ATTEMPT = "ostinato-attempt"
 """Metadata of an object: which call wrote it."""
 PART_BYTES = 8 << 20
-CONCURRENT_PARTS = 3
+CONCURRENT_PARTS = 2
 MAX_PARTS = 10_000
 """S3's limit; the parts of a larger file grow."""
-_PER_PART = RetryPolicy(attempts=4)
+PER_PART = RetryPolicy(attempts=4)
 
 
 class Transfer:
     """One file's way to or from a bucket. Its methods run on s3fs's loop. Raises StorageError only."""
 
-    def __init__(self, fs: S3FileSystem, bucket: str, url: str, part_bytes: int) -> None:
-        self._fs, self._bucket, self._url, self._part_bytes = fs, bucket, url, part_bytes
+    def __init__(self, fs: S3FileSystem, bucket: str, url: str, part_bytes: int, retry: RetryPolicy) -> None:
+        self._fs, self._bucket, self._url, self._part_bytes, self._retry = fs, bucket, url, part_bytes, retry
 
     async def upload(self, name: str, path: Path) -> None:
         """The file as the object `name` (a whole key of the bucket)."""
@@ -60,7 +60,7 @@ class Transfer:
             start = index * self._part_bytes
             stop = min(start + self._part_bytes, size)
             data = await retried_async(
-                lambda: self._range(name, start, stop, head["ETag"]), f"read {name!r} of {self._url}", _PER_PART
+                lambda: self._range(name, start, stop, head["ETag"]), f"read {name!r} of {self._url}", self._retry
             )
             await asyncio.to_thread(_write_at, descriptor, data, start)
 
@@ -84,7 +84,7 @@ class Transfer:
                 lambda: self._call("upload_part", upload["Key"], UploadId=upload["UploadId"], PartNumber=index + 1,
                                    Body=data),
                 f"upload part {index + 1} of {upload['Key']!r} to {self._url}",
-                _PER_PART,
+                self._retry,
             )  # fmt: skip
             checksums = {name: value for name, value in answer.items() if name.startswith("Checksum") and value}
             checksums.pop("ChecksumType", None)
@@ -111,7 +111,7 @@ class Transfer:
                 if not await self._is_ours(upload["Key"], attempt):
                     raise
 
-        await retried_async(complete, f"complete {upload['Key']!r} in {self._url}", _PER_PART)
+        await retried_async(complete, f"complete {upload['Key']!r} in {self._url}", self._retry)
 
     async def _is_ours(self, name: str, attempt: str) -> bool:
         try:

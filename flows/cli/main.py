@@ -9,6 +9,7 @@ import typer
 
 from flows.cli.chain import add_chain_commands
 from flows.cli.demo import run_demo
+from flows.cli.gc import gc
 from flows.cli.doctor import doctor
 from flows.cli.engine import engine_app
 from flows.cli.runner import run_flow
@@ -18,6 +19,7 @@ app = typer.Typer(
 )
 run = typer.Typer(help="Run a flow; the same command again resumes it.", no_args_is_help=True)
 app.add_typer(run, name="run")
+app.command("gc")(gc)
 app.add_typer(engine_app, name="engine")
 add_chain_commands(app)
 app.command("doctor")(doctor)

@@ -60,19 +60,24 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Probes the engine, then keeps the table small and the gauges fresh."""
-        ticking = asyncio.create_task(self._tick())
+        """Keeps the table small and the gauges fresh. The engine may be busy for minutes, the table must not wait."""
+        ticking = [asyncio.create_task(self._sweep()), asyncio.create_task(self._probe())]
         try:
             yield
         finally:
-            ticking.cancel()
+            for task in ticking:
+                task.cancel()
 
-    async def _tick(self) -> None:
+    async def _sweep(self) -> None:
         while True:
             self.calls.sweep()
+            await asyncio.sleep(TICK_SECONDS)
+
+    async def _probe(self) -> None:
+        while True:
             try:
                 info = await self.engine.info()
-            except Exception:  # the boundary to the engine: a defect there must not end the ticking
+            except Exception:  # the boundary to the engine: a defect there must not end the probing
                 logger.exception("the engine does not tell about itself")
             else:
                 self.metrics.memory.set(info.memory_bytes)

@@ -79,7 +79,7 @@ ROUTES = [
         ("POST", f"/v1/{verb}")
         for verb in (
             "import_model", "create_policy", "generate", "logprobs", "take_gradient_step", "save_checkpoint",
-            "export_model", "release", "chat/completions", "completions",
+            "begin_checkpoint", "export_model", "release", "chat/completions", "completions",
         )
     ),
 ]  # fmt: skip
@@ -107,7 +107,7 @@ async def test_a_token_that_is_not_ascii_is_refused(serve: Serve) -> None:
     assert answer.status_code == 401
 
 
-@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "192.168.0.7:8777", "", "localhost.evil.io"])
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "192.168.0.7:8777", "", "localhost.io"])
 async def test_without_a_token_other_host_names_are_refused(serve: Serve, host: str) -> None:
     client = serve()
     answer = await client.get("/v1/server", headers={"Host": host})
@@ -144,27 +144,30 @@ def bodies_with(name: str) -> list[tuple[str, dict]]:
     policy, artifact = POLICY.model_dump(), {"kind": "k", "sha256": "0", "bytes": 1, "rows": None, "parents": []}
     step = {"batch": artifact | {"key": "k"}, "loss": {"kind": "cross_entropy"}, "optimizer": {"lr": 1.0}}
     root = {"base_digest": "d", "base": artifact | {"key": "k"}}
+    spec = {"run": "r", "stage": "s", "model": "m", "root": root}
     bodies: list[tuple[str, dict]] = [
         ("import_model", {"source": name, "provenance": PROVENANCE_JSON}),
         ("import_model", {"source": f"m@{name}", "provenance": PROVENANCE_JSON}),
         ("import_model", {"source": name, "upload": "0" * 64, "provenance": PROVENANCE_JSON}),
         ("import_model", {"source": "m", "upload": name, "provenance": PROVENANCE_JSON}),
-        ("create_policy", {"spec": {"run": "r", "stage": "s", "model": "m", "root": root | {"base": artifact | {"key": name}}}}),
+        ("create_policy", {"spec": spec | {"root": root | {"base": artifact | {"key": name}}}}),
         ("take_gradient_step", {"request": step | {"parent": policy, "batch": artifact | {"key": name}}}),
         ("export_model", {"policy": policy, "model_name": name, "provenance": PROVENANCE_JSON}),
         ("save_checkpoint", {"policy": policy, "name": name, "provenance": PROVENANCE_JSON}),
+        ("begin_checkpoint", {"policy": policy, "name": name, "provenance": PROVENANCE_JSON}),
         ("release", {"run": name}),
-    ]  # fmt: skip
+    ]
     for field in ("run", "stage", "model"):
         wrong = policy | {field: name}
         bodies += [
-            ("create_policy", {"spec": {"run": "r", "stage": "s", "model": "m", "root": root} | {field: name}}),
-            ("create_policy", {"spec": {"run": "r", "stage": "s", "model": "m", "root": {"base_digest": "", "start": wrong}}}),
+            ("create_policy", {"spec": spec | {field: name}}),
+            ("create_policy", {"spec": spec | {"root": {"base_digest": "", "start": wrong}}}),
             ("take_gradient_step", {"request": step | {"parent": wrong}}),
             ("take_gradient_step", {"request": step | {"parent": policy, "reference": wrong}}),
             ("save_checkpoint", {"policy": wrong, "provenance": PROVENANCE_JSON}),
+            ("begin_checkpoint", {"policy": wrong, "provenance": PROVENANCE_JSON}),
             ("export_model", {"policy": wrong, "model_name": "m", "provenance": PROVENANCE_JSON}),
-        ]  # fmt: skip
+        ]
     return bodies
 
 
@@ -210,7 +213,8 @@ async def test_a_body_is_refused_by_what_it_announces_and_by_what_it_is(serve: S
     answer = await client.post("/v1/generate", content=b"x" * 1000, headers=arrow)
     assert (answer.status_code, answer.json()["error"]) == (422, "BadSpec")
     large = serve()
-    answer = await large.post("/v1/release", content=b" " * (MAX_JSON_BYTES + 1), headers={"Content-Type": "application/json"})
+    json_type = {"Content-Type": "application/json"}
+    answer = await large.post("/v1/release", content=b" " * (MAX_JSON_BYTES + 1), headers=json_type)
     assert answer.status_code == 413
     assert not engine.begun
 

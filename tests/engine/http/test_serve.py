@@ -1,0 +1,221 @@
+"""`ostinato engine serve` as a process: what it refuses to start, how it ends, and that killing it loses nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from engine.http.client import EngineClient
+from engine.local.engine import LocalEngine
+from engine.protocol import Engine, GenerateRequest, SamplingParams
+from engine.spec import HttpEngineSpec
+from flows.cli.main import app
+from storage.chain import Chain, CommitRecord, PolicyRef
+from storage.objects import ObjectStore, open_store
+from tests.fixtures.engines import DETERMINISTIC, commit_batch, new_policy, request_after
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+# -- what does not start ---------------------------------------------------------------------------------------
+
+
+def refusal(*arguments: str, **environment: str) -> str:
+    result = CliRunner().invoke(app, ["engine", "serve", "--storage", "memory://never", *arguments], env=environment)
+    assert result.exit_code == 2, result.output
+    return result.output
+
+
+def test_an_address_that_others_reach_wants_a_token() -> None:
+    message = refusal("--host", "0.0.0.0", OSTINATO_ENGINE_TOKEN="")
+    assert "'0.0.0.0' is reachable from others; set OSTINATO_ENGINE_TOKEN or --token-file" in message
+
+
+def test_a_token_that_is_guessed_is_refused_and_not_shown(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("tooshort\n")
+    message = refusal("--token-file", str(tmp_path / "token"))
+    assert "has 8 characters; give 16 or more" in message
+    assert "tooshort" not in message
+    assert "ASCII, without spaces" in refusal(OSTINATO_ENGINE_TOKEN="sixteen letters with spaces")
+
+
+def test_an_engine_key_that_does_not_exist_is_refused_with_the_nearest() -> None:
+    assert "did you mean 'device'" in refusal("--set", "devise=cpu")
+
+
+def test_a_taken_port_is_said() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert "Address already in use" in refusal("--port", str(taken.getsockname()[1]), OSTINATO_ENGINE_TOKEN="")
+
+
+# -- a process -------------------------------------------------------------------------------------------------
+
+
+class Served:
+    """A server process; its first line says where it listens."""
+
+    def __init__(
+        self, store_url: str, log: Path, *, port: int = 0, failpoint: str = "", token: str = "", grace: int = 20
+    ) -> None:
+        command = [sys.executable, "-m", "flows.cli.main", "engine", "serve", "--storage", store_url]
+        options = ["--port", str(port), "--grace-seconds", str(grace)]
+        keys = ["--set", "deterministic=true", "--set", "threads=1"]
+        environment = {
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "OSTINATO_FAILPOINT": failpoint,
+            "OSTINATO_ENGINE_TOKEN": token,
+        }
+        self.log = log
+        with log.open("a") as stderr:
+            self.process = subprocess.Popen(
+                [*command, *options, *keys],
+                env=os.environ | environment,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+            )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line.startswith("listening on http://127.0.0.1:"), log.read_text()
+        self.url = line.split()[-1]
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    def client(self, store_url: str) -> EngineClient:
+        return EngineClient(store_url, HttpEngineSpec(url=self.url, timeout_seconds=5, patience_seconds=120))
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., Served]]:
+    started: list[Served] = []
+
+    def serve(**options: object) -> Served:
+        started.append(Served(f"file://{tmp_path}/store", tmp_path / "log", **options))  # type: ignore[arg-type]
+        return started[-1]
+
+    yield serve
+    for served in started:
+        served.process.kill()
+        served.process.wait()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ObjectStore:
+    return open_store(f"file://{tmp_path}/store")
+
+
+async def step_from(engine: Engine, store: ObjectStore, policy: PolicyRef) -> CommitRecord:
+    return await engine.take_gradient_step(request_after(policy, commit_batch(store, policy)))
+
+
+def wait_for_end(served: Served) -> int:
+    return served.process.wait(60)
+
+
+@pytest.mark.slow
+async def test_sigterm_ends_the_running_step_and_the_process_and_leaves_a_chain_that_goes_on(
+    serve: Callable[..., Served], store: ObjectStore, tiny_folder: Path
+) -> None:
+    served = serve()
+    client = served.client(store.url)
+    start = await new_policy(client, tiny_folder)
+    stepping = asyncio.create_task(step_from(client, store, start))
+    while await waiting(served) == 0 and Chain.of(store, start).record(1) is None:
+        pass
+    served.process.send_signal(signal.SIGTERM)
+    assert await asyncio.to_thread(wait_for_end, served) == 0
+    serve(port=served.port)
+    record = await stepping
+    assert list(Chain.of(store, start).steps()) == [1]
+    assert (await step_from(client, store, record.policy)).policy.step == 2
+    await client.close()
+
+
+async def waiting(served: Served) -> int:
+    """Calls that the server has taken and not finished; -1 once it drains."""
+    async with httpx.AsyncClient() as caller:
+        return int((await caller.get(f"{served.url}/ready")).json().get("waiting", -1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("failpoint", ["step.mid_gradient:2", "step.before_commit:2", "step.after_commit:2"])
+async def test_a_server_killed_within_a_step_takes_it_once_all_the_same(
+    serve: Callable[..., Served], store: ObjectStore, tiny_folder: Path, tmp_path: Path, failpoint: str
+) -> None:
+    served = serve(failpoint=failpoint)
+    client = served.client(store.url)
+    start = await new_policy(client, tiny_folder)
+    first = await step_from(client, store, start)
+    stepping = asyncio.create_task(step_from(client, store, first.policy))
+    assert await asyncio.to_thread(wait_for_end, served) == -signal.SIGKILL
+    serve(port=served.port)
+    second = await stepping  # the call that was under way goes on with the new server
+    third = await step_from(client, store, second.policy)
+    await client.close()
+
+    elsewhere = open_store(f"file://{tmp_path}/plain")
+    plain = LocalEngine(elsewhere.url, DETERMINISTIC)
+    policy = await new_policy(plain, tiny_folder)
+    digests = []
+    for _ in range(3):
+        record = await step_from(plain, elsewhere, policy)
+        policy = record.policy
+        digests.append(record.weights_digest)
+    await plain.close()
+    assert [first.weights_digest, second.weights_digest, third.weights_digest] == digests
+    assert third.state == record.state
+    assert list(Chain.of(store, start).steps()) == [1, 2, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("grace", "signals", "status"),
+    [(0, [signal.SIGTERM], 0), (600, [signal.SIGTERM, signal.SIGINT], 128 + signal.SIGINT)],
+)
+async def test_a_long_call_holds_the_end_for_the_grace_and_a_second_signal_not_even_that(
+    serve: Callable[..., Served], store: ObjectStore, tiny_folder: Path, grace: int, signals: list[int], status: int
+) -> None:
+    served = serve(grace=grace)
+    client = served.client(store.url)
+    start = await new_policy(client, tiny_folder)
+    endless = SamplingParams(max_new_tokens=4000, min_new_tokens=3999)
+    generating = asyncio.create_task(client.generate(GenerateRequest(start, [[10]] * 256, [1] * 256, endless)))
+    while await waiting(served) == 0:
+        pass
+    served.process.send_signal(signals[0])
+    if len(signals) > 1:
+        while await waiting(served) >= 0:
+            pass
+        served.process.send_signal(signals[1])
+    assert await asyncio.to_thread(wait_for_end, served) == status
+    assert not generating.done()
+    generating.cancel()
+    await client.close()
+
+
+@pytest.mark.slow
+def test_neither_the_log_nor_the_first_line_shows_the_token(serve: Callable[..., Served], tmp_path: Path) -> None:
+    token = "a-token-of-the-operator"
+    served = serve(token=token)
+    headers = {"Authorization": f"Bearer {token}"}
+    assert httpx.get(f"{served.url}/v1/info", headers=headers).status_code == 200
+    assert httpx.get(f"{served.url}/v1/info").status_code == 401
+    served.process.send_signal(signal.SIGINT)
+    assert wait_for_end(served) == 0
+    assert token not in served.log.read_text()
+    assert "GET /v1/info 401" in served.log.read_text()

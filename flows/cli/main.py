@@ -9,9 +9,9 @@ import typer
 
 from flows.cli.chain import add_chain_commands
 from flows.cli.demo import run_demo
-from flows.cli.gc import gc
 from flows.cli.doctor import doctor
 from flows.cli.engine import engine_app
+from flows.cli.gc import gc
 from flows.cli.runner import run_flow
 
 app = typer.Typer(

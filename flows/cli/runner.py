@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,8 @@ REFUSED = (
 def run_flow(
     flow: str, config_file: Path, sets: list[str], *, run_key: str = "", new: bool = False, server: str = ""
 ) -> int:
-    """Runs a flow to its end; returns the exit status: 0 done, 1 failed, 2 refused config, 130 interrupted."""
+    """Runs a flow to its end; returns the exit status: 0 done, 1 failed, 2 refused config, 130 interrupted, 143 ended
+    by SIGTERM."""
     console = Console()
     try:
         config = parse_config(CONFIGS[flow], config_file, sets)
@@ -74,10 +76,23 @@ def run_config(
         console.print(f"[red]{type(error).__name__}[/red]: ", end="")
         console.print(str(error), markup=False, highlight=False)
         return 1
+    except BaseException as error:
+        if not _is_termination(error):
+            raise
+        console.print(f"\nended by SIGTERM; the same command resumes run [bold]{keyed.run}[/bold]")
+        return 128 + signal.SIGTERM
     if remembered:
         forget(flow, config)
     _say(result, console)
     return 0
+
+
+def _is_termination(error: BaseException) -> bool:
+    """Whether it is how Prefect says SIGTERM: a spot instance is taken back, a pod moved, a run cancelled from outside.
+    By then the flow's blocks were left: what moved is checkpointed, the lease released."""
+    from prefect.exceptions import TerminationSignal
+
+    return isinstance(error, TerminationSignal)
 
 
 async def _call(config: FlowConfig) -> dict[str, Any]:

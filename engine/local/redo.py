@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from engine.adapters import LoraSpec, trainable_of
 from engine.backends.torch_backend import TorchBackend
 from engine.backends.torch_trainer import TorchTrainer
 from engine.errors import PermanentEngineError, UnknownPolicy
@@ -64,7 +65,10 @@ def fresh_trainer(store: ObjectStore, backend: TorchBackend, root: Root) -> Torc
     with tempfile.TemporaryDirectory(prefix="ostinato-redo-") as folder:
         plain = [entry.name for entry in read_manifest(store, root.base.key).files if "/" not in entry.name]
         files = materialise_files(store, root.base.key, Path(folder), names=plain)
-        return backend.load(files["config.json"].parent)
+        at, spec = files["config.json"].parent, trainable_of(root.trainable)
+        if isinstance(spec, LoraSpec):
+            return backend.adapter(backend.load_base(at, key=root.base.key), spec, init_seed=root.init_seed)
+        return backend.load(at)
 
 
 class Redo:

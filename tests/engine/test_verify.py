@@ -11,14 +11,20 @@ from typing import Any
 
 import pytest
 
+from engine.adapters import LoraSpec
 from engine.errors import BadSpec, PermanentEngineError, UnknownPolicy
+from engine.local.engine import LocalEngine
 from engine.local.replay import WhatIf, replay_step
 from engine.local.verify import VerifyReport, verify_run
+from engine.protocol import PolicySpec
 from storage import keys
 from storage.artifacts import read_manifest
-from storage.chain import CommitRecord
+from storage.audit import audit_store
+from storage.chain import Chain, CommitRecord, Root
 from storage.fork import fork_run
 from storage.models import canonical_json
+from storage.objects import open_store
+from tests.fixtures.engines import DETERMINISTIC, PROVENANCE, commit_batch, request_after
 from tests.fixtures.toy_run import ToyRun
 
 CHAIN = ("toy", "0-grpo", "policy")
@@ -161,6 +167,45 @@ def test_a_fork_verifies_by_itself(broken: ToyRun) -> None:
 def test_a_chain_that_is_not_there(toy_run: ToyRun) -> None:
     with pytest.raises(PermanentEngineError, match="no chain \\*/value .* it has 0-grpo/policy"):
         verify_run(toy_run.store, "toy", model="value")
+
+
+# -- stages ----------------------------------------------------------------------------------------------------
+
+
+async def two_stages(url: str, folder: Path, trainable: dict[str, Any]) -> None:
+    """Run `r`: two steps of stage 0, two of a stage that goes on from there, a checkpoint at the end of each."""
+    engine = LocalEngine(url, DETERMINISTIC)
+    base = await engine.import_model(str(folder), provenance=PROVENANCE)
+    root = Root(base=base, base_digest=base.sha256, trainable=trainable, init_seed=3)
+    for stage in ("0-a", "1-b"):
+        policy = await engine.create_policy(PolicySpec(run="r", stage=stage, model="policy", root=root))
+        for _ in range(2):
+            batch = commit_batch(engine.store, policy)
+            policy = (await engine.take_gradient_step(request_after(policy, batch, lr=0.01))).policy
+        await engine.save_checkpoint(policy, provenance=PROVENANCE)
+        root = Root(start=policy, base_digest=policy.state, trainable=trainable, init_seed=3)
+    await engine.close()
+
+
+@pytest.mark.parametrize("trainable", [{"kind": "full"}, LoraSpec(rank=2).model_dump(mode="json")])
+async def test_a_stage_that_goes_on_from_another(trainable: dict[str, Any], tmp_path: Path, tiny_folder: Path) -> None:
+    url = f"file://{tmp_path}/store"
+    await two_stages(url, tiny_folder, trainable)
+    store = open_store(url)
+    for from_checkpoints in (False, True):
+        report = verify_run(store, "r", from_checkpoints=from_checkpoints)
+        assert report.problems == []
+        counts = [(c.chain, c.redone, c.digests, c.checkpoints) for c in report.chains]
+        assert counts == [("r/0-a/policy", 2, 2, 1), ("r/1-b/policy", 2, 2, 1)]
+    assert replay_step(Chain(store, "r", "1-b", "policy"), 1).weights_equal
+    fork_run(store, "r", "new", step=1, code_version="test")
+    assert [c.steps for c in verify_run(store, "new").chains] == [2, 1]
+    assert verify_run(store, "new").problems == []
+    root = Chain(store, "new", "1-b", "policy").root()
+    assert root is not None
+    assert root.start is not None
+    assert root.start.run == "new"
+    assert audit_store(store).problems == ()
 
 
 # -- replay ----------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from prefect.runtime import flow_run
 from engine.errors import EngineError
 from engine.workspace import Workspace
 from flows.config import FlowConfig, GRPOConfig, SFTConfig
+from flows.estimate import estimate
 from flows.progress import TerminalProgress
 from flows.version import code_version
 from storage import keys
@@ -81,12 +82,16 @@ async def open_run(
     Raises:
         SemanticMismatch: the key belongs to a run with another semantic config, or of another dataset or base model;
             the differences are listed.
+        DoesNotFit: the engine's memory or the store's disk cannot hold it.
         ForkRefused: the run is a fork whose copy was interrupted.
     """
     workspace = open_workspace(flow_name, config)
     check_fork(workspace.open_store(), workspace.run)
     data = load_prompts(workspace, config.data.train, use)
     base = await workspace.connect().import_model(config.model.key, provenance=workspace.provenance)
+    info = await workspace.connect().info()
+    expected = estimate(workspace.open_store(), config, base, data, info)
+    expected.check(info)
     opening = create_or_check_run(
         workspace.open_store(),
         workspace.run,
@@ -96,6 +101,7 @@ async def open_run(
         code_version=workspace.provenance.code_version,
     )
     workspace = take_lease(workspace)
+    logger.note(expected.text(info))
     for warning in opening.warnings:
         logger.note(f"warning: {warning}")
     session = RunSession(workspace, config, _result(workspace), data, base)

@@ -1,0 +1,154 @@
+"""What a run will take, before it begins: memory of the engine, disk, time. What cannot fit is refused here, and not by
+an allocator an hour later.
+
+Sizes follow from counting parameters P. Time is counted in operations: 2P per token that is read or sampled, 6P per
+token that is trained (forward and backward; Kaplan et al., arXiv:2001.08361), at the speed the engine measured. It is
+the time if every completion is as long as it may be: most runs take less.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.model_size import parameter_count
+from engine.protocol import EngineInfo
+from flows.config import CheckpointConfig, GRPOConfig, ModelConfig, SFTConfig
+from storage.artifacts import ArtifactRef
+from storage.objects import ObjectStore
+from storage.tables import RowReader
+from tasks.datasets.load import LoadedDataset
+
+MASTER_BYTES = 4
+MOMENTS = 2
+ADAPTER_SHARE = 0.05
+"""An adapter's parameters as a share of its base's: what rank 16 on every linear layer of a small model comes to."""
+EFFICIENCY = 0.4
+"""Share of the measured matrix speed that packed training and batched decoding reach."""
+CHARACTERS_PER_TOKEN = 4
+"""Characters of a rendered thread per token, about."""
+BYTES_PER_STORED_TOKEN = 16
+"""Id, weight and logprobs of one token in the compressed tables of a step."""
+ROWS_LOOKED_AT = 64
+GIB = 1 << 30
+
+
+class DoesNotFit(ValueError):
+    """The run asks for more than there is."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes and seconds; None where it cannot be told."""
+
+    memory_bytes: int
+    disk_bytes: int | None
+    seconds: float | None
+
+    def check(self, info: EngineInfo) -> None:
+        """Raises DoesNotFit, saying what is there and what to change."""
+        if self.memory_bytes > info.memory_bytes:
+            raise DoesNotFit(
+                f"the run needs about {_gib(self.memory_bytes)} of the engine's memory, which is "
+                f"{_gib(info.memory_bytes)}; train an adapter (model.adapter={{}}) or a smaller model, or raise "
+                "engine.memory_gib"
+            )
+        free = info.disk_free_bytes
+        if free is not None and self.disk_bytes is not None and self.disk_bytes > free:
+            raise DoesNotFit(
+                f"the run writes about {_gib(self.disk_bytes)}, but the disk of its store has {_gib(free)} free; keep "
+                "fewer checkpoints (checkpoints.frequency, checkpoints.keep_last), or choose another storage.url"
+            )
+
+    def text(self, info: EngineInfo) -> str:
+        parts = [f"{_gib(self.memory_bytes)} of the engine's {_gib(info.memory_bytes)} memory"]
+        if self.disk_bytes is not None:
+            there = "" if info.disk_free_bytes is None else f" of {_gib(info.disk_free_bytes)} free"
+            parts.append(f"{_gib(self.disk_bytes)}{there} storage")
+        if self.seconds is not None:
+            parts.append(f"{_duration(self.seconds)} if every completion is as long as it may be")
+        return "estimate: " + ", ".join(parts)
+
+
+def estimate(
+    store: ObjectStore, config: GRPOConfig | SFTConfig, base: ArtifactRef, data: LoadedDataset, info: EngineInfo
+) -> Estimate:
+    """What `config` will take on an engine that says `info` of itself."""
+    parameters = parameter_count(store, base)
+    tokens = _thread_tokens(store, data)
+    steps = _steps(config, data.rows)
+    if isinstance(config, GRPOConfig):
+        operations, kept = _grpo_step(config, parameters, tokens)
+        frozen = config.algorithm.kl_beta > 0
+    else:
+        trained = min(config.algorithm.samples_per_batch, data.rows) * tokens
+        operations, kept, frozen = 6.0 * parameters * trained, trained, False
+    speed = EFFICIENCY * info.operations_per_second
+    return Estimate(
+        memory_bytes=_memory(config.model, parameters, frozen=frozen),
+        disk_bytes=None if steps is None else _disk(config, parameters, steps) + steps * kept * BYTES_PER_STORED_TOKEN,
+        seconds=None if steps is None else steps * operations / speed,
+    )
+
+
+def _grpo_step(config: GRPOConfig, parameters: int, prompt: int) -> tuple[float, int]:
+    """Operations of one step, and the tokens that it stores. A prompt is read once for its whole group."""
+    algorithm = config.algorithm
+    groups = algorithm.samples_per_batch // algorithm.completions_per_sample
+    tokens = groups * prompt + algorithm.samples_per_batch * config.sampling.max_new_tokens
+    passes = 2 + 2 * (algorithm.old_logprobs == "trainer") + 2 * (algorithm.kl_beta > 0)
+    return parameters * tokens * float(passes + 6 * algorithm.mini_epochs_per_batch), tokens
+
+
+def _memory(model: ModelConfig, parameters: int, *, frozen: bool) -> int:
+    """Weights, gradients and moments of what is trained, and a frozen copy for the reference of a KL term."""
+    if model.adapter is not None:
+        return int(parameters * MASTER_BYTES * (1 + ADAPTER_SHARE * (2 + MOMENTS)))
+    return parameters * MASTER_BYTES * (2 + MOMENTS + frozen)
+
+
+def _disk(config: GRPOConfig | SFTConfig, parameters: int, steps: int) -> int:
+    """Checkpoints that are kept, one on its way, and the published model."""
+    saved = parameters * MASTER_BYTES * (1 + MOMENTS)
+    if config.model.adapter is not None:
+        saved = int(ADAPTER_SHARE * saved)
+    return (_checkpoints(config.checkpoints, steps) + 1) * saved + parameters * MASTER_BYTES
+
+
+def _checkpoints(config: CheckpointConfig, steps: int) -> int:
+    named = steps // config.every_steps if config.every_steps else int(1 / config.frequency) if config.frequency else 0
+    return named + config.keep_last + (config.keep_best or 0) + (steps // config.keep_every if config.keep_every else 0)
+
+
+def _steps(config: GRPOConfig | SFTConfig, rows: int) -> int | None:
+    """Of the whole run; None when it is endless."""
+    algorithm = config.algorithm
+    if algorithm.steps is not None:
+        return algorithm.steps
+    if isinstance(config, GRPOConfig):
+        if algorithm.epochs is None:
+            return None
+        per_step = config.algorithm.samples_per_batch // config.algorithm.completions_per_sample
+    else:
+        per_step = min(algorithm.samples_per_batch, rows)
+    return -(-(algorithm.epochs or 1) * rows // per_step)
+
+
+def _thread_tokens(store: ObjectStore, data: LoadedDataset) -> int:
+    """Mean length of the first rows, in tokens, about."""
+    reader = RowReader(store, data.ref)
+    try:
+        rows = reader.rows(range(min(ROWS_LOOKED_AT, data.rows)))
+    finally:
+        reader.close()
+    characters = sum(len(str(row["thread"])) for row in rows) / max(1, len(rows))
+    return max(1, int(characters / CHARACTERS_PER_TOKEN))
+
+
+def _gib(count: int) -> str:
+    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / (1 << 20):.0f} MiB"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -135,7 +135,7 @@ def table(lives: list[Life]) -> list[str]:
         for happening in life.happenings:
             rows[happening.fault.kind].append((life, happening))
     lines = [
-        "| fault | injected | run ended, all promises kept | promise broken | median s to the next commit | longest s |",
+        "| fault | injected | all promises kept | a promise broken | median s to the next commit | longest s |",
         "|---|---:|---:|---:|---:|---:|",
     ]
     for kind in [kind for kind in KINDS if kind in rows]:

@@ -14,7 +14,7 @@ from storage.chain import Chain
 from storage.gc import collect_garbage
 from storage.objects import ObjectStore
 from storage.registry import find_model
-from tests.chaos.world import TRANSIENT, Happening, World
+from tests.chaos.world import Happening, World
 
 STAGE, MODEL = "0-grpo", "policy"
 
@@ -54,13 +54,12 @@ def problems(world: World, reference: History | None) -> list[str]:
 
 
 def _ends(world: World) -> list[str]:
-    """Workers end by themselves with success, with an error that passes, or, where two drove a run, by Fenced."""
-    found = []
-    doubled = {worker.name for worker in world.zombies}
-    for end in world.ends:
-        allowed = end.status == 0 or end.error in TRANSIENT or (end.error == "Fenced" and end.worker in doubled)
-        if not allowed and not any(end.worker == child.name and _was_terminated(world, end) for child in world.children):
-            found.append(f"{end.worker} ended with status {end.status} by {end.error or 'an error without a name'}")
+    """How workers may end; and none of them needs torch."""
+    found = [
+        f"{end.worker} ended with status {end.status} by {end.error or 'an error without a name'}"
+        for end in world.ends
+        if world.is_defect(end)
+    ]
     for child in world.children:
         if child.name.startswith("worker") and "torch was imported" in child.text():
             found.append(f"{child.name} imported torch")
@@ -68,14 +67,6 @@ def _ends(world: World) -> list[str]:
         if zombie.alive:
             found.append(f"{zombie.name} was replaced and is still there")
     return found
-
-
-def _was_terminated(world: World, end: object) -> bool:
-    """Whether SIGTERM was what ended it: the status is the worker's own."""
-    return any(
-        happening.fault.kind == "SIGTERM worker" and 0 <= end.time - happening.time < 20  # type: ignore[attr-defined]
-        for happening in world.happenings
-    )
 
 
 def _results(world: World, store: ObjectStore) -> list[str]:

@@ -31,9 +31,8 @@ class Child:
     environment: dict[str, str] = field(default_factory=dict)
     process: subprocess.Popen[bytes] | None = None
     frozen: bool = False
-    expected_end: str = ""
-    """Which fault ended it."""
-    started: float = 0.0
+    terminated: bool = False
+    """It was sent SIGTERM."""
 
     @property
     def log(self) -> Path:
@@ -63,7 +62,7 @@ class Child:
                 stderr=log,
                 start_new_session=True,
             )
-        self.frozen, self.expected_end, self.started = False, "", time.time()
+        self.frozen, self.terminated = False, False
         return self
 
     def signal(self, number: int) -> bool:
@@ -72,6 +71,7 @@ class Child:
             return False
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, number)
+            self.terminated |= number == signal.SIGTERM
             self.frozen = {signal.SIGSTOP: True, signal.SIGCONT: False}.get(number, self.frozen)
             return True
         return False

@@ -10,8 +10,10 @@ import contextlib
 import socket
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+
+from engine.http.bodies import REQUEST_HEADER
 
 LIMIT_BYTES = 1 << 20
 """Of one header block."""
@@ -53,9 +55,9 @@ class Line:
     lose_answers: int = 0
     """So many of the next answers are lost: forwarded, done, and the connection cut."""
     losable: Callable[[Message], bool] = field(default=lambda request: True)
-    """Which requests `lose_answers` counts."""
+    """Which answers may be lost."""
     lose_each_once: bool = False
-    """The first answer to each (method, path without ids) is lost."""
+    """The first answer to each call is lost; a call is told by method, path and request id."""
 
 
 class Proxy:
@@ -66,16 +68,18 @@ class Proxy:
         self.line = Line()
         self.lost: Counter[str] = Counter()
         """Answers lost, by `METHOD path`."""
+        self.arrived = threading.Event()
+        """A request came while the line was frozen."""
+        self._lost_once: set[tuple[str, ...]] = set()
         self._writers: set[asyncio.StreamWriter] = set()
         self._loop = asyncio.new_event_loop()
         listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = listener.getsockname()[1]
         self.endpoint = f"http://127.0.0.1:{self.port}"
-        self._server = self._loop.run_until_complete(
-            asyncio.start_server(self._serve, sock=listener, limit=LIMIT_BYTES)
-        )
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"proxy-{name}")
         self._thread.start()
+        starting = asyncio.start_server(self._serve, sock=listener, limit=LIMIT_BYTES)
+        self._server = asyncio.run_coroutine_threadsafe(starting, self._loop).result(10)
 
     def cut(self) -> int:
         """Resets every connection there is; returns how many."""
@@ -158,11 +162,14 @@ class Proxy:
         if self.line.delay_seconds:
             await asyncio.sleep(self.line.delay_seconds)
         while self.line.frozen:
+            self.arrived.set()
             await asyncio.sleep(0.02)
 
     def _loses(self, request: Message) -> bool:
         name = call_name(request)
-        if self.line.lose_each_once and name not in self.lost:
+        call = (*request.first[:2], request.header(REQUEST_HEADER.lower()))
+        if self.line.lose_each_once and self.line.losable(request) and call not in self._lost_once:
+            self._lost_once.add(call)
             self.lost[name] += 1
             return True
         if self.line.lose_answers and self.line.losable(request):
@@ -230,7 +237,7 @@ def _refusal(status: int, request: Message) -> bytes:
 
 
 @contextlib.contextmanager
-def proxied(name: str, upstream_port: int):  # type: ignore[no-untyped-def]
+def proxied(name: str, upstream_port: int) -> Iterator[Proxy]:
     """A proxy for as long as the block runs."""
     proxy = Proxy(name, upstream_port)
     try:

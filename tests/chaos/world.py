@@ -27,6 +27,8 @@ from tests.toy import toy_config
 
 TICK_SECONDS = 0.02
 MOST_RESTARTS = 40
+MOST_DEFECTS = 3
+"""Ends that no fault explains, before the world is given up."""
 _LISTENING = re.compile(r"^listening on http://127\.0\.0\.1:(\d+)$", re.MULTILINE)
 TRANSIENT = frozenset({
     "EngineUnreachable", "EngineBusy", "WorkerDied", "StorageUnavailable", "TransientEngineError", "ConnectError",
@@ -77,6 +79,8 @@ class End:
     status: int | None
     error: str
     time: float
+    terminated: bool
+    """A fault sent it SIGTERM."""
 
 
 class Stuck(AssertionError):
@@ -240,6 +244,12 @@ class World:
             return self.s3.child.alive and not self.s3.child.frozen
         return True
 
+    def is_defect(self, end: End) -> bool:
+        """Whether a worker ended as none may: neither done, nor terminated, nor by an error that passes, nor fenced
+        where two drove one run."""
+        fenced = end.error == "Fenced" and any(end.worker == worker.name for worker in self.zombies)
+        return not (end.status == 0 or end.terminated or end.error in TRANSIENT or fenced)
+
     # -- life --------------------------------------------------------------------------------------------------
 
     def live(self, schedule: list[Fault], *, seconds: float = 240.0) -> list[Happening]:
@@ -309,7 +319,10 @@ class World:
     def _bury_worker(self, child: Child) -> None:
         run = int(child.name.partition("-")[2].partition(".")[0])
         if child.status is not None and child.status >= 0:
-            self.ends.append(End(child.name, child.status, error_of(child.text()) if child.status else "", time.time()))
+            error = error_of(child.text()) if child.status else ""
+            self.ends.append(End(child.name, child.status, error, time.time(), child.terminated))
+            if sum(map(self.is_defect, self.ends)) >= MOST_DEFECTS:
+                raise Stuck(f"{child.name} and others before it ended by {error or 'an unnamed error'}\n{self.tails()}")
         if child.status == 0:
             self.finished.add(run)
             self.ended = time.time()

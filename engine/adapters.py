@@ -60,5 +60,5 @@ def trainable_of(trainable: Mapping[str, Any]) -> FullSpec | LoraSpec:
         wrong = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'trainable'}: {e['msg']}" for e in error.errors())
         raise BadSpec(
             f"trainable {dict(trainable)} was given: {wrong}. Expected {{'kind': 'full'}}, or {{'kind': 'lora'}} with "
-            "rank >= 1 (16), alpha > 0 (32), target_modules ('all-linear' or names of linear layers), use_rslora (false)"
+            "rank >= 1 (16), alpha > 0 (32), target_modules ('all-linear' or names of layers), use_rslora (false)"
         ) from error

@@ -29,6 +29,9 @@ from storage.models import canonical_json
 from storage.registry import free_name, registered_key
 
 
+WHOLE = FullSpec()
+
+
 class HasWorkspace(Protocol):
     """What a builder needs of a context."""
 
@@ -53,7 +56,7 @@ class ModelBuilder:
     key: str
     workspace: Workspace
     tokens_to_generate: int
-    trainable: FullSpec | LoraSpec = FullSpec()
+    trainable: FullSpec | LoraSpec = WHOLE
 
     def with_adapter(
         self, rank: int = 16, alpha: float = 32.0, targets: Sequence[str] | Literal["all-linear"] = "all-linear"

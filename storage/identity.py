@@ -1,4 +1,4 @@
-"""Which store this is: two processes that name it differently (a mount, another endpoint) can tell that they mean one."""
+"""Which store this is: two processes that name it differently (a mount, another endpoint) can tell that it is one."""
 
 from __future__ import annotations
 

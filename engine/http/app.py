@@ -64,8 +64,8 @@ _ERRORS = {
     500: "a defect of the server",
     503: "not now: busy, draining, or the store is away",
 }
-_DOOR = (401, 403, 408, 413, 500, 503)
-"""What the guard may answer on any route, before the route is asked."""
+_DOOR = (401, 403, 404, 408, 413, 500, 503)
+"""What guard and router may answer on any route, before the route is asked."""
 Responses = dict[int | str, dict[str, Any]]
 Wait = Annotated[
     float, Query(ge=0, le=MAX_WAIT_SECONDS, description="Longest wait for the result, seconds; then 202.")

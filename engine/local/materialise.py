@@ -251,11 +251,3 @@ class Materialiser:
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def fresh_trainer(store: ObjectStore, backend: TorchBackend, root: Root) -> TorchTrainer:
-    """Policy 0 of a chain that starts from a registered model, beside any engine and its budget."""
-    if root.base is None:
-        raise BadSpec("the chain starts from an earlier stage, not from a registered model; begin with that stage")
-    slots = Slots(budget=1 << 62, residency=0, frozen=1, save=lambda slot: None)
-    return Materialiser(store, backend, slots).load(root, root.base, run="", moments=True)

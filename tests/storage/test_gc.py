@@ -367,14 +367,14 @@ def interleave(seed: int, folder: Path, *, frozen: bool = False) -> tuple[int, i
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_whatever_is_committed_is_whole_in_any_order_of_operations(tmp_path: Path, frozen: bool) -> None:
-    outcomes = [interleave(seed, tmp_path, frozen=frozen) for seed in range(15)]
+    outcomes = [interleave(seed, tmp_path, frozen=frozen) for seed in range(8)]
     assert sum(refused for refused, _ in outcomes) > 0 and sum(committed for _, committed in outcomes) > 0
 
 
 def test_that_test_finds_a_writer_that_commits_however_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(artifacts, "MAX_ATTEMPT_SECONDS", 1e9)
     with pytest.raises(CorruptArtifact):
-        for seed in range(15):
+        for seed in range(8):
             interleave(seed, tmp_path)
 
 

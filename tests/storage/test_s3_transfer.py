@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -70,11 +71,16 @@ def test_a_large_file_goes_in_parts(store: ObjectStore, faulty: FaultProxy, larg
 
 
 FAULTS: list[Fault] = [
-    Answer(503), Answer(500), LateAnswer(500), DropAck(), Cut(), CutUpload(0), CutUpload(3 * MIB), CutUpload(10),
+    DropAck(), CutUpload(3 * MIB), Answer(503), Answer(500), LateAnswer(500), Cut(), CutUpload(0), CutUpload(10),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=repr)
+def some_slow(faults: list[Fault], quick: int) -> list[Any]:
+    """The first so many in every run of the tests, the others in the slow ones."""
+    return [*faults[:quick], *(pytest.param(fault, marks=pytest.mark.slow) for fault in faults[quick:])]
+
+
+@pytest.mark.parametrize("fault", some_slow(FAULTS, 2), ids=repr)
 def test_each_request_of_an_upload_may_fail_once(
     store: ObjectStore, faulty: FaultProxy, large: Path, tmp_path: Path, fault: Fault
 ) -> None:
@@ -95,7 +101,7 @@ def test_a_part_that_fails_is_sent_again_alone(store: ObjectStore, faulty: Fault
     assert posts(faulty).count("PUT part") <= 4 + 3 + 1  # aiohttp may repeat one by itself
 
 
-@pytest.mark.parametrize("fault", [Answer(500), CutUpload(100), Cut()], ids=repr)
+@pytest.mark.parametrize("fault", some_slow([CutUpload(100), Answer(500), Cut()], 1), ids=repr)
 def test_an_upload_that_fails_for_good_leaves_nothing(
     store: ObjectStore, faulty: FaultProxy, large: Path, fault: Fault
 ) -> None:
@@ -115,7 +121,9 @@ def test_an_upload_that_fails_for_good_leaves_nothing(
         store.get("a")
 
 
-@pytest.mark.parametrize("fault", [CutDownload(0), CutDownload(MIB), Answer(503), DropAck(), Cut()], ids=repr)
+@pytest.mark.parametrize(
+    "fault", some_slow([CutDownload(MIB), CutDownload(0), Answer(503), DropAck(), Cut()], 1), ids=repr
+)
 def test_each_request_of_a_download_may_fail_once(
     store: ObjectStore, faulty: FaultProxy, large: Path, tmp_path: Path, fault: Fault
 ) -> None:
@@ -239,6 +247,7 @@ def peaks(endpoint: str, bucket: str, megabytes: int, folder: Path) -> tuple[int
     return int(up), int(down)
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_file(moto_endpoint: str, moto_bucket: str, tmp_path: Path) -> None:
     up, down = peaks(moto_endpoint, moto_bucket, 160, tmp_path)
     assert up < 64 and down < 64, (up, down)

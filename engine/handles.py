@@ -28,7 +28,6 @@ from storage.chain import Chain, CommitRecord, OptimizerSpec, PolicyRef, Root, S
 from storage.models import canonical_json
 from storage.registry import free_name, registered_key
 
-
 WHOLE = FullSpec()
 
 

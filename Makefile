@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) -
 export OMP_NUM_THREADS ?= 2
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-slow lint bench clean
+.PHONY: demo test test-slow chaos lint bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/ostinato demo --seed $(SEED)
@@ -18,6 +18,10 @@ test: $(VENV)/.test lint
 
 test-slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m "slow and not gpu"
+
+# processes killed, frozen and cut off at random: ten seeds; 100 faults: python -m tests.chaos.campaign
+chaos: $(VENV)/.test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" tests/chaos
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -17,6 +17,8 @@ from tests.chaos.proxy import Message, Proxy
 if TYPE_CHECKING:
     from tests.chaos.world import World
 
+OPENING_SECONDS = 6.0
+"""About how long engine and worker take to start and to open a run."""
 Pause = float | Callable[[], bool]
 """Seconds, or a condition to wait for."""
 
@@ -27,7 +29,7 @@ class Fault:
 
     kind: str
     step: int
-    """It happens once this step is committed; 0: once the loop has started."""
+    """It happens once this step is made; 0: once the loop has started; -1: while the run is opened."""
     offset: float
     """Seconds after that."""
     seconds: float
@@ -36,9 +38,8 @@ class Fault:
     """Which of the world's runs, for faults of workers."""
 
     def __str__(self) -> str:
-        return f"{self.kind} at step {self.step} + {self.offset:.2f} s" + (
-            f" for {self.seconds:.1f} s" if self.kind in LASTING else ""
-        )
+        when = f"{self.offset:.2f} s after the start" if self.step < 0 else f"at step {self.step} + {self.offset:.2f} s"
+        return f"{self.kind} {when}" + (f" for {self.seconds:.1f} s" if self.kind in LASTING else "")
 
 
 # -- the worker ------------------------------------------------------------------------------------------------
@@ -265,15 +266,16 @@ class Deck:
 def draw_schedule(
     seed: int, *, faults: int, steps: int, runs: int, step_seconds: float, deck: Deck
 ) -> list[Fault]:
-    """Faults by moment. The last steps are hit too: publishing and reporting are part of a run."""
+    """Faults by moment. Opening and publishing are hit too: they are part of a run."""
     generator = random.Random(f"schedule-{seed}")
     drawn = []
     for _ in range(faults):
+        step = generator.randint(-1, steps)
         drawn.append(
             Fault(
                 kind=deck.take(),
-                step=generator.randint(0, steps),
-                offset=round(generator.uniform(0, step_seconds), 3),
+                step=step,
+                offset=round(generator.uniform(0, step_seconds if step >= 0 else OPENING_SECONDS), 3),
                 seconds=round(generator.choice((0.3, 1.5, 1.5, 5.5)), 1),
                 run=generator.randrange(runs),
             )

@@ -123,12 +123,13 @@ def tell(world: World) -> list[Happening]:
               Chain(store, world.run_key(run), STAGE, MODEL).records(after=0, until=world.mode.steps)]
         for run in range(world.mode.runs)
     }  # fmt: skip
-    for happening in world.happenings:
+    following = [happening.time for happening in world.happenings[1:]] + [float("inf")]
+    for happening, next_fault in zip(world.happenings, following, strict=True):
         began = happening.time
         later = [at for at in commits[happening.fault.run] if at > began]
         until = min(later, default=max(world.ended, began))
         happening.recovered, happening.last = until - began, not later
-        happening.died = [name for name, at in world.deaths if began <= at <= until]
+        happening.died = [name for name, at in world.deaths if began <= at <= min(until, next_fault)]
         happening.how = _how(world, began, until)
     return world.happenings
 

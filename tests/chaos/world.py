@@ -63,7 +63,7 @@ class Happening:
     fault: Fault
     time: float
     died: list[str] = field(default_factory=list)
-    """Processes that ended between the fault and the next committed step."""
+    """Processes that ended between the fault and the next commit or the next fault."""
     recovered: float | None = None
     """Seconds to the next committed step of its run, or to the end of the run."""
     last: bool = False
@@ -232,13 +232,15 @@ class World:
     def _ready(self, fault: Fault) -> bool:
         """Whether the fault's moment has come and its target is there to be hit."""
         step = self.step_of(fault.run)
-        if step is None or step < fault.step:
+        if fault.step >= 0 and (step is None or step < fault.step):
             return False
         if fault.kind in OF_WORKER:
             worker = self.workers[fault.run]
-            return worker.alive and not worker.frozen and self.driving(worker) and fault.run not in self.finished
+            there = worker.alive and not worker.frozen and fault.run not in self.finished
+            return there and (fault.step < 0 or self.driving(worker))
         if fault.kind in OF_ENGINE:
-            return self.engine.alive and not self.engine.frozen and self.engine_line.upstream_port != 0
+            listening = self.engine_line.upstream_port != 0
+            return self.engine.alive and not self.engine.frozen and (fault.step < 0 or listening)
         if fault.kind in OF_S3 and "kill" in fault.kind:
             assert self.s3 is not None
             return self.s3.child.alive and not self.s3.child.frozen
@@ -246,8 +248,9 @@ class World:
 
     def is_defect(self, end: End) -> bool:
         """Whether a worker ended as none may: neither done, nor terminated, nor by an error that passes, nor fenced
-        where two drove one run."""
-        fenced = end.error == "Fenced" and any(end.worker == worker.name for worker in self.zombies)
+        where two drove one run (of two that open it at once, either may be the later)."""
+        run = end.worker.partition(".")[0]
+        fenced = end.error == "Fenced" and any(worker.name.startswith(f"{run}.") for worker in self.zombies)
         return not (end.status == 0 or end.terminated or end.error in TRANSIENT or fenced)
 
     # -- life --------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from typing import Any
 from prefect.runtime import flow_run
 
 from engine.errors import EngineError
+from engine.spec import HttpEngineSpec
 from engine.workspace import Workspace
 from flows.config import FlowConfig, GRPOConfig, SFTConfig
 from flows.estimate import estimate
@@ -31,6 +32,9 @@ from tasks.datasets.spec import DatasetUse
 from tasks.load import load_prompts
 
 log = logging.getLogger(__name__)
+
+GOODBYE_SECONDS = 10.0
+"""How long a worker that ends waits for a sign of life of an engine server. An engine that is at it may take longer."""
 
 
 @dataclass(frozen=True)
@@ -104,10 +108,10 @@ async def open_run(
     logger.note(expected.text(info))
     for warning in opening.warnings:
         logger.note(f"warning: {warning}")
-    session = RunSession(workspace, config, _result(workspace), data, base)
-    if session.result is not None:
-        logger.note(f"run {session.run} is finished already; its result is returned as it was")
     try:
+        session = RunSession(workspace, config, _result(workspace), data, base)
+        if session.result is not None:
+            logger.note(f"run {session.run} is finished already; its result is returned as it was")
         yield session
     finally:
         await leave(workspace)
@@ -126,10 +130,25 @@ async def leave(workspace: Workspace) -> None:
     send its weights away, and the lease says that nobody acts any more. What fails here harms nothing: the next holder
     takes a higher epoch, and an engine forgets whom it does not hear from."""
     try:
-        await workspace.connect().release(workspace.run, epoch=workspace.epoch)
-        release(workspace.open_store(), workspace.run, workspace.epoch)
+        await _hasty(workspace).connect().release(workspace.run, epoch=workspace.epoch)
     except (EngineError, StorageError) as error:
-        log.warning("run %s was left without a goodbye: %s", workspace.run, error)
+        log.warning("the engine was not told that run %s was left: %s", workspace.run, error)
+    try:
+        release(workspace.open_store(), workspace.run, workspace.epoch)
+    except StorageError as error:
+        log.warning("run %s was left with its lease: %s", workspace.run, error)
+
+
+def _hasty(workspace: Workspace) -> Workspace:
+    """The workspace without the patience of a run: an engine that is away must not keep a process from ending."""
+    spec = workspace.engine
+    if not isinstance(spec, HttpEngineSpec):
+        return workspace
+    hasty = {
+        "patience_seconds": min(spec.patience_seconds, GOODBYE_SECONDS),
+        "timeout_seconds": min(spec.timeout_seconds, GOODBYE_SECONDS),
+    }
+    return workspace.model_copy(update={"engine": spec.model_copy(update=hasty)})
 
 
 def finish_run(session: RunSession, result: dict[str, Any]) -> dict[str, Any]:

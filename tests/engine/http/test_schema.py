@@ -110,9 +110,11 @@ class World:
                 case.body = body[:cut] + body[cut + 1 :] if isinstance(body, bytes) and cut % 2 else body
             if isinstance(case.query, dict) and "wait" in case.query:
                 case.query["wait"] = 1 if real else case.query["wait"]
-            response = case.call(headers={"Authorization": f"Bearer {TOKEN}"})
+            response = case.call(headers={"Authorization": f"Bearer {TOKEN}"}, timeout=120)
             self.statuses[response.status_code] += 1
-            case.validate_response(response, checks=CHECKS)
+            streamed = response.headers.get("content-type", [""])[0].startswith("text/event-stream")
+            # a stream has no schema but its lines': tests of the OpenAI routes read them
+            case.validate_response(response, checks=CHECKS[:3] if streamed else CHECKS)
 
         run()
 

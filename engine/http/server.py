@@ -42,7 +42,8 @@ class Binding:
                 "OSTINATO_ENGINE_TOKEN or --token-file, or bind 127.0.0.1"
             )
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
+        # asyncio sets TCP_NODELAY only where the protocol is named: without it each answer waits 40 ms for an ACK
+        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((self.host, self.port))

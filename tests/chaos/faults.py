@@ -211,6 +211,10 @@ def _engine_line(world: World) -> list[Proxy]:
     return [world.engine_line]
 
 
+def _prefect_line(world: World) -> list[Proxy]:
+    return [world.prefect_line]
+
+
 def _s3_of_engine(world: World) -> list[Proxy]:
     return world.s3_lines[:1]
 
@@ -233,6 +237,7 @@ KINDS: dict[str, Callable[[World, Fault], Iterator[Pause]]] = {
     "freeze worker-engine": _freeze(_engine_line),
     "delay worker-engine": _delay(_engine_line, 0.3),
     "lose ack worker-engine": _lose(_engine_line, _is_post),
+    "cut worker-Prefect": _cut(_prefect_line),
     "kill -9 S3": kill_s3,
     "freeze S3": freeze_s3,
     "503 burst S3": _answers(503),

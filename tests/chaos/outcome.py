@@ -14,6 +14,7 @@ from storage.chain import Chain
 from storage.gc import collect_garbage
 from storage.objects import ObjectStore
 from storage.registry import find_model
+from tests.chaos.processes import Child
 from tests.chaos.world import Happening, World
 
 STAGE, MODEL = "0-grpo", "policy"
@@ -123,6 +124,7 @@ def tell(world: World) -> list[Happening]:
               Chain(store, world.run_key(run), STAGE, MODEL).records(after=0, until=world.mode.steps)]
         for run in range(world.mode.runs)
     }  # fmt: skip
+    replaced = iter(world.zombies)
     following = [happening.time for happening in world.happenings[1:]] + [float("inf")]
     for happening, next_fault in zip(world.happenings, following, strict=True):
         began = happening.time
@@ -131,6 +133,8 @@ def tell(world: World) -> list[Happening]:
         happening.recovered, happening.last = until - began, not later
         happening.died = [name for name, at in world.deaths if began <= at <= min(until, next_fault)]
         happening.how = _how(world, began, until)
+        if happening.fault.kind in ("zombie worker", "second worker"):
+            happening.how += f"; {_end_of(world, next(replaced))}"
     return world.happenings
 
 
@@ -145,6 +149,11 @@ def _how(world: World, began: float, until: float) -> str:
     if not parts:
         parts.append("calls tried again" if until - began > 1.5 else "not noticed")
     return ", ".join(parts)
+
+
+def _end_of(world: World, worker: Child) -> str:
+    ends = (end.error or f"with status {end.status}" for end in world.ends if end.worker == worker.name)
+    return f"{worker.name} ended {next(ends, 'by a signal')}"
 
 
 def _epoch_seconds(time_of_record: str) -> float:

@@ -156,6 +156,9 @@ class Proxy:
             return False
         writer.write(answer.head + answer.body)
         await writer.drain()
+        if answer.first[1] == "101":  # from here on it is no HTTP
+            await asyncio.gather(_pour(reader, upstream[1]), _pour(upstream[0], writer))
+            return False
         return answer.header("connection") != "close"
 
     async def _hold(self) -> None:
@@ -200,7 +203,7 @@ async def read_message(
         return await read_message(reader, is_request=False, method=method)
     if on_expect is not None and message.header("expect") == "100-continue":
         await on_expect()
-    if not is_request and (method == "HEAD" or message.first[1] in ("204", "304")):
+    if not is_request and (method == "HEAD" or message.first[1] in ("101", "204", "304")):
         return message
     if message.header("transfer-encoding") == "chunked":
         return Message(head, await _chunks(reader))
@@ -222,6 +225,13 @@ async def _chunks(reader: asyncio.StreamReader) -> bytes:
     while (line := await reader.readuntil(b"\r\n")) != b"\r\n":
         parts.append(line)
     return b"".join([*parts, b"\r\n"])
+
+
+async def _pour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(1 << 16):
+        writer.write(data)
+        await writer.drain()
+    writer.transport.abort()  # the other direction ends with it
 
 
 def _without(head: bytes, name: bytes) -> bytes:

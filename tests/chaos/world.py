@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import yaml
 
@@ -94,10 +95,11 @@ class World:
         self, folder: Path, mode: Mode, *, tiny_folder: Path, prefect: str, s3: S3Server | None, seed: int = 0
     ) -> None:
         folder.mkdir(parents=True)
-        self.folder, self.mode, self.prefect = folder, mode, prefect
+        self.folder, self.mode = folder, mode
         self.s3 = s3 if mode.on_s3 else None
         self.random = random.Random(f"world-{seed}")
         self.engine_line = Proxy("worker-engine")
+        self.prefect_line = Proxy("workers-prefect", urlsplit(prefect).port or 0)
         self.s3_lines = [Proxy(name, self.s3.port) for name in ("engine-s3", "workers-s3")] if self.s3 else []
         self.url = f"s3://{BUCKET}/{folder.parent.name}-{folder.name}" if self.s3 else f"file://{folder}/data"
         self.children: list[Child] = []
@@ -168,7 +170,7 @@ class World:
             sys.executable, str(ROOT / "tests" / "chaos" / "bare_worker.py"), "run", "grpo",
             "--config", f"config-{run}.yaml", "--run", self.run_key(run),
         ]  # fmt: skip
-        environment = {"PREFECT_API_URL": self.prefect, "PREFECT_LOGGING_LEVEL": "WARNING"}
+        environment = {"PREFECT_API_URL": f"{self.prefect_line.endpoint}/api", "PREFECT_LOGGING_LEVEL": "WARNING"}
         environment |= s3_environment(self.s3_lines[1].endpoint) if self.s3 else {}
         worker = self._start(Child(f"worker-{run}.{number}", command, self.folder, environment))
         self.workers[run : run + 1] = [worker]
@@ -189,7 +191,7 @@ class World:
     def __exit__(self, *_: object) -> None:
         for child in self.children:
             child.end()
-        for proxy in (self.engine_line, *self.s3_lines):
+        for proxy in (self.engine_line, self.prefect_line, *self.s3_lines):
             proxy.close()
         if self.s3 is not None and (self.s3.child.frozen or not self.s3.child.alive):
             self.s3.child.end()

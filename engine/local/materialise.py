@@ -6,6 +6,7 @@ A database calls this a checkpoint plus a redo log.
 from __future__ import annotations
 
 import contextlib
+import logging
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -21,12 +22,14 @@ from engine.local.apply import apply_request
 from engine.local.slots import Slot, Slots, chain_name
 from engine.model_size import parameter_count
 from storage import keys
-from storage.artifacts import ArtifactRef, materialise_files, read_manifest
+from storage.artifacts import ArtifactRef, Manifest, materialise_files, read_manifest
 from storage.backends.protocol import HIDDEN
 from storage.chain import Chain, CommitRecord, PolicyRef, Root, base_of
-from storage.errors import ObjectNotFound
+from storage.errors import CorruptArtifact, ObjectNotFound
 from storage.objects import ObjectStore
 from storage.worklog import log_work
+
+log = logging.getLogger(__name__)
 
 ADAPTER_SHARE = 0.05
 """Room set aside for an adapter before it is there, as a share of its base's parameters; then its true size counts."""
@@ -91,12 +94,10 @@ class Materialiser:
     def _bring(self, slot: Slot | None, policy: PolicyRef, *, training: bool = True) -> Slot:
         """Moves `slot` (or a new one) to `policy` by the shortest way: redo from where it is, or restore and redo."""
         chain = Chain.of(self.store, policy)
-        checkpoint = self._nearest_checkpoint(chain, policy.step)
-        anchor = checkpoint[0].step if checkpoint else 0
-        moments = training or policy.step > anchor  # a redo needs them, whatever the slot is for
+        nearest = next((step_of(manifest) for manifest in self._checkpoints(chain, policy.step)), 0)
         try:
-            if slot is None or not anchor <= slot.policy.step <= policy.step or not self._on_chain(chain, slot.policy):
-                slot = self._restore(slot, chain, checkpoint, moments=moments)
+            if slot is None or not nearest <= slot.policy.step <= policy.step or not self._on_chain(chain, slot.policy):
+                slot = self._restore(chain, policy.step, into=slot.trainer if slot else None, training=training)
             slot.training = training
             for record in chain.records(after=slot.policy.step, until=policy.step):
                 self.redo(slot, record)
@@ -111,29 +112,37 @@ class Materialiser:
     def _on_chain(chain: Chain, policy: PolicyRef) -> bool:
         return chain.policy(policy.step).state == policy.state
 
-    def _nearest_checkpoint(self, chain: Chain, step: int) -> tuple[PolicyRef, str] | None:
-        """The last complete checkpoint at or before `step`: its policy and the key of its artifact."""
+    def _checkpoints(self, chain: Chain, step: int) -> Iterator[Manifest]:
+        """Complete checkpoints of the chain's policies at or before `step`, the last one first."""
         prefix = keys.checkpoints_prefix(chain.run, chain.stage, chain.model)
         steps = (keys.checkpoint_step(info.key) for info in self.store.list(prefix))
         for found in sorted({s for s in steps if s is not None and s <= step}, reverse=True):
-            policy = chain.policy(found)
             key = keys.checkpoint(chain.run, chain.stage, chain.model, found)
-            if read_manifest(self.store, key).extra.get("state") == policy.state:
-                return policy, key
-        return None
+            try:
+                manifest = read_manifest(self.store, key)
+            except (ObjectNotFound, CorruptArtifact) as error:  # pruned since it was listed, or damaged
+                log.warning("the checkpoint %s is passed over, the redo will be longer: %s", key, error)
+                continue
+            if manifest.extra.get("state") == chain.policy(found).state:
+                yield manifest
 
-    def _restore(
-        self, slot: Slot | None, chain: Chain, checkpoint: tuple[PolicyRef, str] | None, *, moments: bool
-    ) -> Slot:
-        """The checkpoint, or without one the root of the chain."""
-        if checkpoint is None:
-            return self._start_of(chain, moments=moments)
-        policy, key = checkpoint
-        trainer = slot.trainer if slot else self._new_trainer(chain, moments=moments)
-        with self.scratch() as folder:
-            trainer.read_checkpoint(materialise_files(self.store, key, folder), optimizer=moments)
-        log_work("restore", policy=policy.uri, step=policy.step)
-        return Slot(policy, trainer, saved_step=policy.step)
+    def _restore(self, chain: Chain, step: int, *, into: TorchTrainer | None, training: bool) -> Slot:
+        """The last checkpoint at or before `step` that can be read, else the root of the chain. A checkpoint is a
+        cache: one that is damaged or gone makes the redo longer, and nothing else."""
+        for manifest in self._checkpoints(chain, step):
+            saved = step_of(manifest)
+            moments = training or saved < step  # a redo needs them, whatever the slot is for
+            try:
+                with self.scratch() as folder:
+                    files = materialise_files(self.store, manifest.key, folder)
+                    trainer = into or self._new_trainer(chain, moments=moments)
+                    trainer.read_checkpoint(files, optimizer=moments)
+            except (ObjectNotFound, CorruptArtifact) as error:
+                log.warning("the checkpoint %s is passed over, the redo will be longer: %s", manifest.key, error)
+                continue
+            log_work("restore", policy=chain.policy(saved).uri, step=saved)
+            return Slot(chain.policy(saved), trainer, saved_step=saved)
+        return self._start_of(chain, moments=training or step > 0)
 
     def _start_of(self, chain: Chain, *, moments: bool) -> Slot:
         """Policy 0 of a chain with fresh moments, from the base model or the stage before."""
@@ -251,3 +260,10 @@ class Materialiser:
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def step_of(checkpoint: Manifest) -> int:
+    """The step whose policy a checkpoint holds."""
+    step = keys.checkpoint_step(keys.manifest_of_files(checkpoint.key))
+    assert step is not None  # the manifest was found by such a key
+    return step

@@ -19,6 +19,7 @@ from engine.local.slots import Slots
 from engine.protocol import LogprobsRequest, PolicySpec, TokenSequence
 from engine.spec import LocalEngineSpec
 from storage import keys
+from storage.artifacts import read_manifest
 from storage.chain import Chain, CommitRecord, MinibatchPlan, PolicyRef, Root
 from storage.errors import CorruptArtifact
 from storage.objects import ObjectStore, open_store
@@ -275,6 +276,24 @@ async def test_an_altered_batch_is_corrupt(chain: Chain, store: ObjectStore) -> 
     with pytest.raises(CorruptArtifact, match=data.rsplit("/", 1)[1]):
         slots.for_training(chain.head())
     assert weights(slots, chain.policy(1)) == committed(chain, 1)
+
+
+@pytest.mark.parametrize("damage", ["a flipped byte", "no data", "a manifest that is no manifest"])
+async def test_a_checkpoint_that_cannot_be_read_is_passed_over(
+    engine: LocalEngine, chain: Chain, store: ObjectStore, worklog: Path, damage: str
+) -> None:
+    for step in (1, 2):
+        await engine.save_checkpoint(chain.policy(step), provenance=PROVENANCE)
+    manifest = read_manifest(store, keys.checkpoint(chain.run, chain.stage, chain.model, 2))
+    if damage == "a flipped byte":
+        store.put(manifest.files[0].key, store.get(manifest.files[0].key)[:-1] + b"\7")
+    elif damage == "no data":
+        store.delete(manifest.files[0].key)
+    else:
+        store.put(keys.manifest_of_files(manifest.key), b"{")
+    worklog.unlink()
+    assert weights(fresh(store), chain.head()) == committed(chain, STEPS)
+    assert (restored(worklog), redone(worklog)) == ([1], [2, 3])
 
 
 # -- slots -----------------------------------------------------------------------------------------------------

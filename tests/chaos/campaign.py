@@ -27,9 +27,11 @@ from flows.server import local_prefect_server
 from tests.chaos.faults import KINDS, OF_S3, Deck, Fault, draw_schedule
 from tests.chaos.outcome import History, history, problems, tell
 from tests.chaos.processes import ROOT, S3Server
-from tests.chaos.world import G1_S3, G2_FILE, G2_S3, Happening, Mode, Stuck, World
+from tests.chaos.world import G1_S3, G2_FILE, G2_S3, TIGHT_S3, Happening, Mode, Stuck, World
 
 FAULTS_PER_RUN = 5
+MODES = (G2_S3, G1_S3, TIGHT_S3)
+"""Worlds take turns."""
 BEGIN, END = "<!-- campaign: begin -->", "<!-- campaign: end -->"
 
 
@@ -191,7 +193,7 @@ def main() -> int:
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     folder = Path(tempfile.mkdtemp(prefix="ostinato-chaos-"))
-    modes, lives = (G2_S3, G1_S3), list[Life]()
+    modes, lives = MODES, list[Life]()
     decks = [Deck(arguments.seed + number, kinds_of(mode)) for number, mode in enumerate(modes)]
     done = 0
     with stage(folder, s3=True) as shared:

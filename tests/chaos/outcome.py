@@ -50,7 +50,7 @@ def problems(world: World, reference: History | None) -> list[str]:
     if found:
         return found
     if world.mode.deterministic and reference is not None:
-        return _differences(history(world), reference)
+        return [line for run in range(world.mode.runs) for line in _differences(history(world, run), reference)]
     return _unverified(world, store)
 
 
@@ -125,8 +125,8 @@ def tell(world: World) -> list[Happening]:
         for run in range(world.mode.runs)
     }  # fmt: skip
     replaced = iter(world.zombies)
-    following = [happening.time for happening in world.happenings[1:]] + [float("inf")]
-    for happening, next_fault in zip(world.happenings, following, strict=True):
+    following = [*(happening.time for happening in world.happenings[1:]), float("inf")]
+    for happening, next_fault in zip(world.happenings, following, strict=False):
         began = happening.time
         later = [at for at in commits[happening.fault.run] if at > began]
         until = min(later, default=max(world.ended, began))

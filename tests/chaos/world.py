@@ -46,6 +46,8 @@ class Mode:
     deterministic: bool
     runs: int
     on_s3: bool
+    memory_gib: float | None = None
+    """What the engine may fill."""
     steps: int = 6
     step_seconds: float = 1.0
     """About how long a step takes: faults are spread over it."""
@@ -53,6 +55,8 @@ class Mode:
 
 G2_S3 = Mode("G2 on S3", deterministic=True, runs=1, on_s3=True)
 G1_S3 = Mode("G1, two runs, on S3", deterministic=False, runs=2, on_s3=True)
+TIGHT_S3 = Mode("G2, two runs, room for one", deterministic=True, runs=2, on_s3=True, memory_gib=0.024)
+"""A run in training takes 16 MB, its reference 4: whoever waits is evicted and rebuilt."""
 G2_FILE = Mode("G2 on a folder", deterministic=True, runs=1, on_s3=False)
 G1_FILE = Mode("G1, two runs, on a folder", deterministic=False, runs=2, on_s3=False)
 
@@ -121,7 +125,9 @@ class World:
         """The work log so far."""
         for run in range(mode.runs):
             self._write_config(run, tiny_folder)
-        engine = {"deterministic": mode.deterministic, "threads": 1}
+        engine: dict[str, Any] = {"deterministic": mode.deterministic, "threads": 1}
+        if mode.memory_gib is not None:
+            engine |= {"memory_gib": mode.memory_gib, "residency_seconds": 0.5}
         (folder / "engine.yaml").write_text(yaml.safe_dump(engine))
 
     def run_key(self, run: int) -> str:

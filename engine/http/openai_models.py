@@ -265,7 +265,7 @@ _MEANINGS = (
     _Meaning(InvalidKey, 400, "invalid_model"),
     _Meaning(UnknownPolicy, 404, "model_not_found"),
     _Meaning(ObjectNotFound, 404, "model_not_found"),
-    _Meaning(Fenced, 503, "fenced"),
+    _Meaning(Fenced, 409, "fenced"),
     _Meaning(OutOfMemory, 400, "out_of_memory"),
     _Meaning(TransientEngineError, 503, "engine_unavailable"),
 )

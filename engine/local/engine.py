@@ -78,16 +78,16 @@ class LocalEngine:
 
     def _fence(self, run: str, epoch: int, *, ask_store: bool = False) -> None:
         """Refuses a caller whose lease was taken over, as far as this engine has heard; `ask_store` hears of leases
-        taken by other processes too, for a listing: a step is dear enough to ask first."""
+        taken by other processes too, for a listing: a step is dear enough to ask first. Only leases in the store fence
+        anybody: a caller's word for its own epoch does not, or one wrong call could stop a run."""
         newest = self._epochs.get(run, 0)
-        if ask_store:
-            newest = max(newest, current_epoch(self.store, run))
+        if ask_store or epoch > newest:
+            newest = self._epochs[run] = max(newest, current_epoch(self.store, run))
         if epoch < newest:
             raise Fenced(
                 f"this call acts for run {run!r} in epoch {epoch}, but epoch {newest} has taken over; stop: "
                 "another process is driving the run now"
             )
-        self._epochs[run] = epoch
 
     # -- models and policies -----------------------------------------------------------------------------------
 

@@ -355,6 +355,8 @@ class EngineContract:
         other_run = await new_policy(engine, tiny_folder, run="other")
         request = request_after(start, commit_batch(store, start))
         one = GenerateRequest(start, [[10]], [1], SHORT)
+        for _ in range(2):
+            acquire(store, start.run, {})
         await engine.generate(one, epoch=2)
         with pytest.raises(Fenced, match=r"epoch 1.*epoch 2"):
             await engine.take_gradient_step(request, epoch=1)
@@ -369,6 +371,17 @@ class EngineContract:
         assert list(Chain.of(store, start).steps()) == []
         await engine.generate(GenerateRequest(other_run, [[10]], [1], SHORT), epoch=1)
         assert (await engine.take_gradient_step(request, epoch=2)).policy.step == 1
+
+    async def test_an_epoch_that_nobody_holds_fences_nobody(
+        self, engine: Engine, store: ObjectStore, start: PolicyRef
+    ) -> None:
+        epoch = acquire(store, start.run, {})
+        one = GenerateRequest(start, [[10]], [1], SHORT)
+        await engine.generate(one, epoch=epoch + 1000)
+        await engine.release(start.run, epoch=epoch + 1000)
+        assert len(await engine.generate(one, epoch=epoch)) == 1
+        request = request_after(start, commit_batch(store, start))
+        assert (await engine.take_gradient_step(request, epoch=epoch)).policy.step == 1
 
     # -- writing -----------------------------------------------------------------------------------------------
 

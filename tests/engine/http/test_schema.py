@@ -88,10 +88,9 @@ class World:
         if path == "/v1/take_gradient_step" and isinstance(body.get("request"), dict):
             batch = self.batch.model_dump(mode="json")
             step = body["request"] | {"parent": policy, "reference": None, "batch": batch}
-            return body | {"request": step, "epoch": 0}
-        # epoch 0: an engine believes a higher one and fences the lower ones out from then on
+            return body | {"request": step}
         names = {"policy": policy, "run": "r", "model_name": "m", "source": "tiny", "model": "r"}
-        names |= {"max_tokens": 1, "epoch": 0}
+        names |= {"max_tokens": 1}
         return body | {name: value for name, value in names.items() if name in body}
 
     def check(self, method: str, path: str, examples: int) -> None:

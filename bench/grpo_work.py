@@ -1,7 +1,7 @@
 """What the benches do to an engine: one GRPO step as the flow does it, without Prefect and graders.
 
-Prompts, seeds and rewards are functions of the step alone, so that equal weights give equal work however the engine is
-reached.
+Prompts, seeds and rewards are functions of shape and step alone, so that equal weights give equal work however the
+engine is reached.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ class Shape:
     new_tokens: int = 32
     vocabulary: int = 256
     """Prompts are random ids below this."""
+    seed: int = 0
+    """Another seed: other prompts and completions."""
 
 
 def found_model(path: Path) -> Path:
@@ -62,8 +64,11 @@ def number(*names: object) -> int:
 
 def prompts_of(shape: Shape, step: int) -> list[TokenIds]:
     """Token ids 20 and above: a tokenizer's special ids are below."""
-    span = shape.vocabulary - 20
-    return [[20 + number(step, p, t) % span for t in range(shape.prompt_tokens)] for p in range(shape.prompts)]
+
+    def token(prompt: int, position: int) -> int:
+        return 20 + number(shape.seed, step, prompt, position) % (shape.vocabulary - 20)
+
+    return [[token(prompt, n) for n in range(shape.prompt_tokens)] for prompt in range(shape.prompts)]
 
 
 async def new_policy(engine: Engine, model: Path, run: str) -> PolicyRef:
@@ -79,7 +84,7 @@ async def grpo_step(
     """Rollouts, old logprobs, reference logprobs of `start`, the committed batch, and the gradient step on it."""
     prompts = [prompt for prompt in prompts_of(shape, policy.step) for _ in range(shape.completions)]
     sampling = SamplingParams(max_new_tokens=shape.new_tokens, min_new_tokens=shape.new_tokens)
-    seeds = [number("seed", policy.step, n) for n in range(len(prompts))]
+    seeds = [number("completion", shape.seed, policy.step, n) for n in range(len(prompts))]
     completions = await engine.generate(GenerateRequest(policy, prompts, seeds, sampling))
     sequences = [
         TokenSequence(

@@ -3,7 +3,8 @@
 Start-time fair queueing (Goyal, Vin, Cheng 1996) with measured cost: each run has a virtual time, the compute seconds
 it has used; the run that has used least goes next. A run that was away comes back at the virtual time of the call that
 began last: it is owed nothing for its absence. Calls of one run stay in order. No call is ever interrupted, so a run
-waits at most for one call of each other run.
+that was away waits at most for one call of each other run; one that has just been served, besides that, until each has
+had as many seconds as its own last call took.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from engine.http.client import EngineClient
+from engine.http.server import Binding
 from engine.local.engine import LocalEngine
 from engine.protocol import Engine, GenerateRequest, SamplingParams
 from engine.spec import HttpEngineSpec
@@ -58,6 +59,22 @@ def test_a_taken_port_is_said() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         assert "Address already in use" in refusal("--port", str(taken.getsockname()[1]), OSTINATO_ENGINE_TOKEN="")
+
+
+async def test_answers_are_sent_without_waiting_for_the_clients_acknowledgement() -> None:
+    """Nagle's algorithm would hold the second packet of each answer for 40 ms."""
+    delay: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def accepted(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = writer.get_extra_info("socket")
+        delay.set_result(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        writer.close()
+
+    listener = Binding(port=0).open()
+    async with await asyncio.start_server(accepted, sock=listener):
+        _, writer = await asyncio.open_connection(*listener.getsockname())
+        assert await delay  # 1: sent at once
+        writer.close()
 
 
 # -- a process -------------------------------------------------------------------------------------------------

@@ -3,32 +3,46 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from math import prod
+from pathlib import Path
+from typing import BinaryIO
 
 from storage.artifacts import ArtifactRef, read_manifest
 from storage.errors import CorruptArtifact
 from storage.objects import ObjectStore
 
+SUFFIX = ".safetensors"
 MAX_HEADER_BYTES = 100 << 20
 """safetensors' own limit."""
 
 
 def parameter_count(store: ObjectStore, model: ArtifactRef) -> int:
     """Elements of all tensors in the model's safetensors files. Raises CorruptArtifact."""
-    return sum(
-        _elements(store, entry.key)
-        for entry in read_manifest(store, model.key).files
-        if entry.name.endswith(".safetensors") and "/" not in entry.name
-    )
+    count = 0
+    for entry in read_manifest(store, model.key).files:
+        if entry.name.endswith(SUFFIX) and "/" not in entry.name:
+            with store.open(entry.key) as file:
+                count += _elements(file, entry.key)
+    return count
 
 
-def _elements(store: ObjectStore, key: str) -> int:
-    with store.open(key) as file:
-        size = int.from_bytes(file.read(8), "little")
-        if not 0 < size <= MAX_HEADER_BYTES:
-            raise CorruptArtifact(f"{key} does not begin like a safetensors file; publish the model again")
-        try:
-            header = json.loads(file.read(size))
-            return sum(prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
-        except (ValueError, KeyError, TypeError) as error:
-            raise CorruptArtifact(f"{key} has no readable safetensors header: {error}") from error
+def folder_parameter_count(files: Mapping[str, Path]) -> int:
+    """The same for the files of a local folder. Raises CorruptArtifact."""
+    count = 0
+    for name, path in files.items():
+        if name.endswith(SUFFIX):
+            with path.open("rb") as file:
+                count += _elements(file, name)
+    return count
+
+
+def _elements(file: BinaryIO, name: str) -> int:
+    size = int.from_bytes(file.read(8), "little")
+    if not 0 < size <= MAX_HEADER_BYTES:
+        raise CorruptArtifact(f"{name} does not begin like a safetensors file; export the model again")
+    try:
+        header = json.loads(file.read(size))
+        return sum(prod(entry["shape"]) for tensor, entry in header.items() if tensor != "__metadata__")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptArtifact(f"{name} has no readable safetensors header: {error}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Header, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -94,8 +94,8 @@ def create_app(engine: ServedEngine, store: ObjectStore, options: ServerOptions 
         lifespan=lifespan,
     )
     app.state.service = service
-    for router in (_pages(service), _verbs(service), _batches(service), _calls(service)):
-        app.include_router(router, responses=_errors(ErrorBody, _ERRORS))
+    for routes in (_pages, _policies, _writing, _about, _batches, _calls):
+        app.include_router(routes(service), responses=_errors(ErrorBody, _ERRORS))
     app.include_router(openai_router(engine, store), responses=_errors(ErrorBody | OpenAIErrorBody, _DOOR))
     app.add_middleware(Guard, service=service)
     for kind in EXPECTED:
@@ -155,17 +155,28 @@ def _v1(service: Service) -> APIRouter:
 # -- verbs with JSON bodies ------------------------------------------------------------------------------------
 
 
-def _verbs(service: Service) -> APIRouter:
-    router = _v1(service)
-    engine, store = service.engine, service.store
+Work = Callable[[], Awaitable[BaseModel]]
 
-    async def call(
-        request: Request, work: Callable[[], Awaitable[BaseModel]], *, wait: float, run: str = "-"
-    ) -> Response:
+
+class Submit(Protocol):
+    """Submits the call of a request, whose verb is the last part of its path."""
+
+    async def __call__(self, request: Request, work: Work, *, wait: float, run: str = "-") -> Response: ...
+
+
+def _submitting(service: Service) -> Submit:
+    async def call(request: Request, work: Work, *, wait: float, run: str = "-") -> Response:
         async def answer() -> Answer:
             return json_answer(await work())
 
         return await service.call(request, request.url.path.rpartition("/")[2], answer, wait=wait, run=run)
+
+    return call
+
+
+def _policies(service: Service) -> APIRouter:
+    router, call = _v1(service), _submitting(service)
+    engine, store = service.engine, service.store
 
     @router.post("/import_model", response_model=ArtifactRef, responses=_waiting())
     async def import_model(
@@ -200,11 +211,17 @@ def _verbs(service: Service) -> APIRouter:
 
         return await call(request, work, wait=wait, run=body.request.parent.run)
 
+    return router
+
+
+def _writing(service: Service) -> APIRouter:
+    router, call, engine = _v1(service), _submitting(service), service.engine
+
     @router.post("/begin_checkpoint", response_model=Acknowledged, responses=_waiting())
     async def begin_checkpoint(
         body: SaveCheckpointBody, request: Request, wait: Wait = 10, request_id: RequestId = None
     ) -> Response:
-        """The same, answered while it is on its way to the store."""
+        """Takes the policy's checkpoint; answered while it is on its way to the store."""
 
         async def work() -> Acknowledged:
             await engine.begin_checkpoint(body.policy, provenance=body.provenance, name=body.name, epoch=body.epoch)
@@ -239,6 +256,12 @@ def _verbs(service: Service) -> APIRouter:
             wait=wait,
             run=body.policy.run,
         )
+
+    return router
+
+
+def _about(service: Service) -> APIRouter:
+    router, call, engine = _v1(service), _submitting(service), service.engine
 
     @router.post("/release", response_model=Acknowledged, responses=_waiting())
     async def release(

@@ -14,7 +14,7 @@ from typing import TypeVar
 from engine.backends.protocol import OnToken
 from engine.backends.shared_base import AdapterTrainer
 from engine.backends.torch_backend import TorchBackend
-from engine.errors import EngineBusy, Fenced, PermanentEngineError, StepConflict
+from engine.errors import BadModelFolder, EngineBusy, Fenced, PermanentEngineError, StepConflict
 from engine.local.apply import Effect, apply_request
 from engine.local.materialise import Materialiser
 from engine.local.queue import FairQueue
@@ -22,11 +22,13 @@ from engine.local.saving import Saver, find_checkpoint
 from engine.local.slots import NoRoomYet, Slot, Slots
 from engine.local.together import Call, Together
 from engine.model_folder import ModelFolder, local_folder, registered_model, version_of
+from engine.model_size import folder_parameter_count
 from engine.protocol import Completion, EngineInfo, GenerateRequest, LogprobsRequest, PolicySpec
 from engine.spec import LocalEngineSpec
 from engine.text.tokenizers import TOKENIZER_FILES, load_tokenizer
 from storage.artifacts import ArtifactRef, Provenance, materialise_files, read_manifest
 from storage.chain import Chain, CommitRecord, PolicyRef, StepRequest, base_of
+from storage.errors import CorruptArtifact
 from storage.failpoints import failpoint
 from storage.identity import store_id
 from storage.leases import current_epoch
@@ -107,6 +109,8 @@ class LocalEngine:
     def _import_folder(self, folder: ModelFolder, provenance: Provenance) -> ArtifactRef:
         version = version_of(folder.digest())
         if find_model(self.store, folder.name, version) is None:
+            need = _parameters_of(folder) * self.backend.master_dtype.itemsize
+            self.slots.make_room(need, run="", what=f"loading {folder.path.name}")
             self.backend.load(folder.path)  # a version never changes: what does not load must not become one
             load_tokenizer(folder.path)
         return publish_model(
@@ -342,6 +346,13 @@ class LocalEngine:
         for slot in self.slots.moved() if checkpoint else []:
             self._save_unasked(slot)
         self.saver.close()
+
+
+def _parameters_of(folder: ModelFolder) -> int:
+    try:
+        return folder_parameter_count(folder.files)
+    except CorruptArtifact as error:
+        raise BadModelFolder(f"{folder.path} does not load: {error}") from error
 
 
 def _same_step(committed: CommitRecord, request: StepRequest) -> CommitRecord:

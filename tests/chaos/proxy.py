@@ -99,9 +99,10 @@ class Proxy:
         async def stop() -> None:
             self._server.close()
             await self._cut()
-            for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            serving = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in serving:
                 task.cancel()
-            await asyncio.sleep(0)
+            await asyncio.gather(*serving, return_exceptions=True)
             self._loop.stop()
 
         self.heal()

@@ -1,18 +1,20 @@
 """CPU-seconds of a GRPO step by a client in another process, over HTTP, beside the embedded engine.
 
-    python bench/http_overhead.py [--model FOLDER] [--pairs 10]
+    python bench/http_overhead.py [--model FOLDER] [--pairs 10] [--completions 8] [--control]
 
 Two arms with the same prompts and seeds, deterministic and with one thread, so that both do identical work: equal
 states and weights at the end prove it. Arm "embedded" is one process with a LocalEngine; arm "http" is `ostinato engine
 serve` and a process with an EngineClient. Steps alternate: A B, B A, A B, ... What counts is the CPU time, user and
 system, that all processes of an arm take during one step. The ratio http / embedded comes with a 95 % bootstrap
-interval over the pairs. The goal is 1.05 at most.
+interval over the pairs. The goal is 1.05 at most. With --control the second arm is a LocalEngine in a process too: how
+far from 1 the ratio of two equal arms is on this machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -22,7 +24,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,7 +134,7 @@ class Arm:
         return answer | {"cpu": [now - then for now, then in zip(self.cpu_seconds(), before, strict=True)]}
 
 
-@contextmanager
+@contextlib.contextmanager
 def process(command: list[str], log: Path) -> Iterator[subprocess.Popen[str]]:
     """A Python program with pipes, told to end at the end. Its standard error is shown when the block fails."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -150,27 +151,36 @@ def process(command: list[str], log: Path) -> Iterator[subprocess.Popen[str]]:
         started.communicate(timeout=60)
 
 
-@contextmanager
+@contextlib.contextmanager
 def arms(options: argparse.Namespace, steps: int) -> Iterator[list[Arm]]:
     """Both arms, ready for their first step, each on a store of its own."""
     with tempfile.TemporaryDirectory(prefix="ostinato-bench-") as folder:
         stores = [f"file://{folder}/embedded", f"file://{folder}/http"]
         sets = [f"--set={key}={json.dumps(value)}" for key, value in engine_keys(steps).items()]
         serve = ["-m", "flows.cli.main", "engine", "serve", "--port=0", f"--storage={stores[1]}", *sets]
-        with process(serve, Path(folder, "server.log")) as server:
-            assert server.stdout is not None
-            url = server.stdout.readline().split()[-1]
-            worker_options = [f"--model={options.model}", f"--pairs={options.pairs}"]
-            first = [__file__, "--worker", stores[0], "", *worker_options]
-            second = [__file__, "--worker", stores[1], url, *worker_options]
-            with process(first, Path(folder, "a.log")) as one, process(second, Path(folder, "b.log")) as two:
-                both = [
-                    Arm("embedded", one, [psutil.Process(one.pid)]),
-                    Arm("http", two, [psutil.Process(server.pid), psutil.Process(two.pid)]),
-                ]
-                for arm in both:
-                    arm.hear()
-                yield both
+        shape = [f"--model={options.model}", f"--pairs={options.pairs}", f"--completions={options.completions}"]
+        with contextlib.ExitStack() as running:
+
+            def start(name: str, command: list[str]) -> subprocess.Popen[str]:
+                return running.enter_context(process(command, Path(folder, f"{name}.log")))
+
+            servers, url = [], ""
+            if not options.control:
+                servers = [start("server", serve)]
+                url = servers[0].stdout.readline().split()[-1]
+            one = start("embedded", [__file__, "--worker", stores[0], "", *shape])
+            two = start("client", [__file__, "--worker", stores[1], url, *shape])
+            both = [
+                Arm("embedded", one, [psutil.Process(one.pid)]),
+                Arm(
+                    "control" if options.control else "http",
+                    two,
+                    [psutil.Process(program.pid) for program in (*servers, two)],
+                ),
+            ]
+            for arm in both:
+                arm.hear()
+            yield both
 
 
 # -- the figures ---------------------------------------------------------------------------------------------------
@@ -184,53 +194,55 @@ def bootstrap(ratios: list[float], *, draws: int = 10_000) -> tuple[float, float
 
 
 def measure(both: list[Arm], pairs: int) -> None:
-    embedded, http = both
+    first, second = both
     for _ in range(WARM_UP):
-        assert embedded.step()["state"] == http.step()["state"]
-    results: dict[str, list[dict[str, Any]]] = {"embedded": [], "http": []}
+        assert first.step()["state"] == second.step()["state"], "the arms did different work"
+    results: dict[str, list[dict[str, Any]]] = {arm.name: [] for arm in both}
     for pair in range(pairs):
         for arm in both if pair % 2 == 0 else both[::-1]:
             results[arm.name].append(arm.step())
-        one, two = results["embedded"][-1], results["http"][-1]
+        one, two = (results[arm.name][-1] for arm in both)
         assert one["state"] == two["state"], "the arms did different work"
-        server, client = two["cpu"]
-        print(
-            f"pair {pair:2}   embedded {sum(one['cpu']):7.2f} CPU-s   http {server:7.2f} + {client:.2f} CPU-s   "
-            f"ratio {sum(two['cpu']) / sum(one['cpu']):.4f}",
-            flush=True,
-        )
-    last = [results[name][-1]["digest"] for name in results]
+        parts = " + ".join(f"{seconds:.2f}" for seconds in two["cpu"])
+        ratio = sum(two["cpu"]) / sum(one["cpu"])
+        line = f"pair {pair:2}   {first.name} {sum(one['cpu']):.2f}   {second.name} {parts} CPU-s   ratio {ratio:.4f}"
+        print(line, flush=True)
+    last = [results[arm.name][-1]["digest"] for arm in both]
     assert last[0] is not None and last[0] == last[1], f"the arms ended with other weights: {last}"
-    report(results, last[0])
+    print(f"weights digest of both arms after the last step: {last[0][:16]}")
+    report(results)
     for arm in both:
         print(f"p50 of a trivial call (info), {arm.name}: {arm.tell('trivial')['p50'] * 1e3:.2f} ms")
 
 
-def report(results: dict[str, list[dict[str, Any]]], digest: str) -> None:
-    sums = {name: [sum(step["cpu"]) for step in steps] for name, steps in results.items()}
-    ratios = [b / a for a, b in zip(sums["embedded"], sums["http"], strict=True)]
-    low, high = bootstrap(ratios)
-    server, client = (statistics.fmean(step["cpu"][n] for step in results["http"]) for n in (0, 1))
-    sent, received, requests = (statistics.fmean(step["wire"][n] for step in results["http"]) for n in (0, 1, 2))
-    print(f"weights digest of both arms after the last step: {digest[:16]}")
-    print(f"CPU-s per step: embedded {statistics.fmean(sums['embedded']):.3f}, http {server:.3f} + client {client:.3f}")
-    mean = statistics.fmean(ratios)
-    print(f"ratio http / embedded over {len(ratios)} pairs: mean {mean:.4f}, 95 % CI {low:.4f} to {high:.4f}")
-    print(f"over the wire per step: {requests:.1f} requests, {sent:.0f} bytes sent, {received:.0f} received")
+def report(results: dict[str, list[dict[str, Any]]]) -> None:
     for name, steps in results.items():
-        print(f"wall seconds per step, {name}: {statistics.fmean(step['seconds'] for step in steps):.2f}")
+        parts = [statistics.fmean(cpu) for cpu in zip(*(step["cpu"] for step in steps), strict=True)]
+        seconds = statistics.fmean(step["seconds"] for step in steps)
+        print(f"per step, {name}: {' + '.join(f'{part:.3f}' for part in parts)} CPU-s, {seconds:.2f} s wall")
+    sums = [[sum(step["cpu"]) for step in steps] for steps in results.values()]
+    ratios = [b / a for a, b in zip(*sums, strict=True)]
+    low, high = bootstrap(ratios)
+    mean = statistics.fmean(ratios)
+    names = " / ".join(reversed(results))
+    print(f"ratio {names} over {len(ratios)} pairs: mean {mean:.4f}, 95 % CI {low:.4f} to {high:.4f}")
+    if "http" in results:
+        wire = [statistics.fmean(step["wire"][n] for step in results["http"]) for n in range(3)]
+        print(f"over the wire per step: {wire[2]:.1f} requests, {wire[0]:.0f} bytes sent, {wire[1]:.0f} received")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=SMOLLM, help="a Hugging Face folder")
     parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--completions", type=int, default=Shape.completions, help="of each of 4 prompts")
+    parser.add_argument("--control", action="store_true", help="two embedded arms")
     parser.add_argument("--worker", nargs=2, metavar=("STORE", "URL"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     found_model(options.model)
     steps = WARM_UP + options.pairs
     if options.worker:
-        return asyncio.run(worker(*options.worker, options.model, Shape(), steps))
+        return asyncio.run(worker(*options.worker, options.model, Shape(completions=options.completions), steps))
     with arms(options, steps) as both:
         measure(both, options.pairs)
     return None

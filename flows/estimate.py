@@ -44,15 +44,16 @@ class Estimate:
     disk_bytes: int | None
     seconds: float | None
 
-    def check(self, info: EngineInfo) -> None:
-        """Raises DoesNotFit, saying what is there and what to change."""
+    def check(self, info: EngineInfo, *, resumed: bool = False) -> None:
+        """Raises DoesNotFit, saying what is there and what to change. A resumed run has written part of what it takes
+        on the disk, so that is not held against what is free."""
         if self.memory_bytes > info.memory_bytes:
             raise DoesNotFit(
                 f"the run needs about {_gib(self.memory_bytes)} of the engine's memory, which is "
                 f"{_gib(info.memory_bytes)}; train an adapter (model.adapter={{}}) or a smaller model, or raise "
                 "engine.memory_gib"
             )
-        free = info.disk_free_bytes
+        free = None if resumed else info.disk_free_bytes
         if free is not None and self.disk_bytes is not None and self.disk_bytes > free:
             raise DoesNotFit(
                 f"the run writes about {_gib(self.disk_bytes)}, but the disk of its store has {_gib(free)} free; keep "

@@ -91,6 +91,13 @@ def test_what_cannot_fit_is_refused_with_both_sizes(there: dict[str, Any], said:
         wanted.check(info(**there))
 
 
+def test_a_resumed_run_has_written_part_of_its_disk_already() -> None:
+    wanted = Estimate(memory_bytes=2 * GIB, disk_bytes=3 * GIB, seconds=600.0)
+    wanted.check(info(disk_free_bytes=GIB), resumed=True)
+    with pytest.raises(DoesNotFit, match="memory"):
+        wanted.check(info(memory_bytes=GIB), resumed=True)
+
+
 def test_the_text_names_all_three() -> None:
     text = Estimate(memory_bytes=2 * GIB, disk_bytes=3 * GIB, seconds=600.0).text(info(disk_free_bytes=4 * GIB))
     assert text == (

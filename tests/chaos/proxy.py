@@ -160,7 +160,11 @@ class Proxy:
         if answer.first[1] == "101":  # from here on it is no HTTP
             await asyncio.gather(_pour(reader, upstream[1]), _pour(upstream[0], writer))
             return False
-        return answer.header("connection") != "close"
+        if answer.header("connection") == "close" or answer.first[0] == "HTTP/1.0":
+            writer.close()  # an abort would lose what is not sent yet
+            await writer.wait_closed()
+            return False
+        return True
 
     async def _hold(self) -> None:
         if self.line.delay_seconds:

@@ -79,6 +79,7 @@ def metrics_of(page: str) -> dict[str, float]:
     return values
 
 
+@pytest.mark.slow
 def test_four_runs_on_one_server_end_as_each_does_alone(
     tmp_path: Path, tiny_folder: Path, alone: dict[str, list[CommitRecord]]
 ) -> None:

@@ -97,7 +97,8 @@ def main() -> None:
             )
     both, one = ({run: (r.state, r.weights_digest) for run, r in records.items()} for records in ends.values())
     assert both == one, f"the cases ended with other weights: {both} and {one}"
-    assert None not in {digest for _, digest in both.values()}
+    digests = {digest for _, digest in both.values()}
+    assert None not in digests and len(digests) == len(RUNS), "the weights stood still, or one run is the other's copy"
     print("weights digests of both cases:", ", ".join(f"{run} {digest[:16]}" for run, (_, digest) in both.items()))
 
 

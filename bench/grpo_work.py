@@ -41,13 +41,17 @@ class Shape:
 
     prompts: int = 4
     completions: int = 8
-    """Of each prompt."""
+    """Of each prompt; in a group of one every advantage is 0, and the weights stand still."""
     prompt_tokens: int = 60
     new_tokens: int = 32
     vocabulary: int = 256
     """Prompts are random ids below this."""
     seed: int = 0
     """Another seed: other prompts and completions."""
+
+    def __post_init__(self) -> None:
+        if self.completions < 2:
+            raise SystemExit(f"{self.completions} completions of a prompt teach nothing; give 2 or more")
 
 
 def found_model(path: Path) -> Path:

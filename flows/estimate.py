@@ -19,6 +19,7 @@ from storage.tables import RowReader
 from tasks.datasets.load import LoadedDataset
 
 MASTER_BYTES = 4
+COMPUTE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 MOMENTS = 2
 ADAPTER_SHARE = 0.05
 """An adapter's parameters as a share of its base's: what rank 16 on every linear layer of a small model comes to."""
@@ -85,7 +86,7 @@ def estimate(
         operations, kept, frozen = 6.0 * parameters * trained, trained, False
     speed = EFFICIENCY * info.operations_per_second
     return Estimate(
-        memory_bytes=_memory(config.model, parameters, frozen=frozen),
+        memory_bytes=_memory(config.model, parameters, COMPUTE_BYTES[info.numerics.compute_dtype], frozen=frozen),
         disk_bytes=None if steps is None else _disk(config, parameters, steps) + steps * kept * BYTES_PER_STORED_TOKEN,
         seconds=None if steps is None else steps * operations / speed,
     )
@@ -100,11 +101,13 @@ def _grpo_step(config: GRPOConfig, parameters: int, prompt: int) -> tuple[float,
     return parameters * tokens * float(passes + 6 * algorithm.mini_epochs_per_batch), tokens
 
 
-def _memory(model: ModelConfig, parameters: int, *, frozen: bool) -> int:
-    """Weights, gradients and moments of what is trained, and a frozen copy for the reference of a KL term."""
+def _memory(model: ModelConfig, parameters: int, compute_bytes: int, *, frozen: bool) -> int:
+    """Weights, gradients and moments of what is trained, the sampler's copy where it computes in a lower precision,
+    and a frozen copy for the reference of a KL term; of an adapter's base there is one copy, in that precision."""
     if model.adapter is not None:
-        return int(parameters * MASTER_BYTES * (1 + ADAPTER_SHARE * (2 + MOMENTS)))
-    return parameters * MASTER_BYTES * (2 + MOMENTS + frozen)
+        return int(parameters * (compute_bytes + ADAPTER_SHARE * MASTER_BYTES * (2 + MOMENTS)))
+    sampler = compute_bytes if compute_bytes < MASTER_BYTES else 0
+    return parameters * (max(MASTER_BYTES, compute_bytes) * (2 + MOMENTS + frozen) + sampler)
 
 
 def _disk(config: GRPOConfig | SFTConfig, parameters: int, steps: int) -> int:

@@ -224,7 +224,10 @@ def _copy_checkpoint(chain: Chain, copy: Chain, step: int) -> None:
     ) as folder:
         files = {entry.name: Path(folder) / entry.name for entry in manifest.files}
         for entry in manifest.files:
-            store.fetch(entry.key, files[entry.name])
+            try:
+                store.fetch(entry.key, files[entry.name])
+            except ObjectNotFound:
+                return  # pruned meanwhile
             if digest_file(files[entry.name]) != (entry.sha256, entry.bytes):
                 raise CorruptArtifact(
                     f"{entry.key} is not what its manifest says; delete {keys.manifest_of_files(manifest.key)} (the "

@@ -88,6 +88,10 @@ class TorchBackend:
         )
         return TorchTrainer(model)
 
+    def try_load(self, folder: Path) -> None:
+        """Raises BadModelFolder for a folder that `load` would refuse. In this machine's memory, not the device's."""
+        load_causal_lm(folder, dtype=self.master_dtype, compute_dtype=self.compute_dtype, device=torch.device("cpu"))
+
     def load_base(self, folder: Path, *, key: str = "") -> SharedBase:
         """A frozen model that adapters share; `key` is its registry key, for what adapters export."""
         # on the CPU first: the device never holds the part in master precision that is computed in a lower one

@@ -175,6 +175,11 @@ class Transport:
     def _headers(self, call: Call) -> dict[str, str]:
         headers = {REQUEST_HEADER: call.id, VERSION_HEADER: str(VERSION)}
         token = os.environ.get(self.spec.token_env, "").strip()
+        if not (token.isascii() and token.isprintable()):
+            raise NotAuthenticated(
+                f"${self.spec.token_env} holds characters that no header may have (a line break?); put one line of "
+                "printable ASCII there"
+            )
         return headers | {"Authorization": f"Bearer {token}"} if token else headers
 
     def _pool(self) -> httpx.AsyncClient:

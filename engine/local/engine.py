@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 import threading
 import time
@@ -14,7 +15,7 @@ from typing import TypeVar
 from engine.backends.protocol import OnToken
 from engine.backends.shared_base import AdapterTrainer
 from engine.backends.torch_backend import TorchBackend
-from engine.errors import BadModelFolder, EngineBusy, Fenced, PermanentEngineError, StepConflict
+from engine.errors import BadModelFolder, EngineBusy, EngineError, Fenced, PermanentEngineError, StepConflict
 from engine.local.apply import Effect, apply_request
 from engine.local.materialise import Materialiser
 from engine.local.queue import FairQueue
@@ -26,9 +27,16 @@ from engine.model_size import folder_parameter_count
 from engine.protocol import Completion, EngineInfo, GenerateRequest, LogprobsRequest, PolicySpec
 from engine.spec import LocalEngineSpec
 from engine.text.tokenizers import TOKENIZER_FILES, load_tokenizer
-from storage.artifacts import ArtifactRef, Provenance, materialise_files, read_manifest
+from storage.artifacts import (
+    ArtifactRef,
+    Provenance,
+    digest_of,
+    file_entries,
+    materialise_files,
+    read_manifest,
+)
 from storage.chain import Chain, CommitRecord, PolicyRef, StepRequest, base_of
-from storage.errors import CorruptArtifact
+from storage.errors import CorruptArtifact, StorageError, VersionConflict
 from storage.failpoints import failpoint
 from storage.identity import store_id
 from storage.leases import current_epoch
@@ -38,6 +46,8 @@ from storage.registry import find_model, find_published, publish_model
 from storage.worklog import log_work
 
 R = TypeVar("R")
+
+log = logging.getLogger(__name__)
 
 SMALL_MODEL_BYTES = 256 << 20
 """Up to this many bytes of weights, every commit record carries their digest."""
@@ -57,7 +67,7 @@ class LocalEngine:
             frozen=self.spec.frozen_policies,
             save=self._save_unasked,
         )
-        self.policies = Materialiser(self.store, self.backend, self.slots)
+        self.policies = Materialiser(self.store, self.backend, self.slots, settle=self.saver.settle)
         self.together = Together(max_rows=self.spec.max_rows)
         self.queue = FairQueue(name="ostinato-engine", prepare=self.backend.prepare_thread)
         self._epochs: dict[str, int] = {}
@@ -71,12 +81,13 @@ class LocalEngine:
             try:
                 return await self.queue.run(run, call)
             except NoRoomYet as error:
-                if time.monotonic() + error.seconds > deadline:
+                seconds = error.seconds
+                if time.monotonic() + seconds > deadline:
                     raise EngineBusy(
                         f"{error}; waited {self.spec.room_seconds:.0f} s for room. Call again later, raise "
                         "engine.memory_gib, or give the run an engine of its own"
                     ) from error
-                await asyncio.sleep(error.seconds)
+            await asyncio.sleep(seconds)  # not above: a handled error keeps what it named
 
     def _fence(self, run: str, epoch: int, *, ask_store: bool = False) -> None:
         """Refuses a caller whose lease was taken over, as far as this engine has heard; `ask_store` hears of leases
@@ -110,8 +121,9 @@ class LocalEngine:
         version = version_of(folder.digest())
         if find_model(self.store, folder.name, version) is None:
             need = _parameters_of(folder) * self.backend.master_dtype.itemsize
-            self.slots.make_room(need, run="", what=f"loading {folder.path.name}")
-            self.backend.load(folder.path)  # a version never changes: what does not load must not become one
+            if self.backend.device.type == "cpu":
+                self.slots.make_room(need, run="", what=f"loading {folder.path.name}")
+            self.backend.try_load(folder.path)  # a version never changes: what does not load must not become one
             load_tokenizer(folder.path)
         return publish_model(
             self.store, folder.name, version, folder.files, provenance=provenance, extra={"imported": True}
@@ -205,8 +217,9 @@ class LocalEngine:
         except BaseException:
             self.slots.drop(request.parent)  # the weights moved, and no commit stands for where they are
             raise
-        if stands.weights_digest != record.weights_digest:
-            self.slots.drop(request.parent)  # lost a race to other numerics: the winner's weights are the truth
+        lost = stands.attempt != record.attempt
+        if lost and (stands.weights_digest is None or stands.weights_digest != record.weights_digest):
+            self.slots.drop(request.parent)  # the winner's weights are the truth, and may have other bits
         slot.policy = stands.policy
         return stands
 
@@ -300,20 +313,29 @@ class LocalEngine:
                 adapter = slot.trainer.export(folder / "adapter")
                 files |= {f"adapter/{name}": path for name, path in adapter.items()}
             base = materialise_files(self.store, base_of(self.store, policy).key, base_folder, names=TOKENIZER_FILES)
-            return publish_model(
+            publish = partial(
+                publish_model,
                 self.store,
                 model_name,
-                version,
-                {**base, **files},
+                files={**base, **files},
                 provenance=provenance,
                 parents=(policy.uri,),
                 extra={"weights_digest": weights_digest, "state": policy.state},
             )
+            try:
+                return publish(version)
+            except VersionConflict:
+                # another library version or device was killed while it published: its claim stands, its files do not
+                return publish(f"{version}-{digest_of(file_entries({**base, **files}, lambda file: file))[:8]}")
 
     # -- life --------------------------------------------------------------------------------------------------
 
     async def release(self, run: str, *, epoch: int = 0) -> None:
+        """Returns when the checkpoints of what moved are in the store."""
         await self._compute(run, partial(self._release, run, epoch))
+        uploads = [asyncio.wrap_future(future) for future in self.saver.of_run(run)]
+        if uploads:
+            await asyncio.shield(asyncio.gather(*uploads, return_exceptions=True))  # the saver tells of failures
 
     def _release(self, run: str, epoch: int) -> None:
         if epoch >= self._epochs.get(run, 0):
@@ -344,7 +366,10 @@ class LocalEngine:
     def _close(self, checkpoint: bool) -> None:
         self.queue.close()
         for slot in self.slots.moved() if checkpoint else []:
-            self._save_unasked(slot)
+            try:
+                self._save_unasked(slot)
+            except (EngineError, StorageError, OSError) as error:
+                log.warning("%s was not checkpointed, a redo will be longer: %s", slot.policy.uri, error)
         self.saver.close()
 
 

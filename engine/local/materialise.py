@@ -9,7 +9,7 @@ import contextlib
 import logging
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from engine.adapters import LoraSpec, trainable_of
@@ -38,8 +38,16 @@ ADAPTER_SHARE = 0.05
 class Materialiser:
     """Brings slots to policies. Not thread-safe: the engine calls it from its one compute thread."""
 
-    def __init__(self, store: ObjectStore, backend: TorchBackend, slots: Slots) -> None:
-        self.store, self.backend, self.slots = store, backend, slots
+    def __init__(
+        self,
+        store: ObjectStore,
+        backend: TorchBackend,
+        slots: Slots,
+        *,
+        settle: Callable[[PolicyRef], None] = lambda policy: None,
+    ) -> None:
+        """`settle` waits for checkpoints of a policy's chain that are on their way to the store."""
+        self.store, self.backend, self.slots, self._settle = store, backend, slots, settle
 
     # -- which slot --------------------------------------------------------------------------------------------
 
@@ -94,6 +102,7 @@ class Materialiser:
     def _bring(self, slot: Slot | None, policy: PolicyRef, *, training: bool = True) -> Slot:
         """Moves `slot` (or a new one) to `policy` by the shortest way: redo from where it is, or restore and redo."""
         chain = Chain.of(self.store, policy)
+        self._settle(policy)
         nearest = next((step_of(manifest) for manifest in self._checkpoints(chain, policy.step)), 0)
         try:
             if slot is None or not nearest <= slot.policy.step <= policy.step or not self._on_chain(chain, slot.policy):
@@ -181,7 +190,7 @@ class Materialiser:
         if isinstance(spec, LoraSpec):
             shared = self._shared_base(base, run=run)
             need = int(ADAPTER_SHARE * count * master * (4 if moments else 1))
-            self.slots.make_room(need, run=run, what=f"an adapter on {base.key}")
+            self.slots.make_room(need, run=run, what=f"an adapter on {base.key}", keep=shared)
             return self.backend.adapter(shared, spec, init_seed=root.init_seed)
         need = count * master * (4 if moments else 1)  # weights; gradients and two moments
         self.slots.make_room(need, run=run, what=f"{'training' if moments else 'reading'} {base.key}")

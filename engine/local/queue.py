@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import traceback
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -96,6 +97,7 @@ class FairQueue:
             try:
                 result = job.function()
             except BaseException as error:  # noqa: BLE001 - it belongs to the caller, whatever it is
+                _let_go(error)
                 job.future.set_exception(error)
             else:
                 job.future.set_result(result)
@@ -119,3 +121,11 @@ class FairQueue:
         idle = [n for n, line in self._lines.items() if not line.jobs and n != keep and line.virtual <= self._floor]
         for name in idle:
             del self._lines[name]
+
+
+def _let_go(error: BaseException) -> None:
+    """Empties the frames that the error went through: whoever keeps the error would keep the weights they named."""
+    seen: BaseException | None = error
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen = seen.__cause__ or seen.__context__

@@ -141,8 +141,8 @@ class Slots:
             slot.released = True
         return [slot for slot in own if slot in self.moved()]
 
-    def make_room(self, need: int, *, run: str, what: str, keep: Slot | None = None) -> None:
-        """Lets others leave until `need` bytes are free.
+    def make_room(self, need: int, *, run: str, what: str, keep: Slot | SharedBase | None = None) -> None:
+        """Lets others leave until `need` bytes are free, but neither `keep` nor the base it stands on.
 
         Raises:
             OutOfMemory: not even an empty engine has that room (beside `keep`).
@@ -158,10 +158,10 @@ class Slots:
             if not self._let_one_leave(run, keep):
                 return  # what is left is the base of `keep`
 
-    def _let_one_leave(self, run: str, keep: Slot | None) -> bool:
+    def _let_one_leave(self, run: str, keep: Slot | SharedBase | None) -> bool:
         """Sends away an unused base, else the least recently used slot that may leave. False when none is left."""
         for digest, base in self._bases.items():
-            if not any(getattr(slot.trainer, "base", None) is base for slot in self._slots()):
+            if base is not keep and not any(getattr(slot.trainer, "base", None) is base for slot in self._slots()):
                 del self._bases[digest]
                 return True
         others = [slot for slot in self._slots() if slot is not keep]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from engine.spec import LocalEngineSpec
 from storage import keys
 from storage.artifacts import find_artifact
 from storage.chain import Chain, PolicyRef, Root
+from storage.errors import StorageUnavailable
 from storage.objects import ObjectStore, open_store
 from tests.fixtures.engines import DETERMINISTIC, PROVENANCE, ROWS, commit_batch, events, new_policy, request_after, row
 
@@ -167,6 +169,43 @@ async def test_one_prompt_too_many_fails_its_own_call_only(
     await engine.close()
 
 
+async def test_equal_policies_of_two_runs_are_two_checkpoints(
+    roomy: LocalEngine, store: ObjectStore, tiny_folder: Path
+) -> None:
+    policies = [await step(roomy, store, await new_policy(roomy, tiny_folder, run=run)) for run in ("a", "b")]
+    assert policies[0].state == policies[1].state
+    for policy in policies:  # the second is asked for while the first may be on its way
+        await roomy.begin_checkpoint(policy, provenance=PROVENANCE, name=f"named-{policy.run}")
+    refs = [await roomy.save_checkpoint(policy, provenance=PROVENANCE) for policy in policies]
+    for policy, ref in zip(policies, refs, strict=True):
+        assert ref.key == keys.checkpoint(policy.run, policy.stage, policy.model, 1)
+        assert find_artifact(store, ref.key) == ref
+
+
+async def test_a_released_run_is_checkpointed_when_release_returns(
+    roomy: LocalEngine, store: ObjectStore, tiny_folder: Path
+) -> None:
+    policy = await step(roomy, store, await new_policy(roomy, tiny_folder))
+    await roomy.release(policy.run)
+    assert find_artifact(store, keys.checkpoint(policy.run, policy.stage, policy.model, 1)) is not None
+
+
+async def test_a_failed_step_keeps_no_weights(
+    roomy: LocalEngine, store: ObjectStore, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = await step(roomy, store, await new_policy(roomy, tiny_folder))
+    held = weakref.ref(roomy.slots.training(policy).trainer.model.module)
+
+    def unavailable(*_: object) -> None:
+        raise StorageUnavailable("the store is away")
+
+    monkeypatch.setattr(Chain, "commit", unavailable)
+    with pytest.raises(StorageUnavailable) as failed:
+        await step(roomy, store, policy)
+    assert held() is None, "the error, which is kept here, keeps the weights of the step"
+    assert failed.value is not None
+
+
 # -- adapters --------------------------------------------------------------------------------------------------
 
 
@@ -214,6 +253,23 @@ async def test_adapters_interleaved_on_one_base_end_as_if_alone_and_come_back_to
         # and the shared one's policy, rebuilt here from its checkpoint, computes what it did there
         assert (await alone.logprobs(LogprobsRequest(runs[run], [SCORED])))[0] == shown[run]
         await alone.close(checkpoint=False)
+
+
+async def test_the_base_of_an_adapter_does_not_leave_to_make_room_for_it(
+    roomy: LocalEngine, store: ObjectStore, tiny_folder: Path, tmp_path: Path
+) -> None:
+    policy = await adapter_policy(roomy, tiny_folder, "measure", rank=1)
+    await step(roomy, store, policy)
+    base = next(iter(roomy.slots._bases.values())).nbytes()
+    engine = LocalEngine(url_of(tmp_path), tight(DETERMINISTIC, 1.5 * base / GIB))
+    for run in ("a", "b"):
+        await step(engine, store, await adapter_policy(engine, tiny_folder, run, rank=1))
+        assert len(engine.slots._bases) == 1
+    await engine.close()
+    small = LocalEngine(url_of(tmp_path), tight(DETERMINISTIC, 1.05 * base / GIB))
+    with pytest.raises(OutOfMemory, match="an adapter on"):
+        await step(small, store, await adapter_policy(small, tiny_folder, "c", rank=1))
+    await small.close()
 
 
 async def test_policy_zero_of_an_adapter_is_the_base(

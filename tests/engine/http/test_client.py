@@ -353,6 +353,16 @@ async def test_a_wrong_token_is_said_without_saying_it(
     assert right not in repr(client) + repr(client.spec) + repr(client._transport)
 
 
+@pytest.mark.parametrize("token", ["one\nSECRET", "SECRET-é"])
+async def test_a_token_that_no_header_holds_is_refused_without_showing_it(
+    line: Line, store: ObjectStore, monkeypatch: pytest.MonkeyPatch, token: str
+) -> None:
+    monkeypatch.setenv("ENGINE_TOKEN_OF_TEST", token)
+    with pytest.raises(NotAuthenticated, match=r"\$ENGINE_TOKEN_OF_TEST.*one line") as refused:
+        await client_over(line, store, token_env="ENGINE_TOKEN_OF_TEST").release("r")
+    assert "SECRET" not in str(refused.value)
+
+
 # -- models ----------------------------------------------------------------------------------------------------
 
 

@@ -39,7 +39,7 @@ def base(tiny_folder: Path) -> SharedBase:
 def test_what_a_root_says_is_trained() -> None:
     assert trainable_of({"kind": "full"}) == FullSpec()
     assert trainable_of({"kind": "lora", "rank": 2, "target_modules": ["q_proj"]}) == LoraSpec(
-        rank=2, alpha=16.0, target_modules=("q_proj",), use_rslora=False
+        rank=2, alpha=32.0, target_modules=("q_proj",), use_rslora=False
     )
     assert trainable_of(SOME.model_dump(mode="json")) == SOME
     assert (LORA.scale, LoraSpec(rank=4, alpha=6.0, use_rslora=True).scale) == (1.5, 3.0)  # 6 / 4, 6 / sqrt 4

@@ -130,6 +130,7 @@ async def test_a_zombie_that_wakes_after_its_successor_moved_on_is_fenced_and_ch
     await asyncio.gather(zombie.close(), successor.close())
 
 
+@pytest.mark.slow
 async def test_a_run_whose_every_acknowledgement_is_lost_once_is_the_run(
     url: str, tmp_path: Path, toy_run: ToyRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,7 +40,7 @@ HITS = {
 }
 """Which hit of a failpoint kills: late enough that steps are committed before it."""
 
-QUICK = {"rollout.after_data", "step.mid_gradient", "step.before_commit", "step.after_commit", "checkpoint.mid_upload"}
+QUICK = {"rollout.after_data", "step.before_commit", "checkpoint.mid_upload"}
 
 
 @dataclass

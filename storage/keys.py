@@ -175,8 +175,13 @@ def is_plain(key: str) -> bool:
     return _PLAIN.fullmatch(key) is not None
 
 
+def runs_prefix() -> str:
+    """Before everything that belongs to a run."""
+    return "runs/"
+
+
 def run_prefix(run: str) -> str:
-    return f"runs/{validate_run(run)}/"
+    return f"{runs_prefix()}{validate_run(run)}/"
 
 
 def run_json(run: str) -> str:

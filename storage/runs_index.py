@@ -39,7 +39,7 @@ class RunRow(Frozen):
 
 def list_runs(store: ObjectStore) -> list[str]:
     """Every run that has an object, sorted."""
-    runs = (keys.run_of(info.key) for info in store.list("runs/"))
+    runs = (keys.run_of(info.key) for info in store.list(keys.runs_prefix()))
     return sorted({run for run in runs if run is not None})
 
 
@@ -50,7 +50,7 @@ def has_objects(store: ObjectStore, run: str) -> bool:
 
 def all_chains(store: ObjectStore) -> list[Chain]:
     """Every chain of every run, by name."""
-    names = {keys.chain_of(info.key) for info in store.list("runs/")}
+    names = {keys.chain_of(info.key) for info in store.list(keys.runs_prefix())}
     return [Chain(store, *name) for name in sorted(name for name in names if name is not None)]
 
 

@@ -150,7 +150,7 @@ class Policies:
     def _list(self) -> list[ModelCard]:
         created: dict[str, float] = {}
         runs: set[str] = set()
-        for info in self.store.list("runs/"):
+        for info in self.store.list(keys.runs_prefix()):
             name = keys.chain_of(info.key)
             if name is not None and not name[0].startswith(f"{SERVED}/"):
                 runs.add(name[0])

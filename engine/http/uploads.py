@@ -15,7 +15,7 @@ from engine.model_folder import ModelFolder, version_of
 from engine.protocol import Engine
 from storage import keys
 from storage.artifacts import ArtifactRef, Provenance, commit_files, materialise_files, read_manifest
-from storage.errors import CorruptArtifact, ObjectNotFound
+from storage.errors import CorruptArtifact, ObjectNotFound, StorageError
 from storage.objects import ObjectStore
 from storage.registry import find_published
 
@@ -46,7 +46,10 @@ def published_upload(store: ObjectStore, name: str, digest: str) -> ArtifactRef 
 def fetch_upload(store: ObjectStore, name: str, digest: str, scratch: Path) -> ModelFolder:
     """The uploaded folder on this machine. Raises ObjectNotFound, CorruptArtifact, BadModelFolder."""
     files = materialise_files(store, keys.upload(name, digest), scratch)
-    return ModelFolder.of(next(iter(files.values())).parent, name=name)
+    folder = ModelFolder.of(next(iter(files.values())).parent, name=name)
+    if folder.digest() != digest:  # in a local store the files are the upload's own, and may be on their way out
+        raise CorruptArtifact(f"the upload {keys.upload(name, digest)} is not what it says; hand the folder over again")
+    return folder
 
 
 def discard_upload(store: ObjectStore, name: str, digest: str) -> None:
@@ -72,8 +75,8 @@ async def import_upload(
         try:
             folder = await asyncio.to_thread(fetch_upload, store, name, digest, Path(scratch))
             ref = await engine.import_folder(folder, provenance=provenance)
-        except (ObjectNotFound, CorruptArtifact):
-            # another server may have imported it meanwhile, and deleted the files under our hands
+        except (StorageError, OSError, ValueError):
+            # another call, or server, may have imported it meanwhile, and deleted the files under our hands
             published = await asyncio.to_thread(published_upload, store, name, digest)
             if published is None:
                 raise

@@ -366,6 +366,18 @@ async def test_a_token_that_no_header_holds_is_refused_without_showing_it(
 # -- models ----------------------------------------------------------------------------------------------------
 
 
+async def test_a_folder_that_four_clients_bring_at_once_is_one_model(
+    store: ObjectStore, tiny_folder: Path
+) -> None:
+    local = LocalEngine(store.url, DETERMINISTIC)
+    line = Line(create_app(local, store, ServerOptions()))
+    clients = [client_over(line, store) for _ in range(4)]
+    refs = await asyncio.gather(*(c.import_model(str(tiny_folder), provenance=PROVENANCE) for c in clients))
+    assert len({ref.uri for ref in refs}) == 1
+    assert list(store.list("uploads/")) == []
+    await local.close()
+
+
 async def test_a_folder_of_the_client_becomes_the_model_that_the_embedded_engine_makes(
     line: Line, engine: ScriptedEngine, store: ObjectStore, tiny_folder: Path, tmp_path: Path
 ) -> None:

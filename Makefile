@@ -23,7 +23,7 @@ test-slow: $(VENV)/.test
 chaos: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" tests/chaos
 
-# about an hour on an idle machine; needs the demo's model
+# needs the demo's model; figures of the last run: bench/README.md
 bench: $(VENV)/.test
 	for name in http_overhead fairness eviction memory_checkpoint; do PYTHONPATH=. $(BIN)/python bench/$$name.py; done
 

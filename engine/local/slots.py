@@ -126,9 +126,6 @@ class Slots:
         self._bases.move_to_end(digest)
         return self._bases[digest]
 
-    def has_base(self, digest: str) -> bool:
-        return digest in self._bases
-
     def drop(self, policy: PolicyRef) -> None:
         """Forgets the chain's training slot: its weights are not those of any committed policy."""
         self._training.pop(chain_name(policy), None)

@@ -5,6 +5,7 @@ EngineError
     EngineUnreachable         no answer
     EngineBusy                no room or no turn now
     WorkerDied                a process of the engine ended during the call
+    SamplerOutOfSync          a sampler does not hold the trainer's weights; it is synced anew
   PermanentEngineError      it never will
     StepConflict              another request was committed for this step
     Fenced                    a newer epoch acts for this run
@@ -39,6 +40,10 @@ class EngineBusy(TransientEngineError):
 
 class WorkerDied(TransientEngineError):
     """A process of the engine ended during the call."""
+
+
+class SamplerOutOfSync(TransientEngineError):
+    """A sampler does not hold the trainer's weights, or no longer: nothing that it drew was kept."""
 
 
 class PermanentEngineError(EngineError):

@@ -6,13 +6,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from engine.sampler_spec import SamplerSpec, TorchSamplerSpec, VllmSpec
+from engine.trainer_spec import TorchTrainerSpec, TrainerSpec
 from storage.models import Frozen
 
 
 class LocalEngineSpec(Frozen):
-    """The embedded engine: trainer and sampler in this process."""
+    """An engine that this process owns: it trains and samples here, or in processes that it starts and watches."""
 
     kind: Literal["local"] = "local"
+    trainer: TrainerSpec = TorchTrainerSpec()
+    sampler: SamplerSpec = TorchSamplerSpec()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda when there is one."""
     compute_dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
@@ -46,6 +50,18 @@ class LocalEngineSpec(Frozen):
                 "deterministic=true samples and trains in float32, but compute_dtype='bfloat16' was given; "
                 "leave compute_dtype at 'auto', or set deterministic=false"
             )
+        for part, default in ((self.trainer, "torch"), (self.sampler, "torch")):
+            if self.deterministic and part.kind != default:
+                raise ValueError(
+                    f"deterministic=true promises equal bytes, which only the torch trainer and sampler give; "
+                    f"{part.kind!r} was given. Leave trainer and sampler at 'torch', or set deterministic=false"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _every_dtype_is_known(self) -> LocalEngineSpec:
+        if self.compute_dtype == "float64" and isinstance(self.sampler, VllmSpec):
+            raise ValueError("vLLM computes in bfloat16 or float32; use compute_dtype='float32', or the torch sampler")
         return self
 
 

@@ -1,16 +1,22 @@
-"""What the local engine asks of a trainer and of a sampler. Synchronous: the engine calls them from one thread."""
+"""What the local engine asks of trainers and samplers, and of the backends that make them. Synchronous: the engine calls
+them from one thread.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
+
+from engine.adapters import LoraSpec
 from engine.losses.spec import LossSpec
 from engine.protocol import Completion, SamplingParams, TokenIds, TokenSequence
 from engine.samples import Sample
-from storage.chain import OptimizerSpec
+from storage.chain import Numerics, OptimizerSpec
 
 OnToken = Callable[[int, int, float], None]
 """Hears of a token as it is drawn: (index of the prompt in the call, token id, its logprob in nats). It runs in the
@@ -87,9 +93,40 @@ class Trainer(Protocol):
         """Bytes this policy alone holds: weights, and with `training` gradients and both moments at their peak."""
         ...
 
+    @property
+    def weights_nbytes(self) -> int:
+        """Bytes of the weights in master precision that the policy computes with, shared ones included."""
+        ...
+
+    @property
+    def alive(self) -> bool:
+        """False once the process that held it is gone: nothing can be asked of it any more."""
+        ...
+
+    def write_config(self, folder: Path) -> None:
+        """Writes config.json and generation_config.json, as the model's folder has them."""
+        ...
+
+    def stage_weights(self, folder: Path, *, dtype: torch.dtype) -> list[Path]:
+        """Writes every weight a sampler needs into `folder` as safetensors files, floating ones in `dtype`, under the
+        names that `save_pretrained` gives them: a tied head is not written twice."""
+        ...
+
 
 class Sampler(Protocol):
     """Draws completions from the weights it was last synced with."""
+
+    holds: str | None
+    """State of the policy whose weights it holds; None before the first sync, and after one that failed."""
+
+    def sync(self, trainer: Trainer, state: str) -> None:
+        """Brings it to the trainer's weights, which are those of `state`, and proves it.
+
+        Raises:
+            SamplerOutOfSync: the weights did not arrive whole, or do not compute what the trainer's do.
+            BadSpec: the trainer's model is not the one that this sampler was made for.
+        """
+        ...
 
     def sample(
         self,
@@ -98,3 +135,75 @@ class Sampler(Protocol):
         params: SamplingParams,
         on_token: OnToken | None = None,
     ) -> list[Completion]: ...
+
+    def nbytes(self) -> int:
+        """Bytes of the engine's memory that it alone holds: 0 where it shares the trainer's weights, or has a memory
+        of its own."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class TrainerBackend(Protocol):
+    """Makes trainers: what `engine.trainer` means on this machine."""
+
+    threads: int
+    device: torch.device
+    compute_dtype: torch.dtype
+    master_dtype: torch.dtype
+
+    def numerics(self) -> Numerics: ...
+
+    def prepare_thread(self) -> None:
+        """Called once in the thread that computes."""
+        ...
+
+    def threads_of(self, numerics: Numerics) -> AbstractContextManager[None]:
+        """Computes with the thread count of a committed step."""
+        ...
+
+    def memory_bytes(self) -> int:
+        """What weights, moments and gradients may fill."""
+        ...
+
+    def operations_per_second(self) -> float: ...
+
+    def load(self, folder: Path) -> Trainer:
+        """A model all of whose weights are trained. Raises BadModelFolder."""
+        ...
+
+    def try_load(self, folder: Path) -> None:
+        """Raises BadModelFolder for a folder that `load` would refuse."""
+        ...
+
+    def load_base(self, folder: Path, *, key: str = "") -> Any:
+        """A frozen model that adapters share; `key` is its registry key."""
+        ...
+
+    def adapter(self, base: Any, spec: LoraSpec, *, init_seed: int) -> Trainer:
+        """A new adapter on what `load_base` gave."""
+        ...
+
+    def adapter_off(self, base: Any) -> Trainer:
+        """The base itself as a policy that is only read."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class SamplerBackend(Protocol):
+    """Makes samplers: what `engine.sampler` means on this machine."""
+
+    def new_bytes(self, trainer: Trainer) -> int:
+        """Bytes of the engine's memory that a new sampler for this trainer will take."""
+        ...
+
+    def sampler(self, trainer: Trainer, *, tensor_parallel: int | None = None) -> Sampler:
+        """A sampler for the trainer's model, perhaps one that other policies of the same model use too."""
+        ...
+
+    def make_way(self) -> None:
+        """A gradient step is next: gives back device memory that can be given back."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,64 @@
+"""Who trains: one line of the engine's config (`trainer.kind`), and what that trainer can be told. Plain data."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from storage.models import Frozen
+
+
+class TorchTrainerSpec(Frozen):
+    """The embedded trainer: this process, the CPU or one GPU."""
+
+    kind: Literal["torch"] = "torch"
+
+
+class DeepSpeedSpec(Frozen):
+    """DeepSpeed ZeRO (arXiv:1910.02054) on a group of ranks, which the engine starts, watches and starts again."""
+
+    kind: Literal["deepspeed"] = "deepspeed"
+    ranks: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Processes per node. auto: one per GPU; 1 on the CPU."""
+    nodes: int = Field(1, ge=1)
+    """Machines. Every other one runs `ostinato engine join --head HOST:PORT --node-rank N`."""
+    listen: str = "127.0.0.1:0"
+    """HOST:PORT where the ranks meet; with several nodes, an address that the others reach. Port 0: any free one."""
+    zero_stage: Literal[0, 1, 2, 3] = 2
+    """What is split over the ranks: 1 moments and master weights, 2 gradients too, 3 weights too. 0: nothing."""
+    offload_optimizer: Literal["none", "cpu"] = "none"
+    """Where moments and master weights lie. cpu: in the machine's memory, and AdamW runs there."""
+    offload_parameters: Literal["none", "cpu"] = "none"
+    """ZeRO 3 only: where the shards of the weights lie between uses."""
+    activation_checkpointing: Literal["none", "recompute", "offload"] = "none"
+    """recompute: each layer keeps its input only and runs again in the backward pass; offload: that input in the
+    machine's memory."""
+    sequence_parallel: int = Field(1, ge=1)
+    """Ranks that share each sequence (Ulysses, arXiv:2309.14509); divides ranks x nodes, attention and key heads."""
+    liger: bool | Literal["auto"] = "auto"
+    """Fused Liger kernels. auto: where liger-kernel is installed and the device is a GPU."""
+    bucket_mib: int = Field(200, ge=1)
+    """Gradients and gathered weights travel in buckets of about this size."""
+    start_seconds: float = Field(300.0, gt=0)
+    """How long a group may take to start."""
+    hang_seconds: float = Field(1800.0, gt=0)
+    """A rank that shows no progress for this long is taken for hung: the group is killed and started again."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> DeepSpeedSpec:
+        if self.offload_parameters != "none" and self.zero_stage != 3:
+            raise ValueError(
+                f"offload_parameters={self.offload_parameters!r} needs zero_stage=3, not {self.zero_stage}: below it "
+                "every rank keeps the weights whole; set zero_stage=3, or offload_parameters='none'"
+            )
+        if self.offload_optimizer != "none" and self.zero_stage == 0:
+            raise ValueError("offload_optimizer needs zero_stage 1, 2 or 3; zero_stage=0 keeps AdamW on every rank")
+        if self.ranks != "auto" and (self.ranks * self.nodes) % self.sequence_parallel:
+            raise ValueError(
+                f"sequence_parallel={self.sequence_parallel} does not divide {self.ranks} ranks x {self.nodes} nodes"
+            )
+        return self
+
+
+TrainerSpec = Annotated[TorchTrainerSpec | DeepSpeedSpec, Field(discriminator="kind")]

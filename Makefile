@@ -17,11 +17,11 @@ test: $(VENV)/.test lint
 	$(BIN)/python -m pytest
 
 test-slow: $(VENV)/.test
-	$(BIN)/python -m pytest -m "slow and not gpu"
+	$(BIN)/python -m pytest -m "slow and not gpu and not vllm"
 
 # processes killed, frozen and cut off at random: ten seeds; 100 faults: python -m tests.chaos.campaign
 chaos: $(VENV)/.test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" tests/chaos
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not vllm" tests/chaos
 
 # needs the demo's model; figures of the last run: bench/README.md
 bench: $(VENV)/.test

@@ -43,8 +43,9 @@ class VllmSpec(Frozen):
     sleep: bool | Literal["auto"] = "auto"
     """Whether vLLM gives its memory back during gradient steps. auto: where trainer and sampler share a GPU."""
     transport: Literal["auto", "memory", "shm", "ipc", "nccl", "checkpoint"] = "auto"
-    """How weights reach vLLM: memory (same process), shm (files in shared memory, same machine), ipc (CUDA handles, same
-    GPU), nccl (between GPUs and nodes), checkpoint (files in a folder that all machines see). auto: the best there is."""
+    """How weights reach vLLM: memory (same process), shm (files in shared memory, same machine), ipc (CUDA handles,
+    same GPU), nccl (between GPUs and nodes), checkpoint (files in a folder that all machines see). auto: the best
+    there is."""
     sync_folder: str | None = None
     """For transport "checkpoint": the folder that all machines see."""
     start_seconds: float = Field(600.0, gt=0)

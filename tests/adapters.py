@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from engine.adapters import LoraSpec
 from engine.backends.protocol import Objective
 from engine.backends.torch_backend import TorchBackend
+from engine.backends.torch_samplers import TorchSamplers
 from engine.backends.torch_trainer import TorchTrainer
 from engine.losses.spec import CrossEntropySpec
 from engine.protocol import TokenSequence
@@ -29,6 +31,15 @@ TOKENS = [
 
 def backend(dtype: str = "float32") -> TorchBackend:
     return TorchBackend(LocalEngineSpec(device="cpu", compute_dtype=dtype, threads=1))
+
+
+def sampler_of(trainer: TorchTrainer) -> Any:
+    """A sampler that was just synced with the trainer, in the precision that the trainer computes in."""
+    model = trainer.model
+    samplers = TorchSamplers(LocalEngineSpec(), compute_dtype=model.compute_dtype, device=model.device)
+    sampler = samplers.sampler(trainer)
+    sampler.sync(trainer, "state")
+    return sampler
 
 
 def samples(first: int) -> list[Sample]:

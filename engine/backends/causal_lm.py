@@ -117,6 +117,20 @@ class CausalLM:
                 seen.add(tensor.data_ptr())
                 yield name, tensor
 
+    def exported_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The same under the names that `save_pretrained` gives: of a tied head and embedding, the embedding's."""
+        tied = {id(self.head.weight)} if self.head.weight is self._embedding() else set()
+        seen: set[int] = set()
+        heads = {f"{name}.weight" for name, module in self.module.named_modules() if module is self.head}
+        for name, tensor in sorted(self.module.state_dict(keep_vars=True).items()):
+            if tensor.data_ptr() in seen or (id(tensor) in tied and name in heads):
+                continue
+            seen.add(tensor.data_ptr())
+            yield name, tensor
+
+    def _embedding(self) -> Tensor:
+        return self.module.get_input_embeddings().weight  # type: ignore[operator]
+
 
 def frozen_copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """The module with every parameter in `dtype`, without gradients; those that have it already are shared, not copied.

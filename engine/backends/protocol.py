@@ -1,5 +1,5 @@
-"""What the local engine asks of trainers and samplers, and of the backends that make them. Synchronous: the engine calls
-them from one thread.
+"""What the local engine asks of trainers and samplers, and of the backends that make them. Synchronous: the engine
+calls them from one thread.
 """
 
 from __future__ import annotations

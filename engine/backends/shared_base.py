@@ -26,8 +26,6 @@ from engine.backends.lora import (
     ADAPTER_FILE,
     PEFT_PREFIX,
     Pairs,
-    copy_pairs,
-    lora_layers,
     new_pairs,
     pair_tensors,
     peft_config,
@@ -36,7 +34,6 @@ from engine.backends.lora import (
     using,
 )
 from engine.backends.tensor_files import write_tensors
-from engine.backends.torch_sampler import TorchSampler
 from engine.backends.torch_trainer import TorchTrainer
 from engine.errors import BadSpec
 
@@ -148,30 +145,3 @@ class AdapterOff(SharedTrainer):
 
     def read_checkpoint(self, files: dict[str, Path], *, optimizer: bool) -> NoReturn:
         raise BadSpec("a checkpoint was to be read into the frozen base of adapters; read it into an adapter")
-
-
-class AdapterSampler(TorchSampler):
-    """Samples from the base with exactly one adapter, that of the trainer it was last synced with."""
-
-    def __init__(self, trainer: SharedTrainer, *, max_rows: int, max_tokens: int) -> None:
-        super().__init__(trainer.base.sampling_model(), max_rows=max_rows, max_tokens=max_tokens)
-        self.base = trainer.base
-        self._layers = lora_layers(self.model.module)
-        self.sync(trainer)
-
-    def sync(self, trainer: SharedTrainer) -> None:
-        shares = self.model is trainer.model  # in the master precision the trainer's own matrices are used
-        self.pairs = trainer.pairs if shares else copy_pairs(trainer.pairs, self.model.dtype)
-
-    def sample(self, *args: Any, **kwargs: Any) -> Any:
-        with using(self._layers, self.pairs):
-            return super().sample(*args, **kwargs)
-
-
-def sync_adapter(trainer: TorchTrainer, sampler: TorchSampler) -> None:
-    """Raises BadSpec unless both stand on one shared base."""
-    if not (
-        isinstance(trainer, SharedTrainer) and isinstance(sampler, AdapterSampler) and trainer.base is sampler.base
-    ):
-        raise BadSpec("a sampler can only follow a trainer on the base it was made for; make a new sampler")
-    sampler.sync(trainer)

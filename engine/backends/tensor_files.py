@@ -34,30 +34,35 @@ _RANK = {name: rank for rank, name in enumerate(["I64", "F64", "F32", "I32", "BF
 """The order in a file: wide elements first, so that each tensor is aligned; then by name."""
 
 
-def write_tensors(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Writes the tensors as they are now. Equal names and values give equal bytes, in whatever order they come.
+def write_tensors(
+    path: Path, tensors: Iterable[tuple[str, Tensor]], *, floating: torch.dtype | None = None
+) -> None:
+    """Writes the tensors as they are now, floating ones in `floating` if it is given. Equal names and values give equal
+    bytes, in whatever order they come. A cast tensor lives as long as it is written.
 
     Raises:
         BadSpec: a name twice, or a dtype that the format lacks.
     """
     named = dict[str, Tensor]()
+    dtypes = dict[str, torch.dtype]()
     for name, tensor in tensors:
-        if name in named or tensor.dtype not in _DTYPES:
-            what = "is given twice" if name in named else f"is of {tensor.dtype}, which safetensors files lack"
+        dtype = floating if floating is not None and tensor.is_floating_point() else tensor.dtype
+        if name in named or dtype not in _DTYPES:
+            what = "is given twice" if name in named else f"is of {dtype}, which safetensors files lack"
             raise BadSpec(f"tensor {name!r} {what}")
-        named[name] = tensor
-    order = sorted(named, key=lambda name: (_RANK[_DTYPES[named[name].dtype]], name))
+        named[name], dtypes[name] = tensor, dtype
+    order = sorted(named, key=lambda name: (_RANK[_DTYPES[dtypes[name]]], name))
     header, end = dict[str, object](), 0
     for name in order:
-        tensor = named[name]
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        start, end = end, end + named[name].numel() * dtypes[name].itemsize
+        shape = list(named[name].shape)
+        header[name] = {"dtype": _DTYPES[dtypes[name]], "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in order:
-            file.write(tensor_bytes(named[name]))
+            file.write(tensor_bytes(named[name].detach().to(dtypes[name])))
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:

@@ -1,4 +1,4 @@
-"""The torch backend: loads trainers and keeps samplers in step with them."""
+"""The torch backend: trainers in this process."""
 
 from __future__ import annotations
 
@@ -14,23 +14,15 @@ from transformers.utils.logging import disable_progress_bar
 
 from engine.adapters import LoraSpec
 from engine.backends import machine
-from engine.backends.causal_lm import CausalLM, frozen_copy, load_causal_lm
-from engine.backends.shared_base import (
-    AdapterOff,
-    AdapterSampler,
-    AdapterTrainer,
-    SharedBase,
-    SharedTrainer,
-    sync_adapter,
-)
-from engine.backends.torch_sampler import TorchSampler
+from engine.backends.causal_lm import load_causal_lm
+from engine.backends.shared_base import AdapterOff, AdapterTrainer, SharedBase
 from engine.backends.torch_trainer import TorchTrainer
 from engine.spec import LocalEngineSpec
 from storage.chain import Numerics
 
 
 class TorchBackend:
-    """What a `LocalEngineSpec` means on this machine."""
+    """Implements engine.backends.protocol.TrainerBackend for `trainer.kind = "torch"`."""
 
     def __init__(self, spec: LocalEngineSpec) -> None:
         self.spec = spec
@@ -110,31 +102,8 @@ class TorchBackend:
         """The base itself as a policy that is only read."""
         return AdapterOff(base)
 
-    def sampler(self, trainer: TorchTrainer) -> TorchSampler:
-        """A sampler over the trainer's own weights, or over a copy in the compute precision; of a base that adapters
-        share there is one copy at most."""
-        limits = {"max_rows": self.spec.max_rows, "max_tokens": self.spec.max_tokens_per_forward}
-        if isinstance(trainer, SharedTrainer):
-            return AdapterSampler(trainer, **limits)
-        model = trainer.model
-        if self.compute_dtype != self.master_dtype:
-            model = CausalLM(frozen_copy(model.module, self.compute_dtype), compute_dtype=self.compute_dtype)
-        return TorchSampler(model, **limits)
-
-    @staticmethod
-    def sync(trainer: TorchTrainer, sampler: TorchSampler) -> None:
-        """Brings the sampler to the trainer's weights; nothing to do where they share them.
-
-        Raises:
-            BadSpec: the sampler was made for another base, or for a whole model and the trainer is an adapter.
-        """
-        if isinstance(trainer, SharedTrainer) or isinstance(sampler, AdapterSampler):
-            sync_adapter(trainer, sampler)
-        elif sampler.model is not trainer.model:
-            with torch.no_grad():
-                target = dict(sampler.model.named_weights())
-                for name, weight in trainer.model.named_weights():
-                    target[name].copy_(weight)
+    def close(self) -> None:
+        """Weights go with the slots that hold them."""
 
 
 def cpu_threads(*, fixed: bool = False) -> int:

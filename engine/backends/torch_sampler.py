@@ -38,10 +38,14 @@ class _Row:
 
 
 class TorchSampler:
-    """Samples from a `CausalLM`. `max_rows` completions decode together; `max_tokens` prompt tokens prefill at once."""
+    """Samples from a `CausalLM`. `max_rows` completions decode together; `max_tokens` prompt tokens prefill at once.
+
+    How its weights follow a trainer's is up to subclasses (engine.backends.torch_samplers); by itself it holds one
+    model that does not move."""
 
     def __init__(self, model: CausalLM, *, max_rows: int = 64, max_tokens: int = 8192) -> None:
         self.model, self.max_rows, self.max_tokens = model, max_rows, max_tokens
+        self.holds: str | None = None
 
     @torch.inference_mode()
     def sample(
@@ -65,6 +69,9 @@ class TorchSampler:
             hear = None if on_token is None else _from_row(on_token, start)
             done += self._sample_rows(prompts[chunk], seeds[chunk], params, hear)
         return done
+
+    def close(self) -> None:
+        """The weights go with the object."""
 
     def _check(self, prompts: Sequence[TokenIds], seeds: Sequence[int], params: SamplingParams) -> None:
         if len(prompts) != len(seeds):

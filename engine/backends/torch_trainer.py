@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from storage.chain import OptimizerSpec
 
 WEIGHTS_FILE = "weights.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
+STAGED_FILE = "model.safetensors"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 T = TypeVar("T")
@@ -68,6 +69,14 @@ class TorchTrainer:
         if training:
             return held + 3 * sum(parameter.nbytes for _, parameter in self.trained())
         return held + sum(tensor.nbytes for tensor in self._moments().values())
+
+    @property
+    def weights_nbytes(self) -> int:
+        return sum(tensor.nbytes for _, tensor in self.model.named_weights())
+
+    @property
+    def alive(self) -> bool:
+        return True
 
     # -- gradient ---------------------------------------------------------------------------------------------
 
@@ -308,6 +317,18 @@ class TorchTrainer:
         made = torch.empty_like(like) if moment in MOMENTS else torch.empty((), device=like.device)
         self._adamw(OptimizerSpec(lr=0.0)).state[parameter][moment] = made
         return made
+
+    def write_config(self, folder: Path) -> None:
+        module: Any = self.model.module
+        module.config.save_pretrained(folder)
+        if getattr(module, "generation_config", None) is not None:
+            module.generation_config.save_pretrained(folder)
+
+    def stage_weights(self, folder: Path, *, dtype: torch.dtype) -> list[Path]:
+        """The model's own weights; an adapter in use is not merged into them."""
+        path = folder / STAGED_FILE
+        write_tensors(path, self.model.exported_weights(), floating=dtype)
+        return [path]
 
     def export(self, folder: Path) -> dict[str, Path]:
         return self.export_merged(folder)

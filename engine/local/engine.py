@@ -12,9 +12,9 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
+from engine.backends.compose import sampler_backend, trainer_backend
 from engine.backends.protocol import OnToken
 from engine.backends.shared_base import AdapterTrainer
-from engine.backends.torch_backend import TorchBackend
 from engine.errors import BadModelFolder, EngineBusy, EngineError, Fenced, PermanentEngineError, StepConflict
 from engine.local.apply import Effect, apply_request
 from engine.local.materialise import Materialiser
@@ -59,7 +59,8 @@ class LocalEngine:
     def __init__(self, store_url: str, spec: LocalEngineSpec | None = None) -> None:
         self.spec = spec or LocalEngineSpec()
         self.store = open_store(store_url)
-        self.backend = TorchBackend(self.spec)
+        self.backend = trainer_backend(self.spec)
+        self.samplers = sampler_backend(self.spec, self.backend)
         self.saver = Saver(self.store)
         self.slots = Slots(
             budget=self.backend.memory_bytes(),
@@ -67,7 +68,9 @@ class LocalEngine:
             frozen=self.spec.frozen_policies,
             save=self._save_unasked,
         )
-        self.policies = Materialiser(self.store, self.backend, self.slots, settle=self.saver.settle)
+        self.policies = Materialiser(
+            self.store, self.backend, self.samplers, self.slots, settle=self.saver.settle
+        )
         self.together = Together(max_rows=self.spec.max_rows)
         self.queue = FairQueue(name="ostinato-engine", prepare=self.backend.prepare_thread)
         self._epochs: dict[str, int] = {}
@@ -202,6 +205,7 @@ class LocalEngine:
         committed = chain.record(request.parent.step + 1)
         if committed is not None:
             return _same_step(committed, request)
+        self.samplers.make_way()
         slot = self.policies.for_training(request.parent)
         failpoint("step.before_gradient")
         try:
@@ -248,8 +252,7 @@ class LocalEngine:
     def _digest_due(self, slot: Slot, step: int) -> bool:
         every = self.spec.digest_every
         if every is None:
-            size = sum(t.numel() * t.element_size() for _, t in slot.trainer.model.named_weights())
-            every = 1 if size <= SMALL_MODEL_BYTES else 10
+            every = 1 if slot.trainer.weights_nbytes <= SMALL_MODEL_BYTES else 10
         return step % every == 0
 
     # -- writing -----------------------------------------------------------------------------------------------
@@ -371,6 +374,8 @@ class LocalEngine:
             except (EngineError, StorageError, OSError) as error:
                 log.warning("%s was not checkpointed, a redo will be longer: %s", slot.policy.uri, error)
         self.saver.close()
+        self.samplers.close()
+        self.backend.close()
 
 
 def _parameters_of(folder: ModelFolder) -> int:

@@ -13,10 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from engine.adapters import LoraSpec, trainable_of
-from engine.backends.shared_base import SharedBase, SharedTrainer
-from engine.backends.torch_backend import TorchBackend
-from engine.backends.torch_sampler import TorchSampler
-from engine.backends.torch_trainer import TorchTrainer
+from engine.backends.protocol import Sampler, SamplerBackend, Trainer, TrainerBackend
+from engine.backends.shared_base import SharedBase
 from engine.errors import BadSpec, PermanentEngineError, ReplayDiverged, UnknownPolicy
 from engine.local.apply import apply_request
 from engine.local.slots import Slot, Slots, chain_name
@@ -41,13 +39,15 @@ class Materialiser:
     def __init__(
         self,
         store: ObjectStore,
-        backend: TorchBackend,
+        backend: TrainerBackend,
+        samplers: SamplerBackend,
         slots: Slots,
         *,
         settle: Callable[[PolicyRef], None] = lambda policy: None,
     ) -> None:
         """`settle` waits for checkpoints of a policy's chain that are on their way to the store."""
-        self.store, self.backend, self.slots, self._settle = store, backend, slots, settle
+        self.store, self.backend, self.samplers, self.slots = store, backend, samplers, slots
+        self._settle = settle
 
     # -- which slot --------------------------------------------------------------------------------------------
 
@@ -135,7 +135,7 @@ class Materialiser:
             if manifest.extra.get("state") == chain.policy(found).state:
                 yield manifest
 
-    def _restore(self, chain: Chain, step: int, *, into: TorchTrainer | None, training: bool) -> Slot:
+    def _restore(self, chain: Chain, step: int, *, into: Trainer | None, training: bool) -> Slot:
         """The last checkpoint at or before `step` that can be read, else the root of the chain. A checkpoint is a
         cache: one that is damaged or gone makes the redo longer, and nothing else."""
         for manifest in self._checkpoints(chain, step):
@@ -177,11 +177,11 @@ class Materialiser:
             raise UnknownPolicy(f"there is no chain {chain.run}/{chain.stage}/{chain.model}")
         return root
 
-    def _new_trainer(self, chain: Chain, *, moments: bool) -> TorchTrainer:
+    def _new_trainer(self, chain: Chain, *, moments: bool) -> Trainer:
         base = base_of(self.store, chain.policy(0))
         return self.load(self._root(chain), base, run=chain.run, moments=moments)
 
-    def load(self, root: Root, base: ArtifactRef, *, run: str, moments: bool) -> TorchTrainer:
+    def load(self, root: Root, base: ArtifactRef, *, run: str, moments: bool) -> Trainer:
         """The registered model that a chain descends from, and what of it the chain's root trains; with `moments`, room
         is made for gradients and moments too."""
         spec = trainable_of(root.trainable)
@@ -227,17 +227,16 @@ class Materialiser:
 
     # -- sampling ----------------------------------------------------------------------------------------------
 
-    def sampler_of(self, slot: Slot, policy: PolicyRef) -> TorchSampler:
+    def sampler_of(self, slot: Slot, policy: PolicyRef, *, tensor_parallel: int | None = None) -> Sampler:
         """The slot's sampler, holding the slot's weights, which are `policy`'s."""
         if slot.sampler is None:
-            if not isinstance(slot.trainer, SharedTrainer) and self.backend.compute_dtype != self.backend.master_dtype:
-                size = sum(tensor.numel() for _, tensor in slot.trainer.model.named_weights())
-                need = size * self.backend.compute_dtype.itemsize
+            need = self.samplers.new_bytes(slot.trainer)
+            if need:
                 self.slots.make_room(need, run=policy.run, what="the sampler's copy of a model", keep=slot)
-            slot.sampler = self.backend.sampler(slot.trainer)
-        elif slot.synced != policy.state:
-            self.backend.sync(slot.trainer, slot.sampler)
-        slot.synced = policy.state
+            slot.sampler = self.samplers.sampler(slot.trainer, tensor_parallel=tensor_parallel)
+        if slot.sampler.holds != policy.state:
+            slot.sampler.sync(slot.trainer, policy.state)
+            log_work("sync", policy=policy.uri, step=policy.step)
         return slot.sampler
 
     # -- files -------------------------------------------------------------------------------------------------

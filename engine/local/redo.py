@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from engine.adapters import LoraSpec, trainable_of
-from engine.backends.torch_backend import TorchBackend
-from engine.backends.torch_trainer import TorchTrainer
+from engine.backends.compose import trainer_backend
+from engine.backends.protocol import Trainer, TrainerBackend
 from engine.errors import PermanentEngineError, UnknownPolicy
 from engine.local.apply import Effect, apply_request
 from engine.spec import LocalEngineSpec
@@ -29,10 +29,10 @@ _KNOWN_DTYPES = ("float32", "bfloat16", "float64")
 
 
 @contextlib.contextmanager
-def clean_backend(like: Numerics) -> Iterator[TorchBackend]:
+def clean_backend(like: Numerics) -> Iterator[TrainerBackend]:
     """A backend of this machine in the precision of a committed step. The thread count of the caller comes back."""
     dtype = like.compute_dtype if like.compute_dtype in _KNOWN_DTYPES else "auto"
-    backend = TorchBackend(
+    backend = trainer_backend(
         LocalEngineSpec.model_validate(
             {"compute_dtype": dtype, "threads": like.threads, "max_tokens_per_forward": like.max_tokens}
         )
@@ -43,6 +43,7 @@ def clean_backend(like: Numerics) -> Iterator[TorchBackend]:
         yield backend
     finally:
         torch.set_num_threads(before)
+        backend.close()
 
 
 def numerics_notes(committed: Numerics, here: Numerics) -> list[str]:
@@ -59,7 +60,7 @@ def numerics_notes(committed: Numerics, here: Numerics) -> list[str]:
     return notes
 
 
-def fresh_trainer(store: ObjectStore, backend: TorchBackend, root: Root) -> TorchTrainer:
+def fresh_trainer(store: ObjectStore, backend: TrainerBackend, root: Root) -> Trainer:
     """Policy 0 of a chain that starts from a registered model, on weights of its own and with fresh moments."""
     assert root.base is not None  # base_root and policy_zero walk to such a root
     with tempfile.TemporaryDirectory(prefix="ostinato-redo-") as folder:
@@ -74,10 +75,10 @@ def fresh_trainer(store: ObjectStore, backend: TorchBackend, root: Root) -> Torc
 class Redo:
     """Weights on the way along a chain."""
 
-    def __init__(self, store: ObjectStore, backend: TorchBackend, on_step: OnStep = lambda chain, step: None) -> None:
+    def __init__(self, store: ObjectStore, backend: TrainerBackend, on_step: OnStep = lambda chain, step: None) -> None:
         self.store, self.backend, self.on_step = store, backend, on_step
 
-    def policy_zero(self, chain: Chain) -> TorchTrainer:
+    def policy_zero(self, chain: Chain) -> Trainer:
         """Where the chain starts. An earlier stage is redone from its own root."""
         root = root_of(chain)
         if root.start is None:
@@ -89,7 +90,7 @@ class Redo:
         trainer.reset_optimizer()
         return trainer
 
-    def from_checkpoint(self, chain: Chain, step: int) -> TorchTrainer:
+    def from_checkpoint(self, chain: Chain, step: int) -> Trainer:
         """The stored checkpoint of that step, moments included. Raises ObjectNotFound, CorruptArtifact."""
         manifest = checkpoint_of(chain, step)
         if manifest is None:
@@ -99,7 +100,7 @@ class Redo:
             trainer.read_checkpoint(materialise_files(self.store, manifest.key, Path(folder)), optimizer=True)
         return trainer
 
-    def nearest(self, chain: Chain, step: int) -> TorchTrainer:
+    def nearest(self, chain: Chain, step: int) -> Trainer:
         """Policy `step`, by the shortest way: the last checkpoint at or before it, and the steps after that."""
         anchor = max((found for found in checkpoint_steps(chain) if found <= step), default=None)
         trainer = self.policy_zero(chain) if anchor is None else self.from_checkpoint(chain, anchor)
@@ -107,7 +108,7 @@ class Redo:
             self.step(trainer, record)
         return trainer
 
-    def step(self, trainer: TorchTrainer, record: CommitRecord, request: StepRequest | None = None) -> Effect:
+    def step(self, trainer: Trainer, record: CommitRecord, request: StepRequest | None = None) -> Effect:
         """One committed step again (or another request in its place), under its recorded threads and micro-batches."""
         limits = record.numerics.max_tokens_of_updates or record.numerics.max_tokens
         if request is not None and request.batch != record.request.batch:

@@ -10,11 +10,10 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from engine.backends.shared_base import SharedBase, SharedTrainer
-from engine.backends.torch_sampler import TorchSampler
-from engine.backends.torch_trainer import TorchTrainer
+from engine.backends.protocol import Sampler, Trainer
+from engine.backends.shared_base import SharedBase
 from engine.errors import OutOfMemory, TransientEngineError
 from storage.chain import PolicyRef
 
@@ -35,14 +34,12 @@ class Slot:
     """Weights in memory and the policy they are."""
 
     policy: PolicyRef
-    trainer: TorchTrainer
+    trainer: Trainer
     training: bool = True
     """Whether it moves along its chain: then it has gradients and moments too."""
     saved_step: int = 0
     """Step of the chain's last checkpoint that this slot knows of; 0: none is needed, or none was made."""
-    sampler: TorchSampler | None = None
-    synced: str | None = field(default=None)
-    """State that the sampler holds."""
+    sampler: Sampler | None = None
     loaded: float = 0.0
     released: bool = False
     """Its run is done with it for now."""
@@ -53,10 +50,7 @@ class Slot:
 
     def nbytes(self) -> int:
         """What would be free if this slot left: the base that it may share is not counted."""
-        own = self.trainer.nbytes(training=self.training)
-        if self.sampler is None or isinstance(self.trainer, SharedTrainer) or self.sampler.model is self.trainer.model:
-            return own
-        return own + sum(tensor.nbytes for _, tensor in self.sampler.model.named_weights())
+        return self.trainer.nbytes(training=self.training) + (self.sampler.nbytes() if self.sampler else 0)
 
 
 def chain_name(policy: PolicyRef) -> ChainName:
@@ -88,16 +82,26 @@ class Slots:
 
     def training(self, policy: PolicyRef) -> Slot | None:
         """The training slot of the policy's chain, wherever on the chain it stands."""
+        self._bury()
         return self._training.get(chain_name(policy))
 
     def holding(self, state: str) -> Slot | None:
         """A slot with exactly these weights, of whatever run: equal states are equal histories."""
+        self._bury()
         if state in self._frozen:
             return self._frozen[state]
         return next((slot for slot in self._training.values() if slot.policy.state == state), None)
 
+    def _bury(self) -> None:
+        """Forgets the slots whose weights went with the process that held them."""
+        for chain in [chain for chain, slot in self._training.items() if not slot.trainer.alive]:
+            del self._training[chain]
+        for state in [state for state, slot in self._frozen.items() if not slot.trainer.alive]:
+            del self._frozen[state]
+
     def moved(self) -> list[Slot]:
         """Training slots ahead of their last checkpoint."""
+        self._bury()
         return [slot for slot in self._training.values() if slot.policy.step > slot.saved_step]
 
     def used_bytes(self) -> int:

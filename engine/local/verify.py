@@ -16,8 +16,8 @@ from pathlib import Path
 
 from safetensors import safe_open
 
+from engine.backends.protocol import Trainer
 from engine.backends.tensor_files import shapes_of, tensor_bytes
-from engine.backends.torch_trainer import TorchTrainer
 from engine.errors import BadSpec, EngineError, PermanentEngineError
 from engine.local.redo import (
     Redo,
@@ -171,7 +171,7 @@ class _Verification:
 
     # -- comparing ---------------------------------------------------------------------------------------------
 
-    def _compare(self, trainer: TorchTrainer, record: CommitRecord) -> bool:
+    def _compare(self, trainer: Trainer, record: CommitRecord) -> bool:
         """Whether the redone weights are those of the record and of the step's checkpoint."""
         same_checkpoint = self._compare_checkpoint(trainer, record.policy.step)
         if record.weights_digest is None:
@@ -191,7 +191,7 @@ class _Verification:
         self.found.error(keys.chain_record(*name, step), what, remedy)
         return False
 
-    def _compare_checkpoint(self, trainer: TorchTrainer, step: int) -> bool:
+    def _compare_checkpoint(self, trainer: Trainer, step: int) -> bool:
         """Whether the stored checkpoint of that step, if there is one, holds the redone weights and moments."""
         manifest = checkpoint_of(self.chain, step)
         if manifest is None:

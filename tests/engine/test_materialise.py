@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.backends.compose import sampler_backend
 from engine.backends.torch_backend import TorchBackend
 from engine.errors import NonFiniteGradient, ReplayDiverged
 from engine.local.engine import LocalEngine
@@ -78,7 +79,8 @@ def fresh(store: ObjectStore, **changes: Any) -> Materialiser:
     """The slots of an engine that was just started."""
     spec = LocalEngineSpec(**(DETERMINISTIC.model_dump() | changes))
     slots = Slots(budget=1 << 40, residency=0, frozen=spec.frozen_policies, save=lambda slot: None)
-    return Materialiser(store, TorchBackend(spec), slots)
+    backend = TorchBackend(spec)
+    return Materialiser(store, backend, sampler_backend(spec, backend), slots)
 
 
 def weights(slots: Materialiser, policy: PolicyRef) -> str:

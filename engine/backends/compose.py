@@ -1,0 +1,26 @@
+"""The two backends that a spec names. Every pair works together: what crosses is staged weights and token ids."""
+
+from __future__ import annotations
+
+from engine.backends.protocol import SamplerBackend, TrainerBackend
+from engine.backends.torch_backend import TorchBackend
+from engine.backends.torch_samplers import TorchSamplers
+from engine.sampler_spec import VllmSpec
+from engine.spec import LocalEngineSpec
+from engine.trainer_spec import DeepSpeedSpec
+
+
+def trainer_backend(spec: LocalEngineSpec) -> TrainerBackend:
+    if isinstance(spec.trainer, DeepSpeedSpec):
+        from engine.backends.deepspeed.backend import DeepSpeedBackend
+
+        return DeepSpeedBackend(spec)
+    return TorchBackend(spec)
+
+
+def sampler_backend(spec: LocalEngineSpec, trainers: TrainerBackend) -> SamplerBackend:
+    if isinstance(spec.sampler, VllmSpec):
+        from engine.backends.vllm.backend import VllmSamplers
+
+        return VllmSamplers(spec, compute_dtype=trainers.compute_dtype, device=trainers.device)
+    return TorchSamplers(spec, compute_dtype=trainers.compute_dtype, device=trainers.device)

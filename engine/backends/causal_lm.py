@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, rms_norm
+from torch.nn.functional import rms_norm
 from torch.utils.checkpoint import checkpoint
 
 from engine.backends.attention import IMPLEMENTATION, Layout, PackedLayout, register_attention
@@ -54,7 +54,7 @@ class CausalLM:
 
     @property
     def vocab_size(self) -> int:
-        return self.head.weight.shape[0]
+        return self.head.out_features  # not the weight's shape: a sharded one is empty between uses
 
     @property
     def context_length(self) -> int:
@@ -82,7 +82,7 @@ class CausalLM:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(…, H) -> (…, V) in float32 at least."""
-        logits = linear(hidden, self.head.weight, self.head.bias)
+        logits = self.head(hidden)
         logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
         cap = getattr(self.module.config, "final_logit_softcapping", None)
         return logits if cap is None else torch.tanh(logits / cap) * cap

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from functools import partial
+from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,9 +16,21 @@ from engine.backends.causal_lm import CausalLM, digest_weights
 from engine.backends.packing import Packable, micro_batches, pack
 from engine.backends.protocol import Objective, UpdateReport
 from engine.backends.tensor_files import check_shapes, read_into, shapes_of, write_tensors
-from engine.errors import BadSpec, NonFiniteGradient, OutOfMemory, SampleTooLong
-from engine.losses.normalisation import token_weights
-from engine.losses.registry import LOSSES, LossInputs
+from engine.backends.updates import (
+    Accumulated,
+    Totals,
+    adamw_groups,
+    check_sequences,
+    is_out_of_memory,
+    logprobs_of,
+    metrics_of,
+    micro_batch_loss,
+    set_adamw,
+    split_once,
+    totals_of,
+    without_gradient,
+)
+from engine.errors import NonFiniteGradient, OutOfMemory
 from engine.protocol import TokenSequence
 from engine.samples import Sample
 from storage.chain import OptimizerSpec
@@ -29,15 +41,6 @@ STAGED_FILE = "model.safetensors"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 T = TypeVar("T")
-
-
-@dataclass(slots=True)
-class _Accumulated:
-    """What the micro-batches of one update added up to, besides the gradient."""
-
-    max_tokens: int
-    sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    micro_batches: int = 0
 
 
 class TorchTrainer:
@@ -90,17 +93,15 @@ class TorchTrainer:
         on_micro_batch: Callable[[], None] = lambda: None,
     ) -> UpdateReport:
         self._check(samples)
-        total_tokens = sum(sample.trained for sample in samples)
-        if total_tokens == 0:
-            raise BadSpec("no token of the minibatch is trained (every weight is 0); leave such samples out")
+        totals = totals_of(samples)
         adamw = self._adamw(optimizer)
         adamw.zero_grad(set_to_none=True)
-        taught = [sample for sample in samples if not _without_gradient(sample, objective)]
+        taught = [sample for sample in samples if not without_gradient(sample, objective)]
 
-        def accumulate(max_tokens: int) -> _Accumulated:
-            found = _Accumulated(max_tokens)
+        def accumulate(max_tokens: int) -> Accumulated:
+            found = Accumulated(max_tokens)
             for indices in micro_batches(taught, max_tokens=max_tokens):
-                self._backward([taught[i] for i in indices], objective, total_tokens, len(samples), found.sums)
+                self._backward([taught[i] for i in indices], objective, totals, found.sums)
                 found.micro_batches += 1
                 on_micro_batch()
             return found
@@ -114,17 +115,8 @@ class TorchTrainer:
                 parameter.grad = torch.zeros_like(parameter)
         norm = float(nn.utils.clip_grad_norm_(parameters, optimizer.max_grad_norm))
         passed_tokens = sum(sample.trained for sample in taught)
-        report.metrics = {
-            **{
-                name.removesuffix("_sum") + "_mean": value / passed_tokens
-                for name, value in found.sums.items()
-                if name != "loss"
-            },
-            "loss": found.sums["loss"],
-            "grad_norm": norm,
-            "tokens": float(total_tokens),
-        }
-        if norm != norm or norm in (float("inf"), float("-inf")):
+        report.metrics = metrics_of(found.sums, passed_tokens=passed_tokens, totals=totals, grad_norm=norm)
+        if not isfinite(norm):
             report.skipped = True
             if not objective.skip_non_finite:
                 raise NonFiniteGradient(f"the gradient norm of {len(samples)} samples is {norm}")
@@ -147,84 +139,28 @@ class TorchTrainer:
             ) from None
 
     def _split_once(self, run: Callable[[int], T], sequences: Sequence[Packable], max_tokens: int) -> T:
-        """`run(max_tokens)`; where memory does not do, once more from the start, without gradients, with half of it."""
-        tried = max_tokens
-        for _ in range(2):
-            try:
-                return run(tried)
-            except RuntimeError as error:
-                if not is_out_of_memory(error):
-                    raise
-                reason = str(error).splitlines()[0]
-            # here, not above: the error's traceback holds the tensors of the forward that failed
+        def forget() -> None:
             for _, parameter in self.trained():
                 parameter.grad = None
-            if self.model.device.type == "cuda":
-                torch.cuda.empty_cache()
-            failed, longest = tried, max((len(sequence.token_ids) for sequence in sequences), default=0)
-            tried = max(max_tokens // 2, longest)
-            if tried >= failed:
-                break
-        raise OutOfMemory(
-            f"a pass of at most {failed} packed tokens (longest sequence {longest}) does not fit "
-            f"{self.model.device} memory: {reason}. Lower max_tokens_per_forward (max_batch_size, now "
-            f"{max_tokens}) or the longest sequence, or free memory held by other processes"
-        )
+
+        return split_once(run, sequences, max_tokens, device=self.model.device, forget=forget)
 
     def _backward(
-        self,
-        samples: Sequence[Sample],
-        objective: Objective,
-        total_tokens: int,
-        total_sequences: int,
-        sums: dict[str, float],
+        self, samples: Sequence[Sample], objective: Objective, totals: Totals, sums: dict[str, float]
     ) -> None:
-        packed = pack(samples, device=self.model.device)
-        logprobs_N = self.model.logprobs(packed, temperature=objective.temperature)
-        inputs = LossInputs(
-            logprobs_N=logprobs_N,
-            old_N=self._column(samples, f"{_OLD[objective.old_logprobs]}", logprobs_N),
-            reference_N=self._column(samples, "reference_logprobs", logprobs_N),
-            advantages_N=self._column(samples, "advantages", logprobs_N),
-        )
-        token_loss = LOSSES[objective.loss.kind](inputs, objective.loss)
-        weights_N = token_weights(
-            [sample.trained for sample in samples],
-            norm=objective.loss.norm,
-            total_tokens=total_tokens,
-            total_sequences=total_sequences,
-            constant=getattr(objective.loss, "norm_constant", None),
-        ).to(logprobs_N)
-        loss = (token_loss.values_N * weights_N).sum()
+        logprobs = partial(self.model.logprobs, temperature=objective.temperature)
+        loss, found = micro_batch_loss(logprobs, samples, objective, totals, device=self.model.device)
         loss.backward()
         sums["loss"] += loss.item()
-        for name, value in token_loss.sums.items():
+        for name, value in found.items():
             sums[name] += float(value)
-
-    @staticmethod
-    def _column(samples: Sequence[Sample], name: str, like: Tensor) -> Tensor | None:
-        """One optional per-token column of all samples, flat; None when no sample has it."""
-        columns = [getattr(sample, name) for sample in samples]
-        if all(column is None for column in columns):
-            return None
-        if any(column is None for column in columns):
-            raise BadSpec(f"some samples of the batch have {name} and some have none; give it for all or for none")
-        return torch.tensor([v for column in columns for v in column], dtype=like.dtype, device=like.device)
 
     def _adamw(self, spec: OptimizerSpec) -> torch.optim.AdamW:
         if self._optimizer is None:
-            trained = [parameter for _, parameter in self.trained()]
-            # norms and biases are not decayed: decay pulls towards zero what should stay near one
-            matrices = {"params": [p for p in trained if p.ndim >= 2]}
-            others = {"params": [p for p in trained if p.ndim < 2]}
-            self._optimizer = torch.optim.AdamW([matrices, others], fused=True)
-        for index, group in enumerate(self._optimizer.param_groups):
-            group.update(
-                lr=spec.lr,
-                betas=(spec.beta1, spec.beta2),
-                eps=spec.eps,
-                weight_decay=spec.weight_decay if index == 0 else 0.0,
+            self._optimizer = torch.optim.AdamW(
+                adamw_groups([parameter for _, parameter in self.trained()]), fused=True
             )
+        set_adamw(self._optimizer.param_groups, spec, decayed=lambda index: index == 0)
         return self._optimizer
 
     # -- logprobs ---------------------------------------------------------------------------------------------
@@ -240,31 +176,18 @@ class TorchTrainer:
             found: list[list[float]] = [[] for _ in sequences]
             for indices in micro_batches(sequences, max_tokens=max_tokens):
                 packed = pack([sequences[i] for i in indices], device=self.model.device)
-                values_N = self.model.logprobs(packed, temperature=temperature)
-                for index, part in zip(indices, values_N.split(list(packed.trained_S)), strict=True):
-                    found[index] = part.tolist()
+                values = logprobs_of(self.model, packed, temperature=temperature)
+                for index, part in zip(indices, values, strict=True):
+                    found[index] = part
             return found
 
         with self.in_use():
             return self._split_once(run, sequences, max_tokens)
 
     def _check(self, sequences: Sequence[Packable]) -> None:
-        """Positions beyond the context were never trained: rotary ones extrapolate without a word. Ids beyond the
-        vocabulary have no row in the embedding."""
-        last = self.model.vocab_size - 1
-        for index, sequence in enumerate(sequences):
-            ids = sequence.token_ids
-            if len(ids) > self.model.context_length:
-                raise SampleTooLong(
-                    f"a sequence of {len(ids)} tokens (group {sequence.group!r}) passes the model's context "
-                    f"of {self.model.context_length}; shorten it or leave it out"
-                )
-            if ids and (min(ids) < 0 or max(ids) > last):
-                wrong = next(token for token in ids if not 0 <= token <= last)
-                raise BadSpec(
-                    f"sample {index} (group {sequence.group!r}) has the token id {wrong} at position "
-                    f"{ids.index(wrong)}; the model's are 0..{last}. Was it rendered with another model's tokenizer?"
-                )
+        check_sequences(
+            sequences, vocab_size=self.model.vocab_size, context_length=self.model.context_length
+        )
 
     # -- state ------------------------------------------------------------------------------------------------
 
@@ -339,22 +262,5 @@ class TorchTrainer:
         return {path.name: path for path in sorted(folder.iterdir())}
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Of the device, or of the CPU, whose allocator raises a plain RuntimeError."""
-    said = str(error)
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in said or "not enough memory" in said
-
-
-_OLD = {"trainer": "old_logprobs", "sampler": "sampler_logprobs"}
-
-
 def _shapes(tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in dict(tensors).items()}
-
-
-def _without_gradient(sample: Sample, objective: Objective) -> bool:
-    """True for a policy-gradient sample whose loss is exactly 0 whatever the weights: no pass is spent on it."""
-    if sample.trained == 0:
-        return True
-    kl_beta = getattr(objective.loss, "kl_beta", None)
-    return kl_beta == 0 and sample.advantages is not None and not any(sample.advantages)

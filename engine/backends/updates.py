@@ -1,0 +1,194 @@
+"""One optimizer update, as every trainer makes it: which samples get a pass, the loss of a micro-batch, AdamW's groups,
+what memory that does not do means, and the numbers of the report. The trainers differ in where the gradient is kept.
+
+Axes: N trained token
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from engine.backends.causal_lm import CausalLM
+from engine.backends.packing import Packable, Packed, pack
+from engine.backends.protocol import Objective
+from engine.errors import BadSpec, OutOfMemory, SampleTooLong
+from engine.losses.normalisation import token_weights
+from engine.losses.inputs import LossInputs
+from engine.losses.registry import LOSSES
+from engine.samples import Sample
+from storage.chain import OptimizerSpec
+
+T = TypeVar("T")
+Logprobs = Callable[[Packed], Tensor]
+"""The trained tokens' logprobs (N,), nats, with gradient."""
+
+_OLD = {"trainer": "old_logprobs", "sampler": "sampler_logprobs"}
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Of the whole minibatch, samples without gradient included."""
+
+    tokens: int
+    sequences: int
+
+
+@dataclass(slots=True)
+class Accumulated:
+    """What the micro-batches of one update added up to, besides the gradient."""
+
+    max_tokens: int
+    sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    micro_batches: int = 0
+
+
+def totals_of(samples: Sequence[Sample]) -> Totals:
+    """Raises BadSpec when nothing is trained."""
+    tokens = sum(sample.trained for sample in samples)
+    if tokens == 0:
+        raise BadSpec("no token of the minibatch is trained (every weight is 0); leave such samples out")
+    return Totals(tokens, len(samples))
+
+
+def without_gradient(sample: Sample, objective: Objective) -> bool:
+    """True for a policy-gradient sample whose loss is exactly 0 whatever the weights: no pass is spent on it."""
+    if sample.trained == 0:
+        return True
+    kl_beta = getattr(objective.loss, "kl_beta", None)
+    return kl_beta == 0 and sample.advantages is not None and not any(sample.advantages)
+
+
+def check_sequences(sequences: Sequence[Packable], *, vocab_size: int, context_length: int) -> None:
+    """Positions beyond the context were never trained: rotary ones extrapolate without a word. Ids beyond the
+    vocabulary have no row in the embedding.
+
+    Raises:
+        SampleTooLong: a sequence passes the context.
+        BadSpec: a token id that the model does not have.
+    """
+    for index, sequence in enumerate(sequences):
+        ids = sequence.token_ids
+        if len(ids) > context_length:
+            raise SampleTooLong(
+                f"a sequence of {len(ids)} tokens (group {sequence.group!r}) passes the model's context "
+                f"of {context_length}; shorten it or leave it out"
+            )
+        if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+            wrong = next(token for token in ids if not 0 <= token < vocab_size)
+            raise BadSpec(
+                f"sample {index} (group {sequence.group!r}) has the token id {wrong} at position "
+                f"{ids.index(wrong)}; the model's are 0..{vocab_size - 1}. Was it rendered with another model's "
+                "tokenizer?"
+            )
+
+
+def micro_batch_loss(
+    logprobs: Logprobs, samples: Sequence[Sample], objective: Objective, totals: Totals, *, device: torch.device
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """What these samples add to the loss of the whole minibatch, with its gradient; and metrics as sums over tokens."""
+    packed = pack(samples, device=device)
+    logprobs_N = logprobs(packed)
+    inputs = LossInputs(
+        logprobs_N=logprobs_N,
+        old_N=_column(samples, _OLD[objective.old_logprobs], logprobs_N),
+        reference_N=_column(samples, "reference_logprobs", logprobs_N),
+        advantages_N=_column(samples, "advantages", logprobs_N),
+    )
+    token_loss = LOSSES[objective.loss.kind](inputs, objective.loss)
+    weights_N = token_weights(
+        [sample.trained for sample in samples],
+        norm=objective.loss.norm,
+        total_tokens=totals.tokens,
+        total_sequences=totals.sequences,
+        constant=getattr(objective.loss, "norm_constant", None),
+    ).to(logprobs_N)
+    return (token_loss.values_N * weights_N).sum(), token_loss.sums
+
+
+def _column(samples: Sequence[Sample], name: str, like: Tensor) -> Tensor | None:
+    """One optional per-token column of all samples, flat; None when no sample has it."""
+    columns = [getattr(sample, name) for sample in samples]
+    if all(column is None for column in columns):
+        return None
+    if any(column is None for column in columns):
+        raise BadSpec(f"some samples of the batch have {name} and some have none; give it for all or for none")
+    return torch.tensor([v for column in columns for v in column], dtype=like.dtype, device=like.device)
+
+
+def metrics_of(
+    sums: Mapping[str, float], *, passed_tokens: int, totals: Totals, grad_norm: float
+) -> dict[str, float]:
+    """`passed_tokens`: trained tokens that a pass was spent on."""
+    means = {
+        name.removesuffix("_sum") + "_mean": value / passed_tokens for name, value in sums.items() if name != "loss"
+    }
+    return {**means, "loss": sums["loss"], "grad_norm": grad_norm, "tokens": float(totals.tokens)}
+
+
+def adamw_groups(parameters: Sequence[nn.Parameter]) -> list[dict[str, object]]:
+    """Matrices, which decay, then the rest: decay pulls norms and biases towards zero that should stay near one."""
+    return [
+        {"params": [p for p in parameters if p.ndim >= 2]},
+        {"params": [p for p in parameters if p.ndim < 2]},
+    ]
+
+
+def set_adamw(groups: Iterable[dict[str, object]], spec: OptimizerSpec, *, decayed: Callable[[int], bool]) -> None:
+    """`decayed`: whether the group of this index holds matrices."""
+    for index, group in enumerate(groups):
+        group.update(
+            lr=spec.lr,
+            betas=(spec.beta1, spec.beta2),
+            eps=spec.eps,
+            weight_decay=spec.weight_decay if decayed(index) else 0.0,
+        )
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Of the device, or of the CPU, whose allocator raises a plain RuntimeError."""
+    said = str(error)
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in said or "not enough memory" in said
+
+
+def split_once(
+    run: Callable[[int], T],
+    sequences: Sequence[Packable],
+    max_tokens: int,
+    *,
+    device: torch.device,
+    forget: Callable[[], None],
+) -> T:
+    """`run(max_tokens)`; where memory does not do, once more from the start, with half of it. `forget` drops the
+    gradients of the try that failed. Raises OutOfMemory when half does not do either."""
+    tried = max_tokens
+    for _ in range(2):
+        try:
+            return run(tried)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = str(error).splitlines()[0]
+        forget()  # here, not above: the error's traceback holds the tensors of the forward that failed
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        failed, longest = tried, max((len(sequence.token_ids) for sequence in sequences), default=0)
+        tried = max(max_tokens // 2, longest)
+        if tried >= failed:
+            break
+    raise OutOfMemory(
+        f"a pass of at most {failed} packed tokens (longest sequence {longest}) does not fit "
+        f"{device} memory: {reason}. Lower max_tokens_per_forward (max_batch_size, now "
+        f"{max_tokens}) or the longest sequence, or free memory held by other processes"
+    )
+
+
+def logprobs_of(model: CausalLM, packed: Packed, *, temperature: float) -> list[list[float]]:
+    """Per sequence of the packed row."""
+    values_N = model.logprobs(packed, temperature=temperature)
+    return [part.tolist() for part in values_N.split(list(packed.trained_S))]

@@ -18,8 +18,8 @@ from engine.backends.causal_lm import CausalLM
 from engine.backends.packing import Packable, Packed, pack
 from engine.backends.protocol import Objective
 from engine.errors import BadSpec, OutOfMemory, SampleTooLong
-from engine.losses.normalisation import token_weights
 from engine.losses.inputs import LossInputs
+from engine.losses.normalisation import token_weights
 from engine.losses.registry import LOSSES
 from engine.samples import Sample
 from storage.chain import OptimizerSpec

@@ -5,7 +5,7 @@ A decoder of `transformers` hands its projected queries, keys and values to a fu
 prefill and decoding, and no mask of a whole row is ever built.
 
 Axes: B row · H query head · K key/value head · T packed token · G branch of a fan · Q longest branch · P prompt
-· S cached position · D head dimension · R queries per key head
+· S cached position · D head dimension · R row that is filled, or queries per key head
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
+from engine.backends import varlen
 from engine.backends.packing import Fan
 from engine.errors import BadSpec
 
@@ -63,33 +64,57 @@ def _attend(
     return layout.attend(int(module.layer_idx), query, key, value, scale), None  # type: ignore[arg-type]
 
 
-class PackedLayout:
-    """Attention within the fans of one packed row (B = 1)."""
+class _Within(Protocol):
+    def attend(self, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scale: float) -> Tensor: ...
 
-    def __init__(self, fans: Sequence[Fan], *, device: torch.device) -> None:
+
+class PackedLayout:
+    """Attention within the fans of one packed row (B = 1): by a variable-length flash kernel where the device and the
+    dtype of the first queries have one, else by SDPA. Both mean the same."""
+
+    def __init__(self, fans: Sequence[Fan], *, device: torch.device, kernel: varlen.Varlen | None = None) -> None:
+        """`kernel`: what to attend with; None finds one."""
         self.longest = max(f.prefix + max((n for _, n in f.branches), default=0) for f in fans)
+        self._fans, self._device, self._kernel = fans, device, kernel
+        self._within: _Within | None = None
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        if self._within is None:  # the dtype is known here first
+            kernel = self._kernel or varlen.find_varlen(query)
+            self._within = (
+                _ByLength(self._fans, self._device)
+                if kernel is None
+                else varlen.VarlenAttention(self._fans, device=self._device, kernel=kernel)
+            )
+        query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
+        return self._within.attend(query_THD, key_TKD, value_TKD, scale).unsqueeze(0)
+
+
+class _ByLength:
+    """One SDPA call per distinct length of the causal segments, and one per fan."""
+
+    def __init__(self, fans: Sequence[Fan], device: torch.device) -> None:
         by_length: dict[int, list[int]] = defaultdict(list)
         for fan in fans:
             if fan.prefix:
                 by_length[fan.prefix].append(fan.start)
-        # (starts, length): causal segments of one length run as one batch
-        self._causal = [
-            (torch.tensor([range(s, s + length) for s in starts], device=device), length)
+        self._causal_BL = [
+            torch.tensor([range(s, s + length) for s in starts], device=device)
             for length, starts in by_length.items()
         ]
         self._branching = [_Branches(fan, device) for fan in fans if fan.branches]
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
+    def attend(self, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scale: float) -> Tensor:
+        key_TKD, value_TKD, gqa = _heads_for_sdpa(query_THD, key_TKD, value_TKD)
         pieces, places = [], []
-        for index_BL, _ in self._causal:
+        for index_BL in self._causal_BL:
             out = sdpa(
                 query_THD[index_BL].transpose(1, 2),
                 key_TKD[index_BL].transpose(1, 2),
                 value_TKD[index_BL].transpose(1, 2),
                 is_causal=True,
                 scale=scale,
-                enable_gqa=query.shape[1] != key.shape[1],
+                enable_gqa=gqa,
             )
             pieces.append(out.transpose(1, 2).flatten(0, 1))
             places.append(index_BL.flatten())
@@ -97,7 +122,16 @@ class PackedLayout:
             pieces.append(branches.attend(query_THD, key_TKD, value_TKD, scale))
             places.append(branches.places_N)
         packed_THD = pieces[0].new_empty(query_THD.shape)  # every position is in one fan: nothing stays unset
-        return packed_THD.index_copy(0, torch.cat(places), torch.cat(pieces)).unsqueeze(0)
+        return packed_THD.index_copy(0, torch.cat(places), torch.cat(pieces))
+
+
+def _heads_for_sdpa(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor) -> tuple[Tensor, Tensor, bool]:
+    """Keys, values, and whether sdpa is to share a key head among query heads. On a GPU each query head gets its own:
+    the only fused kernel for float32 or for a mask does not share, and without it every score would be held."""
+    groups = query_THD.shape[1] // key_TKD.shape[1]
+    if groups == 1 or not query_THD.is_cuda:
+        return key_TKD, value_TKD, groups != 1
+    return key_TKD.repeat_interleave(groups, 1), value_TKD.repeat_interleave(groups, 1), False
 
 
 class _Branches:
@@ -130,7 +164,7 @@ class _Branches:
             with_prompt(value_TKD),
             attn_mask=self._mask_QS,
             scale=scale,
-            enable_gqa=query_THD.shape[1] != key_TKD.shape[1],
+            enable_gqa=query_THD.shape[1] != key_TKD.shape[1],  # False where heads were repeated
         )
         return out_GHQD.transpose(1, 2).flatten(0, 1)[self._real_N]
 
@@ -153,6 +187,7 @@ class DecodeLayout:
     def __init__(self, *, rows: int, capacity: int, device: torch.device) -> None:
         self.capacity = capacity
         self.lengths_B = torch.zeros(rows, dtype=torch.long, device=device)
+        self._lengths = [0] * rows  # the same on the host: asking a GPU for the longest would wait for it, every token
         self.longest = 0
         self._cache: dict[int, tuple[Tensor, Tensor]] = {}
         self._mask_B11S: Tensor | None = None
@@ -160,22 +195,32 @@ class DecodeLayout:
 
     def fill(self, prefill: PrefillLayout, spans: dict[int, tuple[int, int]]) -> None:
         """Row b starts with the keys and values at spans[b] = (start, length) of the prefilled row."""
+        rows = list(spans)
         for row, (_, length) in spans.items():
-            self.lengths_B[row] = length
+            self._lengths[row] = length
+        device = self.lengths_B.device
+        rows_R = torch.tensor(rows, device=device)
+        starts_R = torch.tensor([spans[row][0] for row in rows], device=device)
+        lengths_R = torch.tensor([spans[row][1] for row in rows], device=device)
+        self.lengths_B[rows_R] = lengths_R
+        longest = max(spans[row][1] for row in rows)
+        # past its end a shorter row repeats its last token: no query sees it, and new tokens take its place
+        offsets_S = torch.arange(longest, device=device)
+        index_RS = starts_R.unsqueeze(1) + torch.minimum(offsets_S, lengths_R.unsqueeze(1) - 1)
         for layer, (key_KTD, value_KTD) in prefill.kept.items():
             if layer not in self._cache:
                 shape = (len(self._rows_B), key_KTD.shape[0], self.capacity, key_KTD.shape[2])
                 self._cache[layer] = (key_KTD.new_zeros(shape), value_KTD.new_zeros(shape))
             keys, values = self._cache[layer]
-            for row, (start, length) in spans.items():
-                keys[row, :, :length] = key_KTD[:, start : start + length]
-                values[row, :, :length] = value_KTD[:, start : start + length]
+            keys[rows_R, :, :longest] = key_KTD[:, index_RS].transpose(0, 1)
+            values[rows_R, :, :longest] = value_KTD[:, index_RS].transpose(0, 1)
 
     def advance(self) -> Tensor:
         """Makes room for one token per row; returns its position (B,)."""
         positions_B = self.lengths_B.clone()
         self.lengths_B += 1
-        self.longest = int(self.lengths_B.max())
+        self._lengths = [length + 1 for length in self._lengths]
+        self.longest = max(self._lengths)
         seen = torch.arange(self.longest, device=positions_B.device)
         self._mask_B11S = (seen < self.lengths_B.unsqueeze(1))[:, None, None, :]
         return positions_B
@@ -183,6 +228,7 @@ class DecodeLayout:
     def keep(self, rows_B: Tensor) -> None:
         """Drops all rows but these: finished completions cost nothing."""
         self.lengths_B = self.lengths_B[rows_B]
+        self._lengths = [self._lengths[row] for row in rows_B.tolist()]
         self._rows_B = torch.arange(len(rows_B), device=rows_B.device)
         self._cache = {layer: (k[rows_B], v[rows_B]) for layer, (k, v) in self._cache.items()}
 

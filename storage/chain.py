@@ -130,6 +130,8 @@ class Numerics(Frozen):
     """What the bits of a step depend on beyond the request; a redo under other numerics may differ."""
 
     backend: str
+    layout: str = ""
+    """How the backend lays weights and moments over processes, like `zero3 x2`; empty in one process."""
     device: str
     compute_dtype: str
     threads: int
@@ -139,6 +141,13 @@ class Numerics(Frozen):
     """The same for each update of the step, where memory made one of them keep to less."""
     micro_batches: int = 0
     versions: dict[str, str] = {}
+
+
+class RebaseMark(Frozen):
+    """Names one rebase of a chain (storage.rebase)."""
+
+    step: int = Field(ge=0)
+    attempt: str
 
 
 class CommitRecord(Frozen):
@@ -154,6 +163,9 @@ class CommitRecord(Frozen):
     skipped: int = 0
     """Updates left out because of a non-finite gradient (nan_policy = "skip")."""
     numerics: Numerics
+    rebase: RebaseMark | None = None
+    """The last rebase that the parent's weights descend from. What the state names does not depend on it; what the
+    weights are to the bit does."""
     weights_digest: str | None = None
     tensor_digests: tuple[str, ...] = ()
     """The first 8 hex digits of each tensor's digest, in the order of their names: a redo that differs can name the

@@ -28,6 +28,8 @@ FAILPOINTS: frozenset[str] = frozenset(
         "checkpoint.mid_upload",
         "checkpoint.before_manifest",
         "checkpoint.after_manifest",
+        "rebase.before_commit",
+        "rebase.after_commit",
         "model.mid_upload",
         "model.before_manifest",
     }

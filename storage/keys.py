@@ -17,6 +17,9 @@ _KEY = re.compile(r"[A-Za-z0-9._=@+\-]+(/[A-Za-z0-9._=@+\-]+)*", re.ASCII)
 _PREFIX = re.compile(r"[A-Za-z0-9._=@+\-/]*", re.ASCII)
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._\-]{0,127}", re.ASCII)
 _NUMBERED = re.compile(r"(?:.*/)?(\d{6,})\.json", re.ASCII)
+_RECORD = re.compile(r"runs/.+/stages/[^/]+/chains/[^/]+/(\d{6,})\.json", re.ASCII)
+_REBASE = re.compile(r"runs/.+/stages/[^/]+/chains/[^/]+/rebases/(\d{6,})\.json", re.ASCII)
+_REBASED = re.compile(r"runs/(.+)/stages/([^/]+)/rebased/([^/]+)/(\d{6,})\.([0-9a-f]{32})", re.ASCII)
 _CHECKPOINT = re.compile(r".*/checkpoints/[^/]+/(\d{6,})/manifest\.json", re.ASCII)
 _OF_RUN = re.compile(
     r"runs/([^/]+(?:/(?!stages/|leases/)[^/]+)?)/(?:run\.json$|result\.json$|fork\.json$|report\.html$|leases/|stages/)",
@@ -25,13 +28,13 @@ _OF_RUN = re.compile(
 _OF_CHAIN = re.compile(r"runs/.*/stages/([^/]+)/chains/([^/]+)/(?:root|\d{6,})\.json", re.ASCII)
 _MANIFEST = re.compile(
     r"(runs/.+/stages/[^/]+/(?:steps/\d{6,}/[^/]+/\d{5,}|evaluations/[^/]+)|datasets/[^/]+/[^/]+/threads)\.json"
-    r"|(runs/.+/stages/[^/]+/checkpoints/[^/]+/\d{6,}|models/[^/]+/(?!aliases/|claims/)[^/]+|uploads/[^/]+/[0-9a-f]{64})"
-    r"/manifest\.json",
+    r"|(runs/.+/stages/[^/]+/(?:checkpoints/[^/]+/\d{6,}|rebased/[^/]+/\d{6,}\.[0-9a-f]{32})"
+    r"|models/[^/]+/(?!aliases/|claims/)[^/]+|uploads/[^/]+/[0-9a-f]{64})/manifest\.json",
     re.ASCII,
 )
 _DATA = re.compile(
     r"runs/.+/stages/[^/]+/(?:steps/\d{6,}/[^/]+|evaluations)/[^/]+\.[0-9a-f]{32}\.[^/]+"
-    r"|runs/.+/stages/[^/]+/checkpoints/[^/]+/\d{6,}/[0-9a-f]{32}/.+"
+    r"|runs/.+/stages/[^/]+/(?:checkpoints/[^/]+/\d{6,}|rebased/[^/]+/\d{6,}\.[0-9a-f]{32})/[0-9a-f]{32}/.+"
     r"|datasets/[^/]+/[^/]+/threads\.[0-9a-f]{32}\.[^/]+|models/[^/]+/(?!aliases/|claims/)[^/]+/.+"
     r"|uploads/[^/]+/[0-9a-f]{64}/[0-9a-f]{32}/.+",
     re.ASCII,
@@ -39,12 +42,14 @@ _DATA = re.compile(
 _PLAIN = re.compile(
     r"store\.json|models/[^/]+/(?:claims/[^/]+|aliases/[^/]+/\d{6,})\.json"
     r"|runs/.+/(?:run\.json|result\.json|fork\.json|report\.html|leases/\d{6,}(?:\.released)?\.json|stages/[^/]+/(?:stage\.json"
-    r"|metrics/\d{6,}\.json|chains/[^/]+/(?:root|\d{6,})\.json|checkpoints/[^/]+/\d{6,}/name\.json))",
+    r"|metrics/\d{6,}\.json|chains/[^/]+/(?:root|(?:rebases/)?\d{6,})\.json"
+    r"|checkpoints/[^/]+/\d{6,}/name\.json))",
     re.ASCII,
 )
 _OWNER = re.compile(
     r"(runs/.+/stages/[^/]+/(?:steps/\d{6,}/[^/]+|evaluations)/[^/]+|datasets/[^/]+/[^/]+/threads)\.[0-9a-f]{32}\.[^/]+"
-    r"|(runs/.+/stages/[^/]+/checkpoints/[^/]+/\d{6,}|uploads/[^/]+/[0-9a-f]{64})/[0-9a-f]{32}/.+"
+    r"|(runs/.+/stages/[^/]+/(?:checkpoints/[^/]+/\d{6,}|rebased/[^/]+/\d{6,}\.[0-9a-f]{32})"
+    r"|uploads/[^/]+/[0-9a-f]{64})/[0-9a-f]{32}/.+"
     r"|(models/[^/]+/[^/]+)/.+",
     re.ASCII,
 )
@@ -273,8 +278,36 @@ def chain_record(run: str, stage: str, policy: str, step: int) -> str:
 
 
 def record_step(key: str) -> int | None:
-    """The step of a chain record's key; None for the root and anything else."""
-    return numbered(key)
+    """The step of a chain record's key; None for the root, a rebase and anything else."""
+    match = _RECORD.fullmatch(key)
+    return int(match[1]) if match else None
+
+
+def rebases_prefix(run: str, stage: str, policy: str) -> str:
+    return f"{chain_prefix(run, stage, policy)}rebases/"
+
+
+def rebase(run: str, stage: str, policy: str, step: int) -> str:
+    """Where a chain says that it goes on from a checkpoint of that step, under other numerics."""
+    return f"{rebases_prefix(run, stage, policy)}{number(step)}.json"
+
+
+def rebase_step(key: str) -> int | None:
+    """The step of a rebase's key; None for any other key."""
+    match = _REBASE.fullmatch(key)
+    return int(match[1]) if match else None
+
+
+def rebase_checkpoint(run: str, stage: str, policy: str, step: int, attempt: str) -> str:
+    """Logical key of the weights and moments that one attempt to rebase goes on from, where a redo changed them. Not
+    among the checkpoints of the chain: a committed one of that step is not shadowed, and none of these is pruned."""
+    return f"{stage_prefix(run, stage)}rebased/{validate_name(policy)}/{number(step)}.{attempt}"
+
+
+def rebase_of_checkpoint(key: str) -> tuple[str, str, str, int, str] | None:
+    """(run, stage, model, step, attempt) of the logical key of a rebase's own checkpoint; None for any other key."""
+    match = _REBASED.fullmatch(key)
+    return (match[1], match[2], match[3], int(match[4]), match[5]) if match else None
 
 
 def checkpoints_prefix(run: str, stage: str, policy: str) -> str:

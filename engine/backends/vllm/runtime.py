@@ -108,8 +108,9 @@ class Runtime(Protocol):
         """Raises SamplerOutOfSync when it could not be reset."""
         ...
 
-    def load_adapter(self, folder: Path, name: str) -> None:
-        """Hot-loads a peft folder under a name that was not used before; proves what the workers hold of it."""
+    def load_adapter(self, folder: Path, name: str, manifest: Manifest) -> None:
+        """Hot-loads a peft folder under a name that was not used before; proves that the workers hold what `manifest`
+        says, under the names in adapter_model.safetensors."""
         ...
 
     def remove_adapter(self, name: str) -> None: ...

@@ -1,0 +1,317 @@
+"""Everything the engine's side calls of vLLM itself, in one file: written for 0.32, held by tests/engine/vllm.
+
+vLLM in this process takes liberties: it draws from the global generators, replaces `torch.set_num_threads` by a no-op,
+and reads the environment at import. `_contained` gives back what it takes.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from engine.backends.protocol import OnToken
+from engine.backends.torch_sampler import processed_logprobs
+from engine.backends.vllm.answers import receipt_of, refuse_wrong
+from engine.backends.vllm.runtime import EngineOptions, Manifest, Receipt, Source
+from engine.errors import BadSpec, SamplerOutOfSync
+from engine.protocol import Completion, SamplingParams, StopReason, TokenIds
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine's loop in this process: weights can be handed over as they are
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else it takes cores away from the trainer's threads
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # the trainer's threads do not survive a fork
+}
+CPU_KV_CACHE_BYTES = 1 << 30
+MIN_TEMPERATURE = 0.01
+"""vLLM raises lower ones to this without a word."""
+ADAPTERS_HELD = 8
+
+
+class InProcess:
+    """Implements runtime.Runtime: one vLLM engine in this process. With tensor_parallel > 1 its workers are processes
+    of their own, and weights go to them as files."""
+
+    def __init__(self, config_folder: Path, options: EngineOptions) -> None:
+        self.options = options
+        self.takes_tensors = options.tensor_parallel == 1
+        self._state: str | None = None
+        self._boots: list[str] = []
+        self._numbers = itertools.count(1)
+        self._adapters: dict[str, Any] = {}
+        self._ids = itertools.count()
+        with _contained():
+            self._llm: Any = _llm(config_folder, options)
+        self._engine = self._llm.llm_engine
+
+    # -- weights ----------------------------------------------------------------------------------------------
+
+    def load(self, source: Source, manifest: Manifest, state: str, *, full: bool = False) -> Receipt:
+        self._state = None
+        given = source if isinstance(source, dict) else [str(path) for path in source]
+        with _contained():
+            answers = self._rpc("ostinato_load", given, manifest, state, full)
+        receipt = receipt_of(answers, state)
+        self._boots = [answer["boot"] for answer in answers]
+        self.reset_prefix_cache()
+        self._state = state
+        return receipt
+
+    def check(self, state: str, *, full: bool = False) -> None:
+        refuse_wrong(self._rpc("ostinato_check", state, full), self._boots)
+
+    def reset_prefix_cache(self) -> None:
+        if not self._llm.reset_prefix_cache():
+            raise SamplerOutOfSync("vLLM did not reset its prefix cache: older weights' keys and values would be read")
+
+    # -- adapters ---------------------------------------------------------------------------------------------
+
+    def load_adapter(self, folder: Path, name: str, manifest: Manifest) -> None:
+        from vllm.lora.request import LoRARequest
+
+        number = next(self._numbers)
+        refuse_wrong(self._rpc("ostinato_load_adapter", str(folder), name, number, manifest), self._boots)
+        self._adapters[name] = LoRARequest(name, number, str(folder))
+
+    def remove_adapter(self, name: str) -> None:
+        request = self._adapters.pop(name, None)
+        if request is not None:
+            self._rpc("ostinato_remove_adapter", name, request.lora_int_id)
+
+    def check_adapter(self, name: str) -> None:
+        refuse_wrong(self._rpc("ostinato_check_adapter", name), self._boots)
+
+    # -- tokens -----------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Sequence[TokenIds],
+        seeds: Sequence[int],
+        params: SamplingParams,
+        on_token: OnToken | None = None,
+        *,
+        adapter: str | None = None,
+    ) -> list[Completion]:
+        drawn: list[_Drawn] = [_Drawn() for _ in prompts]
+        wanted = [vllm_params(params, seed, self.options, stream=on_token is not None) for seed in seeds]
+        for index, output in self._run(list(prompts), wanted, adapter):
+            fresh = _sampled(output.outputs[0], params)
+            drawn[index].take(fresh)
+            if on_token is not None:
+                for token, logprob in fresh:
+                    on_token(index, token, logprob)
+        return [d.completion(self.options.eos_token_ids, params) for d in drawn]
+
+    def score(
+        self, sequences: Sequence[TokenIds], *, temperature: float = 1.0, adapter: str | None = None
+    ) -> list[list[float]]:
+        from vllm import SamplingParams as VllmParams
+        from vllm.sampling_params import RequestOutputKind
+
+        if temperature != 1.0:
+            raise BadSpec(f"vLLM scores at temperature 1 only; {temperature} was asked for")
+        params = VllmParams(
+            temperature=0.0,
+            max_tokens=1,
+            prompt_logprobs=0,
+            detokenize=False,
+            ignore_eos=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        found: list[list[float]] = [[] for _ in sequences]
+        for index, output in self._run(list(sequences), [params] * len(sequences), adapter):
+            pairs = zip(sequences[index][1:], output.prompt_logprobs[1:], strict=True)
+            found[index] = [entry[token].logprob for token, entry in pairs]
+        return found
+
+    def _run(
+        self, prompts: Sequence[TokenIds], params: Sequence[Any], adapter: str | None
+    ) -> Iterator[tuple[int, Any]]:
+        """Submits all, steps until all are done, yields (place, RequestOutput). Closed early, it aborts the rest."""
+        from vllm.inputs.engine import tokens_input
+
+        salt = f"{self._state} {adapter}"  # a cache entry of other weights can never be this state's
+        lora = None if adapter is None else self._adapters[adapter]
+        places: dict[str, int] = {}
+        try:
+            for place, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
+                name = f"ostinato-{next(self._ids)}"
+                places[name] = place
+                given = tokens_input(list(prompt), cache_salt=salt)
+                self._engine.add_request(name, given, wanted, lora_request=lora)
+            while places:
+                for output in self._engine.step():
+                    yield places[output.request_id], output
+                    if output.finished:
+                        del places[output.request_id]
+        finally:
+            if places:
+                self._engine.abort_request(list(places))
+                while self._engine.has_unfinished_requests():
+                    self._engine.step()
+
+    # -- life -------------------------------------------------------------------------------------------------
+
+    def sleep(self) -> None:
+        """Level 2: the weights are dropped, not kept in host memory. They come anew from the trainer."""
+        if self.options.sleep:
+            self._llm.sleep(level=2)
+
+    def wake(self) -> None:
+        if self.options.sleep:
+            self._llm.wake_up()
+
+    @property
+    def alive(self) -> bool:
+        return self._llm is not None
+
+    def close(self) -> None:
+        if self._llm is None:
+            return
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        self._engine.engine_core.shutdown()
+        self._engine = self._llm = None
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+    def _rpc(self, method: str, *args: Any) -> list[dict[str, Any]]:
+        return self._llm.collective_rpc(method, args=args)
+
+
+class _Drawn:
+    """Tokens of one completion as they come."""
+
+    def __init__(self) -> None:
+        self.tokens: TokenIds = []
+        self.logprobs: list[float] = []
+
+    def take(self, fresh: Sequence[tuple[int, float]]) -> None:
+        self.tokens += [token for token, _ in fresh]
+        self.logprobs += [logprob for _, logprob in fresh]
+
+    def completion(self, eos: Sequence[int], params: SamplingParams) -> Completion:
+        last = self.tokens[-1]
+        stop: StopReason = "eos" if last in eos else "stop" if last in params.stop_token_ids else "length"
+        return Completion(self.tokens, self.logprobs, stop)
+
+
+def vllm_params(params: SamplingParams, seed: int, options: EngineOptions, *, stream: bool) -> Any:
+    """Our meaning in vLLM's words. Ends of sequence are given as stop tokens, so that one rule holds for both.
+
+    Raises:
+        BadSpec: a temperature that vLLM would change.
+    """
+    from vllm import SamplingParams as VllmParams
+    from vllm.sampling_params import RequestOutputKind
+
+    if 0 < params.temperature < MIN_TEMPERATURE:
+        raise BadSpec(
+            f"temperature {params.temperature} was given; vLLM draws at {MIN_TEMPERATURE} or more: give that, or 0 for "
+            "greedy"
+        )
+    top_k = params.top_k if params.top_k < options.vocab_size else 0
+    return VllmParams(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=top_k,
+        seed=seed & ((1 << 63) - 1),
+        max_tokens=params.max_new_tokens,
+        min_tokens=min(params.min_new_tokens, params.max_new_tokens),
+        stop_token_ids=sorted({*options.eos_token_ids, *params.stop_token_ids}),
+        ignore_eos=True,
+        logprobs=-1 if _filters_greedy(params) else 0,
+        detokenize=False,
+        skip_clone=True,
+        output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _filters_greedy(params: SamplingParams) -> bool:
+    """vLLM leaves top-k and top-p out of greedy logprobs: they are worked out here, from the whole vocabulary's."""
+    return params.temperature == 0 and (params.top_k > 0 or params.top_p < 1)
+
+
+def _sampled(output: Any, params: SamplingParams) -> list[tuple[int, float]]:
+    """(token, logprob) of what is new in one vLLM output."""
+    found = []
+    for token, entry in zip(output.token_ids, output.logprobs, strict=True):
+        logprob = entry[token].logprob
+        if _filters_greedy(params):
+            row_1V = torch.tensor([[entry[i].logprob for i in range(len(entry))]])
+            logprob = processed_logprobs(row_1V, params)[0, token].item()
+        found.append((token, logprob))
+    return found
+
+
+def _llm(config_folder: Path, options: EngineOptions) -> Any:
+    os.environ.update(ENVIRONMENT)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    from vllm import LLM
+
+    extra: dict[str, Any] = {}
+    if options.kv_cache_bytes is not None or not torch.cuda.is_available():
+        extra["kv_cache_memory_bytes"] = options.kv_cache_bytes or CPU_KV_CACHE_BYTES
+    else:
+        extra["gpu_memory_utilization"] = options.gpu_share
+    if options.max_lora_rank is not None:
+        extra |= {
+            "enable_lora": True,
+            "max_lora_rank": lora_rank_of(options.max_lora_rank),
+            "max_loras": 1,
+            "max_cpu_loras": ADAPTERS_HELD,
+        }
+    return LLM(
+        model=str(config_folder),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        generation_config="vllm",
+        dtype=options.dtype,
+        tensor_parallel_size=options.tensor_parallel,
+        max_model_len=options.max_context,
+        max_num_seqs=options.max_rows,
+        max_num_batched_tokens=max(options.max_context, 8192),
+        enable_chunked_prefill=False,  # on the CPU a seeded request whose prompt is split ends the engine
+        enable_prefix_caching=True,
+        logprobs_mode="processed_logprobs",  # of the distribution that is sampled, temperature and all
+        max_logprobs=-1,
+        enforce_eager=options.eager,
+        enable_sleep_mode=options.sleep and torch.cuda.is_available(),
+        worker_extension_cls=options.extension,
+        disable_log_stats=True,
+        seed=0,
+        **extra,
+    )
+
+
+def lora_rank_of(rank: int) -> int:
+    """The smallest that vLLM is built for."""
+    return next((size for size in (8, 16, 32, 64, 128, 256, 320, 512) if size >= rank), rank)
+
+
+@contextmanager
+def _contained() -> Iterator[None]:
+    """What vLLM changes in this process is as before: generators, default dtype, gradients, setting of threads."""
+    threads, set_threads = torch.get_num_threads(), torch.set_num_threads
+    states = random.getstate(), numpy.random.get_state()
+    dtype, gradients = torch.get_default_dtype(), torch.is_grad_enabled()
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            torch.set_num_threads = set_threads
+            set_threads(threads)
+            torch.set_default_dtype(dtype)
+            torch.set_grad_enabled(gradients)
+            random.setstate(states[0])
+            numpy.random.set_state(states[1])

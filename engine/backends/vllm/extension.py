@@ -1,0 +1,225 @@
+"""What runs inside vLLM's workers (its `worker_extension_cls`): receives weights, proves them, answers for them later.
+
+The same in this process, in workers of a tensor-parallel group, and in a server, where /collective_rpc reaches it. So
+arguments and answers are plain data, and a refusal is an answer (`wrong`), never an exception that a transport would
+turn into something else. Only tensors handed over in the same process are more than plain data.
+
+Per load, in this order: every tensor as it is handed to vLLM is digested and compared with the trainer's manifest; vLLM
+loads; a tied head is tied again; slices of every live layer are read back and compared with the tensors received (see
+readback). The digests of these slices stay, so that `ostinato_check` can prove later, for the price of a few tokens,
+that the weights are still the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from engine.backends.tensor_files import read_tensors, tensor_bytes
+from engine.backends.vllm import readback
+from engine.errors import BadSpec
+
+COUNT = 8
+"""Columns or rows read per tensor and load."""
+KEPT = 2
+"""Of these, how many `ostinato_check` reads again unless it is asked for all."""
+
+Answer = dict[str, Any]
+
+
+class Refused(Exception):
+    """The weights are not what they should be; the text says which tensor."""
+
+
+@dataclass(slots=True)
+class _Held:
+    """What this worker proved it holds."""
+
+    state: str
+    plan: readback.Plan
+    picks: readback.Picks
+    digests: dict[str, str]
+    """Of what the live layers answered, by slot."""
+    few: dict[str, str]
+    """The same of the first `KEPT` picks only."""
+
+
+@dataclass(slots=True)
+class _Received:
+    """The tensors of one load, as they pass: digests compared, slices kept."""
+
+    manifest: Mapping[str, Sequence[Any]]
+    plan: readback.Plan
+    rng: random.Random
+    before: Mapping[str, tuple[Tensor, Tensor]]
+    full: bool
+    seen: set[str] = field(default_factory=set)
+    now: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    picks: readback.Picks = field(default_factory=dict)
+    cuts: dict[str, Tensor] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def pass_on(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yields what it was given. Raises Refused at the first tensor that the trainer did not stage like this."""
+        slots: dict[str, list[readback.Slot]] = {}
+        for slot in self.plan.slots:
+            slots.setdefault(slot.tensor, []).append(slot)
+        for name, tensor in tensors:
+            began = time.perf_counter()
+            self._compare(name, tensor)
+            prints = readback.fingerprints(tensor)
+            if prints is not None:
+                self.now[name] = prints
+            for slot in slots.get(name, ()):
+                count = slot.choices[1] - slot.choices[0] if self.full else COUNT
+                picks = readback.pick(slot, prints, self.before.get(name), self.rng, count=count)
+                self.picks[slot.key], self.cuts[slot.key] = picks, slot.cut(tensor, picks)
+            self.seconds += time.perf_counter() - began
+            yield name, tensor
+        missing = sorted(self.manifest.keys() - self.seen)
+        if missing:
+            raise Refused(f"tensor {missing[0]} did not arrive ({len(missing)} of {len(self.manifest)} are missing)")
+
+    def _compare(self, name: str, tensor: Tensor) -> None:
+        if name in self.seen:
+            raise Refused(f"tensor {name} arrived twice")
+        if name not in self.manifest:
+            raise Refused(f"tensor {name} arrived, which the trainer did not stage")
+        self.seen.add(name)
+        dtype, shape, sha256 = self.manifest[name]
+        if str(tensor.dtype) != dtype or tuple(tensor.shape) != tuple(shape):
+            raise Refused(
+                f"tensor {name} arrived as {tensor.dtype} {tuple(tensor.shape)}, the trainer staged {dtype} "
+                f"{tuple(shape)}"
+            )
+        found = hashlib.sha256(tensor_bytes(tensor)).hexdigest()
+        if found != sha256:
+            raise Refused(f"tensor {name} arrived with other bytes: sha256 {found[:12]}…, staged {sha256[:12]}…")
+
+
+class Extension:
+    """Mixed into vLLM's worker class, whose attributes (`model_runner`, `rank`, `reload_weights` …) it uses."""
+
+    model_runner: Any
+    rank: int
+
+    # -- weights ----------------------------------------------------------------------------------------------
+
+    def ostinato_load(
+        self,
+        source: Sequence[str] | Mapping[str, Tensor],
+        manifest: Mapping[str, Sequence[Any]],
+        state: str,
+        full: bool = False,
+    ) -> Answer:
+        """Loads files or tensors as the weights of `state`. `full` reads back every column instead of a sample."""
+        began = time.perf_counter()
+        self._ostinato_held: _Held | None = None
+        model = self.model_runner.get_model()
+        try:
+            plan = readback.plan_of(model, {name: tuple(entry[1]) for name, entry in manifest.items()})
+            if plan.untouched:
+                raise Refused(f"the trainer staged no tensor for the live parameter {plan.untouched[0]}")
+            rng = random.Random(f"{self._boot()} {state}")
+            before = getattr(self, "_ostinato_prints", {})
+            received = _Received(manifest, plan, rng, before, full)
+            self.ostinato_apply(received.pass_on(_tensors(source)))
+            self.ostinato_retie(self.model_runner.get_model())
+            loaded = time.perf_counter()
+            values, held = self._read_back(plan, received, state)
+        except (Refused, BadSpec) as error:
+            return self._answer(wrong=str(error))
+        except Exception as error:  # noqa: BLE001 - the boundary to vLLM's loaders, which raise anything
+            return self._answer(wrong=f"vLLM did not load the weights: {type(error).__name__}: {error}")
+        self._ostinato_prints, self._ostinato_held = received.now, held
+        ended = time.perf_counter()
+        seconds = {
+            "receive": received.seconds,
+            "load": loaded - began - received.seconds,
+            "readback": ended - loaded,
+        }
+        return self._answer(state=state, tensors=len(manifest), values=values, unread=plan.unread, seconds=seconds)
+
+    def ostinato_apply(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """vLLM's own layerwise reload."""
+        self.reload_weights(weights_iterator=tensors)  # type: ignore[attr-defined]
+
+    @staticmethod
+    def ostinato_retie(model: nn.Module) -> None:
+        """On the CPU a tied head keeps a prepacked copy of the embedding, which vLLM's reload leaves as it was."""
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+        heads = [m for m in model.modules() if isinstance(m, ParallelLMHead)]
+        embeddings = [
+            m for m in model.modules() if isinstance(m, VocabParallelEmbedding) and not isinstance(m, ParallelLMHead)
+        ]
+        if not getattr(model.config, "tie_word_embeddings", False) or not embeddings:
+            return
+        for head in heads:
+            head.weight = embeddings[0].weight
+            head.quant_method.process_weights_after_loading(head)
+
+    def _read_back(self, plan: readback.Plan, received: _Received, state: str) -> tuple[int, _Held]:
+        values, held = 0, _Held(state, plan, received.picks, {}, {})
+        for slot, live in readback.read(self.model_runner.get_model(), plan.slots, received.picks):
+            picks = received.picks[slot.key]
+            difference = readback.first_difference(slot, live, received.cuts[slot.key], picks)
+            if difference:
+                raise Refused(f"tensor {slot.tensor} is not what the live model computes with: {difference}")
+            values += live.numel()
+            held.digests[slot.key] = readback.digest(live)
+            held.few[slot.key] = readback.digest(live[: len(_few(picks))] if picks else live)
+        return values, held
+
+    def ostinato_check(self, state: str, full: bool = False) -> Answer:
+        """Whether the live weights are still those that were loaded as `state`; `full`: all slices that it read."""
+        held: _Held | None = getattr(self, "_ostinato_held", None)
+        if held is None or held.state != state:
+            return self._answer(wrong=f"it holds {held.state if held else 'no proven weights'}, expected {state}")
+        try:
+            picks = held.picks if full else {key: _few(chosen) for key, chosen in held.picks.items()}
+            wanted = held.digests if full else held.few
+            for slot, live in readback.read(self.model_runner.get_model(), held.plan.slots, picks):
+                if readback.digest(live) != wanted[slot.key]:
+                    raise Refused(f"tensor {slot.tensor} changed in {slot.path} since {state} was loaded")
+        except Refused as error:
+            self._ostinato_held = None
+            return self._answer(wrong=str(error))
+        except Exception as error:  # noqa: BLE001 - the boundary to vLLM's layers: what they raise after a bad reload
+            self._ostinato_held = None
+            return self._answer(wrong=f"the live layers no longer answer: {type(error).__name__}: {error}")
+        return self._answer(state=state)
+
+    def ostinato_reset(self) -> Answer:
+        """Forgets what was proven: the next check fails until the next load."""
+        self._ostinato_held = None
+        return self._answer()
+
+    def _boot(self) -> str:
+        """Made once in the life of this process's worker."""
+        if not hasattr(self, "_ostinato_boot"):
+            self._ostinato_boot = uuid.uuid4().hex
+        return self._ostinato_boot
+
+    def _answer(self, *, wrong: str | None = None, **found: Any) -> Answer:
+        return {"rank": self.rank, "boot": self._boot(), "wrong": wrong, **found}
+
+
+def _tensors(source: Sequence[str] | Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(source, Mapping):
+        yield from source.items()
+        return
+    for path in source:
+        yield from read_tensors(Path(path))
+
+
+def _few(picks: list[int]) -> list[int]:
+    return picks[:KEPT]

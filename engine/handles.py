@@ -56,6 +56,14 @@ class ModelBuilder:
     workspace: Workspace
     tokens_to_generate: int
     trainable: FullSpec | LoraSpec = WHOLE
+    tensor_parallel: int | None = None
+
+    def tp(self, devices: int) -> Self:
+        """A builder whose models sample with their weights split over `devices` devices (tensor parallel); the vLLM
+        sampler does it, the torch sampler refuses all but 1 at the first generation."""
+        if devices < 1:
+            raise BadSpec(f"tp({devices}) was asked for; give the number of devices that share a model, 1 or more")
+        return replace(self, tensor_parallel=devices)
 
     def with_adapter(
         self, rank: int = 16, alpha: float = 32.0, targets: Sequence[str] | Literal["all-linear"] = "all-linear"
@@ -88,12 +96,14 @@ class ModelBuilder:
         # a full dump: a default that is spelt out and one that is left out are the same chain
         trainable = self.trainable.model_dump(mode="json")
         root = Root(base=base, base_digest=base.sha256, trainable=trainable, init_seed=init_seed)
-        return TrainingModel(self.workspace, name, renderer, sampling, base, max_batch_size or limit, root)
+        model = TrainingModel(self.workspace, name, renderer, sampling, base, max_batch_size or limit, root)
+        model.tensor_parallel = self.tensor_parallel
+        return model
 
     async def spawn_inference(self, name: str) -> InferenceModel:
         """A frozen instance: policy 0 of a chain that never moves."""
         model = await self.spawn_train(name)
-        return InferenceModel(self.workspace, name, model.renderer, model.sampling, model.base, await model.policy())
+        return await model.clone_inf()
 
     async def _base(self) -> tuple[ArtifactRef, Renderer]:
         base = await self.workspace.connect().import_model(self.key, provenance=self.workspace.provenance)
@@ -115,6 +125,7 @@ class InferenceModel:
         self.workspace, self.name, self.base = workspace, name, base
         self.renderer: Renderer = renderer
         self.sampling: SamplingParams = sampling
+        self.tensor_parallel: int | None = None
         self.engine = workspace.connect()
         self._policy = policy
         self._calls: Counter[tuple[str, str]] = Counter()
@@ -204,7 +215,8 @@ class InferenceModel:
 
     async def _generate(self, key: Hashable, items: list[tuple[list[int], int]]) -> list[Completion]:
         policy, sampling = cast(tuple[PolicyRef, SamplingParams], key)
-        request = GenerateRequest(policy, [prompt for prompt, _ in items], [seed for _, seed in items], sampling)
+        prompts, seeds = [prompt for prompt, _ in items], [seed for _, seed in items]
+        request = GenerateRequest(policy, prompts, seeds, sampling, self.tensor_parallel)
         return await self.engine.generate(request, epoch=self.workspace.epoch)
 
     async def _score(self, key: Hashable, items: list[TokenSequence]) -> list[list[float]]:
@@ -274,9 +286,11 @@ class TrainingModel(InferenceModel):
 
     async def clone_inf(self) -> InferenceModel:
         """A frozen copy of the policy as it is now."""
-        return InferenceModel(
+        frozen = InferenceModel(
             self.workspace, self.name, self.renderer, self.sampling, self.base, await self.policy()
         )
+        frozen.tensor_parallel = self.tensor_parallel
+        return frozen
 
     # -- primitives --------------------------------------------------------------------------------------------
 

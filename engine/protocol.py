@@ -44,6 +44,8 @@ class GenerateRequest:
     prompts: list[TokenIds]
     seeds: list[int]
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    tensor_parallel: int | None = None
+    """Devices that should share one copy of the model while it samples; None: as the engine's config says."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,7 @@ class GenerateHead(Frozen):
 
     policy: PolicyRef
     sampling: SamplingParams = SamplingParams()
+    tensor_parallel: int | None = Field(None, ge=1, le=1 << 16)
     epoch: int = Field(0, ge=0, lt=1 << 63)
 
 
@@ -78,13 +79,16 @@ def encode_generate(request: GenerateRequest, *, epoch: int) -> bytes:
     if len(prompts) != len(seeds):
         raise BadSpec(f"{len(prompts)} prompts were given with {len(seeds)} seeds; give one seed per prompt")
     columns = [_ids(prompts, "prompt"), _numbers(seeds, "q", "seeds")]
-    return _write(GENERATE, columns, GenerateHead(policy=request.policy, sampling=request.sampling, epoch=epoch))
+    head = GenerateHead(
+        policy=request.policy, sampling=request.sampling, tensor_parallel=request.tensor_parallel, epoch=epoch
+    )
+    return _write(GENERATE, columns, head)
 
 
 def decode_generate(data: bytes) -> tuple[GenerateRequest, int]:
     """The request and the caller's epoch. Raises BadSpec."""
     head, (prompts, seeds) = _read(data, GENERATE, GenerateHead)
-    return GenerateRequest(head.policy, prompts, seeds, head.sampling), head.epoch
+    return GenerateRequest(head.policy, prompts, seeds, head.sampling, head.tensor_parallel), head.epoch
 
 
 def encode_completions(completions: Sequence[Completion]) -> bytes:

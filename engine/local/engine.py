@@ -180,7 +180,8 @@ class LocalEngine:
                 raise EngineBusy("the engine is closing; call again when it is back")
             on_token(index, token, logprob)
 
-        sampler = self.policies.sampler_of(self.policies.for_reading(request.policy), request.policy)
+        slot = self.policies.for_reading(request.policy)
+        sampler = self.policies.sampler_of(slot, request.policy, tensor_parallel=request.tensor_parallel)
         log_work("generate", policy=request.policy.uri, completions=len(request.prompts))
         return sampler.sample(request.prompts, request.seeds, request.sampling, hear)
 

@@ -229,11 +229,12 @@ class Materialiser:
 
     def sampler_of(self, slot: Slot, policy: PolicyRef, *, tensor_parallel: int | None = None) -> Sampler:
         """The slot's sampler, holding the slot's weights, which are `policy`'s."""
-        if slot.sampler is None:
+        if slot.sampler is None or slot.tensor_parallel != tensor_parallel:
             need = self.samplers.new_bytes(slot.trainer)
             if need:
                 self.slots.make_room(need, run=policy.run, what="the sampler's copy of a model", keep=slot)
             slot.sampler = self.samplers.sampler(slot.trainer, tensor_parallel=tensor_parallel)
+            slot.tensor_parallel = tensor_parallel
         if slot.sampler.holds != policy.state:
             slot.sampler.sync(slot.trainer, policy.state)
             log_work("sync", policy=policy.uri, step=policy.step)

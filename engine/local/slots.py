@@ -40,6 +40,8 @@ class Slot:
     saved_step: int = 0
     """Step of the chain's last checkpoint that this slot knows of; 0: none is needed, or none was made."""
     sampler: Sampler | None = None
+    tensor_parallel: int | None = None
+    """What the sampler was made for."""
     loaded: float = 0.0
     released: bool = False
     """Its run is done with it for now."""

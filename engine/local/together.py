@@ -40,7 +40,7 @@ class Together:
 
     @staticmethod
     def _key(call: Call) -> Hashable:
-        return call.request.policy.state, call.request.sampling
+        return call.request.policy.state, call.request.sampling, call.request.tensor_parallel
 
     def add(self, call: Call) -> None:
         self._waiting.setdefault(self._key(call), []).append(call)
@@ -78,6 +78,7 @@ class Together:
             [prompt for call in batch for prompt in call.request.prompts],
             [seed for call in batch for seed in call.request.seeds],
             own.sampling,
+            own.tensor_parallel,
         )
 
         def hear(index: int, token: int, logprob: float) -> None:

@@ -390,3 +390,15 @@ async def test_a_frozen_copy_stays(model: TrainingModel) -> None:
     await model.optim_step(1e-2)
     assert await frozen.logprobs(ANSWERED) == before != await model.logprobs(ANSWERED)
     assert not hasattr(frozen, "optim_step")
+
+
+async def test_tensor_parallel_is_asked_of_the_sampler(ctx: Context, tiny_folder: Path) -> None:
+    """The torch sampler runs on one device: 1 is what it does anyway, 2 is refused by it, not by the handle."""
+    builder = Model(str(tiny_folder)).to_builder(ctx, tokens_to_generate=2)
+    clone = await (await builder.tp(1).spawn_train("two")).clone_inf()
+    for handle in (await builder.tp(1).spawn_inference("one"), clone):
+        assert len((await handle.generate(PROMPT)).turns) == 2
+    with pytest.raises(BadSpec, match=r"tp\(2\).*vllm"):
+        await (await builder.tp(2).spawn_inference("three")).generate(PROMPT)
+    with pytest.raises(BadSpec, match=r"tp\(0\)"):
+        builder.tp(0)

@@ -1,0 +1,283 @@
+"""The rank processes of one node and one generation: spawned, watched, and killed to the last descendant.
+
+One thread spawns them and lives until all have ended, because Linux sends a child's death signal when the thread that
+forked it ends. One more thread per rank reads its pipe, and one its log, so that no rank can hold up the watching one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import IO
+
+from engine.backends.group import messages
+from engine.backends.group.messages import CUT_OFF, PIPE_ENV, TOKEN_ENV, Launch, Message, RankDeath
+from engine.backends.group.progress import Activity, ProgressFile
+
+LOG_LINES = 40
+STACK_SECONDS = 0.5
+"""How long a hung rank has to write its stacks down."""
+DRAIN_SECONDS = 2.0
+"""How long to wait for the last words of a rank that has ended."""
+CULPRIT_SECONDS = 2.0
+"""Ranks that lost another one may be seen to end before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A message of a rank."""
+
+    rank: int
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class NotSpawned:
+    """The system did not start a process."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """Ranks ended by themselves; the others of this node are gone too by now."""
+
+    deaths: tuple[RankDeath, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """How far the ranks are, a few times per second."""
+
+    activities: tuple[Activity, ...]
+
+
+Event = Said | NotSpawned | Died | Tick
+
+
+class _Rank:
+    """One process, its pipe and its log."""
+
+    def __init__(self, launch: Launch, progress: ProgressFile, env: Mapping[str, str]) -> None:
+        self.number = launch.rank
+        self.pipe, theirs = Pipe()
+        self.log: deque[str] = deque(maxlen=LOG_LINES)
+        fds = (theirs.fileno(), progress.fileno())
+        own = {PIPE_ENV: f"{fds[0]},{fds[1]}", "RANK": str(launch.rank), "LOCAL_RANK": str(launch.local_rank)}
+        self._lock = threading.Lock()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "engine.backends.group.rank"],
+                env={**env, **own},
+                pass_fds=fds,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        assert self.process.stdout is not None
+        self.logger = threading.Thread(target=self._read_log, args=(self.process.stdout,), daemon=True)
+        self.logger.start()
+        self.reader: threading.Thread | None = None
+        messages.send(self.pipe, launch)
+
+    def listen(self, on_message: Callable[[Message], None], on_end: Callable[[], None]) -> None:
+        def read() -> None:
+            with suppress(EOFError, OSError):
+                while True:
+                    on_message(messages.receive(self.pipe))
+            on_end()
+
+        self.reader = threading.Thread(target=read, name=f"rank-{self.number}", daemon=True)
+        self.reader.start()
+
+    def _read_log(self, stream: IO[bytes]) -> None:
+        with stream:
+            for raw in stream:
+                line = raw.decode(errors="replace").rstrip("\n")
+                self.log.append(line)
+                print(f"[rank {self.number}] {line}", file=sys.stderr, flush=True)
+
+    def ended(self) -> bool:
+        """Looks without reaping: until then nobody else gets its pid, which names what it started too."""
+        with self._lock:
+            if self.process.returncode is not None:
+                return True
+            return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    def stopped(self) -> bool:
+        """By SIGSTOP or a debugger (Linux)."""
+        try:
+            with open(f"/proc/{self.process.pid}/stat", "rb") as stat:
+                return stat.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
+        except (OSError, IndexError):
+            return False
+
+    def signal(self, number: int) -> None:
+        """To the rank alone."""
+        with self._lock:
+            if self.process.returncode is None:
+                os.kill(self.process.pid, number)
+
+    def finish(self) -> int:
+        """Kills it and all that it started, waits, and returns what `subprocess` calls the return code."""
+        with self._lock:
+            if self.process.returncode is None:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self.process.pid, signal.SIGKILL)
+            return self.process.wait()
+
+    def drain(self, seconds: float) -> None:
+        """Its last message is handled and its last line read."""
+        for thread in (self.reader, self.logger):
+            if thread is not None and thread is not threading.current_thread():
+                thread.join(seconds)
+
+
+class LocalRanks:
+    """The ranks of `launches`, from the call of `start` on. `on_event` runs in several threads; it must not block."""
+
+    def __init__(
+        self,
+        launches: Sequence[Launch],
+        env: Mapping[str, str],
+        on_event: Callable[[Event], None],
+        *,
+        tick_seconds: float,
+    ) -> None:
+        self._launches = launches
+        self._env = rank_env(env, launches)
+        self._on_event = on_event
+        self._tick_seconds = tick_seconds
+        self._ranks: list[_Rank] = []
+        self._progress = ProgressFile.create(len(launches))
+        self._wake = threading.Event()
+        self._stopping = threading.Event()
+        self._spawned = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="group-keeper", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Process ids by rank."""
+        return {rank.number: rank.process.pid for rank in self._ranks}
+
+    def send(self, rank: int, message: Message) -> None:
+        """Raises OSError when the rank is gone."""
+        messages.send(self._rank(rank).pipe, message)
+
+    def send_bytes(self, rank: int, data: bytes) -> None:
+        """Raises OSError when the rank is gone."""
+        self._rank(rank).pipe.send_bytes(data)
+
+    def logs(self) -> dict[int, tuple[str, ...]]:
+        """The last lines of each rank."""
+        return {rank.number: tuple(rank.log) for rank in self._ranks}
+
+    def dump_stacks(self) -> None:
+        """Every rank writes its stacks to its log; one that is stopped cannot."""
+        for rank in self._ranks:
+            rank.signal(signal.SIGUSR1)
+        time.sleep(STACK_SECONDS)
+
+    def wait(self, seconds: float) -> bool:
+        """Whether every process ended by itself in that time: from now on no end is a death."""
+        self._stopping.set()
+        deadline = time.monotonic() + seconds
+        while not all(rank.ended() for rank in self._ranks):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.02)
+        return True
+
+    def kill(self) -> None:
+        """Everything that this node's ranks are and have started is gone when it returns. May be called again."""
+        self._stopping.set()
+        self._wake.set()
+        self._spawned.wait()
+        for rank in self._ranks:
+            rank.finish()
+        for rank in self._ranks:
+            rank.drain(DRAIN_SECONDS)
+        if self._thread is not threading.current_thread():
+            self._thread.join(DRAIN_SECONDS)
+
+    def _rank(self, number: int) -> _Rank:
+        return self._ranks[number - self._launches[0].rank]
+
+    def _keep(self) -> None:
+        try:
+            try:
+                self._spawn()
+            finally:
+                self._spawned.set()
+            while not self._stopping.is_set():
+                self._wake.wait(self._tick_seconds)
+                self._wake.clear()
+                if not self._stopping.is_set():
+                    self._look()
+        except OSError as error:
+            self.kill()
+            self._on_event(NotSpawned(f"{type(error).__name__}: {error}"))
+        finally:
+            for rank in self._ranks:  # their death signal hangs on this thread
+                rank.process.wait()
+                rank.pipe.close()
+            self._progress.close()
+
+    def _spawn(self) -> None:
+        for launch in self._launches:
+            if not self._stopping.is_set():
+                self._ranks.append(_Rank(launch, self._progress, self._env))
+        for rank in self._ranks:
+            number = rank.number
+            rank.listen(lambda message, number=number: self._on_event(Said(number, message)), self._wake.set)
+
+    def _look(self) -> None:
+        dead = [rank for rank in self._ranks if rank.ended()]
+        if not dead:
+            self._on_event(Tick(self._activities()))
+            return
+        codes = {rank.number: rank.finish() for rank in dead}
+        deadline = time.monotonic() + CULPRIT_SECONDS
+        while set(codes.values()) == {CUT_OFF} and len(codes) < len(self._ranks) and time.monotonic() < deadline:
+            time.sleep(0.02)
+            codes |= {rank.number: rank.finish() for rank in self._ranks if rank.number not in codes and rank.ended()}
+        self.kill()
+        logs = self.logs()
+        self._on_event(Died(tuple(RankDeath(number, code, logs[number]) for number, code in codes.items())))
+
+    def _activities(self) -> tuple[Activity, ...]:
+        return tuple(
+            Activity(rank.number, *self._progress.read(slot), stopped=rank.stopped())
+            for slot, rank in enumerate(self._ranks)
+        )
+
+
+def rank_env(env: Mapping[str, str], launches: Sequence[Launch]) -> dict[str, str]:
+    """What the ranks' processes see: this process's environment, `env` over it, never the group's token."""
+    first = launches[0]
+    merged = {
+        # each rank has its share of the cores: a pool of all cores per rank makes every rank slow
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // first.local_world_size)),
+        **os.environ,
+        **env,
+        "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
+        "PYTHONUNBUFFERED": "1",
+        "WORLD_SIZE": str(first.world_size),
+        "LOCAL_WORLD_SIZE": str(first.local_world_size),
+    }
+    merged.pop(TOKEN_ENV, None)
+    return merged

@@ -1,0 +1,321 @@
+"""The orchestration and storage path at 1,000 workers and 10^7 rollouts: the real tasks and storage, a simulated engine.
+
+Real: the plain code of the tasks (rollouts and grades of one shard in --real-every, the batch and the metrics of all),
+artifacts, tables, keys, commits of the chain, retries, their CPU seconds and memory. Simulated: the engine (ids and
+logprobs from a generator), S3 (latency, limits, SlowDown), the workers' clocks. The other shards are copies with their
+own prompts, committed by the real code. Completions have --new-tokens tokens; times and bytes stand for --nominal-tokens.
+Not here: Prefect itself (its cost per task run is measured elsewhere, and multiplied), CPU contention, kills.
+
+    PYTHONPATH=. .venv/bin/python bench/scale_sim.py --steps 12 --prompts 100000 --completions 8 --workers 1000
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import resource
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.scale_sim_engine import EngineModel, SimulatedWorkspace, World, new_world
+from bench.scale_sim_store import Meter, S3Model
+from bench.scale_sim_workers import STAGE, WorkerStep, serve
+from engine.protocol import SamplingParams
+from storage import keys
+from storage.artifacts import ArtifactRef, Provenance
+from storage.chain import Chain, OptimizerSpec, PolicyRef, Root, StepRequest
+from storage.leases import acquire
+from storage.models import canonical_json
+from storage.registry import publish_model
+from storage.runs import create_or_check_run
+from tasks.batches import BatchPlan, rollout_batch
+from tasks.datasets.load import load_dataset
+from tasks.datasets.order import DataCursor, repetitions, take
+from tasks.datasets.spec import FileDataset
+from tasks.graders.spec import grader_spec
+from tasks.gradings import Grading
+from tasks.rollouts import PromptShard
+from tasks.step_metrics import measure_step, write_metrics
+
+RUN = "scale"
+PROVENANCE = Provenance(code_version="bench", config_digest="0" * 64, seed=0)
+PREFECT_CLIENT_SECONDS, PREFECT_SERVER_SECONDS = 0.004, 0.025
+"""CPU per task run, prefect 3.8.8: measured on this machine with 200 trivial tasks (docs/scaling.md)."""
+
+
+@dataclass(frozen=True)
+class Size:
+    steps: int
+    prompts: int
+    completions: int
+    per_shard: int
+    workers: int
+    real_every: int
+    rows: int
+    """Of the dataset."""
+
+
+@dataclass
+class Phase:
+    """A part of a step on the coordinator."""
+
+    name: str
+    cpu: float = 0.0
+    wall: float = 0.0
+    virtual: float = 0.0
+    """Modelled seconds: requests and engine, and the CPU seconds spent here."""
+    peak_rss: int = 0
+    meter: Meter = field(default_factory=Meter)
+
+
+@dataclass
+class StepReport:
+    step: int
+    phases: list[Phase]
+    workers: WorkerStep
+    rows: int
+    batch_ref_bytes: int
+    """JSON of the reference that the step request carries."""
+    record_bytes: int
+    refs_bytes: int
+    """JSON of the references that the batch task is given."""
+
+
+class Simulation:
+    """The coordinator: what flows.grpo does in one step, line by line."""
+
+    def __init__(self, folder: Path, size: Size, s3: S3Model, engine: EngineModel) -> None:
+        self.size, self.folder = size, folder
+        self.base, self.dataset, self.policy, ids = _in_child(prepare, folder, size, s3, engine)
+        self.world = new_world(folder, s3, engine, seed=2)
+        workspace = {"store": "sim", "run": RUN, "epoch": 1, "provenance": PROVENANCE}
+        self.workspace = SimulatedWorkspace(**workspace).enter(self.world)
+        context = multiprocessing.get_context("spawn")
+        self.pipe, other = context.Pipe()
+        setup = {
+            "workspace": workspace, "workers": size.workers, "real_every": size.real_every, "ids": ids,
+            "grading": Grading(grader=grader_spec("tasks.graders.rules:RegexMatch", {"pattern": "[a-m]"})),
+            "sampling": SamplingParams(max_new_tokens=engine.new_tokens),
+        }  # fmt: skip
+        self.child = context.Process(target=serve, args=(other, folder, s3, engine, setup), daemon=True)
+        self.child.start()
+        del ids, setup
+        self.plan = BatchPlan(reference=self.policy)
+        self.cursor = DataCursor()
+
+    def close(self) -> None:
+        self.pipe.send(None)
+        self.child.join(30)
+
+    def run_step(self, step: int) -> StepReport:
+        phases: list[Phase] = []
+        with self._phase("plan", phases):
+            rows, cursor_out = take(self.cursor, self.size.prompts, rows=self.size.rows, seed=42)
+            shards = self._shards(rows)
+        self.pipe.send({"policy": self.policy, "shards": shards, "step": step, "start": self.world.clock.now})
+        done: WorkerStep = self.pipe.recv()
+        self.world.clock.now = done.end
+        with self._phase("batch", phases):
+            batch = asyncio.run(
+                rollout_batch(self.workspace, self.policy, done.rollouts, done.graded, self.plan, step=step)
+            )
+        with self._phase("step", phases):
+            request = StepRequest(
+                parent=self.policy, batch=batch, reference=self.plan.reference, loss={"kind": "grpo"},
+                optimizer=OptimizerSpec(lr=1e-6), cursor_in=self.cursor.model_dump(), cursor_out=cursor_out.model_dump(),
+            )  # fmt: skip
+            record = asyncio.run(self.workspace.connect().take_gradient_step(request))
+        with self._phase("metrics", phases):
+            found = measure_step(
+                self.world.store, record, done.rollouts, done.graded, total_steps=self.size.steps, seconds={}
+            )
+            write_metrics(self.world.store, record.policy, found)
+        self.policy, self.cursor = record.policy, cursor_out
+        expected = self.size.prompts * self.size.completions
+        if not expected == batch.rows == found.completions or found.prompts != len(set(rows)):
+            raise SystemExit(f"step {step}: {expected} rollouts, {batch.rows} in the batch, {found.completions} measured")
+        return StepReport(
+            step, phases, done, expected, len(canonical_json(batch)), len(canonical_json(record)),
+            sum(len(canonical_json(ref)) for ref in (*done.rollouts, *done.graded)),
+        )  # fmt: skip
+
+    def _shards(self, rows: list[int]) -> list[PromptShard]:
+        """As flows.grpo cuts a step."""
+        size, earlier = self.size.per_shard, repetitions(rows)
+        return [
+            PromptShard(
+                base=self.base, dataset=self.dataset, index=index, rows=tuple(rows[start : start + size]),
+                completions=self.size.completions, repetitions=tuple(earlier[start : start + size]),
+            )
+            for index, start in enumerate(range(0, len(rows), size))
+        ]  # fmt: skip
+
+    @contextmanager
+    def _phase(self, name: str, phases: list[Phase]) -> Iterator[None]:
+        world, phase = self.world, Phase(name)
+        world.meter.__init__()  # type: ignore[misc]
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        cpu, wall, virtual = time.process_time(), time.perf_counter(), world.clock.now
+        yield
+        phase.cpu, phase.wall = time.process_time() - cpu, time.perf_counter() - wall
+        world.clock.advance(phase.cpu)
+        phase.virtual = world.clock.settle() - virtual
+        phase.peak_rss = _peak_rss()
+        phase.meter.add(world.meter)
+        phases.append(phase)
+
+
+def prepare(folder: Path, size: Size, s3: S3Model, engine: EngineModel) -> tuple[ArtifactRef, ArtifactRef, PolicyRef, list[str]]:
+    """A registered model, a dataset, a run with its lease and the root of its chain."""
+    from engine.backends.tiny import build_tiny_model
+    from storage.tables import read_table
+
+    world = new_world(folder, s3, engine, seed=0)
+    with tempfile.TemporaryDirectory() as scratch:
+        model = build_tiny_model(Path(scratch, "model"), seed=0, hidden=64, layers=1)
+        files = {path.name: path for path in model.iterdir()}
+        base = publish_model(world.store, "tiny", "1", files, provenance=PROVENANCE)
+        prompts = Path(scratch, "prompts.jsonl")
+        with prompts.open("w") as file:
+            for row in range(size.rows):
+                file.write(json.dumps({"prompt": f"What is {row} times {row % 97}? " + "Think step by step. " * 10}) + "\n")
+        data = load_dataset(world.store, FileDataset(path=str(prompts)), provenance=PROVENANCE)
+    create_or_check_run(world.store, RUN, semantic={"bench": "scale"}, other={}, code_version="bench")
+    acquire(world.store, RUN, {"pid": 0})
+    root = Root(base=base, base_digest=base.sha256)
+    Chain(world.store, RUN, STAGE, "policy").create_root(root)
+    policy = PolicyRef(run=RUN, stage=STAGE, model="policy", step=0, state=root.state())
+    return base, data.ref, policy, read_table(world.store, data.ref, ["id"])["id"].to_pylist()
+
+
+def _in_child(call: Any, *arguments: Any) -> Any:
+    """Runs it in a process of its own, so that what it imports does not count as the coordinator's memory."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(call, arguments)
+
+
+def _peak_rss() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+# -- what is printed ---------------------------------------------------------------------------------------------
+
+
+def table(report: StepReport, size: Size) -> str:
+    """One step: the coordinator's phases, the workers, the store."""
+    done = report.workers
+    lines = [f"step {report.step}: {report.rows:,} rollouts in {len(done.rollouts):,} shards"]
+    for phase in report.phases:
+        lines.append(
+            f"  {phase.name:8} cpu {phase.cpu:7.1f} s  wall {phase.wall:7.1f} s  modelled {phase.virtual:8.1f} s  "
+            f"peak RSS {phase.peak_rss / 2**20:6.0f} MiB  {_requests(phase.meter)}"
+        )
+    shards = len(done.rollouts)
+    lines += [
+        f"  workers  modelled {done.rollout_end:8.1f} s to the last rollout, {done.end:8.1f} s to the last grade; "
+        f"cpu {done.cpu_per_real_shard:.2f} s a shard (of {done.real_shards} real); task retries {done.task_retries}; "
+        f"peak RSS {done.peak_rss / 2**20:.0f} MiB",
+        f"           {_requests(done.meter)}; busiest second {done.busiest}",
+        f"           the same requests in one process, one after the other: {done.meter.wait_seconds:,.0f} s, and "
+        f"{done.cpu_per_real_shard * shards:,.0f} CPU-s",
+        f"  refs     {report.refs_bytes:,} B to the batch task, {report.batch_ref_bytes:,} B the batch's reference, "
+        f"{report.record_bytes:,} B the commit record",
+        f"  prefect  {2 * shards + 2:,} task runs: server {(2 * shards + 2) * PREFECT_SERVER_SECONDS:,.0f} CPU-s, client "
+        f"{(2 * shards + 2) * PREFECT_CLIENT_SECONDS:,.0f} CPU-s",
+    ]
+    return "\n".join(lines)
+
+
+def _requests(meter: Meter) -> str:
+    areas: dict[str, Counter[str]] = {}
+    for (area, verb), count in meter.requests.items():
+        areas.setdefault(area, Counter())[verb] += count
+    shown = "; ".join(f"{area} " + " ".join(f"{v} {n:,}" for v, n in sorted(of.items())) for area, of in sorted(areas.items()))
+    text = f"{shown}; read {meter.bytes_read / 1e9:.2f} GB, wrote {meter.bytes_written / 1e9:.2f} GB"
+    return text + (f"; {meter.throttled:,} SlowDown, {meter.backoff_seconds:,.0f} lane-s of backoff" if meter.throttled else "")
+
+
+def simulate(size: Size, s3: S3Model, engine: EngineModel, *, folder: Path, show: Any = print) -> list[StepReport]:
+    simulation = Simulation(folder, size, s3, engine)
+    try:
+        reports = []
+        for step in range(size.steps):
+            reports.append(simulation.run_step(step))
+            show(table(reports[-1], size), flush=True) if show is print else show(table(reports[-1], size))
+        head = Chain.of(simulation.world.store, simulation.policy).head()
+        if head != simulation.policy:
+            raise SystemExit(f"the chain stands at {head.uri}, the simulation at {simulation.policy.uri}")
+        return reports
+    finally:
+        simulation.close()
+
+
+def look_after(folder: Path, s3: S3Model, engine: EngineModel) -> str:
+    """What the keepers of the store cost when the run is over: a dry collection, and the audit."""
+    from storage.audit import audit_store
+    from storage.gc import collect_garbage
+
+    lines = []
+    for name, call in (
+        ("gc --dry-run, 1 thread", lambda store: collect_garbage(store, dry_run=True, threads=1)),
+        ("audit without reading data", lambda store: audit_store(store, read_bytes=False)),
+    ):
+        world = new_world(folder, s3, engine, seed=3)
+        Path("/proc/self/clear_refs").write_text("5")
+        cpu = time.process_time()
+        found = call(world.store)
+        lines.append(
+            f"{name}: cpu {time.process_time() - cpu:.1f} s, modelled {world.clock.settle():,.0f} s in requests, peak RSS "
+            f"{_peak_rss() / 2**20:.0f} MiB; {_requests(world.meter)}"
+            + (f"; findings {len(found.findings)}" if hasattr(found, "findings") else "")
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Simulates a large run on the real orchestration and storage code.")
+    for name, default in (
+        ("steps", 12), ("prompts", 100_000), ("completions", 8), ("per-shard", 100), ("workers", 1000),
+        ("real-every", 20), ("rows", 0), ("new-tokens", 16), ("nominal-tokens", 1024),
+    ):  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--keepers", action="store_true", help="a dry garbage collection and an audit at the end")
+    parser.add_argument("--json", type=Path, help="write the reports there")
+    given = parser.parse_args()
+    size = Size(
+        given.steps, given.prompts, given.completions, given.per_shard, given.workers, given.real_every,
+        given.rows or 2 * given.prompts,
+    )  # fmt: skip
+    s3, engine = S3Model(), EngineModel(new_tokens=given.new_tokens, nominal_tokens=given.nominal_tokens)
+    with tempfile.TemporaryDirectory(prefix="scale-sim-") as scratch:
+        began = time.perf_counter()
+        reports = simulate(size, s3, engine, folder=Path(scratch, "store"))
+        total = sum(report.rows for report in reports)
+        print(f"{total:,} rollouts in {len(reports)} steps, {time.perf_counter() - began:.0f} s of wall time")
+        if given.keepers:
+            print(look_after(Path(scratch, "store"), s3, engine))
+    if given.json:
+        given.json.write_text(json.dumps([_plain(report) for report in reports], indent=1, default=str))
+
+
+def _plain(report: StepReport) -> dict[str, Any]:
+    body = asdict(report)
+    for meter in (body["workers"]["meter"], *(phase["meter"] for phase in body["phases"])):
+        meter["requests"] = {" ".join(name): count for name, count in meter["requests"].items()}
+    body["workers"] |= {"rollouts": len(body["workers"]["rollouts"]), "graded": len(body["workers"]["graded"])}
+    return body
+
+
+if __name__ == "__main__":
+    main()

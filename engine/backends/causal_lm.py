@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -219,11 +219,18 @@ def digest_weights(model: CausalLM) -> tuple[str, dict[str, str]]:
 
 def digest_tensors(tensors: Iterable[tuple[str, Tensor]], *, base: str = "") -> tuple[str, dict[str, str]]:
     """The same of any tensors, sorted by name; `base` names weights that these add to."""
-    parts = {}
-    for name, tensor in tensors:
-        digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor_bytes(tensor))
-        parts[name] = digest.hexdigest()
+    return combine_digests({name: digest_tensor(tensor) for name, tensor in tensors}, base=base)
+
+
+def digest_tensor(tensor: Tensor) -> str:
+    """sha256 over dtype, shape and bytes."""
+    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    digest.update(tensor_bytes(tensor))
+    return digest.hexdigest()
+
+
+def combine_digests(parts: Mapping[str, str], *, base: str = "") -> tuple[str, dict[str, str]]:
+    """(digest of all, `parts`) of digests by name, sorted by name."""
     lines = [f"base {base}\n"] if base else []
     whole = hashlib.sha256("".join([*lines, *(f"{name} {digest}\n" for name, digest in parts.items())]).encode())
-    return whole.hexdigest(), parts
+    return whole.hexdigest(), dict(parts)

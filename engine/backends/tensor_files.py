@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from math import prod
 from pathlib import Path
+from typing import Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -30,6 +32,7 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+DTYPES_BY_CODE = {code: dtype for dtype, code in _DTYPES.items()}
 _RANK = {name: rank for rank, name in enumerate(["I64", "F64", "F32", "I32", "BF16", "F16", "I16", "I8", "U8", "BOOL"])}
 """The order in a file: wide elements first, so that each tensor is aligned; then by name."""
 
@@ -51,18 +54,53 @@ def write_tensors(
             what = "is given twice" if name in named else f"is of {dtype}, which safetensors files lack"
             raise BadSpec(f"tensor {name!r} {what}")
         named[name], dtypes[name] = tensor, dtype
-    order = sorted(named, key=lambda name: (_RANK[_DTYPES[dtypes[name]]], name))
-    header, end = dict[str, object](), 0
-    for name in order:
-        start, end = end, end + named[name].numel() * dtypes[name].itemsize
-        shape = list(named[name].shape)
-        header[name] = {"dtype": _DTYPES[dtypes[name]], "shape": shape, "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name in order:
-            file.write(tensor_bytes(named[name].detach().to(dtypes[name])))
+    with TensorWriter(path, {name: (dtypes[name], tuple(named[name].shape)) for name in named}) as writer:
+        for name in writer.order:
+            writer.write(named[name])
+
+
+Layouts = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+"""(dtype, shape) by name."""
+
+
+def file_order(layouts: Layouts) -> list[str]:
+    """The names in the order of their bytes in a file."""
+    return sorted(layouts, key=lambda name: (_RANK[_DTYPES[layouts[name][0]]], name))
+
+
+class TensorWriter:
+    """A file whose tensors come one after another, in `order`, and are not held."""
+
+    def __init__(self, path: Path, layouts: Layouts, *, metadata: Mapping[str, str] | None = None) -> None:
+        self.order = file_order(layouts)
+        self._layouts, self._written = layouts, 0
+        header, end = dict[str, object](), 0
+        if metadata:
+            header["__metadata__"] = dict(metadata)
+        for name in self.order:
+            dtype, shape = layouts[name]
+            start, end = end, end + prod(shape) * dtype.itemsize
+            header[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        self._file = open(path, "wb")  # noqa: SIM115 - closed by __exit__
+        self._file.write(len(text).to_bytes(8, "little") + text)
+
+    def write(self, tensor: Tensor) -> None:
+        """The next of `order`, cast to the dtype that it was announced with."""
+        dtype, shape = self._layouts[self.order[self._written]]
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{self.order[self._written]} was announced as {shape} and is {tuple(tensor.shape)}")
+        self._file.write(tensor_bytes(tensor.detach().to(dtype)))
+        self._written += 1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._file.close()
+        if kind is None and self._written != len(self.order):
+            raise ValueError(f"{len(self.order)} tensors were announced and {self._written} written")
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:

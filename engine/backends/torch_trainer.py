@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from engine.backends.causal_lm import CausalLM, digest_weights
 from engine.backends.packing import Packable, micro_batches, pack
+from engine.backends.pieces import moment_shapes, open_checkpoint
 from engine.backends.protocol import Objective, UpdateReport
-from engine.backends.tensor_files import check_shapes, read_into, shapes_of, write_tensors
+from engine.backends.tensor_files import check_shapes, write_tensors
 from engine.backends.updates import (
     Accumulated,
     Totals,
@@ -221,17 +222,18 @@ class TorchTrainer:
     def read_checkpoint(self, files: dict[str, Path], *, optimizer: bool) -> None:
         """Copies the files into the weights in place, and makes the moments. BadSpec leaves both as they were."""
         mine = dict(self.weights())
-        check_shapes(shapes_of(files[WEIGHTS_FILE]), _shapes(mine), "checkpoint")
-        moments_file = files.get(OPTIMIZER_FILE) if optimizer else None
-        if moments_file is not None:
-            trained = _shapes(self.trained())
-            shapes = {f"{moment}.{name}": shape for moment in MOMENTS for name, shape in trained.items()}
-            shapes |= {f"step.{name}": () for name in trained}
-            check_shapes(shapes_of(moments_file), shapes, "optimizer's checkpoint")
-        read_into(files[WEIGHTS_FILE], mine.__getitem__)
+        given = open_checkpoint(files)
+        check_shapes(given.weights.shapes(), _shapes(mine), "checkpoint")
+        moments = given.moments if optimizer else None
+        if moments is not None:
+            expected = moment_shapes(_shapes(self.trained()), MOMENTS)
+            check_shapes(moments.shapes(), expected, "optimizer's checkpoint")
+        for name, tensor in mine.items():
+            given.weights.read_into(name, tensor)
         self.reset_optimizer()
-        if moments_file is not None:
-            read_into(moments_file, self._new_moment)
+        if moments is not None:
+            for key in moments.shapes():
+                moments.read_into(key, self._new_moment(key))
 
     def _new_moment(self, key: str) -> Tensor:
         moment, name = key.split(".", 1)

@@ -105,7 +105,7 @@ class InProcess:
         drawn: list[_Drawn] = [_Drawn() for _ in prompts]
         wanted = [vllm_params(params, seed, self.options, stream=on_token is not None) for seed in seeds]
         for index, output in self._run(list(prompts), wanted, adapter):
-            fresh = _sampled(output.outputs[0], params)
+            fresh = sampled(output.outputs[0], params)
             drawn[index].take(fresh)
             if on_token is not None:
                 for token, logprob in fresh:
@@ -115,23 +115,11 @@ class InProcess:
     def score(
         self, sequences: Sequence[TokenIds], *, temperature: float = 1.0, adapter: str | None = None
     ) -> list[list[float]]:
-        from vllm import SamplingParams as VllmParams
-        from vllm.sampling_params import RequestOutputKind
-
         if temperature != 1.0:
             raise BadSpec(f"vLLM scores at temperature 1 only; {temperature} was asked for")
-        params = VllmParams(
-            temperature=0.0,
-            max_tokens=1,
-            prompt_logprobs=0,
-            detokenize=False,
-            ignore_eos=True,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
         found: list[list[float]] = [[] for _ in sequences]
-        for index, output in self._run(list(sequences), [params] * len(sequences), adapter):
-            pairs = zip(sequences[index][1:], output.prompt_logprobs[1:], strict=True)
-            found[index] = [entry[token].logprob for token, entry in pairs]
+        for index, output in self._run(list(sequences), [scoring_params()] * len(sequences), adapter):
+            found[index] = scored(output, sequences[index])
         return found
 
     def _run(
@@ -237,12 +225,32 @@ def vllm_params(params: SamplingParams, seed: int, options: EngineOptions, *, st
     )
 
 
+def scoring_params() -> Any:
+    """Of a request that only scores its prompt; one more token is drawn, as vLLM wants it."""
+    from vllm import SamplingParams as VllmParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return VllmParams(
+        temperature=0.0,
+        max_tokens=1,
+        prompt_logprobs=0,
+        detokenize=False,
+        ignore_eos=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def scored(output: Any, tokens: TokenIds) -> list[float]:
+    """Nats of every token but the first."""
+    return [entry[token].logprob for token, entry in zip(tokens[1:], output.prompt_logprobs[1:], strict=True)]
+
+
 def _filters_greedy(params: SamplingParams) -> bool:
     """vLLM leaves top-k and top-p out of greedy logprobs: they are worked out here, from the whole vocabulary's."""
     return params.temperature == 0 and (params.top_k > 0 or params.top_p < 1)
 
 
-def _sampled(output: Any, params: SamplingParams) -> list[tuple[int, float]]:
+def sampled(output: Any, params: SamplingParams) -> list[tuple[int, float]]:
     """(token, logprob) of what is new in one vLLM output."""
     found = []
     for token, entry in zip(output.token_ids, output.logprobs, strict=True):
@@ -259,6 +267,11 @@ def _llm(config_folder: Path, options: EngineOptions) -> Any:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     from vllm import LLM
 
+    return LLM(**engine_arguments(config_folder, options))
+
+
+def engine_arguments(config_folder: Path, options: EngineOptions) -> dict[str, Any]:
+    """vLLM's engine arguments, by the names that its command line has too."""
     extra: dict[str, Any] = {}
     if options.kv_cache_bytes is not None or not torch.cuda.is_available():
         extra["kv_cache_memory_bytes"] = options.kv_cache_bytes or CPU_KV_CACHE_BYTES
@@ -271,7 +284,7 @@ def _llm(config_folder: Path, options: EngineOptions) -> Any:
             "max_loras": 1,
             "max_cpu_loras": ADAPTERS_HELD,
         }
-    return LLM(
+    return dict(
         model=str(config_folder),
         load_format="dummy",
         skip_tokenizer_init=True,

@@ -10,7 +10,8 @@ import pytest
 from engine.http.client import EngineClient
 from engine.local.engine import LocalEngine
 from engine.protocol import Engine
-from tests.contracts.test_engine import Connect, EngineContract
+from tests.contracts.engine_fixtures import Connect
+from tests.contracts.test_engine import EngineContract
 from tests.fixtures.engines import DETERMINISTIC
 from tests.fixtures.http_engine import running_server
 

@@ -1,0 +1,162 @@
+"""The contract of `engine.protocol.Engine`: models, policies, generation and logprobs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine.errors import BadModelFolder, BadSpec, SampleTooLong, StepConflict
+from engine.protocol import Engine, GenerateRequest, LogprobsRequest, PolicySpec, SamplingParams, TokenSequence
+from storage.chain import PolicyRef, Root
+from storage.objects import ObjectStore
+from tests.contracts.engine_fixtures import (
+    PROMPTS,
+    SCORED,
+    SEEDS,
+    SHORT,
+    Connect,
+    EngineFixtures,
+    close,
+    draw,
+    same_draws,
+)
+from tests.fixtures.engines import PROVENANCE, hugging_face_logprobs, new_policy
+
+
+class ReadingContract(EngineFixtures):
+    # -- models and policies -----------------------------------------------------------------------------------
+
+    async def test_importing_a_folder_twice_is_one_model(
+        self, engine: Engine, connect: Connect, store: ObjectStore, tiny_folder: Path
+    ) -> None:
+        first = await engine.import_model(str(tiny_folder), provenance=PROVENANCE)
+        before = [info.key for info in store.list()]
+        assert await engine.import_model(str(tiny_folder), provenance=PROVENANCE) == first
+        assert await (await connect()).import_model(str(tiny_folder), provenance=PROVENANCE) == first
+        assert [info.key for info in store.list()] == before
+
+    async def test_an_imported_model_is_found_by_name_and_by_version(self, engine: Engine, tiny_folder: Path) -> None:
+        imported = await engine.import_model(str(tiny_folder), provenance=PROVENANCE)
+        _, name, version = imported.key.split("/")
+        assert await engine.import_model(name, provenance=PROVENANCE) == imported
+        assert await engine.import_model(f"{name}@{version}", provenance=PROVENANCE) == imported
+        with pytest.raises(BadModelFolder, match="no-such-model"):
+            await engine.import_model("no-such-model", provenance=PROVENANCE)
+
+    async def test_creating_a_policy_twice_is_one_chain(
+        self, connect: Connect, start: PolicyRef, tiny_folder: Path
+    ) -> None:
+        assert start.step == 0
+        assert await new_policy(await connect(), tiny_folder) == start
+
+    async def test_another_root_for_the_same_chain_is_a_conflict(
+        self, engine: Engine, start: PolicyRef, tiny_folder: Path
+    ) -> None:
+        base = await engine.import_model(str(tiny_folder), provenance=PROVENANCE)
+        root = Root(base=base, base_digest=base.sha256, init_seed=1)
+        with pytest.raises(StepConflict, match="r/0-s/policy"):
+            await engine.create_policy(PolicySpec(run="r", stage="0-s", model="policy", root=root))
+
+    # -- generate ----------------------------------------------------------------------------------------------
+
+    async def test_completions_come_in_the_order_of_the_prompts(self, engine: Engine, start: PolicyRef) -> None:
+        together = await draw(engine, start)
+        for prompt, seed, completion in zip(PROMPTS, SEEDS, together, strict=True):
+            (alone,) = await engine.generate(GenerateRequest(start, [prompt], [seed], SHORT))
+            assert completion.token_ids == alone.token_ids
+            assert completion.stop_reason == alone.stop_reason
+            assert close(completion.logprobs, alone.logprobs)
+
+    async def test_equal_seeds_draw_equal_completions_and_others_do_not(
+        self, engine: Engine, start: PolicyRef
+    ) -> None:
+        request = GenerateRequest(start, [[10, 11]] * 3, [7, 7, 8], SamplingParams(max_new_tokens=12))
+        first = await engine.generate(request)
+        assert same_draws(first[:1], first[1:2], exact=self.exact)
+        assert first[0].token_ids != first[2].token_ids  # 259 nearly equal odds for each of twelve tokens
+        assert same_draws(await engine.generate(request), first, exact=self.exact)
+
+    async def test_a_fresh_engine_draws_the_same(self, engine: Engine, connect: Connect, start: PolicyRef) -> None:
+        assert same_draws(await draw(await connect(), start), await draw(engine, start), exact=self.exact)
+
+    async def test_greedy_takes_the_most_probable_token_at_temperature_one(
+        self, engine: Engine, start: PolicyRef, tiny_folder: Path
+    ) -> None:
+        greedy = SamplingParams(temperature=0, max_new_tokens=3)
+        one, two = await engine.generate(GenerateRequest(start, [[10, 11, 12]] * 2, [1, 2], greedy))
+        assert same_draws([one], [two], exact=self.exact)
+        module = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32).eval()
+        ids = [10, 11, 12]
+        for token, logprob in zip(one.token_ids, one.logprobs, strict=True):
+            with torch.no_grad():
+                expected_V = module(input_ids=torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+            assert token == int(expected_V.argmax())
+            assert logprob == pytest.approx(float(expected_V.max()), abs=1e-4)
+            ids.append(token)
+
+    async def test_generation_stops_where_it_should(self, engine: Engine, start: PolicyRef) -> None:
+        greedy = SamplingParams(temperature=0, max_new_tokens=4)
+        request = GenerateRequest(start, [[10, 11]], [0], greedy)
+        (free,) = await engine.generate(request)
+        assert (len(free.token_ids), free.stop_reason) == (4, "length")
+        stop = free.token_ids[0]
+        (stopped,) = await engine.generate(
+            GenerateRequest(start, [[10, 11]], [0], greedy.model_copy(update={"stop_token_ids": (stop,)}))
+        )
+        assert (stopped.token_ids, stopped.stop_reason) == ([stop], "stop")
+
+    async def test_no_prompts_no_completions(self, engine: Engine, start: PolicyRef) -> None:
+        assert await engine.generate(GenerateRequest(start, [], [], SHORT)) == []
+
+    @pytest.mark.parametrize(
+        ("prompts", "seeds", "message"),
+        [
+            ([[10], []], [1, 2], "prompt 1 has no tokens"),
+            ([[10], [1_000_000]], [1, 2], "prompt 1 has token ids outside"),
+            ([[-1]], [1], "prompt 0 has token ids outside"),
+            ([[10]], [1, 2], "1 prompts.*2 seeds"),
+        ],
+    )
+    async def test_malformed_prompts_are_refused(
+        self, engine: Engine, start: PolicyRef, prompts: list[list[int]], seeds: list[int], message: str
+    ) -> None:
+        with pytest.raises(BadSpec, match=message):
+            await engine.generate(GenerateRequest(start, prompts, seeds, SHORT))
+
+    async def test_a_prompt_beyond_the_context_is_refused(self, engine: Engine, start: PolicyRef) -> None:
+        with pytest.raises(SampleTooLong, match="4096"):
+            await engine.generate(GenerateRequest(start, [[10] * 4095], [1], SamplingParams(max_new_tokens=2)))
+
+    # -- logprobs ----------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("temperature", [1.0, 0.5])
+    async def test_the_trainer_scores_tokens_as_the_sampler_drew_them(
+        self, engine: Engine, start: PolicyRef, temperature: float
+    ) -> None:
+        drawn = await draw(engine, start, SamplingParams(max_new_tokens=8, temperature=temperature))
+        sequences = [
+            TokenSequence(prompt + c.token_ids, [0.0] * len(prompt) + [1.0] * len(c.token_ids))
+            for prompt, c in zip(PROMPTS, drawn, strict=True)
+        ]
+        scored = await engine.logprobs(LogprobsRequest(start, sequences, temperature=temperature))
+        for completion, values in zip(drawn, scored, strict=True):
+            assert close(completion.logprobs, values)
+
+    async def test_logprobs_are_those_of_the_hugging_face_model(
+        self, engine: Engine, start: PolicyRef, tiny_folder: Path
+    ) -> None:
+        expected = hugging_face_logprobs(tiny_folder, SCORED.token_ids, temperature=0.5)
+        request = LogprobsRequest(start, [SCORED], temperature=0.5)
+        (found,) = await engine.logprobs(request)
+        assert close(found, expected[2:])
+
+    async def test_only_tokens_of_positive_weight_are_scored(self, engine: Engine, start: PolicyRef) -> None:
+        every = TokenSequence(SCORED.token_ids, [0.0] + [1.0] * 5)
+        some = TokenSequence(SCORED.token_ids, [0.0, 1.0, 0.0, 0.5, 0.0, 1.0])
+        none = TokenSequence(SCORED.token_ids, [0.0] * 6)
+        all_five, three, nothing = await engine.logprobs(LogprobsRequest(start, [every, some, none]))
+        assert close(three, [all_five[0], all_five[2], all_five[4]])
+        assert nothing == []

@@ -77,11 +77,9 @@ class InProcess:
     # -- adapters ---------------------------------------------------------------------------------------------
 
     def load_adapter(self, folder: Path, name: str, manifest: Manifest) -> None:
-        from vllm.lora.request import LoRARequest
-
         number = next(self._numbers)
         refuse_wrong(self._rpc("ostinato_load_adapter", str(folder), name, number, manifest), self._boots)
-        self._adapters[name] = LoRARequest(name, number, str(folder))
+        self._adapters[name] = lora_request(name, number, str(folder))
 
     def remove_adapter(self, name: str) -> None:
         request = self._adapters.pop(name, None)
@@ -126,8 +124,6 @@ class InProcess:
         self, prompts: Sequence[TokenIds], params: Sequence[Any], adapter: str | None
     ) -> Iterator[tuple[int, Any]]:
         """Submits all, steps until all are done, yields (place, RequestOutput). Closed early, it aborts the rest."""
-        from vllm.inputs.engine import tokens_input
-
         salt = f"{self._state} {adapter}"  # a cache entry of other weights can never be this state's
         lora = None if adapter is None else self._adapters[adapter]
         places: dict[str, int] = {}
@@ -135,8 +131,7 @@ class InProcess:
             for place, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
                 name = f"ostinato-{next(self._ids)}"
                 places[name] = place
-                given = tokens_input(list(prompt), cache_salt=salt)
-                self._engine.add_request(name, given, wanted, lora_request=lora)
+                self._engine.add_request(name, token_prompt(prompt, salt=salt), wanted, lora_request=lora)
             while places:
                 for output in self._engine.step():
                     yield places[output.request_id], output
@@ -243,6 +238,20 @@ def scoring_params() -> Any:
 def scored(output: Any, tokens: TokenIds) -> list[float]:
     """Nats of every token but the first."""
     return [entry[token].logprob for token, entry in zip(tokens[1:], output.prompt_logprobs[1:], strict=True)]
+
+
+def token_prompt(tokens: Sequence[int], *, salt: str) -> Any:
+    """A prompt whose prefix is shared only with prompts of the same salt."""
+    from vllm.inputs.engine import tokens_input
+
+    return tokens_input(list(tokens), cache_salt=salt)
+
+
+def lora_request(name: str, number: int, path: str) -> Any:
+    """How vLLM is asked for an adapter; `number` is never used twice in one engine."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(name, number, path)
 
 
 def _filters_greedy(params: SamplingParams) -> bool:

@@ -84,7 +84,7 @@ class InProcess:
     def remove_adapter(self, name: str) -> None:
         request = self._adapters.pop(name, None)
         if request is not None:
-            self._rpc("ostinato_remove_adapter", name, request.lora_int_id)
+            self._rpc("ostinato_remove_adapter", name)
 
     def check_adapter(self, name: str) -> None:
         refuse_wrong(self._rpc("ostinato_check_adapter", name), self._boots)
@@ -292,6 +292,7 @@ def engine_arguments(config_folder: Path, options: EngineOptions) -> dict[str, A
             "max_lora_rank": lora_rank_of(options.max_lora_rank),
             "max_loras": 1,
             "max_cpu_loras": ADAPTERS_HELD,
+            "lora_target_modules": list(options.lora_targets),
         }
     return dict(
         model=str(config_folder),

@@ -24,7 +24,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from engine.backends.tensor_files import read_tensors, tensor_bytes
-from engine.backends.vllm import readback
+from engine.backends.vllm import adapters, readback
 from engine.errors import BadSpec
 
 COUNT = 8
@@ -197,6 +197,62 @@ class Extension:
             self._ostinato_held = None
             return self._answer(wrong=f"the live layers no longer answer: {type(error).__name__}: {error}")
         return self._answer(state=state)
+
+    # -- adapters ---------------------------------------------------------------------------------------------
+
+    def ostinato_load_adapter(
+        self, folder: str, name: str, number: int, manifest: Mapping[str, Sequence[Any]]
+    ) -> Answer:
+        """Hot-loads a peft folder and proves that the live slots hold it. The base must have been loaded before."""
+        held: _Held | None = getattr(self, "_ostinato_held", None)
+        if held is None:
+            return self._answer(wrong="an adapter came before the base's weights")
+        try:
+            self.ostinato_add_adapter(folder, name, number)
+            manager, model = self._lora()
+            digest = adapters.compare(manager, model, held.plan, Path(folder), number, manifest)
+        except (adapters.NotTheAdapter, BadSpec) as error:
+            return self._answer(wrong=str(error))
+        except Exception as error:  # noqa: BLE001 - the boundary to vLLM's LoRA loader, which raises anything
+            return self._answer(wrong=f"vLLM did not load the adapter: {type(error).__name__}: {error}")
+        self._adapters_held()[name] = (number, digest)
+        return self._answer(name=name)
+
+    def ostinato_add_adapter(self, folder: str, name: str, number: int) -> None:
+        from vllm.lora.request import LoRARequest
+
+        self.add_lora(LoRARequest(name, number, folder))  # type: ignore[attr-defined]
+
+    def ostinato_check_adapter(self, name: str) -> Answer:
+        """Whether the live slots still hold what `ostinato_load_adapter` proved."""
+        number, wanted = self._adapters_held().get(name, (0, ""))
+        if not wanted:
+            return self._answer(wrong=f"it holds no adapter {name}")
+        manager, model = self._lora()
+        try:
+            if adapters.digest(manager, model, number) != wanted:
+                raise adapters.NotTheAdapter(f"the live adapter changed since {name} was loaded")
+        except adapters.NotTheAdapter as error:
+            del self._adapters_held()[name]
+            return self._answer(wrong=str(error))
+        return self._answer(name=name)
+
+    def ostinato_remove_adapter(self, name: str) -> Answer:
+        number, _ = self._adapters_held().pop(name, (0, ""))
+        if number:
+            self.remove_lora(number)  # type: ignore[attr-defined]
+        return self._answer(name=name)
+
+    def _lora(self) -> tuple[Any, nn.Module]:
+        return self.model_runner.lora_manager._adapter_manager, self.model_runner.get_model()
+
+    def _adapters_held(self) -> dict[str, tuple[int, str]]:
+        """By name: vLLM's number, digest of the live slots."""
+        if not hasattr(self, "_ostinato_adapters"):
+            self._ostinato_adapters: dict[str, tuple[int, str]] = {}
+        return self._ostinato_adapters
+
+    # -- life -------------------------------------------------------------------------------------------------
 
     def ostinato_reset(self) -> Answer:
         """Forgets what was proven: the next check fails until the next load."""

@@ -42,6 +42,8 @@ class EngineOptions:
     eager: bool = True
     max_lora_rank: int | None = None
     """None: built without LoRA, which costs a third of the decoding speed."""
+    lora_targets: tuple[str, ...] = ()
+    """Last parts of the names of the layers that may be adapted, never the head: with it vLLM cannot score prompts."""
     sleep: bool = False
     """Whether `sleep` gives memory back."""
     max_rows: int = 256

@@ -1,4 +1,4 @@
-"""`kill -9` of the processes that an engine starts for itself: the run goes on with no hand on it, and its chain stands.
+"""`kill -9` of the processes that an engine starts for itself: the run goes on with no hand on it, its chain stands.
 
 Nobody restarts the command here: it is one command from beginning to end.
 """

@@ -14,6 +14,7 @@ import typer
 
 from engine.errors import EngineError
 from engine.spec import LocalEngineSpec
+from flows.cli.join import join
 from flows.overrides import ConfigError, parse_config
 from storage.errors import StorageError
 
@@ -27,6 +28,9 @@ MIN_TOKEN = 16
 @engine_app.callback()
 def group() -> None:
     """The shared engine as a service."""
+
+
+engine_app.command("join")(join)
 
 
 @engine_app.command("serve")

@@ -9,6 +9,7 @@ the CPU and NCCL on GPUs. What it does for longer than moments calls `progress.p
 
 from __future__ import annotations
 
+import os
 import pickle
 import threading
 import time
@@ -18,12 +19,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.backends.group.generation import Generation, Plan, StartFailure
-from engine.backends.group.messages import Call
-from engine.errors import EngineError, PermanentEngineError, WorkerDied
+from engine.backends.group.head import Head
+from engine.backends.group.messages import TOKEN_ENV, Call
+from engine.errors import BadSpec, EngineError, PermanentEngineError, WorkerDied
 
 STARTS = 3
 """Starts in a row that may fail before the next failure is called permanent."""
 MAX_BACKOFF = 30.0
+SILENCE_SECONDS = 20.0
+"""A node that says nothing for so long is lost."""
+MIN_TOKEN = 16
+"""Characters: a shorter token is guessed."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -39,7 +45,7 @@ class Disagreement:
 class Group:
     """N ranks, as one object. Calls come from one thread at a time; `alive` and `close` from any."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - a constructor like a config
         self,
         target: str,
         options: dict[str, Any],
@@ -52,11 +58,16 @@ class Group:
         env: Mapping[str, str] = {},
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`ranks` per node. With several nodes it listens for the others from now on.
+
+        Raises BadSpec for an address that is none, that is taken, or that others reach while no token is set.
+        """
         self.generation = 0
         """Grows at each start, also of one that fails. What the ranks of an older one held is gone."""
         self.disagreement: Disagreement | None = None
         """Of this generation's calls, the last one that ended differently on different ranks."""
-        host, _port = parse_address(listen)
+        host, port = parse_address(listen)
+        self._head = open_head(host, port, nodes, hang_seconds) if nodes > 1 else None
         self._plan = Plan(
             target=target,
             options=options,
@@ -78,7 +89,15 @@ class Group:
     @property
     def alive(self) -> bool:
         """Its ranks are up: what they hold can be asked for."""
-        return self._current is not None and self._current.failure is None
+        return self._current is not None and self._current.ready and self._current.failure is None
+
+    @property
+    def address(self) -> str | None:
+        """HOST:PORT that the other nodes join; None when there are none."""
+        if self._head is None:
+            return None
+        host, port = self._head.address
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     @property
     def pids(self) -> dict[int, int]:
@@ -134,6 +153,8 @@ class Group:
         try:
             if self._current is not None:
                 self._current.stop()
+            if self._head is not None:
+                self._head.close()
         finally:
             self._lock.release()
 
@@ -156,12 +177,12 @@ class Group:
     def _up(self) -> Generation:
         if self._closed.is_set():
             raise WorkerDied("the group is closed")
-        if self._current is not None and self._current.failure is None:
+        if self._current is not None and self.alive:
             return self._current
         self._closed.wait(max(0.0, self._retry_at - time.monotonic()))
         self.generation += 1
         self.disagreement = None
-        self._current = Generation(self.generation, self._plan, self._clock)
+        self._current = Generation(self.generation, self._plan, self._head, self._clock)
         if self._closed.is_set():
             raise WorkerDied("the group is closed")
         try:
@@ -174,6 +195,8 @@ class Group:
     def _start_error(self, failure: StartFailure) -> Exception:
         if isinstance(failure.error, EngineError):
             return failure.error
+        if failure.nodes_missing:
+            return WorkerDied(str(failure))
         self._failed_starts += 1
         self._retry_at = time.monotonic() + min(MAX_BACKOFF, 2.0 ** (self._failed_starts - 1))
         if self._failed_starts < STARTS or self._closed.is_set():
@@ -181,9 +204,24 @@ class Group:
         return PermanentEngineError(f"the ranks did not start, {self._failed_starts} times in a row: {failure}")
 
 
+def open_head(host: str, port: int, nodes: int, hang_seconds: float) -> Head:
+    """Raises BadSpec."""
+    token = os.environ.get(TOKEN_ENV, "").strip()
+    if host not in LOOPBACK and len(token) < MIN_TOKEN:
+        raise BadSpec(
+            f"trainer.listen={host}:{port} is reached from other machines, so a token is needed: set ${TOKEN_ENV} to "
+            f"{MIN_TOKEN} characters or more on the head and on every node, such as `openssl rand -hex 32` prints; "
+            f"it has {len(token)}"
+        )
+    try:
+        return Head(host, port, token, nodes=nodes, silence_seconds=min(SILENCE_SECONDS, max(2.0, hang_seconds)))
+    except OSError as error:
+        raise BadSpec(f"trainer.listen={host}:{port} cannot be listened on: {error}") from error
+
+
 def parse_address(address: str) -> tuple[str, int]:
-    """(host, port) of HOST:PORT or [IPv6]:PORT. Raises ValueError."""
+    """(host, port) of HOST:PORT or [IPv6]:PORT. Raises BadSpec."""
     host, separator, port = address.rpartition(":")
     if not separator or not host or not port.isdecimal() or int(port) > 65535:
-        raise ValueError(f"{address!r} is no address; give HOST:PORT, such as 127.0.0.1:0 or [::1]:29400")
+        raise BadSpec(f"{address!r} is no address; give HOST:PORT, such as 127.0.0.1:0 or [::1]:29400")
     return host.strip("[]"), int(port)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,11 +18,21 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from typing import IO
 
+import psutil
+
 from engine.backends.group import messages
-from engine.backends.group.messages import CUT_OFF, PIPE_ENV, TOKEN_ENV, Launch, Message, RankDeath
+from engine.backends.group.messages import (
+    CLOSE_SECONDS,
+    CUT_OFF,
+    PIPE_ENV,
+    TOKEN_ENV,
+    Launch,
+    MasterAt,
+    Message,
+    RankDeath,
+)
 from engine.backends.group.progress import Activity, ProgressFile
 
 LOG_LINES = 40
@@ -91,11 +102,11 @@ class _Rank:
         self.reader: threading.Thread | None = None
         messages.send(self.pipe, launch)
 
-    def listen(self, on_message: Callable[[Message], None], on_end: Callable[[], None]) -> None:
+    def listen(self, on_event: Callable[[Event], None], on_end: Callable[[], None]) -> None:
         def read() -> None:
             with suppress(EOFError, OSError):
                 while True:
-                    on_message(messages.receive(self.pipe))
+                    on_event(Said(self.number, messages.receive(self.pipe)))
             on_end()
 
         self.reader = threading.Thread(target=read, name=f"rank-{self.number}", daemon=True)
@@ -154,33 +165,43 @@ class LocalRanks:
         on_event: Callable[[Event], None],
         *,
         tick_seconds: float,
+        address: str,
     ) -> None:
+        """`address`: this node's, which the other nodes reach."""
         self._launches = launches
-        self._env = rank_env(env, launches)
+        self._env = rank_env(env, launches[0], address)
         self._on_event = on_event
         self._tick_seconds = tick_seconds
         self._ranks: list[_Rank] = []
         self._progress = ProgressFile.create(len(launches))
+        self._expected = False
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._spawned = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="group-keeper", daemon=True)
+        self._starting = threading.Lock()
 
     def start(self) -> None:
-        self._thread.start()
+        """Spawns them in a thread; without effect after `kill`."""
+        with self._starting:
+            if not self._stopping.is_set():
+                self._thread.start()
 
     @property
     def pids(self) -> dict[int, int]:
         """Process ids by rank."""
         return {rank.number: rank.process.pid for rank in self._ranks}
 
-    def send(self, rank: int, message: Message) -> None:
-        """Raises OSError when the rank is gone."""
-        messages.send(self._rank(rank).pipe, message)
-
     def send_bytes(self, rank: int, data: bytes) -> None:
         """Raises OSError when the rank is gone."""
-        self._rank(rank).pipe.send_bytes(data)
+        self._ranks[rank - self._launches[0].rank].pipe.send_bytes(data)
+
+    def announce(self, master: MasterAt) -> None:
+        """To all but rank 0, which has said it. One that is gone is the keeper's business."""
+        for rank in self._ranks:
+            if rank.number:
+                with suppress(OSError):
+                    messages.send(rank.pipe, master)
 
     def logs(self) -> dict[int, tuple[str, ...]]:
         """The last lines of each rank."""
@@ -192,19 +213,19 @@ class LocalRanks:
             rank.signal(signal.SIGUSR1)
         time.sleep(STACK_SECONDS)
 
-    def wait(self, seconds: float) -> bool:
-        """Whether every process ended by itself in that time: from now on no end is a death."""
-        self._stopping.set()
-        deadline = time.monotonic() + seconds
-        while not all(rank.ended() for rank in self._ranks):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.02)
-        return True
+    def expect_end(self, expected: bool = True) -> None:
+        """The ranks are told to end: one that does has not died, and `kill` gives them CLOSE_SECONDS."""
+        self._expected = expected
 
     def kill(self) -> None:
         """Everything that this node's ranks are and have started is gone when it returns. May be called again."""
-        self._stopping.set()
+        with self._starting:
+            self._stopping.set()
+            if self._thread.ident is None:
+                return  # never started
+        deadline = time.monotonic() + CLOSE_SECONDS
+        while self._expected and time.monotonic() < deadline and not all(rank.ended() for rank in self._ranks):
+            time.sleep(0.02)
         self._wake.set()
         self._spawned.wait()
         for rank in self._ranks:
@@ -213,9 +234,6 @@ class LocalRanks:
             rank.drain(DRAIN_SECONDS)
         if self._thread is not threading.current_thread():
             self._thread.join(DRAIN_SECONDS)
-
-    def _rank(self, number: int) -> _Rank:
-        return self._ranks[number - self._launches[0].rank]
 
     def _keep(self) -> None:
         try:
@@ -242,12 +260,11 @@ class LocalRanks:
             if not self._stopping.is_set():
                 self._ranks.append(_Rank(launch, self._progress, self._env))
         for rank in self._ranks:
-            number = rank.number
-            rank.listen(lambda message, number=number: self._on_event(Said(number, message)), self._wake.set)
+            rank.listen(self._on_event, self._wake.set)
 
     def _look(self) -> None:
         dead = [rank for rank in self._ranks if rank.ended()]
-        if not dead:
+        if not dead or self._expected:
             self._on_event(Tick(self._activities()))
             return
         codes = {rank.number: rank.finish() for rank in dead}
@@ -266,12 +283,12 @@ class LocalRanks:
         )
 
 
-def rank_env(env: Mapping[str, str], launches: Sequence[Launch]) -> dict[str, str]:
+def rank_env(env: Mapping[str, str], first: Launch, address: str) -> dict[str, str]:
     """What the ranks' processes see: this process's environment, `env` over it, never the group's token."""
-    first = launches[0]
     merged = {
         # each rank has its share of the cores: a pool of all cores per rank makes every rank slow
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // first.local_world_size)),
+        **interface_env(address),
         **os.environ,
         **env,
         "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
@@ -281,3 +298,15 @@ def rank_env(env: Mapping[str, str], launches: Sequence[Launch]) -> dict[str, st
     }
     merged.pop(TOKEN_ENV, None)
     return merged
+
+
+def interface_env(address: str) -> dict[str, str]:
+    """Gloo would take the address that the host's name resolves to, on many machines one that others cannot reach."""
+    try:
+        wanted = {info[4][0] for info in socket.getaddrinfo(address, None)}
+    except OSError:
+        wanted = set()
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address in wanted for one in addresses):
+            return {"GLOO_SOCKET_IFNAME": name}
+    return {}

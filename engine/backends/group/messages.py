@@ -11,6 +11,8 @@ from typing import Any
 PIPE_ENV = "OSTINATO_GROUP_PIPE"
 """File descriptors of a rank: its pipe and its node's progress file, as "3,4"."""
 TOKEN_ENV = "OSTINATO_GROUP_TOKEN"
+CLOSE_SECONDS = 10.0
+"""How long the ranks may take to close what they hold, before they are killed."""
 CUT_OFF = 75
 """Exit status of a rank that lost the others: not the one to blame. EX_TEMPFAIL of sysexits.h."""
 

@@ -51,7 +51,7 @@ class ProgressFile:
 
     @classmethod
     def create(cls, slots: int) -> ProgressFile:
-        file = tempfile.TemporaryFile(prefix="ostinato-progress-")
+        file = tempfile.TemporaryFile(prefix="ostinato-progress-")  # noqa: SIM115 - `close` closes it
         file.truncate(slots * _SLOT.size)
         return cls(file, slots)
 

@@ -13,7 +13,8 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from importlib import import_module
 from multiprocessing.connection import Connection
@@ -51,7 +52,7 @@ class Inbox:
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
         self._messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._first: Launch = messages.receive(pipe)  # before the thread: a parent that is gone already is an EOFError here
+        self._first: Launch = messages.receive(pipe)  # EOFError when the parent is gone already
 
     def start(self) -> None:
         threading.Thread(target=self._read, name="parent", daemon=True).start()
@@ -110,16 +111,15 @@ class Control:
         return [buffer[: int(size)].numpy().tobytes() for buffer, size in zip(buffers, sizes, strict=True)]
 
 
-class lost_peers_end_us:  # noqa: N801 - reads as a statement
+@contextmanager
+def lost_peers_end_us() -> Iterator[None]:
     """A collective of ours that fails means that another rank is gone: this one ends, and says that it is not to
     blame."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, RuntimeError):
-            print(f"lost the other ranks: {error}", file=sys.stderr, flush=True)
-            os._exit(CUT_OFF)
+    try:
+        yield
+    except RuntimeError as error:
+        print(f"lost the other ranks: {error}", file=sys.stderr, flush=True)
+        os._exit(CUT_OFF)
 
 
 def describe(error: Exception, rank: int) -> Exception:

@@ -1,0 +1,263 @@
+"""Parts that are figures: the device, training steps, sampling, weight syncs, checkpoints."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from bench.gpu.checking import OBJECTIVES
+from bench.gpu.flops import Work, hardware_flops, model_flops, nominal_peak, work_of
+from bench.gpu.rows import Row
+from bench.gpu.setting import (
+    Setting,
+    grpo_samples,
+    kernel_for,
+    model_of,
+    peak_gib,
+    reset_peak,
+    seconds,
+    sft_samples,
+    wait,
+)
+from engine.backends import machine
+from engine.backends.causal_lm import CHUNK_ELEMENTS, frozen_copy
+from engine.backends.packing import micro_batches
+from engine.backends.staging import staging_folder
+from engine.backends.torch_samplers import FollowingSampler, MirrorSampler
+from engine.backends.torch_trainer import TorchTrainer
+from engine.plan_parts import activations, autocast_weights, head_activations, torch_states
+from engine.protocol import SamplingParams, TokenSequence
+from engine.samples import Sample
+from storage.chain import OptimizerSpec
+
+PACKAGES = ("torch", "transformers", "safetensors", "pyarrow", "pydantic", "deepspeed", "vllm", "flash-attn")
+
+
+def device(setting: Setting) -> Iterator[Row]:
+    """What this machine is, and the peaks that the other parts are measured by."""
+    on_gpu = setting.device.type == "cuda"
+    yield Row("device", "device", torch.cuda.get_device_name() if on_gpu else platform.machine())
+    yield Row("device", "GPUs", torch.cuda.device_count())
+    yield Row("device", "CPU cores", len(os.sched_getaffinity(0)))
+    if on_gpu:
+        yield Row("device", "driver", _driver())
+        yield Row("device", "CUDA of torch", str(torch.version.cuda))
+        yield Row("device", "capability", ".".join(map(str, torch.cuda.get_device_capability())))
+        total = torch.cuda.get_device_properties(setting.device).total_memory
+        yield Row("device", "memory", total / 2**30, "GiB")
+    for package in PACKAGES:
+        yield Row("device", package, _version(package))
+    kernel = kernel_for(setting)
+    yield Row("device", "variable-length kernel", "none" if kernel is None else f"{kernel.__module__}")
+    for dtype in (torch.bfloat16, torch.float32):
+        rate = machine.operations_per_second(setting.device, dtype)
+        yield Row("device", f"{str(dtype).removeprefix('torch.')} matrix product", rate / 1e12, "TFLOP/s")
+    yield Row("device", "copy on the device", _copy_rate(setting) / 1e9, "GB/s", "bytes read and written")
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"unknown: {error}"
+    return done.stdout.splitlines()[0] if done.stdout else done.stderr.strip()
+
+
+def _copy_rate(setting: Setting) -> float:
+    source = torch.ones(1 << (20 if setting.smoke else 30), dtype=torch.uint8, device=setting.device)
+    target = torch.empty_like(source)
+    return 2 * len(source) / seconds(lambda: target.copy_(source), setting.device, repeats=5)
+
+
+# -- training --------------------------------------------------------------------------------------------------
+
+
+def training(setting: Setting, name: str) -> Iterator[Row]:
+    """Seconds, tokens/s, MFU and peak memory of an SFT update, and of both passes of a GRPO step over rollouts."""
+    trainer = TorchTrainer(model_of(name, setting))
+    part, optimizer = f"train {name}", OptimizerSpec(lr=1e-6)
+    for loss, samples in (("sft", sft_samples(name, setting.sft)), ("grpo", grpo_samples(name, setting.grpo))):
+        work = work_of(samples, max_tokens=setting.max_tokens)
+
+        def update(loss: str = loss, samples: list[Sample] = samples) -> None:
+            trainer.update(samples, OBJECTIVES[loss], optimizer, max_tokens=setting.max_tokens)
+
+        update()  # makes the moments
+        reset_peak(setting.device)
+        took = seconds(update, setting.device, repeats=setting.repeats)
+        yield from _rates(setting, name, part, f"{loss} update", took, work, samples)
+        yield from _memory(setting, name, part, loss, samples)
+        if loss == "grpo":
+            yield from _scoring(setting, part, trainer, samples, took)
+
+
+def _scoring(
+    setting: Setting, part: str, trainer: TorchTrainer, samples: list[Sample], update_seconds: float
+) -> Iterator[Row]:
+    """The pass that gives a step its old logprobs."""
+    sequences = [TokenSequence(s.token_ids, s.weights, s.group) for s in samples]
+    took = seconds(
+        lambda: trainer.logprobs(sequences, temperature=1.0, max_tokens=setting.max_tokens),
+        setting.device,
+        repeats=setting.repeats,
+    )
+    tokens = sum(len(s.token_ids) for s in samples)
+    yield Row(part, "grpo logprobs", took, "s", f"{tokens / took:.0f} sample tokens/s")
+    yield Row(part, "grpo step: logprobs and update", took + update_seconds, "s", "without sampling")
+
+
+def _rates(
+    setting: Setting, name: str, part: str, what: str, took: float, work: Work, samples: list[Sample]
+) -> Iterator[Row]:
+    shape, sample_tokens = setting.shape(name), sum(len(s.token_ids) for s in samples)
+    note = f"{len(samples)} samples, {sample_tokens} tokens, {work.tokens} packed, {work.trained} trained"
+    yield Row(part, what, took, "s", note)
+    yield Row(part, f"{what}, packed tokens", work.tokens / took, "tokens/s", f"{sample_tokens / took:.0f} of samples")
+    measured = machine.operations_per_second(setting.device, setting.compute_dtype)
+    nominal = nominal_peak(torch.cuda.get_device_name()) if setting.device.type == "cuda" else None
+    rate = model_flops(shape, work) / took
+    chunked = _most_trained(setting, samples) > 2 * (CHUNK_ELEMENTS // shape.vocabulary)
+    hardware = hardware_flops(shape, work, chunked_head=chunked) / took
+    note = f"{rate / 1e12:.3g} TFLOP/s; {rate / measured:.1%} of the measured matrix product; "
+    note += f"{hardware / 1e12:.3g} TFLOP/s with what is computed again"
+    unit = "% of " + ("nominal" if nominal else "measured")
+    yield Row(part, f"{what}, MFU", 100 * rate / (nominal or measured), unit, note)
+
+
+def _most_trained(setting: Setting, samples: list[Sample]) -> int:
+    """Trained tokens of the largest micro-batch."""
+    return max(
+        sum(samples[i].trained for i in index) for index in micro_batches(samples, max_tokens=setting.max_tokens)
+    )
+
+
+def _memory(setting: Setting, name: str, part: str, loss: str, samples: list[Sample]) -> Iterator[Row]:
+    planned = planned_gib(setting, name, trained=_most_trained(setting, samples))
+    peak = peak_gib(setting.device)
+    note = f"the plan's formulas: {planned:.1f} GiB"
+    what = f"{loss} update, peak memory"
+    if peak is None:
+        yield Row(part, what, "not counted on the CPU", note=note)
+    else:
+        yield Row(part, what, peak, "GiB", f"{note}, {peak / planned:.0%} of it used")
+
+
+def planned_gib(setting: Setting, name: str, *, trained: int) -> float:
+    """engine.plan_parts for one full micro-batch: states, copies that autocast keeps, activations, logits."""
+    shape, compute = setting.shape(name), setting.compute_dtype.itemsize
+    on_device, _ = activations(shape, setting.max_tokens, compute=compute, autocast=True, recompute="none")
+    states = torch_states(shape.parameters).total + autocast_weights(shape, compute)
+    return (states + on_device + head_activations(shape, trained, compute=compute)) / 2**30
+
+
+# -- sampling and syncs ----------------------------------------------------------------------------------------
+
+
+def sampling(setting: Setting) -> Iterator[Row]:
+    """The embedded sampler, every completion at full length; the same completions once more, one prompt's alone."""
+    trainer = TorchTrainer(model_of(setting.small, setting))
+    prompts, each, prompt_tokens, new_tokens = setting.sampling
+    rows = grpo_samples(setting.small, (prompts, each, prompt_tokens, 1, 1))
+    asked = [row.token_ids[:-1] for row in rows]
+    seeds = list(range(len(asked)))
+    for copies in (1,) if setting.smoke else (1, 4):
+        sampler = FollowingSampler(
+            trainer, setting.compute_dtype, max_rows=copies * len(asked), max_tokens=setting.max_tokens
+        )
+        sampler.sync(trainer, "bench")
+        for what, tokens in (("prefill and 1 token", 1), (f"{new_tokens} tokens", new_tokens)):
+            params = SamplingParams(max_new_tokens=tokens, min_new_tokens=tokens)
+            reset_peak(setting.device)
+            took = seconds(
+                lambda sampler=sampler, params=params, copies=copies: sampler.sample(
+                    asked * copies, [seed for _ in range(copies) for seed in seeds], params
+                ),
+                setting.device,
+                repeats=1,
+            )
+            rate, peak = copies * len(asked) * tokens / took, peak_gib(setting.device)
+            note = f"{took:.3g} s, {1000 * took / tokens:.3g} ms a token" + (f", peak {peak:.1f} GiB" if peak else "")
+            yield Row("sampler", f"{setting.small}, {copies * len(asked)} rows, {what}", rate, "tokens/s", note)
+
+
+def syncing(setting: Setting) -> Iterator[Row]:
+    """Trainer to a bfloat16 sampler: in this process, and by files in shared memory as another process would."""
+    trainer = TorchTrainer(model_of(setting.large, setting))
+    size = sum(t.nbytes for _, t in trainer.model.exported_weights()) * setting.compute_dtype.itemsize // 4
+    took = _follow(setting, trainer)
+    yield Row("sync", f"{setting.large} copy in this process", took, "s", f"{size / took / 1e9:.3g} GB/s of bfloat16")
+    start = time.perf_counter()
+    mirror = MirrorSampler(
+        trainer, setting.compute_dtype, setting.device, max_rows=1, max_tokens=setting.max_tokens
+    )
+    yield Row("sync", f"{setting.large} new sampler of its own", time.perf_counter() - start, "s", "made once")
+    with staging_folder(size) as folder:
+        where = str(folder.parent)
+    took = seconds(
+        lambda: _stage(trainer, setting.compute_dtype, size), setting.device, repeats=setting.repeats, warm_up=0
+    )
+    yield Row("sync", f"{setting.large} staged", took, "s", f"{size / took / 1e9:.3g} GB/s, in {where}")
+    took = seconds(lambda: mirror.sync(trainer, "bench"), setting.device, repeats=setting.repeats, warm_up=0)
+    yield Row("sync", f"{setting.large} staged and read", took, "s", f"{size / took / 1e9:.3g} GB/s")
+    expected = dict(frozen_copy(trainer.model.module, setting.compute_dtype).named_parameters())
+    equal = all(torch.equal(p, expected[name]) for name, p in mirror.model.module.named_parameters())
+    yield Row("sync", f"{setting.large} weights that arrived", "equal bytes" if equal else "different", ok=equal)
+
+
+def _follow(setting: Setting, trainer: TorchTrainer) -> float:
+    follower = FollowingSampler(trainer, setting.compute_dtype, max_rows=1, max_tokens=setting.max_tokens)
+    return seconds(lambda: follower.sync(trainer, "bench"), setting.device, repeats=setting.repeats)
+
+
+def _stage(trainer: TorchTrainer, dtype: torch.dtype, size: int) -> None:
+    with staging_folder(size) as folder:
+        trainer.stage_weights(folder, dtype=dtype)
+
+
+# -- checkpoints -----------------------------------------------------------------------------------------------
+
+
+def checkpoints(setting: Setting) -> Iterator[Row]:
+    """Weights and both moments, to a disk and back; what was read is what was written."""
+    trainer = TorchTrainer(model_of(setting.small, setting))
+    samples = grpo_samples(setting.small, (1, 2, 8, 4, 8))
+    trainer.update(samples, OBJECTIVES["grpo"], OptimizerSpec(lr=1e-3), max_tokens=setting.max_tokens)
+    before = trainer.weights_digest()[0]
+    folder = Path(tempfile.mkdtemp(prefix="ostinato-bench-"))
+    try:
+        wait(setting.device)
+        start = time.perf_counter()
+        files = trainer.write_checkpoint(folder)
+        wrote = time.perf_counter() - start
+        size = sum(path.stat().st_size for path in files.values())
+        note = f"{size / wrote / 1e9:.3g} GB/s, {size / 1e9:.3g} GB"
+        yield Row("checkpoint", f"{setting.small} write", wrote, "s", note)
+        trainer.update(samples, OBJECTIVES["grpo"], OptimizerSpec(lr=1e-3), max_tokens=setting.max_tokens)
+        moved = trainer.weights_digest()[0] != before
+        wait(setting.device)
+        start = time.perf_counter()
+        trainer.read_checkpoint(files, optimizer=True)
+        wait(setting.device)
+        read = time.perf_counter() - start
+        equal = moved and trainer.weights_digest()[0] == before
+        note = f"{size / read / 1e9:.3g} GB/s, pages cached"
+        yield Row("checkpoint", f"{setting.small} read", read, "s", note, equal)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,83 @@
+"""The definition, in plain transformers and plain formulas: one unpacked forward per sample, nothing of the engine's.
+
+Axes: T token · N trained token of one sample · M key of a pair · H query head · K key/value head · D head dimension
+· Q queries of a pair
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from engine.backends.varlen import Pairs
+from engine.samples import Sample
+
+Grads = dict[str, Tensor]
+CLIP, BETA = 0.2, 0.05
+
+
+def trained_logprobs(module: nn.Module, sample: Sample) -> Tensor:
+    """(N,) nats."""
+    ids_1T = torch.tensor([sample.token_ids], device=next(module.parameters()).device)
+    logits_TV: Tensor = module(input_ids=ids_1T, use_cache=False).logits[0, :-1]
+    all_T = logits_TV.log_softmax(-1).gather(1, ids_1T[0, 1:].unsqueeze(1)).squeeze(1)
+    return all_T[torch.tensor(sample.weights[1:], device=ids_1T.device) > 0]
+
+
+def cross_entropy(logprobs_N: Tensor, _: Sample) -> Tensor:
+    return -logprobs_N
+
+
+def grpo(logprobs_N: Tensor, sample: Sample) -> Tensor:
+    """arXiv:2402.03300, equations 3 and 4."""
+
+    def column(values: Any) -> Tensor:
+        return torch.tensor(values, dtype=logprobs_N.dtype, device=logprobs_N.device)
+
+    ratio_N = (logprobs_N - column(sample.old_logprobs)).exp()
+    advantages_N, gap_N = column(sample.advantages), column(sample.reference_logprobs) - logprobs_N
+    surrogate_N = torch.minimum(ratio_N * advantages_N, ratio_N.clip(1 - CLIP, 1 + CLIP) * advantages_N)
+    return -surrogate_N + BETA * (gap_N.exp() - gap_N - 1)
+
+
+LOSSES = {"sft": cross_entropy, "grpo": grpo}
+
+
+def gradient(module: nn.Module, samples: Sequence[Sample], loss: str) -> Grads:
+    """Of the mean over all trained tokens; a sample at a time."""
+    parameters = dict(module.named_parameters())
+    tokens = sum(sample.trained for sample in samples)
+    module.zero_grad(set_to_none=True)
+    for sample in samples:
+        (LOSSES[loss](trained_logprobs(module, sample), sample).sum() / tokens).backward()
+    found = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    module.zero_grad(set_to_none=True)
+    return found
+
+
+def distance(found: Grads, expected: Grads) -> float:
+    """Relative L2 distance of the whole gradients, in float64 on the CPU."""
+    if found.keys() != expected.keys():
+        raise ValueError(f"the gradients are of other parameters: {sorted(found.keys() ^ expected.keys())[:5]}")
+    wide = {name: grad.detach().double().cpu() for name, grad in expected.items()}
+    gap = sum((found[name].detach().double().cpu() - wide[name]).square().sum().item() for name in wide)
+    return math.sqrt(gap / sum(grad.square().sum().item() for grad in wide.values()))
+
+
+def attention_by_pairs(
+    query_THD: Tensor, key_MKD: Tensor, value_MKD: Tensor, pairs: Pairs, scale: float
+) -> Tensor:
+    """What a variable-length kernel means (engine.backends.varlen.Varlen), one pair at a time, on any device."""
+    out, groups = [], query_THD.shape[1] // key_MKD.shape[1]
+    spans = zip(pairwise(pairs.starts_q.tolist()), pairwise(pairs.starts_k.tolist()), strict=True)
+    for (q, q_end), (k, k_end) in spans:
+        key, value = (x[k:k_end].repeat_interleave(groups, 1).transpose(0, 1) for x in (key_MKD, value_MKD))
+        seen = torch.ones(q_end - q, k_end - k, dtype=torch.bool, device=key.device).tril((k_end - k) - (q_end - q))
+        out.append(sdpa(query_THD[q:q_end].transpose(0, 1), key, value, attn_mask=seen, scale=scale).transpose(0, 1))
+    return torch.cat(out)

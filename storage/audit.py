@@ -11,6 +11,7 @@ import hashlib
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 
 from storage import keys
 from storage.artifacts import FileEntry, Manifest, read_manifest
@@ -19,6 +20,7 @@ from storage.errors import CorruptArtifact, ObjectNotFound
 from storage.findings import RESTORE, AuditReport, Finding, Findings
 from storage.models import CHUNK_BYTES
 from storage.objects import ObjectInfo, ObjectStore
+from storage.rebase import read_rebase
 from storage.registry import find_model, resolve_alias
 
 __all__ = ["AuditReport", "Finding", "audit_store"]
@@ -52,11 +54,17 @@ class _Audit:
         self.sizes: dict[str, int] = {}
         self.referenced: set[str] = set()
         """Keys that a manifest names."""
+        self.needed: set[str] = set()
+        """Checkpoints that a rebase goes on from: no redo makes them again."""
 
     def report(self) -> AuditReport:
         objects = list(self.store.list())
         self.found.counts["objects"] = len(objects)
         self.sizes = {info.key: info.size for info in objects}
+        for info in objects:
+            if keys.rebase_step(info.key) is not None:
+                with suppress(CorruptArtifact, ObjectNotFound):  # the audit of its chain says so
+                    self.needed.add(read_rebase(self.store, info.key).checkpoint.key)
         owners = [key for info in objects if (key := keys.artifact_of(info.key)) is not None]
         for number, owner in enumerate(owners):
             self.on_progress("artifacts", number, len(owners))
@@ -122,8 +130,9 @@ class _Audit:
         except ObjectNotFound:
             return True
 
-    @staticmethod
-    def _remedy(manifest: Manifest) -> str:
+    def _remedy(self, manifest: Manifest) -> str:
+        if manifest.key in self.needed:
+            return f"{RESTORE}, or fork the run before that step: what comes after it goes on from it"
         if manifest.kind == "checkpoint":
             return f"delete {keys.manifest_of_files(manifest.key)}: the chain rebuilds the policy without it"
         if manifest.kind == "evaluation":

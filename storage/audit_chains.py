@@ -1,14 +1,15 @@
-"""One chain, checked: its root, its links, its batches, the accounts of its steps."""
+"""One chain, checked: its root, its links, its batches, the accounts of its steps, its rebases."""
 
 from __future__ import annotations
 
 from storage import keys
 from storage.accounting import account, material_of
-from storage.artifacts import find_artifact
-from storage.chain import Chain, CommitRecord, PolicyRef, Root
+from storage.artifacts import find_artifact, read_manifest
+from storage.chain import Chain, CommitRecord, PolicyRef, RebaseMark, Root
 from storage.errors import CorruptArtifact, ObjectNotFound, StorageError
 from storage.findings import RESTORE, Findings
 from storage.objects import ObjectStore
+from storage.rebase import Rebase, read_rebase
 
 FORK = f"{RESTORE}, or fork the run before that step"
 
@@ -20,12 +21,16 @@ class ChainAudit:
         self.store, self.found = store, found
         self.chain = Chain(store, run, stage, model)
         self.name = (run, stage, model)
+        self.rebases: dict[int, Rebase] = {}
+        self._mark: RebaseMark | None = None
+        """What the record looked at last says that its parent descends from."""
 
     def check(self) -> None:
         self.found.counts["chains"] += 1
         parent = self._root()
         if parent is None:
             return
+        self._read_rebases()
         steps = set(self.chain.steps())
         for step in range(1, max(steps, default=0) + 1):
             record = self._record(step)
@@ -33,6 +38,8 @@ class ChainAudit:
                 return
             parent = self._link(record, parent, step)
             self._material(record)
+        for rebase in self.rebases.values():
+            self._rebase(rebase)
 
     def _root(self) -> PolicyRef | None:
         key = keys.chain_root(*self.name)
@@ -91,9 +98,58 @@ class ChainAudit:
             )
         if request.reference is not None and (problem := self._policy_problem(request.reference)):
             self.found.error(key, problem, RESTORE)
+        rebase = self.rebases.get(step - 1)
+        if record.rebase not in (self._mark, rebase.mark if rebase else None):
+            mark = record.rebase
+            named = f"the rebase {mark.attempt[:12]} at step {mark.step}, which is not there" if mark else "no rebase"
+            self.found.error(key, f"descends from {named}, the step before it from another", FORK)
+        self._mark = record.rebase
         self.found.counts["steps"] += 1
         self.found.states[self.name][step] = record.state
         return parent.model_copy(update={"step": step, "state": record.state})
+
+    # -- rebases -----------------------------------------------------------------------------------------------
+
+    def _read_rebases(self) -> None:
+        for info in self.store.list(keys.rebases_prefix(*self.name)):
+            step = keys.rebase_step(info.key)
+            if step is None:
+                continue  # nothing that a store keeps: said elsewhere
+            try:
+                self.rebases[step] = read_rebase(self.store, info.key)
+            except CorruptArtifact as error:
+                self.found.error(info.key, str(error), FORK)
+            self.found.counts["rebases"] += 1
+
+    def _rebase(self, rebase: Rebase) -> None:
+        """It is of a policy that the chain has, and what goes on from it can be reached."""
+        step = rebase.policy.step
+        key = keys.rebase(*self.name, step)
+        mine = (rebase.policy.run, rebase.policy.stage, rebase.policy.model) == self.name
+        if not mine or self.found.states[self.name].get(step) != rebase.policy.state:
+            self.found.error(key, f"is of {rebase.policy.uri}, which the chain does not have", FORK)
+            return
+        following = self._following(step)
+        if following is not None and following.rebase != rebase.mark:
+            return  # void: another engine took the step from the weights before it
+        try:
+            manifest = read_manifest(self.store, rebase.checkpoint.key)
+        except ObjectNotFound:
+            self.found.error(rebase.checkpoint.key, f"is gone, and the chain goes on from it after step {step}", FORK)
+            return
+        except CorruptArtifact:
+            return  # said of the artifact
+        said = (manifest.sha256, manifest.extra.get("state"), manifest.extra.get("weights_digest"))
+        if said != (rebase.checkpoint.sha256, rebase.policy.state, rebase.weights_digest):
+            self.found.error(rebase.checkpoint.key, f"is not what the chain goes on from after step {step}", FORK)
+
+    def _following(self, step: int) -> CommitRecord | None:
+        try:
+            return self.chain.record(step + 1)
+        except CorruptArtifact:
+            return None  # said of the record
+
+    # -- material ----------------------------------------------------------------------------------------------
 
     def _material(self, record: CommitRecord) -> None:
         key, batch = keys.chain_record(*self.name, record.policy.step), record.request.batch

@@ -1,9 +1,10 @@
 """A run that shares another one's history up to a step, like a git branch.
 
 States leave run names out, so the root and the records are copied under the new name and stay equal in state. Batches
-stay references to the old run's immutable artifacts; the nearest checkpoint is copied, so that what is pruned in one
-run is not missed in the other. `fork.json` is committed first and says what the copy will be: an interrupted fork is
-finished by the same command, and the run is not opened before (`check_fork`).
+stay references to the old run's immutable artifacts; the nearest checkpoint is copied, and every rebase with the
+checkpoint it goes on from, so that what is pruned in one run is not missed in the other. `fork.json` is committed
+first and says what the copy will be: an interrupted fork is finished by the same command, and the run is not opened
+before (`check_fork`).
 
 The data cursor is carried on as it is: the new run goes on at the same epoch and row *of the order that its own
 configuration gives*. With other data, or another seed, that is a place in another order; a dataset that is shorter
@@ -21,12 +22,13 @@ from uuid import uuid4
 from pydantic import ValidationError
 
 from storage import keys
-from storage.artifacts import commit_files, find_artifact, read_manifest
+from storage.artifacts import ArtifactRef, Attempt, Manifest, commit_files, find_artifact, read_manifest
 from storage.backends.protocol import HIDDEN
 from storage.chain import Chain, CommitRecord, PolicyRef
 from storage.errors import CorruptArtifact, ForkRefused, ObjectNotFound
 from storage.models import Frozen, canonical_json, digest_file
 from storage.objects import ObjectStore
+from storage.rebase import Rebase, checkpoints_before, commit_rebase, rebase_at, rebase_manifest, standing
 from storage.runs_index import has_objects, read_json, run_chains, stages_of
 
 Progress = Callable[[str], None]
@@ -42,6 +44,8 @@ class ForkInfo(Frozen):
     step: int
     shared: tuple[PolicyRef, ...]
     """The last shared policy of each chain of that stage, in the old run. A chain that was shorter is whole."""
+    rebased: tuple[PolicyRef, ...] = ()
+    """Those of `shared` at which the old run was rebased: the new one goes on from the same weights."""
     code_version: str
     attempt: str
     created: str
@@ -104,6 +108,8 @@ def check_fork(store: ObjectStore, run: str) -> None:
             state = Chain(store, run, policy.stage, policy.model).policy(policy.step).state
         except ObjectNotFound:
             state = None
+        if state == policy.state and policy in info.rebased:
+            state = None if rebase_at(Chain(store, run, policy.stage, policy.model), policy.step) is None else state
         if state != policy.state:
             raise ForkRefused(
                 f"run {run!r} is an unfinished fork: step {policy.step} of {policy.stage}/{policy.model} is not copied "
@@ -125,11 +131,13 @@ def _plan(store: ObjectStore, run: str, stage: str, step: int, code_version: str
     longest = max(head.step for head in heads.values())
     if not 0 <= step <= longest:
         raise ObjectNotFound(f"stage {stage} of run {run!r} has no step {step}; it has steps 0 to {longest}")
+    shared = {chain: chain.policy(min(step, head.step)) for chain, head in heads.items()}
     return ForkInfo(
         run=run,
         stage=stage,
         step=step,
-        shared=tuple(chain.policy(min(step, head.step)) for chain, head in heads.items()),
+        shared=tuple(shared.values()),
+        rebased=tuple(at for chain, at in shared.items() if at in [r.policy for r in standing(chain, at.step)]),
         code_version=code_version,
         attempt=uuid4().hex,
         created=datetime.now(UTC).isoformat(),
@@ -172,7 +180,7 @@ def _copy_stage(store: ObjectStore, run: str, new: str, stage: str, *, until: in
 
 
 def _copy_chain(chain: Chain, new: str, until: int) -> None:
-    """Root, records 1 .. until in their order, and the nearest checkpoint as soon as its step is there."""
+    """Root, records 1 .. until in their order; as soon as its step is there, the nearest checkpoint and each rebase."""
     store, root = chain.store, chain.root()
     assert root is not None  # its head was asked for
     copy = Chain(store, new, chain.stage, chain.model)
@@ -180,12 +188,18 @@ def _copy_chain(chain: Chain, new: str, until: int) -> None:
         root = root.model_copy(update={"start": _renamed(root.start, chain.run, new)})
     copy.create_root(root)
     checkpoint = _nearest_checkpoint(chain, until)
-    if checkpoint == 0:
-        _copy_checkpoint(chain, copy, 0)
+    rebases = {rebase.policy.step: rebase for rebase in standing(chain, until)}
+
+    def copy_weights(step: int) -> None:
+        if step == checkpoint:
+            _copy_checkpoint(chain, copy, step)
+        if step in rebases:
+            _copy_rebase(chain, copy, rebases[step])
+
+    copy_weights(0)
     for record in chain.records(after=0, until=until):
         copy.commit(_record_of(record, chain.run, new))
-        if record.policy.step == checkpoint:
-            _copy_checkpoint(chain, copy, checkpoint)
+        copy_weights(record.policy.step)
 
 
 def _record_of(record: CommitRecord, run: str, new: str) -> CommitRecord:
@@ -201,9 +215,27 @@ def _renamed(policy: PolicyRef, run: str, new: str) -> PolicyRef:
 
 
 def _nearest_checkpoint(chain: Chain, until: int) -> int | None:
-    listed = chain.store.list(keys.checkpoints_prefix(chain.run, chain.stage, chain.model))
-    steps = (keys.checkpoint_step(info.key) for info in listed)
-    return max((step for step in steps if step is not None and step <= until), default=None)
+    """The step of the nearest checkpoint of the chain; None where there is none, or a rebase's is nearer."""
+    nearest = next(checkpoints_before(chain, until), None)
+    return None if nearest is None else keys.checkpoint_step(keys.manifest_of_files(nearest.key))
+
+
+def _copy_rebase(chain: Chain, copy: Chain, rebase: Rebase) -> None:
+    """The rebase under the new run's name, after the checkpoint that it goes on from. Marks of records stay true."""
+    step, attempt = rebase.policy.step, Attempt(chain.store)
+    if rebase_at(copy, step) is not None:
+        return
+    key = keys.checkpoint(copy.run, copy.stage, copy.model, step)
+    if keys.rebase_of_checkpoint(rebase.checkpoint.key) is not None:
+        key = keys.rebase_checkpoint(copy.run, copy.stage, copy.model, step, rebase.attempt)
+    checkpoint = find_artifact(chain.store, key) or _copy_files(copy, rebase_manifest(chain, rebase), key, step)
+    if checkpoint is None:
+        raise CorruptArtifact(
+            f"{rebase.checkpoint.key} is not whole, and run {chain.run!r} goes on from it after step {step}; restore "
+            "it from a backup, or fork before that step"
+        )
+    policy = _renamed(rebase.policy, chain.run, copy.run)
+    commit_rebase(copy, rebase.model_copy(update={"policy": policy, "checkpoint": checkpoint}), attempt)
 
 
 def _copy_checkpoint(chain: Chain, copy: Chain, step: int) -> None:
@@ -216,7 +248,12 @@ def _copy_checkpoint(chain: Chain, copy: Chain, step: int) -> None:
         manifest = read_manifest(store, keys.checkpoint(chain.run, chain.stage, chain.model, step))
     except ObjectNotFound:
         return  # pruned since it was listed; the chain can do without
-    inside = store.local_path("scratch")
+    _copy_files(copy, manifest, key, step)
+
+
+def _copy_files(copy: Chain, manifest: Manifest, key: str, step: int) -> ArtifactRef | None:
+    """None when some of them are gone. Raises CorruptArtifact."""
+    store, inside = copy.store, copy.store.local_path("scratch")
     if inside is not None:
         inside.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(
@@ -227,13 +264,13 @@ def _copy_checkpoint(chain: Chain, copy: Chain, step: int) -> None:
             try:
                 store.fetch(entry.key, files[entry.name])
             except ObjectNotFound:
-                return  # pruned meanwhile
+                return None  # pruned meanwhile
             if digest_file(files[entry.name]) != (entry.sha256, entry.bytes):
                 raise CorruptArtifact(
                     f"{entry.key} is not what its manifest says; delete {keys.manifest_of_files(manifest.key)} (the "
-                    "chain can do without a checkpoint) and fork again"
+                    "chain can do without a checkpoint, unless it was rebased on it) and fork again"
                 )
-        commit_files(
+        return commit_files(
             store,
             key,
             files,

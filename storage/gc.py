@@ -19,9 +19,11 @@ from typing import Literal, NamedTuple, TypeVar
 
 from storage import keys
 from storage.artifacts import MANIFEST_VERSION, MAX_ATTEMPT_SECONDS, read_manifest
+from storage.chain import Chain
 from storage.errors import CorruptArtifact, ObjectNotFound, PermanentStorageError
 from storage.models import Frozen
 from storage.objects import Leftover, ObjectInfo, ObjectStore
+from storage.rebase import rebase_at
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -32,6 +34,7 @@ MARGIN = timedelta(hours=1)
 
 Reason = Literal[
     "attempt without a manifest",
+    "checkpoint of a rebase that was not made",
     "model handed over and not fetched",
     "incomplete version of a model",
     "temporary file",
@@ -196,25 +199,42 @@ class _Collection:
     def _objects(self, objects: Iterable[ObjectInfo], named: set[str]) -> Iterator[Garbage]:
         unreadable = {keys.artifact_of(key) for key in self.unreadable}
         handed_over: defaultdict[str | None, float] = defaultdict(float)  # a model is handed over, and goes, as a whole
+        unmade = set()
         for info in objects:
             if keys.kind_of_key(info.key) == "upload":
                 owner = keys.owner_of(info.key)
                 handed_over[owner] = max(handed_over[owner], info.modified)
+            elif not self._young(info.modified) and self._unmade(keys.artifact_of(info.key)):
+                unmade.add(keys.artifact_of(info.key))
         for info in objects:
             kind = keys.kind_of_key(info.key)
             if kind == "unknown":
                 self.unknown.append(info.key)
                 self._keep("not understood", info.size)
+            elif (owner := keys.owner_of(info.key)) in unmade:
+                yield Garbage(info.key, "checkpoint of a rebase that was not made", info.size, info.modified)
             elif kind in ("plain", "manifest") or info.key in named:
                 self._keep("live", info.size)
-            elif keys.owner_of(info.key) in unreadable:
+            elif owner in unreadable:
                 self._keep("beside a manifest that cannot be read", info.size)
             elif kind == "published" and not self.nobody_writes:
                 self._keep("incomplete version of a model (publish it again, or collect when nobody writes)", info.size)
-            elif self._young(handed_over.get(keys.owner_of(info.key), info.modified)):
+            elif self._young(handed_over.get(owner, info.modified)):
                 self._keep("younger than asked for", info.size)
             else:
                 yield Garbage(info.key, _REASONS[kind], info.size, info.modified)
+
+    def _unmade(self, owner: str | None) -> bool:
+        """Whether it is the checkpoint of a rebase that nobody committed, or whose race another won."""
+        of = None if owner is None else keys.rebase_of_checkpoint(owner)
+        if of is None:
+            return False
+        run, stage, model, step, _ = of
+        try:
+            rebase = rebase_at(Chain(self.store, run, stage, model), step)
+        except CorruptArtifact:
+            return False  # it may be the one that names it
+        return rebase is None or rebase.checkpoint.key != owner
 
     def _leftovers(self, leftovers: Iterable[Leftover]) -> Iterator[Garbage]:
         for left in leftovers:
@@ -239,7 +259,11 @@ class _Collection:
         written = {info.key: info.modified for info in objects} | {left.name: left.modified for left in leftovers}
         still = []
         for found in garbage:
-            lost = found.leftover is None and (found.name in named or keys.owner_of(found.name) in unreadable)
+            owner = keys.owner_of(found.name) if found.leftover is None else None
+            if found.reason == "checkpoint of a rebase that was not made":
+                lost = not self._unmade(owner)
+            else:
+                lost = found.leftover is None and (found.name in named or owner in unreadable)
             if lost or written.get(found.name) != found.modified:
                 self._keep("named since it was looked at", found.size)
             else:
@@ -262,7 +286,9 @@ class _Collection:
         if found[0].leftover is not None:
             self.store.remove_leftover(found[0].leftover)
             return found
-        if found[0].reason == "model handed over and not fetched":
+        if found[0].reason == "checkpoint of a rebase that was not made" and not self._unmade(owner):
+            return []
+        if found[0].reason in ("model handed over and not fetched", "checkpoint of a rebase that was not made"):
             # the manifest first: nobody follows one to data that is gone
             found = sorted(found, key=lambda one: keys.artifact_of(one.name) is None)
         else:

@@ -25,6 +25,7 @@ from storage.chain import Chain, Numerics, PolicyRef, RebaseMark
 from storage.errors import AttemptTooOld, CorruptArtifact, ObjectNotFound, StorageError
 from storage.failpoints import failpoint
 from storage.models import Frozen, canonical_json
+from storage.objects import ObjectStore
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ whoever redoes a step, so they count only where the weights came out different."
 
 
 class Rebase(Frozen):
-    """runs/<run>/stages/<stage>/chains/<policy>/rebases/<000040>.json: what comes after that step descends from here."""
+    """runs/<run>/stages/<stage>/chains/<policy>/rebases/<000040>.json: what follows that step descends from it."""
 
     schema_version: int = 1
     policy: PolicyRef
@@ -71,7 +72,7 @@ class Rebase(Frozen):
 
 
 def changes(before: Numerics, after: Numerics, *, everything: bool = False) -> list[str]:
-    """What differs between two numerics, as `name: was -> is`. With `everything`, threads and tokens per forward count."""
+    """What differs between two numerics, as `name: was -> is`. `everything`: threads and tokens per forward too."""
     names = (*DECIDING, "threads", "max_tokens") if everything else DECIDING
     pairs = [
         (name.replace("_", " "), getattr(before, name) or "none", getattr(after, name) or "none") for name in names
@@ -86,9 +87,14 @@ def rebase_at(chain: Chain, step: int) -> Rebase | None:
     """The rebase committed at that step, whether or not it stands. Raises CorruptArtifact."""
     key = keys.rebase(chain.run, chain.stage, chain.model, step)
     try:
-        return _parse(chain.store.get(key), key)
+        return read_rebase(chain.store, key)
     except ObjectNotFound:
         return None
+
+
+def read_rebase(store: ObjectStore, key: str) -> Rebase:
+    """The rebase at that key. Raises ObjectNotFound, CorruptArtifact."""
+    return _parse(store.get(key), key)
 
 
 def rebases(chain: Chain, until: int | None = None) -> Iterator[Rebase]:

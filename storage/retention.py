@@ -1,6 +1,7 @@
 """Retention of checkpoints. They are caches: the chain rebuilds any policy without them, only slower.
 
-Batches and records are never pruned, so a pruned checkpoint costs time and nothing else.
+Batches and records are never pruned, so a pruned checkpoint costs time and nothing else. The checkpoint that a rebase
+goes on from is no cache: no redo makes it again, and it is never pruned.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from storage import keys
 from storage.artifacts import Manifest, read_manifest
 from storage.chain import Chain, PolicyRef
 from storage.errors import ObjectNotFound
-from storage.models import Frozen
+from storage.models import Frozen, canonical_json
 from storage.objects import ObjectStore
+from storage.rebase import rebase_at, standing, stands
 
 
 class Retention(Frozen):
@@ -39,7 +41,8 @@ def prune_checkpoints(
     metric: str | None = None,
     best: Literal["min", "max"] = "max",
 ) -> list[int]:
-    """Deletes the chain's unnamed checkpoints but those that one of these keeps; returns the steps removed.
+    """Deletes the chain's unnamed checkpoints but those that one of these keeps, or that a rebase goes on from; returns
+    the steps removed.
 
     Args:
         keep_last: The latest so many.
@@ -50,7 +53,12 @@ def prune_checkpoints(
     The manifest goes first: a reader never follows one to data that is gone. Raises ValueError when `metric` is in none
     of the records, naming those that are.
     """
-    unnamed = {step: manifest for step, manifest in _checkpoints(store, policy).items() if not _named(store, manifest)}
+    needed = {rebase.checkpoint.key for rebase in standing(Chain.of(store, policy))}
+    unnamed = {
+        step: manifest
+        for step, manifest in _checkpoints(store, policy).items()
+        if manifest.key not in needed and not _named(store, manifest)
+    }
     steps = sorted(unnamed)
     kept = set(steps[-keep_last:]) if keep_last else set()
     if keep_every is not None:
@@ -59,12 +67,22 @@ def prune_checkpoints(
         if metric is None:
             raise ValueError(f"keep_best={keep_best} was given without a metric; name one of the records' metrics")
         kept |= set(_best(store, policy, steps, metric, best)[:keep_best])
-    removed = [step for step in steps if step not in kept]
-    for step in removed:
-        store.delete(keys.manifest_of_files(unnamed[step].key))
-        for entry in unnamed[step].files:
-            store.delete(entry.key)
-    return removed
+    return [step for step in steps if step not in kept and _remove(store, policy, step, unnamed[step])]
+
+
+def _remove(store: ObjectStore, policy: PolicyRef, step: int, manifest: Manifest) -> bool:
+    """False when a rebase came to go on from it meanwhile: whoever rebases looks for the manifest after its commit, and
+    this looks for the rebase after the manifest went, so one of the two sees the other and brings it back."""
+    key = keys.manifest_of_files(manifest.key)
+    store.delete(key)
+    chain = Chain.of(store, policy)
+    rebase = rebase_at(chain, step)
+    if rebase is not None and rebase.checkpoint.key == manifest.key and stands(chain, rebase):
+        store.put_if_absent(key, canonical_json(manifest.model_dump(mode="json")))
+        return False
+    for entry in manifest.files:
+        store.delete(entry.key)
+    return True
 
 
 def _checkpoints(store: ObjectStore, policy: PolicyRef) -> dict[int, Manifest]:

@@ -18,8 +18,8 @@ from torch import Tensor
 from engine.backends.attention import DecodeLayout, PrefillLayout
 from engine.backends.causal_lm import CausalLM
 from engine.backends.packing import Fan
+from engine.backends.prompts import check_prompts
 from engine.backends.protocol import OnToken
-from engine.errors import BadSpec, SampleTooLong
 from engine.protocol import Completion, SamplingParams, StopReason, TokenIds
 
 COMPACT_BELOW = 0.75
@@ -62,7 +62,9 @@ class TorchSampler:
             BadSpec: empty prompts, ids outside the vocabulary, or unequal numbers of prompts and seeds.
             SampleTooLong: a prompt and `max_new_tokens` do not fit the model's context.
         """
-        self._check(prompts, seeds, params)
+        check_prompts(
+            prompts, seeds, params, vocab_size=self.model.vocab_size, context_length=self.model.context_length
+        )
         done: list[Completion] = []
         for start in range(0, len(prompts), self.max_rows):
             chunk = slice(start, start + self.max_rows)
@@ -72,23 +74,6 @@ class TorchSampler:
 
     def close(self) -> None:
         """The weights go with the object."""
-
-    def _check(self, prompts: Sequence[TokenIds], seeds: Sequence[int], params: SamplingParams) -> None:
-        if len(prompts) != len(seeds):
-            raise BadSpec(f"{len(prompts)} prompts were given with {len(seeds)} seeds; give one seed per prompt")
-        for index, prompt in enumerate(prompts):
-            if not prompt:
-                raise BadSpec(f"prompt {index} has no tokens; there is nothing to continue")
-            if min(prompt) < 0 or max(prompt) >= self.model.vocab_size:
-                raise BadSpec(
-                    f"prompt {index} has token ids outside 0..{self.model.vocab_size - 1}; was it rendered with "
-                    "another model's tokenizer?"
-                )
-            if len(prompt) + params.max_new_tokens > self.model.context_length:
-                raise SampleTooLong(
-                    f"prompt {index} has {len(prompt)} tokens; with max_new_tokens={params.max_new_tokens} it passes "
-                    f"the model's context of {self.model.context_length}; truncate the prompt or ask for fewer tokens"
-                )
 
     def _sample_rows(
         self,

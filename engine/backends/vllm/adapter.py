@@ -10,7 +10,7 @@ import gc
 import itertools
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from engine.backends.protocol import OnToken
 from engine.backends.torch_sampler import processed_logprobs
 from engine.backends.vllm.answers import receipt_of, refuse_wrong
 from engine.backends.vllm.runtime import EngineOptions, Manifest, Receipt, Source
-from engine.errors import BadSpec, SamplerOutOfSync
+from engine.errors import BadSpec, SamplerOutOfSync, WorkerDied
 from engine.protocol import Completion, SamplingParams, StopReason, TokenIds
 
 ENVIRONMENT = {
@@ -45,6 +45,7 @@ class InProcess:
     def __init__(self, config_folder: Path, options: EngineOptions) -> None:
         self.options = options
         self.takes_tensors = options.tensor_parallel == 1
+        self.alive = True
         self._state: str | None = None
         self._boots: list[str] = []
         self._numbers = itertools.count(1)
@@ -58,7 +59,7 @@ class InProcess:
 
     def load(self, source: Source, manifest: Manifest, state: str, *, full: bool = False) -> Receipt:
         self._state = None
-        given = source if isinstance(source, dict) else [str(path) for path in source]
+        given = source if isinstance(source, Mapping) else [str(path) for path in source]
         with _contained():
             answers = self._rpc("ostinato_load", given, manifest, state, full)
         receipt = receipt_of(answers, state)
@@ -133,15 +134,22 @@ class InProcess:
                 places[name] = place
                 self._engine.add_request(name, token_prompt(prompt, salt=salt), wanted, lora_request=lora)
             while places:
-                for output in self._engine.step():
+                for output in self._step():
                     yield places[output.request_id], output
                     if output.finished:
                         del places[output.request_id]
         finally:
-            if places:
+            if places and self.alive:
                 self._engine.abort_request(list(places))
                 while self._engine.has_unfinished_requests():
-                    self._engine.step()
+                    self._step()
+
+    def _step(self) -> list[Any]:
+        try:
+            return self._engine.step()
+        except Exception as error:
+            self.alive = False  # the boundary to vLLM's engine: after whatever it raises it cannot be trusted
+            raise WorkerDied(f"vLLM's engine failed; the next sync starts another: {error!r}") from error
 
     # -- life -------------------------------------------------------------------------------------------------
 
@@ -154,10 +162,6 @@ class InProcess:
         if self.options.sleep:
             self._llm.wake_up()
 
-    @property
-    def alive(self) -> bool:
-        return self._llm is not None
-
     def close(self) -> None:
         if self._llm is None:
             return
@@ -165,6 +169,7 @@ class InProcess:
 
         self._engine.engine_core.shutdown()
         self._engine = self._llm = None
+        self.alive = False
         gc.collect()
         cleanup_dist_env_and_memory()
 

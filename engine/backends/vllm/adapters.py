@@ -39,15 +39,16 @@ def compare(
     _check_received(tensors, manifest)
     scale = _scale(json.loads((folder / ADAPTER_CONFIG_FILE).read_text()))
     slots = {slot.tensor: slot for slot in plan.slots if slot.kind == "linear"}
-    live = {(path, part): pair for path, part, *pair in live_pairs(manager, model, number)}
+    live = {(path, part): (a, b) for path, part, a, b in live_pairs(manager, model, number)}
     for layer in sorted({_layer(name) for name in tensors}):
         slot = slots.get(f"{layer}.weight")
         if slot is None:
             raise NotTheAdapter(f"the adapter's layer {layer} is none that the live model reads back")
         path = slot.path.removesuffix(".base_layer")
-        a_RI, b_OR = live.pop((path, _part(slot, plan)), (None, None))
-        if a_RI is None:
+        pair = live.pop((path, _part(slot, plan)), None)
+        if pair is None:
             raise NotTheAdapter(f"{path} takes no adapter in vLLM, the trainer's is on {layer}")
+        a_RI, b_OR = pair
         wanted_RI = tensors[f"{PEFT_PREFIX}{layer}.{A_NAME}"][:, slot.columns[0] : slot.columns[1]].to(a_RI)
         wanted_OR = tensors[f"{PEFT_PREFIX}{layer}.{B_NAME}"][slot.rows[0] : slot.rows[1]].to(b_OR) * scale
         for name, found, wanted in ((A_NAME, a_RI, wanted_RI), (B_NAME, b_OR, wanted_OR)):

@@ -75,11 +75,6 @@ class Plan:
     """Live parameters that no tensor fills."""
 
 
-def unwrap(module: nn.Module) -> nn.Module:
-    """A layer without the LoRA wrapper around it."""
-    return getattr(module, "base_layer", module)
-
-
 def plan_of(model: nn.Module, shapes: dict[str, tuple[int, ...]]) -> Plan:
     """For tensors of these names and shapes, under the names of a Hugging Face checkpoint."""
     modules = dict(model.named_modules())
@@ -151,7 +146,7 @@ def _tied(model: nn.Module, modules: dict[str, nn.Module], embedding: Slot) -> l
     if embedding.kind != "embedding" or not getattr(model.config, "tie_word_embeddings", False):
         return []
     heads = [path for path, module in modules.items() if isinstance(module, ParallelLMHead)] or [embedding.path]
-    width = unwrap(modules[embedding.path]).embedding_dim
+    width: Any = modules[embedding.path].embedding_dim
     out = (0, embedding.rows[1] - embedding.rows[0])
     return [Slot(embedding.tensor, path, "linear", out, embedding.rows, (0, width)) for path in heads]
 

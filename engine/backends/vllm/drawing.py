@@ -1,0 +1,49 @@
+"""Completions of one call to a pool, as their chunks come in from its servers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from engine.errors import WorkerDied
+from engine.protocol import Completion, StopReason, TokenIds
+
+
+@dataclass(slots=True)
+class Drawing:
+    """One completion in the making."""
+
+    tokens: TokenIds = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    stop: StopReason | None = None
+    told: TokenIds = field(default_factory=list)
+    """What the listener has heard, perhaps of an earlier start: it cannot be taken back."""
+
+    def begin(self) -> None:
+        """It is drawn from its first token, for the first time or again."""
+        self.tokens, self.logprobs, self.stop = [], [], None
+
+    def take(
+        self, tokens: TokenIds, logprobs: list[float], stop: StopReason | None
+    ) -> Iterator[tuple[int, float]]:
+        """Adds a chunk; yields what of it the listener has not heard.
+
+        Raises:
+            WorkerDied: it contradicts what was told: in bfloat16 the same seed does not always draw the same token.
+        """
+        self.stop = stop
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            place = len(self.tokens)
+            self.tokens.append(token)
+            self.logprobs.append(logprob)
+            if place == len(self.told):
+                self.told.append(token)
+                yield token, logprob
+            elif self.told[place] != token:
+                raise WorkerDied(
+                    "a server ended after its first tokens were told, and another drew other ones; call again"
+                )
+
+    def completion(self) -> Completion:
+        assert self.stop is not None  # a server's answer ends when all its completions have
+        return Completion(self.tokens, self.logprobs, self.stop)

@@ -1,0 +1,456 @@
+"""A pool of vLLM servers as one runtime: requests are spread over them, weights go to all, each one's are proven.
+
+A server that ends or hangs during a call is started again, and everything that it was given in this call is drawn by
+other servers, by the same seeds; what it had drawn is not kept, as nobody can ask it for its weights any more. Started
+again, it takes the last weights when their files are still there; until then it is given nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import shutil
+import tempfile
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+import httpx
+
+from engine.backends.protocol import OnToken
+from engine.backends.vllm.answers import receipt_of, refuse_wrong
+from engine.backends.vllm.drawing import Drawing
+from engine.backends.vllm.launching import Plan, own_config, token_of
+from engine.backends.vllm.remote import Remote
+from engine.backends.vllm.routing import Work, affinity
+from engine.backends.vllm.runtime import EngineOptions, Manifest, Receipt, Source
+from engine.backends.vllm.server import Server
+from engine.backends.vllm.spreading import Send, spread
+from engine.errors import BadSpec, SamplerOutOfSync, WorkerDied
+from engine.protocol import Completion, SamplingParams, TokenIds
+from engine.sampler_spec import VllmSpec
+
+log = logging.getLogger(__name__)
+
+INTERACTIVE = 4
+"""A call of so many prompts or fewer is told token by token; a larger one in chunks, which cost less."""
+CHUNK_TOKENS = 16
+RESET_SECONDS = 10.0
+"""Completions that were given up keep a prefix cache busy for a moment."""
+POLL_SECONDS = 0.05
+
+T = TypeVar("T")
+OnUp = Callable[[Server], Awaitable[None]]
+
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """What `load` was asked for last."""
+
+    paths: tuple[str, ...]
+    manifest: Manifest
+    state: str
+    full: bool
+
+    @property
+    def still_there(self) -> bool:
+        return all(Path(path).is_file() for path in self.paths)
+
+
+class VllmPool:
+    """Implements runtime.Runtime. `make` gives the servers, which are the pool's from then on; it runs in the pool's
+    loop, with what each server is to call when it is up. `on_close` is called once all have ended.
+
+    Raises:
+        WorkerDied: a server did not come up the first time; none is left running.
+    """
+
+    takes_tensors = False
+
+    def __init__(self, make: Callable[[OnUp], list[Server]], on_close: Callable[[], Awaitable[None]]) -> None:
+        self.servers: list[Server] = []
+        self._on_close = on_close
+        self._weights: _Weights | None = None
+        self._unproven: set[tuple[str, str]] = set()
+        """(server, boot) of what drew since the last check that passed."""
+        self._keeping: list[asyncio.Task[None]] = []
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-pool", daemon=True)
+        self._thread.start()
+        try:
+            self._run(self._start(make))
+        except BaseException:
+            self.close()
+            raise
+
+    async def _start(self, make: Callable[[OnUp], list[Server]]) -> None:
+        self.servers = make(self._bring_up)
+        self._keeping = [asyncio.create_task(server.keep()) for server in self.servers]
+        while any(server.phase == "starting" and not server.failures for server in self.servers):
+            await asyncio.sleep(POLL_SECONDS)
+        for server in self.servers:
+            if server.failures:
+                raise WorkerDied(server.error)
+
+    async def _bring_up(self, server: Server) -> None:
+        """A server is healthy, with no weights or, started by others, with those it held before."""
+        weights = self._weights
+        try:
+            if weights is not None and weights.still_there:
+                await self._load_into(server, weights)
+        except SamplerOutOfSync as error:  # its files went away meanwhile
+            log.warning("%s", error)
+        if weights is not None and server.held is None:
+            log.warning("vLLM server %s is back without weights: it waits for the next sync", server.name)
+
+    # -- weights ----------------------------------------------------------------------------------------------
+
+    def load(self, source: Source, manifest: Manifest, state: str, *, full: bool = False) -> Receipt:
+        """Into every server that is up. Raises SamplerOutOfSync when one of them does not prove it; no server answers
+        for any weights then."""
+        if not isinstance(source, Sequence):
+            raise BadSpec("servers take weights as files, not as tensors: stage them first")
+        return self._run(self._load(_Weights(tuple(str(path) for path in source), manifest, state, full)))
+
+    async def _load(self, weights: _Weights) -> Receipt:
+        self._weights = None
+        self._unproven.clear()
+        for server in self.servers:
+            server.held = None
+        await self._until(lambda: any(server.phase == "up" for server in self.servers))
+        up = [server for server in self.servers if server.phase == "up"]
+        self._weights = weights  # who comes up meanwhile takes them too
+        found = await asyncio.gather(*(self._load_into(server, weights) for server in up), return_exceptions=True)
+        receipts = [receipt for receipt in found if isinstance(receipt, Receipt)]
+        errors = [error for error in found if isinstance(error, BaseException)]
+        wrong = [error for error in errors if not isinstance(error, WorkerDied)]
+        if wrong or not receipts:
+            self._weights = None
+            for server in self.servers:
+                server.held = None
+            raise (wrong or errors)[0]
+        if len({receipt.tensors for receipt in receipts}) > 1:
+            raise SamplerOutOfSync(f"the servers hold unequal numbers of tensors of {weights.state}: {receipts}")
+        return Receipt(
+            state=weights.state,
+            tensors=receipts[0].tensors,
+            values_read=sum(receipt.values_read for receipt in receipts),
+            unread=tuple(sorted({name for receipt in receipts for name in receipt.unread})),
+            seconds={part: max(r.seconds[part] for r in receipts) for part in receipts[0].seconds},
+        )
+
+    async def _load_into(self, server: Server, weights: _Weights) -> Receipt:
+        who, process = f"vLLM server {server.name}", server.process
+        try:
+            given = (list(weights.paths), weights.manifest, weights.state, weights.full)
+            answers, boot = await server.remote.rpc("ostinato_load", *given)
+            receipt = receipt_of(answers, weights.state, who=who)
+            await self._reset(server)
+            await server.remote.post("holds", state=weights.state, boot=boot)
+        except WorkerDied:
+            await server.fail(process)
+            raise
+        server.workers, server.boot = [answer["boot"] for answer in answers], boot
+        server.adapters.clear()
+        server.held = weights.state
+        return receipt
+
+    async def _reset(self, server: Server) -> None:
+        for _ in range(int(RESET_SECONDS / POLL_SECONDS)):
+            if (await server.remote.post("do", what="reset_prefix_cache"))["answer"]:
+                return
+            await asyncio.sleep(POLL_SECONDS)
+        raise SamplerOutOfSync(
+            f"vLLM server {server.name} did not reset its prefix cache: keys and values of older weights would be read"
+        )
+
+    def check(self, state: str, *, full: bool = False) -> None:
+        """Asks every server that holds `state`. A server that drew since the last check and has ended cannot be asked
+        any more: SamplerOutOfSync."""
+        self._run(self._check(state, "ostinato_check", state, full))
+
+    async def _check(self, state: str, method: str, *args: Any) -> None:
+        holders = [server for server in self.servers if server.held == state]
+        if not holders:
+            raise SamplerOutOfSync(f"no server holds {state}: {self._told()}")
+        lost = self._unproven - {(server.name, server.boot) for server in holders}
+        if lost:
+            self._unproven.clear()
+            names = ", ".join(sorted(name for name, _ in lost))
+            raise SamplerOutOfSync(f"{names} drew completions and ended before it was asked for its weights")
+        await self._all(holders, lambda server: self._prove(server, method, *args))
+        self._unproven.clear()
+
+    async def _prove(self, server: Server, method: str, *args: Any) -> None:
+        drew, process, workers = (server.name, server.boot) in self._unproven, server.process, list(server.workers)
+        try:
+            answers, _ = await server.remote.rpc(method, *args)
+            refuse_wrong(answers, workers, who=f"vLLM server {server.name}")
+        except WorkerDied as error:
+            await server.fail(process)
+            if drew:
+                raise SamplerOutOfSync(f"{error}; what it drew cannot be proven any more") from error
+        except SamplerOutOfSync:
+            server.held = None
+            raise
+
+    def reset_prefix_cache(self) -> None:
+        self._run(self._all([server for server in self.servers if server.phase == "up"], self._reset))
+
+    # -- adapters ---------------------------------------------------------------------------------------------
+
+    def load_adapter(self, folder: Path, name: str, manifest: Manifest) -> None:
+        async def load(server: Server) -> None:
+            process = server.process
+            try:
+                answer = await server.remote.post("adapter", name=name, path=str(folder), manifest=manifest)
+                refuse_wrong(answer["answers"], server.workers, who=f"vLLM server {server.name}")
+                server.adapters.add(name)
+            except WorkerDied:
+                await server.fail(process)
+
+        async def load_all() -> None:
+            await self._all([server for server in self.servers if server.held is not None], load)
+            if not any(name in server.adapters for server in self.servers):
+                raise WorkerDied(f"no server took adapter {name}: {self._told()}")
+
+        self._run(load_all())
+
+    def remove_adapter(self, name: str) -> None:
+        async def remove(server: Server) -> None:
+            server.adapters.discard(name)
+            with contextlib.suppress(WorkerDied):
+                await server.remote.post("forget", name=name)
+
+        self._run(self._all([server for server in self.servers if name in server.adapters], remove))
+
+    def check_adapter(self, name: str) -> None:
+        async def check() -> None:
+            holders = [server for server in self.servers if name in server.adapters]
+            if not holders:
+                raise SamplerOutOfSync(f"no server holds adapter {name}: {self._told()}")
+            await self._all(holders, lambda server: self._prove(server, "ostinato_check_adapter", name))
+
+        self._run(check())
+
+    # -- tokens -----------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Sequence[TokenIds],
+        seeds: Sequence[int],
+        params: SamplingParams,
+        on_token: OnToken | None = None,
+        *,
+        adapter: str | None = None,
+    ) -> list[Completion]:
+        """`on_token` hears of tokens in this thread, in small chunks when there are many prompts."""
+        drawings = [Drawing() for _ in prompts]
+        heard: SimpleQueue[tuple[int, int, float] | None] = SimpleQueue()
+        every = CHUNK_TOKENS if len(prompts) > INTERACTIVE else 1
+
+        async def send(server: Server, numbers: list[int]) -> None:
+            body = {
+                "state": server.held,
+                **_once([list(prompts[number]) for number in numbers]),
+                "seeds": [seeds[number] for number in numbers],
+                "params": params.model_dump(mode="json"),
+                "every": every,
+                "adapter": adapter,
+            }
+            for number in numbers:
+                drawings[number].begin()
+            async for index, tokens, logprobs, stop in server.remote.chunks(body):
+                for token, logprob in drawings[numbers[index]].take(tokens, logprobs, stop):
+                    heard.put((numbers[index], token, logprob))
+
+        works = [Work(affinity(prompt), len(prompt) + params.max_new_tokens) for prompt in prompts]
+        self._hear(self._draw(works, send, adapter), heard, on_token)
+        return [drawing.completion() for drawing in drawings]
+
+    def _hear(
+        self,
+        drawing: Coroutine[Any, Any, None],
+        heard: SimpleQueue[tuple[int, int, float] | None],
+        on_token: OnToken | None,
+    ) -> None:
+        """Runs `drawing`, and tells of tokens in this thread; what the listener raises ends it."""
+        ended = threading.Event()
+
+        async def draw() -> None:
+            try:
+                await drawing
+            finally:
+                heard.put(None)
+                ended.set()
+
+        future = asyncio.run_coroutine_threadsafe(draw(), self._loop)
+        try:
+            while (token := heard.get()) is not None:
+                if on_token is not None:
+                    on_token(*token)
+        except BaseException:
+            future.cancel()
+            ended.wait()
+            raise
+        future.result()
+
+    def score(
+        self, sequences: Sequence[TokenIds], *, temperature: float = 1.0, adapter: str | None = None
+    ) -> list[list[float]]:
+        if temperature != 1.0:
+            raise BadSpec(f"vLLM scores at temperature 1 only; {temperature} was asked for")
+        found: list[list[float]] = [[] for _ in sequences]
+
+        async def send(server: Server, numbers: list[int]) -> None:
+            asked = [list(sequences[number]) for number in numbers]
+            answer = await server.remote.post("score", sequences=asked, state=server.held, adapter=adapter)
+            for number, logprobs in zip(numbers, answer["logprobs"], strict=True):
+                found[number] = logprobs
+
+        works = [Work(affinity(sequence), len(sequence)) for sequence in sequences]
+        self._run(self._draw(works, send, adapter))
+        return found
+
+    async def _draw(self, works: Sequence[Work], send: Send, adapter: str | None) -> None:
+        self._unproven |= await spread(works, send, lambda: self._ready(adapter))
+
+    async def _ready(self, adapter: str | None) -> list[Server]:
+        """The servers that can draw now; waits for one that is on its way with the weights. Raises SamplerOutOfSync
+        when none is."""
+        while True:
+            weights = self._weights
+            servers = [
+                server
+                for server in self.servers
+                if server.phase == "up"
+                and weights is not None
+                and server.held == weights.state
+                and (adapter is None or adapter in server.adapters)
+            ]
+            if servers:
+                return servers
+            coming = any(server.phase in ("starting", "down") for server in self.servers)
+            if weights is None or adapter is not None or not coming or not weights.still_there:
+                raise SamplerOutOfSync(f"no server holds the weights any more: {self._told()}")
+            await self._until(lambda: any(server.held for server in self.servers))
+
+    # -- life -------------------------------------------------------------------------------------------------
+
+    def drain(self, name: str) -> None:
+        """The server gets no new requests, and ends once those it has are done. It is not started again."""
+
+        async def drain() -> None:
+            server = next(server for server in self.servers if server.name == name)
+            server.enter("draining")
+            while server.outstanding:
+                await asyncio.sleep(POLL_SECONDS)
+            await server.close(grace_seconds=RESET_SECONDS)
+
+        self._run(drain())
+
+    def sleep(self) -> None:
+        self._run(self._do("sleep"))
+        for server in self.servers:
+            server.held = None
+
+    def wake(self) -> None:
+        self._run(self._do("wake"))
+
+    async def _do(self, what: str) -> None:
+        up = [server for server in self.servers if server.phase == "up"]
+        await self._all(up, lambda server: server.remote.post("do", what=what))
+
+    @property
+    def alive(self) -> bool:
+        """It mends itself as long as it is open."""
+        return self._thread.is_alive()
+
+    def close(self) -> None:
+        """Ends every server; no process of theirs is left."""
+        if not self._thread.is_alive():
+            return
+        self._run(self._close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _close(self) -> None:
+        await asyncio.gather(*(server.close() for server in self.servers))
+        for task in self._keeping:
+            task.cancel()
+        await asyncio.gather(*self._keeping, return_exceptions=True)
+        await self._on_close()
+
+    # -- the loop ---------------------------------------------------------------------------------------------
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def _all(self, servers: Sequence[Server], call: Callable[[Server], Awaitable[Any]]) -> None:
+        """One call to each, at once; raises the first error once all have answered."""
+        found = await asyncio.gather(*(call(server) for server in servers), return_exceptions=True)
+        for error in found:
+            if isinstance(error, BaseException):
+                raise error
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        """Waits for what a server that starts will bring. Raises WorkerDied after the time that a start may take."""
+        seconds = max(server.start_seconds for server in self.servers)
+        for _ in range(int(seconds / POLL_SECONDS)):
+            if condition():
+                return
+            await asyncio.sleep(POLL_SECONDS)
+        raise WorkerDied(f"no server was ready within {seconds:.0f} s (sampler.start_seconds): {self._told()}")
+
+    def _told(self) -> str:
+        """What is known of each server, for an error message."""
+        return "; ".join(f"{server.name} is {server.phase} {server.error}".strip() for server in self.servers)
+
+
+def open_pool(spec: VllmSpec, config_folder: Path, options: EngineOptions) -> VllmPool:
+    """Starts the servers of `spec` on this machine, or finds those at its `urls`, and waits until they are up.
+
+    Raises:
+        WorkerDied: one of them did not come up.
+        BadSpec: no token for `urls`, or a server there was built for something else.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="ostinato-vllm-"))
+    here = Plan(spec, options, own_config(config_folder, folder), folder, secrets.token_hex(32))
+    return pool_of(here)
+
+
+def pool_of(here: Plan) -> VllmPool:
+    spec, launches = here.spec, []
+    token = token_of(spec) if spec.urls else here.token
+    if not spec.urls:
+        launches = [here.launch(index) for index in range(max(1, spec.servers))]
+    clients: list[httpx.AsyncClient] = []
+
+    def make(on_up: OnUp) -> list[Server]:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        client = httpx.AsyncClient(headers={"authorization": f"Bearer {token}"}, limits=limits, trust_env=False)
+        clients.append(client)
+        found = [(launch.name, launch.url, launch) for launch in launches] or [(url, url, None) for url in spec.urls]
+        return [
+            Server(Remote(name, url, client, silence=spec.answer_seconds), launch, on_up, spec.start_seconds)
+            for name, url, launch in found
+        ]
+
+    async def on_close() -> None:
+        for client in clients:
+            await client.aclose()
+        shutil.rmtree(here.folder, ignore_errors=True)
+
+    return VllmPool(make, on_close)
+
+
+def _once(prompts: list[TokenIds]) -> dict[str, Any]:
+    """Each distinct prompt once, and which one each completion continues."""
+    places: dict[tuple[int, ...], int] = {}
+    of = [places.setdefault(tuple(prompt), len(places)) for prompt in prompts]
+    return {"prompts": [list(prompt) for prompt in places], "of": of}

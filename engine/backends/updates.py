@@ -111,6 +111,22 @@ def micro_batch_loss(
     return (token_loss.values_N * weights_N).sum(), token_loss.sums
 
 
+def rehearse(samples: Sequence[Sample], objective: Objective) -> None:
+    """Raises what the loss would raise over the samples' columns: on every rank the same, before any of them starts."""
+    if samples:
+        one = torch.zeros(1)
+        for name in ("advantages", "old_logprobs", "reference_logprobs", "sampler_logprobs"):
+            _column(samples, name, one)
+        shortest = min(samples, key=lambda sample: sample.trained)
+        micro_batch_loss(
+            lambda packed: torch.zeros(len(packed.target_N)),
+            [shortest],
+            objective,
+            totals_of([shortest]),
+            device=torch.device("cpu"),
+        )
+
+
 def _column(samples: Sequence[Sample], name: str, like: Tensor) -> Tensor | None:
     """One optional per-token column of all samples, flat; None when no sample has it."""
     columns = [getattr(sample, name) for sample in samples]

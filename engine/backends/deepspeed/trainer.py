@@ -1,0 +1,241 @@
+"""One policy on all ranks, as each rank holds its part of it: the rank side of `engine.backends.protocol.Trainer`.
+
+Every method is called by every rank with equal arguments, and either returns or raises the same on all of them. Where
+that cannot be, because a rank fails in the middle of an exchange with the others, its process ends and the group with
+it: the engine starts the group again.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from engine.backends.causal_lm import load_causal_lm
+from engine.backends.deepspeed import files
+from engine.backends.deepspeed.gradients import Gradients, make_gradients
+from engine.backends.deepspeed.options import ZeroOptions
+from engine.backends.deepspeed.passes import EMPTY_PASS, deal
+from engine.backends.group.progress import progress
+from engine.backends.packing import Packable, pack
+from engine.backends.protocol import Objective, UpdateReport
+from engine.backends.updates import (
+    Accumulated,
+    Totals,
+    check_sequences,
+    is_out_of_memory,
+    metrics_of,
+    micro_batch_loss,
+    rehearse,
+    split_once,
+    totals_of,
+    without_gradient,
+)
+from engine.errors import NonFiniteGradient
+from engine.protocol import TokenSequence
+from engine.samples import Sample
+from storage.chain import OptimizerSpec
+
+OUT_OF_MEMORY_MARK = "this rank ran out of memory in the middle of a pass"
+"""What a rank's last line says when it ends for that reason: the engine halves the passes of the next try."""
+OUT_OF_MEMORY_STATUS = 71
+
+
+class ZeroTrainer:
+    """Loads the model of `folder` and keeps this rank's part."""
+
+    def __init__(self, folder: Path, options: ZeroOptions, *, device: torch.device) -> None:
+        self._device, self._stage = device, options.trainer.zero_stage
+        self._ranks = dist.get_world_size()
+        master = options.master_dtype
+        loaded = load_causal_lm(folder, dtype=master, compute_dtype=master, device=torch.device("cpu"))
+        self.module: Any = loaded.module
+        buffers = {name: b for name, b in loaded.named_weights() if not isinstance(b, torch.nn.Parameter)}
+        own = {id(tensor): name for name, tensor in loaded.named_weights()}
+        exported = {name: own[id(tensor)] for name, tensor in loaded.exported_weights()}
+        self.gradients: Gradients = make_gradients(loaded, options, device)
+        self.model = self.gradients.model
+        self.state = files.State(
+            shards=self.gradients.shards,
+            buffers={name: self.module.get_buffer(name) for name in buffers},
+            exported=exported,
+            device=device,
+            master_dtype=master,
+        )
+
+    @property
+    def shards(self) -> Any:
+        return self.gradients.shards
+
+    # -- gradient ---------------------------------------------------------------------------------------------
+
+    def update(
+        self, samples: Sequence[Sample], objective: Objective, optimizer: OptimizerSpec, *, max_tokens: int
+    ) -> UpdateReport:
+        self._check(samples)
+        totals = totals_of(samples)
+        taught = [sample for sample in samples if not without_gradient(sample, objective)]
+        rehearse(taught, objective)
+
+        def accumulate(max_tokens: int) -> Accumulated:
+            return self._accumulate(taught, objective, totals, max_tokens)
+
+        found = split_once(accumulate, taught, max_tokens, device=self._device, forget=self.gradients.forget)
+        norm, moved = self.gradients.step(optimizer)
+        passed_tokens = sum(sample.trained for sample in taught)
+        report = UpdateReport(
+            metrics=metrics_of(found.sums, passed_tokens=passed_tokens, totals=totals, grad_norm=norm),
+            skipped=not moved,
+            micro_batches=found.micro_batches,
+            max_tokens=found.max_tokens,
+        )
+        if not moved and not objective.skip_non_finite:
+            raise NonFiniteGradient(f"the gradient norm of {len(samples)} samples is {norm}")
+        return report
+
+    def _accumulate(
+        self, taught: Sequence[Sample], objective: Objective, totals: Totals, max_tokens: int
+    ) -> Accumulated:
+        passes = deal(taught, max_tokens=max_tokens, ranks=self._ranks)
+        mine = Accumulated(max_tokens)
+
+        def run() -> None:
+            for row in passes:
+                self._pass(row[dist.get_rank()], taught, objective, totals, mine)
+                progress()
+
+        self._together(run, recovers=self.gradients.recovers)
+        whole = Accumulated(max_tokens, micro_batches=sum(batch is not None for row in passes for batch in row))
+        whole.sums["loss"] = 0.0
+        for sums in _gather(dict(mine.sums)):
+            for name, value in sums.items():
+                whole.sums[name] += value
+        return whole
+
+    def _pass(
+        self,
+        indices: list[int] | None,
+        taught: Sequence[Sample],
+        objective: Objective,
+        totals: Totals,
+        mine: Accumulated,
+    ) -> None:
+        def logprobs(packed: Any) -> Any:
+            return self.gradients.logprobs(packed, objective.temperature)
+
+        if indices is None:  # the others gather weights now: a gradient of zeros takes part
+            self.gradients.backward(0.0 * logprobs(pack([EMPTY_PASS], device=self._device)).sum())
+            return
+        samples = [taught[i] for i in indices]
+        loss, sums = micro_batch_loss(logprobs, samples, objective, totals, device=self._device)
+        self.gradients.backward(loss)
+        mine.sums["loss"] += loss.item()
+        for name, value in sums.items():
+            mine.sums[name] += float(value)
+
+    def _together(self, run: Callable[[], None], *, recovers: bool) -> None:
+        """Runs it; a rank that runs out of memory makes all of them raise, or ends the group where the others may be
+        waiting for it in the middle of `run`."""
+        failure = ""
+        try:
+            run()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = str(error).splitlines()[0]
+        if failure and not recovers and self._ranks > 1:
+            print(f"{OUT_OF_MEMORY_MARK}: {failure}", file=sys.stderr, flush=True)
+            os._exit(OUT_OF_MEMORY_STATUS)
+        failures = {rank: said for rank, said in enumerate(_gather(failure)) if said}
+        if failures:
+            rank, said = next(iter(failures.items()))
+            raise torch.OutOfMemoryError(f"rank {rank}: {said}")
+
+    # -- logprobs ---------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def logprobs(
+        self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int
+    ) -> list[list[float]]:
+        """Nats of every trained token, per sequence, in the order given."""
+        self._check(sequences)
+
+        def run(max_tokens: int) -> list[list[float]]:
+            passes = deal(sequences, max_tokens=max_tokens, ranks=self._ranks)
+            mine: dict[int, list[float]] = {}
+
+            def compute() -> None:
+                for row in passes:
+                    indices = row[dist.get_rank()]
+                    chosen: list[Packable] = [EMPTY_PASS] if indices is None else [sequences[i] for i in indices]
+                    packed = pack(chosen, device=self._device)
+                    values_N = self.gradients.logprobs(packed, temperature)
+                    parts = values_N.split(list(packed.trained_S))
+                    mine.update({i: part.tolist() for i, part in zip(indices or [], parts, strict=False)})
+                    progress()
+
+            self._together(compute, recovers=self._stage != 3)
+            found = {index: values for part in _gather(mine) for index, values in part.items()}
+            return [found[index] for index in range(len(sequences))]
+
+        return split_once(run, sequences, max_tokens, device=self._device, forget=lambda: None)
+
+    def _check(self, sequences: Sequence[Packable]) -> None:
+        check_sequences(sequences, vocab_size=self.model.vocab_size, context_length=self.model.context_length)
+
+    # -- state ------------------------------------------------------------------------------------------------
+
+    def reset_optimizer(self) -> None:
+        self.shards.forget_moments()
+
+    def weights_digest(self) -> tuple[str, dict[str, str]]:
+        return files.weights_digest(self.state)
+
+    def write_checkpoint(self, folder: Path) -> list[str]:
+        names = files.write_checkpoint(self.state, folder)
+        dist.barrier()
+        return names
+
+    def read_checkpoint(self, given: Mapping[str, Path], *, optimizer: bool) -> None:
+        files.read_checkpoint(self.state, given, optimizer=optimizer)
+
+    def write_config(self, folder: Path) -> list[str]:
+        """On rank 0; the names of its files."""
+        folder.mkdir(parents=True, exist_ok=True)
+        before = set(folder.iterdir())
+        if dist.get_rank() == 0:
+            self.module.config.save_pretrained(folder)
+            if getattr(self.module, "generation_config", None) is not None:
+                self.module.generation_config.save_pretrained(folder)
+        return sorted(path.name for path in set(folder.iterdir()) - before)
+
+    def stage_weights(self, folder: Path, *, dtype: torch.dtype) -> list[str]:
+        return files.write_folder(self.state, folder, dtype=dtype, spread=True)
+
+    def export(self, folder: Path) -> list[str]:
+        names = files.write_folder(self.state, folder)
+        self.write_config(folder)
+        dist.barrier()
+        return sorted({*names, *(path.name for path in folder.glob("*config.json"))})
+
+    def holds(self) -> dict[str, int]:
+        """Bytes of master weights and of moments that this rank holds now."""
+        return {"masters": self.shards.nbytes(), "moments": self.shards.moments_nbytes()}
+
+    def close(self) -> None:
+        """Drops everything, DeepSpeed's hooks and buffers included."""
+        engine = getattr(self.gradients, "_engine", None)
+        if engine is not None:
+            engine.destroy()
+
+
+def _gather(value: Any) -> list[Any]:
+    """Everyone's `value`, by rank."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered

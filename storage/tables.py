@@ -11,15 +11,16 @@ import tempfile
 import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import JsonValue
 
-from storage.artifacts import ArtifactRef, Provenance, commit_bytes, commit_file, entry_of, read_bytes
+from storage.artifacts import ArtifactRef, FileEntry, Provenance, commit_bytes, commit_file, entry_of, read_bytes
 from storage.errors import CorruptArtifact, SchemaMismatch
 from storage.models import digest_file
 from storage.objects import ObjectStore
@@ -27,6 +28,8 @@ from storage.objects import ObjectStore
 ROW_GROUP = 256
 """Rows that are compressed together: the unit of random access, and of memory when writing."""
 CACHED_GROUPS = 8
+COPIED_BYTES = 1 << 30
+"""Tables up to this are copied to the machine that reads many of their rows."""
 _LISTS_INT, _LISTS_FLOAT = pa.list_(pa.int32()), pa.list_(pa.float32())
 
 
@@ -207,12 +210,13 @@ class RowReader:
     Safe to use from several threads. Raises ObjectNotFound, CorruptArtifact (a checksum of a page, or the size).
     """
 
-    def __init__(self, store: ObjectStore, ref: ArtifactRef) -> None:
+    def __init__(self, store: ObjectStore, ref: ArtifactRef, *, copy: bool = False) -> None:
+        """`copy` reads a remote table whole, once, and then from this machine's disk."""
         self.ref = ref
         entry = entry_of(store, ref)
         self._lock = threading.Lock()
         self._groups: OrderedDict[int, pa.Table] = OrderedDict()
-        self._source = store.open(entry.key)
+        self._source = _copied(store, entry) if copy else store.open(entry.key)
         if self._source.seek(0, io.SEEK_END) != entry.bytes:
             raise CorruptArtifact(f"{entry.key} has not the {entry.bytes} bytes that its manifest says")
         try:
@@ -257,6 +261,42 @@ class RowReader:
             if len(self._groups) > CACHED_GROUPS:
                 self._groups.popitem(last=False)
             return table
+
+
+def shared_rows(store: ObjectStore, ref: ArtifactRef, indices: Iterable[int]) -> list[dict[str, Any]]:
+    """Like RowReader(store, ref).rows(indices), for who asks often: shards of a shuffled dataset have their rows in as
+    many row groups, each a request of its own. One reader per table and process; up to COPIED_BYTES are copied once."""
+    return _shared_reader(_Table(store, ref)).rows(indices)
+
+
+class _Table:
+    """A committed table that equals any other of the same content in the same store."""
+
+    def __init__(self, store: ObjectStore, ref: ArtifactRef) -> None:
+        self.store, self.ref = store, ref
+        self.name = (store.url, ref.key, ref.sha256)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Table) and self.name == other.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+
+@lru_cache(maxsize=4)
+def _shared_reader(table: _Table) -> RowReader:
+    here = table.store.local_path(table.ref.key) is not None
+    return RowReader(table.store, table.ref, copy=not here and table.ref.bytes <= COPIED_BYTES)
+
+
+def _copied(store: ObjectStore, entry: FileEntry) -> BinaryIO:
+    """The file on this machine; it is gone when it is closed. Raises ObjectNotFound, CorruptArtifact."""
+    with tempfile.TemporaryDirectory(prefix="ostinato-table-") as folder:
+        path = Path(folder, "table.parquet")
+        store.fetch(entry.key, path)
+        if (there := digest_file(path)[0]) != entry.sha256:
+            raise CorruptArtifact(f"{entry.key} has sha256 {there[:12]}, its manifest says {entry.sha256[:12]}")
+        return path.open("rb")
 
 
 def checked(table: pa.Table, kind: str) -> pa.Table:

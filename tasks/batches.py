@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import pyarrow as pa
@@ -17,11 +17,15 @@ from storage.artifacts import ArtifactRef, find_artifact, made_from
 from storage.chain import OldLogprobs, PolicyRef
 from storage.models import Frozen
 from storage.objects import ObjectStore
-from storage.tables import SCHEMAS, RowReader, commit_table, read_table
-from tasks.advantages import ESTIMATORS
+from storage.tables import SCHEMAS, TableWriter, commit_table, shared_rows
+from tasks.batch_rows import Grades, batch_table, gap_of
 from tasks.clock import timed
+from tasks.shards import read_tables
 
 AdvantageEstimator = Literal["group", "group_sample_std", "centred", "leave_one_out"]
+CHUNK_TOKENS = 1 << 20
+"""Tokens that are scored and written together: what a batch takes of the coordinator's memory, and of one call to the
+engine, does not grow with the batch."""
 
 
 class BatchPlan(Frozen):
@@ -50,55 +54,69 @@ async def rollout_batch(
         found = find_artifact(store, key)
         if found is not None:
             return made_from(found, policy.uri)
-        rows = _joined(store, rollouts, graded)
-    kept = [row for row in with_advantages(rows, plan.advantage_estimator) if row["completion_ids"]]
-    if not kept:
-        raise BadSpec(
-            f"step {step} has no gradable completion: {len(rows)} were sampled and every one was empty, masked or "
-            "ignored; look at the reasons in its graded table"
-        )
-    table = await _batch_table(workspace, policy, kept, plan)
-    with timed("storage"):
-        committed = commit_table(
-            store,
-            key,
-            table,
-            kind="batch",
-            parents=(policy.uri, *(ref.uri for ref in (*rollouts, *graded))),
-            provenance=workspace.provenance,
-        )
+        columns = ["prompt_id", "completion", "reward", "status"]
+        grades = Grades(pa.concat_tables(read_tables(store, graded, columns)), plan.advantage_estimator)
+    with TableWriter("batch") as writer:
+        gap, gap_tokens = 0.0, 0
+        for shards in _chunks(store, rollouts, graded, grades):
+            table = await _scored(workspace, policy, shards, plan)
+            total, tokens = gap_of(table)
+            gap, gap_tokens = gap + total, gap_tokens + tokens
+            with timed("storage"):
+                writer.write(table)
+        if not writer.rows:
+            raise BadSpec(
+                f"step {step} has no gradable completion: {len(grades.rewards)} were sampled and every one was empty, "
+                "masked or ignored; look at the reasons in its graded table"
+            )
+        with timed("storage"):
+            committed = writer.commit(
+                store,
+                key,
+                parents=(policy.uri, *(ref.uri for ref in (*rollouts, *graded))),
+                provenance=workspace.provenance,
+                extra={"prompts": grades.prompts_kept(), "logprob_gap": gap / gap_tokens if gap_tokens else None},
+            )
     return made_from(committed, policy.uri)
 
 
-async def _batch_table(
-    workspace: Workspace, policy: PolicyRef, kept: list[dict[str, Any]], plan: BatchPlan
+def _chunks(
+    store: ObjectStore, rollouts: list[ArtifactRef], graded: list[ArtifactRef], grades: Grades
+) -> Iterator[list[dict[str, pa.Array]]]:
+    """The kept rows of whole shards, in their order, about CHUNK_TOKENS at a time."""
+    tables = read_tables(store, rollouts, ["prompt_id", "completion", "prompt_ids", "completion_ids", "logprobs"])
+    start, chunk, tokens = 0, [], 0
+    for ref, grade_ref in zip(rollouts, graded, strict=True):
+        with timed("storage"):
+            shard = next(tables)
+        kept = grades.kept(shard, start)
+        if kept is None or shard.num_rows != grade_ref.rows:
+            raise BadSpec(f"{grade_ref.key} does not grade the rows of {ref.key} in their order")
+        start += shard.num_rows
+        chunk.append(kept)
+        tokens += len(kept["token_ids"].flatten())
+        if tokens >= CHUNK_TOKENS:
+            yield chunk
+            chunk, tokens = [], 0
+    if chunk:
+        yield chunk
+
+
+async def _scored(
+    workspace: Workspace, policy: PolicyRef, shards: list[dict[str, pa.Array]], plan: BatchPlan
 ) -> pa.Table:
-    """The rows of a batch: tokens, advantages, and the logprobs that its loss compares with."""
-    sequences = [
-        TokenSequence(
-            row["prompt_ids"] + row["completion_ids"],
-            [0.0] * len(row["prompt_ids"]) + [1.0] * len(row["completion_ids"]),
-            group=row["prompt_id"],
-        )
-        for row in kept
+    """Some shards' rows as one table, with the logprobs that the loss compares with."""
+    columns = {name: pa.concat_arrays([shard[name] for shard in shards]) for name in shards[0]}
+    policies = (policy if plan.old_logprobs == "trainer" else None, plan.reference)
+    sequences = []
+    if any(policies) and len(columns["group"]):
+        lists = (columns[name].to_pylist() for name in ("token_ids", "weights", "group"))
+        sequences = [TokenSequence(ids, weights, group=group) for ids, weights, group in zip(*lists, strict=True)]
+    old, reference = [
+        None if one is None else (await _logprobs(workspace, one, sequences, plan.temperature) if sequences else [])
+        for one in policies
     ]
-    old = await _logprobs(workspace, policy, sequences, plan.temperature) if plan.old_logprobs == "trainer" else None
-    reference = await _logprobs(workspace, plan.reference, sequences, plan.temperature) if plan.reference else None
-    rows = [
-        {
-            "group": row["prompt_id"],
-            "completion": row["completion"],
-            "token_ids": sequence.token_ids,
-            "weights": sequence.weights,
-            "advantages": [row["advantage"]] * len(row["completion_ids"]),
-            "old_logprobs": old[i] if old else None,
-            "reference_logprobs": reference[i] if reference else None,
-            "sampler_logprobs": row["logprobs"],
-            "reward": row["reward"],
-        }
-        for i, (row, sequence) in enumerate(zip(kept, sequences, strict=True))
-    ]
-    return pa.Table.from_pylist(rows, schema=SCHEMAS["batch"])
+    return batch_table(columns, old, reference)
 
 
 async def _logprobs(
@@ -107,32 +125,6 @@ async def _logprobs(
     with timed("train"):
         request = LogprobsRequest(policy, sequences, temperature=temperature)
         return await workspace.connect().logprobs(request, epoch=workspace.epoch)
-
-
-def _joined(store: ObjectStore, rollouts: list[ArtifactRef], graded: list[ArtifactRef]) -> list[dict[str, Any]]:
-    """Rollouts with their grades, in the order of the shards."""
-    rows = []
-    for rollout_ref, graded_ref in zip(rollouts, graded, strict=True):
-        sampled = read_table(store, rollout_ref).to_pylist()
-        grades = read_table(store, graded_ref, columns=["prompt_id", "completion", "reward", "status"]).to_pylist()
-        for row, grade in zip(sampled, grades, strict=True):
-            if (row["prompt_id"], row["completion"]) != (grade["prompt_id"], grade["completion"]):
-                raise BadSpec(f"{graded_ref.key} does not grade the rows of {rollout_ref.key} in their order")
-            rows.append(row | {"reward": grade["reward"], "status": grade["status"]})
-    return rows
-
-
-def with_advantages(rows: list[dict[str, Any]], estimator: AdvantageEstimator) -> list[dict[str, Any]]:
-    """The rows that have a valid grade, each with its advantage over its prompt's group. One bad sample never drops
-    its group: a masked row leaves only itself out."""
-    groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for row in rows:
-        groups[row["prompt_id"]].append(row)
-    for members in groups.values():
-        rewards = [row["reward"] if row["status"] == "ok" else None for row in members]
-        for row, advantage in zip(members, ESTIMATORS[estimator](rewards), strict=True):
-            row["advantage"] = advantage
-    return [row for row in rows if row["advantage"] is not None]
 
 
 async def completion_batch(
@@ -145,7 +137,7 @@ async def completion_batch(
         found = find_artifact(store, key)
         if found is not None:
             return made_from(found, policy.uri)
-        records = RowReader(store, dataset).rows(rows)
+        records = shared_rows(store, dataset, rows)
     renderer = renderer_of(store, base)
     empty: dict[str, Any] = {name: None for name in SCHEMAS["batch"].names}
     table_rows = []
@@ -166,5 +158,6 @@ async def completion_batch(
             kind="batch",
             parents=(policy.uri, dataset.uri),
             provenance=workspace.provenance,
+            extra={"prompts": len({record["id"] for record in records}), "logprob_gap": None},
         )
     return made_from(committed, policy.uri)

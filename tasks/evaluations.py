@@ -11,7 +11,7 @@ from storage import keys
 from storage.artifacts import ArtifactRef, find_artifact
 from storage.chain import PolicyRef
 from storage.models import Frozen, canonical_json, digest
-from storage.tables import SCHEMAS, RowReader, commit_table
+from storage.tables import SCHEMAS, commit_table, shared_rows
 from tasks.clock import timed
 from tasks.gradings import Grading, check_masked, grade_texts
 from tasks.rollouts import PromptShard, prompt_limit, render_prompts, rollout_table
@@ -36,7 +36,7 @@ async def evaluate(workspace: Workspace, policy: PolicyRef, plan: EvaluationPlan
     if found is not None:
         return found
     shard = plan.prompts
-    rows = RowReader(store, shard.dataset).rows(shard.rows)
+    rows = shared_rows(store, shard.dataset, shard.rows)
     renderer, limit = renderer_of(store, shard.base), prompt_limit(store, shard, plan.sampling)
     jobs = [(row, ids, 0) for row, ids in render_prompts(renderer, rows, limit, shard.truncation)]
     seeds = [workspace.seed_for("evaluation", row["id"]) for row, _, _ in jobs]

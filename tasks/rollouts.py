@@ -19,7 +19,7 @@ from storage.chain import PolicyRef
 from storage.failpoints import failpoint
 from storage.models import Frozen
 from storage.objects import ObjectStore
-from storage.tables import SCHEMAS, RowReader, commit_table
+from storage.tables import SCHEMAS, commit_table, shared_rows
 from storage.worklog import log_work
 from tasks.clock import timed
 
@@ -52,7 +52,7 @@ async def sample_shard(
         found = find_artifact(store, key)
         if found is not None:
             return made_from(found, policy.uri)
-        rows = RowReader(store, shard.dataset).rows(shard.rows)
+        rows = shared_rows(store, shard.dataset, shard.rows)
     earlier = shard.repetitions or (0,) * len(rows)
     rows = [row | {"first": n * shard.completions} for row, n in zip(rows, earlier, strict=True)]
     limit = prompt_limit(store, shard, sampling)
@@ -73,7 +73,11 @@ async def sample_shard(
             kind="rollouts",
             parents=(policy.uri, shard.dataset.uri),
             provenance=workspace.provenance,
-            extra={"prompts": len(shard.rows), "dropped": len(rows) - len(prompts)},
+            extra={
+                "prompts": len(shard.rows),
+                "dropped": len(rows) - len(prompts),
+                "completion_tokens": sum(len(done.token_ids) for done in completions),
+            },
         )
     return made_from(committed, policy.uri)
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import pyarrow.compute as pc
 
 from storage import keys
 from storage.artifacts import ArtifactRef, read_manifest
@@ -11,7 +15,11 @@ from storage.chain import CommitRecord, PolicyRef
 from storage.errors import ObjectNotFound
 from storage.objects import ObjectStore
 from storage.tables import read_table
+from tasks.batch_rows import gap_of
 from tasks.metrics import StepMetrics
+from tasks.shards import AHEAD, read_tables
+
+T = TypeVar("T")
 
 
 def measure_step(
@@ -24,15 +32,13 @@ def measure_step(
     seconds: dict[str, float],
 ) -> StepMetrics:
     """What a step did. Without rollouts (SFT) the reinforcement fields are None."""
-    grades = [row for ref in graded for row in read_table(store, ref, columns=["reward", "status"]).to_pylist()]
-    lengths = [
-        len(ids) for ref in rollouts for ids in read_table(store, ref, ["completion_ids"])["completion_ids"].to_pylist()
-    ]
-    rewards = [row["reward"] for row in grades if row["status"] == "ok"]
+    rewards, masked = _grades(store, graded)
     mean = sum(rewards) / len(rewards) if rewards else None
     wall = sum(seconds.values())
-    tokens = sum(lengths) if rollouts else int(record.metrics.get("tokens", 0))
-    batch = read_table(store, record.request.batch, ["group", "old_logprobs", "sampler_logprobs"]).to_pylist()
+    sampled = _each(lambda ref: _sampled(store, ref), rollouts)
+    tokens = sum(n for n, _ in sampled) if rollouts else int(record.metrics.get("tokens", 0))
+    completions = sum(ref.rows or 0 for ref in rollouts)
+    prompts, gap = _batch(store, record.request.batch)
     return StepMetrics(
         step=record.request.parent.step,
         total_steps=total_steps,
@@ -43,32 +49,55 @@ def measure_step(
         grad_norm=record.metrics.get("grad_norm", math.nan),
         learning_rate=record.request.optimizer.lr,
         completion_tokens=tokens,
-        completion_length_mean=tokens / len(lengths) if lengths else None,
-        prompts=len({row["group"] for row in batch}),
-        completions=len(lengths) or len(batch),
-        masked=sum(row["status"] == "masked" for row in grades),
-        dropped=sum(_dropped(store, ref) for ref in rollouts),
+        completion_length_mean=tokens / completions if completions else None,
+        prompts=prompts,
+        completions=completions or record.request.batch.rows or 0,
+        masked=masked,
+        dropped=sum(n for _, n in sampled),
         skipped_updates=record.skipped,
-        logprob_gap=_gap(batch),
+        logprob_gap=gap,
         tokens_per_second=tokens / wall if wall else 0.0,
         seconds=seconds,
     )
 
 
-def _dropped(store: ObjectStore, rollouts: ArtifactRef) -> int:
-    count = read_manifest(store, rollouts.key).extra.get("dropped")
-    return count if isinstance(count, int) else 0
+def _grades(store: ObjectStore, graded: list[ArtifactRef]) -> tuple[list[float], int]:
+    """The rewards that were given, and how many grades are masked."""
+    rewards: list[float] = []
+    masked = 0
+    for table in read_tables(store, graded, ["reward", "status"]):
+        rewards += table.filter(pc.equal(table["status"], "ok"))["reward"].to_pylist()
+        masked += pc.sum(pc.equal(table["status"], "masked")).as_py() or 0
+    return rewards, masked
 
 
-def _gap(batch: list[dict[str, Any]]) -> float | None:
-    """Mean |sampler - trainer| logprob, nats per token: the health of the weight sync."""
-    gaps = [
-        abs(mine - theirs)
-        for row in batch
-        if row["old_logprobs"] and row["sampler_logprobs"]
-        for mine, theirs in zip(row["old_logprobs"], row["sampler_logprobs"], strict=True)
-    ]
-    return sum(gaps) / len(gaps) if gaps else None
+def _sampled(store: ObjectStore, rollouts: ArtifactRef) -> tuple[int, int]:
+    """Tokens sampled and prompts dropped in a shard, as its manifest says: its rows are as many as the tokens are."""
+    extra = read_manifest(store, rollouts.key).extra
+    tokens, dropped = extra.get("completion_tokens"), extra.get("dropped")
+    if not isinstance(tokens, int):  # written before the manifest said so
+        lengths = pc.list_value_length(read_table(store, rollouts, ["completion_ids"])["completion_ids"])
+        tokens = pc.sum(lengths).as_py() or 0
+    return tokens, dropped if isinstance(dropped, int) else 0
+
+
+def _batch(store: ObjectStore, batch: ArtifactRef) -> tuple[int, float | None]:
+    """Prompts of a batch, and its mean |sampler - trainer| logprob, nats per token: the health of the weight sync."""
+    extra = read_manifest(store, batch.key).extra
+    prompts, gap = extra.get("prompts"), extra.get("logprob_gap")
+    if isinstance(prompts, int):
+        return prompts, gap if isinstance(gap, float) else None
+    table = read_table(store, batch, ["group", "old_logprobs", "sampler_logprobs"])  # of a hand-written loop, or older
+    total, tokens = gap_of(table)
+    return len(pc.unique(table["group"])), total / tokens if tokens else None
+
+
+def _each(call: Callable[[ArtifactRef], T], refs: list[ArtifactRef]) -> list[T]:
+    """`call` of each, AHEAD at a time: requests of a few hundred bytes, whose latency adds up."""
+    if len(refs) <= 1:
+        return [call(ref) for ref in refs]
+    with ThreadPoolExecutor(min(AHEAD, len(refs)), thread_name_prefix="shards") as pool:
+        return list(pool.map(call, refs))
 
 
 def write_metrics(store: ObjectStore, policy: PolicyRef, metrics: StepMetrics) -> None:

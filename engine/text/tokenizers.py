@@ -123,12 +123,7 @@ def tokenizer_of(store: ObjectStore, model: ArtifactRef) -> Tokenizer:
 
 def context_length_of(store: ObjectStore, model: ArtifactRef) -> int | None:
     """Tokens that a stored model was made for, by its config.json; None where it does not say."""
-    from storage.artifacts import materialise_files
-
-    with TemporaryDirectory() as scratch:
-        path = materialise_files(store, model.key, Path(scratch), names=(CONFIG_FILE,)).get(CONFIG_FILE)
-        given = None if path is None else json.loads(path.read_text(encoding="utf-8")).get("max_position_embeddings")
-    return given if isinstance(given, int) else None
+    return _context_length_of(_ByDigest(store, model))
 
 
 class _ByDigest:
@@ -161,6 +156,16 @@ def _tokenizer_of(stored: _ByDigest) -> Tokenizer:
         for name, path in materialise_files(stored.store, stored.model.key, downloads, names=names).items():
             (folder / name).symlink_to(path.resolve())  # stored files may lie under other names, in other folders
         return load_tokenizer(folder, name=stored.model.key)
+
+
+@lru_cache(maxsize=CACHED_RENDERERS)
+def _context_length_of(stored: _ByDigest) -> int | None:
+    from storage.artifacts import materialise_files
+
+    with TemporaryDirectory() as scratch:
+        path = materialise_files(stored.store, stored.model.key, Path(scratch), names=(CONFIG_FILE,)).get(CONFIG_FILE)
+        given = None if path is None else json.loads(path.read_text(encoding="utf-8")).get("max_position_embeddings")
+    return given if isinstance(given, int) else None
 
 
 def _eos_token_ids(tokenizer: Any, folder: Path, name: str) -> list[int]:

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -20,7 +21,8 @@ from storage.artifacts import ArtifactRef, Provenance, read_manifest
 from storage.chain import Chain, OptimizerSpec, PolicyRef, Root, StepRequest
 from storage.errors import ArtifactConflict
 from storage.tables import SCHEMAS, commit_table, read_table
-from tasks.batches import BatchPlan, rollout_batch, with_advantages
+from tasks.batch_rows import advantages_of
+from tasks.batches import BatchPlan, rollout_batch
 from tasks.datasets.load import load_dataset
 from tasks.datasets.spec import FileDataset
 from tasks.graders.spec import grader_spec
@@ -174,12 +176,16 @@ async def test_a_step_without_one_gradable_completion_is_refused(stand: Stand) -
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, 1e6])
 @pytest.mark.parametrize("estimator", ["group", "group_sample_std", "centred", "leave_one_out"])
 def test_equal_rewards_and_a_group_of_one_give_exactly_zero(estimator: Any, reward: float) -> None:
-    rows = [{"prompt_id": "a", "status": "ok", "reward": reward} for _ in range(7)]
-    rows += [{"prompt_id": "b", "status": "ok", "reward": reward + 1}]
-    rows += [{"prompt_id": "c", "status": status, "reward": 5.0} for status in ("ok", "masked", "ignored")]
-    kept = with_advantages(rows, estimator)
-    assert [row["prompt_id"] for row in kept] == ["a"] * 7 + ["b", "c"]
-    assert [row["advantage"] for row in kept] == [0.0] * 9
+    prompts = pa.array(["a"] * 7 + ["b"] + ["c"] * 3)
+    found = advantages_of(prompts, [reward] * 7 + [reward + 1] + [5.0, None, None], estimator)
+    assert found.dtype == np.float32
+    assert found[:9].tolist() == [0.0] * 9 and np.isnan(found[9:]).all()
+
+
+def test_a_group_is_one_wherever_in_the_step_its_members_are() -> None:
+    prompts = pa.array(["a", "b", "a", "c", "b", "a"])
+    # of a: 0, 3, 6, mean 3; of b: 1, 2, mean 1.5; c is alone
+    assert advantages_of(prompts, [0.0, 1.0, 3.0, 9.0, 2.0, 6.0], "centred").tolist() == [-3, -0.5, 0, 0, 0.5, 3]
 
 
 async def test_equal_rewards_move_no_weight(stand: Stand) -> None:

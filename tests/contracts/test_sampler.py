@@ -1,0 +1,363 @@
+"""What every sampler promises, checked against plain transformers: the torch sampler always, vLLM where it is
+installed (`make test-vllm`). Expected numbers are a Hugging Face forward's, processed as the docstrings say.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.adapters import LoraSpec
+from engine.backends.protocol import Sampler, SamplerBackend, Trainer
+from engine.backends.torch_backend import TorchBackend
+from engine.backends.torch_samplers import TorchSamplers
+from engine.errors import BadSpec, SampleTooLong
+from engine.protocol import Completion, SamplingParams, TokenIds
+from engine.sampler_spec import VllmSpec
+from engine.spec import LocalEngineSpec
+
+SPEC = LocalEngineSpec(
+    device="cpu",
+    compute_dtype="float32",
+    threads=1,
+    sampler=VllmSpec(max_context=512, kv_cache_gib=0.25, max_lora_rank=8),
+)
+END = 2
+"""The tiny model's end-of-sequence id."""
+PROMPTS: list[TokenIds] = [[5, 6, 7], [40], [9, 9, 9, 9, 200, 3], [100, 101], [40], list(range(3, 60))]
+TOLERANCE = 1e-4
+
+
+def reference(trainer: Trainer, folder: Path) -> Any:
+    """The trainer's weights as a plain transformers model."""
+    from transformers import AutoModelForCausalLM
+
+    trainer.export_merged(folder)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+@torch.no_grad()
+def next_logits(model: Any, prompt: TokenIds, completion: TokenIds) -> Tensor:
+    """(tokens of the completion, V): what each of them was drawn from."""
+    ids = torch.tensor([prompt + completion])
+    return model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
+
+
+def distribution(logits_V: Tensor, params: SamplingParams, *, forbidden: set[int] = frozenset()) -> dict[int, float]:
+    """Token -> log p of the distribution that is sampled: temperature, then top-k, then top-p, by the definitions."""
+    scaled = {i: v / (params.temperature or 1.0) for i, v in enumerate(logits_V.tolist()) if i not in forbidden}
+    ranked = sorted(scaled, key=lambda i: -scaled[i])
+    if params.top_k:
+        ranked = ranked[: params.top_k]
+    peak = scaled[ranked[0]]
+    mass = sum(math.exp(scaled[i] - peak) for i in ranked)
+    kept, reached = [], 0.0
+    for i in ranked:
+        kept.append(i)
+        reached += math.exp(scaled[i] - peak) / mass
+        if reached >= params.top_p:
+            break
+    total = sum(math.exp(scaled[i] - peak) for i in kept)
+    return {i: scaled[i] - peak - math.log(total) for i in kept}
+
+
+def assert_drawn_from(model: Any, prompt: TokenIds, drawn: Completion, params: SamplingParams) -> None:
+    rows = next_logits(model, prompt, drawn.token_ids)
+    for place, (token, logprob, row) in enumerate(zip(drawn.token_ids, drawn.logprobs, rows, strict=True)):
+        early = place < params.min_new_tokens
+        expected = distribution(row, params, forbidden={END, *params.stop_token_ids} if early else set())
+        assert token in expected, f"token {place} is not one that may be drawn"
+        assert logprob == pytest.approx(expected[token], abs=TOLERANCE)
+
+
+def moved(trainer: Any, seed: int) -> None:
+    """Other weights: every one of them moves."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for _, parameter in trainer.trained():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+
+
+def untied_folder(folder: Path, tiny_folder: Path) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig.from_pretrained(tiny_folder)
+    config.tie_word_embeddings = False
+    torch.manual_seed(5)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+class SamplerContract:
+    """Subclasses give `backend`."""
+
+    @pytest.fixture(scope="class")
+    def backend(self) -> Iterator[SamplerBackend]:
+        raise NotImplementedError
+
+    @pytest.fixture(scope="class")
+    def trainers(self) -> TorchBackend:
+        return TorchBackend(SPEC)
+
+    @pytest.fixture
+    def trainer(self, trainers: TorchBackend, tiny_folder: Path) -> Any:
+        return trainers.load(tiny_folder)
+
+    @pytest.fixture
+    def sampler(self, backend: SamplerBackend, trainer: Any) -> Iterator[Sampler]:
+        sampler = backend.sampler(trainer)
+        sampler.sync(trainer, "state-0")
+        yield sampler
+        sampler.close()
+
+    @pytest.fixture
+    def model(self, trainer: Any, tmp_path: Path) -> Any:
+        return reference(trainer, tmp_path / "reference")
+
+    # -- distributions ----------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize(
+        "params",
+        [
+            SamplingParams(max_new_tokens=8),
+            SamplingParams(max_new_tokens=8, temperature=0.5),
+            SamplingParams(max_new_tokens=8, temperature=1.7, top_k=5),
+            SamplingParams(max_new_tokens=8, top_p=0.3),
+            SamplingParams(max_new_tokens=8, temperature=0.7, top_k=20, top_p=0.5),
+            SamplingParams(max_new_tokens=8, top_k=10_000),
+            SamplingParams(max_new_tokens=8, min_new_tokens=8, stop_token_ids=(50, 60)),
+            SamplingParams(max_new_tokens=8, temperature=0.0),
+            SamplingParams(max_new_tokens=8, temperature=0.0, top_k=3),
+            SamplingParams(max_new_tokens=8, temperature=0.0, top_p=0.2),
+        ],
+        ids=str,
+    )
+    def test_each_token_comes_with_the_logprob_of_the_distribution_it_was_drawn_from(
+        self, sampler: Sampler, model: Any, params: SamplingParams
+    ) -> None:
+        drawn = sampler.sample(PROMPTS, [7 + n for n in range(len(PROMPTS))], params)
+        assert len(drawn) == len(PROMPTS)
+        for prompt, completion in zip(PROMPTS, drawn, strict=True):
+            assert_drawn_from(model, prompt, completion, params)
+
+    def test_greedy_is_the_argmax_of_plain_transformers(self, sampler: Sampler, model: Any) -> None:
+        drawn = sampler.sample(PROMPTS, [0] * len(PROMPTS), SamplingParams(temperature=0, max_new_tokens=12))
+        for prompt, completion in zip(PROMPTS, drawn, strict=True):
+            assert completion.token_ids == next_logits(model, prompt, completion.token_ids).argmax(-1).tolist()
+            assert len(completion.token_ids) == 12 or completion.token_ids[-1] == END
+
+    # -- streams ----------------------------------------------------------------------------------------------
+
+    def test_a_seed_gives_one_completion_whatever_it_is_batched_with(self, sampler: Sampler) -> None:
+        params = SamplingParams(max_new_tokens=10, min_new_tokens=10)
+        alone = [sampler.sample([[40]], [seed], params)[0].token_ids for seed in (1, 2)]
+        assert alone[0] != alone[1]
+        prompts = [[40], [8, 9], [40], [40]]
+        together = [c.token_ids for c in sampler.sample(prompts, [2, 5, 1, 2], params)]
+        assert [together[0], together[2], together[3]] == [alone[1], alone[0], alone[1]]
+
+    def test_large_seeds_are_taken(self, sampler: Sampler) -> None:
+        params = SamplingParams(max_new_tokens=6, min_new_tokens=6)
+        one, other = sampler.sample([[40], [40]], [(1 << 62) + 1, (1 << 62) + 2], params)
+        assert one.token_ids != other.token_ids
+
+    def test_nothing_is_drawn_for_no_prompts(self, sampler: Sampler) -> None:
+        assert sampler.sample([], [], SamplingParams()) == []
+
+    # -- ends -------------------------------------------------------------------------------------------------
+
+    def test_an_end_of_sequence_is_the_last_token_and_only_there(self, sampler: Sampler) -> None:
+        drawn = sampler.sample([[40]] * 32, list(range(32)), SamplingParams(max_new_tokens=64))
+        reasons = {completion.stop_reason for completion in drawn}
+        assert reasons == {"eos", "length"}  # about one in 259 tokens ends a sequence of random weights
+        for completion in drawn:
+            assert END not in completion.token_ids[:-1]
+            assert len(completion.token_ids) == len(completion.logprobs)
+            if completion.stop_reason == "eos":
+                assert completion.token_ids[-1] == END
+            else:
+                assert len(completion.token_ids) == 64 and completion.token_ids[-1] != END
+
+    def test_a_stop_token_ends_and_is_part_of_the_completion(self, sampler: Sampler) -> None:
+        greedy = SamplingParams(temperature=0, max_new_tokens=6)
+        free = sampler.sample([[5, 6, 7]], [0], greedy)[0].token_ids
+        stopped = sampler.sample([[5, 6, 7]], [0], greedy.model_copy(update={"stop_token_ids": (free[2],)}))[0]
+        first = free.index(free[2])
+        assert stopped.token_ids == free[: first + 1]
+        assert stopped.stop_reason == "stop"
+
+    def test_before_min_new_tokens_nothing_ends(self, sampler: Sampler) -> None:
+        greedy = SamplingParams(temperature=0, max_new_tokens=6)
+        free = sampler.sample([[5, 6, 7]], [0], greedy)[0].token_ids
+        held = greedy.model_copy(update={"stop_token_ids": (free[0],), "min_new_tokens": 3})
+        completion = sampler.sample([[5, 6, 7]], [0], held)[0]
+        assert free[0] not in completion.token_ids[:3]
+        assert len(completion.token_ids) >= 3
+        more = SamplingParams(max_new_tokens=4, min_new_tokens=9)
+        assert [len(c.token_ids) for c in sampler.sample([[40]] * 4, [1, 2, 3, 4], more)] == [4] * 4
+
+    # -- refusals ---------------------------------------------------------------------------------------------
+
+    def test_prompts_that_cannot_be_continued_are_refused(self, sampler: Sampler) -> None:
+        params = SamplingParams(max_new_tokens=2)
+        with pytest.raises(BadSpec, match="1 prompts were given with 2 seeds"):
+            sampler.sample([[40]], [1, 2], params)
+        with pytest.raises(BadSpec, match="prompt 1 has no tokens"):
+            sampler.sample([[40], []], [1, 2], params)
+        with pytest.raises(BadSpec, match="prompt 0 has token ids outside 0..258"):
+            sampler.sample([[259]], [1], params)
+        with pytest.raises(BadSpec, match="outside"):
+            sampler.sample([[-1]], [1], params)
+        with pytest.raises(SampleTooLong, match="truncate the prompt"):
+            sampler.sample([[40] * 4090], [1], SamplingParams(max_new_tokens=7))
+        assert len(sampler.sample([[40]], [1], params)) == 1
+
+    # -- tokens as they come ----------------------------------------------------------------------------------
+
+    def test_on_token_hears_of_every_token_in_order(self, sampler: Sampler) -> None:
+        heard: dict[int, list[tuple[int, float]]] = {n: [] for n in range(len(PROMPTS))}
+        drawn = sampler.sample(
+            PROMPTS,
+            list(range(len(PROMPTS))),
+            SamplingParams(max_new_tokens=6),
+            lambda place, token, logprob: heard[place].append((token, logprob)),
+        )
+        for place, completion in enumerate(drawn):
+            assert [token for token, _ in heard[place]] == completion.token_ids
+            assert [logprob for _, logprob in heard[place]] == completion.logprobs
+
+    def test_what_on_token_raises_ends_the_call_and_the_next_one_is_as_ever(self, sampler: Sampler) -> None:
+        params = SamplingParams(max_new_tokens=16, min_new_tokens=16)
+        expected = sampler.sample([[40], [50]], [3, 4], params)
+        heard = []
+
+        def refuse(place: int, token: int, logprob: float) -> None:
+            heard.append(token)
+            if len(heard) == 5:
+                raise ConnectionResetError("the reader left")
+
+        with pytest.raises(ConnectionResetError, match="the reader left"):
+            sampler.sample(PROMPTS, list(range(len(PROMPTS))), params, refuse)
+        assert len(heard) == 5
+        again = sampler.sample([[40], [50]], [3, 4], params)
+        assert [c.token_ids for c in again] == [c.token_ids for c in expected]
+        for one, other in zip(again, expected, strict=True):
+            assert one.logprobs == pytest.approx(other.logprobs, abs=TOLERANCE)
+
+    # -- weights ----------------------------------------------------------------------------------------------
+
+    def test_after_every_sync_it_samples_from_the_trainers_weights(
+        self, backend: SamplerBackend, trainer: Any, tmp_path: Path
+    ) -> None:
+        sampler = backend.sampler(trainer)
+        assert sampler.holds is None
+        params = SamplingParams(max_new_tokens=5, min_new_tokens=5)
+        seen = []
+        for number in range(5):
+            sampler.sync(trainer, f"state-{number}")
+            assert sampler.holds == f"state-{number}"
+            model = reference(trainer, tmp_path / str(number))
+            drawn = sampler.sample(PROMPTS, list(range(len(PROMPTS))), params)
+            for prompt, completion in zip(PROMPTS, drawn, strict=True):
+                assert_drawn_from(model, prompt, completion, params)
+            seen.append([c.logprobs for c in drawn])
+            moved(trainer, number)
+        assert len({str(one) for one in seen}) == 5  # so a sync that did nothing would have failed above
+        sampler.close()
+
+    def test_what_was_computed_with_older_weights_is_not_used(
+        self, sampler: Sampler, trainer: Any, tmp_path: Path
+    ) -> None:
+        """A prompt of several cache blocks, seen before the sync."""
+        prompt, params = [3 + n % 250 for n in range(400)], SamplingParams(max_new_tokens=4, min_new_tokens=4)
+        sampler.sample([prompt], [1], params)
+        moved(trainer, 11)
+        sampler.sync(trainer, "state-1")
+        assert_drawn_from(reference(trainer, tmp_path / "m"), prompt, sampler.sample([prompt], [1], params)[0], params)
+
+    def test_policies_of_one_model_do_not_mix(
+        self, backend: SamplerBackend, trainers: TorchBackend, tiny_folder: Path, tmp_path: Path
+    ) -> None:
+        params, models, pairs = SamplingParams(max_new_tokens=4, min_new_tokens=4), [], []
+        for number in range(2):
+            trainer = trainers.load(tiny_folder)
+            moved(trainer, number)
+            pairs.append((trainer, backend.sampler(trainer)))
+            models.append(reference(trainer, tmp_path / str(number)))
+        for number in (0, 1, 0, 1, 1):
+            trainer, sampler = pairs[number]
+            if sampler.holds != f"policy-{number}":
+                sampler.sync(trainer, f"policy-{number}")
+            drawn = sampler.sample([[40]], [9], params)[0]
+            assert_drawn_from(models[number], [40], drawn, params)
+        for _, sampler in pairs:
+            sampler.close()
+
+    def test_bytes_are_whole_numbers_and_closing_twice_is_no_error(self, backend: SamplerBackend, trainer: Any) -> None:
+        assert backend.new_bytes(trainer) >= 0
+        sampler = backend.sampler(trainer)
+        sampler.sync(trainer, "state-0")
+        assert sampler.nbytes() >= 0
+        backend.make_way()
+        sampler.close()
+        sampler.close()
+
+    # -- other models -----------------------------------------------------------------------------------------
+
+    def test_adapters_on_one_base(
+        self, backend: SamplerBackend, trainers: TorchBackend, tiny_folder: Path, tmp_path: Path
+    ) -> None:
+        base = trainers.load_base(tiny_folder, key="base")
+        params = SamplingParams(max_new_tokens=5, min_new_tokens=5)
+        off = trainers.adapter_off(base)
+        policies = [off] + [trainers.adapter(base, LoraSpec(rank=r, alpha=6.0), init_seed=r) for r in (2, 4)]
+        for number, trainer in enumerate(policies[1:]):
+            moved(trainer, number)
+        samplers = [backend.sampler(trainer) for trainer in policies]
+        for turn in range(2):
+            for number, (trainer, sampler) in enumerate(zip(policies, samplers, strict=True)):
+                sampler.sync(trainer, f"adapter-{number}-{turn}")
+                model = reference(trainer, tmp_path / f"{number}-{turn}")
+                for prompt, completion in zip(PROMPTS, sampler.sample(PROMPTS, [1] * 6, params), strict=True):
+                    assert_drawn_from(model, prompt, completion, params)
+            moved(policies[1], 40)
+        for sampler in samplers:
+            sampler.close()
+
+    def test_a_model_whose_head_is_its_own(
+        self, backend: SamplerBackend, trainers: TorchBackend, tiny_folder: Path, tmp_path: Path
+    ) -> None:
+        trainer = trainers.load(untied_folder(tmp_path / "untied", tiny_folder))
+        sampler = backend.sampler(trainer)
+        params = SamplingParams(max_new_tokens=5, min_new_tokens=5)
+        for number in range(2):
+            sampler.sync(trainer, f"untied-{number}")
+            model = reference(trainer, tmp_path / str(number))
+            for prompt, completion in zip(PROMPTS, sampler.sample(PROMPTS, [1] * 6, params), strict=True):
+                assert_drawn_from(model, prompt, completion, params)
+            moved(trainer, number)
+        sampler.close()
+
+
+class TestTorchSampler(SamplerContract):
+    @pytest.fixture(scope="class")
+    def backend(self) -> SamplerBackend:
+        return TorchSamplers(SPEC, compute_dtype=torch.float32, device=torch.device("cpu"))
+
+
+@pytest.mark.vllm
+class TestVllmSampler(SamplerContract):
+    @pytest.fixture(scope="class")
+    def backend(self) -> Iterator[SamplerBackend]:
+        pytest.importorskip("vllm")
+        from engine.backends.vllm.backend import VllmSamplers
+
+        backend = VllmSamplers(SPEC, compute_dtype=torch.float32, device=torch.device("cpu"))
+        yield backend
+        backend.close()

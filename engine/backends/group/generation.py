@@ -107,6 +107,7 @@ class Generation:
         self._head = head
         self._launched = False
         self._over = threading.Event()
+        self._gone = threading.Event()
         self._events: queue.SimpleQueue[Said | _Over | _Joined] = queue.SimpleQueue()
         self._watch = ProgressWatch(plan.world_size, plan.hang_seconds, clock)
         self._lock = threading.Lock()
@@ -187,6 +188,11 @@ class Generation:
             except OSError:  # rank 0 is gone: nobody hears of it
                 self._local.expect_end(False)
         self.fail("it was closed")
+        self.wait_gone()
+
+    def wait_gone(self) -> None:
+        """After `failure` is set: until no local process of it is left."""
+        self._gone.wait()
 
     def fail(self, reason: str, stuck: list[int] | None = None) -> None:
         """Ends it, from any thread; the first reason counts. `stuck` ranks write their stacks down first."""
@@ -195,15 +201,17 @@ class Generation:
                 return
             self.failure = reason
         self._over.set()
-        if self._head is not None:
-            self._head.send_all({"do": "end", "generation": self.number, "stacks": bool(stuck)})
-        if stuck:
-            self._local.dump_stacks()
-        self._local.kill()
-        if stuck:
+        try:
+            if self._head is not None:
+                self._head.send_all({"do": "end", "generation": self.number, "stacks": bool(stuck)})
+            if stuck:
+                self._local.dump_stacks()
+            self._local.kill()
             logs = self._local.logs()
-            self.failure += "".join(messages.log_tail(rank, logs[rank]) for rank in stuck[:2] if rank in logs)
-        self._events.put(_Over())
+            self.failure += "".join(messages.log_tail(rank, logs[rank]) for rank in (stuck or ())[:2] if rank in logs)
+        finally:
+            self._gone.set()
+            self._events.put(_Over())
 
     def _next(self, deadline: float) -> Said | _Over | _Joined | None:
         """None: the deadline has passed."""

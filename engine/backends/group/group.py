@@ -121,7 +121,10 @@ class Group:
         with self._lock:
             current = self._current
             if current is None or not self.alive or current.number != generation:
-                why = current.failure if current is not None and current.number == generation else None
+                why = None
+                if current is not None and current.number == generation:
+                    current.wait_gone()
+                    why = current.failure
                 raise WorkerDied(
                     f"the ranks of generation {generation} are gone, and what they held with them"
                     + (f": {why}" if why else "")
@@ -179,6 +182,8 @@ class Group:
             raise WorkerDied("the group is closed")
         if self._current is not None and self.alive:
             return self._current
+        if self._current is not None:
+            self._current.wait_gone()
         self._closed.wait(max(0.0, self._retry_at - time.monotonic()))
         self.generation += 1
         self.disagreement = None

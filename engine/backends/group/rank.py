@@ -71,6 +71,18 @@ class Inbox:
             die()
 
 
+class Outbox:
+    """What the parent is told, from any thread: `progress` may be called in one of its own."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._lock = threading.Lock()
+
+    def send(self, message: messages.Message) -> None:
+        with self._lock:
+            messages.send(self._pipe, message)
+
+
 class Control:
     """Bytes among the ranks, over a gloo group of its own: it works while NCCL is busy or broken."""
 
@@ -134,7 +146,7 @@ def describe(error: Exception, rank: int) -> Exception:
     return PermanentEngineError(f"rank {rank}: {type(error).__name__}: {error}\n{trace}")
 
 
-def join_group(launch: Launch, inbox: Inbox, pipe: Connection) -> Control:
+def join_group(launch: Launch, inbox: Inbox, outbox: Outbox) -> Control:
     """torch.distributed over a store that rank 0 opens on a free port of its own choice; sets the device."""
     backend = "gloo"
     if torch.cuda.is_available():
@@ -155,7 +167,7 @@ def join_group(launch: Launch, inbox: Inbox, pipe: Connection) -> Control:
             launch.master_host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
         )
         master = MasterAt(launch.master_host, port)
-        messages.send(pipe, master)
+        outbox.send(master)
     else:
         master = pickle.loads(inbox.get())
         store = dist.TCPStore(master.host, master.port, None, False, timeout, wait_for_workers=False)
@@ -178,14 +190,14 @@ def build(launch: Launch) -> Any:
     )  # fmt: skip
 
 
-def start(launch: Launch, inbox: Inbox, pipe: Connection) -> tuple[Control, Any]:
+def start(launch: Launch, inbox: Inbox, outbox: Outbox) -> tuple[Control, Any]:
     """Ends the process when it cannot."""
     try:
-        control = join_group(launch, inbox, pipe)
+        control = join_group(launch, inbox, outbox)
         target = build(launch)
     except Exception as error:  # noqa: BLE001 - the boundary of the rank: the parent is told, with blame
         traceback.print_exc()
-        messages.send(pipe, StartFailed(describe(error, launch.rank), on_purpose=isinstance(error, EngineError)))
+        outbox.send(StartFailed(describe(error, launch.rank), on_purpose=isinstance(error, EngineError)))
         os._exit(1)
     return control, target
 
@@ -202,7 +214,7 @@ def run_call(target: Any, command: bytes, rank: int) -> tuple[bytes, bytes]:
         return b"", pickle.dumps(describe(error, rank), protocol=5)
 
 
-def serve(launch: Launch, control: Control, target: Any, inbox: Inbox, pipe: Connection) -> None:
+def serve(launch: Launch, control: Control, target: Any, inbox: Inbox, outbox: Outbox) -> None:
     """Call after call, until the empty one."""
     while command := control.broadcast(inbox.get() if launch.rank == 0 else None):
         REPORTER.enter(Phase.COMPUTING)
@@ -212,7 +224,7 @@ def serve(launch: Launch, control: Control, target: Any, inbox: Inbox, pipe: Con
         REPORTER.enter(Phase.IDLE)
         if launch.rank == 0:
             failed = tuple((rank, pickle.loads(error)) for rank, error in enumerate(errors) if error)
-            messages.send(pipe, Outcome(b"" if failed else result, failed))
+            outbox.send(Outcome(b"" if failed else result, failed))
 
 
 def main() -> None:
@@ -224,12 +236,13 @@ def main() -> None:
     inbox = Inbox(pipe)
     inbox.start()
     launch = inbox.launch()
-    listener = (lambda: messages.send(pipe, messages.Progressed())) if launch.rank == 0 else None
+    outbox = Outbox(pipe)
+    listener = (lambda: outbox.send(messages.Progressed())) if launch.rank == 0 else None
     REPORTER.attach(ProgressFile(progress_fd, launch.local_world_size), launch.local_rank, listener)
-    control, target = start(launch, inbox, pipe)
-    messages.send(pipe, Ready())
+    control, target = start(launch, inbox, outbox)
+    outbox.send(Ready())
     try:
-        serve(launch, control, target, inbox, pipe)
+        serve(launch, control, target, inbox, outbox)
     except (BrokenPipeError, ConnectionResetError):
         die()  # the engine is gone
     close = getattr(target, "close", None)

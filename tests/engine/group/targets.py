@@ -18,7 +18,7 @@ from engine.errors import BadSpec, OutOfMemory
 
 
 class Target:
-    """Counts, sums over the ranks, and fails as told. `options`: "bad_start" names how rank 1 fails to start."""
+    """Counts, sums over the ranks, and fails as told. `options`: "bad_start" names how the last rank fails to start."""
 
     def __init__(self, options: dict[str, Any], *, rank: int, world_size: int, local_rank: int) -> None:
         self.rank, self.world_size, self.local_rank = rank, world_size, local_rank
@@ -29,6 +29,8 @@ class Target:
             print("about to fail the start", flush=True)
             if bad == "exit":
                 os._exit(7)
+            if bad == "sleep":
+                time.sleep(600)
             raise BadSpec("no such model") if bad == "spec" else RuntimeError("no luck")
 
     def who(self) -> tuple[int, int, int, int]:

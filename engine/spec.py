@@ -43,6 +43,11 @@ class LocalEngineSpec(Frozen):
     digest_every: int | None = Field(None, ge=1)
     """Digest the weights into every n-th commit record. None: each step up to 256 MiB of weights, else every 10th."""
 
+    rebase: Literal["record", "refuse"] = "record"
+    """Where redone steps come out with other weights than the committed ones because this engine computes under other
+    numerics (backend, layout, device, dtype, library): go on from them and say so on the chain, or fail. With
+    `deterministic` it always fails."""
+
     @model_validator(mode="after")
     def _deterministic_is_float32(self) -> LocalEngineSpec:
         if self.deterministic and self.compute_dtype == "bfloat16":

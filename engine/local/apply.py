@@ -11,10 +11,10 @@ from math import isfinite
 from pydantic import TypeAdapter, ValidationError
 
 from engine.backends.protocol import Objective, Trainer, UpdateReport
-from engine.errors import BadSpec, NonFiniteGradient
+from engine.errors import BadSpec, NonFiniteGradient, StepConflict
 from engine.losses.spec import LossSpec
 from engine.samples import Sample, minibatches, samples_of
-from storage.chain import StepRequest
+from storage.chain import CommitRecord, StepRequest
 from storage.failpoints import failpoint
 from storage.objects import ObjectStore
 from storage.tables import read_table
@@ -97,4 +97,17 @@ def _effect(reports: list[UpdateReport]) -> Effect:
         skipped=sum(report.skipped for report in reports),
         micro_batches=sum(report.micro_batches for report in reports),
         max_tokens=tuple(report.max_tokens for report in reports),
+    )
+
+
+def same_step(committed: CommitRecord, request: StepRequest) -> CommitRecord:
+    """The committed record if it answers this very request; the pure decision behind exactly-once."""
+    if committed.request.digest() == request.digest():
+        return committed
+    mine, theirs = request.content(), committed.request.content()
+    differing = sorted(name for name in mine if mine[name] != theirs[name])
+    raise StepConflict(
+        f"step {request.parent.step + 1} of {request.parent.run}/{request.parent.stage}/{request.parent.model} was "
+        f"taken with batch {committed.request.batch.sha256[:12]}, not {request.batch.sha256[:12]} "
+        f"(differing: {', '.join(differing)}); a committed step is never taken again: fork the run before it"
     )

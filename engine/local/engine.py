@@ -16,10 +16,12 @@ from engine.backends.compose import sampler_backend, trainer_backend
 from engine.backends.protocol import OnToken
 from engine.backends.shared_base import AdapterTrainer
 from engine.errors import BadModelFolder, EngineBusy, EngineError, Fenced, PermanentEngineError, StepConflict
-from engine.local.apply import Effect, apply_request
+from engine.local.apply import Effect, apply_request, same_step
 from engine.local.materialise import Materialiser
 from engine.local.queue import FairQueue
-from engine.local.saving import Saver, find_checkpoint
+from engine.local.rebase import Rebaser
+from engine.local.saving import Saver, find_checkpoint, provenance_of
+from engine.local.scratch import scratch, scratch_folder
 from engine.local.slots import NoRoomYet, Slot, Slots
 from engine.local.together import Call, Together
 from engine.model_folder import ModelFolder, local_folder, registered_model, version_of
@@ -33,7 +35,6 @@ from storage.artifacts import (
     digest_of,
     file_entries,
     materialise_files,
-    read_manifest,
 )
 from storage.chain import Chain, CommitRecord, PolicyRef, StepRequest, base_of
 from storage.errors import CorruptArtifact, StorageError, VersionConflict
@@ -69,7 +70,11 @@ class LocalEngine:
             save=self._save_unasked,
         )
         self.policies = Materialiser(
-            self.store, self.backend, self.samplers, self.slots, settle=self.saver.settle
+            self.store,
+            self.backend,
+            self.samplers,
+            self.slots,
+            rebaser=Rebaser(self.store, self.backend, self.saver, self.spec),
         )
         self.together = Together(max_rows=self.spec.max_rows)
         self.queue = FairQueue(name="ostinato-engine", prepare=self.backend.prepare_thread)
@@ -205,11 +210,12 @@ class LocalEngine:
         chain = Chain.of(self.store, request.parent)
         committed = chain.record(request.parent.step + 1)
         if committed is not None:
-            return _same_step(committed, request)
+            return same_step(committed, request)
         self.samplers.make_way()
         slot = self.policies.for_training(request.parent)
         failpoint("step.before_gradient")
         try:
+            self.policies.rebaser.before_step(slot)
             effect = apply_request(
                 slot.trainer, request, self.store, max_tokens=self.spec.max_tokens_per_forward
             )
@@ -218,14 +224,14 @@ class LocalEngine:
             failpoint("step.before_commit")
             stands = chain.commit(record)
             failpoint("step.after_commit")
-            _same_step(stands, request)
+            same_step(stands, request)
         except BaseException:
             self.slots.drop(request.parent)  # the weights moved, and no commit stands for where they are
             raise
-        lost = stands.attempt != record.attempt
-        if lost and (stands.weights_digest is None or stands.weights_digest != record.weights_digest):
+        lost, mine = stands.attempt != record.attempt, (record.weights_digest, record.rebase)
+        if lost and (stands.weights_digest is None or (stands.weights_digest, stands.rebase) != mine):
             self.slots.drop(request.parent)  # the winner's weights are the truth, and may have other bits
-        slot.policy = stands.policy
+        slot.policy, slot.made_under = stands.policy, stands.numerics
         return stands
 
     def _record(self, request: StepRequest, effect: Effect, slot: Slot) -> CommitRecord:
@@ -246,6 +252,7 @@ class LocalEngine:
             updates=effect.updates,
             skipped=effect.skipped,
             numerics=numerics,
+            rebase=slot.rebase,
             weights_digest=whole,
             tensor_digests=tuple(parts[name][:8] for name in sorted(parts)),
         )
@@ -283,17 +290,15 @@ class LocalEngine:
         there = self.saver.under_way(policy) or find_checkpoint(self.store, policy, name=name)
         if there is not None:
             return there
-        snapshot = self.saver.take(self.policies.for_training(policy), self.policies.scratch_folder(), name=name)
+        snapshot = self.saver.take(self.policies.for_training(policy), scratch_folder(self.store), name=name)
         return self.saver.submit(snapshot, provenance)
 
     def _save_unasked(self, slot: Slot) -> None:
         """A checkpoint that nobody waits for: the provenance of the chain's last batch is its own."""
         if self.saver.under_way(slot.policy) or find_checkpoint(self.store, slot.policy, name=None):
             return
-        record = Chain.of(self.store, slot.policy).record(slot.policy.step)
-        assert record is not None  # only what moved past its last checkpoint is saved unasked
-        provenance = read_manifest(self.store, record.request.batch.key).provenance
-        self.saver.submit(self.saver.take(slot, self.policies.scratch_folder()), provenance)
+        snapshot = self.saver.take(slot, scratch_folder(self.store))
+        self.saver.submit(snapshot, provenance_of(self.store, slot.policy))
 
     async def export_model(
         self, policy: PolicyRef, model_name: str, *, provenance: Provenance, epoch: int = 0
@@ -311,7 +316,7 @@ class LocalEngine:
         found = find_published(self.store, model_name, version)
         if found is not None:
             return found
-        with self.policies.scratch() as folder, self.policies.scratch() as base_folder:
+        with scratch(self.store) as folder, scratch(self.store) as base_folder:
             files = slot.trainer.export_merged(folder / "whole")
             if isinstance(slot.trainer, AdapterTrainer):  # beside the whole model, the adapter alone, as peft reads it
                 adapter = slot.trainer.export(folder / "adapter")
@@ -384,16 +389,3 @@ def _parameters_of(folder: ModelFolder) -> int:
         return folder_parameter_count(folder.files)
     except CorruptArtifact as error:
         raise BadModelFolder(f"{folder.path} does not load: {error}") from error
-
-
-def _same_step(committed: CommitRecord, request: StepRequest) -> CommitRecord:
-    """The committed record if it answers this very request; the pure decision behind exactly-once."""
-    if committed.request.digest() == request.digest():
-        return committed
-    mine, theirs = request.content(), committed.request.content()
-    differing = sorted(name for name in mine if mine[name] != theirs[name])
-    raise StepConflict(
-        f"step {request.parent.step + 1} of {request.parent.run}/{request.parent.stage}/{request.parent.model} was "
-        f"taken with batch {committed.request.batch.sha256[:12]}, not {request.batch.sha256[:12]} "
-        f"(differing: {', '.join(differing)}); a committed step is never taken again: fork the run before it"
-    )

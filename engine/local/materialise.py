@@ -7,24 +7,24 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from engine.adapters import LoraSpec, trainable_of
 from engine.backends.protocol import Sampler, SamplerBackend, Trainer, TrainerBackend
 from engine.backends.shared_base import SharedBase
-from engine.errors import BadSpec, PermanentEngineError, ReplayDiverged, UnknownPolicy
+from engine.errors import BadSpec, PermanentEngineError, UnknownPolicy
 from engine.local.apply import apply_request
+from engine.local.rebase import Rebaser, Redone
+from engine.local.scratch import scratch
 from engine.local.slots import Slot, Slots, chain_name
 from engine.model_size import parameter_count
 from storage import keys
 from storage.artifacts import ArtifactRef, Manifest, materialise_files, read_manifest
-from storage.backends.protocol import HIDDEN
 from storage.chain import Chain, CommitRecord, PolicyRef, Root, base_of
 from storage.errors import CorruptArtifact, ObjectNotFound
 from storage.objects import ObjectStore
+from storage.rebase import checkpoints_before, rebase_of
 from storage.worklog import log_work
 
 log = logging.getLogger(__name__)
@@ -43,11 +43,10 @@ class Materialiser:
         samplers: SamplerBackend,
         slots: Slots,
         *,
-        settle: Callable[[PolicyRef], None] = lambda policy: None,
+        rebaser: Rebaser,
     ) -> None:
-        """`settle` waits for checkpoints of a policy's chain that are on their way to the store."""
         self.store, self.backend, self.samplers, self.slots = store, backend, samplers, slots
-        self._settle = settle
+        self.rebaser = rebaser
 
     # -- which slot --------------------------------------------------------------------------------------------
 
@@ -63,9 +62,7 @@ class Materialiser:
         """A slot that holds `policy`'s weights. The head of a chain moves its training slot along; a past policy
         or a reference gets a frozen slot, so that training need not be undone for it."""
         slot = self.slots.holding(policy.state)
-        if slot is not None:
-            if slot.chain != chain_name(policy):
-                self.check_committed(policy)  # another run's weights answer, but only for a policy that exists
+        if slot is not None and (slot.chain == chain_name(policy) or self._answers(slot, policy)):
             return self.slots.use(slot)
         self.check_committed(policy)
         own = self.slots.training(policy)
@@ -76,6 +73,13 @@ class Materialiser:
         slot = self._adapter_off(chain, policy) or self._bring(None, policy, training=False)
         slot.trainer.reset_optimizer()  # a frozen policy is only read: its moments would be dead weight
         return self.slots.use(slot)
+
+    def _answers(self, slot: Slot, policy: PolicyRef) -> bool:
+        """Whether another run's weights of the same state are this policy's: it exists, and descends from the same
+        rebase."""
+        self.check_committed(policy)
+        base = rebase_of(Chain.of(self.store, policy), policy.step)
+        return slot.rebase == (base.mark if base else None)
 
     def _adapter_off(self, chain: Chain, policy: PolicyRef) -> Slot | None:
         """Policy 0 of an adapter's chain is its base model, which is there once for all of them."""
@@ -102,14 +106,15 @@ class Materialiser:
     def _bring(self, slot: Slot | None, policy: PolicyRef, *, training: bool = True) -> Slot:
         """Moves `slot` (or a new one) to `policy` by the shortest way: redo from where it is, or restore and redo."""
         chain = Chain.of(self.store, policy)
-        self._settle(policy)
-        nearest = next((step_of(manifest) for manifest in self._checkpoints(chain, policy.step)), 0)
+        self.rebaser.saver.settle(policy)
         try:
-            if slot is None or not nearest <= slot.policy.step <= policy.step or not self._on_chain(chain, slot.policy):
+            if slot is None or not self._leads_to(slot, chain, policy):
                 slot = self._restore(chain, policy.step, into=slot.trainer if slot else None, training=training)
-            slot.training = training
+            slot.training, redone = training, Redone(policy)
             for record in chain.records(after=slot.policy.step, until=policy.step):
                 self.redo(slot, record)
+                self.rebaser.compare(slot, record, redone)
+            self.rebaser.after_redo(slot, redone)
         except BaseException:
             held = self.slots.training(policy)
             if held is not None and slot is not None and held.trainer is slot.trainer:
@@ -118,39 +123,42 @@ class Materialiser:
         return slot
 
     @staticmethod
-    def _on_chain(chain: Chain, policy: PolicyRef) -> bool:
-        return chain.policy(policy.step).state == policy.state
-
-    def _checkpoints(self, chain: Chain, step: int) -> Iterator[Manifest]:
-        """Complete checkpoints of the chain's policies at or before `step`, the last one first."""
-        prefix = keys.checkpoints_prefix(chain.run, chain.stage, chain.model)
-        steps = (keys.checkpoint_step(info.key) for info in self.store.list(prefix))
-        for found in sorted({s for s in steps if s is not None and s <= step}, reverse=True):
-            key = keys.checkpoint(chain.run, chain.stage, chain.model, found)
-            try:
-                manifest = read_manifest(self.store, key)
-            except (ObjectNotFound, CorruptArtifact) as error:  # pruned since it was listed, or damaged
-                log.warning("the checkpoint %s is passed over, the redo will be longer: %s", key, error)
-                continue
-            if manifest.extra.get("state") == chain.policy(found).state:
-                yield manifest
+    def _leads_to(slot: Slot, chain: Chain, policy: PolicyRef) -> bool:
+        """Whether a redo from where the slot is leads to the policy, and from no farther than a restore would."""
+        nearest = next((step_of(manifest) for manifest in checkpoints_before(chain, policy.step)), 0)
+        if not nearest <= slot.policy.step <= policy.step:
+            return False
+        base = rebase_of(chain, policy.step)
+        on_chain = chain.policy(slot.policy.step).state == slot.policy.state
+        return on_chain and slot.rebase == (base.mark if base else None)
 
     def _restore(self, chain: Chain, step: int, *, into: Trainer | None, training: bool) -> Slot:
         """The last checkpoint at or before `step` that can be read, else the root of the chain. A checkpoint is a
-        cache: one that is damaged or gone makes the redo longer, and nothing else."""
-        for manifest in self._checkpoints(chain, step):
+        cache: one that is damaged or gone makes the redo longer, and nothing else; but the one that a rebase goes on
+        from is all there is. Raises CorruptArtifact."""
+        base = rebase_of(chain, step)
+        for manifest in checkpoints_before(chain, step):
             saved = step_of(manifest)
             moments = training or saved < step  # a redo needs them, whatever the slot is for
             try:
-                with self.scratch() as folder:
+                with scratch(self.store) as folder:
                     files = materialise_files(self.store, manifest.key, folder)
                     trainer = into or self._new_trainer(chain, moments=moments)
                     trainer.read_checkpoint(files, optimizer=moments)
             except (ObjectNotFound, CorruptArtifact) as error:
+                if base is not None and manifest.key == base.checkpoint.key:
+                    raise
                 log.warning("the checkpoint %s is passed over, the redo will be longer: %s", manifest.key, error)
                 continue
             log_work("restore", policy=chain.policy(saved).uri, step=saved)
-            return Slot(chain.policy(saved), trainer, saved_step=saved)
+            record = chain.record(saved) if saved else None
+            return Slot(
+                chain.policy(saved),
+                trainer,
+                made_under=record.numerics if record else None,
+                rebase=base.mark if base else None,
+                saved_step=saved,
+            )
         return self._start_of(chain, moments=training or step > 0)
 
     def _start_of(self, chain: Chain, *, moments: bool) -> Slot:
@@ -207,23 +215,12 @@ class Materialiser:
         return self.slots.base(base.sha256, load)
 
     def redo(self, slot: Slot, record: CommitRecord) -> None:
-        """One committed step again, under its recorded micro-batching and threads; the weights must come out as
-        committed. Raises ReplayDiverged."""
+        """One committed step again, under its recorded micro-batching and threads."""
         limits = record.numerics.max_tokens_of_updates or record.numerics.max_tokens
         with self.backend.threads_of(record.numerics):
             apply_request(slot.trainer, record.request, self.store, max_tokens=limits)
         log_work("redo", policy=record.policy.uri, step=record.policy.step)
-        slot.policy = record.policy
-        if record.weights_digest is None:
-            return
-        digest, _ = slot.trainer.weights_digest()
-        if digest != record.weights_digest:
-            raise ReplayDiverged(
-                f"redoing step {record.policy.step} gave weights {digest[:12]}, the chain has "
-                f"{record.weights_digest[:12]}. Committed under {record.numerics.model_dump()}, redone under "
-                f"{self.backend.numerics().model_dump()}. Resume under the committed numerics, or from a checkpoint "
-                "at or after that step"
-            )
+        slot.policy, slot.made_under = record.policy, record.numerics
 
     # -- sampling ----------------------------------------------------------------------------------------------
 
@@ -245,34 +242,18 @@ class Materialiser:
     @contextlib.contextmanager
     def model_folder(self, base: ArtifactRef) -> Iterator[Path]:
         """A registered model as a local folder: the stored one where storage is local, else a download."""
-        with self.scratch() as scratch:
+        with scratch(self.store) as folder:
             names = [entry.name for entry in read_manifest(self.store, base.key).files if "/" not in entry.name]
-            files = materialise_files(self.store, base.key, scratch, names=names)
+            files = materialise_files(self.store, base.key, folder, names=names)
             folders = {path.parent for path in files.values()}
             if len(folders) != 1:
                 raise PermanentEngineError(f"{base.key} does not lie in one folder; publish the model again")
             yield folders.pop()
 
-    def scratch_folder(self) -> Path:
-        """A new empty folder, whose files can be renamed into the store where that is on this machine: a checkpoint is
-        then not copied. The hidden name keeps what a kill leaves behind out of every listing."""
-        inside = self.store.local_path("scratch")
-        parent = None if inside is None else inside.parent
-        if parent is not None:
-            parent.mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix=f"{HIDDEN}scratch-", dir=parent))
-
-    @contextlib.contextmanager
-    def scratch(self) -> Iterator[Path]:
-        folder = self.scratch_folder()
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-
 
 def step_of(checkpoint: Manifest) -> int:
     """The step whose policy a checkpoint holds."""
-    step = keys.checkpoint_step(keys.manifest_of_files(checkpoint.key))
+    rebased = keys.rebase_of_checkpoint(checkpoint.key)
+    step = rebased[3] if rebased else keys.checkpoint_step(keys.manifest_of_files(checkpoint.key))
     assert step is not None  # the manifest was found by such a key
     return step

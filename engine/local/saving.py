@@ -13,11 +13,12 @@ from pathlib import Path
 
 from engine.local.slots import Slot
 from storage import keys
-from storage.artifacts import ArtifactRef, Provenance, commit_files, find_artifact
-from storage.chain import PolicyRef
+from storage.artifacts import ArtifactRef, Provenance, commit_files, find_artifact, read_manifest
+from storage.chain import Chain, PolicyRef, RebaseMark
 from storage.errors import StorageFull
 from storage.models import canonical_json
 from storage.objects import ObjectStore
+from storage.rebase import checkpoint_extra, rebase_at, stands
 from storage.worklog import log_work
 
 log = logging.getLogger(__name__)
@@ -36,10 +37,9 @@ class Snapshot:
     files: dict[str, Path]
     name: str | None
     weights_digest: str
-
-    @property
-    def key(self) -> str:
-        return checkpoint_key(self.policy)
+    key: str
+    rebase: RebaseMark | None
+    """What the weights descend from."""
 
 
 def checkpoint_key(policy: PolicyRef) -> str:
@@ -47,11 +47,23 @@ def checkpoint_key(policy: PolicyRef) -> str:
 
 
 def find_checkpoint(store: ObjectStore, policy: PolicyRef, *, name: str | None) -> ArtifactRef | None:
-    """The committed checkpoint of the policy, which bears `name` from now on."""
+    """The committed checkpoint of the policy, which bears `name` from now on. Where the chain was rebased: the one that
+    it goes on from, which is kept in any case."""
+    chain = Chain.of(store, policy)
+    rebase = rebase_at(chain, policy.step)
+    if rebase is not None and rebase.checkpoint.key != checkpoint_key(policy) and stands(chain, rebase):
+        return rebase.checkpoint
     found = find_artifact(store, checkpoint_key(policy))
     if found is not None and name is not None:
         store.put_if_absent(keys.checkpoint_name(checkpoint_key(policy)), canonical_json({"name": name}))
     return found
+
+
+def provenance_of(store: ObjectStore, policy: PolicyRef) -> Provenance:
+    """Of the batch that made the policy, for a checkpoint that nobody asked for. Only for steps >= 1."""
+    record = Chain.of(store, policy).record(policy.step)
+    assert record is not None  # only what was trained is saved unasked
+    return read_manifest(store, record.request.batch.key).provenance
 
 
 class Saver:
@@ -63,8 +75,17 @@ class Saver:
         self._under_way: dict[str, Future[ArtifactRef]] = {}
         """By the key of the checkpoint: equal states of two runs are two checkpoints."""
 
-    def take(self, slot: Slot, folder: Path, *, name: str | None = None) -> Snapshot:
-        """Writes the slot's weights and moments into `folder`. The slot must not move meanwhile. Raises StorageFull."""
+    def take(
+        self,
+        slot: Slot,
+        folder: Path,
+        *,
+        name: str | None = None,
+        key: str | None = None,
+        rebase: RebaseMark | None = None,
+    ) -> Snapshot:
+        """Writes the slot's weights and moments into `folder`. The slot must not move meanwhile. `key` and `rebase` are
+        for checkpoints of rebases; None: the chain's, and what the slot descends from. Raises StorageFull."""
         digest, _ = slot.trainer.weights_digest()
         try:
             files = slot.trainer.write_checkpoint(folder)
@@ -75,7 +96,8 @@ class Saver:
             raise
         log_work("checkpoint", policy=slot.policy.uri, step=slot.policy.step)
         slot.saved_step = slot.policy.step
-        return Snapshot(slot.policy, folder, files, name, digest)
+        key = key or checkpoint_key(slot.policy)
+        return Snapshot(slot.policy, folder, files, name, digest, key, rebase or slot.rebase)
 
     def under_way(self, policy: PolicyRef) -> Future[ArtifactRef] | None:
         """The upload of this policy's checkpoint that has not ended yet."""
@@ -116,7 +138,10 @@ class Saver:
                 kind="checkpoint",
                 parents=(policy.uri,),
                 provenance=provenance,
-                extra={"state": policy.state, "name": snapshot.name, "weights_digest": snapshot.weights_digest},
+                extra={
+                    **checkpoint_extra(policy, snapshot.rebase, snapshot.weights_digest),
+                    "name": snapshot.name,
+                },
             )
         finally:
             shutil.rmtree(snapshot.folder, ignore_errors=True)

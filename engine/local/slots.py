@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from engine.backends.protocol import Sampler, Trainer
 from engine.backends.shared_base import SharedBase
 from engine.errors import OutOfMemory, TransientEngineError
-from storage.chain import PolicyRef
+from storage.chain import Numerics, PolicyRef, RebaseMark
 
 ChainName = tuple[str, str, str]
 GIB = 1 << 30
@@ -37,6 +37,10 @@ class Slot:
     trainer: Trainer
     training: bool = True
     """Whether it moves along its chain: then it has gradients and moments too."""
+    made_under: Numerics | None = None
+    """Under which the chain's record made the policy; None at its start."""
+    rebase: RebaseMark | None = None
+    """The chain's last rebase that these weights descend from."""
     saved_step: int = 0
     """Step of the chain's last checkpoint that this slot knows of; 0: none is needed, or none was made."""
     sampler: Sampler | None = None

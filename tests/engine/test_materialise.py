@@ -16,6 +16,8 @@ from engine.backends.torch_backend import TorchBackend
 from engine.errors import NonFiniteGradient, ReplayDiverged
 from engine.local.engine import LocalEngine
 from engine.local.materialise import Materialiser
+from engine.local.rebase import Rebaser
+from engine.local.saving import Saver
 from engine.local.slots import Slots
 from engine.protocol import LogprobsRequest, PolicySpec, TokenSequence
 from engine.spec import LocalEngineSpec
@@ -80,7 +82,8 @@ def fresh(store: ObjectStore, **changes: Any) -> Materialiser:
     spec = LocalEngineSpec(**(DETERMINISTIC.model_dump() | changes))
     slots = Slots(budget=1 << 40, residency=0, frozen=spec.frozen_policies, save=lambda slot: None)
     backend = TorchBackend(spec)
-    return Materialiser(store, backend, sampler_backend(spec, backend), slots)
+    rebaser = Rebaser(store, backend, Saver(store), spec)
+    return Materialiser(store, backend, sampler_backend(spec, backend), slots, rebaser=rebaser)
 
 
 def weights(slots: Materialiser, policy: PolicyRef) -> str:

@@ -140,6 +140,8 @@ class Numerics(Frozen):
     max_tokens_of_updates: tuple[int, ...] = ()
     """The same for each update of the step, where memory made one of them keep to less."""
     micro_batches: int = 0
+    layout: str = ""
+    """How the trainer was spread over processes, such as "zero3x2"; empty for a single one."""
     versions: dict[str, str] = {}
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from engine.backends.causal_lm import load_causal_lm
-from engine.backends.deepspeed import files
+from engine.backends.deepspeed import OUT_OF_MEMORY_MARK, files
 from engine.backends.deepspeed.gradients import Gradients, make_gradients
 from engine.backends.deepspeed.options import ZeroOptions
 from engine.backends.deepspeed.passes import EMPTY_PASS, deal
@@ -36,14 +36,12 @@ from engine.backends.updates import (
     totals_of,
     without_gradient,
 )
-from engine.errors import NonFiniteGradient
+from engine.errors import NonFiniteGradient, PermanentEngineError
 from engine.protocol import TokenSequence
 from engine.samples import Sample
 from storage.chain import OptimizerSpec
 
-OUT_OF_MEMORY_MARK = "this rank ran out of memory in the middle of a pass"
-"""What a rank's last line says when it ends for that reason: the engine halves the passes of the next try."""
-OUT_OF_MEMORY_STATUS = 71
+RANK_FAILED_STATUS = 71
 
 
 class ZeroTrainer:
@@ -139,22 +137,24 @@ class ZeroTrainer:
             mine.sums[name] += float(value)
 
     def _together(self, run: Callable[[], None], *, recovers: bool) -> None:
-        """Runs it; a rank that runs out of memory makes all of them raise, or ends the group where the others may be
-        waiting for it in the middle of `run`."""
-        failure = ""
+        """Runs it; a rank that fails makes all of them raise, or ends the group where the others may be waiting for it
+        in the middle of `run`. Out of memory is out of memory on all of them."""
+        mine: Exception | None = None
         try:
             run()
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            failure = str(error).splitlines()[0]
-        if failure and not recovers and self._ranks > 1:
-            print(f"{OUT_OF_MEMORY_MARK}: {failure}", file=sys.stderr, flush=True)
-            os._exit(OUT_OF_MEMORY_STATUS)
-        failures = {rank: said for rank, said in enumerate(_gather(failure)) if said}
-        if failures:
-            rank, said = next(iter(failures.items()))
-            raise torch.OutOfMemoryError(f"rank {rank}: {said}")
+        except Exception as error:  # noqa: BLE001 - the boundary between a rank and the others, who wait for it
+            mine = error.with_traceback(None)  # which holds the tensors of the forward that failed
+        if mine is not None and not recovers and self._ranks > 1:
+            short_of_memory = isinstance(mine, RuntimeError) and is_out_of_memory(mine)
+            said = f"{OUT_OF_MEMORY_MARK}: {mine}" if short_of_memory else f"a pass failed: {mine!r}"
+            print(said, file=sys.stderr, flush=True)
+            os._exit(RANK_FAILED_STATUS)
+        failures = [(rank, error) for rank, error in enumerate(_gather(_described(mine))) if error is not None]
+        if failures and all(short_of_memory for _, (_, short_of_memory) in failures):
+            raise torch.OutOfMemoryError(f"rank {failures[0][0]}: {failures[0][1][0]}")
+        for rank, (said, short_of_memory) in failures:
+            if not short_of_memory:
+                raise PermanentEngineError(f"rank {rank}: {said}") from mine
 
     # -- logprobs ---------------------------------------------------------------------------------------------
 
@@ -232,6 +232,13 @@ class ZeroTrainer:
         engine = getattr(self.gradients, "_engine", None)
         if engine is not None:
             engine.destroy()
+
+
+def _described(error: Exception | None) -> tuple[str, bool] | None:
+    """(what it says, whether memory ran out)."""
+    if error is None:
+        return None
+    return str(error).splitlines()[0], isinstance(error, RuntimeError) and is_out_of_memory(error)
 
 
 def _gather(value: Any) -> list[Any]:

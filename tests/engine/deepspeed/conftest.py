@@ -1,0 +1,126 @@
+"""One group of two ranks for all tests of this folder, and trainers in it beside the torch trainer."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.backends.causal_lm import load_causal_lm
+from engine.backends.group.group import Group
+from engine.backends.pieces import Tensors, open_checkpoint
+from engine.backends.protocol import Objective, UpdateReport
+from engine.backends.torch_trainer import TorchTrainer
+from engine.samples import Sample
+from storage.chain import OptimizerSpec
+from tests.engine.deepspeed.lab import TARGET, lab_options
+
+NUMBERS = itertools.count(1)
+
+
+@dataclass
+class OnRanks:
+    """A trainer in the group."""
+
+    group: Group
+    number: int
+    folder: Path
+    """For its files."""
+
+    def call(self, method: str, *args: Any) -> Any:
+        return self.group.call(method, self.number, *args)
+
+    def update(
+        self, samples: Sequence[Sample], objective: Objective, optimizer: OptimizerSpec, max_tokens: int
+    ) -> UpdateReport:
+        return self.call("update", list(samples), objective, optimizer, max_tokens)
+
+    def checkpoint(self) -> dict[str, Path]:
+        folder = self.folder / f"checkpoint-{next(NUMBERS)}"
+        return {name: folder / name for name in self.call("write_checkpoint", folder)}
+
+    def digest(self) -> str:
+        return str(self.call("weights_digest")[0])
+
+
+def make_group(ranks: int) -> Group:
+    return Group(TARGET, lab_options(), ranks=ranks, start_seconds=240, hang_seconds=120)
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[Group]:
+    group = make_group(2)
+    yield group
+    group.close()
+
+
+@pytest.fixture(scope="session")
+def one_rank() -> Iterator[Group]:
+    group = make_group(1)
+    yield group
+    group.close()
+
+
+@pytest.fixture
+def on_ranks(tmp_path: Path) -> Iterator[Callable[..., OnRanks]]:
+    made: list[OnRanks] = []
+
+    def load(group: Group, folder: Path, *, dtype: str = "float32", **spec: Any) -> OnRanks:
+        trainer = OnRanks(group, next(NUMBERS), tmp_path)
+        trainer.call("load_with", lab_options(dtype, **spec), folder)
+        made.append(trainer)
+        return trainer
+
+    yield load
+    for trainer in made:
+        if trainer.group.alive:
+            trainer.call("free")
+
+
+def torch_trainer(folder: Path, compute_dtype: torch.dtype = torch.float32) -> TorchTrainer:
+    cpu = torch.device("cpu")
+    return TorchTrainer(load_causal_lm(folder, dtype=torch.float32, compute_dtype=compute_dtype, device=cpu))
+
+
+def some_samples(lengths: Sequence[int] = (12, 30, 7, 22, 15), *, prompt: int = 3) -> list[Sample]:
+    """Random tokens with old and reference logprobs near those of a fresh model over 259 ids; some groups of two."""
+    random = Random(1)
+    samples = []
+    for index, length in enumerate(lengths):
+        trained = length - prompt
+        shared = [7, 8, 9][:prompt]
+        samples.append(
+            Sample(
+                [*shared, *(random.randrange(3, 259) for _ in range(trained))],
+                [0.0] * prompt + [1.0] * trained,
+                group="g" if index < 2 else "",
+                completion=index,
+                advantages=[random.gauss(0, 1)] * trained,
+                old_logprobs=[-5.5 + random.uniform(-0.3, 0.3) for _ in range(trained)],
+                reference_logprobs=[-5.5 + random.uniform(-0.3, 0.3) for _ in range(trained)],
+            )
+        )
+    return samples
+
+
+def whole(tensors: Tensors) -> dict[str, Tensor]:
+    return {name: tensors.read(name) for name in tensors.shapes()}
+
+
+def state_of(files: dict[str, Path]) -> dict[str, Tensor]:
+    """All weights and moments of a checkpoint, whole."""
+    checkpoint = open_checkpoint(files)
+    return whole(checkpoint.weights) | (whole(checkpoint.moments) if checkpoint.moments else {})
+
+
+def same_bytes(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(
+        left[name].numpy().tobytes() == right[name].numpy().tobytes() for name in left
+    )

@@ -1,0 +1,197 @@
+"""Files of any layout are read by any other, to the byte: checkpoints with moments, exports, staged weights, digests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from engine.backends.group.group import Group
+from engine.backends.pieces import Tensors, open_checkpoint, part_file, piece_name, shapes_metadata
+from engine.backends.protocol import Objective
+from engine.errors import BadSpec
+from engine.losses.spec import CrossEntropySpec
+from storage.chain import OptimizerSpec
+from tests.engine.deepspeed.conftest import OnRanks, same_bytes, some_samples, state_of, torch_trainer, whole
+
+CE, ADAMW = Objective(CrossEntropySpec()), OptimizerSpec(lr=1e-3, weight_decay=0.1)
+Load = Callable[..., OnRanks]
+
+
+def moved(trainer: OnRanks, files: dict[str, Path]) -> dict[str, Path]:
+    """Reads the files and writes its own."""
+    trainer.call("read_checkpoint", files, True)
+    return trainer.checkpoint()
+
+
+def test_zero_3_on_two_ranks_and_the_torch_trainer_read_each_other(
+    two_ranks: Group, on_ranks: Load, tiny_folder: Path, tmp_path: Path
+) -> None:
+    trainer, reference = on_ranks(two_ranks, tiny_folder, zero_stage=3), torch_trainer(tiny_folder)
+    assert trainer.digest() == reference.weights_digest()[0]
+    assert all(name.startswith("weights-") for name in trainer.checkpoint())  # no moments before the first update
+    trainer.update(some_samples(), CE, ADAMW, 30)
+    files = trainer.checkpoint()
+    assert sorted(files) == [
+        *(part_file("optimizer", rank, 2) for rank in range(2)),
+        *(part_file("weights", rank, 2) for rank in range(2)),
+    ]
+    reference.read_checkpoint(files, optimizer=True)
+    back = reference.write_checkpoint(tmp_path / "torch")
+    assert same_bytes(state_of(back), state_of(files))
+    assert trainer.digest() == reference.weights_digest()[0]
+    # and the other way, after an update that only the torch trainer made
+    reference.update(some_samples(), CE, ADAMW, max_tokens=30)
+    newer = reference.write_checkpoint(tmp_path / "newer")
+    assert same_bytes(state_of(moved(trainer, newer)), state_of(newer))
+    assert float(state_of(newer)["step.model.norm.weight"]) == 2.0
+    # what was read is what computes and what is updated
+    for one in (trainer.update(some_samples(), CE, ADAMW, 30), reference.update(some_samples(), CE, ADAMW, max_tokens=30)):
+        loss = one.metrics["loss"]
+    assert trainer.update(some_samples(), CE, ADAMW, 30).metrics["loss"] < loss
+    reference.update(some_samples(), CE, ADAMW, max_tokens=30)
+    left, right = state_of(trainer.checkpoint()), state_of(reference.write_checkpoint(tmp_path / "last"))
+    assert max((left[name] - right[name]).abs().max().item() for name in left) <= 2e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_layout_reads_every_other(
+    dtype: str, one_rank: Group, two_ranks: Group, on_ranks: Load, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """Round the houses: each layout reads what the one before it wrote. Nothing is lost on the way."""
+    first = on_ranks(two_ranks, tiny_folder, zero_stage=2, dtype=dtype)
+    first.update(some_samples(), CE, ADAMW, 30)
+    files = first.checkpoint()
+    wanted, digest = state_of(files), first.digest()
+    layouts = [(two_ranks, 3), (one_rank, 2), (two_ranks, 1), (two_ranks, 0), (one_rank, 3), (two_ranks, 2), (one_rank, 1)]
+    for group, stage in layouts:
+        trainer = on_ranks(group, tiny_folder, zero_stage=stage, dtype=dtype)
+        files = moved(trainer, files)
+        assert same_bytes(state_of(files), wanted), stage
+        assert trainer.digest() == digest
+    reference = torch_trainer(tiny_folder)
+    reference.read_checkpoint(files, optimizer=True)
+    assert same_bytes(state_of(reference.write_checkpoint(tmp_path / "torch")), wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_moments_start_anew_when_they_are_not_read(
+    stage: int, two_ranks: Group, on_ranks: Load, tiny_folder: Path
+) -> None:
+    trainer, fresh = on_ranks(two_ranks, tiny_folder, zero_stage=stage), torch_trainer(tiny_folder)
+    weights = trainer.checkpoint()
+    trainer.update(some_samples(), CE, ADAMW, 30)
+    for again in ("read_checkpoint", "reset_optimizer"):
+        if again == "reset_optimizer":
+            trainer.call("read_checkpoint", weights, False)
+            trainer.update(some_samples(), CE, ADAMW, 30)
+            trainer.call("read_checkpoint", weights, True)  # the files have no moments
+            trainer.call("reset_optimizer")
+        else:
+            trainer.call("read_checkpoint", weights, False)
+        assert set(trainer.checkpoint()) == set(weights)
+        trainer.update(some_samples(), CE, ADAMW, 30)
+        state = state_of(trainer.checkpoint())
+        assert float(state["step.model.norm.weight"]) == 1.0
+    fresh.update(some_samples(), CE, ADAMW, max_tokens=30)
+    assert max((state[name] - tensor).abs().max().item() for name, tensor in fresh.weights()) <= 2e-5
+
+
+@pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.slow), pytest.param(0, marks=pytest.mark.slow)])
+def test_an_export_is_a_plain_folder(
+    stage: int, two_ranks: Group, on_ranks: Load, tiny_folder: Path, tmp_path: Path
+) -> None:
+    trainer = on_ranks(two_ranks, tiny_folder, zero_stage=stage)
+    trainer.update(some_samples(), CE, ADAMW, 30)
+    names = trainer.call("export", tmp_path / "export")
+    assert names == sorted(path.name for path in (tmp_path / "export").iterdir())
+    assert {"config.json", "generation_config.json", "model.safetensors"} == set(names)
+    assert torch_trainer(tmp_path / "export").weights_digest()[0] == trainer.digest()
+    own = AutoModelForCausalLM.from_pretrained(tiny_folder)
+    own.save_pretrained(tmp_path / "own")
+    stored = load_file(tmp_path / "own" / "model.safetensors")
+    assert load_file(tmp_path / "export" / "model.safetensors").keys() == stored.keys()
+    staged = trainer.call("stage_weights", tmp_path / "staged", torch.bfloat16)
+    files = [tmp_path / "staged" / name for name in staged if name.endswith(".safetensors")]
+    assert len(files) >= 2  # both ranks write
+    found = {name: tensor for path in files for name, tensor in load_file(path).items()}
+    exported = load_file(tmp_path / "export" / "model.safetensors")
+    assert {name: tensor.to(torch.bfloat16) for name, tensor in exported.items()}.keys() == found.keys()
+    assert all(torch.equal(tensor.to(torch.bfloat16), found[name]) for name, tensor in exported.items())
+
+
+def test_a_folder_of_many_files_loads(
+    two_ranks: Group, on_ranks: Load, tiny_folder: Path, tmp_path: Path
+) -> None:
+    trainer = on_ranks(two_ranks, tiny_folder, zero_stage=3)
+    folder = tmp_path / "staged"
+    names = trainer.call("stage_weights", folder, torch.float32)
+    trainer.call("write_config", folder)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == {name for name in names if name.endswith(".safetensors")}
+    assert torch_trainer(folder).weights_digest()[0] == trainer.digest()
+
+
+# -- the reader ---------------------------------------------------------------------------------------------------
+
+
+def write_pieces(folder: Path, cuts: list[tuple[int, int]], *, elements: int = 12) -> list[Path]:
+    """A (3, 4) tensor 0, 1, 2, … in these ranges, a file each."""
+    paths = []
+    for rank, (start, end) in enumerate(cuts):
+        paths.append(folder / part_file("weights", rank, len(cuts)))
+        piece = torch.arange(elements, dtype=torch.float32)[start:end].clone()
+        save_file({piece_name("w", start): piece}, paths[-1], metadata=shapes_metadata({"w": (3, 4)}))
+    return paths
+
+
+def test_pieces_are_read_by_range(tmp_path: Path) -> None:
+    tensors = Tensors(write_pieces(tmp_path, [(5, 12), (0, 5)]))
+    assert tensors.shapes() == {"w": (3, 4)}
+    assert torch.equal(tensors.read("w"), torch.arange(12.0).view(3, 4))
+    out = torch.full((10,), -1.0)
+    tensors.read_into("w", out[2:8], start=3)
+    assert out.tolist() == [-1, -1, 3, 4, 5, 6, 7, 8, -1, -1]
+    half = torch.empty(2, 2, dtype=torch.bfloat16)
+    tensors.read_into("w", half, start=4)
+    assert half.tolist() == [[4, 5], [6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("cuts", "said"),
+    [([(0, 5), (6, 12)], "missing"), ([(0, 5), (4, 12)], "there twice"), ([(0, 5)], "the files hold 5")],
+)
+def test_a_set_that_is_no_whole_checkpoint_is_refused(tmp_path: Path, cuts: list[tuple[int, int]], said: str) -> None:
+    paths = write_pieces(tmp_path, cuts)
+    with pytest.raises(BadSpec, match=said):
+        open_checkpoint({path.name: path for path in paths})
+
+
+def test_a_torn_file_and_a_set_without_weights_are_refused(tmp_path: Path) -> None:
+    paths = write_pieces(tmp_path, [(0, 5), (5, 12)])
+    paths[1].write_bytes(paths[1].read_bytes()[:-3])
+    with pytest.raises(BadSpec, match="not a whole safetensors file"):
+        Tensors(paths)
+    with pytest.raises(BadSpec, match="no weights among"):
+        open_checkpoint({"optimizer.safetensors": tmp_path / "optimizer.safetensors"})
+
+
+def test_a_misfit_leaves_the_trainer_as_it_was(
+    two_ranks: Group, on_ranks: Load, tiny_folder: Path, tmp_path: Path
+) -> None:
+    trainer = on_ranks(two_ranks, tiny_folder, zero_stage=2)
+    trainer.update(some_samples(), CE, ADAMW, 30)
+    files = trainer.checkpoint()
+    before = state_of(files)
+    paths = write_pieces(tmp_path, [(0, 12)])
+    with pytest.raises(BadSpec, match="does not fit the model"):
+        trainer.call("read_checkpoint", {path.name: path for path in paths}, True)
+    assert same_bytes(state_of(trainer.checkpoint()), before)
+    assert whole(open_checkpoint(files).weights).keys() < before.keys()

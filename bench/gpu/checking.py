@@ -35,7 +35,7 @@ from engine.protocol import TokenSequence
 from engine.samples import Sample
 from storage.chain import OptimizerSpec
 
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
 """Relative L2 distance of the whole gradient from the definition's in float64. bfloat16 has 8 bits: each of some ten
 roundings a layer is 0.2 to 0.4 %, a random walk of them over 12 layers 3 to 5 %."""
 LOGPROB_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
@@ -177,7 +177,7 @@ def determinism(setting: Setting) -> Iterator[Row]:
     samples = grpo_samples(setting.checked[-1], (2, 3, 12, 5, 20))
     cases = [(torch.bfloat16, False), (torch.float32, False), (torch.float32, True)]
     for dtype, forced in cases:
-        torch.use_deterministic_algorithms(forced, warn_only=True)
+        torch.use_deterministic_algorithms(forced)
         base = model_of(setting.checked[-1], setting, compute_dtype=dtype).module
         digests = [_after_two_steps(CausalLM(copy.deepcopy(base), compute_dtype=dtype), samples) for _ in range(2)]
         equal = digests[0] == digests[1]

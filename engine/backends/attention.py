@@ -131,7 +131,11 @@ def _heads_for_sdpa(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor) -> tu
     groups = query_THD.shape[1] // key_TKD.shape[1]
     if groups == 1 or not query_THD.is_cuda:
         return key_TKD, value_TKD, groups != 1
-    return key_TKD.repeat_interleave(groups, 1), value_TKD.repeat_interleave(groups, 1), False
+
+    def repeated(x_TKD: Tensor) -> Tensor:  # its gradient is one sum; that of repeat_interleave scatters
+        return x_TKD.unsqueeze(2).expand(-1, -1, groups, -1).flatten(1, 2)
+
+    return repeated(key_TKD), repeated(value_TKD), False
 
 
 class _Branches:

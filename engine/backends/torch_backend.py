@@ -52,6 +52,10 @@ class TorchBackend:
     def prepare_thread(self) -> None:
         """Called once in the thread that computes: the thread count is a setting of the calling thread."""
         torch.set_num_threads(self.threads)
+        if self.spec.deterministic and self.device.type == "cuda":
+            # strict: with warn_only, the gradient of attention in float32 stays a sum in any order
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
         disable_progress_bar()  # transformers' own bars would break into the progress a person watches
 
     @staticmethod

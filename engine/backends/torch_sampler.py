@@ -174,10 +174,17 @@ def processed_logprobs(logits_BV: Tensor, params: SamplingParams) -> Tensor:
         logits_BV = logits_BV.masked_fill(logits_BV < kth_B1, -torch.inf)
     if params.top_p < 1:
         sorted_BV, order_BV = logits_BV.sort(dim=-1, descending=True)
-        before_BV = sorted_BV.softmax(-1).cumsum(-1) - sorted_BV.softmax(-1)
+        before_BV = _running_sum(sorted_BV.softmax(-1)) - sorted_BV.softmax(-1)
         drop_BV = torch.zeros_like(before_BV, dtype=torch.bool).scatter(1, order_BV, before_BV >= params.top_p)
         logits_BV = logits_BV.masked_fill(drop_BV, -torch.inf)
     return logits_BV.log_softmax(-1)
+
+
+def _running_sum(x_BV: Tensor) -> Tensor:
+    """On the CPU where equal bytes are asked of a GPU, which torch does not promise for this sum, and so refuses."""
+    if x_BV.is_cuda and torch.are_deterministic_algorithms_enabled():
+        return x_BV.cpu().cumsum(-1).to(x_BV.device)
+    return x_BV.cumsum(-1)
 
 
 def _batches(prompts: list[tuple[int, ...]], max_tokens: int) -> list[list[tuple[int, ...]]]:

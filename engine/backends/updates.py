@@ -28,6 +28,12 @@ T = TypeVar("T")
 Logprobs = Callable[[Packed], Tensor]
 """The trained tokens' logprobs (N,), nats, with gradient."""
 
+_NO_MEMORY = (
+    "can't allocate memory",
+    "not enough memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDA error: out of memory",  # of an allocation that does not go by torch's allocator
+)
 _OLD = {"trainer": "old_logprobs", "sampler": "sampler_logprobs"}
 
 
@@ -167,9 +173,9 @@ def set_adamw(groups: Iterable[dict[str, object]], spec: OptimizerSpec, *, decay
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Of the device, or of the CPU, whose allocator raises a plain RuntimeError."""
+    """Of the device, or of the CPU, whose allocator raises a plain RuntimeError, as CUDA's libraries do."""
     said = str(error)
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in said or "not enough memory" in said
+    return isinstance(error, torch.OutOfMemoryError) or any(words in said for words in _NO_MEMORY)
 
 
 def split_once(

@@ -26,6 +26,7 @@ SAMPLES = [Sample([10 * n, 2, 3, 4, 5, 6], [0.0] + [1.0] * 5) for n in range(8)]
 CPU_SAYS = "[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 B"
 ERRORS: dict[str, Callable[[], Exception]] = {
     "cuda": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+    "cublas": lambda: RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     "cpu": lambda: RuntimeError(CPU_SAYS),
     "other": lambda: RuntimeError("shapes do not match"),
     "cpu-windows": lambda: RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes."),
@@ -55,7 +56,7 @@ def update(trainer: TorchTrainer, max_tokens: int) -> Any:
     return trainer.update(SAMPLES, CE, OptimizerSpec(lr=1e-2), max_tokens=max_tokens)
 
 
-@pytest.mark.parametrize("error", ["cuda", "cpu", "cpu-windows"])
+@pytest.mark.parametrize("error", ["cuda", "cublas", "cpu", "cpu-windows"])
 @pytest.mark.parametrize("good", [0, 1])
 def test_the_micro_batches_are_halved_once_and_nothing_else_changes(tiny_folder: Path, error: str, good: int) -> None:
     small = SmallMemory(tiny_folder, room=12, error=error, good=good)
@@ -104,7 +105,7 @@ def test_other_errors_are_not_taken_for_memory(tiny_folder: Path) -> None:
     assert trainer.seen == [24]
 
 
-@pytest.mark.parametrize("error", ["cuda", "cpu", "cpu-windows"])
+@pytest.mark.parametrize("error", ["cuda", "cublas", "cpu", "cpu-windows"])
 def test_logprobs_are_split_once_too(tiny_folder: Path, error: str, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = SmallMemory(tiny_folder, room=12)
     whole, seen = trainer.model.logprobs, []

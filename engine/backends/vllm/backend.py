@@ -5,6 +5,7 @@ share torch's process group; servers (engine.backends.vllm.pool) are one pool pe
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal, cast
@@ -103,25 +104,47 @@ class VllmSamplers:
         return open_pool(self.spec, config_folder, options)
 
     def _options(self, trainer: Trainer, architecture: Architecture, ranks: int) -> EngineOptions:
-        spec, shares_gpu = self.spec, self._in_process and self.device.type == "cuda"
         targets = tuple(short_names(trainer.base.layers)) if isinstance(trainer, SharedTrainer) else ()
-        return EngineOptions(
+        options = engine_options(
+            self.spec,
+            architecture,
             dtype=self._dtype,
-            max_context=min(spec.max_context or architecture.context_length, architecture.context_length),
-            vocab_size=architecture.vocab_size,
-            eos_token_ids=architecture.eos_token_ids,
-            tensor_parallel=ranks,
-            kv_cache_bytes=None if spec.kv_cache_gib == "auto" else int(spec.kv_cache_gib * (1 << 30)),
-            gpu_share=spec.gpu_share,
-            eager=self.device.type == "cpu" if spec.eager == "auto" else spec.eager,
-            max_lora_rank=spec.max_lora_rank if targets else None,
+            device=self.device,
+            ranks=ranks,
             lora_targets=targets,
-            sleep=shares_gpu if spec.sleep == "auto" else spec.sleep,
-            max_rows=self._rows,
-            extension=self._extension,
+            rows=self._rows,
         )
+        shares_gpu = self._in_process and self.device.type == "cuda"
+        sleep = shares_gpu if self.spec.sleep == "auto" else self.spec.sleep
+        return replace(options, sleep=sleep, extension=self._extension)
 
     def _nbytes(self, trainer: Trainer) -> int:
         """Weights, the prepacked copy of a tied head at most, and keys and values."""
         kv = CPU_KV_CACHE_BYTES if self.spec.kv_cache_gib == "auto" else int(self.spec.kv_cache_gib * (1 << 30))
         return trainer.weights_nbytes * DTYPES[self._dtype].itemsize // torch.float32.itemsize * 3 // 2 + kv
+
+
+def engine_options(
+    spec: VllmSpec,
+    architecture: Architecture,
+    *,
+    dtype: Literal["float32", "bfloat16"],
+    device: torch.device,
+    ranks: int,
+    lora_targets: tuple[str, ...] = (),
+    rows: int,
+) -> EngineOptions:
+    """How vLLM is built for models of this architecture, here or in a server elsewhere. It keeps its memory."""
+    return EngineOptions(
+        dtype=dtype,
+        max_context=min(spec.max_context or architecture.context_length, architecture.context_length),
+        vocab_size=architecture.vocab_size,
+        eos_token_ids=architecture.eos_token_ids,
+        tensor_parallel=ranks,
+        kv_cache_bytes=None if spec.kv_cache_gib == "auto" else int(spec.kv_cache_gib * (1 << 30)),
+        gpu_share=spec.gpu_share,
+        eager=device.type == "cpu" if spec.eager == "auto" else spec.eager,
+        max_lora_rank=spec.max_lora_rank if lora_targets else None,
+        lora_targets=lora_targets,
+        max_rows=rows,
+    )

@@ -61,7 +61,7 @@ class Plan:
         options = self.folder / f"{name}.json"
         options.write_text(json.dumps([*flags(arguments), *listen]))
         command = [self.spec.python or sys.executable, "-m", "engine.backends.vllm.serve", str(options)]
-        return Launch(name, command, port, self._environment(index), self.folder)
+        return Launch(name, command, port, self._environment(index), self.folder, host)
 
     def _environment(self, index: int) -> dict[str, str]:
         """Of one server process and all that vLLM starts under it."""

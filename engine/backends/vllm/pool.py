@@ -29,7 +29,7 @@ from engine.backends.vllm.launching import Plan, own_config, token_of
 from engine.backends.vllm.remote import Remote
 from engine.backends.vllm.routing import Work, affinity
 from engine.backends.vllm.runtime import EngineOptions, Manifest, Receipt, Source
-from engine.backends.vllm.server import Server
+from engine.backends.vllm.server import Launch, Server
 from engine.backends.vllm.spreading import Send, spread
 from engine.errors import BadSpec, SamplerOutOfSync, WorkerDied
 from engine.protocol import Completion, SamplingParams, TokenIds
@@ -425,17 +425,18 @@ def open_pool(spec: VllmSpec, config_folder: Path, options: EngineOptions) -> Vl
 
 
 def pool_of(here: Plan) -> VllmPool:
-    spec, launches = here.spec, []
+    spec = here.spec
     token = token_of(spec) if spec.urls else here.token
-    if not spec.urls:
-        launches = [here.launch(index) for index in range(max(1, spec.servers))]
+    found: list[tuple[str, str, Launch | None]] = [(url, url, None) for url in spec.urls]
+    for index in range(0 if spec.urls else max(1, spec.servers)):
+        launch = here.launch(index)
+        found.append((launch.name, launch.url, launch))
     clients: list[httpx.AsyncClient] = []
 
     def make(on_up: OnUp) -> list[Server]:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         client = httpx.AsyncClient(headers={"authorization": f"Bearer {token}"}, limits=limits, trust_env=False)
         clients.append(client)
-        found = [(launch.name, launch.url, launch) for launch in launches] or [(url, url, None) for url in spec.urls]
         return [
             Server(Remote(name, url, client, silence=spec.answer_seconds), launch, on_up, spec.start_seconds)
             for name, url, launch in found

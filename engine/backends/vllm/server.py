@@ -46,6 +46,7 @@ class Launch:
     environment: Mapping[str, str]
     folder: Path
     """Its log, and its working directory."""
+    host: str = "127.0.0.1"
 
     @property
     def log_file(self) -> Path:
@@ -53,7 +54,9 @@ class Launch:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        """As this machine reaches it."""
+        host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
 
 class ServerProcess:

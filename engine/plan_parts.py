@@ -92,21 +92,21 @@ def activations(shape: ModelShape, tokens: int, *, compute: int, autocast: bool,
     return (layer, inputs) if recompute == "offload" else (layer + inputs, 0)
 
 
-def head_activations(shape: ModelShape, tokens: int, *, compute: int) -> int:
+def head_activations(shape: ModelShape, tokens: int, *, compute: int, trained: bool = True) -> int:
     """Logits and their gradient at the start of the backward pass, if every token is trained.
 
     Up to 2 * CHUNK_ELEMENTS logits are held at once, more are computed chunk by chunk. Of the tokens at once: the
-    logits, and of the gradient of their logsumexp the difference and its exponential, all float32: 12 bytes a logit.
-    Besides: the gradient of the head in the compute dtype and, where that is lower, in float32, and the sum of the
-    chunks' (float32).
+    logits, and of the gradient of their logsumexp the difference, its exponential and the product, all float32: 16
+    bytes a logit. Besides, if the head is `trained`: its gradient in the compute dtype and, where that is lower, in
+    float32, and the sum of the chunks' (float32).
     """
     chunk = max(1, CHUNK_ELEMENTS // shape.vocabulary)
     whole = tokens <= 2 * chunk
     at_once = tokens if whole else chunk
-    logits = 3 * MASTER * at_once * shape.vocabulary
-    gradient = (MASTER + (0 if compute >= MASTER else compute) + (0 if whole else MASTER)) * shape.embedding
-    # the head's gradient is made when two of the three float32 logits are gone
-    return max(logits, logits * 2 // 3 + gradient)
+    logits = 4 * MASTER * at_once * shape.vocabulary
+    gradient = (MASTER + (0 if compute >= MASTER else compute) + (0 if whole else MASTER)) * shape.embedding * trained
+    # the head's gradient is made when two of these four are gone
+    return max(logits, logits // 2 + gradient)
 
 
 def kv_bytes_per_token(shape: ModelShape, compute: int) -> int:

@@ -5,11 +5,14 @@ No torch. Counts are exact for the families named here; for others a folder's sa
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from engine.errors import BadSpec
+from engine.model_size import folder_parameter_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +153,7 @@ def _with_count(shape: ModelShape, family: Family, config: Mapping[str, Any], ki
     layer += (shape.hidden + shape.intermediate * (2 if shape.gated else 1)) * has(family.mlp_bias)
     layer += 2 * shape.head_dim * family.head_norms
     total = shape.embedding * (1 if shape.tied else 2) + shape.layers * layer + norm
-    values = {field: getattr(shape, field) for field in shape.__slots__}
-    return ModelShape(**values | {"parameters": total})
+    return replace(shape, parameters=total)
 
 
 def _dimension(config: Mapping[str, Any], key: str, name: str) -> int:
@@ -194,3 +196,18 @@ def preset(size: str) -> ModelShape | None:
         return None
     model, config = PRESETS[size]
     return shape_of(config, f"{size} ({model})")
+
+
+def read_shape(folder: Path) -> ModelShape:
+    """The shape of a local Hugging Face folder, with the count of its safetensors files where it has some.
+
+    Raises:
+        BadSpec: no config.json, or one that says no shape.
+        CorruptArtifact: a safetensors file without a header.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadSpec(f"{folder} has no readable config.json ({error}); give a Hugging Face model folder") from error
+    counted = folder_parameter_count({file.name: file for file in sorted(folder.glob("*.safetensors"))})
+    return shape_of(config, folder.name, counted=counted or None)

@@ -15,6 +15,7 @@ import typer
 from engine.errors import EngineError
 from engine.spec import LocalEngineSpec
 from flows.cli.join import join
+from flows.cli.plan import plan
 from flows.overrides import ConfigError, parse_config
 from storage.errors import StorageError
 
@@ -31,6 +32,7 @@ def group() -> None:
 
 
 engine_app.command("join")(join)
+engine_app.command("plan")(plan)
 
 
 @engine_app.command("serve")

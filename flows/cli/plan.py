@@ -1,0 +1,213 @@
+"""`ostinato engine plan`: what an engine's config takes of each memory, before anything is started.
+
+Exit status 0: it fits. 3: it does not, and what would is said. 2: wrong usage.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import ValidationError
+
+from engine.errors import EngineError
+from engine.model_folder import local_folder, registered_model
+from engine.model_size import parameter_count
+from engine.plan import plan_memory
+from engine.plan_records import DEVICES_GIB, GIB, PHASES, Load, Machine, Plan, Workload
+from engine.plan_remedies import Setting, remedies
+from engine.plan_shape import PRESETS, ModelShape, preset, read_shape, shape_of
+from engine.spec import LocalEngineSpec
+from flows.cli.output import AsJson, console, fill, print_json, refusals, table, usage_error
+from flows.overrides import ConfigError, describe_validation, load_config
+from storage.artifacts import read_manifest
+from storage.objects import open_store
+
+DOES_NOT_FIT = 3
+CONTEXT = 4096
+"""Tokens of prompt and completion together, unless the config or --context says otherwise."""
+MEASURED = (
+    "The torch trainer's tensors were measured on the CPU (bench/README.md); GPU, vLLM and ZeRO figures are computed, "
+    "not measured."
+)
+
+
+def plan(  # noqa: PLR0913 - the options of a command
+    config: Annotated[Path, typer.Option(help="YAML, TOML or JSON: an engine's keys, or a run's.", exists=True)],
+    model: Annotated[
+        str, typer.Option(help=f"A Hugging Face folder, a registered key, or one of {', '.join(PRESETS)}.")
+    ] = "",
+    gpu: Annotated[str, typer.Option(help=f"The GPU: {', '.join(DEVICES_GIB)}.")] = "",
+    device_gib: Annotated[float, typer.Option(help="Memory of a device instead, GiB.", min=0)] = 0.0,
+    devices: Annotated[int, typer.Option(help="GPUs per node.", min=1)] = 1,
+    node_gib: Annotated[float, typer.Option(help="Memory of a node, GiB. 0: not checked.", min=0)] = 0.0,
+    context: Annotated[int, typer.Option(help="Prompt and completion together, tokens.", min=0)] = 0,
+    lora_rank: Annotated[int, typer.Option(help="Plan a LoRA adapter of this rank. 0: all weights.", min=0)] = 0,
+    frozen: Annotated[int, typer.Option(help="Frozen policies in memory. -1: what the config implies.", min=-1)] = -1,
+    storage: Annotated[str, typer.Option(help="Where a registered model lies.")] = "",
+    sets: Annotated[list[str] | None, typer.Option("--set", help="Override one key: trainer.zero_stage=3.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """A memory plan per device; refuses what cannot fit, and says what would."""
+    with refusals():
+        try:
+            body = load_config(config, sets or [])
+            spec = engine_of(body)
+            shape = find_shape(model or _model_of(body), storage or _storage_of(body))
+            work = workload_of(body, spec, shape, context=context, lora_rank=lora_rank, frozen=frozen)
+            setting = Setting(spec, work, find_machine(spec, gpu, devices, device_gib=device_gib, node_gib=node_gib))
+            planned = plan_memory(setting.spec, setting.work, setting.machine)
+        except (ConfigError, EngineError) as error:
+            raise usage_error(f"{type(error).__name__}: {error}") from None
+        ways = [] if planned.fits else remedies(setting)
+        if as_json:
+            print_json(as_document(planned, work, ways))
+        else:
+            show(planned, work, ways)
+    raise typer.Exit(0 if planned.fits else DOES_NOT_FIT)
+
+
+def engine_of(body: Mapping[str, Any]) -> LocalEngineSpec:
+    """The engine of an engine's config, or of a run's (which has a `model` table). Raises ConfigError."""
+    keys = body.get("engine", {}) if "engine" in body or "model" in body else body
+    if isinstance(keys, dict) and keys.get("kind") == "http":
+        raise ConfigError("the config names an engine elsewhere (engine.kind='http'); plan that engine's own config")
+    try:
+        return LocalEngineSpec.model_validate(keys)
+    except ValidationError as error:
+        raise ConfigError(describe_validation(error, LocalEngineSpec)) from error
+
+
+def find_shape(source: str, storage: str) -> ModelShape:
+    """Of a preset, a folder, or a registered model. Raises ConfigError, BadSpec, BadModelFolder."""
+    if not source:
+        raise ConfigError(f"no model was given; add --model: a Hugging Face folder, a key, or {', '.join(PRESETS)}")
+    published, folder = preset(source), local_folder(source)
+    if published is not None:
+        return published
+    if folder is not None:
+        return read_shape(folder)
+    if not storage:
+        raise ConfigError(
+            f"{source!r} is no folder and none of {', '.join(PRESETS)}; for a registered model, add --storage"
+        )
+    store = open_store(storage)
+    ref = registered_model(store, source)
+    entry = next((file for file in read_manifest(store, ref.key).files if file.name == "config.json"), None)
+    if entry is None:
+        raise ConfigError(f"the registered model {source!r} has no config.json; import it again")
+    return shape_of(json.loads(store.get(entry.key)), source, counted=parameter_count(store, ref) or None)
+
+
+def workload_of(
+    body: Mapping[str, Any], spec: LocalEngineSpec, shape: ModelShape, *, context: int, lora_rank: int, frozen: int
+) -> Workload:
+    """What the options say, else the run's config, else a GRPO run with its reference on all weights."""
+    algorithm, model = body.get("algorithm") or {}, body.get("model") or {}
+    longest = min(shape.context, getattr(spec.sampler, "max_context", None) or shape.context)
+    adapter = model.get("adapter") if isinstance(model, dict) else None
+    implied = 1 if algorithm.get("kl_beta", 0.01) else 0
+    if context > longest:
+        raise ConfigError(f"--context {context} exceeds the {longest} tokens of the model or of sampler.max_context")
+    return Workload(
+        shape,
+        context=context or min(longest, CONTEXT, spec.max_tokens_per_forward),
+        lora_rank=lora_rank or (None if adapter is None else int(adapter.get("rank", 16))),
+        frozen=min(spec.frozen_policies, implied if frozen < 0 else frozen),
+    )
+
+
+def find_machine(
+    spec: LocalEngineSpec, gpu: str, devices: int, *, device_gib: float, node_gib: float
+) -> Machine:
+    """GPUs as named; else this machine, as a CPU. Raises ConfigError."""
+    if gpu and gpu not in DEVICES_GIB:
+        raise ConfigError(f"--gpu {gpu!r} is not known; give one of {', '.join(DEVICES_GIB)}, or --device-gib")
+    if gpu and spec.device == "cpu":
+        raise ConfigError(f"--gpu {gpu} was given, but the config says device='cpu'; leave one of them out")
+    if spec.device == "cpu" or (spec.device == "auto" and not gpu and not device_gib):
+        return Machine.cpu(int(device_gib * GIB) or _this_memory(), native_bfloat16=_native_bfloat16())
+    if not gpu and not device_gib:
+        raise ConfigError(f"the config wants a GPU; say which: --gpu {'|'.join(DEVICES_GIB)}, or --device-gib")
+    return Machine.gpus(gpu or "GPU", devices, gib=device_gib or None, node_gib=node_gib or None)
+
+
+def show(planned: Plan, work: Workload, ways: list[str]) -> None:
+    """Tables per memory, then the verdict."""
+    out = console()
+    shape = work.shape
+    trained = "all weights" if work.lora_rank is None else f"LoRA rank {work.lora_rank}"
+    out.print(f"{shape.name}: {shape.parameters:,} parameters, {trained}, {work.context} tokens", markup=False)
+    for load in planned.loads:
+        out.print(_table(load))
+        free = "" if load.usable is None else f" of {load.usable / GIB:.1f} GiB usable"
+        out.print(f"needs {load.needed / GIB:.1f} GiB{free}\n", markup=False, highlight=False)
+    for line in verdict(planned, work, ways):
+        out.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def verdict(planned: Plan, work: Workload, ways: list[str]) -> list[str]:
+    lines = []
+    if planned.sequences is not None:
+        lines.append(f"KV caches hold {planned.sequences} sequences of {work.context} tokens")
+    if planned.fits:
+        return [*lines, f"fits. {MEASURED}"]
+    lines += [f"does not fit: {reason}" for reason in planned.reasons()]
+    lines += [f"would fit: {way}" for way in ways]
+    if not ways:
+        lines.append("nothing that was tried fits; take a smaller model, or more and larger devices")
+    return [*lines, MEASURED]
+
+
+def as_document(planned: Plan, work: Workload, ways: list[str]) -> dict[str, Any]:
+    """The same for machines; sizes in bytes."""
+    loads = [
+        {
+            "name": load.name, "capacity": load.capacity, "usable": load.usable, "needed": load.needed,
+            "fits": load.fits,
+            "parts": [{"name": p.name, "bytes": p.bytes, "why": p.why} for p in load.parts],
+        }
+        for load in planned.loads
+    ]  # fmt: skip
+    return {
+        "model": work.shape.name, "parameters": work.shape.parameters, "context": work.context,
+        "fits": planned.fits, "reasons": planned.reasons(), "would_fit": ways, "sequences": planned.sequences,
+        "memories": loads,
+    }  # fmt: skip
+
+
+def _table(load: Load) -> Any:
+    made = table(load.name, "part", *(f"{phase}>" for phase in PHASES), "GiB of what")
+    rows = [[p.name, *(_gib(p.bytes.get(phase, 0.0)) for phase in PHASES), p.why] for p in load.parts]
+    return fill(made, [*rows, ["sum", *(_gib(load.at(phase)) for phase in PHASES), ""]])
+
+
+def _gib(size: float) -> str | None:
+    return f"{size / GIB:.2f}" if size else None
+
+
+def _model_of(body: Mapping[str, Any]) -> str:
+    model = body.get("model")
+    return str(model.get("key", "")) if isinstance(model, dict) else ""
+
+
+def _storage_of(body: Mapping[str, Any]) -> str:
+    storage = body.get("storage")
+    return str(storage.get("url", "")) if isinstance(storage, dict) else ""
+
+
+def _this_memory() -> int:
+    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def _native_bfloat16() -> bool:
+    """As engine.backends.torch_backend decides, which imports torch."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text().split()
+    except OSError:
+        return False
+    return "avx512_bf16" in flags or "amx_bf16" in flags

@@ -47,6 +47,8 @@ class State:
     """Persistent ones, equal on every rank."""
     exported: Mapping[str, str]
     """Names that `save_pretrained` gives -> names here."""
+    trained: Mapping[str, str]
+    """Names here -> those of the moments, as `named_parameters` gives them: a tied head is the embedding there."""
     device: torch.device
     master_dtype: torch.dtype
 
@@ -74,12 +76,12 @@ def write_checkpoint(state: State, folder: Path) -> list[str]:
     _write(folder / part_file(WEIGHTS, rank, world_size), weights | whole, shapes)
     if shards.has_moments:
         moments = {
-            piece_name(f"{moment}.{piece.name}", piece.start): shards.moment(piece, moment)
+            piece_name(f"{moment}.{state.trained[piece.name]}", piece.start): shards.moment(piece, moment)
             for piece in owned
             for moment in MOMENTS
         }
-        steps = {f"step.{piece.name}": shards.step for piece in owned if piece.start == 0}
-        of_moments = {f"{moment}.{name}": shape for name, shape in shapes.items() for moment in MOMENTS}
+        steps = {f"step.{state.trained[piece.name]}": shards.step for piece in owned if piece.start == 0}
+        of_moments = {f"{moment}.{state.trained[name]}": shape for name, shape in shapes.items() for moment in MOMENTS}
         _write(folder / part_file(OPTIMIZER, rank, world_size), moments | steps, of_moments)
     kinds = [WEIGHTS, OPTIMIZER] if shards.has_moments else [WEIGHTS]
     return sorted(part_file(kind, rank, world_size) for kind in kinds for rank in range(world_size))
@@ -102,8 +104,9 @@ def read_checkpoint(state: State, files: Mapping[str, Path], *, optimizer: bool)
     check_shapes(given.weights.shapes(), shapes, "checkpoint")
     moments = given.moments if optimizer else None
     if moments is not None:
-        check_shapes(moments.shapes(), moment_shapes(shards.shapes, MOMENTS), "optimizer's checkpoint")
-        steps = {float(moments.read(f"step.{name}")) for name in shards.shapes}
+        trained = {state.trained[name]: shape for name, shape in shards.shapes.items()}
+        check_shapes(moments.shapes(), moment_shapes(trained, MOMENTS), "optimizer's checkpoint")
+        steps = {float(moments.read(f"step.{name}")) for name in trained}
         if len(steps) > 1:
             raise BadSpec(f"the checkpoint's weights were updated {sorted(steps)} times; ZeRO keeps one count for all")
     for piece in shards.pieces:
@@ -117,7 +120,8 @@ def read_checkpoint(state: State, files: Mapping[str, Path], *, optimizer: bool)
         shards.make_moments(steps.pop())
         for piece in shards.pieces:
             for moment in MOMENTS:
-                moments.read_into(f"{moment}.{piece.name}", shards.moment(piece, moment), start=piece.start)
+                key = f"{moment}.{state.trained[piece.name]}"
+                moments.read_into(key, shards.moment(piece, moment), start=piece.start)
             progress()
 
 

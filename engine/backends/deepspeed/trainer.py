@@ -55,6 +55,7 @@ class ZeroTrainer:
         self.module: Any = loaded.module
         buffers = {name: b for name, b in loaded.named_weights() if not isinstance(b, torch.nn.Parameter)}
         own = {id(tensor): name for name, tensor in loaded.named_weights()}
+        trained = {own[id(parameter)]: name for name, parameter in loaded.module.named_parameters()}
         exported = {name: own[id(tensor)] for name, tensor in loaded.exported_weights()}
         self.gradients: Gradients = make_gradients(loaded, options, device)
         self.model = self.gradients.model
@@ -62,6 +63,7 @@ class ZeroTrainer:
             shards=self.gradients.shards,
             buffers={name: self.module.get_buffer(name) for name in buffers},
             exported=exported,
+            trained=trained,
             device=device,
             master_dtype=master,
         )

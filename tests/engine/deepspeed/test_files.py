@@ -51,10 +51,9 @@ def test_zero_3_on_two_ranks_and_the_torch_trainer_read_each_other(
     assert same_bytes(state_of(moved(trainer, newer)), state_of(newer))
     assert float(state_of(newer)["step.model.norm.weight"]) == 2.0
     # what was read is what computes and what is updated
-    for one in (trainer.update(some_samples(), CE, ADAMW, 30), reference.update(some_samples(), CE, ADAMW, max_tokens=30)):
-        loss = one.metrics["loss"]
-    assert trainer.update(some_samples(), CE, ADAMW, 30).metrics["loss"] < loss
-    reference.update(some_samples(), CE, ADAMW, max_tokens=30)
+    for _ in range(2):
+        found = trainer.update(some_samples(), CE, ADAMW, 30).metrics
+        assert found == pytest.approx(reference.update(some_samples(), CE, ADAMW, max_tokens=30).metrics, rel=1e-4)
     left, right = state_of(trainer.checkpoint()), state_of(reference.write_checkpoint(tmp_path / "last"))
     assert max((left[name] - right[name]).abs().max().item() for name in left) <= 2e-5
 
@@ -69,8 +68,8 @@ def test_every_layout_reads_every_other(
     first.update(some_samples(), CE, ADAMW, 30)
     files = first.checkpoint()
     wanted, digest = state_of(files), first.digest()
-    layouts = [(two_ranks, 3), (one_rank, 2), (two_ranks, 1), (two_ranks, 0), (one_rank, 3), (two_ranks, 2), (one_rank, 1)]
-    for group, stage in layouts:
+    two, one = two_ranks, one_rank
+    for group, stage in [(two, 3), (one, 2), (two, 1), (two, 0), (one, 3), (two, 2), (one, 1)]:
         trainer = on_ranks(group, tiny_folder, zero_stage=stage, dtype=dtype)
         files = moved(trainer, files)
         assert same_bytes(state_of(files), wanted), stage

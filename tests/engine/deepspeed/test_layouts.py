@@ -4,6 +4,7 @@ the batch is cut, give the same three updates. Stated tolerance in float32: 1e-6
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,10 +30,12 @@ LOSSES = {
 }
 
 Load = Callable[..., OnRanks]
+Expected = tuple[Objective, list[dict[str, float]], TorchTrainer]
+"""An objective, the metrics of three updates, and the torch trainer after them."""
 
 
 @pytest.fixture(scope="module", params=list(LOSSES))
-def expected(request: pytest.FixtureRequest, tiny_folder: Path) -> tuple[Objective, list[dict[str, float]], TorchTrainer]:
+def expected(request: pytest.FixtureRequest, tiny_folder: Path) -> Expected:
     trainer = torch_trainer(tiny_folder)
     objective = LOSSES[request.param]
     reports = [trainer.update(some_samples(), objective, ADAMW, max_tokens=WHOLE) for _ in range(3)]
@@ -48,7 +51,7 @@ def assert_equal_weights(trainer: OnRanks, expected: TorchTrainer, tolerance: fl
 
 
 def three_updates(
-    trainer: OnRanks, expected: tuple[Objective, list[dict[str, float]], TorchTrainer], max_tokens: int
+    trainer: OnRanks, expected: Expected, max_tokens: int
 ) -> None:
     objective, metrics, reference = expected
     for wanted in metrics:
@@ -62,8 +65,8 @@ def three_updates(
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_two_ranks_train_as_the_torch_trainer_does(
-    stage: int, expected: tuple[Objective, list[dict[str, float]], TorchTrainer], two_ranks: Group, on_ranks: Load, tiny_folder: Path
-) -> None:  # fmt: skip
+    stage: int, expected: Expected, two_ranks: Group, on_ranks: Load, tiny_folder: Path
+) -> None:
     three_updates(on_ranks(two_ranks, tiny_folder, zero_stage=stage), expected, SPLIT)
 
 
@@ -75,7 +78,7 @@ def test_every_layout_trains_as_the_torch_trainer_does(
     ranks: int,
     stage: int,
     max_tokens: int,
-    expected: tuple[Objective, list[dict[str, float]], TorchTrainer],
+    expected: Expected,
     request: pytest.FixtureRequest,
     on_ranks: Load,
     tiny_folder: Path,
@@ -89,7 +92,7 @@ def test_ranks_without_work_take_part(stage: int, two_ranks: Group, on_ranks: Lo
     """One sample on two ranks; three micro-batches on two ranks; then no sample that teaches anything."""
     reference, trainer = torch_trainer(tiny_folder), on_ranks(two_ranks, tiny_folder, zero_stage=stage)
     grpo = Objective(GRPOSpec(kl_beta=0.0))
-    silent = [Sample(s.token_ids, s.weights, advantages=[0.0] * s.trained, old_logprobs=s.old_logprobs) for s in some_samples()]  # fmt: skip
+    silent = [replace(sample, advantages=[0.0] * sample.trained) for sample in some_samples()]
     for samples, micro_batches in ((some_samples([20]), 1), (some_samples([20, 19, 18]), 3), (silent, 0)):
         wanted = reference.update(samples, grpo, ADAMW, max_tokens=20 if samples is not silent else WHOLE)
         found = trainer.update(samples, grpo, ADAMW, 20 if samples is not silent else WHOLE)

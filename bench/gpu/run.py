@@ -152,6 +152,8 @@ def main() -> int:
         print(why, file=sys.stderr)
         return 2
     out = Path(os.environ["OUT"]) / "gpu-bench.jsonl" if os.environ.get("OUT") else None
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
     rows = run_parts(given.parts or list(LIMITS), smoke=given.cpu_smoke, seconds=60 * given.minutes, out=out)
     print(table(rows))
     return 1 if any(row.ok is False for row in rows) else 0

@@ -62,6 +62,7 @@ class InProcess:
         given = source if isinstance(source, Mapping) else [str(path) for path in source]
         with _contained():
             answers = self._rpc("ostinato_load", given, manifest, state, full)
+        self.alive = not any(answer.get("broken") for answer in answers)
         receipt = receipt_of(answers, state)
         self._boots = [answer["boot"] for answer in answers]
         self.reset_prefix_cache()

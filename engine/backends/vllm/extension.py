@@ -136,9 +136,10 @@ class Extension:
             loaded = time.perf_counter()
             values, held = self._read_back(plan, received, state)
         except (Refused, BadSpec) as error:
-            return self._answer(wrong=str(error))
+            return self._answer(wrong=str(error), broken=not self._settled())
         except Exception as error:  # noqa: BLE001 - the boundary to vLLM's loaders, which raise anything
-            return self._answer(wrong=f"vLLM did not load the weights: {type(error).__name__}: {error}")
+            wrong = f"vLLM did not load the weights: {type(error).__name__}: {error}"
+            return self._answer(wrong=wrong, broken=not self._settled())
         self._ostinato_prints, self._ostinato_held = received.now, held
         ended = time.perf_counter()
         seconds = {
@@ -166,6 +167,20 @@ class Extension:
         for head in heads:
             head.weight = embeddings[0].weight
             head.quant_method.process_weights_after_loading(head)
+
+    def _settled(self) -> bool:
+        """Ends a reload that was broken off, or else vLLM would refuse the next one: what no weights came for is put
+        back. False where that fails too, and only another process will do."""
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_processing
+
+        try:
+            with set_current_vllm_config(self.model_runner.vllm_config):
+                model = self.model_runner.get_model()
+                finalize_layerwise_processing(model, self.model_runner.vllm_config.model_config)
+        except Exception:  # noqa: BLE001 - the same boundary; the caller tells
+            return False
+        return True
 
     def _read_back(self, plan: readback.Plan, received: _Received, state: str) -> tuple[int, _Held]:
         values, held = 0, _Held(state, plan, received.picks, {}, {})

@@ -22,6 +22,8 @@ class Host:
     nbytes: int
     """Bytes of the engine's memory that it takes: 0 for servers."""
     loaded: str | None = None
+    loads: int = 0
+    """How often weights were loaded: each time vLLM drops every adapter."""
     asleep: bool = False
     users: list[object] = field(default_factory=list)
     """Samplers, the oldest first: it is the one that the memory is booked to."""

@@ -90,9 +90,22 @@ def plan_of(model: nn.Module, shapes: dict[str, tuple[int, ...]]) -> Plan:
     untouched = [
         name
         for name, parameter in model.named_parameters()
-        if name not in filled and parameter.numel() > 0 and ".lora_" not in name
+        if name not in filled and ".lora_" not in name and (parameter.numel() > 0 or name.endswith(".weight"))
     ]
-    return Plan(slots, unread, untouched)
+    return Plan(slots, unread, untouched + _half_filled(modules, slots))
+
+
+def _half_filled(modules: dict[str, nn.Module], slots: Iterable[Slot]) -> list[str]:
+    """Fused layers that are given some of their parts and not all. Embeddings and heads are padded: not they."""
+    from vllm.model_executor.layers.linear import LinearBase
+
+    given: dict[str, int] = {}
+    for slot in slots:
+        if slot.kind == "linear" and isinstance(modules[slot.path], LinearBase):
+            given[slot.path] = given.get(slot.path, 0) + slot.out[1] - slot.out[0]
+    layers: dict[str, Any] = {path: modules[path] for path in given}
+    whole = {path: getattr(layer, "output_size_per_partition", layer.output_size) for path, layer in layers.items()}
+    return [f"{path}.weight" for path, outputs in given.items() if outputs < whole[path]]
 
 
 def _live_names(model: nn.Module, modules: dict[str, nn.Module], name: str) -> list[str]:

@@ -50,6 +50,7 @@ class VllmSampler:
         self._adapter: str | None = None
         """Its name in the runtime."""
         self._adapters_made = 0
+        self._load_number = 0
         self._recent: list[TokenIds] = []
         self.receipt: Receipt | None = None
         self.gap: Gap | None = None
@@ -61,6 +62,8 @@ class VllmSampler:
         """None too where another policy's weights have been loaded into the host, or it sleeps or died."""
         host = self._host
         if host is None or not host.is_open or host.asleep or host.loaded != self._base:
+            return None
+        if self._adapter is not None and host.loads != self._load_number:
             return None
         return self._state
 
@@ -80,7 +83,7 @@ class VllmSampler:
             started = time.perf_counter()
             self._prove_gap(trainer, host)
             self.seconds["gap"] = time.perf_counter() - started
-        self._base, self._state = base, state
+        self._base, self._state, self._load_number = base, state, host.loads
         self.seconds["all"] = time.perf_counter() - began
 
     def _enter(self, trainer: Trainer) -> Host:
@@ -115,7 +118,7 @@ class VllmSampler:
             self.seconds["stage"] = time.perf_counter() - first
             self.receipt = runtime.load(source, manifest, base)
         self.seconds |= self.receipt.seconds
-        host.loaded = base
+        host.loaded, host.loads = base, host.loads + 1
 
     @contextmanager
     def _staged(self, trainer: Trainer, host: Host) -> Iterator[tuple[Source, Manifest]]:

@@ -1,0 +1,155 @@
+"""CPU-seconds of rollouts through our engine, with vLLM in its process, beside bare vLLM on the same prompts.
+
+    .venv-vllm/bin/python bench/rollout_throughput.py [--model FOLDER] [--pairs 6] [--dtype float32]
+
+One process, one vLLM engine, one run. Arm "engine" is LocalEngine.generate with `sampler.kind = "vllm"`: prompts
+checked, requests spread and streamed to the listener that ends abandoned calls, completions assembled, and the live
+weights proven afterwards. Arm "bare" is `LLM.generate` of the same vLLM engine with the same prompts, seeds and sampled
+logprobs. A round is 8 prompts x 8 completions x 64 tokens, with new prompts each time; the arms' prefix caches are
+apart. Rounds alternate: A B, B A, A B, ... What counts is CPU time, user and system, of the process; wall seconds are
+told too. The ratio of tokens per CPU-second, engine / bare, comes with a 95 % bootstrap interval over the pairs. The
+goal is 0.90 at least. Arm "plain" is bare vLLM without seeds, n=8: what per-request seeds cost vLLM itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_work import SMOLLM, Shape, found_model, new_policy, number, prompts_of
+
+from engine.connect import connect
+from engine.protocol import GenerateRequest, SamplingParams, TokenIds
+from engine.spec import LocalEngineSpec
+
+ARMS = ("engine", "bare", "plain")
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What one arm took for one set of prompts."""
+
+    cpu: float
+    wall: float
+    tokens: list[TokenIds]
+
+
+@dataclass(slots=True)
+class Arms:
+    """Three ways to the same vLLM engine."""
+
+    loop: asyncio.AbstractEventLoop
+    engine: Any
+    policy: Any
+    shape: Shape
+
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(max_new_tokens=self.shape.new_tokens, min_new_tokens=self.shape.new_tokens)
+
+    def run(self, arm: str, step: int) -> Round:
+        groups = prompts_of(self.shape, step)
+        each = [prompt for prompt in groups for _ in range(self.shape.completions)]
+        seeds = [number("completion", self.shape.seed, step, n) for n in range(len(each))]
+        work: dict[str, Callable[[], list[TokenIds]]] = {
+            "engine": lambda: self._engine(each, seeds),
+            "bare": lambda: self._bare(each, seeds),
+            "plain": lambda: self._plain(groups),
+        }
+        cpu, wall = time.process_time(), time.perf_counter()
+        tokens = work[arm]()
+        return Round(time.process_time() - cpu, time.perf_counter() - wall, tokens)
+
+    def _engine(self, prompts: list[TokenIds], seeds: list[int]) -> list[TokenIds]:
+        request = GenerateRequest(self.policy, prompts, seeds, self.sampling())
+        return [completion.token_ids for completion in self.loop.run_until_complete(self.engine.generate(request))]
+
+    def _bare(self, prompts: list[TokenIds], seeds: list[int]) -> list[TokenIds]:
+        params = [self._params(seed=seed & ((1 << 63) - 1)) for seed in seeds]
+        outputs = self._llm().generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def _plain(self, prompts: list[TokenIds]) -> list[TokenIds]:
+        salted = [{"prompt_token_ids": ids, "cache_salt": "plain"} for ids in prompts]
+        outputs = self._llm().generate(salted, self._params(n=self.shape.completions), use_tqdm=False)
+        return [list(completion.token_ids) for output in outputs for completion in output.outputs]
+
+    def _params(self, **more: Any) -> Any:
+        from vllm import SamplingParams as VllmParams
+
+        tokens = self.shape.new_tokens
+        return VllmParams(
+            temperature=1.0, max_tokens=tokens, min_tokens=tokens, logprobs=0, detokenize=False, ignore_eos=True, **more
+        )
+
+    def _llm(self) -> Any:
+        """The vLLM engine that our own engine samples with."""
+        (host,) = self.engine.samplers._hosts.values()
+        return host.runtime._llm
+
+
+def bootstrap(ratios: list[float], *, draws: int = 10_000) -> tuple[float, float]:
+    """95 % interval of the mean ratio, over resampled pairs."""
+    dice = random.Random(0)
+    means = sorted(statistics.fmean(dice.choices(ratios, k=len(ratios))) for _ in range(draws))
+    return means[int(0.025 * draws)], means[int(0.975 * draws)]
+
+
+def measure(arms: Arms, pairs: int) -> None:
+    for arm in ARMS:  # the engine's first call also brings the weights to vLLM
+        arms.run(arm, 0)
+    results: dict[str, list[Round]] = {arm: [] for arm in ARMS}
+    for pair in range(pairs):
+        for arm in ARMS if pair % 2 == 0 else ARMS[::-1]:
+            results[arm].append(arms.run(arm, pair + 1))
+        one, two = results["engine"][-1], results["bare"][-1]
+        equal = sum(a == b for a, b in zip(one.tokens, two.tokens, strict=True))
+        told = "   ".join(f"{arm} {results[arm][-1].cpu:.2f} CPU-s {results[arm][-1].wall:.2f} s" for arm in ARMS)
+        print(f"pair {pair:2}   {told}   equal completions {equal}/{len(one.tokens)}", flush=True)
+    for arm, rounds in results.items():
+        tokens = sum(len(ids) for done in rounds for ids in done.tokens)
+        cpu, wall = (sum(getattr(done, what) for done in rounds) for what in ("cpu", "wall"))
+        print(f"{arm}: {tokens / cpu:.1f} tokens per CPU-second, {tokens / wall:.1f} per second of wall time")
+    for other in ("bare", "plain"):
+        for what in ("cpu", "wall"):
+            pairs_of = zip(results["engine"], results[other], strict=True)
+            ratios = [getattr(theirs, what) / getattr(ours, what) for ours, theirs in pairs_of]
+            low, high = bootstrap(ratios)
+            mean = statistics.fmean(ratios)
+            print(f"throughput engine / {other} by {what}: {mean:.4f}, 95 % CI {low:.4f} to {high:.4f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=SMOLLM, help="a Hugging Face folder")
+    parser.add_argument("--pairs", type=int, default=6)
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--completions", type=int, default=8, help="of each prompt")
+    parser.add_argument("--tokens", type=int, default=64, help="of each completion")
+    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
+    options = parser.parse_args()
+    found_model(options.model)
+    shape = Shape(prompts=options.prompts, completions=options.completions, new_tokens=options.tokens)
+    spec = LocalEngineSpec.model_validate(
+        {"device": "cpu", "threads": 1, "compute_dtype": options.dtype, "sampler": {"kind": "vllm", "max_context": 512}}
+    )
+    with tempfile.TemporaryDirectory(prefix="ostinato-bench-") as folder:
+        loop = asyncio.new_event_loop()
+        engine = connect(f"file://{folder}", spec)
+        policy = loop.run_until_complete(new_policy(engine, options.model.resolve(), "bench"))
+        try:
+            measure(Arms(loop, engine, policy, shape), options.pairs)
+        finally:
+            loop.run_until_complete(engine.close())
+            loop.close()
+
+
+if __name__ == "__main__":
+    main()

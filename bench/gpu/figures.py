@@ -57,7 +57,8 @@ def device(setting: Setting) -> Iterator[Row]:
     for package in PACKAGES:
         yield Row("device", package, _version(package))
     kernel = kernel_for(setting)
-    yield Row("device", "variable-length kernel", "none" if kernel is None else getattr(kernel, "__qualname__", "found"))
+    found = "none" if kernel is None else getattr(kernel, "__qualname__", "found")
+    yield Row("device", "variable-length kernel", found)
     for dtype in (torch.bfloat16, torch.float32):
         rate = machine.operations_per_second(setting.device, dtype)
         yield Row("device", f"{str(dtype).removeprefix('torch.')} matrix product", rate / 1e12, "TFLOP/s")

@@ -17,6 +17,7 @@ from engine.backends.causal_lm import CausalLM
 from engine.backends.deepspeed.model import PackedLogprobs, RankModel
 from engine.backends.deepspeed.options import ZeroOptions, deepspeed_config
 from engine.backends.deepspeed.shards import Shards, replicated_shards, zero_shards
+from engine.backends.deepspeed.ulysses import SequenceGroup
 from engine.backends.packing import Packed
 from engine.backends.updates import adamw_groups, set_adamw
 from storage.chain import OptimizerSpec
@@ -48,9 +49,11 @@ class Gradients(Protocol):
         ...
 
 
-def make_gradients(loaded: CausalLM, options: ZeroOptions, device: torch.device) -> Gradients:
-    """Takes over a model on the CPU in master precision."""
-    return (Replicas if options.trainer.zero_stage == 0 else ZeroGradients)(loaded, options, device)
+def make_gradients(
+    loaded: CausalLM, options: ZeroOptions, device: torch.device, sequence: SequenceGroup | None
+) -> Gradients:
+    """Takes over a model on the CPU in master precision. `sequence`: the ranks that compute each row together."""
+    return (Replicas if options.trainer.zero_stage == 0 else ZeroGradients)(loaded, options, device, sequence)
 
 
 def _adamw(module: nn.Module) -> torch.optim.AdamW:
@@ -66,9 +69,10 @@ class Replicas:
     """Stage 0: every rank holds everything in master precision, computes as the torch trainer does, and sums gradients
     once per update."""
 
-    recovers = True
-
-    def __init__(self, loaded: CausalLM, options: ZeroOptions, device: torch.device) -> None:
+    def __init__(
+        self, loaded: CausalLM, options: ZeroOptions, device: torch.device, sequence: SequenceGroup | None
+    ) -> None:
+        self.recovers = sequence is None
         module = loaded.module.to(device)
         self.model = RankModel(
             module,
@@ -76,6 +80,7 @@ class Replicas:
             master_dtype=options.master_dtype,
             device=device,
             checkpointing=options.trainer.activation_checkpointing,
+            sequence=sequence,
         )
         self._adamw = _adamw(module)
         named = {name: p for name, p in loaded.named_weights() if isinstance(p, nn.Parameter)}
@@ -125,11 +130,14 @@ class Replicas:
 class ZeroGradients:
     """Stages 1, 2 and 3. In bfloat16 the weights that compute are bfloat16, and their masters float32."""
 
-    def __init__(self, loaded: CausalLM, options: ZeroOptions, device: torch.device) -> None:
+    def __init__(
+        self, loaded: CausalLM, options: ZeroOptions, device: torch.device, sequence: SequenceGroup | None
+    ) -> None:
         import deepspeed
 
         stage = options.trainer.zero_stage
-        self.recovers = stage == 1  # 2 and 3 exchange gradients and weights in the middle of a pass
+        # 2 and 3 exchange gradients and weights in the middle of a pass
+        self.recovers = stage == 1 and sequence is None
         module = loaded.module
         named = {name: p for name, p in loaded.named_weights() if isinstance(p, nn.Parameter)}
         shapes = {name: tuple(parameter.shape) for name, parameter in named.items()}
@@ -151,6 +159,7 @@ class ZeroGradients:
             master_dtype=options.dtype,
             device=device,
             checkpointing=options.trainer.activation_checkpointing,
+            sequence=sequence,
         )
         self.shards = zero_shards(self._engine, named, shapes)
         if options.dtype != options.master_dtype:  # DeepSpeed made them from rounded weights

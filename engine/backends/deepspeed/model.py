@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.backends.attention import Layout
+from engine.backends.attention import Layout, PackedLayout
 from engine.backends.causal_lm import CausalLM
+from engine.backends.deepspeed.ulysses import SequenceGroup, UlyssesLayout
 from engine.backends.packing import Packed
 from engine.errors import BadSpec
 
@@ -28,8 +29,11 @@ class RankModel(CausalLM):
         master_dtype: torch.dtype,
         device: torch.device,
         checkpointing: str,
+        sequence: SequenceGroup | None = None,
     ) -> None:
+        """`sequence`: the ranks that compute each row together."""
         super().__init__(module, compute_dtype=compute_dtype, master_dtype=master_dtype)
+        self._sequence = sequence
         self.device = device  # not that of the first parameter, which may be offloaded
         self._offload = checkpointing == "offload"
         if checkpointing != "none":
@@ -38,6 +42,19 @@ class RankModel(CausalLM):
     def hidden(self, token_ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
         with self._kept_activations():
             return super().hidden(token_ids, positions, layout)
+
+    def logprobs(self, packed: Packed, *, temperature: float = 1.0) -> Tensor:
+        """Of all trained tokens, also where other ranks compute some of them; those come without gradient."""
+        if self._sequence is None:
+            return super().logprobs(packed, temperature=temperature)
+        row = len(packed.token_ids_T)
+        layout = UlyssesLayout(PackedLayout(packed.fans, device=self.device), self._sequence, row=row)
+        index_N, own_N = self._sequence.own(packed.source_N, row=row)
+        with self.autocast():
+            ids_C, positions_C = self._sequence.run(packed.token_ids_T), self._sequence.run(packed.positions_T)
+            hidden_CH = self.hidden(ids_C.unsqueeze(0), positions_C.unsqueeze(0), layout)[0]
+            own = self._token_logprobs(hidden_CH.index_select(0, own_N), packed.target_N[index_N], temperature)
+            return self._sequence.gather(own, index_N, total=len(packed.source_N))
 
     def _kept_activations(self) -> AbstractContextManager[Any]:
         if not self._offload or not torch.is_grad_enabled():

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from engine.backends.deepspeed.options import ZeroOptions
+from engine.backends.deepspeed.ulysses import SequenceGroup
 from engine.backends.protocol import Objective, UpdateReport
 from engine.errors import BadSpec
 from engine.protocol import TokenSequence
@@ -28,12 +29,16 @@ class RankTrainers:
         torch.set_num_threads(self._options.threads)
         _prepare_deepspeed(self._options.device)
         self._trainers: dict[int, Any] = {}
+        self._sequences: dict[int, SequenceGroup] = {}
 
     def load(self, number: int, folder: Path) -> dict[str, Any]:
         """Loads a model as trainer `number`; what the engine wants to know of it."""
         from engine.backends.deepspeed.trainer import ZeroTrainer
 
-        trainer = ZeroTrainer(folder, self._options, device=self._device)
+        size = self._options.trainer.sequence_parallel
+        if size > 1 and size not in self._sequences:
+            self._sequences[size] = SequenceGroup(size)
+        trainer = ZeroTrainer(folder, self._options, device=self._device, sequence=self._sequences.get(size))
         self._trainers[number] = trainer
         shapes = trainer.state.shards.shapes
         return {

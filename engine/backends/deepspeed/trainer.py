@@ -21,6 +21,7 @@ from engine.backends.deepspeed import OUT_OF_MEMORY_MARK, files
 from engine.backends.deepspeed.gradients import Gradients, make_gradients
 from engine.backends.deepspeed.options import ZeroOptions
 from engine.backends.deepspeed.passes import EMPTY_PASS, deal
+from engine.backends.deepspeed.ulysses import SequenceGroup
 from engine.backends.group.progress import progress
 from engine.backends.packing import Packable, pack
 from engine.backends.protocol import Objective, UpdateReport
@@ -47,17 +48,25 @@ RANK_FAILED_STATUS = 71
 class ZeroTrainer:
     """Loads the model of `folder` and keeps this rank's part."""
 
-    def __init__(self, folder: Path, options: ZeroOptions, *, device: torch.device) -> None:
+    def __init__(
+        self, folder: Path, options: ZeroOptions, *, device: torch.device, sequence: SequenceGroup | None = None
+    ) -> None:
+        """`sequence`: the ranks that share each packed row; None when none do."""
         self._device, self._stage = device, options.trainer.zero_stage
-        self._ranks = dist.get_world_size()
+        self._ranks, self._sequence = dist.get_world_size(), sequence
+        shared = 1 if sequence is None else sequence.size
+        self._readers, self._reader = self._ranks // shared, dist.get_rank() // shared
+        """How many groups of ranks take micro-batches of their own, and which this one's is."""
         master = options.master_dtype
         loaded = load_causal_lm(folder, dtype=master, compute_dtype=master, device=torch.device("cpu"))
         self.module: Any = loaded.module
+        if sequence is not None:
+            sequence.check(self.module.config)
         buffers = {name: b for name, b in loaded.named_weights() if not isinstance(b, torch.nn.Parameter)}
         own = {id(tensor): name for name, tensor in loaded.named_weights()}
         trained = {own[id(parameter)]: name for name, parameter in loaded.module.named_parameters()}
         exported = {name: own[id(tensor)] for name, tensor in loaded.exported_weights()}
-        self.gradients: Gradients = make_gradients(loaded, options, device)
+        self.gradients: Gradients = make_gradients(loaded, options, device, sequence)
         self.model = self.gradients.model
         self.state = files.State(
             shards=self.gradients.shards,
@@ -101,12 +110,12 @@ class ZeroTrainer:
     def _accumulate(
         self, taught: Sequence[Sample], objective: Objective, totals: Totals, max_tokens: int
     ) -> Accumulated:
-        passes = deal(taught, max_tokens=max_tokens, ranks=self._ranks)
+        passes = deal(taught, max_tokens=max_tokens, ranks=self._readers)
         mine = Accumulated(max_tokens)
 
         def run() -> None:
             for row in passes:
-                self._pass(row[dist.get_rank()], taught, objective, totals, mine)
+                self._pass(row[self._reader], taught, objective, totals, mine)
                 progress()
 
         self._together(run, recovers=self.gradients.recovers)
@@ -134,6 +143,8 @@ class ZeroTrainer:
         samples = [taught[i] for i in indices]
         loss, sums = micro_batch_loss(logprobs, samples, objective, totals, device=self._device)
         self.gradients.backward(loss)
+        if self._sequence is not None and self._sequence.rank > 0:
+            return  # the same numbers, which the first of them counts
         mine.sums["loss"] += loss.item()
         for name, value in sums.items():
             mine.sums[name] += float(value)
@@ -168,12 +179,12 @@ class ZeroTrainer:
         self._check(sequences)
 
         def run(max_tokens: int) -> list[list[float]]:
-            passes = deal(sequences, max_tokens=max_tokens, ranks=self._ranks)
+            passes = deal(sequences, max_tokens=max_tokens, ranks=self._readers)
             mine: dict[int, list[float]] = {}
 
             def compute() -> None:
                 for row in passes:
-                    indices = row[dist.get_rank()]
+                    indices = row[self._reader]
                     chosen: list[Packable] = [EMPTY_PASS] if indices is None else [sequences[i] for i in indices]
                     packed = pack(chosen, device=self._device)
                     values_N = self.gradients.logprobs(packed, temperature)
@@ -181,7 +192,7 @@ class ZeroTrainer:
                     mine.update({i: part.tolist() for i, part in zip(indices or [], parts, strict=False)})
                     progress()
 
-            self._together(compute, recovers=self._stage != 3)
+            self._together(compute, recovers=self._stage != 3 and self._sequence is None)
             found = {index: values for part in _gather(mine) for index, values in part.items()}
             return [found[index] for index in range(len(sequences))]
 

@@ -1,4 +1,4 @@
-"""What goes wrong in an update: gradients that are no numbers, memory that does not do on one rank, a rank that dies."""
+"""What goes wrong in an update: gradients that are no numbers, memory that does not do on a rank, a rank that dies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of any layout are read by any other, to the byte: checkpoints with moments, exports, staged weights, digests."""
+"""Files of any layout are read by any other, to the byte: checkpoints with moments, exports, staged weights."""
 
 from __future__ import annotations
 

@@ -1,0 +1,282 @@
+"""The trainer `deepspeed` as the engine's process sees it: proxies of what a group of ranks holds."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from engine.adapters import LoraSpec
+from engine.backends import machine
+from engine.backends.deepspeed import OUT_OF_MEMORY_MARK
+from engine.backends.deepspeed.held import Held, held_bytes
+from engine.backends.deepspeed.options import ZeroOptions
+from engine.backends.group.group import Group
+from engine.backends.protocol import Objective, UpdateReport
+from engine.backends.torch_backend import TorchBackend
+from engine.errors import BadSpec, OutOfMemory, WorkerDied
+from engine.protocol import TokenSequence
+from engine.samples import Sample
+from engine.spec import LocalEngineSpec
+from engine.trainer_spec import DeepSpeedSpec
+from storage.chain import Numerics, OptimizerSpec
+
+TARGET = "engine.backends.deepspeed.ranks:RankTrainers"
+
+
+class DeepSpeedBackend:
+    """Implements engine.backends.protocol.TrainerBackend. The ranks start with the first model."""
+
+    def __init__(self, spec: LocalEngineSpec) -> None:
+        """Raises BadSpec for what this trainer does not do."""
+        if not isinstance(spec.trainer, DeepSpeedSpec):
+            raise BadSpec(f"engine.trainer is {spec.trainer.kind!r}; the deepspeed backend was asked for")
+        self.spec, self.trainer_spec = spec, spec.trainer
+        self._here = TorchBackend(spec)  # what this machine's device is and can do
+        self.device, self.compute_dtype = self._here.device, self._here.compute_dtype
+        self.master_dtype = self._here.master_dtype
+        if self.compute_dtype == torch.float64 and spec.trainer.zero_stage != 0:
+            raise BadSpec(
+                f"compute_dtype='float64' was given, and DeepSpeed keeps float32 masters in zero_stage="
+                f"{spec.trainer.zero_stage}; set zero_stage=0, or compute_dtype='float32'"
+            )
+        self.ranks = _ranks_per_node(spec.trainer, self.device)
+        self.world_size = self.ranks * spec.trainer.nodes
+        if self.world_size % spec.trainer.sequence_parallel:
+            raise BadSpec(
+                f"trainer.sequence_parallel={spec.trainer.sequence_parallel} does not divide {self.world_size} ranks"
+            )
+        self.threads = _threads_per_rank(spec, self.ranks)
+        options = ZeroOptions(
+            trainer=spec.trainer,
+            compute_dtype=str(self.compute_dtype).removeprefix("torch."),  # type: ignore[arg-type]
+            device=self.device.type,  # type: ignore[arg-type]
+            threads=self.threads,
+        )
+        self.group = Group(
+            TARGET,
+            options.model_dump(mode="json"),
+            ranks=self.ranks,
+            nodes=spec.trainer.nodes,
+            listen=spec.trainer.listen,
+            start_seconds=spec.trainer.start_seconds,
+            hang_seconds=spec.trainer.hang_seconds,
+            env={"OMP_NUM_THREADS": str(self.threads)},
+        )
+        self._numbers = itertools.count(1)
+        self._dropped: list[tuple[int, int]] = []
+        self._fits: dict[int, int] = {}
+        """Packed tokens that were asked for -> what a group survives, where it did not survive those."""
+
+    # -- what it is -------------------------------------------------------------------------------------------
+
+    def numerics(self) -> Numerics:
+        here = self._here.numerics()
+        return here.model_copy(
+            update={
+                "backend": "deepspeed",
+                "layout": layout_name(self.trainer_spec, self.world_size),
+                "threads": self.threads,
+                "versions": {**here.versions, "deepspeed": version("deepspeed")},
+            }
+        )
+
+    def prepare_thread(self) -> None:
+        self._here.prepare_thread()
+
+    @contextmanager
+    def threads_of(self, numerics: Numerics) -> Iterator[None]:
+        """Computes with the thread count of a committed step, on every rank."""
+        if numerics.threads == self.threads:
+            yield
+            return
+        self.group.call("set_threads", numerics.threads)
+        try:
+            yield
+        finally:
+            if self.group.alive:
+                self.group.call("set_threads", self.threads)
+
+    def memory_bytes(self) -> int:
+        """Of the devices of all ranks; on the CPU, of all machines."""
+        if self.spec.memory_gib != "auto":
+            return int(self.spec.memory_gib * (1 << 30))
+        devices = self.world_size if self.device.type == "cuda" else self.trainer_spec.nodes
+        return devices * machine.memory_bytes(self.device)
+
+    def operations_per_second(self) -> float:
+        """Of all ranks together, if their machines are like this one."""
+        devices = self.world_size if self.device.type == "cuda" else self.trainer_spec.nodes
+        return devices * self._here.operations_per_second()
+
+    # -- trainers ---------------------------------------------------------------------------------------------
+
+    def load(self, folder: Path) -> DeepSpeedTrainer:
+        """Every rank loads the folder, which all nodes must see, into its machine's memory and keeps its part."""
+        generation = self.group.start()
+        self.sweep()
+        number = next(self._numbers)
+        info = self.group.call_in(generation, "load", number, folder)
+        return DeepSpeedTrainer(self, number, generation, info)
+
+    def try_load(self, folder: Path) -> None:
+        """In this process, on the CPU: the ranks keep what they hold."""
+        self._here.try_load(folder)
+
+    def load_base(self, folder: Path, *, key: str = "") -> NoReturn:
+        raise BadSpec(
+            f"LoRA on {key or folder.name} was asked for with engine.trainer.kind='deepspeed'; LoRA runs on the torch "
+            "trainer: set engine.trainer.kind='torch', or train the whole model"
+        )
+
+    def adapter(self, base: Any, spec: LoraSpec, *, init_seed: int) -> NoReturn:
+        self.load_base(Path(str(base)))
+
+    def adapter_off(self, base: Any) -> NoReturn:
+        self.load_base(Path(str(base)))
+
+    def held(self, info: dict[str, Any]) -> Held:
+        """Bytes of a loaded model; `info` is what the ranks said of it."""
+        return held_bytes(
+            self.trainer_spec,
+            parameters=info["parameters"],
+            buffers=info["buffers_nbytes"],
+            ranks=self.world_size,
+            compute_bytes=self.compute_dtype.itemsize,
+            master_bytes=self.master_dtype.itemsize,
+        )
+
+    def drop(self, generation: int, number: int) -> None:
+        """The proxy is gone: its ranks let go of the model before the next call. Any thread may say so."""
+        self._dropped.append((generation, number))
+
+    def sweep(self) -> None:
+        while self._dropped:
+            generation, number = self._dropped.pop()
+            if self.group.alive and generation == self.group.generation:
+                self.group.call_in(generation, "free", number)
+
+    def fitting(self, max_tokens: int) -> int:
+        """Packed tokens per forward, as far as is known."""
+        return self._fits.get(max_tokens, max_tokens)
+
+    def ran_out_of_memory(self, asked: int, error: WorkerDied) -> None:
+        """A group ended because a pass did not fit. Raises OutOfMemory when half of `asked` did not do either."""
+        if asked in self._fits:
+            raise OutOfMemory(
+                f"a pass of at most {self._fits[asked]} packed tokens does not fit a rank's {self.device.type} memory; "
+                f"lower max_tokens_per_forward (max_batch_size, now {asked}), set "
+                "trainer.activation_checkpointing='recompute', or split more (zero_stage=3, offload, more ranks)"
+            ) from error
+        self._fits[asked] = max(1, asked // 2)
+
+    def close(self) -> None:
+        self.group.close()
+
+
+class DeepSpeedTrainer:
+    """Implements engine.backends.protocol.Trainer: a number that the ranks of one generation know."""
+
+    def __init__(self, backend: DeepSpeedBackend, number: int, generation: int, info: dict[str, Any]) -> None:
+        self._backend, self._number, self._generation = backend, number, generation
+        self._info, self._held = info, backend.held(info)
+        weakref.finalize(self, backend.drop, generation, number)
+
+    def _call(self, method: str, *args: Any) -> Any:
+        self._backend.sweep()
+        return self._backend.group.call_in(self._generation, method, self._number, *args)
+
+    def _call_within_memory(self, method: str, *args: Any, max_tokens: int) -> Any:
+        """WorkerDied of a rank without memory is remembered: the engine's next try is a smaller one."""
+        try:
+            return self._call(method, *args, self._backend.fitting(max_tokens))
+        except WorkerDied as error:
+            if OUT_OF_MEMORY_MARK in str(error):
+                self._backend.ran_out_of_memory(max_tokens, error)
+            raise
+
+    @property
+    def alive(self) -> bool:
+        group = self._backend.group
+        return group.alive and group.generation == self._generation
+
+    def update(
+        self,
+        samples: Sequence[Sample],
+        objective: Objective,
+        optimizer: OptimizerSpec,
+        *,
+        max_tokens: int,
+        on_micro_batch: Callable[[], None] = lambda: None,
+    ) -> UpdateReport:
+        with self._backend.group.listening(on_micro_batch):
+            return self._call_within_memory(
+                "update", list(samples), objective, optimizer, max_tokens=max_tokens
+            )  # fmt: skip
+
+    def logprobs(
+        self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int
+    ) -> list[list[float]]:
+        return self._call_within_memory("logprobs", list(sequences), temperature, max_tokens=max_tokens)
+
+    def reset_optimizer(self) -> None:
+        self._call("reset_optimizer")
+
+    def weights_digest(self) -> tuple[str, dict[str, str]]:
+        return self._call("weights_digest")
+
+    def write_checkpoint(self, folder: Path) -> dict[str, Path]:
+        """All ranks write into `folder`, which all nodes must see."""
+        return {name: folder / name for name in self._call("write_checkpoint", folder)}
+
+    def read_checkpoint(self, files: dict[str, Path], *, optimizer: bool) -> None:
+        self._call("read_checkpoint", files, optimizer)
+
+    def export(self, folder: Path) -> dict[str, Path]:
+        return self.export_merged(folder)
+
+    def export_merged(self, folder: Path) -> dict[str, Path]:
+        return {name: folder / name for name in self._call("export", folder)}
+
+    def write_config(self, folder: Path) -> None:
+        self._call("write_config", folder)
+
+    def stage_weights(self, folder: Path, *, dtype: torch.dtype) -> list[Path]:
+        """A file per rank at least, written at the same time."""
+        names = self._call("stage_weights", folder, dtype)
+        return [folder / name for name in names if name.endswith(".safetensors")]
+
+    def nbytes(self, *, training: bool = True) -> int:
+        """Over the devices of all ranks, as `TrainerBackend.memory_bytes` counts them."""
+        return self._held.device_bytes(training=training)
+
+    @property
+    def weights_nbytes(self) -> int:
+        info = self._info
+        return info["parameters"] * self._backend.master_dtype.itemsize + info["buffers_nbytes"]
+
+
+def layout_name(spec: DeepSpeedSpec, world_size: int) -> str:
+    """Such as "zero3x2": the stage and the ranks; "zero3x4-sp2" with sequence parallelism."""
+    sequence = f"-sp{spec.sequence_parallel}" if spec.sequence_parallel > 1 else ""
+    return f"zero{spec.zero_stage}x{world_size}{sequence}"
+
+
+def _ranks_per_node(spec: DeepSpeedSpec, device: torch.device) -> int:
+    if spec.ranks != "auto":
+        return spec.ranks
+    return max(1, torch.cuda.device_count()) if device.type == "cuda" else 1
+
+
+def _threads_per_rank(spec: LocalEngineSpec, ranks: int) -> int:
+    if spec.threads != "auto":
+        return spec.threads
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    return max(1, cores // ranks)

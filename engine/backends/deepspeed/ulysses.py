@@ -1,0 +1,97 @@
+"""Ulysses sequence parallelism (arXiv:2309.14509): several ranks share one packed row.
+
+Each rank computes a run of the row's tokens. Around attention the ranks exchange tokens for heads: there each has the
+whole row and a part of the heads, so a layout attends as it does on one rank. The row is padded to a multiple of the
+ranks; padding is cut off before attention and has no loss.
+
+Axes: S rank of the sequence · C token of one rank's run · T packed token · N trained token · H query head · K key head
+· X heads of one rank, queries then keys then values · D head dimension
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import pad
+
+from engine.backends.attention import Layout
+from engine.errors import BadSpec
+
+
+class SequenceGroup:
+    """The ranks that share this rank's sequences: neighbours. Every rank makes one, at the same time."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.rank = size, dist.get_rank() % size
+        for first in range(0, dist.get_world_size(), size):
+            group = dist.new_group(list(range(first, first + size)))
+            if first <= dist.get_rank() < first + size:
+                self.group = group
+
+    def check(self, config: Any) -> None:
+        """Raises BadSpec unless every rank gets equally many heads."""
+        heads = int(config.num_attention_heads)
+        key_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+        if heads % self.size or key_heads % self.size:
+            raise BadSpec(
+                f"trainer.sequence_parallel={self.size} does not divide the model's {heads} attention heads and "
+                f"{key_heads} key heads; give a divisor of both"
+            )
+
+    def run(self, row_T: Tensor) -> Tensor:
+        """This rank's part (C,) of a row, padded with zeros."""
+        length = -(-len(row_T) // self.size)
+        padded = pad(row_T, (0, length * self.size - len(row_T)))
+        return padded[self.rank * length : (self.rank + 1) * length]
+
+    def own(self, source_N: Tensor, *, row: int) -> tuple[Tensor, Tensor]:
+        """Of the positions in a row of `row` tokens: the indices of those in this rank's run, and where they are in
+        it."""
+        length = -(-row // self.size)
+        index_N = (source_N // length == self.rank).nonzero().squeeze(1)
+        return index_N, source_N[index_N] - self.rank * length
+
+    def gather(self, own_values: Tensor, index_N: Tensor, *, total: int) -> Tensor:
+        """(N,) the values of all ranks; the gradient is of the own ones only, so that it adds up over the ranks."""
+        values_N = own_values.detach().new_zeros(total).index_copy(0, index_N, own_values.detach())
+        dist.all_reduce(values_N, group=self.group)
+        return values_N.index_copy(0, index_N, own_values)
+
+
+class _Exchange(torch.autograd.Function):
+    """(S, …): part s goes to rank s; comes back with the parts that the ranks had for this one. Its own transpose."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        received = torch.empty_like(parts, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, parts.contiguous(), group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _Exchange.apply(gradient, ctx.group), None
+
+
+class UlyssesLayout:
+    """A layout of the whole row, for ranks that each have a run of it."""
+
+    def __init__(self, whole: Layout, sequence: SequenceGroup, *, row: int) -> None:
+        self.longest = whole.longest
+        self._whole, self._sequence, self._row = whole, sequence, row
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """(1, H, C, D), (1, K, C, D) twice -> (1, C, H, D)."""
+        size, group = self._sequence.size, self._sequence.group
+        # queries, keys and values in one exchange: one collective per layer has one order on all ranks
+        parts_SXCD = torch.cat([x[0].unflatten(0, (size, -1)) for x in (query, key, value)], dim=1)
+        row_XTD = _Exchange.apply(parts_SXCD, group).transpose(0, 1).flatten(1, 2)[:, : self._row]
+        heads, key_heads = query.shape[1] // size, key.shape[1] // size
+        own = row_XTD.split([heads, key_heads, key_heads])
+        out_THD = self._whole.attend(layer, *(x.unsqueeze(0) for x in own), scale)[0]
+        length = query.shape[2]
+        padded_SCHD = pad(out_THD, (0, 0, 0, 0, 0, size * length - self._row)).unflatten(0, (size, length))
+        return _Exchange.apply(padded_SCHD, group).transpose(0, 1).flatten(1, 2).unsqueeze(0)

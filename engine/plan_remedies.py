@@ -157,9 +157,9 @@ def _larger(machine: Machine) -> Iterator[Change]:
             if gib * GIB > machine.device_bytes:
                 yield Change("larger", f"a machine with {gib} GiB", _with_machine(Machine.cpu(gib * GIB)))
         return
-    for name, gib in sorted(DEVICES_GIB.items(), key=lambda item: item[1]):
-        if gib * GIB > machine.device_bytes:
-            there = replace(machine, name=name, device_bytes=int(gib * GIB))
+    for name, size in sorted(DEVICES_GIB.items(), key=lambda item: item[1]):
+        if size * GIB > machine.device_bytes:
+            there = replace(machine, name=name, device_bytes=int(size * GIB))
             yield Change("larger", f"{name} GPUs", _with_machine(there))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.plan_parts import kv_bytes_per_token, torch_sampling, vllm_work
-from engine.plan_records import GIB, Machine, Part, Workload
+from engine.plan_records import GIB, PHASES, Machine, Part, Phase, Workload
 from engine.plan_trainer import GPU_CONTEXT, GPU_PROCESS, Group, Held, lowered, part
 from engine.sampler_spec import VllmSpec
 from engine.spec import LocalEngineSpec
@@ -70,7 +70,7 @@ def vllm_sampler(
     left = share - weights - work_bytes - GPU_CONTEXT
     cache = max(0.0, left) if vllm.kv_cache_gib == "auto" else vllm.kv_cache_gib * GIB
     asleep = colocated and vllm.sleep is not False
-    phases = ("sampling",) if asleep else ("start", "backward", "step", "sampling")
+    phases: tuple[Phase, ...] = ("sampling",) if asleep else PHASES
     fixed = GPU_CONTEXT + (0 if vllm.eager is True else VLLM_GRAPHS)
     device = [
         part("runtime", "vLLM context, CUDA graphs", fixed, "assumed, not measured; stays when vLLM sleeps"),

@@ -130,8 +130,6 @@ class Numerics(Frozen):
     """What the bits of a step depend on beyond the request; a redo under other numerics may differ."""
 
     backend: str
-    layout: str = ""
-    """How the backend lays weights and moments over processes, like `zero3 x2`; empty in one process."""
     device: str
     compute_dtype: str
     threads: int

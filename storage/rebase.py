@@ -71,16 +71,22 @@ class Rebase(Frozen):
         return f"step {self.policy.step}: {again}weights {self.weights_digest[:12]} (committed: {was}), {change}"
 
 
-def changes(before: Numerics, after: Numerics, *, everything: bool = False) -> list[str]:
-    """What differs between two numerics, as `name: was -> is`. `everything`: threads and tokens per forward too."""
+def differences(before: Numerics, after: Numerics, *, everything: bool = False) -> list[tuple[str, str, str]]:
+    """(name, was, is) of what differs between two numerics. `everything`: threads and tokens per forward too."""
     names = (*DECIDING, "threads", "max_tokens") if everything else DECIDING
     pairs = [
-        (name.replace("_", " "), getattr(before, name) or "none", getattr(after, name) or "none") for name in names
+        (name.replace("_", " "), str(getattr(before, name) or "none"), str(getattr(after, name) or "none"))
+        for name in names
     ] + [
         (package, before.versions.get(package, "none"), after.versions.get(package, "none"))
         for package in sorted(before.versions.keys() | after.versions.keys())
     ]
-    return [f"{name}: {was} -> {now}" for name, was, now in pairs if was != now]
+    return [(name, was, now) for name, was, now in pairs if was != now]
+
+
+def changes(before: Numerics, after: Numerics, *, everything: bool = False) -> list[str]:
+    """The same, each as `name: was -> is`."""
+    return [f"{name}: {was} -> {now}" for name, was, now in differences(before, after, everything=everything)]
 
 
 def rebase_at(chain: Chain, step: int) -> Rebase | None:
@@ -206,6 +212,27 @@ def checkpoints_before(chain: Chain, step: int) -> Iterator[Manifest]:
             yield manifest
     if base is not None:
         yield rebase_manifest(chain, base)
+
+
+def step_of(checkpoint: Manifest) -> int:
+    """The step whose policy a checkpoint holds, the chain's or a rebase's."""
+    rebased = keys.rebase_of_checkpoint(checkpoint.key)
+    step = rebased[3] if rebased else keys.checkpoint_step(keys.manifest_of_files(checkpoint.key))
+    assert step is not None  # the manifest was found by such a key
+    return step
+
+
+def is_checkpoint_of(chain: Chain, checkpoint: Manifest) -> bool:
+    """Whether the chain's own checkpoint holds what it says: the policy of that step, and not weights of it that the
+    chain left for a rebase at or before it."""
+    step = step_of(checkpoint)
+    if checkpoint.extra.get("state") != chain.policy(step).state:
+        return False
+    base = rebase_of(chain, step)
+    if base is not None and base.policy.step == step and base.exact:
+        record = chain.record(step)  # the committed weights, which descend from what the record says
+        return checkpoint.extra.get("rebase") == (record.rebase.attempt if record and record.rebase else None)
+    return checkpoint.extra.get("rebase") == (base.attempt if base else None)
 
 
 def rebase_manifest(chain: Chain, rebase: Rebase) -> Manifest:

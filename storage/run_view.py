@@ -14,6 +14,7 @@ from storage.chain import Chain
 from storage.errors import ObjectNotFound
 from storage.models import Frozen
 from storage.objects import ObjectStore
+from storage.rebase import standing
 from storage.registry import registered_key
 from storage.runs_index import RunRow, has_objects, read_json, run_chains, run_info, summarise_run
 
@@ -26,6 +27,8 @@ class ChainView(Frozen):
     starts_from: str
     """A registered model, or the policy of an earlier stage."""
     checkpoints: tuple[int, ...]
+    rebases: tuple[str, ...] = ()
+    """Where the chain goes on under other numerics, a line each."""
     trainable: dict[str, JsonValue]
 
 
@@ -92,6 +95,7 @@ def _chain(chain: Chain) -> ChainView:
         state=head.state,
         starts_from=registered_key(base) if base else start.uri if start else "nothing",
         checkpoints=tuple(sorted({step for info in listed if (step := keys.checkpoint_step(info.key)) is not None})),
+        rebases=tuple(rebase.title for rebase in standing(chain)),
         trainable=root.trainable if root else {},
     )
 

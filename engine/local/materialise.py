@@ -19,12 +19,11 @@ from engine.local.rebase import Rebaser, Redone
 from engine.local.scratch import scratch
 from engine.local.slots import Slot, Slots, chain_name
 from engine.model_size import parameter_count
-from storage import keys
-from storage.artifacts import ArtifactRef, Manifest, materialise_files, read_manifest
+from storage.artifacts import ArtifactRef, materialise_files, read_manifest
 from storage.chain import Chain, CommitRecord, PolicyRef, Root, base_of
 from storage.errors import CorruptArtifact, ObjectNotFound
 from storage.objects import ObjectStore
-from storage.rebase import checkpoints_before, rebase_of
+from storage.rebase import checkpoints_before, rebase_of, step_of
 from storage.worklog import log_work
 
 log = logging.getLogger(__name__)
@@ -249,11 +248,3 @@ class Materialiser:
             if len(folders) != 1:
                 raise PermanentEngineError(f"{base.key} does not lie in one folder; publish the model again")
             yield folders.pop()
-
-
-def step_of(checkpoint: Manifest) -> int:
-    """The step whose policy a checkpoint holds."""
-    rebased = keys.rebase_of_checkpoint(checkpoint.key)
-    step = rebased[3] if rebased else keys.checkpoint_step(keys.manifest_of_files(checkpoint.key))
-    assert step is not None  # the manifest was found by such a key
-    return step

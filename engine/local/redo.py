@@ -15,7 +15,7 @@ import torch
 from engine.adapters import LoraSpec, trainable_of
 from engine.backends.compose import trainer_backend
 from engine.backends.protocol import Trainer, TrainerBackend
-from engine.errors import PermanentEngineError, UnknownPolicy
+from engine.errors import UnknownPolicy
 from engine.local.apply import Effect, apply_request
 from engine.spec import LocalEngineSpec
 from storage import keys
@@ -23,6 +23,15 @@ from storage.artifacts import Manifest, materialise_files, read_manifest
 from storage.chain import Chain, CommitRecord, Numerics, Root, StepRequest
 from storage.errors import ObjectNotFound
 from storage.objects import ObjectStore
+from storage.rebase import (
+    Rebase,
+    checkpoints_before,
+    differences,
+    is_checkpoint_of,
+    rebase_manifest,
+    rebase_of,
+    step_of,
+)
 
 OnStep = Callable[[Chain, int], None]
 _KNOWN_DTYPES = ("float32", "bfloat16", "float64")
@@ -48,16 +57,9 @@ def clean_backend(like: Numerics) -> Iterator[TrainerBackend]:
 
 def numerics_notes(committed: Numerics, here: Numerics) -> list[str]:
     """What the bits of a step depend on and is not here as it was; threads and micro-batches are taken over."""
-    notes = []
-    for name in ("backend", "device", "compute_dtype"):
-        was, now = getattr(committed, name), getattr(here, name)
-        if was != now:
-            notes.append(f"{name.replace('_', ' ')}: committed under {was}, redone under {now}")
-    for package in sorted(committed.versions.keys() | here.versions.keys()):
-        was, now = committed.versions.get(package, "none"), here.versions.get(package, "none")
-        if was != now:
-            notes.append(f"{package}: committed under {was}, redone under {now}")
-    return notes
+    return [
+        f"{name}: committed under {was}, redone under {now}" for name, was, now in differences(committed, here)
+    ]
 
 
 def fresh_trainer(store: ObjectStore, backend: TrainerBackend, root: Root) -> Trainer:
@@ -84,27 +86,37 @@ class Redo:
         if root.start is None:
             return fresh_trainer(self.store, self.backend, root)
         earlier = Chain.of(self.store, root.start)
-        trainer = self.policy_zero(earlier)
-        for record in earlier.records(after=0, until=root.start.step):
+        rebase = rebase_of(earlier, root.start.step)
+        trainer = self.start_of(earlier, rebase)
+        for record in earlier.records(after=rebase.policy.step if rebase else 0, until=root.start.step):
             self.step(trainer, record)
         trainer.reset_optimizer()
         return trainer
+
+    def start_of(self, chain: Chain, rebase: Rebase | None) -> Trainer:
+        """What the steps after `rebase` descend from; None: the chain's root."""
+        return self.policy_zero(chain) if rebase is None else self.restored(chain, rebase_manifest(chain, rebase))
 
     def from_checkpoint(self, chain: Chain, step: int) -> Trainer:
         """The stored checkpoint of that step, moments included. Raises ObjectNotFound, CorruptArtifact."""
         manifest = checkpoint_of(chain, step)
         if manifest is None:
             raise ObjectNotFound(f"{chain.run}/{chain.stage}/{chain.model} has no checkpoint of step {step}")
+        return self.restored(chain, manifest)
+
+    def restored(self, chain: Chain, manifest: Manifest) -> Trainer:
+        """The weights and moments of a checkpoint of the chain."""
         trainer = fresh_trainer(self.store, self.backend, base_root(chain))
         with tempfile.TemporaryDirectory(prefix="ostinato-redo-") as folder:
             trainer.read_checkpoint(materialise_files(self.store, manifest.key, Path(folder)), optimizer=True)
         return trainer
 
     def nearest(self, chain: Chain, step: int) -> Trainer:
-        """Policy `step`, by the shortest way: the last checkpoint at or before it, and the steps after that."""
-        anchor = max((found for found in checkpoint_steps(chain) if found <= step), default=None)
-        trainer = self.policy_zero(chain) if anchor is None else self.from_checkpoint(chain, anchor)
-        for record in chain.records(after=anchor or 0, until=step):
+        """Policy `step`, by the shortest way: the last checkpoint at or before it that leads to it, and the steps after
+        that."""
+        anchor = next(checkpoints_before(chain, step), None)
+        trainer = self.policy_zero(chain) if anchor is None else self.restored(chain, anchor)
+        for record in chain.records(after=step_of(anchor) if anchor else 0, until=step):
             self.step(trainer, record)
         return trainer
 
@@ -135,12 +147,12 @@ def base_root(chain: Chain) -> Root:
 
 
 def checkpoint_of(chain: Chain, step: int) -> Manifest | None:
-    """The manifest of a checkpoint of the very policy that the chain has at that step."""
+    """The manifest of the chain's own checkpoint of the very policy that it has at that step."""
     try:
         manifest = read_manifest(chain.store, keys.checkpoint(chain.run, chain.stage, chain.model, step))
     except ObjectNotFound:
         return None
-    return manifest if manifest.extra.get("state") == chain.policy(step).state else None
+    return manifest if is_checkpoint_of(chain, manifest) else None
 
 
 def checkpoint_steps(chain: Chain) -> list[int]:
@@ -153,11 +165,3 @@ def checkpoint_steps(chain: Chain) -> list[int]:
 
 def chain_title(chain: Chain) -> str:
     return f"{chain.run}/{chain.stage}/{chain.model}"
-
-
-def first_record(chain: Chain) -> CommitRecord:
-    """Raises PermanentEngineError for a chain that never took a step."""
-    record = chain.record(1)
-    if record is None:
-        raise PermanentEngineError(f"{chain_title(chain)} has no committed step 1: there is nothing to redo")
-    return record

@@ -3,6 +3,9 @@
 Each chain is redone from its root (checkpoints are not read), or each stretch between two checkpoints from the earlier
 of them. Every recorded digest of weights and every stored checkpoint is compared with the redone weights; the first
 step and the first tensor that differ are named. Links, batches and the accounts of every step are checked as well.
+
+A rebase ends a stretch: up to it the steps are redone under the numerics before it, from its checkpoint on under those
+after it. An exact one holds the redone weights; of another one the digests before and after are told.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from engine.backends.protocol import Trainer
+from engine.backends.protocol import Trainer, TrainerBackend
 from engine.backends.tensor_files import shapes_of, tensor_bytes
 from engine.errors import BadSpec, EngineError, PermanentEngineError
 from engine.local.redo import (
@@ -25,7 +28,6 @@ from engine.local.redo import (
     checkpoint_of,
     checkpoint_steps,
     clean_backend,
-    first_record,
     numerics_notes,
 )
 from storage import keys
@@ -36,6 +38,7 @@ from storage.errors import ObjectNotFound, StorageError
 from storage.findings import RESTORE, Finding, Findings
 from storage.models import Frozen, digest_file
 from storage.objects import ObjectStore
+from storage.rebase import Rebase, rebase_manifest, standing
 from storage.runs_index import run_chains
 
 TENSOR_DIGITS = 8
@@ -57,7 +60,7 @@ class ChainReport(Frozen):
     checkpoints: int
     """Stored checkpoints that were compared tensor by tensor."""
     notes: tuple[str, ...]
-    """What is not here as it was when the chain was made."""
+    """What is not here as it was when the chain was made, and where the chain was rebased."""
     problems: tuple[Finding, ...]
 
 
@@ -106,6 +109,10 @@ class _Verification:
     on_step: OnStep
     found: Findings = field(default_factory=Findings)
     notes: dict[str, None] = field(default_factory=dict)
+    rebases: dict[int, Rebase] = field(default_factory=dict)
+    """Those that stand, by step."""
+    rebased: list[str] = field(default_factory=list)
+    """What is to be said of them."""
     redone: int = 0
     digests: int = 0
     checkpoints: int = 0
@@ -127,33 +134,47 @@ class _Verification:
             redone=self.redone,
             digests=self.digests,
             checkpoints=self.checkpoints,
-            notes=tuple(self.notes),
+            notes=(*self.notes, *self.rebased),
             problems=tuple(self.found.problems),
         )
 
     def _redo(self, until: int) -> None:
+        self.rebases = {rebase.policy.step: rebase for rebase in standing(self.chain, until)}
         stretches = self._stretches(until)
         total = sum(end - start for start, end in stretches)
-        with clean_backend(first_record(self.chain).numerics) as backend:
-            redo = Redo(self.chain.store, backend)
-            self._read_the_rest(stretches, until)
-            for start, end in stretches:
-                trainer = redo.from_checkpoint(self.chain, start) if start else redo.policy_zero(self.chain)
-                if start == 0:
-                    self._compare_checkpoint(trainer, 0)
-                for record in self.chain.records(after=start, until=end):
-                    self.notes |= dict.fromkeys(numerics_notes(record.numerics, backend.numerics()))
-                    redo.step(trainer, record)
-                    self.redone += 1
-                    self.on_step(chain_title(self.chain), self.redone, total)
-                    if not self._compare(trainer, record):
-                        break  # every later step descends from the one that differs
+        self._read_the_rest(stretches, until)
+        borders = [0, *self.rebases, until + 1]
+        for first, last in pairwise(sorted(set(borders))):
+            own = [(start, end) for start, end in stretches if first <= start < last]
+            record = self.chain.record(first + 1)
+            if own and record is not None:
+                with clean_backend(record.numerics) as backend:
+                    for start, end in own:
+                        self._redo_stretch(backend, start, end, total)
+
+    def _redo_stretch(self, backend: TrainerBackend, start: int, end: int, total: int) -> None:
+        redo = Redo(self.chain.store, backend)
+        if start in self.rebases or start == 0:
+            trainer = redo.start_of(self.chain, self.rebases.get(start))
+        else:
+            trainer = redo.from_checkpoint(self.chain, start)
+        if start == 0 and start not in self.rebases:
+            self._compare_checkpoint(trainer, 0)
+        for record in self.chain.records(after=start, until=end):
+            self.notes |= dict.fromkeys(numerics_notes(record.numerics, backend.numerics()))
+            redo.step(trainer, record)
+            self.redone += 1
+            self.on_step(chain_title(self.chain), self.redone, total)
+            if not self._compare(trainer, record):
+                return  # every later step descends from the one that differs
+        if end in self.rebases:
+            self._compare_rebase(trainer, self.rebases[end])
 
     def _stretches(self, until: int) -> list[tuple[int, int]]:
-        if not self.from_checkpoints:
-            return [(0, until)]
-        ends = sorted({0, *(step for step in checkpoint_steps(self.chain) if step <= until), until})
-        stretches = list(pairwise(ends))
+        ends = {0, *self.rebases, until}
+        if self.from_checkpoints:
+            ends |= {step for step in checkpoint_steps(self.chain) if step <= until}
+        stretches = list(pairwise(sorted(ends)))
         if self.sample is None or self.sample >= len(stretches):
             return stretches
         return sorted(random.SystemRandom().sample(stretches, self.sample))
@@ -173,7 +194,10 @@ class _Verification:
 
     def _compare(self, trainer: Trainer, record: CommitRecord) -> bool:
         """Whether the redone weights are those of the record and of the step's checkpoint."""
-        same_checkpoint = self._compare_checkpoint(trainer, record.policy.step)
+        rebase = self.rebases.get(record.policy.step)
+        same_checkpoint = True  # the checkpoints of an inexact rebase's step are of other weights
+        if rebase is None or rebase.exact:
+            same_checkpoint = self._compare_checkpoint(trainer, record.policy.step)
         if record.weights_digest is None:
             return same_checkpoint
         self.digests += 1
@@ -194,8 +218,15 @@ class _Verification:
     def _compare_checkpoint(self, trainer: Trainer, step: int) -> bool:
         """Whether the stored checkpoint of that step, if there is one, holds the redone weights and moments."""
         manifest = checkpoint_of(self.chain, step)
-        if manifest is None:
-            return True
+        return manifest is None or self._compare_manifest(trainer, manifest, step)
+
+    def _compare_rebase(self, trainer: Trainer, rebase: Rebase) -> None:
+        """An exact rebase goes on from the redone weights; another one is told of."""
+        self.rebased.append(f"rebased at {rebase.title}")
+        if rebase.exact and keys.rebase_of_checkpoint(rebase.checkpoint.key):  # else it was compared with its step
+            self._compare_manifest(trainer, rebase_manifest(self.chain, rebase), rebase.policy.step)
+
+    def _compare_manifest(self, trainer: Trainer, manifest: Manifest, step: int) -> bool:
         self.checkpoints += 1
         with tempfile.TemporaryDirectory(prefix="ostinato-verify-") as folder:
             mine = trainer.write_checkpoint(Path(folder) / "redone")
@@ -205,7 +236,9 @@ class _Verification:
         self.found.error(
             manifest.key,
             f"the checkpoint of step {step} differs from the redone step: {problem}",
-            f"delete {keys.manifest_of_files(manifest.key)}: the chain rebuilds the policy without it",
+            RESTORE
+            if step in self.rebases
+            else f"delete {keys.manifest_of_files(manifest.key)}: the chain rebuilds the policy without it",
         )
         return False
 

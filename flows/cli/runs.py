@@ -81,6 +81,10 @@ def _show(view: RunView, to: Console) -> None:
     )
     to.print(facts("what decides it", dict(_flat(view.semantic))))
     to.print(fill(table("chains", "chain", "step>", "state", "starts from", "checkpoints"), map(_chain, view.chains)))
+    for chain in view.chains:
+        for rebase in chain.rebases:
+            said = f"{chain.stage}/{chain.model} is rebased at {rebase}"
+            to.print(said, markup=False, highlight=False, soft_wrap=True)
     for stage, metrics in view.last_metrics.items():
         to.print(facts(f"last metrics of {stage}", {k: v for k, v in metrics.items() if not isinstance(v, dict)}))
     leases = table("leases", "epoch>", "taken", "pid", "code version", "released")

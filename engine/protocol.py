@@ -6,6 +6,7 @@ It speaks token ids. A call that depends on weights names the `PolicyRef` it mea
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -17,6 +18,10 @@ from storage.models import Frozen
 
 TokenIds = list[int]
 StopReason = Literal["eos", "stop", "length"]
+
+OnToken = Callable[[int, int, float], None]
+"""Hears of a token as it is drawn: (index of the prompt in the call, token id, its logprob in nats). It runs in the
+compute thread, so it must be quick; what it raises ends the call."""
 
 
 class SamplingParams(Frozen):

@@ -14,13 +14,9 @@ import torch
 
 from engine.adapters import LoraSpec
 from engine.losses.spec import LossSpec
-from engine.protocol import Completion, SamplingParams, TokenIds, TokenSequence
+from engine.protocol import Completion, OnToken, SamplingParams, TokenIds, TokenSequence
 from engine.samples import Sample
 from storage.chain import Numerics, OptimizerSpec
-
-OnToken = Callable[[int, int, float], None]
-"""Hears of a token as it is drawn: (index of the prompt in the call, token id, its logprob in nats). It runs in the
-compute thread, so it must be quick; what it raises ends the call."""
 
 
 @dataclass(frozen=True, slots=True)

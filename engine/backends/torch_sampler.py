@@ -19,8 +19,7 @@ from engine.backends.attention import DecodeLayout, PrefillLayout
 from engine.backends.causal_lm import CausalLM
 from engine.backends.packing import Fan
 from engine.backends.prompts import check_prompts
-from engine.backends.protocol import OnToken
-from engine.protocol import Completion, SamplingParams, StopReason, TokenIds
+from engine.protocol import Completion, OnToken, SamplingParams, StopReason, TokenIds
 
 COMPACT_BELOW = 0.75
 """Finished rows are dropped from the batch once fewer than this share of it still decodes."""

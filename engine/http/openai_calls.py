@@ -15,10 +15,9 @@ from typing import Protocol, TypeGuard, TypeVar
 
 from starlette.requests import Request
 
-from engine.backends.protocol import OnToken
 from engine.errors import Fenced
 from engine.http.openai_answers import Answer
-from engine.protocol import Completion, Engine, GenerateRequest
+from engine.protocol import Completion, Engine, GenerateRequest, OnToken
 
 T = TypeVar("T")
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-from engine.backends.protocol import OnToken
 from engine.errors import PermanentEngineError, TransientEngineError
-from engine.protocol import Completion, GenerateRequest
+from engine.protocol import Completion, GenerateRequest, OnToken
 
 
 @dataclass(eq=False, slots=True)

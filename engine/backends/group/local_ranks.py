@@ -100,7 +100,12 @@ class _Rank:
         self.logger = threading.Thread(target=self._read_log, args=(self.process.stdout,), daemon=True)
         self.logger.start()
         self.reader: threading.Thread | None = None
-        messages.send(self.pipe, launch)
+        self._launch = launch
+
+    def greet(self) -> None:
+        """Blocks until a rank that is told much has imported torch. One that is gone is the keeper's business."""
+        with suppress(OSError):
+            messages.send(self.pipe, self._launch)
 
     def listen(self, on_event: Callable[[Event], None], on_end: Callable[[], None]) -> None:
         def read() -> None:
@@ -109,8 +114,9 @@ class _Rank:
                     on_event(Said(self.number, messages.receive(self.pipe)))
             on_end()
 
-        self.reader = threading.Thread(target=read, name=f"rank-{self.number}", daemon=True)
-        self.reader.start()
+        reader = threading.Thread(target=read, name=f"rank-{self.number}", daemon=True)
+        reader.start()
+        self.reader = reader  # started: `drain` joins it
 
     def _read_log(self, stream: IO[bytes]) -> None:
         with stream:
@@ -178,6 +184,7 @@ class LocalRanks:
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._spawned = threading.Event()
+        self._greeted = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="group-keeper", daemon=True)
         self._starting = threading.Lock()
 
@@ -198,6 +205,7 @@ class LocalRanks:
 
     def announce(self, master: MasterAt) -> None:
         """To all but rank 0, which has said it. One that is gone is the keeper's business."""
+        self._greeted.wait()
         for rank in self._ranks:
             if rank.number:
                 with suppress(OSError):
@@ -241,6 +249,7 @@ class LocalRanks:
                 self._spawn()
             finally:
                 self._spawned.set()
+            self._greet()
             while not self._stopping.is_set():
                 self._wake.wait(self._tick_seconds)
                 self._wake.clear()
@@ -250,8 +259,9 @@ class LocalRanks:
             self.kill()
             self._on_event(NotSpawned(f"{type(error).__name__}: {error}"))
         finally:
-            for rank in self._ranks:  # their death signal hangs on this thread
-                rank.process.wait()
+            self._greeted.set()
+            self.kill()  # also: waits for the one that does, since their death signal hangs on this thread
+            for rank in self._ranks:
                 rank.pipe.close()
             self._progress.close()
 
@@ -259,6 +269,12 @@ class LocalRanks:
         for launch in self._launches:
             if not self._stopping.is_set():
                 self._ranks.append(_Rank(launch, self._progress, self._env))
+
+    def _greet(self) -> None:
+        """All of them, before any is heard: what rank 0 says next is sent to the others over the same pipes."""
+        for rank in self._ranks:
+            rank.greet()
+        self._greeted.set()
         for rank in self._ranks:
             rank.listen(self._on_event, self._wake.set)
 

@@ -77,6 +77,14 @@ class Target:
             progress()
         return steps
 
+    def exit(self, on: int, status: int) -> None:
+        if self.rank == on:
+            os._exit(status)
+        dist.all_reduce(torch.ones(1))
+
+    def option_size(self, name: str) -> int:
+        return len(self.options[name])
+
     def spawn_child(self) -> int:
         return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
 

@@ -16,6 +16,7 @@ from engine.errors import EngineError
 from engine.spec import LocalEngineSpec
 from flows.cli.join import join
 from flows.cli.plan import plan
+from flows.cli.sampler import sampler
 from flows.overrides import ConfigError, parse_config
 from storage.errors import StorageError
 
@@ -33,6 +34,7 @@ def group() -> None:
 
 engine_app.command("join")(join)
 engine_app.command("plan")(plan)
+engine_app.command("sampler")(sampler)
 
 
 @engine_app.command("serve")

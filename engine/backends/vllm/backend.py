@@ -99,7 +99,7 @@ class VllmSamplers:
     def _open(self, config_folder: Path, options: EngineOptions) -> Runtime:
         if self._in_process:
             return InProcess(config_folder, options)
-        from engine.backends.vllm.pool import open_pool
+        from engine.backends.vllm.opening import open_pool
 
         return open_pool(self.spec, config_folder, options)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from engine.errors import WorkerDied
 from engine.protocol import Completion, StopReason, TokenIds
@@ -47,3 +48,10 @@ class Drawing:
     def completion(self) -> Completion:
         assert self.stop is not None  # a server's answer ends when all its completions have
         return Completion(self.tokens, self.logprobs, self.stop)
+
+
+def once(prompts: list[TokenIds]) -> dict[str, Any]:
+    """Each distinct prompt once, and which one each completion continues."""
+    places: dict[tuple[int, ...], int] = {}
+    of = [places.setdefault(tuple(prompt), len(places)) for prompt in prompts]
+    return {"prompts": [list(prompt) for prompt in places], "of": of}

@@ -10,30 +10,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import secrets
-import shutil
-import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-import httpx
-
 from engine.backends.protocol import OnToken
 from engine.backends.vllm.answers import receipt_of, refuse_wrong
-from engine.backends.vllm.drawing import Drawing
-from engine.backends.vllm.launching import Plan, own_config, token_of
-from engine.backends.vllm.remote import Remote
+from engine.backends.vllm.drawing import Drawing, once
+from engine.backends.vllm.last_weights import Weights
 from engine.backends.vllm.routing import Work, affinity
-from engine.backends.vllm.runtime import EngineOptions, Manifest, Receipt, Source
-from engine.backends.vllm.server import Launch, Server
+from engine.backends.vllm.runtime import Manifest, Receipt, Source
+from engine.backends.vllm.server import Server
 from engine.backends.vllm.spreading import Send, spread
 from engine.errors import BadSpec, SamplerOutOfSync, WorkerDied
 from engine.protocol import Completion, SamplingParams, TokenIds
-from engine.sampler_spec import VllmSpec
 
 log = logging.getLogger(__name__)
 
@@ -47,23 +39,11 @@ POLL_SECONDS = 0.05
 T = TypeVar("T")
 OnUp = Callable[[Server], Awaitable[None]]
 
-@dataclass(frozen=True, slots=True)
-class _Weights:
-    """What `load` was asked for last."""
-
-    paths: tuple[str, ...]
-    manifest: Manifest
-    state: str
-    full: bool
-
-    @property
-    def still_there(self) -> bool:
-        return all(Path(path).is_file() for path in self.paths)
-
 
 class VllmPool:
     """Implements runtime.Runtime. `make` gives the servers, which are the pool's from then on; it runs in the pool's
-    loop, with what each server is to call when it is up. `on_close` is called once all have ended.
+    loop, with what each server is to call when it is up. `on_close` is called once all have ended. `keep`: of the last
+    weights, for servers that are started again; else they take them only while the caller's files are there.
 
     Raises:
         WorkerDied: a server did not come up the first time; none is left running.
@@ -71,10 +51,12 @@ class VllmPool:
 
     takes_tensors = False
 
-    def __init__(self, make: Callable[[OnUp], list[Server]], on_close: Callable[[], Awaitable[None]]) -> None:
+    def __init__(
+        self, make: Callable[[OnUp], list[Server]], on_close: Callable[[], Awaitable[None]], *, keep: bool = False
+    ) -> None:
         self.servers: list[Server] = []
-        self._on_close = on_close
-        self._weights: _Weights | None = None
+        self._on_close, self._keep = on_close, keep
+        self._weights: Weights | None = None
         self._unproven: set[tuple[str, str]] = set()
         """(server, boot) of what drew since the last check that passed."""
         self._keeping: list[asyncio.Task[None]] = []
@@ -114,10 +96,10 @@ class VllmPool:
         for any weights then."""
         if not isinstance(source, Sequence):
             raise BadSpec("servers take weights as files, not as tensors: stage them first")
-        return self._run(self._load(_Weights(tuple(str(path) for path in source), manifest, state, full)))
+        return self._run(self._load(Weights(tuple(str(path) for path in source), manifest, state, full)))
 
-    async def _load(self, weights: _Weights) -> Receipt:
-        self._weights = None
+    async def _load(self, weights: Weights) -> Receipt:
+        self._forget()
         self._unproven.clear()
         for server in self.servers:
             server.held = None
@@ -129,12 +111,14 @@ class VllmPool:
         errors = [error for error in found if isinstance(error, BaseException)]
         wrong = [error for error in errors if not isinstance(error, WorkerDied)]
         if wrong or not receipts:
-            self._weights = None
-            for server in self.servers:
+            self._forget()
+            for server in up:
                 server.held = None
             raise (wrong or errors)[0]
         if len({receipt.tensors for receipt in receipts}) > 1:
             raise SamplerOutOfSync(f"the servers hold unequal numbers of tensors of {weights.state}: {receipts}")
+        if self._keep:
+            self._weights = weights.kept()
         return Receipt(
             state=weights.state,
             tensors=receipts[0].tensors,
@@ -143,7 +127,12 @@ class VllmPool:
             seconds={part: max(r.seconds[part] for r in receipts) for part in receipts[0].seconds},
         )
 
-    async def _load_into(self, server: Server, weights: _Weights) -> Receipt:
+    def _forget(self) -> None:
+        if self._weights is not None:
+            self._weights.drop()
+        self._weights = None
+
+    async def _load_into(self, server: Server, weights: Weights) -> Receipt:
         who, process = f"vLLM server {server.name}", server.process
         try:
             given = (list(weights.paths), weights.manifest, weights.state, weights.full)
@@ -256,7 +245,7 @@ class VllmPool:
         async def send(server: Server, numbers: list[int]) -> None:
             body = {
                 "state": server.held,
-                **_once([list(prompts[number]) for number in numbers]),
+                **once([list(prompts[number]) for number in numbers]),
                 "seeds": [seeds[number] for number in numbers],
                 "params": params.model_dump(mode="json"),
                 "every": every,
@@ -367,8 +356,7 @@ class VllmPool:
 
     @property
     def alive(self) -> bool:
-        """It mends itself as long as it is open."""
-        return self._thread.is_alive()
+        return self._thread.is_alive()  # it mends itself as long as it is open
 
     def close(self) -> None:
         """Ends every server; no process of theirs is left."""
@@ -384,6 +372,7 @@ class VllmPool:
         for task in self._keeping:
             task.cancel()
         await asyncio.gather(*self._keeping, return_exceptions=True)
+        self._forget()
         await self._on_close()
 
     # -- the loop ---------------------------------------------------------------------------------------------
@@ -394,9 +383,8 @@ class VllmPool:
     async def _all(self, servers: Sequence[Server], call: Callable[[Server], Awaitable[Any]]) -> None:
         """One call to each, at once; raises the first error once all have answered."""
         found = await asyncio.gather(*(call(server) for server in servers), return_exceptions=True)
-        for error in found:
-            if isinstance(error, BaseException):
-                raise error
+        if errors := [error for error in found if isinstance(error, BaseException)]:
+            raise errors[0]
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         """Waits for what a server that starts will bring. Raises WorkerDied after the time that a start may take."""
@@ -410,48 +398,3 @@ class VllmPool:
     def _told(self) -> str:
         """What is known of each server, for an error message."""
         return "; ".join(f"{server.name} is {server.phase} {server.error}".strip() for server in self.servers)
-
-
-def open_pool(spec: VllmSpec, config_folder: Path, options: EngineOptions) -> VllmPool:
-    """Starts the servers of `spec` on this machine, or finds those at its `urls`, and waits until they are up.
-
-    Raises:
-        WorkerDied: one of them did not come up.
-        BadSpec: no token for `urls`, or a server there was built for something else.
-    """
-    folder = Path(tempfile.mkdtemp(prefix="ostinato-vllm-"))
-    here = Plan(spec, options, own_config(config_folder, folder), folder, secrets.token_hex(32))
-    return pool_of(here)
-
-
-def pool_of(here: Plan) -> VllmPool:
-    spec = here.spec
-    token = token_of(spec) if spec.urls else here.token
-    found: list[tuple[str, str, Launch | None]] = [(url, url, None) for url in spec.urls]
-    for index in range(0 if spec.urls else max(1, spec.servers)):
-        launch = here.launch(index)
-        found.append((launch.name, launch.url, launch))
-    clients: list[httpx.AsyncClient] = []
-
-    def make(on_up: OnUp) -> list[Server]:
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        client = httpx.AsyncClient(headers={"authorization": f"Bearer {token}"}, limits=limits, trust_env=False)
-        clients.append(client)
-        return [
-            Server(Remote(name, url, client, silence=spec.answer_seconds), launch, on_up, spec.start_seconds)
-            for name, url, launch in found
-        ]
-
-    async def on_close() -> None:
-        for client in clients:
-            await client.aclose()
-        shutil.rmtree(here.folder, ignore_errors=True)
-
-    return VllmPool(make, on_close)
-
-
-def _once(prompts: list[TokenIds]) -> dict[str, Any]:
-    """Each distinct prompt once, and which one each completion continues."""
-    places: dict[tuple[int, ...], int] = {}
-    of = [places.setdefault(tuple(prompt), len(places)) for prompt in prompts]
-    return {"prompts": [list(prompt) for prompt in places], "of": of}

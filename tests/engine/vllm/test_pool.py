@@ -21,10 +21,11 @@ import pytest
 from engine.backends.tiny import build_tiny_model
 from engine.backends.vllm.launching import Plan
 from engine.backends.vllm.manifest import manifest_of_files
-from engine.backends.vllm.pool import VllmPool, pool_of
+from engine.backends.vllm.opening import open_pool, pool_of
+from engine.backends.vllm.pool import VllmPool
 from engine.backends.vllm.runtime import EngineOptions, Manifest
 from engine.backends.vllm.server import Launch, Server
-from engine.errors import SamplerOutOfSync
+from engine.errors import SamplerOutOfSync, WorkerDied
 from engine.protocol import Completion, SamplingParams
 from engine.sampler_spec import VllmSpec
 
@@ -365,7 +366,7 @@ def test_no_server_outlives_a_parent_that_is_killed(tmp_path: Path, weights: lis
     program = f"""
 import dataclasses, json, time
 from pathlib import Path
-from engine.backends.vllm.pool import open_pool
+from engine.backends.vllm.opening import open_pool
 from engine.backends.vllm.runtime import EngineOptions
 from engine.sampler_spec import VllmSpec
 options = EngineOptions(dtype="float32", max_context=512, vocab_size=259, kv_cache_bytes=128 << 20)
@@ -381,3 +382,37 @@ time.sleep(600)
     parent.kill()
     parent.communicate()
     _until(lambda: not _alive(group), seconds=30)
+
+
+def test_a_server_that_the_command_runs_elsewhere_serves_a_pool_by_its_url(
+    tmp_path: Path, weights: list[Weights], expected: dict[int, list[Completion]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = weights[0].files[0].parent
+    monkeypatch.setenv("OSTINATO_SAMPLER_TOKEN", "c" * 32)
+    sets = ["sampler.kind=vllm", "sampler.max_context=512", "sampler.kv_cache_gib=0.125", "compute_dtype=float32"]
+    command = ["-m", "flows.cli.main", "engine", "sampler", f"--model={model}", "--port=0"]
+    command += [f"--set={entry}" for entry in sets]
+    environment = os.environ | {"PYTHONPATH": str(HERE.parents[2]), "TMPDIR": str(tmp_path)}
+    node = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        assert node.stdout is not None
+        url = node.stdout.readline().split()[-1]
+        spec = VllmSpec(urls=(url,), transport="checkpoint", sync_folder=str(tmp_path), start_seconds=60)
+        options = replace(OPTIONS, extension="engine.backends.vllm.extension.Extension")
+        with pytest.raises(WorkerDied, match="dtype"):
+            open_pool(spec, model, replace(options, dtype="bfloat16"))
+        pool = open_pool(spec, model, options)
+        _load(pool, weights[0])
+        _same(pool.generate(PROMPTS, SEEDS, SHORT), expected[12])
+        pool.check("state-0")
+        pool.close()
+        group = _children(node.pid)
+    finally:
+        node.send_signal(signal.SIGTERM)
+        node.communicate(timeout=120)
+    assert node.returncode == 0
+    assert not [process for process in group if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+
+
+def _children(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children(recursive=True)

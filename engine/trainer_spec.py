@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -59,6 +60,21 @@ class DeepSpeedSpec(Frozen):
                 f"sequence_parallel={self.sequence_parallel} does not divide {self.ranks} ranks x {self.nodes} nodes"
             )
         return self
+
+
+def layout_name(spec: DeepSpeedSpec, world_size: int) -> str:
+    """What numerics say of the ranks, such as "zero3x2": stage and ranks; "zero3x4-sp2" with split sequences."""
+    sequence = f"-sp{spec.sequence_parallel}" if spec.sequence_parallel > 1 else ""
+    return f"zero{spec.zero_stage}x{world_size}{sequence}"
+
+
+def spec_of_layout(layout: str) -> DeepSpeedSpec | None:
+    """The spec of as many ranks on one machine; None for what is no such name."""
+    found = re.fullmatch(r"zero([0-3])x([1-9][0-9]*)(?:-sp([1-9][0-9]*))?", layout)
+    if found is None:
+        return None
+    stage, ranks, sequence = found.groups()
+    return DeepSpeedSpec(zero_stage=int(stage), ranks=int(ranks), sequence_parallel=int(sequence or 1))  # type: ignore[arg-type]
 
 
 TrainerSpec = Annotated[TorchTrainerSpec | DeepSpeedSpec, Field(discriminator="kind")]

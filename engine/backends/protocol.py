@@ -112,8 +112,10 @@ class Trainer(Protocol):
 class Sampler(Protocol):
     """Draws completions from the weights it was last synced with."""
 
-    holds: str | None
-    """State of the policy whose weights it holds; None before the first sync, and after one that failed."""
+    @property
+    def holds(self) -> str | None:
+        """State of the policy whose weights it holds; None before the first sync, and after one that failed."""
+        ...
 
     def sync(self, trainer: Trainer, state: str) -> None:
         """Brings it to the trainer's weights, which are those of `state`, and proves it.

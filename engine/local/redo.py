@@ -6,8 +6,10 @@ Nothing is written to the store. A step is redone under its recorded threads and
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -18,6 +20,7 @@ from engine.backends.protocol import Trainer, TrainerBackend
 from engine.errors import UnknownPolicy
 from engine.local.apply import Effect, apply_request
 from engine.spec import LocalEngineSpec
+from engine.trainer_spec import TorchTrainerSpec, TrainerSpec, spec_of_layout
 from storage import keys
 from storage.artifacts import Manifest, materialise_files, read_manifest
 from storage.chain import Chain, CommitRecord, Numerics, Root, StepRequest
@@ -34,16 +37,24 @@ from storage.rebase import (
 )
 
 OnStep = Callable[[Chain, int], None]
+RANKS_PER_CORE = 4
+"""More would redo a step of many ranks on a CPU, but not in any useful time."""
 _KNOWN_DTYPES = ("float32", "bfloat16", "float64")
 
 
 @contextlib.contextmanager
 def clean_backend(like: Numerics) -> Iterator[TrainerBackend]:
-    """A backend of this machine in the precision of a committed step. The thread count of the caller comes back."""
+    """A backend of this machine in the precision of a committed step, and on as many ranks. The thread count of the
+    caller comes back."""
     dtype = like.compute_dtype if like.compute_dtype in _KNOWN_DTYPES else "auto"
     backend = trainer_backend(
         LocalEngineSpec.model_validate(
-            {"compute_dtype": dtype, "threads": like.threads, "max_tokens_per_forward": like.max_tokens}
+            {
+                "trainer": _trainer_like(like),
+                "compute_dtype": dtype,
+                "threads": like.threads,
+                "max_tokens_per_forward": like.max_tokens,
+            }
         )
     )
     before = torch.get_num_threads()
@@ -53,6 +64,15 @@ def clean_backend(like: Numerics) -> Iterator[TrainerBackend]:
     finally:
         torch.set_num_threads(before)
         backend.close()
+
+
+def _trainer_like(numerics: Numerics) -> TrainerSpec:
+    """The trainer of a committed step where this machine can run it; else the torch trainer, whose bits may differ."""
+    spec = spec_of_layout(numerics.layout) if numerics.backend == "deepspeed" else None
+    if spec is None or spec.ranks == "auto" or find_spec("deepspeed") is None:
+        return TorchTrainerSpec()
+    room = torch.cuda.device_count() or RANKS_PER_CORE * (os.cpu_count() or 1)
+    return spec if spec.ranks <= room else TorchTrainerSpec()
 
 
 def numerics_notes(committed: Numerics, here: Numerics) -> list[str]:

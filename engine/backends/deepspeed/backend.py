@@ -20,12 +20,13 @@ from engine.backends.deepspeed.held import Held, held_bytes
 from engine.backends.deepspeed.options import ZeroOptions
 from engine.backends.group.group import Group
 from engine.backends.protocol import Objective, UpdateReport
+from engine.backends.scalar_lm import load_model
 from engine.backends.torch_backend import TorchBackend
 from engine.errors import BadSpec, OutOfMemory, WorkerDied
 from engine.protocol import TokenSequence
 from engine.samples import Sample
 from engine.spec import LocalEngineSpec
-from engine.trainer_spec import DeepSpeedSpec
+from engine.trainer_spec import DeepSpeedSpec, layout_name
 from storage.chain import Numerics, OptimizerSpec
 
 TARGET = "engine.backends.deepspeed.ranks:RankTrainers"
@@ -128,7 +129,8 @@ class DeepSpeedBackend:
 
     def try_load(self, folder: Path) -> None:
         """In this process, on the CPU: the ranks keep what they hold."""
-        self._here.try_load(folder)
+        cpu = torch.device("cpu")
+        load_model(folder, dtype=self.master_dtype, compute_dtype=self.compute_dtype, device=cpu)
 
     def load_base(self, folder: Path, *, key: str = "") -> NoReturn:
         raise BadSpec(
@@ -261,12 +263,6 @@ class DeepSpeedTrainer:
     def weights_nbytes(self) -> int:
         info = self._info
         return info["parameters"] * self._backend.master_dtype.itemsize + info["buffers_nbytes"]
-
-
-def layout_name(spec: DeepSpeedSpec, world_size: int) -> str:
-    """Such as "zero3x2": the stage and the ranks; "zero3x4-sp2" with sequence parallelism."""
-    sequence = f"-sp{spec.sequence_parallel}" if spec.sequence_parallel > 1 else ""
-    return f"zero{spec.zero_stage}x{world_size}{sequence}"
 
 
 def _ranks_per_node(spec: DeepSpeedSpec, device: torch.device) -> int:

@@ -1,9 +1,10 @@
-"""The orchestration and storage path at 1,000 workers and 10^7 rollouts: the real tasks and storage, a simulated engine.
+"""The orchestration and storage path at 1,000 workers and 10^7 rollouts: real tasks and storage, a simulated engine.
 
 Real: the plain code of the tasks (rollouts and grades of one shard in --real-every, the batch and the metrics of all),
 artifacts, tables, keys, commits of the chain, retries, their CPU seconds and memory. Simulated: the engine (ids and
 logprobs from a generator), S3 (latency, limits, SlowDown), the workers' clocks. The other shards are copies with their
-own prompts, committed by the real code. Completions have --new-tokens tokens; times and bytes stand for --nominal-tokens.
+own prompts, committed by the real code. Completions have --new-tokens tokens; modelled times and bytes stand for
+--nominal-tokens, CPU seconds and memory for the real ones.
 Not here: Prefect itself (its cost per task run is measured elsewhere, and multiplied), CPU contention, kills.
 
     PYTHONPATH=. .venv/bin/python bench/scale_sim.py --steps 12 --prompts 100000 --completions 8 --workers 1000
@@ -17,19 +18,20 @@ import json
 import multiprocessing
 import resource
 import tempfile
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.scale_sim_engine import EngineModel, SimulatedWorkspace, World, new_world
+from bench.scale_sim_engine import EngineModel, SimulatedWorkspace, new_world
 from bench.scale_sim_store import Meter, S3Model
 from bench.scale_sim_workers import STAGE, WorkerStep, serve
 from engine.protocol import SamplingParams
-from storage import keys
 from storage.artifacts import ArtifactRef, Provenance
 from storage.chain import Chain, OptimizerSpec, PolicyRef, Root, StepRequest
 from storage.leases import acquire
@@ -92,20 +94,25 @@ class StepReport:
 class Simulation:
     """The coordinator: what flows.grpo does in one step, line by line."""
 
-    def __init__(self, folder: Path, size: Size, s3: S3Model, engine: EngineModel) -> None:
+    def __init__(
+        self, folder: Path, size: Size, s3: S3Model, engine: EngineModel, *, processes: bool = True
+    ) -> None:
+        """Without `processes` the workers are in this one: quicker to start, but its memory is theirs too."""
         self.size, self.folder = size, folder
-        self.base, self.dataset, self.policy, ids = _in_child(prepare, folder, size, s3, engine)
+        prepared = _in_child(prepare, folder, size, s3, engine) if processes else prepare(folder, size, s3, engine)
+        self.base, self.dataset, self.policy, ids = prepared
         self.world = new_world(folder, s3, engine, seed=2)
         workspace = {"store": "sim", "run": RUN, "epoch": 1, "provenance": PROVENANCE}
         self.workspace = SimulatedWorkspace(**workspace).enter(self.world)
-        context = multiprocessing.get_context("spawn")
-        self.pipe, other = context.Pipe()
         setup = {
             "workspace": workspace, "workers": size.workers, "real_every": size.real_every, "ids": ids,
             "grading": Grading(grader=grader_spec("tasks.graders.rules:RegexMatch", {"pattern": "[a-m]"})),
             "sampling": SamplingParams(max_new_tokens=engine.new_tokens),
         }  # fmt: skip
-        self.child = context.Process(target=serve, args=(other, folder, s3, engine, setup), daemon=True)
+        context = multiprocessing.get_context("spawn")
+        self.pipe, other = context.Pipe()
+        run = context.Process if processes else threading.Thread
+        self.child = run(target=serve, args=(other, folder, s3, engine, setup), daemon=True)
         self.child.start()
         del ids, setup
         self.plan = BatchPlan(reference=self.policy)
@@ -130,7 +137,8 @@ class Simulation:
         with self._phase("step", phases):
             request = StepRequest(
                 parent=self.policy, batch=batch, reference=self.plan.reference, loss={"kind": "grpo"},
-                optimizer=OptimizerSpec(lr=1e-6), cursor_in=self.cursor.model_dump(), cursor_out=cursor_out.model_dump(),
+                optimizer=OptimizerSpec(lr=1e-6), cursor_in=self.cursor.model_dump(),
+                cursor_out=cursor_out.model_dump(),
             )  # fmt: skip
             record = asyncio.run(self.workspace.connect().take_gradient_step(request))
         with self._phase("metrics", phases):
@@ -141,7 +149,7 @@ class Simulation:
         self.policy, self.cursor = record.policy, cursor_out
         expected = self.size.prompts * self.size.completions
         if not expected == batch.rows == found.completions or found.prompts != len(set(rows)):
-            raise SystemExit(f"step {step}: {expected} rollouts, {batch.rows} in the batch, {found.completions} measured")
+            raise SystemExit(f"step {step}: {expected} rollouts, {batch.rows} trained, {found.completions} measured")
         return StepReport(
             step, phases, done, expected, len(canonical_json(batch)), len(canonical_json(record)),
             sum(len(canonical_json(ref)) for ref in (*done.rollouts, *done.graded)),
@@ -164,8 +172,9 @@ class Simulation:
         world.meter.__init__()  # type: ignore[misc]
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         cpu, wall, virtual = time.process_time(), time.perf_counter(), world.clock.now
+        world.engine.cpu_seconds = 0.0
         yield
-        phase.cpu, phase.wall = time.process_time() - cpu, time.perf_counter() - wall
+        phase.cpu, phase.wall = time.process_time() - cpu - world.engine.cpu_seconds, time.perf_counter() - wall
         world.clock.advance(phase.cpu)
         phase.virtual = world.clock.settle() - virtual
         phase.peak_rss = _peak_rss()
@@ -173,7 +182,9 @@ class Simulation:
         phases.append(phase)
 
 
-def prepare(folder: Path, size: Size, s3: S3Model, engine: EngineModel) -> tuple[ArtifactRef, ArtifactRef, PolicyRef, list[str]]:
+def prepare(
+    folder: Path, size: Size, s3: S3Model, engine: EngineModel
+) -> tuple[ArtifactRef, ArtifactRef, PolicyRef, list[str]]:
     """A registered model, a dataset, a run with its lease and the root of its chain."""
     from engine.backends.tiny import build_tiny_model
     from storage.tables import read_table
@@ -186,7 +197,7 @@ def prepare(folder: Path, size: Size, s3: S3Model, engine: EngineModel) -> tuple
         prompts = Path(scratch, "prompts.jsonl")
         with prompts.open("w") as file:
             for row in range(size.rows):
-                file.write(json.dumps({"prompt": f"What is {row} times {row % 97}? " + "Think step by step. " * 10}) + "\n")
+                file.write(json.dumps({"prompt": f"What is {row} times {row % 97}?"}) + "\n")
         data = load_dataset(world.store, FileDataset(path=str(prompts)), provenance=PROVENANCE)
     create_or_check_run(world.store, RUN, semantic={"bench": "scale"}, other={}, code_version="bench")
     acquire(world.store, RUN, {"pid": 0})
@@ -212,27 +223,27 @@ def _peak_rss() -> int:
 # -- what is printed ---------------------------------------------------------------------------------------------
 
 
-def table(report: StepReport, size: Size) -> str:
+def table(report: StepReport) -> str:
     """One step: the coordinator's phases, the workers, the store."""
-    done = report.workers
-    lines = [f"step {report.step}: {report.rows:,} rollouts in {len(done.rollouts):,} shards"]
+    done, shards = report.workers, len(report.workers.rollouts)
+    tasks = 2 * shards + 2
+    lines = [f"step {report.step}: {report.rows:,} rollouts in {shards:,} shards"]
     for phase in report.phases:
         lines.append(
             f"  {phase.name:8} cpu {phase.cpu:7.1f} s  wall {phase.wall:7.1f} s  modelled {phase.virtual:8.1f} s  "
             f"peak RSS {phase.peak_rss / 2**20:6.0f} MiB  {_requests(phase.meter)}"
         )
-    shards = len(done.rollouts)
     lines += [
-        f"  workers  modelled {done.rollout_end:8.1f} s to the last rollout, {done.end:8.1f} s to the last grade; "
-        f"cpu {done.cpu_per_real_shard:.2f} s a shard (of {done.real_shards} real); task retries {done.task_retries}; "
-        f"peak RSS {done.peak_rss / 2**20:.0f} MiB",
+        f"  workers  modelled {done.rollout_end - done.start:8.1f} s to the last rollout, "
+        f"{done.end - done.start:8.1f} s to the last grade; cpu {done.cpu_per_real_shard:.2f} s a shard (of "
+        f"{done.real_shards} real); task retries {done.task_retries}; peak RSS {done.peak_rss / 2**20:.0f} MiB",
         f"           {_requests(done.meter)}; busiest second {done.busiest}",
-        f"           the same requests in one process, one after the other: {done.meter.wait_seconds:,.0f} s, and "
-        f"{done.cpu_per_real_shard * shards:,.0f} CPU-s",
+        f"           in one process: {done.meter.wait_seconds - done.cold_seconds:,.0f} s of requests, one after the "
+        f"other, and {done.cpu_per_real_shard * shards:,.0f} CPU-s",
         f"  refs     {report.refs_bytes:,} B to the batch task, {report.batch_ref_bytes:,} B the batch's reference, "
         f"{report.record_bytes:,} B the commit record",
-        f"  prefect  {2 * shards + 2:,} task runs: server {(2 * shards + 2) * PREFECT_SERVER_SECONDS:,.0f} CPU-s, client "
-        f"{(2 * shards + 2) * PREFECT_CLIENT_SECONDS:,.0f} CPU-s",
+        f"  prefect  {tasks:,} task runs: server {tasks * PREFECT_SERVER_SECONDS:,.0f} CPU-s, client "
+        f"{tasks * PREFECT_CLIENT_SECONDS:,.0f} CPU-s",
     ]
     return "\n".join(lines)
 
@@ -241,18 +252,29 @@ def _requests(meter: Meter) -> str:
     areas: dict[str, Counter[str]] = {}
     for (area, verb), count in meter.requests.items():
         areas.setdefault(area, Counter())[verb] += count
-    shown = "; ".join(f"{area} " + " ".join(f"{v} {n:,}" for v, n in sorted(of.items())) for area, of in sorted(areas.items()))
-    text = f"{shown}; read {meter.bytes_read / 1e9:.2f} GB, wrote {meter.bytes_written / 1e9:.2f} GB"
-    return text + (f"; {meter.throttled:,} SlowDown, {meter.backoff_seconds:,.0f} lane-s of backoff" if meter.throttled else "")
+    text = "; ".join(f"{area} {' '.join(f'{v} {n:,}' for v, n in sorted(of.items()))}" for area, of in areas.items())
+    text += f"; read {meter.bytes_read / 1e9:.2f} GB, wrote {meter.bytes_written / 1e9:.2f} GB"
+    if meter.throttled:
+        text += f"; {meter.throttled:,} SlowDown, {meter.backoff_seconds:,.0f} lane-s of backoff"
+    return text
 
 
-def simulate(size: Size, s3: S3Model, engine: EngineModel, *, folder: Path, show: Any = print) -> list[StepReport]:
-    simulation = Simulation(folder, size, s3, engine)
+def simulate(
+    size: Size,
+    s3: S3Model,
+    engine: EngineModel,
+    *,
+    folder: Path,
+    show: Callable[[str], None] = print,
+    processes: bool = True,
+) -> list[StepReport]:
+    """Runs the steps, and shows each. Ends the program when a count or the chain is not what it must be."""
+    simulation = Simulation(folder, size, s3, engine, processes=processes)
     try:
         reports = []
         for step in range(size.steps):
             reports.append(simulation.run_step(step))
-            show(table(reports[-1], size), flush=True) if show is print else show(table(reports[-1], size))
+            show(table(reports[-1]))
         head = Chain.of(simulation.world.store, simulation.policy).head()
         if head != simulation.policy:
             raise SystemExit(f"the chain stands at {head.uri}, the simulation at {simulation.policy.uri}")
@@ -276,9 +298,9 @@ def look_after(folder: Path, s3: S3Model, engine: EngineModel) -> str:
         cpu = time.process_time()
         found = call(world.store)
         lines.append(
-            f"{name}: cpu {time.process_time() - cpu:.1f} s, modelled {world.clock.settle():,.0f} s in requests, peak RSS "
-            f"{_peak_rss() / 2**20:.0f} MiB; {_requests(world.meter)}"
-            + (f"; findings {len(found.findings)}" if hasattr(found, "findings") else "")
+            f"{name}: cpu {time.process_time() - cpu:.1f} s, modelled {world.clock.settle():,.0f} s of requests, peak "
+            f"RSS {_peak_rss() / 2**20:.0f} MiB; {_requests(world.meter)}; "
+            f"{len(getattr(found, 'findings', ()))} findings"
         )
     return "\n".join(lines)
 
@@ -300,7 +322,7 @@ def main() -> None:
     s3, engine = S3Model(), EngineModel(new_tokens=given.new_tokens, nominal_tokens=given.nominal_tokens)
     with tempfile.TemporaryDirectory(prefix="scale-sim-") as scratch:
         began = time.perf_counter()
-        reports = simulate(size, s3, engine, folder=Path(scratch, "store"))
+        reports = simulate(size, s3, engine, folder=Path(scratch, "store"), show=partial(print, flush=True))
         total = sum(report.rows for report in reports)
         print(f"{total:,} rollouts in {len(reports)} steps, {time.perf_counter() - began:.0f} s of wall time")
         if given.keepers:

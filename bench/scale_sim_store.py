@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +27,7 @@ from storage.retry import RetryPolicy
 
 Verb = Literal["GET", "HEAD", "LIST", "PUT", "DELETE"]
 PART_BYTES = 8 << 20  # as storage.backends.s3_transfer
+CONCURRENT_PARTS = 2
 READ_AHEAD_BYTES = 1 << 20  # as storage.backends.s3
 PAGE_KEYS = 1000
 
@@ -119,12 +120,14 @@ class SimulatedS3:
     """Implements storage.backends.protocol.Backend. Keys of one area (their first segment) share a partition: the keys
     of a step are new when it begins, so S3 cannot have split them by their load."""
 
-    def __init__(self, folder: Path, model: S3Model, *, clock: Clock, meter: Meter, seed: int, bytes_scale: float) -> None:
+    def __init__(
+        self, folder: Path, model: S3Model, *, clock: Clock, meter: Meter, seed: int, bytes_scale: Mapping[str, float]
+    ) -> None:
         self.url = f"sim://{folder.name}"
         self.folder, self.model, self.clock, self.meter = folder, model, clock, meter
         self._random = Random(seed)
         self._bytes_scale = bytes_scale
-        """Modelled bytes of a step's table per real one: real completions are short."""
+        """Kind of a step's table -> modelled bytes per real one: the completions here are short."""
         self._windows: Counter[tuple[str, bool, int]] = Counter()
         self.trace: list[tuple[Verb, str, int]] | None = None
         self.quiet = False
@@ -149,7 +152,7 @@ class SimulatedS3:
                 self.meter.throttled += 1
             else:
                 self.meter.requests[area, verb] += 1
-                modelled = int(size * self._bytes_scale) if "/steps/" in key and key.endswith(".parquet") else size
+                modelled = int(size * self._scale(key))
                 seconds += modelled / self.model.bytes_per_second
                 if writes:
                     self.meter.bytes_written += modelled
@@ -161,6 +164,10 @@ class SimulatedS3:
         self.clock.advance(seconds)
         if refused:
             raise StorageUnavailable(f"503 SlowDown: {verb} {key}")
+
+    def _scale(self, key: str) -> float:
+        table = "/steps/" in key and key.endswith(".parquet")
+        return self._bytes_scale.get(key.split("/")[-2], 1.0) if table else 1.0
 
     def busiest(self) -> dict[str, int]:
         """Most requests of one second that an area was asked for, 'area reads' and 'area writes'."""
@@ -222,8 +229,13 @@ class SimulatedS3:
     def put_file(self, key: str, path: Path, *, move: bool) -> None:
         size = path.stat().st_size
         parts = -(-size // PART_BYTES) if size > PART_BYTES else 1
-        for _ in range(parts + (2 if parts > 1 else 0)):
+        began = self.clock.read()
+        for _ in range(parts):
             self.charge("PUT", key, size // parts)
+        if parts > 1:
+            self.clock.advance((began - self.clock.read()) * (1 - 1 / CONCURRENT_PARTS))
+        for _ in range(2 if parts > 1 else 0):
+            self.charge("PUT", key)  # begins and completes the upload
         target = self._path(key)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(path.read_bytes())

@@ -1,7 +1,8 @@
-"""The workers of the simulation, in a process of their own: real task code for a share of the shards, copies for the rest.
+"""The workers of the simulation, in a process of their own: real task code for some shards, copies for the rest.
 
 A copy has the prompts of its own shard and the tokens of the last real one, and goes through the same lookups and the
-same commit; the requests of a real shard that a copy does not need (prompts, tokenizer) are charged again as they were.
+same commit. What a process asks for once (prompts, tokenizer: all that is not of the run) is charged to the first task
+of every worker, as the first real shard asked for it: workers live as long as the run.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import heapq
 import resource
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -40,9 +42,12 @@ class WorkerStep:
 
     rollouts: list[ArtifactRef]
     graded: list[ArtifactRef]
+    start: float
     rollout_end: float
     """Virtual seconds at which the last shard was sampled; no grade begins before it (flows.grpo gathers)."""
     end: float
+    cold_seconds: float
+    """In requests of processes that start, over all workers."""
     real_shards: int
     cpu_per_real_shard: float
     task_retries: int
@@ -67,8 +72,14 @@ class WorkerPool:
     ids: list[str]
     """Prompt ids of the dataset."""
     template: dict[str, pa.Table] = field(default_factory=dict)
-    replay: list[tuple[Verb, str, int]] = field(default_factory=list)
+    cold: list[tuple[Verb, str, int]] = field(default_factory=list)
+    """Requests of a process that starts."""
+    every: list[tuple[Verb, str, int]] = field(default_factory=list)
+    """Requests of every shard besides those of its run."""
+    begun: set[int] = field(default_factory=set)
+    """Workers that had a task."""
     cpu: list[float] = field(default_factory=list)
+    cold_seconds: float = 0.0
     retries: int = 0
     failed: int = 0
 
@@ -76,7 +87,7 @@ class WorkerPool:
         backend, meter = self.world.backend, Meter()
         self.world.meter.__init__()  # type: ignore[misc]
         backend.forget_windows()
-        self.retries = self.failed = 0
+        self.retries, self.failed, self.cold_seconds = 0, 0, 0.0
         self.cpu.clear()
         self.world.engine.free_at = start
         rollouts, middle = self._each(shards, start, lambda shard: self._rollout(policy, shard, step))
@@ -85,8 +96,8 @@ class WorkerPool:
         meter.add(self.world.meter)
         real = sum(self._is_real(shard) for shard in shards)
         return WorkerStep(
-            rollouts, graded, middle, end, real, sum(self.cpu) / max(1, real), self.retries, self.failed, meter,
-            backend.busiest(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            rollouts, graded, start, middle, end, self.cold_seconds, real, sum(self.cpu) / max(1, real), self.retries,
+            self.failed, meter, backend.busiest(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         )  # fmt: skip
 
     def _is_real(self, shard: PromptShard) -> bool:
@@ -99,16 +110,21 @@ class WorkerPool:
         for shard in shards:
             at, worker = heapq.heappop(free)
             self.world.clock.now = at
-            refs.append(self._patiently(task, shard))
+            refs.append(self._patiently(task, shard, worker))
             at = self.world.clock.settle()
             heapq.heappush(free, (at, worker))
             end = max(end, at)
         return refs, end
 
-    def _patiently(self, task: Any, shard: PromptShard) -> ArtifactRef:
+    def _patiently(self, task: Any, shard: PromptShard, worker: int) -> ArtifactRef:
         """As Prefect runs a task of ours: again after a transient error, with its delays."""
         for delay in (*TASK_RETRY_SECONDS, None):
             try:
+                if worker not in self.begun and self.cold:
+                    began = self.world.clock.read()
+                    self._again(self.cold)
+                    self.cold_seconds += self.world.clock.read() - began
+                self.begun.add(worker)
                 return task(shard)  # type: ignore[no-any-return]
             except StorageUnavailable:
                 if delay is None:
@@ -123,22 +139,26 @@ class WorkerPool:
             self.world.backend.trace = []
             ref = self._real(sample_shard(self.workspace, policy, shard, self.sampling, step=step))
             trace, self.world.backend.trace = self.world.backend.trace, None
-            self.replay = [entry for entry in trace if not entry[1].startswith("runs/")]
+            asked = [entry for entry in trace or () if not entry[1].startswith("runs/")]
+            if self.cold:
+                self.every = asked
+            else:
+                self.cold = asked
             self.template["rollouts"] = read_quietly(self.world, ref)
             return ref
         key = keys.step_artifact(policy.run, policy.stage, step, "rollouts", shard.index)
         if found := find_artifact(self.world.store, key):
             return found
-        for verb, at, size in self.replay:
-            retried(lambda v=verb, k=at, s=size: self.world.backend.charge(v, k, s), at, self.world.store.retry)  # type: ignore[misc]
+        self._again(self.every)
         self.world.engine.occupy(len(shard.rows) * shard.completions)
         table = self._named(self.template["rollouts"], shard)
-        state = pa.array([policy.state] * table.num_rows, pa.string())
-        table = table.set_column(table.schema.get_field_index("policy_state"), table.schema.field("policy_state"), state)
+        table = _with(table, "policy_state", [policy.state] * table.num_rows)
         self._copy_cpu()
+        tokens = table.num_rows * self.world.engine.model.new_tokens
         return commit_table(
             self.world.store, key, table, kind="rollouts", parents=(policy.uri, shard.dataset.uri),
-            provenance=self.workspace.provenance, extra={"prompts": len(shard.rows), "dropped": 0},
+            provenance=self.workspace.provenance,
+            extra={"prompts": len(shard.rows), "dropped": 0, "completion_tokens": tokens},
         )  # fmt: skip
 
     def _grade(self, rollouts: ArtifactRef, shard: PromptShard, step: int) -> ArtifactRef:
@@ -167,6 +187,11 @@ class WorkerPool:
         self.world.clock.advance(spent)
         return ref
 
+    def _again(self, requests: list[tuple[Verb, str, int]]) -> None:
+        """Charges them once more."""
+        for verb, key, size in requests:
+            retried(partial(self.world.backend.charge, verb, key, size), key, self.world.store.retry)
+
     def _copy_cpu(self) -> None:
         self.world.clock.advance(self.cpu[-1])  # what the real one took
 
@@ -174,12 +199,16 @@ class WorkerPool:
         """The template's rows under the prompts of another shard of at most its size."""
         rows = [row for row in shard.rows for _ in range(shard.completions)]
         table = table.slice(0, len(rows))
-        numbers = [n for earlier in shard.repetitions for n in range(earlier * shard.completions, (earlier + 1) * shard.completions)]
-        values = {"prompt_index": rows, "prompt_id": [self.ids[row] for row in rows], "completion": numbers}
-        for name, column in values.items():
-            at, named = table.schema.get_field_index(name), table.schema.field(name)
-            table = table.set_column(at, named, pa.array(column, named.type))
-        return table
+        number = range(shard.completions)
+        numbers = [earlier * shard.completions + n for earlier in shard.repetitions for n in number]
+        table = _with(table, "prompt_index", rows)
+        table = _with(table, "prompt_id", [self.ids[row] for row in rows])
+        return _with(table, "completion", numbers)
+
+
+def _with(table: pa.Table, name: str, values: list[Any]) -> pa.Table:
+    at, named = table.schema.get_field_index(name), table.schema.field(name)
+    return table.set_column(at, named, pa.array(values, named.type))
 
 
 def read_quietly(world: World, ref: ArtifactRef) -> pa.Table:

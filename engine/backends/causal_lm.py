@@ -141,20 +141,15 @@ def frozen_copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     return copy.deepcopy(module, copies)
 
 
-def load_causal_lm(folder: Path, *, dtype: torch.dtype, compute_dtype: torch.dtype, device: torch.device) -> CausalLM:
-    """Reads a plain Hugging Face folder and checks that packed forwards mean what the model's own forward means.
+def load_module(auto: Any, folder: Path, *, dtype: torch.dtype) -> Any:
+    """What `auto` (a transformers AutoModelFor…) reads from the folder, on the CPU, with packed attention at hand.
 
-    Raises:
-        BadModelFolder: no config, pickled weights, missing, unexpected or mis-shaped tensors, or a model whose
-            logits the packed path does not reproduce.
-    """
+    Raises BadModelFolder on anything that is missing, left over or broken."""
     check_model_folder(folder)
-    from transformers import AutoModelForCausalLM
-
     register_attention()
     try:
         with _loading:
-            loaded: tuple[Any, dict[str, Any]] = AutoModelForCausalLM.from_pretrained(  # type: ignore[assignment]
+            loaded: tuple[Any, dict[str, Any]] = auto.from_pretrained(
                 folder,
                 dtype=dtype,
                 attn_implementation="eager",
@@ -174,6 +169,19 @@ def load_causal_lm(folder: Path, *, dtype: torch.dtype, compute_dtype: torch.dty
             + "; ".join(f"{kind.replace('_', ' ')}: {', '.join(names[:5])}" for kind, names in wrong.items())
             + ". Export the model again with save_pretrained"
         )
+    return module
+
+
+def load_causal_lm(folder: Path, *, dtype: torch.dtype, compute_dtype: torch.dtype, device: torch.device) -> CausalLM:
+    """Reads a plain Hugging Face folder and checks that packed forwards mean what the model's own forward means.
+
+    Raises:
+        BadModelFolder: no config, pickled weights, missing, unexpected or mis-shaped tensors, or a model whose
+            logits the packed path does not reproduce.
+    """
+    from transformers import AutoModelForCausalLM
+
+    module = load_module(AutoModelForCausalLM, folder, dtype=dtype)
     module.to(device)
     if dtype == torch.float64:
         _keep_norms_in_float64(module)

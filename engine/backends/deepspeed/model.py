@@ -6,6 +6,7 @@ Everything goes through modules' own forwards, because ZeRO 3 gathers a module's
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -34,10 +35,18 @@ class RankModel(CausalLM):
         """`sequence`: the ranks that compute each row together."""
         super().__init__(module, compute_dtype=compute_dtype, master_dtype=master_dtype)
         self._sequence = sequence
+        self.scalar = self.head is None
+        """Its head gives one number per token, not logits."""
+        if self.scalar:
+            self.head = module.score  # type: ignore[unreachable]
         self.device = device  # not that of the first parameter, which may be offloaded
         self._offload = checkpointing == "offload"
         if checkpointing != "none":
             _checkpoint_layers(module)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.module.config.vocab_size) if self.scalar else super().vocab_size  # type: ignore[union-attr, arg-type]
 
     def hidden(self, token_ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
         with self._kept_activations():
@@ -74,6 +83,24 @@ def _checkpoint_layers(module: nn.Module) -> None:
         )
     for layer in layers:
         layer.training = True  # only then do they; what is inside stays in eval mode, without dropout
+
+
+def fuse_kernels(module: nn.Module, wanted: bool | str, device: torch.device) -> None:
+    """Puts Liger's fused kernels into the module. "auto": where they are installed and the device is a GPU.
+
+    Raises BadSpec where they are asked for and cannot run."""
+    installed = find_spec("liger_kernel") is not None
+    if wanted is False or (wanted == "auto" and not (installed and device.type == "cuda")):
+        return
+    if not installed or device.type != "cuda":
+        raise BadSpec(
+            f"trainer.liger=true needs the package liger-kernel ({'installed' if installed else 'not installed'}) and "
+            f"a GPU (the device is {device.type}); install it, or set trainer.liger='auto'"
+        )
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    # the head stays ours: it never sees all logits at once, and knows temperatures
+    _apply_liger_kernel_to_instance(model=module, cross_entropy=False, fused_linear_cross_entropy=False)
 
 
 class PackedLogprobs(nn.Module):

@@ -16,15 +16,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engine.backends.causal_lm import load_causal_lm
 from engine.backends.deepspeed import OUT_OF_MEMORY_MARK, files
 from engine.backends.deepspeed.gradients import Gradients, make_gradients
+from engine.backends.deepspeed.model import fuse_kernels
 from engine.backends.deepspeed.options import ZeroOptions
 from engine.backends.deepspeed.passes import EMPTY_PASS, deal
 from engine.backends.deepspeed.ulysses import SequenceGroup
 from engine.backends.group.progress import progress
 from engine.backends.packing import Packable, pack
 from engine.backends.protocol import Objective, UpdateReport
+from engine.backends.scalar_lm import load_model
 from engine.backends.updates import (
     Accumulated,
     Totals,
@@ -37,7 +38,7 @@ from engine.backends.updates import (
     totals_of,
     without_gradient,
 )
-from engine.errors import NonFiniteGradient, PermanentEngineError
+from engine.errors import BadSpec, NonFiniteGradient, PermanentEngineError
 from engine.protocol import TokenSequence
 from engine.samples import Sample
 from storage.chain import OptimizerSpec
@@ -58,8 +59,9 @@ class ZeroTrainer:
         self._readers, self._reader = self._ranks // shared, dist.get_rank() // shared
         """How many groups of ranks take micro-batches of their own, and which this one's is."""
         master = options.master_dtype
-        loaded = load_causal_lm(folder, dtype=master, compute_dtype=master, device=torch.device("cpu"))
+        loaded = load_model(folder, dtype=master, compute_dtype=master, device=torch.device("cpu"))
         self.module: Any = loaded.module
+        fuse_kernels(self.module, options.trainer.liger, device)
         if sequence is not None:
             sequence.check(self.module.config)
         buffers = {name: b for name, b in loaded.named_weights() if not isinstance(b, torch.nn.Parameter)}
@@ -199,6 +201,11 @@ class ZeroTrainer:
         return split_once(run, sequences, max_tokens, device=self._device, forget=lambda: None)
 
     def _check(self, sequences: Sequence[Packable]) -> None:
+        if self.model.scalar:  # here, on all ranks alike, not in the middle of a pass
+            raise BadSpec(
+                f"{type(self.module).__name__} gives one number per token, and no logprobs; this loss and "
+                "logprobs_per_token need a causal language model"
+            )
         check_sequences(sequences, vocab_size=self.model.vocab_size, context_length=self.model.context_length)
 
     # -- state ------------------------------------------------------------------------------------------------

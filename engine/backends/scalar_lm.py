@@ -1,0 +1,94 @@
+"""A decoder whose head gives one number per position: reward and value models, as
+`AutoModelForSequenceClassification` with `num_labels = 1` reads and writes them.
+
+Axes: T packed token · N trained token
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.backends.attention import IMPLEMENTATION, PackedLayout
+from engine.backends.causal_lm import PROBE_TOLERANCE, CausalLM, load_causal_lm, load_module
+from engine.backends.packing import Fan, Packed
+from engine.errors import BadModelFolder, BadSpec
+
+ARCHITECTURE = "ForSequenceClassification"
+
+
+class ScalarLM(CausalLM):
+    """Packs as a `CausalLM` does; its numbers are not logprobs."""
+
+    def __init__(
+        self, module: nn.Module, *, compute_dtype: torch.dtype, master_dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__(module, compute_dtype=compute_dtype, master_dtype=master_dtype)
+        self.head = module.score  # type: ignore[assignment]
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.module.config.vocab_size)  # type: ignore[union-attr, arg-type]
+
+    def logprobs(self, packed: Packed, *, temperature: float = 1.0) -> Tensor:
+        raise BadSpec(
+            f"{type(self.module).__name__} gives one number per token, not logprobs; train it with a loss on values, "
+            "or use a causal language model"
+        )
+
+    def values(self, packed: Packed) -> Tensor:
+        """The head's number (N,) at the position before each trained token. With gradient when gradients are on."""
+        layout = PackedLayout(packed.fans, device=self.device)
+        with self.autocast():
+            hidden_TH = self.hidden(packed.token_ids_T.unsqueeze(0), packed.positions_T.unsqueeze(0), layout)[0]
+            return self.head(hidden_TH.index_select(0, packed.source_N)).squeeze(1).float()
+
+
+def is_scalar(folder: Path) -> bool:
+    """Whether the folder's config names a model with such a head. False where there is no config to read."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return any(str(name).endswith(ARCHITECTURE) for name in config.get("architectures") or ())
+
+
+def load_model(folder: Path, *, dtype: torch.dtype, compute_dtype: torch.dtype, device: torch.device) -> CausalLM:
+    """A `ScalarLM` where the folder says so, else a `CausalLM`. Raises BadModelFolder."""
+    if not is_scalar(folder):
+        return load_causal_lm(folder, dtype=dtype, compute_dtype=compute_dtype, device=device)
+    from transformers import AutoModelForSequenceClassification
+
+    module: Any = load_module(AutoModelForSequenceClassification, folder, dtype=dtype)
+    if not isinstance(getattr(module, "score", None), nn.Linear) or module.score.out_features != 1:
+        raise BadModelFolder(
+            f"{folder}: {type(module).__name__} has no head `score` of one number; give num_labels=1, or another model"
+        )
+    model = ScalarLM(module.to(device), compute_dtype=compute_dtype)
+    _probe(model, folder)
+    return model
+
+
+@torch.no_grad()
+def _probe(model: ScalarLM, folder: Path) -> None:
+    """As for a causal model: one short packed forward against the model's own, whose number is the last token's."""
+    length = min(8, model.context_length)
+    ids_T = torch.arange(length, device=model.device) * 7 % model.vocab_size
+    module: Any = model.module
+    pad, module.config.pad_token_id = module.config.pad_token_id, None
+    module.set_attn_implementation("eager")
+    own = module(input_ids=ids_T.unsqueeze(0), use_cache=False).logits[0].float()
+    module.config.pad_token_id = pad
+    module.set_attn_implementation(IMPLEMENTATION)
+    layout = PackedLayout([Fan(0, length)], device=model.device)
+    hidden = model.hidden(ids_T.unsqueeze(0), torch.arange(length, device=model.device).unsqueeze(0), layout)
+    gap = (model.head(hidden[0, -1:]).float() - own).abs().max().item()
+    if not gap <= PROBE_TOLERANCE * max(1.0, own.abs().max().item()):
+        raise BadModelFolder(
+            f"{folder}: packed attention changes this architecture's score by {gap:.2g}; it uses an attention that is "
+            "not supported yet"
+        )

@@ -331,12 +331,12 @@ class VllmPool:
     # -- life -------------------------------------------------------------------------------------------------
 
     def drain(self, name: str) -> None:
-        """The server gets no new requests, and ends once those it has are done. It is not started again."""
+        """The server gets no new requests, and ends once those it has are done and proven. It is not started again."""
 
         async def drain() -> None:
             server = next(server for server in self.servers if server.name == name)
             server.enter("draining")
-            while server.outstanding:
+            while server.needed or (server.name, server.boot) in self._unproven:
                 await asyncio.sleep(POLL_SECONDS)
             await server.close(grace_seconds=RESET_SECONDS)
 

@@ -147,6 +147,8 @@ class Server:
     adapters: set[str] = field(default_factory=set)
     outstanding: int = 0
     """Tokens, at most, of what it was given and has not finished."""
+    needed: int = 0
+    """Calls that run and that it has a share in, finished or not: were it to end, its share would be done again."""
 
     @property
     def name(self) -> str:

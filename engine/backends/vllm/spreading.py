@@ -49,6 +49,7 @@ async def spread(works: Sequence[Work], send: Send, ready: Ready) -> set[tuple[s
             if waiting:
                 for share in _shares(works, waiting, await ready()):
                     share.server.outstanding += share.tokens
+                    share.server.needed += 1
                     running[asyncio.create_task(_sent(send, share))] = share
                 waiting = []
             for task in (await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED))[0]:
@@ -58,6 +59,7 @@ async def spread(works: Sequence[Work], send: Send, ready: Ready) -> set[tuple[s
                 if error is None:
                     done.append(share)
                     continue
+                share.server.needed -= 1
                 failures += 1
                 if not isinstance(error, WorkerDied | SamplerOutOfSync) or failures > FAILURES:
                     raise error
@@ -68,13 +70,18 @@ async def spread(works: Sequence[Work], send: Send, ready: Ready) -> set[tuple[s
                 else:
                     await share.server.fail(share.process)
             if not running:
-                waiting += [number for share in done if _ended(share) for number in share.numbers]
+                lost = [share for share in done if _ended(share)]
                 done = [share for share in done if not _ended(share)]
+                for share in lost:
+                    share.server.needed -= 1
+                    waiting += share.numbers
     finally:
         for task, share in running.items():
             task.cancel()
             share.server.outstanding -= share.tokens
         await asyncio.gather(*running, return_exceptions=True)
+        for share in (*running.values(), *done):
+            share.server.needed -= 1
     return {(share.server.name, share.boot) for share in done}
 
 

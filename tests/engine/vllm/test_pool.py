@@ -357,6 +357,8 @@ def test_a_draining_server_finishes_what_it_has_and_ends(
 
     _same(loaded.generate(PROMPTS, SEEDS, LONG, on_token), expected[400])
     assert sum(given.values()) == len(PROMPTS)  # nothing was drawn twice
+    assert draining[0].is_alive() and _alive(group)  # what it drew must be proven first
+    loaded.check("state-0")
     draining[0].join(timeout=60)
     assert not _alive(group) and server.phase == "closed"
     _same(loaded.generate(PROMPTS, SEEDS, SHORT), expected[12])

@@ -24,6 +24,7 @@ from engine.backends.vllm.remote import Remote
 from engine.backends.vllm.routing import Work, affinity
 from engine.backends.vllm.server import Launch, Server
 from engine.backends.vllm.spreading import FAILURES, spread
+from engine.backends.vllm.transports import Fan
 from engine.errors import BadSpec, SamplerOutOfSync, WorkerDied
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -200,7 +201,7 @@ def test_work_of_a_server_that_dies_is_done_again_by_others() -> None:
 
     run(main())
     assert sorted(did) == list(range(24)) and servers[0].phase == "down"
-    assert [server.outstanding for server in servers] == [0, 0, 0]
+    assert [(server.outstanding, server.needed) for server in servers] == [(0, 0)] * 3
 
 
 def test_work_of_a_server_that_ends_after_it_was_done_is_done_again() -> None:
@@ -224,6 +225,7 @@ def test_work_of_a_server_that_ends_after_it_was_done_is_done_again() -> None:
 
     run(main())
     assert [name for name, _ in did] == ["server-0", "server-1", "server-1"] and did[2][1] == did[0][1]
+    assert [(server.outstanding, server.needed) for server in servers] == [(0, 0)] * 2
 
 
 def test_a_request_that_kills_every_server_fails_the_call() -> None:
@@ -258,7 +260,8 @@ def test_a_refused_request_ends_the_call_and_cancels_the_rest() -> None:
 
     with pytest.raises(BadSpec):
         run(spread(WORKS, send, ready))  # type: ignore[arg-type]
-    assert cancelled == ["server-1"] and [server.outstanding for server in servers] == [0, 0]
+    assert cancelled == ["server-1"]
+    assert [(server.outstanding, server.needed) for server in servers] == [(0, 0)] * 2
 
 
 def test_a_server_with_other_weights_gets_nothing_more() -> None:
@@ -369,3 +372,25 @@ def test_a_server_draws_only_for_the_state_that_was_proven_in_this_start(monkeyp
         assert refused.status_code == 403 and engine.called == ["ostinato_check", "ostinato_load"]
 
     run(main())
+
+
+# -- weights between GPUs -----------------------------------------------------------------------------------------
+
+
+def test_every_rank_of_every_server_gets_a_place_of_its_own_behind_the_trainer() -> None:
+    asked: dict[str, Any] = {}
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        assert request.headers["authorization"] == "Bearer secret"
+        asked[request.url.host] = json.loads(request.content)["init_info"]
+        return httpx.Response(200 if request.url.host != "c" else 500)
+
+    fan = Fan(["http://a", "http://b"], ranks_each=4, token="secret", seconds=1)
+    fan._client = httpx.Client(transport=httpx.MockTransport(answer), headers=fan._client.headers)
+    fan.init_weight_transfer_engine({"master_address": "t", "rank_offset": 1, "world_size": fan.world_size})
+    # rank 0 is the trainer; server a has ranks 1 to 4, server b 5 to 8: nine in all
+    places = {host: (info["rank_offset"], info["world_size"]) for host, info in asked.items()}
+    assert places == {"a": (1, 9), "b": (5, 9)}
+    fan.urls.append("http://c")
+    with pytest.raises(SamplerOutOfSync, match="http://c"):
+        fan.init_weight_transfer_engine({})

@@ -150,21 +150,20 @@ def _problems(
         held = max(sum(p.bytes.get("sampling", 0.0) for p in load.parts if p.key in BUDGETED) for load in loads[:1])
         if spec.sampler.sleep is False and held / machine.device_bytes + spec.sampler.gpu_share > 1:
             found.append("vLLM refuses to start where less than gpu_share of the GPU is free")
-    if isinstance(spec.trainer, TorchTrainerSpec):
-        found += _budget(spec, machine, loads[0])
-    return found
+    return found + _budget(spec, machine, loads[0], group)
 
 
-def _budget(spec: LocalEngineSpec, machine: Machine, load: Load) -> list[str]:
-    """What the engine itself admits: `memory_gib`."""
+def _budget(spec: LocalEngineSpec, machine: Machine, load: Load, group: Group) -> list[str]:
+    """What the engine itself admits in one memory: `memory_gib` is that of all ranks together."""
     auto = BUDGET[machine.device] * machine.device_bytes
-    budget = auto if spec.memory_gib == "auto" else spec.memory_gib * GIB
+    memories = group.world if machine.device == "cuda" else group.nodes
+    budget = auto if spec.memory_gib == "auto" else spec.memory_gib * GIB / memories
     held = sum(max(part.bytes.values(), default=0.0) for part in load.parts if part.key in BUDGETED)
     if held <= budget:
         return []
     return [
         f"weights, gradients, moments and copies take {held / GIB:.1f} GiB, and memory_gib={spec.memory_gib} admits "
-        f"{budget / GIB:.1f} GiB"
+        f"{budget / GIB:.1f} GiB of them there"
     ]
 
 

@@ -220,6 +220,21 @@ def test_the_sequences_are_what_the_share_leaves() -> None:
     assert planned(keys, EIGHT).sequences == 320
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_plan_and_the_deepspeed_backend_count_alike(stage: int) -> None:
+    from engine.backends.deepspeed.held import held_bytes
+    from engine.trainer_spec import DeepSpeedSpec
+
+    keys = SPLIT | {"trainer": SPLIT["trainer"] | {"zero_stage": stage}, "compute_dtype": "bfloat16"}
+    load = planned(keys, EIGHT).loads[0]
+    trainer = DeepSpeedSpec(ranks=4, zero_stage=stage)
+    held = held_bytes(
+        trainer, parameters=8_030_261_248, buffers=0, ranks=4, compute_bytes=2, master_bytes=4
+    )
+    assert 4 * (part(load, "weights") + part(load, "moments")) == held.weights + held.moments
+    assert 4 * part(load, "gradients") == held.gradients
+
+
 def test_offloaded_moments_lie_in_the_machine() -> None:
     keys = SPLIT | {"trainer": SPLIT["trainer"] | {"offload_optimizer": "cpu"}}
     trains, _, node = planned(keys, EIGHT).loads

@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -182,7 +183,8 @@ class Server:
         self.enter("up")
 
     async def _until_healthy(self) -> None:
-        for _ in range(int(self.start_seconds / POLL_SECONDS) + 1):
+        deadline = time.monotonic() + self.start_seconds
+        while time.monotonic() < deadline:
             if await self.remote.healthy():
                 return
             if self.process is None:

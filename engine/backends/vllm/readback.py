@@ -237,11 +237,11 @@ def _shard(
 
 
 def fingerprints(tensor: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Sums of the bit patterns by column and by row: tells which of them changed since the last load."""
+    """Sums of the bit patterns by column and by row, modulo 2^32: tells which of them changed since the last load."""
     if tensor.ndim != 2 or not tensor.is_floating_point():
         return None
     bits = tensor.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
-    return bits.sum(0, dtype=torch.int64).cpu(), bits.sum(1, dtype=torch.int64).cpu()
+    return bits.sum(0, dtype=torch.int32).cpu(), bits.sum(1, dtype=torch.int32).cpu()
 
 
 def pick(

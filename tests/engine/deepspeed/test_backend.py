@@ -1,0 +1,103 @@
+"""What the engine's process decides without any rank: sizes, names, refusals, and who takes which micro-batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+
+from engine.adapters import LoraSpec
+from engine.backends.deepspeed.backend import DeepSpeedBackend, layout_name
+from engine.backends.deepspeed.held import held_bytes
+from engine.backends.deepspeed.passes import deal
+from engine.errors import BadSpec, OutOfMemory, WorkerDied
+from engine.samples import Sample
+from engine.spec import LocalEngineSpec
+from engine.trainer_spec import DeepSpeedSpec
+
+
+def backend(compute_dtype: str = "float32", **trainer: object) -> DeepSpeedBackend:
+    spec = DeepSpeedSpec(**trainer)  # type: ignore[arg-type]
+    return DeepSpeedBackend(LocalEngineSpec(trainer=spec, device="cpu", compute_dtype=compute_dtype, threads=1))  # type: ignore[arg-type]
+
+
+def test_numerics_name_the_layout() -> None:
+    numerics = backend(ranks=2, zero_stage=3).numerics()
+    assert (numerics.backend, numerics.layout, numerics.threads) == ("deepspeed", "zero3x2", 1)
+    assert {"torch", "transformers", "deepspeed"} <= numerics.versions.keys()
+    assert layout_name(DeepSpeedSpec(zero_stage=1, sequence_parallel=2), 4) == "zero1x4-sp2"
+
+
+def test_what_it_does_not_do_is_refused_before_any_rank_starts() -> None:
+    made = backend(ranks=2)
+    with pytest.raises(BadSpec, match="LoRA runs on the torch trainer"):
+        made.load_base(Path("model"))
+    with pytest.raises(BadSpec, match="LoRA runs on the torch trainer"):
+        made.adapter(None, LoraSpec(), init_seed=0)
+    with pytest.raises(BadSpec, match="float64"):
+        backend("float64", zero_stage=2)
+    with pytest.raises(BadSpec, match="does not divide 1 ranks"):
+        backend(sequence_parallel=2)  # one rank, where there is no GPU
+    assert made.group.pids == {}
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype_bytes", "expected"),
+    [
+        # 1000 weights on 4 ranks. Stage 0: everything on each, 4 bytes a number and two moments
+        (0, 4, (16_000, 16_000, 32_000)),
+        # 2-byte weights everywhere and 4-byte masters once; gradients of 2 and 4 bytes everywhere; moments once
+        (1, 2, (8_000 + 4_000, 24_000, 8_000)),
+        (1, 4, (16_000 + 4_000, 16_000, 8_000)),
+        (2, 2, (8_000 + 4_000, 4_000, 8_000)),
+        (3, 2, (2_000 + 4_000, 4_000, 8_000)),
+    ],
+)
+def test_bytes_by_stage(stage: int, dtype_bytes: int, expected: tuple[int, int, int]) -> None:
+    spec = DeepSpeedSpec(zero_stage=stage)  # type: ignore[arg-type]
+    held = held_bytes(spec, parameters=1000, buffers=0, ranks=4, compute_bytes=dtype_bytes, master_bytes=4)
+    assert (held.weights, held.gradients, held.moments) == expected
+    assert held.device_bytes(training=True) == sum(expected)
+
+
+def test_what_is_offloaded_is_not_on_the_devices() -> None:
+    spec = DeepSpeedSpec(zero_stage=3, offload_optimizer="cpu", offload_parameters="cpu")
+    held = held_bytes(spec, parameters=1000, buffers=0, ranks=4, compute_bytes=2, master_bytes=4)
+    assert (held.weights, held.moments) == (0, 0)
+    assert held.host == 2_000 + 4_000 + 8_000 + 4_000  # weights, masters, moments, the masters' gradient
+
+
+def test_a_pass_that_killed_a_rank_is_halved_once() -> None:
+    made = backend(ranks=2)
+    assert made.fitting(8192) == 8192
+    made.ran_out_of_memory(8192, WorkerDied("gone"))
+    assert (made.fitting(8192), made.fitting(4000)) == (4096, 4000)
+    with pytest.raises(OutOfMemory, match="4096 packed tokens"):
+        made.ran_out_of_memory(8192, WorkerDied("gone"))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("count", [0, 1, 2, 5, 23])
+def test_every_sample_is_dealt_once_and_every_rank_runs_every_pass(ranks: int, count: int) -> None:
+    random = Random(ranks * 100 + count)
+    samples = [Sample([1] * n, [0.0] + [1.0] * (n - 1)) for n in (random.randrange(2, 40) for _ in range(count))]
+    passes = deal(samples, max_tokens=64, ranks=ranks)
+    assert passes and all(len(row) == ranks for row in passes)
+    dealt = sorted(index for row in passes for batch in row if batch for index in batch)
+    assert dealt == list(range(count))
+    for row in passes:
+        assert all(sum(len(samples[i].token_ids) for i in batch) <= 64 for batch in row if batch)
+    if count >= ranks:  # nobody waits in the first pass where there is work for all
+        assert all(passes[0]) or sum(len(s.token_ids) for s in samples) < ranks * 40
+
+
+def test_a_batch_that_fits_one_pass_is_shared_by_all_ranks() -> None:
+    samples = [Sample([1] * 10, [0.0] + [1.0] * 9) for _ in range(8)]
+    assert [len(batch or []) for batch in deal(samples, max_tokens=4096, ranks=4)[0]] == [2, 2, 2, 2]
+
+
+def test_staged_dtypes_are_torch_s() -> None:
+    made = backend("bfloat16", ranks=1, zero_stage=3)
+    assert (made.compute_dtype, made.master_dtype) == (torch.bfloat16, torch.float32)

@@ -193,8 +193,7 @@ class Rebaser:
         with scratch(self.store) as folder:
             files = materialise_files(self.store, manifest.key, folder)
             slot.trainer.read_checkpoint(files, optimizer=slot.training)
-        if slot.sampler is not None:
-            slot.sampler.holds = None  # other weights of the same state
+        slot.sampler = None  # it may hold other weights of the same state
 
 
 class _Checkpoint(NamedTuple):

@@ -73,7 +73,8 @@ class Command:
     def wait_for(self, step: int, process: psutil.Process) -> None:
         chain = Chain(open_store(str(self.folder / "data")), "kill", "0-grpo", "policy")
         while step not in list(chain.steps()):
-            assert process.is_running() and process.status() != psutil.STATUS_ZOMBIE, "the run ended early"
+            alive = process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+            assert alive, (self.folder / "run.log").read_text()[-8000:]
             time.sleep(0.05)
 
     def verified(self) -> str:

@@ -29,6 +29,8 @@ class TorchBackend:
         self.threads = cpu_threads(fixed=spec.deterministic) if spec.threads == "auto" else spec.threads
         cuda = spec.device == "cuda" or (spec.device == "auto" and torch.cuda.is_available())
         self.device = torch.device("cuda" if cuda else "cpu")
+        if not cuda:  # transformers imports an installed DeepSpeed when it saves, which complains where it finds no GPU
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
         self.compute_dtype = self._compute_dtype()
         self.master_dtype = torch.float64 if self.compute_dtype == torch.float64 else torch.float32
 

@@ -17,7 +17,8 @@ from engine.spec import LocalEngineSpec
 from flows.cli.join import join
 from flows.cli.plan import plan
 from flows.cli.sampler import sampler
-from flows.overrides import ConfigError, parse_config
+from flows.engine_config import load_engine
+from flows.overrides import ConfigError
 from storage.errors import StorageError
 
 engine_app = typer.Typer(help="The shared engine as a service.", no_args_is_help=True)
@@ -43,7 +44,7 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on; others than loopback need a token.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes any free port.", min=0, max=65535)] = 8777,
     config: Annotated[
-        Path | None, typer.Option(help="YAML, TOML or JSON file of the engine's keys.", exists=True, dir_okay=False)
+        Path | None, typer.Option(help="YAML, TOML or JSON: an engine's keys, or a run's.", exists=True, dir_okay=False)
     ] = None,
     sets: Annotated[list[str] | None, typer.Option("--set", help="Override one key: device=cpu.")] = None,
     token_file: Annotated[
@@ -56,7 +57,7 @@ def serve(
 ) -> None:
     """Serves an engine until SIGTERM or Ctrl-C. Killing it at any moment is safe; start it again on the same store."""
     try:
-        spec = parse_config(LocalEngineSpec, config, sets or [])
+        spec, _ = load_engine(config, sets or [])
         token = read_token(token_file)
         status = run_server(
             storage, spec, host, port, token, max_body_bytes=max_body_mib << 20, grace_seconds=grace_seconds

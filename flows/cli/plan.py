@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from pydantic import ValidationError
 
 from engine.errors import EngineError
 from engine.model_folder import local_folder, registered_model
@@ -23,7 +22,8 @@ from engine.plan_remedies import Setting, remedies
 from engine.plan_shape import PRESETS, ModelShape, preset, read_shape, shape_of
 from engine.spec import LocalEngineSpec
 from flows.cli.output import AsJson, console, fill, print_json, refusals, table, usage_error
-from flows.overrides import ConfigError, describe_validation, load_config
+from flows.engine_config import load_engine
+from flows.overrides import ConfigError
 from storage.artifacts import read_manifest
 from storage.objects import open_store
 
@@ -55,8 +55,7 @@ def plan(  # noqa: PLR0913 - the options of a command
     """A memory plan per device; refuses what cannot fit, and says what would."""
     with refusals():
         try:
-            body = load_config(config, sets or [])
-            spec = engine_of(body)
+            spec, body = load_engine(config, sets or [])
             shape = find_shape(model or _model_of(body), storage or _storage_of(body))
             work = workload_of(body, spec, shape, context=context, lora_rank=lora_rank, frozen=frozen)
             setting = Setting(spec, work, find_machine(spec, gpu, devices, device_gib=device_gib, node_gib=node_gib))
@@ -69,17 +68,6 @@ def plan(  # noqa: PLR0913 - the options of a command
         else:
             show(planned, work, ways)
     raise typer.Exit(0 if planned.fits else DOES_NOT_FIT)
-
-
-def engine_of(body: Mapping[str, Any]) -> LocalEngineSpec:
-    """The engine of an engine's config, or of a run's (which has a `model` table). Raises ConfigError."""
-    keys = body.get("engine", {}) if "engine" in body or "model" in body else body
-    if isinstance(keys, dict) and keys.get("kind") == "http":
-        raise ConfigError("the config names an engine elsewhere (engine.kind='http'); plan that engine's own config")
-    try:
-        return LocalEngineSpec.model_validate(keys)
-    except ValidationError as error:
-        raise ConfigError(describe_validation(error, LocalEngineSpec)) from error
 
 
 def find_shape(source: str, storage: str) -> ModelShape:

@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 
 from engine.errors import EngineError
-from engine.spec import LocalEngineSpec
-from flows.overrides import ConfigError, parse_config
+from flows.engine_config import load_engine
+from flows.overrides import ConfigError
 
 
 def sampler(
@@ -20,7 +20,7 @@ def sampler(
         Path, typer.Option(help="Folder with the model's config.json; weights come from the engine.", exists=True)
     ],
     config: Annotated[
-        Path | None, typer.Option(help="YAML, TOML or JSON file of the engine's keys.", exists=True, dir_okay=False)
+        Path | None, typer.Option(help="YAML, TOML or JSON: an engine's keys, or a run's.", exists=True, dir_okay=False)
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on, one that the engine reaches.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes any free port.", min=0, max=65535)] = 8778,
@@ -33,7 +33,7 @@ def sampler(
     variable that sampler.token_env names; the same stands in the engine's environment."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     try:
-        spec = parse_config(LocalEngineSpec, config, sets or [])
+        spec, _ = load_engine(config, sets or [])
         # by name: flows must be importable without torch
         node = import_module("engine.backends.vllm.node")
         node.run_node(spec, model, host, port, tuple(lora_targets or ()), lambda line: print(line, flush=True))

@@ -180,9 +180,14 @@ class ZeroGradients:
         self._engine.step()
         norm = float(self._engine.get_global_grad_norm())
         moved = bool(self._engine.was_step_applied())
+        if not moved:
+            self.forget()  # in stage 2 with offload DeepSpeed would add the next gradient to this one
         return norm, moved and isfinite(norm)
 
     def forget(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
         for parameter in self._engine.module.parameters():
             parameter.grad = parameter.grad_accum = None  # type: ignore[attr-defined]
+        if hasattr(self._optimizer, "single_partition_of_fp32_groups"):  # stages 1 and 2
+            for group in self._optimizer.averaged_gradients:
+                self._optimizer.averaged_gradients[group] = None

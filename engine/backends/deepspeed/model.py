@@ -38,7 +38,7 @@ class RankModel(CausalLM):
         self.scalar = self.head is None
         """Its head gives one number per token, not logits."""
         if self.scalar:
-            self.head = module.score  # type: ignore[unreachable]
+            self.head = module.score  # type: ignore[assignment]
         self.device = device  # not that of the first parameter, which may be offloaded
         self._offload = checkpointing == "offload"
         if checkpointing != "none":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,8 @@ class RankTrainers:
 def _prepare_deepspeed(device: str) -> None:
     if device == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"  # else it looks for one, and finds whatever is installed
+    # torch's own names of collectives, which DeepSpeed calls by the older ones: nothing that a person could act on
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     import deepspeed
     from transformers.utils.logging import disable_progress_bar
 

@@ -90,8 +90,8 @@ class UlyssesLayout:
         parts_SXCD = torch.cat([x[0].unflatten(0, (size, -1)) for x in (query, key, value)], dim=1)
         row_XTD = _Exchange.apply(parts_SXCD, group).transpose(0, 1).flatten(1, 2)[:, : self._row]
         heads, key_heads = query.shape[1] // size, key.shape[1] // size
-        own = row_XTD.split([heads, key_heads, key_heads])
-        out_THD = self._whole.attend(layer, *(x.unsqueeze(0) for x in own), scale)[0]
+        own_query, own_key, own_value = (x.unsqueeze(0) for x in row_XTD.split([heads, key_heads, key_heads]))
+        out_THD = self._whole.attend(layer, own_query, own_key, own_value, scale)[0]
         length = query.shape[2]
         padded_SCHD = pad(out_THD, (0, 0, 0, 0, 0, size * length - self._row)).unflatten(0, (size, length))
         return _Exchange.apply(padded_SCHD, group).transpose(0, 1).flatten(1, 2).unsqueeze(0)

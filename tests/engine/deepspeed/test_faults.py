@@ -25,7 +25,13 @@ ADAMW = OptimizerSpec(lr=1e-3, weight_decay=0.1)
 GRPO = Objective(GRPOSpec(kl_beta=0.0), skip_non_finite=True)
 CE = Objective(CrossEntropySpec())
 Load = Callable[..., OnRanks]
-EVERY_STAGE = [pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1, 3)]
+OTHERS: list[dict[str, object]] = [
+    {"zero_stage": 0},
+    {"zero_stage": 1},
+    {"zero_stage": 3},
+    {"zero_stage": 2, "offload_optimizer": "cpu"},
+    {"zero_stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"},
+]
 
 
 def poisoned() -> list[Sample]:
@@ -36,11 +42,13 @@ def poisoned() -> list[Sample]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("stage", [2, *EVERY_STAGE])
+@pytest.mark.parametrize(
+    "spec", [{"zero_stage": 2}, *(pytest.param(spec, marks=pytest.mark.slow) for spec in OTHERS)], ids=str
+)
 def test_a_gradient_that_is_no_number_moves_nothing(
-    stage: int, dtype: str, two_ranks: Group, on_ranks: Load, tiny_folder: Path
+    spec: dict[str, object], dtype: str, two_ranks: Group, on_ranks: Load, tiny_folder: Path
 ) -> None:
-    trainer = on_ranks(two_ranks, tiny_folder, zero_stage=stage, dtype=dtype)
+    trainer = on_ranks(two_ranks, tiny_folder, dtype=dtype, **spec)
     trainer.update(some_samples(), GRPO, ADAMW, 30)
     before = state_of(trainer.checkpoint())
     report = trainer.update(poisoned(), GRPO, ADAMW, 30)
@@ -49,7 +57,7 @@ def test_a_gradient_that_is_no_number_moves_nothing(
         trainer.update(poisoned(), replace(GRPO, skip_non_finite=False), ADAMW, 30)
     assert same_bytes(state_of(trainer.checkpoint()), before)
     # nothing of it is left for the next update
-    clean = on_ranks(two_ranks, tiny_folder, zero_stage=stage, dtype=dtype)
+    clean = on_ranks(two_ranks, tiny_folder, dtype=dtype, **spec)
     clean.update(some_samples(), GRPO, ADAMW, 30)
     for one in (trainer, clean):
         assert not one.update(some_samples(), GRPO, ADAMW, 30).skipped

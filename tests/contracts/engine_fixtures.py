@@ -58,8 +58,6 @@ class EngineFixtures:
 
     exact = True
     """Whether equal requests give equal bits, whatever else the sampler's batch holds."""
-    ranks = 1
-    """Processes that share a gradient step."""
 
     @pytest.fixture
     def store_url(self, tmp_path: Path) -> str:

@@ -250,4 +250,4 @@ class WritingContract(EngineFixtures):
         record = await engine.take_gradient_step(request_after(start, commit_batch(store, start)))
         info = await engine.info()
         assert record.numerics.model_copy(update={"micro_batches": 0}) == info.numerics
-        assert 1 <= record.numerics.micro_batches <= self.ranks
+        assert record.numerics.micro_batches >= 1

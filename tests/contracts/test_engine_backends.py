@@ -74,11 +74,9 @@ class TestTorchTrainsVllmSamples(SharedBackends):
 @pytest.mark.slow
 class TestDeepSpeedTrainsTorchSamples(SharedBackends):
     keys: ClassVar[dict[str, Any]] = {"trainer": DEEPSPEED}
-    ranks = 2
 
 
 @pytest.mark.vllm
 class TestDeepSpeedTrainsVllmSamples(SharedBackends):
     keys: ClassVar[dict[str, Any]] = {"trainer": DEEPSPEED, "sampler": VLLM}
     exact = False
-    ranks = 2

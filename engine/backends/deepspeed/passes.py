@@ -13,16 +13,17 @@ from engine.samples import Sample
 EMPTY_PASS = Sample(token_ids=[0, 0], weights=[0.0, 1.0])
 
 
-def deal(samples: Sequence[Packable], *, max_tokens: int, ranks: int) -> list[list[list[int] | None]]:
-    """[pass][rank] -> indices of `samples`, or None for an empty pass. At least one pass.
+SEARCH_STEPS = 6
+"""How often a batch is cut again to find an even cut."""
 
-    Micro-batches are made over all ranks' samples, then dealt by length; where all of them would make fewer than
-    there are ranks, they are cut smaller, so that nobody waits.
+
+def deal(samples: Sequence[Packable], *, max_tokens: int, ranks: int) -> list[list[list[int] | None]]:
+    """[pass][rank] -> indices of `samples`, or None for an empty pass. At least one pass, and no more than
+    `max_tokens` ask for.
+
+    Micro-batches are made over all ranks' samples, then dealt by length: those of one pass are of similar length.
     """
-    longest = max((len(sample.token_ids) for sample in samples), default=0)
-    total = sum(len(sample.token_ids) for sample in samples)
-    even = -(-total // ranks)
-    batches = micro_batches(samples, max_tokens=min(max_tokens, max(longest, even)) if samples else max_tokens)
+    batches = _cut_evenly(samples, max_tokens, ranks) if samples else []
     tokens = [sum(len(samples[i].token_ids) for i in batch) for batch in batches]
     order = sorted(range(len(batches)), key=lambda index: (-tokens[index], index))
     passes: list[list[list[int] | None]] = []
@@ -31,3 +32,24 @@ def deal(samples: Sequence[Packable], *, max_tokens: int, ranks: int) -> list[li
         row += [None] * (ranks - len(row))
         passes.append(row if len(passes) % 2 == 0 else row[::-1])
     return passes
+
+
+def _cut_evenly(samples: Sequence[Packable], max_tokens: int, ranks: int) -> list[list[int]]:
+    """Micro-batches as small as they can be without another pass: who would wait takes a share instead."""
+    best = micro_batches(samples, max_tokens=max_tokens)
+    most = -(-len(best) // ranks) * ranks
+    if len(best) == most:
+        return best
+    longest, total = max(len(s.token_ids) for s in samples), sum(len(s.token_ids) for s in samples)
+    enough = min(max_tokens, total)
+    short = min(max(longest, -(-total // most)), enough) - 1
+    for _ in range(SEARCH_STEPS):
+        if enough - short <= 1:
+            break
+        tried = (short + enough) // 2
+        found = micro_batches(samples, max_tokens=tried) if tried >= longest else []
+        if found and len(found) <= most:
+            best, enough = found, tried
+        else:
+            short = tried
+    return best

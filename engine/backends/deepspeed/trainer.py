@@ -22,6 +22,7 @@ from engine.backends.deepspeed.model import fuse_kernels
 from engine.backends.deepspeed.options import ZeroOptions
 from engine.backends.deepspeed.passes import EMPTY_PASS, deal
 from engine.backends.deepspeed.ulysses import SequenceGroup
+from engine.backends.group.messages import CUT_OFF
 from engine.backends.group.progress import progress
 from engine.backends.packing import Packable, pack
 from engine.backends.protocol import Objective, UpdateReport
@@ -163,7 +164,7 @@ class ZeroTrainer:
             short_of_memory = isinstance(mine, RuntimeError) and is_out_of_memory(mine)
             said = f"{OUT_OF_MEMORY_MARK}: {mine}" if short_of_memory else f"a pass failed: {mine!r}"
             print(said, file=sys.stderr, flush=True)
-            os._exit(RANK_FAILED_STATUS)
+            os._exit(CUT_OFF if _lost_peers(mine) else RANK_FAILED_STATUS)
         failures = [(rank, error) for rank, error in enumerate(_gather(_described(mine))) if error is not None]
         if failures and all(short_of_memory for _, (_, short_of_memory) in failures):
             raise torch.OutOfMemoryError(f"rank {failures[0][0]}: {failures[0][1][0]}")
@@ -252,6 +253,11 @@ class ZeroTrainer:
         engine = getattr(self.gradients, "_engine", None)
         if engine is not None:
             engine.destroy()
+
+
+def _lost_peers(error: Exception) -> bool:
+    """Whether an exchange failed because another rank is gone: that one is to blame. gloo raises plain RuntimeErrors."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 def _described(error: Exception | None) -> tuple[str, bool] | None:

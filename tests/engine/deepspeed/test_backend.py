@@ -98,6 +98,23 @@ def test_a_batch_that_fits_one_pass_is_shared_by_all_ranks() -> None:
     assert [len(batch or []) for batch in deal(samples, max_tokens=4096, ranks=4)[0]] == [2, 2, 2, 2]
 
 
+@pytest.mark.parametrize(
+    ("lengths", "max_tokens", "expected"),
+    [
+        ((7, 5, 5), 4096, [[10, 7]]),  # 9 tokens each would make three batches, and one rank wait in a second pass
+        ((10,) * 7, 30, [[20, 20], [20, 10]]),  # not 30, 30, 10: the fourth place is taken too
+        ((10,) * 5, 10, [[10, 10], [10, 10], [10, 0]]),
+    ],
+)
+def test_an_uneven_batch_needs_no_further_pass(
+    lengths: tuple[int, ...], max_tokens: int, expected: list[list[int]]
+) -> None:
+    samples = [Sample([1] * n, [0.0] + [1.0] * (n - 1)) for n in lengths]
+    passes = deal(samples, max_tokens=max_tokens, ranks=2)
+    found = [sorted((sum(lengths[i] for i in batch or []) for batch in row), reverse=True) for row in passes]
+    assert found == expected
+
+
 def test_staged_dtypes_are_torch_s() -> None:
     made = backend("bfloat16", ranks=1, zero_stage=3)
     assert (made.compute_dtype, made.master_dtype) == (torch.bfloat16, torch.float32)

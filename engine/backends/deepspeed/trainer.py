@@ -256,7 +256,7 @@ class ZeroTrainer:
 
 
 def _lost_peers(error: Exception) -> bool:
-    """Whether an exchange failed because another rank is gone: that one is to blame. gloo raises plain RuntimeErrors."""
+    """Whether an exchange failed as another rank is gone: that one is to blame. gloo raises plain RuntimeErrors."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 

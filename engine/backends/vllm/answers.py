@@ -9,6 +9,11 @@ from engine.backends.vllm.runtime import Receipt
 from engine.errors import SamplerOutOfSync
 
 
+def broken(answers: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a worker says that no load will mend it: another process must take its place."""
+    return any(answer.get("broken") for answer in answers)
+
+
 def refuse_wrong(answers: Sequence[Mapping[str, Any]], boots: Sequence[str], *, who: str = "vLLM") -> None:
     """Raises SamplerOutOfSync unless every worker agrees and is the process that `boots` names, in this order."""
     for answer in answers:
@@ -31,4 +36,31 @@ def receipt_of(answers: Sequence[Mapping[str, Any]], state: str, *, who: str = "
         values_read=sum(answer["values"] for answer in answers),
         unread=tuple(sorted({name for answer in answers for name in answer["unread"]})),
         seconds={part: max(answer["seconds"][part] for answer in answers) for part in parts},
+    )
+
+
+def together(receipts: Sequence[Receipt]) -> Receipt:
+    """Of one load into several engines. Raises SamplerOutOfSync where they do not hold equally many tensors."""
+    first = receipts[0]
+    if len({receipt.tensors for receipt in receipts}) > 1:
+        raise SamplerOutOfSync(f"the servers hold unequal numbers of tensors of {first.state}: {receipts}")
+    return Receipt(
+        state=first.state,
+        tensors=first.tensors,
+        values_read=sum(receipt.values_read for receipt in receipts),
+        unread=tuple(sorted({name for receipt in receipts for name in receipt.unread})),
+        seconds={part: max(receipt.seconds[part] for receipt in receipts) for part in first.seconds},
+    )
+
+
+def together(receipts: Sequence[Receipt], state: str) -> Receipt:
+    """One receipt of all servers. Raises SamplerOutOfSync when they took unequal numbers of tensors."""
+    if len({receipt.tensors for receipt in receipts}) > 1:
+        raise SamplerOutOfSync(f"the servers hold unequal numbers of tensors of {state}: {receipts}")
+    return Receipt(
+        state=state,
+        tensors=receipts[0].tensors,
+        values_read=sum(receipt.values_read for receipt in receipts),
+        unread=tuple(sorted({name for receipt in receipts for name in receipt.unread})),
+        seconds={part: max(r.seconds[part] for r in receipts) for part in receipts[0].seconds},
     )

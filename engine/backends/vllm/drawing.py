@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+import threading
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Any
 
+from engine.backends.protocol import OnToken
 from engine.errors import WorkerDied
 from engine.protocol import Completion, StopReason, TokenIds
 
@@ -55,3 +59,32 @@ def once(prompts: list[TokenIds]) -> dict[str, Any]:
     places: dict[tuple[int, ...], int] = {}
     of = [places.setdefault(tuple(prompt), len(places)) for prompt in prompts]
     return {"prompts": [list(prompt) for prompt in places], "of": of}
+
+
+Heard = SimpleQueue[tuple[int, int, float] | None]
+"""(completion, token, logprob) as they come in; None at the end."""
+
+
+def tell(
+    drawing: Coroutine[Any, Any, None], heard: Heard, on_token: OnToken | None, loop: asyncio.AbstractEventLoop
+) -> None:
+    """Runs `drawing` in the loop of another thread, tells of tokens in this one; what the listener raises ends it."""
+    ended = threading.Event()
+
+    async def draw() -> None:
+        try:
+            await drawing
+        finally:
+            heard.put(None)
+            ended.set()
+
+    future = asyncio.run_coroutine_threadsafe(draw(), loop)
+    try:
+        while (token := heard.get()) is not None:
+            if on_token is not None:
+                on_token(*token)
+    except BaseException:
+        future.cancel()
+        ended.wait()
+        raise
+    future.result()

@@ -10,7 +10,8 @@
     POST /ostinato/forget     {"name"}: removes one
     POST /ostinato/do         {"what": reset_prefix_cache | sleep | wake}
 
-A server that was started again has random weights and holds no state, so it answers no generate. vLLM's own token
+A server that was started again has random weights and holds no state, so it answers no generate. One whose workers are
+broken answers 503 to everything and ends itself. vLLM's own token
 covers only a few of its prefixes; this one covers every route, vLLM's development routes too.
 """
 
@@ -21,10 +22,12 @@ import hmac
 import json
 import os
 import secrets
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from dataclasses import asdict
 from typing import Any
 
+from engine.backends.vllm.answers import broken
 from engine.backends.vllm.runtime import EngineOptions
 from engine.backends.vllm.served import Chunk, Served
 from engine.errors import BadSpec
@@ -38,6 +41,8 @@ METHODS = "ostinato_"
 CHECKS = "ostinato_check"
 """Methods that leave the weights as they are: after any other, the server waits to be told what it holds."""
 CONFLICT = 409
+ENDS_AFTER_SECONDS = 1.0
+"""From the answer that says that the workers are broken to the end of this process: time to send it."""
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -66,12 +71,15 @@ class Front:
         self.state: str | None = None
         self.options = EngineOptions(**json.loads(os.environ[OPTIONS_ENV]))
         self.engine: Served | None = None
+        self.broken = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             return await self.app(scope, receive, send)
         if scope["type"] != "http":  # a websocket
             return await send({"type": "websocket.close", "code": 1008})
+        if self.broken:
+            return await _answer(send, 503, {"error": "this server's workers are broken; it ends itself"})
         if (scope["method"], scope["path"]) == ("GET", "/health"):
             return await self.app(scope, receive, send)
         offered = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
@@ -116,7 +124,11 @@ class Front:
             raise Refused(403, f"{method!r} is no method of the extension")
         if not method.startswith(CHECKS):
             self.state = None
-        return {"answers": await engine.rpc(method, body["args"]), "boot": self.boot}
+        answers = await engine.rpc(method, body["args"])
+        if broken(answers):  # whoever started this server starts it again; nobody else can mend it
+            self.broken = True
+            asyncio.get_running_loop().call_later(ENDS_AFTER_SECONDS, os.kill, os.getpid(), signal.SIGKILL)
+        return {"answers": answers, "boot": self.boot}
 
     async def _holds(self, engine: Served, body: dict[str, Any]) -> dict[str, Any]:
         if body["boot"] != self.boot:

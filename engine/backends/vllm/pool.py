@@ -2,23 +2,22 @@
 
 A server that ends or hangs during a call is started again, and everything that it was given in this call is drawn by
 other servers, by the same seeds; what it had drawn is not kept, as nobody can ask it for its weights any more. Started
-again, it takes the last weights when their files are still there; until then it is given nothing.
+again, it takes the last weights when their files are still there; until then it is given nothing. A server that says
+that it is broken (its layers are half reloaded, say) is ended like one that hangs.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from engine.backends.protocol import OnToken
-from engine.backends.vllm.answers import receipt_of, refuse_wrong
-from engine.backends.vllm.drawing import Drawing, once
+from engine.backends.vllm.answers import broken, receipt_of, refuse_wrong, together
+from engine.backends.vllm.drawing import Drawing, Heard, once, tell
 from engine.backends.vllm.last_weights import Weights
 from engine.backends.vllm.routing import Work, affinity
 from engine.backends.vllm.runtime import Manifest, Receipt, Source
@@ -59,6 +58,7 @@ class VllmPool:
         self._weights: Weights | None = None
         self._unproven: set[tuple[str, str]] = set()
         """(server, boot) of what drew since the last check that passed."""
+        self._asleep = False
         self._keeping: list[asyncio.Task[None]] = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-pool", daemon=True)
@@ -79,15 +79,23 @@ class VllmPool:
                 raise WorkerDied(server.error)
 
     async def _bring_up(self, server: Server) -> None:
-        """A server is healthy, with no weights or, started by others, with those it held before."""
+        """A server is healthy, with no weights or, started by others, with those it held before. Raises WorkerDied when
+        it is not healthy any more once they were sent."""
         weights = self._weights
         try:
-            if weights is not None and weights.still_there:
+            if weights is not None and weights.still_there and not self._asleep:
                 await self._load_into(server, weights)
         except SamplerOutOfSync as error:  # its files went away meanwhile
             log.warning("%s", error)
+            if not await server.remote.healthy():
+                raise WorkerDied(f"vLLM server {server.name} broke while it took weights: {error}") from error
         if weights is not None and server.held is None:
             log.warning("vLLM server %s is back without weights: it waits for the next sync", server.name)
+        if self._asleep:  # whoever wakes them sends weights to all
+            server.held = None
+            await server.remote.post("do", what="sleep")
+            if not self._asleep:  # woken meanwhile, and this one not up yet
+                await server.remote.post("do", what="wake")
 
     # -- weights ----------------------------------------------------------------------------------------------
 
@@ -104,7 +112,7 @@ class VllmPool:
         for server in self.servers:
             server.held = None
         await self._until(lambda: any(server.phase == "up" for server in self.servers))
-        up = [server for server in self.servers if server.phase == "up"]
+        up = self._up()
         self._weights = weights  # who comes up meanwhile takes them too
         found = await asyncio.gather(*(self._load_into(server, weights) for server in up), return_exceptions=True)
         receipts = [receipt for receipt in found if isinstance(receipt, Receipt)]
@@ -115,17 +123,10 @@ class VllmPool:
             for server in up:
                 server.held = None
             raise (wrong or errors)[0]
-        if len({receipt.tensors for receipt in receipts}) > 1:
-            raise SamplerOutOfSync(f"the servers hold unequal numbers of tensors of {weights.state}: {receipts}")
+        receipt = together(receipts)
         if self._keep:
             self._weights = weights.kept()
-        return Receipt(
-            state=weights.state,
-            tensors=receipts[0].tensors,
-            values_read=sum(receipt.values_read for receipt in receipts),
-            unread=tuple(sorted({name for receipt in receipts for name in receipt.unread})),
-            seconds={part: max(r.seconds[part] for r in receipts) for part in receipts[0].seconds},
-        )
+        return receipt
 
     def _forget(self) -> None:
         if self._weights is not None:
@@ -137,6 +138,8 @@ class VllmPool:
         try:
             given = (list(weights.paths), weights.manifest, weights.state, weights.full)
             answers, boot = await server.remote.rpc("ostinato_load", *given)
+            if broken(answers):
+                await server.fail(process)
             receipt = receipt_of(answers, weights.state, who=who)
             await self._reset(server)
             await server.remote.post("holds", state=weights.state, boot=boot)
@@ -188,34 +191,35 @@ class VllmPool:
             raise
 
     def reset_prefix_cache(self) -> None:
-        self._run(self._all([server for server in self.servers if server.phase == "up"], self._reset))
+        self._run(self._each(self._up(), self._reset))
 
     # -- adapters ---------------------------------------------------------------------------------------------
 
     def load_adapter(self, folder: Path, name: str, manifest: Manifest) -> None:
+        """Into every server that holds the base. Where one of them does not prove it, none keeps it."""
+
         async def load(server: Server) -> None:
-            process = server.process
-            try:
-                answer = await server.remote.post("adapter", name=name, path=str(folder), manifest=manifest)
-                refuse_wrong(answer["answers"], server.workers, who=f"vLLM server {server.name}")
-                server.adapters.add(name)
-            except WorkerDied:
-                await server.fail(process)
+            answer = await server.remote.post("adapter", name=name, path=str(folder), manifest=manifest)
+            server.adapters.add(name)
+            refuse_wrong(answer["answers"], server.workers, who=f"vLLM server {server.name}")
 
         async def load_all() -> None:
-            await self._all([server for server in self.servers if server.held is not None], load)
+            await self._each([server for server in self.servers if server.held is not None], load)
             if not any(name in server.adapters for server in self.servers):
                 raise WorkerDied(f"no server took adapter {name}: {self._told()}")
 
-        self._run(load_all())
+        try:
+            self._run(load_all())
+        except SamplerOutOfSync:
+            self.remove_adapter(name)
+            raise
 
     def remove_adapter(self, name: str) -> None:
         async def remove(server: Server) -> None:
             server.adapters.discard(name)
-            with contextlib.suppress(WorkerDied):
-                await server.remote.post("forget", name=name)
+            await server.remote.post("forget", name=name)
 
-        self._run(self._all([server for server in self.servers if name in server.adapters], remove))
+        self._run(self._each([server for server in self.servers if name in server.adapters], remove))
 
     def check_adapter(self, name: str) -> None:
         async def check() -> None:
@@ -239,7 +243,7 @@ class VllmPool:
     ) -> list[Completion]:
         """`on_token` hears of tokens in this thread, in small chunks when there are many prompts."""
         drawings = [Drawing() for _ in prompts]
-        heard: SimpleQueue[tuple[int, int, float] | None] = SimpleQueue()
+        heard = Heard()
         every = CHUNK_TOKENS if len(prompts) > INTERACTIVE else 1
 
         async def send(server: Server, numbers: list[int]) -> None:
@@ -258,35 +262,8 @@ class VllmPool:
                     heard.put((numbers[index], token, logprob))
 
         works = [Work(affinity(prompt), len(prompt) + params.max_new_tokens) for prompt in prompts]
-        self._hear(self._draw(works, send, adapter), heard, on_token)
+        tell(self._draw(works, send, adapter), heard, on_token, self._loop)
         return [drawing.completion() for drawing in drawings]
-
-    def _hear(
-        self,
-        drawing: Coroutine[Any, Any, None],
-        heard: SimpleQueue[tuple[int, int, float] | None],
-        on_token: OnToken | None,
-    ) -> None:
-        """Runs `drawing`, and tells of tokens in this thread; what the listener raises ends it."""
-        ended = threading.Event()
-
-        async def draw() -> None:
-            try:
-                await drawing
-            finally:
-                heard.put(None)
-                ended.set()
-
-        future = asyncio.run_coroutine_threadsafe(draw(), self._loop)
-        try:
-            while (token := heard.get()) is not None:
-                if on_token is not None:
-                    on_token(*token)
-        except BaseException:
-            future.cancel()
-            ended.wait()
-            raise
-        future.result()
 
     def score(
         self, sequences: Sequence[TokenIds], *, temperature: float = 1.0, adapter: str | None = None
@@ -343,16 +320,18 @@ class VllmPool:
         self._run(drain())
 
     def sleep(self) -> None:
-        self._run(self._do("sleep"))
-        for server in self.servers:
-            server.held = None
+        """No server holds weights afterwards; one that is started again meanwhile sleeps too."""
+        self._run(self._turn("sleep"))
 
     def wake(self) -> None:
-        self._run(self._do("wake"))
+        self._run(self._turn("wake"))
 
-    async def _do(self, what: str) -> None:
-        up = [server for server in self.servers if server.phase == "up"]
-        await self._all(up, lambda server: server.remote.post("do", what=what))
+    async def _turn(self, what: Literal["sleep", "wake"]) -> None:
+        self._asleep = what == "sleep"
+        await self._each(self._up(), lambda server: server.remote.post("do", what=what))
+        for server in self.servers:
+            server.held = None
+            server.adapters.clear()
 
     @property
     def alive(self) -> bool:
@@ -385,6 +364,22 @@ class VllmPool:
         found = await asyncio.gather(*(call(server) for server in servers), return_exceptions=True)
         if errors := [error for error in found if isinstance(error, BaseException)]:
             raise errors[0]
+
+    async def _each(self, servers: Sequence[Server], call: Callable[[Server], Awaitable[Any]]) -> None:
+        """As `_all`, but a server that is gone is only started again: it holds nothing then, which is what counts."""
+
+        async def one(server: Server) -> None:
+            process = server.process
+            try:
+                await call(server)
+            except WorkerDied as error:
+                log.warning("%s", error)
+                await server.fail(process)
+
+        await self._all(servers, one)
+
+    def _up(self) -> list[Server]:
+        return [server for server in self.servers if server.phase == "up"]
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         """Waits for what a server that starts will bring. Raises WorkerDied after the time that a start may take."""

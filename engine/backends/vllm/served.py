@@ -41,10 +41,8 @@ class Served:
         return answers
 
     async def remove_adapter(self, name: str) -> list[Any]:
-        request = self.adapters.pop(name, None)
-        if request is None:
-            return []
-        return await self.rpc("ostinato_remove_adapter", [name, request.lora_int_id])
+        self.adapters.pop(name, None)
+        return await self.rpc("ostinato_remove_adapter", [name])
 
     async def generate(self, body: dict[str, Any]) -> AsyncIterator[Chunk]:
         """Chunks of every completion as they are drawn; closing the iterator ends them all.

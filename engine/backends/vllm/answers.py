@@ -39,20 +39,6 @@ def receipt_of(answers: Sequence[Mapping[str, Any]], state: str, *, who: str = "
     )
 
 
-def together(receipts: Sequence[Receipt]) -> Receipt:
-    """Of one load into several engines. Raises SamplerOutOfSync where they do not hold equally many tensors."""
-    first = receipts[0]
-    if len({receipt.tensors for receipt in receipts}) > 1:
-        raise SamplerOutOfSync(f"the servers hold unequal numbers of tensors of {first.state}: {receipts}")
-    return Receipt(
-        state=first.state,
-        tensors=first.tensors,
-        values_read=sum(receipt.values_read for receipt in receipts),
-        unread=tuple(sorted({name for receipt in receipts for name in receipt.unread})),
-        seconds={part: max(receipt.seconds[part] for receipt in receipts) for part in first.seconds},
-    )
-
-
 def together(receipts: Sequence[Receipt], state: str) -> Receipt:
     """One receipt of all servers. Raises SamplerOutOfSync when they took unequal numbers of tensors."""
     if len({receipt.tensors for receipt in receipts}) > 1:

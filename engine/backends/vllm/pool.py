@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar
 
 from engine.backends.protocol import OnToken
 from engine.backends.vllm.answers import broken, receipt_of, refuse_wrong, together
+from engine.backends.vllm.delivery import Delivery
 from engine.backends.vllm.drawing import Drawing, Heard, once, tell
 from engine.backends.vllm.last_weights import Weights
 from engine.backends.vllm.routing import Work, affinity
@@ -42,19 +43,24 @@ OnUp = Callable[[Server], Awaitable[None]]
 class VllmPool:
     """Implements runtime.Runtime. `make` gives the servers, which are the pool's from then on; it runs in the pool's
     loop, with what each server is to call when it is up. `on_close` is called once all have ended. `keep`: of the last
-    weights, for servers that are started again; else they take them only while the caller's files are there.
+    weights, for servers that are started again; else they take them only while the caller's files are there. `delivery`:
+    weights go by a broadcast instead.
 
     Raises:
         WorkerDied: a server did not come up the first time; none is left running.
     """
 
-    takes_tensors = False
-
     def __init__(
-        self, make: Callable[[OnUp], list[Server]], on_close: Callable[[], Awaitable[None]], *, keep: bool = False
+        self,
+        make: Callable[[OnUp], list[Server]],
+        on_close: Callable[[], Awaitable[None]],
+        *,
+        keep: bool = False,
+        delivery: Delivery | None = None,
     ) -> None:
         self.servers: list[Server] = []
-        self._on_close, self._keep = on_close, keep
+        self._on_close, self._keep, self._delivery = on_close, keep, delivery
+        self.takes_tensors = delivery is not None
         self._weights: Weights | None = None
         self._unproven: set[tuple[str, str]] = set()
         """(server, boot) of what drew since the last check that passed."""
@@ -102,11 +108,12 @@ class VllmPool:
     def load(self, source: Source, manifest: Manifest, state: str, *, full: bool = False) -> Receipt:
         """Into every server that is up. Raises SamplerOutOfSync when one of them does not prove it; no server answers
         for any weights then."""
-        if not isinstance(source, Sequence):
+        if not isinstance(source, Sequence) and self._delivery is None:
             raise BadSpec("servers take weights as files, not as tensors: stage them first")
-        return self._run(self._load(Weights(tuple(str(path) for path in source), manifest, state, full)))
+        paths = () if self._delivery is not None else tuple(str(path) for path in source)
+        return self._run(self._load(Weights(paths, manifest, state, full), source))
 
-    async def _load(self, weights: Weights) -> Receipt:
+    async def _load(self, weights: Weights, source: Source) -> Receipt:
         self._forget()
         self._unproven.clear()
         for server in self.servers:
@@ -114,7 +121,10 @@ class VllmPool:
         await self._until(lambda: any(server.phase == "up" for server in self.servers))
         up = self._up()
         self._weights = weights  # who comes up meanwhile takes them too
-        found = await asyncio.gather(*(self._load_into(server, weights) for server in up), return_exceptions=True)
+        if self._delivery is not None:
+            found = await self._delivery.deliver(up, weights, source, self._load_into)
+        else:
+            found = await asyncio.gather(*(self._load_into(server, weights) for server in up), return_exceptions=True)
         receipts = [receipt for receipt in found if isinstance(receipt, Receipt)]
         errors = [error for error in found if isinstance(error, BaseException)]
         wrong = [error for error in errors if not isinstance(error, WorkerDied)]
@@ -123,7 +133,7 @@ class VllmPool:
             for server in up:
                 server.held = None
             raise (wrong or errors)[0]
-        receipt = together(receipts)
+        receipt = together(receipts, weights.state)
         if self._keep:
             self._weights = weights.kept()
         return receipt
@@ -136,7 +146,7 @@ class VllmPool:
     async def _load_into(self, server: Server, weights: Weights) -> Receipt:
         who, process = f"vLLM server {server.name}", server.process
         try:
-            given = (list(weights.paths), weights.manifest, weights.state, weights.full)
+            given = (weights.source, weights.manifest, weights.state, weights.full)
             answers, boot = await server.remote.rpc("ostinato_load", *given)
             if broken(answers):
                 await server.fail(process)
@@ -352,6 +362,8 @@ class VllmPool:
             task.cancel()
         await asyncio.gather(*self._keeping, return_exceptions=True)
         self._forget()
+        if self._delivery is not None:
+            self._delivery.close()
         await self._on_close()
 
     # -- the loop ---------------------------------------------------------------------------------------------

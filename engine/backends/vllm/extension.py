@@ -21,10 +21,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from engine.backends.tensor_files import read_tensors, tensor_bytes
 from engine.backends.vllm import adapters, readback
+from engine.backends.vllm.broadcast import BrokenOff, Meeting, Member, place_of, receive
 from engine.errors import BadSpec
 
 COUNT = 8
@@ -65,6 +67,7 @@ class _Received:
     now: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     picks: readback.Picks = field(default_factory=dict)
     cuts: dict[str, Tensor] = field(default_factory=dict)
+    ended: bool = False
     seconds: float = 0.0
 
     def pass_on(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -87,6 +90,7 @@ class _Received:
         missing = sorted(self.manifest.keys() - self.seen)
         if missing:
             raise Refused(f"tensor {missing[0]} did not arrive ({len(missing)} of {len(self.manifest)} are missing)")
+        self.ended = True
 
     def _compare(self, name: str, tensor: Tensor) -> None:
         if name in self.seen:
@@ -115,12 +119,13 @@ class Extension:
 
     def ostinato_load(
         self,
-        source: Sequence[str] | Mapping[str, Tensor],
+        source: Sequence[str] | Mapping[str, Tensor] | str,
         manifest: Mapping[str, Sequence[Any]],
         state: str,
         full: bool = False,
     ) -> Answer:
-        """Loads files or tensors as the weights of `state`. `full` reads back every column instead of a sample."""
+        """Loads files, tensors, or what is sent to the group named, as the weights of `state`. `full` reads back every
+        column instead of a sample."""
         began = time.perf_counter()
         self._ostinato_held: _Held | None = None
         model = self.model_runner.get_model()
@@ -131,15 +136,16 @@ class Extension:
             rng = random.Random(f"{self._boot()} {state}")
             before = getattr(self, "_ostinato_prints", {})
             received = _Received(manifest, plan, rng, before, full)
-            self.ostinato_apply(received.pass_on(_tensors(source)))
+            self.ostinato_apply(received.pass_on(self._tensors(source, manifest)))
+            if not received.ended:
+                raise Refused("vLLM did not take every tensor")
             self.ostinato_retie(self.model_runner.get_model())
             loaded = time.perf_counter()
             values, held = self._read_back(plan, received, state)
-        except (Refused, BadSpec) as error:
-            return self._answer(wrong=str(error), broken=not self._settled())
+        except (Refused, BadSpec, BrokenOff) as error:
+            return self._load_failed(source, str(error))
         except Exception as error:  # noqa: BLE001 - the boundary to vLLM's loaders, which raise anything
-            wrong = f"vLLM did not load the weights: {type(error).__name__}: {error}"
-            return self._answer(wrong=wrong, broken=not self._settled())
+            return self._load_failed(source, f"vLLM did not load the weights: {type(error).__name__}: {error}")
         self._ostinato_prints, self._ostinato_held = received.now, held
         ended = time.perf_counter()
         seconds = {
@@ -148,6 +154,25 @@ class Extension:
             "readback": ended - loaded,
         }
         return self._answer(state=state, tensors=len(manifest), values=values, unread=plan.unread, seconds=seconds)
+
+    def _load_failed(self, source: Any, wrong: str) -> Answer:
+        if isinstance(source, str):
+            self._leave(f"rank {self.rank}: {wrong}")
+        return self._answer(wrong=wrong, broken=not self._settled())
+
+    def _tensors(
+        self, source: Sequence[str] | Mapping[str, Tensor] | str, manifest: Mapping[str, Sequence[Any]]
+    ) -> Iterator[tuple[str, Tensor]]:
+        if isinstance(source, Mapping):
+            yield from source.items()
+        elif isinstance(source, str):
+            member = self._member()
+            if member is None or member.meeting.name != source:
+                raise Refused(f"it is no member of group {source}, whose broadcast it was told to take")
+            yield from receive(member, manifest)
+        else:
+            for path in source:
+                yield from read_tensors(Path(path))
 
     def ostinato_apply(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """vLLM's own layerwise reload."""
@@ -212,6 +237,35 @@ class Extension:
             self._ostinato_held = None
             return self._answer(wrong=f"the live layers no longer answer: {type(error).__name__}: {error}")
         return self._answer(state=state)
+
+    # -- broadcasts -------------------------------------------------------------------------------------------
+
+    def ostinato_meet(self) -> Answer:
+        """Where this worker computes, and the group whose broadcasts it can take."""
+        member = self._member()
+        found = None if member is None or not member.whole else [member.meeting.name, member.rank]
+        return self._answer(place=dict(place_of(self._device())), member=found)
+
+    def ostinato_join(self, meeting: Mapping[str, Any], first: int) -> Answer:
+        """Becomes rank `first` + its own of a new group, in the place of the one that it was in."""
+        self._leave("a member joined another group")
+        try:
+            self._ostinato_member = Member(Meeting(**meeting), first + self.rank, self._device())
+        except BrokenOff as error:
+            return self._answer(wrong=str(error))
+        return self._answer()
+
+    def _member(self) -> Member | None:
+        return getattr(self, "_ostinato_member", None)
+
+    def _leave(self, why: str) -> None:
+        member = self._member()
+        if member is not None:
+            member.leave(why)
+        self._ostinato_member: Member | None = None
+
+    def _device(self) -> torch.device:
+        return next(self.model_runner.get_model().parameters()).device
 
     # -- adapters ---------------------------------------------------------------------------------------------
 
@@ -282,14 +336,6 @@ class Extension:
 
     def _answer(self, *, wrong: str | None = None, **found: Any) -> Answer:
         return {"rank": self.rank, "boot": self._boot(), "wrong": wrong, **found}
-
-
-def _tensors(source: Sequence[str] | Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(source, Mapping):
-        yield from source.items()
-        return
-    for path in source:
-        yield from read_tensors(Path(path))
 
 
 def _few(picks: list[int]) -> list[int]:

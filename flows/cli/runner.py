@@ -67,7 +67,7 @@ def run_config(
         os.environ.setdefault(name, value)
     console.print(f"run [bold]{keyed.run}[/bold], artifacts in {config.storage.url}", highlight=False)
     try:
-        with _prefect_server(server, console):
+        with _sigterm_raises(), _prefect_server(server, console):
             result = asyncio.run(_call(keyed))
     except KeyboardInterrupt:
         console.print(f"\ninterrupted; the same command resumes run [bold]{keyed.run}[/bold]")
@@ -87,12 +87,31 @@ def run_config(
     return 0
 
 
+class Terminated(SystemExit):
+    """SIGTERM, outside a flow or passed on by Prefect."""
+
+
+@contextlib.contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """Prefect passes SIGTERM on to whoever handled it before the flow. The system's default would end this process
+    there and then, and leave the local server behind."""
+
+    def end(number: int, frame: object) -> None:
+        raise Terminated(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _is_termination(error: BaseException) -> bool:
-    """Whether it is how Prefect says SIGTERM: a spot instance is taken back, a pod moved, a run cancelled from outside.
-    By then the flow's blocks were left: what moved is checkpointed, the lease released."""
+    """Whether it is SIGTERM: a spot instance is taken back, a pod moved, a run cancelled from outside. By then the
+    flow's blocks were left: what moved is checkpointed, the lease released."""
     from prefect.exceptions import TerminationSignal
 
-    return isinstance(error, TerminationSignal)
+    return isinstance(error, Terminated | TerminationSignal)
 
 
 async def _call(config: FlowConfig) -> dict[str, Any]:

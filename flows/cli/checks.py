@@ -230,7 +230,7 @@ def _served(spec: HttpEngineSpec, storage_url: str) -> Iterator[Check]:
     url = shown_url(spec.url)
     remedy = f"start it: ostinato engine serve --storage {storage_url}; or check the address, and what is between"
     for path, needed in (("health", "the process answers"), ("ready", "it takes calls")):
-        status = _status(f"{spec.url}/{path}")
+        status = http_status(f"{spec.url}/{path}")
         if status != 200:
             said = status if isinstance(status, str) else f"answers {status}"
             yield Check(area="engine", name=path, verdict="fail", what=f"{url}: {said}", what_to_do=remedy)
@@ -269,7 +269,7 @@ def check_prefect() -> Check:
         what = "none configured (PREFECT_API_URL): ostinato run starts its own"
         return Check(area="prefect", name="server", verdict="ok", what=what)
     url = shown_url(api)
-    status = _status(f"{api}/health")
+    status = http_status(f"{api}/health")
     if status in (401, 403):
         what = f"{url} wants a key"
         return Check(area="prefect", name="server", verdict="warning", what=what, what_to_do="check PREFECT_API_KEY")
@@ -300,7 +300,7 @@ def _server_version(api: str) -> str | None:
 # -- HTTP ------------------------------------------------------------------------------------------------------
 
 
-def _status(url: str) -> int | str:
+def http_status(url: str) -> int | str:
     """The status of a GET, or why there was none."""
     try:
         with _http(url) as client:

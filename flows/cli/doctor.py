@@ -13,6 +13,7 @@ from rich.progress import Progress
 from rich.text import Text
 
 from engine.spec import EngineSpec, HttpEngineSpec
+from flows.cli.backend_checks import check_backends
 from flows.cli.checks import Check, check_engine, check_prefect, check_storage, check_versions
 from flows.cli.output import (
     DEFAULT_STORAGE,
@@ -84,6 +85,7 @@ def _checks(place: Place) -> Iterator[Check]:
     yield from check_versions()
     yield from check_storage(store)
     yield from check_engine(place.engine, place.storage.url)
+    yield from check_backends(place.engine)
     yield check_prefect()
 
 

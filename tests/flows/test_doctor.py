@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import venv
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
-from engine.spec import HttpEngineSpec
+from engine.sampler_spec import VllmSpec
+from engine.spec import HttpEngineSpec, LocalEngineSpec
+from engine.trainer_spec import DeepSpeedSpec
 from flows.cli import checks
+from flows.cli.backend_checks import check_backends
 from flows.cli.main import app
 from storage import keys
 from storage.backends.memory import MemoryBackend
@@ -187,3 +192,36 @@ def test_deep_reads_the_store_to_the_last_byte(toy_run: ToyRun, tmp_path: Path) 
     assert result.exit_code == 1
     problems = json.loads(result.stdout)["audit"]["problems"]
     assert problems[0]["key"] == keys.chain_record("toy", "0-grpo", "policy", 4)
+
+
+def test_backends_that_are_not_installed_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interpreter that has neither is one made bare, as `python -m venv` does."""
+    venv.create(tmp_path / "bare", with_pip=False)
+    bare = str(tmp_path / "bare" / "bin" / "python")
+    monkeypatch.setattr("flows.cli.backend_checks.sys.executable", bare)
+    spec = LocalEngineSpec(trainer=DeepSpeedSpec(ranks=2), sampler=VllmSpec(servers=1, python=bare))
+    found = {check.name: check for check in check_backends(spec)}
+    assert {name: check.verdict for name, check in found.items()} == {"trainer": "fail", "sampler": "fail"}
+    assert "deepspeed is not installed" in found["trainer"].what
+    assert "vllm is not installed" in found["sampler"].what
+
+
+def test_an_interpreter_that_is_not_there(tmp_path: Path) -> None:
+    spec = LocalEngineSpec(sampler=VllmSpec(servers=1, python=str(tmp_path / "none")))
+    (found,) = check_backends(spec)
+    assert found.verdict == "fail"
+    assert "cannot be asked" in found.what
+
+
+def test_deepspeed_that_is_installed_is_told_with_its_version() -> None:
+    pytest.importorskip("deepspeed")
+    (found,) = check_backends(LocalEngineSpec(trainer=DeepSpeedSpec(ranks=2)))
+    assert found.verdict == "ok"
+    assert f"deepspeed {version('deepspeed')}" in found.what
+
+
+def test_servers_elsewhere_that_do_not_answer(dead_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OSTINATO_SAMPLER_TOKEN", "a token")
+    (found,) = check_backends(LocalEngineSpec(sampler=VllmSpec(urls=(f"http://127.0.0.1:{dead_port}",))))
+    assert found.verdict == "fail"
+    assert "does not answer" in found.what

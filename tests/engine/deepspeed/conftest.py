@@ -54,14 +54,14 @@ def make_group(ranks: int) -> Group:
     return Group(TARGET, lab_options(), ranks=ranks, start_seconds=240, hang_seconds=120)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def two_ranks() -> Iterator[Group]:
     group = make_group(2)
     yield group
     group.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def one_rank() -> Iterator[Group]:
     group = make_group(1)
     yield group

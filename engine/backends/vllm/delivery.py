@@ -1,4 +1,5 @@
-"""The pool's part of a broadcast: which servers take part, that all know of each other, and what each one answered.
+"""How a pool has its servers take weights: from files, or by a broadcast (engine.backends.vllm.broadcast), whose other
+half this is: which servers take part, that all know of each other, and what each one answered.
 
 The group stays from sync to sync. It is formed anew when a server was started again or added, and after a broadcast
 that was broken off. A server that dies in the middle costs the others a second try, not the sync.
@@ -11,7 +12,7 @@ import logging
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import torch
@@ -45,8 +46,51 @@ Found = dict[str, Receipt | BaseException]
 """By server: what it proved, or why not."""
 
 
-class Delivery:
+class Delivery(Protocol):
+    """How weights reach the servers of a pool."""
+
+    takes_tensors: bool
+    """Whether `source` may be the tensors themselves."""
+
+    def paths(self, source: Source) -> tuple[str, ...]:
+        """Files from which a server that is started again can take the weights later; none where it cannot."""
+        ...
+
+    async def deliver(
+        self, servers: Sequence[Server], weights: Weights, source: Source, load_into: LoadInto
+    ) -> list[Receipt | BaseException]:
+        """What each server proved, or why it did not; `load_into` has one load the weights that it is given."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class ByFiles:
+    """Every server reads the staged files on its own."""
+
+    takes_tensors = False
+
+    def paths(self, source: Source) -> tuple[str, ...]:
+        if isinstance(source, Mapping):
+            raise BadSpec("servers take weights as files, not as tensors: stage them first")
+        return tuple(str(path) for path in source)
+
+    async def deliver(
+        self, servers: Sequence[Server], weights: Weights, source: Source, load_into: LoadInto
+    ) -> list[Receipt | BaseException]:
+        return await asyncio.gather(*(load_into(server, weights) for server in servers), return_exceptions=True)
+
+    def close(self) -> None:
+        """Nothing stays open."""
+
+
+BY_FILES = ByFiles()
+
+
+class ByBroadcast:
     """Rank 0 of the pool's groups. `device` is where the trainer's tensors are."""
+
+    takes_tensors = True
 
     def __init__(
         self, hosts: Sequence[str], device: torch.device, *, seconds: float, bucket_bytes: int = BUCKET_BYTES
@@ -57,10 +101,12 @@ class Delivery:
         self._store: tuple[Any, int] | None = None
         self.member: Member | None = None
 
+    def paths(self, source: Source) -> tuple[str, ...]:
+        return ()
+
     async def deliver(
         self, servers: Sequence[Server], weights: Weights, source: Source, load_into: LoadInto
     ) -> list[Receipt | BaseException]:
-        """What each server proved, or why it did not; `load_into` has one take what is sent to the weights' group."""
         found: Found = {}
         left = list(servers)
         while left:

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 
 from engine.backends.protocol import OnToken
 from engine.backends.vllm.answers import broken, receipt_of, refuse_wrong, together
-from engine.backends.vllm.delivery import Delivery
+from engine.backends.vllm.delivery import BY_FILES, Delivery
 from engine.backends.vllm.drawing import Drawing, Heard, once, tell
 from engine.backends.vllm.last_weights import Weights
 from engine.backends.vllm.routing import Work, affinity
@@ -38,29 +38,24 @@ POLL_SECONDS = 0.05
 
 T = TypeVar("T")
 OnUp = Callable[[Server], Awaitable[None]]
+Make = Callable[[OnUp], list[Server]]
 
 
 class VllmPool:
     """Implements runtime.Runtime. `make` gives the servers, which are the pool's from then on; it runs in the pool's
     loop, with what each server is to call when it is up. `on_close` is called once all have ended. `keep`: of the last
-    weights, for servers that are started again; else they take them only while the caller's files are there. `delivery`:
-    weights go by a broadcast instead.
+    weights, for servers that are started again; else they take them only while the caller's files are there.
 
     Raises:
         WorkerDied: a server did not come up the first time; none is left running.
     """
 
     def __init__(
-        self,
-        make: Callable[[OnUp], list[Server]],
-        on_close: Callable[[], Awaitable[None]],
-        *,
-        keep: bool = False,
-        delivery: Delivery | None = None,
+        self, make: Make, on_close: Callable[[], Awaitable[None]], *, keep: bool = False, delivery: Delivery = BY_FILES
     ) -> None:
         self.servers: list[Server] = []
         self._on_close, self._keep, self._delivery = on_close, keep, delivery
-        self.takes_tensors = delivery is not None
+        self.takes_tensors = delivery.takes_tensors
         self._weights: Weights | None = None
         self._unproven: set[tuple[str, str]] = set()
         """(server, boot) of what drew since the last check that passed."""
@@ -75,7 +70,7 @@ class VllmPool:
             self.close()
             raise
 
-    async def _start(self, make: Callable[[OnUp], list[Server]]) -> None:
+    async def _start(self, make: Make) -> None:
         self.servers = make(self._bring_up)
         self._keeping = [asyncio.create_task(server.keep()) for server in self.servers]
         while any(server.phase == "starting" and not server.failures for server in self.servers):
@@ -108,10 +103,7 @@ class VllmPool:
     def load(self, source: Source, manifest: Manifest, state: str, *, full: bool = False) -> Receipt:
         """Into every server that is up. Raises SamplerOutOfSync when one of them does not prove it; no server answers
         for any weights then."""
-        if not isinstance(source, Sequence) and self._delivery is None:
-            raise BadSpec("servers take weights as files, not as tensors: stage them first")
-        paths = () if self._delivery is not None else tuple(str(path) for path in source)
-        return self._run(self._load(Weights(paths, manifest, state, full), source))
+        return self._run(self._load(Weights(self._delivery.paths(source), manifest, state, full), source))
 
     async def _load(self, weights: Weights, source: Source) -> Receipt:
         self._forget()
@@ -121,10 +113,7 @@ class VllmPool:
         await self._until(lambda: any(server.phase == "up" for server in self.servers))
         up = self._up()
         self._weights = weights  # who comes up meanwhile takes them too
-        if self._delivery is not None:
-            found = await self._delivery.deliver(up, weights, source, self._load_into)
-        else:
-            found = await asyncio.gather(*(self._load_into(server, weights) for server in up), return_exceptions=True)
+        found = await self._delivery.deliver(up, weights, source, self._load_into)
         receipts = [receipt for receipt in found if isinstance(receipt, Receipt)]
         errors = [error for error in found if isinstance(error, BaseException)]
         wrong = [error for error in errors if not isinstance(error, WorkerDied)]
@@ -362,8 +351,7 @@ class VllmPool:
             task.cancel()
         await asyncio.gather(*self._keeping, return_exceptions=True)
         self._forget()
-        if self._delivery is not None:
-            self._delivery.close()
+        self._delivery.close()
         await self._on_close()
 
     # -- the loop ---------------------------------------------------------------------------------------------

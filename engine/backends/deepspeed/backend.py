@@ -17,10 +17,10 @@ from engine.adapters import LoraSpec
 from engine.backends import machine
 from engine.backends.deepspeed import OUT_OF_MEMORY_MARK
 from engine.backends.deepspeed.held import Held, held_bytes
+from engine.backends.deepspeed.hollow import open_hollow, probe, streamed
 from engine.backends.deepspeed.options import ZeroOptions
 from engine.backends.group.group import Group
 from engine.backends.protocol import Objective, UpdateReport
-from engine.backends.scalar_lm import load_model
 from engine.backends.torch_backend import TorchBackend
 from engine.errors import BadSpec, OutOfMemory, WorkerDied
 from engine.protocol import TokenSequence
@@ -120,7 +120,7 @@ class DeepSpeedBackend:
     # -- trainers ---------------------------------------------------------------------------------------------
 
     def load(self, folder: Path) -> DeepSpeedTrainer:
-        """Every rank loads the folder, which all nodes must see, into its machine's memory and keeps its part."""
+        """Every rank reads its part of the folder, which all nodes must see."""
         generation = self.group.start()
         self.sweep()
         number = next(self._numbers)
@@ -128,9 +128,11 @@ class DeepSpeedBackend:
         return DeepSpeedTrainer(self, number, generation, info)
 
     def try_load(self, folder: Path) -> None:
-        """In this process, on the CPU: the ranks keep what they hold."""
-        cpu = torch.device("cpu")
-        load_model(folder, dtype=self.master_dtype, compute_dtype=self.compute_dtype, device=cpu)
+        """In this process, on the CPU, a module's weights at a time: the ranks keep what they hold."""
+        hollow = open_hollow(folder, dtype=self.master_dtype, held=self.master_dtype, device=torch.device("cpu"))
+        if not hollow.probed:
+            with streamed(hollow):
+                probe(hollow.model, folder)
 
     def load_base(self, folder: Path, *, key: str = "") -> NoReturn:
         raise BadSpec(

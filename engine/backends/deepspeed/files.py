@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.backends.causal_lm import combine_digests, digest_tensor
+from engine.backends.deepspeed.hollow import Readable
 from engine.backends.deepspeed.shards import MOMENTS, Shards
 from engine.backends.group.progress import progress
 from engine.backends.pieces import (
@@ -109,12 +110,7 @@ def read_checkpoint(state: State, files: Mapping[str, Path], *, optimizer: bool)
         steps = {float(moments.read(f"step.{name}")) for name in trained}
         if len(steps) > 1:
             raise BadSpec(f"the checkpoint's weights were updated {sorted(steps)} times; ZeRO keeps one count for all")
-    for piece in shards.pieces:
-        given.weights.read_into(piece.name, piece.of(piece.flat), start=piece.start)
-        progress()
-    for name, buffer in state.buffers.items():
-        given.weights.read_into(name, buffer)
-    shards.publish()
+    fill(state, given.weights)
     shards.forget_moments()
     if moments is not None:
         shards.make_moments(steps.pop())
@@ -123,6 +119,17 @@ def read_checkpoint(state: State, files: Mapping[str, Path], *, optimizer: bool)
                 key = f"{moment}.{state.trained[piece.name]}"
                 moments.read_into(key, shards.moment(piece, moment), start=piece.start)
             progress()
+
+
+@torch.no_grad()
+def fill(state: State, weights: Readable) -> None:
+    """Reads this rank's pieces, no more, and brings the weights that compute to them. Every rank calls it."""
+    for piece in state.shards.pieces:
+        weights.read_into(piece.name, piece.of(piece.flat), start=piece.start)
+        progress()
+    for name, buffer in state.buffers.items():
+        weights.read_into(name, buffer)
+    state.shards.publish()
 
 
 # -- digests ------------------------------------------------------------------------------------------------------

@@ -5,18 +5,20 @@ Gradients are *summed* over the ranks: the loss of each rank is its part of the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from math import isfinite
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors
 
 from engine.backends.causal_lm import CausalLM
-from engine.backends.deepspeed.model import PackedLogprobs, RankModel
+from engine.backends.deepspeed.model import Asked, RankModel
 from engine.backends.deepspeed.options import ZeroOptions, deepspeed_config
-from engine.backends.deepspeed.shards import Shards, replicated_shards, zero_shards
+from engine.backends.deepspeed.shards import OneAtATime, Shards, laid_out_once, replicated_shards, zero_shards
 from engine.backends.deepspeed.ulysses import SequenceGroup
 from engine.backends.packing import Packed
 from engine.backends.updates import adamw_groups, set_adamw
@@ -30,6 +32,10 @@ class Gradients(Protocol):
     shards: Shards
     recovers: bool
     """Whether a pass that failed on one rank leaves the others free: they exchange nothing within a pass."""
+
+    def ask(self, ask: Callable[[RankModel], Tensor]) -> Tensor:
+        """What it computes of the model, in one forward."""
+        ...
 
     def logprobs(self, packed: Packed, temperature: float) -> Tensor:
         """(N,) nats, with gradient where gradients are on."""
@@ -52,7 +58,8 @@ class Gradients(Protocol):
 def make_gradients(
     loaded: CausalLM, options: ZeroOptions, device: torch.device, sequence: SequenceGroup | None
 ) -> Gradients:
-    """Takes over a model on the CPU in master precision. `sequence`: the ranks that compute each row together."""
+    """Takes over a model of hollow parameters, in master precision for stage 0 and in that of compute else; its weights
+    are to be filled through `shards`. `sequence`: the ranks that compute each row together."""
     return (Replicas if options.trainer.zero_stage == 0 else ZeroGradients)(loaded, options, device, sequence)
 
 
@@ -74,6 +81,8 @@ class Replicas:
     ) -> None:
         self.recovers = sequence is None
         module = loaded.module.to(device)
+        for parameter in module.parameters():
+            parameter.data = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
         self.model = RankModel(
             module,
             compute_dtype=options.dtype,
@@ -87,6 +96,9 @@ class Replicas:
         self.shards = replicated_shards(named, self._adamw)
         self._parameters = list(named.values())
         self._bucket_bytes = options.trainer.bucket_mib << 20
+
+    def ask(self, ask: Callable[[RankModel], Tensor]) -> Tensor:
+        return ask(self.model)
 
     def logprobs(self, packed: Packed, temperature: float) -> Tensor:
         return self.model.logprobs(packed, temperature=temperature)
@@ -141,18 +153,17 @@ class ZeroGradients:
         module = loaded.module
         named = {name: p for name, p in loaded.named_weights() if isinstance(p, nn.Parameter)}
         shapes = {name: tuple(parameter.shape) for name, parameter in named.items()}
-        masters = {name: parameter.detach() for name, parameter in named.items()}
-        for parameter in module.parameters():
-            parameter.data = parameter.data.to(options.dtype)
         self._adamw = _adamw(module)  # now: a parameter that ZeRO 3 took over has lost its dimensions
-        wrapped = PackedLogprobs(module)
+        wrapped = Asked(module)
         config = deepspeed_config(options, parameters=sum(p.numel() for p in module.parameters()))
-        if stage == 3:  # one parameter at a time: the device never holds the model whole
-            deepspeed.zero.Init(module=wrapped, config_dict_or_path=config, dtype=options.dtype)
+        if stage == 3:  # nothing ever holds the model whole
+            deepspeed.zero.Init(module=OneAtATime(module, device), config_dict_or_path=config, dtype=options.dtype)
             for buffer in module.buffers():
                 buffer.data = buffer.data.to(device)
-        self._engine, *_ = deepspeed.initialize(model=wrapped, optimizer=self._adamw, config=config)
+        with nullcontext() if stage == 3 else laid_out_once(module):
+            self._engine, *_ = deepspeed.initialize(model=wrapped, optimizer=self._adamw, config=config)
         self._optimizer: Any = self._engine.optimizer
+        self._optimizer.flatten = _flatten_dense_tensors  # for gradients, which are many and small
         self.model = wrapped.model = RankModel(
             module,
             compute_dtype=options.dtype,
@@ -162,13 +173,12 @@ class ZeroGradients:
             sequence=sequence,
         )
         self.shards = zero_shards(self._engine, named, shapes)
-        if options.dtype != options.master_dtype:  # DeepSpeed made them from rounded weights
-            for piece in self.shards.pieces:
-                flat = masters[piece.name].view(-1)
-                piece.of(piece.flat).copy_(flat[piece.start : piece.start + piece.length])
+
+    def ask(self, ask: Callable[[RankModel], Tensor]) -> Tensor:
+        return self._engine(ask)
 
     def logprobs(self, packed: Packed, temperature: float) -> Tensor:
-        return self._engine(packed, temperature)
+        return self.ask(lambda model: model.logprobs(packed, temperature=temperature))
 
     def backward(self, loss: Tensor) -> None:
         # DeepSpeed averages over the ranks

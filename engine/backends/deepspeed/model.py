@@ -1,10 +1,11 @@
-"""The model as DeepSpeed sees it: one module whose forward gives the logprobs of a packed row.
+"""The model as DeepSpeed sees it: one module whose forward answers what is asked of a packed row.
 
 Everything goes through modules' own forwards, because ZeRO 3 gathers a module's weights when it is called.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from typing import Any
@@ -54,15 +55,26 @@ class RankModel(CausalLM):
 
     def logprobs(self, packed: Packed, *, temperature: float = 1.0) -> Tensor:
         """Of all trained tokens, also where other ranks compute some of them; those come without gradient."""
+        return self._at_sources(packed, lambda hidden, target: self._token_logprobs(hidden, target, temperature))
+
+    def values(self, packed: Packed) -> Tensor:
+        """A scalar head's numbers (N,), as `ScalarLM.values`; those of other ranks come without gradient."""
+        return self._at_sources(packed, lambda hidden, _target: self.head(hidden).squeeze(1).float())
+
+    def _at_sources(self, packed: Packed, head: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """`head` of the hidden states (n, H) before trained tokens and of those tokens (n,): (N,) over all ranks."""
         if self._sequence is None:
-            return super().logprobs(packed, temperature=temperature)
+            layout = PackedLayout(packed.fans, device=self.device)
+            with self.autocast():
+                hidden_TH = self.hidden(packed.token_ids_T.unsqueeze(0), packed.positions_T.unsqueeze(0), layout)[0]
+                return head(hidden_TH.index_select(0, packed.source_N), packed.target_N)
         row = len(packed.token_ids_T)
-        layout = UlyssesLayout(PackedLayout(packed.fans, device=self.device), self._sequence, row=row)
+        ulysses = UlyssesLayout(PackedLayout(packed.fans, device=self.device), self._sequence, row=row)
         index_N, own_N = self._sequence.own(packed.source_N, row=row)
         with self.autocast():
             ids_C, positions_C = self._sequence.run(packed.token_ids_T), self._sequence.run(packed.positions_T)
-            hidden_CH = self.hidden(ids_C.unsqueeze(0), positions_C.unsqueeze(0), layout)[0]
-            own = self._token_logprobs(hidden_CH.index_select(0, own_N), packed.target_N[index_N], temperature)
+            hidden_CH = self.hidden(ids_C.unsqueeze(0), positions_C.unsqueeze(0), ulysses)[0]
+            own = head(hidden_CH.index_select(0, own_N), packed.target_N[index_N])
             return self._sequence.gather(own, index_N, total=len(packed.source_N))
 
     def _kept_activations(self) -> AbstractContextManager[Any]:
@@ -103,15 +115,15 @@ def fuse_kernels(module: nn.Module, wanted: bool | str, device: torch.device) ->
     _apply_liger_kernel_to_instance(model=module, cross_entropy=False, fused_linear_cross_entropy=False)
 
 
-class PackedLogprobs(nn.Module):
-    """forward(packed, temperature) -> (N,) nats."""
+class Asked(nn.Module):
+    """forward(ask) is ask(model): whatever is asked goes through the one forward that DeepSpeed hooks into."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.inner = module
         self.model: RankModel | None = None
-        """Set once DeepSpeed has cast the weights."""
+        """Set once DeepSpeed has taken the weights over."""
 
-    def forward(self, packed: Packed, temperature: float) -> Tensor:
+    def forward(self, ask: Callable[[RankModel], Tensor]) -> Tensor:
         assert self.model is not None
-        return self.model.logprobs(packed, temperature=temperature)
+        return ask(self.model)

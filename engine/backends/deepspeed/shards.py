@@ -6,13 +6,16 @@ out (checkpoints, digests, exports) is written on pieces. This is the one module
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from engine.backends.group.progress import progress
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -110,6 +113,55 @@ class Shards:
             whole[piece.start : piece.start + piece.length] = piece.of(piece.flat).view(torch.int32).to(device)
         dist.reduce(whole, on)
         return whole.view(torch.float32).view(shape) if dist.get_rank() == on else None
+
+
+# -- handing a model over ----------------------------------------------------------------------------------------
+
+
+class OneAtATime(nn.Module):
+    """For `deepspeed.zero.Init`, which splits parameter after parameter: each gets its storage just before that."""
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        super().__init__()
+        self.inner, self._device = module, device
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        for parameter in self.inner.parameters(recurse):
+            parameter.data = torch.zeros(parameter.shape, dtype=parameter.dtype, device=self._device)
+            progress()
+            yield parameter
+
+
+@contextmanager
+def laid_out_once(module: nn.Module) -> Iterator[None]:
+    """Within it, stages 1 and 2 take a module of hollow parameters over without a second copy of it: DeepSpeed's own
+    way of laying the parameters out in one tensor is to copy them all, and to broadcast them before."""
+    from deepspeed.runtime import bf16_optimizer
+    from deepspeed.runtime.zero import stage_1_and_2
+
+    users: list[Any] = [bf16_optimizer, stage_1_and_2]
+    theirs = [user._flatten_dense_tensors for user in users]
+    for parameter in module.parameters():
+        parameter.ds_optim_param = True  # type: ignore[attr-defined]  # "differs by rank": not broadcast
+    for user in users:
+        user._flatten_dense_tensors = _lay_out
+    try:
+        yield
+    finally:
+        for user, function in zip(users, theirs, strict=True):
+            user._flatten_dense_tensors = function
+        for parameter in module.parameters():
+            del parameter.ds_optim_param  # type: ignore[attr-defined]
+
+
+def _lay_out(tensors: Sequence[Tensor]) -> Tensor:
+    """All elements in one dimension, in one allocation."""
+    whole = torch.empty(sum(t.numel() for t in tensors), dtype=tensors[0].dtype, device=tensors[0].device)
+    start = 0
+    for tensor in tensors:
+        whole[start : start + tensor.numel()].view(tensor.shape).copy_(tensor.detach())
+        start += tensor.numel()
+    return whole
 
 
 # -- finding them -------------------------------------------------------------------------------------------------

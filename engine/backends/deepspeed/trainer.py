@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 from engine.backends.deepspeed import OUT_OF_MEMORY_MARK, files
 from engine.backends.deepspeed.gradients import Gradients, make_gradients
-from engine.backends.deepspeed.model import fuse_kernels
+from engine.backends.deepspeed.hollow import open_hollow, probe
+from engine.backends.deepspeed.model import RankModel, fuse_kernels
 from engine.backends.deepspeed.options import ZeroOptions
 from engine.backends.deepspeed.passes import EMPTY_PASS, deal
 from engine.backends.deepspeed.ulysses import SequenceGroup
@@ -26,7 +27,6 @@ from engine.backends.group.messages import CUT_OFF
 from engine.backends.group.progress import progress
 from engine.backends.packing import Packable, pack
 from engine.backends.protocol import Objective, UpdateReport
-from engine.backends.scalar_lm import load_model
 from engine.backends.updates import (
     Accumulated,
     Totals,
@@ -39,7 +39,7 @@ from engine.backends.updates import (
     totals_of,
     without_gradient,
 )
-from engine.errors import BadSpec, NonFiniteGradient, PermanentEngineError
+from engine.errors import BadModelFolder, BadSpec, NonFiniteGradient, PermanentEngineError
 from engine.protocol import TokenSequence
 from engine.samples import Sample
 from storage.chain import OptimizerSpec
@@ -48,7 +48,7 @@ RANK_FAILED_STATUS = 71
 
 
 class ZeroTrainer:
-    """Loads the model of `folder` and keeps this rank's part."""
+    """Keeps this rank's part of the model of `folder`, and reads no more of it."""
 
     def __init__(
         self, folder: Path, options: ZeroOptions, *, device: torch.device, sequence: SequenceGroup | None = None
@@ -60,7 +60,9 @@ class ZeroTrainer:
         self._readers, self._reader = self._ranks // shared, dist.get_rank() // shared
         """How many groups of ranks take micro-batches of their own, and which this one's is."""
         master = options.master_dtype
-        loaded = load_model(folder, dtype=master, compute_dtype=master, device=torch.device("cpu"))
+        held = master if self._stage == 0 else options.dtype
+        hollow = open_hollow(folder, dtype=master, held=held, device=device)
+        loaded = hollow.model
         self.module: Any = loaded.module
         fuse_kernels(self.module, options.trainer.liger, device)
         if sequence is not None:
@@ -79,6 +81,26 @@ class ZeroTrainer:
             device=device,
             master_dtype=master,
         )
+        files.fill(self.state, hollow.weights)
+        if not hollow.probed:
+            self._probe(folder)
+
+    @torch.no_grad()
+    def _probe(self, folder: Path) -> None:
+        """Raises BadModelFolder on all ranks alike for an architecture that packs wrongly."""
+        mine: list[str] = []
+
+        def compare(model: RankModel) -> torch.Tensor:
+            try:
+                probe(model, folder)
+            except BadModelFolder as error:  # once the ranks have exchanged what they had to
+                mine.append(str(error))
+            return torch.zeros((), device=self._device)
+
+        self.gradients.ask(compare)
+        for said in _gather(mine):
+            if said:
+                raise BadModelFolder(said[0])
 
     @property
     def shards(self) -> Any:

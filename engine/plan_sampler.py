@@ -61,7 +61,7 @@ def vllm_sampler(
             part("runtime", "vLLM process", VLLM_CPU_PROCESS, "besides weights and KV cache"),
             part("vllm", "vLLM weights", weights, "compute dtype, prepacked"),
             part("kv", "KV cache", cache, "kv_cache_gib"),
-            _staging(vllm, weights),
+            _staging(spec, vllm, weights),
         ]
         return Sampling(Held(tuple(parts), ()), cache)
     work_bytes = vllm_work(shape, rows=spec.max_rows, tensor_parallel=tp, compute=compute)
@@ -83,13 +83,13 @@ def vllm_sampler(
         slept = part("vllm", "weights of a vLLM that sleeps", weights * tp, "kept for waking up", ("backward", "step"))
         node.append(slept)
     if not vllm.urls:
-        node.append(_staging(vllm, weights * tp))
+        node.append(_staging(spec, vllm, weights * tp))
     return Sampling(Held(tuple(device), tuple(node)), cache * tp)
 
 
-def _staging(vllm: VllmSpec, weights: float) -> Part:
-    """Files of all weights in shared memory, where they travel so."""
-    by_files = vllm.transport in ("auto", "shm")
+def _staging(spec: LocalEngineSpec, vllm: VllmSpec, weights: float) -> Part:
+    """Files of all weights in shared memory, where they travel so: a broadcast of what other processes train too."""
+    by_files = vllm.transport in ("auto", "shm") or (vllm.transport == "nccl" and spec.trainer.kind == "deepspeed")
     return part("staged", "weights on their way", weights if by_files else 0, "files in shared memory", ("sampling",))
 
 

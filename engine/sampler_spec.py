@@ -43,11 +43,14 @@ class VllmSpec(Frozen):
     sleep: bool | Literal["auto"] = "auto"
     """Whether vLLM gives its memory back during gradient steps. auto: where trainer and sampler share a GPU."""
     transport: Literal["auto", "memory", "shm", "ipc", "nccl", "checkpoint"] = "auto"
-    """How weights reach vLLM: memory (same process), shm (files in shared memory, same machine), ipc (CUDA handles,
-    same GPU), nccl (between GPUs and nodes), checkpoint (files in a folder that all machines see). auto: the best
-    there is."""
+    """How weights reach vLLM: memory and ipc (same process: the tensors themselves), shm (files in shared memory, same
+    machine), nccl (a broadcast between GPUs and nodes; gloo where a process has no GPU of its own), checkpoint (files
+    in a folder that all machines see). auto: see `way`."""
     sync_folder: str | None = None
-    """For transport "checkpoint": the folder that all machines see."""
+    """The folder that all machines see: for transport "checkpoint", and for adapters that go to `urls`."""
+    sync_seconds: float = Field(120.0, gt=0)
+    """For transport "nccl": how long the processes may take to meet, and each exchange of up to 256 MiB. Who is silent
+    for longer is taken for dead."""
     start_seconds: float = Field(600.0, gt=0)
     """How long a server may take to start."""
     answer_seconds: float = Field(1800.0, gt=0)
@@ -55,6 +58,16 @@ class VllmSpec(Frozen):
     gap: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
     """Mean |logprob of the sampler - logprob of the trainer|, nats, over the probes of a weight sync, beyond which the
     sampler is refused. auto: 1e-3 in float32, 0.15 in bfloat16."""
+
+    @property
+    def way(self) -> Literal["memory", "shm", "ipc", "nccl", "checkpoint"]:
+        """`transport`, with auto decided: memory in the engine's process, shm to servers that it starts, to `urls`
+        checkpoint where there is a `sync_folder`, else nccl."""
+        if self.transport != "auto":
+            return self.transport
+        if not self.urls:
+            return "shm" if self.servers else "memory"
+        return "checkpoint" if self.sync_folder else "nccl"
 
     @model_validator(mode="after")
     def _fits_together(self) -> VllmSpec:

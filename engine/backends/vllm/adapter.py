@@ -42,6 +42,8 @@ class InProcess:
     """Implements runtime.Runtime: one vLLM engine in this process. With tensor_parallel > 1 its workers are processes
     of their own, and weights go to them as files."""
 
+    wants_weights = False
+
     def __init__(self, config_folder: Path, options: EngineOptions) -> None:
         self.options = options
         self.takes_tensors = options.tensor_parallel == 1

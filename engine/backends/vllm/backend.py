@@ -46,11 +46,8 @@ class VllmSamplers:
             raise BadSpec(f"vLLM computes in {' or '.join(DTYPES)}; compute_dtype {compute_dtype} was given")
         self._dtype = cast(Literal["float32", "bfloat16"], names[compute_dtype])
         self._in_process = not self.spec.servers and not self.spec.urls
-        if self.spec.transport == "nccl" or (self.spec.transport == "ipc" and not self._in_process):
-            raise BadSpec(
-                f"sampler.transport={self.spec.transport!r} does not reach these samplers; use 'auto', 'shm' on one "
-                "machine, or 'checkpoint' with a sync_folder"
-            )
+        if refused := _refused(self.spec):
+            raise BadSpec(f"sampler.transport={self.spec.transport!r} was given, but {refused}")
         self._hosts: dict[_Key, Host] = {}
 
     def new_bytes(self, trainer: Trainer) -> int:
@@ -101,7 +98,7 @@ class VllmSamplers:
             return InProcess(config_folder, options)
         from engine.backends.vllm.opening import open_pool
 
-        return open_pool(self.spec, config_folder, options)
+        return open_pool(self.spec, config_folder, options, self.device)
 
     def _options(self, trainer: Trainer, architecture: Architecture, ranks: int) -> EngineOptions:
         targets = tuple(short_names(trainer.base.layers)) if isinstance(trainer, SharedTrainer) else ()
@@ -122,6 +119,19 @@ class VllmSamplers:
         """Weights, the prepacked copy of a tied head at most, and keys and values."""
         kv = CPU_KV_CACHE_BYTES if self.spec.kv_cache_gib == "auto" else int(self.spec.kv_cache_gib * (1 << 30))
         return trainer.weights_nbytes * DTYPES[self._dtype].itemsize // torch.float32.itemsize * 3 // 2 + kv
+
+
+def _refused(spec: VllmSpec) -> str:
+    """Why its transport does not reach the samplers, and what does; empty where it does."""
+    in_process = not spec.servers and not spec.urls
+    if spec.transport == "nccl" and in_process:
+        return "vLLM in the engine's own process takes the tensors as they are: use 'auto', or set servers or urls"
+    if spec.transport == "ipc" and not in_process:
+        return (
+            "servers do not take CUDA handles: one handle is good for one GPU, which a server of more, or on another, "
+            "does not compute on; use 'nccl' between GPUs, 'shm' on one machine, or leave servers at 0 to share a GPU"
+        )
+    return ""
 
 
 def engine_options(

@@ -182,8 +182,10 @@ class Member:
             self._stopped.wait(5 * LOOK_SECONDS)
         group, self._group = self._group, None
         if group is not None:  # elsewhere, since an exchange that hangs holds it
-            threading.Thread(target=_let_go, args=(group,), name="broadcast-end", daemon=True).start()
+            ending = threading.Thread(target=_let_go, args=(group,), name="broadcast-end", daemon=True)
             del group
+            ending.start()
+            ending.join(LOOK_SECONDS)
 
 
 def _group(store: Any, meeting: Meeting, rank: int, device: torch.device) -> Any:
@@ -194,10 +196,11 @@ def _group(store: Any, meeting: Meeting, rank: int, device: torch.device) -> Any
         torch.cuda.set_device(device)  # of this thread
         with _environment(WATCHDOG_OFF):
             return dist.ProcessGroupNCCL(store, rank, meeting.size, options)
-    options = dist.ProcessGroupGloo._Options()
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
     options._timeout = timedelta(seconds=meeting.seconds)
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address([meeting.host]))]
-    return dist.ProcessGroupGloo(store, rank, meeting.size, options)
+    options._devices = [gloo.create_device(hostname=own_address([meeting.host]))]
+    return gloo(store, rank, meeting.size, options)
 
 
 def _let_go(group: Any) -> None:

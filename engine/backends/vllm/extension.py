@@ -250,9 +250,10 @@ class Extension:
         """Becomes rank `first` + its own of a new group, in the place of the one that it was in."""
         self._leave("a member joined another group")
         try:
-            self._ostinato_member = Member(Meeting(**meeting), first + self.rank, self._device())
+            member = Member(Meeting(**meeting), first + self.rank, self._device())
         except BrokenOff as error:
             return self._answer(wrong=str(error))
+        self._ostinato_member: Member | None = member
         return self._answer()
 
     def _member(self) -> Member | None:
@@ -262,7 +263,7 @@ class Extension:
         member = self._member()
         if member is not None:
             member.leave(why)
-        self._ostinato_member: Member | None = None
+        self._ostinato_member = None
 
     def _device(self) -> torch.device:
         return next(self.model_runner.get_model().parameters()).device

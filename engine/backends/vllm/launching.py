@@ -23,8 +23,6 @@ from engine.sampler_spec import VllmSpec
 
 IN_PROCESS = ("VLLM_ENABLE_V1_MULTIPROCESSING",)
 """What vLLM is told in the engine's own process only: a server answers while it computes, in two processes."""
-TRANSFERS = ("nccl",)
-"""Transports by vLLM's own weight transfer, whose routes its development mode adds. `front` guards them."""
 
 
 def flags(arguments: Mapping[str, Any]) -> list[str]:
@@ -57,8 +55,6 @@ class Plan:
         name, port = f"server-{index}", port or free_port()
         self.folder.mkdir(parents=True, exist_ok=True)
         arguments = adapter.engine_arguments(self.config_folder, self.options)
-        if self.spec.transport in TRANSFERS:
-            arguments["weight_transfer_config"] = {"backend": self.spec.transport}
         listen = ["--host", host, "--port", str(port), "--disable-uvicorn-access-log"]
         options = self.folder / f"{name}.json"
         options.write_text(json.dumps([*flags(arguments), *listen]))
@@ -76,7 +72,6 @@ class Plan:
             "PYTHONPATH": str(packages(self.folder)),
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
             "HF_HUB_OFFLINE": "1",
-            **({"VLLM_SERVER_DEV_MODE": "1"} if self.spec.transport in TRANSFERS else {}),
             **({"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if devices else {}),
         }
 

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
 
+from engine.backends.vllm.delivery import BY_FILES, ByBroadcast, hosts_of
 from engine.backends.vllm.launching import Plan, own_config, token_of
 from engine.backends.vllm.pool import OnUp, VllmPool
 from engine.backends.vllm.remote import Remote
@@ -24,8 +26,11 @@ MUST_EQUAL = ("dtype", "vocab_size", "eos_token_ids", "max_lora_rank", "lora_tar
 """Options in which a server elsewhere must be what the engine would have started itself."""
 
 
-def open_pool(spec: VllmSpec, config_folder: Path, options: EngineOptions) -> VllmPool:
-    """Starts the servers of `spec` on this machine, or finds those at its `urls`, and waits until they are up.
+def open_pool(
+    spec: VllmSpec, config_folder: Path, options: EngineOptions, device: torch.device = torch.device("cpu")
+) -> VllmPool:
+    """Starts the servers of `spec` on this machine, or finds those at its `urls`, and waits until they are up. `device`:
+    the trainer's.
 
     Raises:
         WorkerDied: one of them did not come up.
@@ -33,10 +38,10 @@ def open_pool(spec: VllmSpec, config_folder: Path, options: EngineOptions) -> Vl
     """
     folder = Path(tempfile.mkdtemp(prefix="ostinato-vllm-"))
     here = Plan(spec, options, own_config(config_folder, folder), folder, secrets.token_hex(32))
-    return pool_of(here)
+    return pool_of(here, device)
 
 
-def pool_of(here: Plan) -> VllmPool:
+def pool_of(here: Plan, device: torch.device = torch.device("cpu")) -> VllmPool:
     """A pool by this plan; it removes the plan's folder when it closes."""
     spec = here.spec
     token = token_of(spec) if spec.urls else here.token
@@ -65,8 +70,10 @@ def pool_of(here: Plan) -> VllmPool:
             await client.aclose()
         shutil.rmtree(here.folder, ignore_errors=True)
 
+    hosts = hosts_of([url for _, url, _ in found])
+    delivery = ByBroadcast(hosts, device, seconds=spec.sync_seconds) if spec.way == "nccl" else BY_FILES
     # adapters come anew at every step, their base only once
-    return VllmPool(make, on_close, keep=here.options.max_lora_rank is not None)
+    return VllmPool(make, on_close, keep=here.options.max_lora_rank is not None, delivery=delivery)
 
 
 def must_fit(name: str, found: Mapping[str, Any], wanted: EngineOptions) -> None:

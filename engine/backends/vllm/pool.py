@@ -127,6 +127,11 @@ class VllmPool:
             self._weights = weights.kept()
         return receipt
 
+    @property
+    def wants_weights(self) -> bool:
+        coming = self._weights is not None and self._weights.still_there
+        return not coming and any(server.held is None for server in self._up())
+
     def _forget(self) -> None:
         if self._weights is not None:
             self._weights.drop()

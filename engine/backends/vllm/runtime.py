@@ -71,6 +71,11 @@ class Runtime(Protocol):
     takes_tensors: bool
     """Whether `load` takes tensors as they are; else it takes files."""
 
+    @property
+    def wants_weights(self) -> bool:
+        """Whether a part of it is up without weights, and cannot find the last ones by itself."""
+        ...
+
     def load(self, source: Source, manifest: Manifest, state: str, *, full: bool = False) -> Receipt:
         """Loads the weights into every worker and proves it: each tensor equals the manifest's (names, shapes, dtypes,
         digests), and sampled input columns of every live layer (`full`: all) equal those of the tensors. Afterwards

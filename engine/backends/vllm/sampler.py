@@ -101,7 +101,7 @@ class VllmSampler:
     def _still_there(host: Host, base: str) -> bool:
         """Whether the live weights are those of `base`; after a sleep all kept slices are read, else a few."""
         slept = host.wake()
-        if host.loaded != base or not host.is_open:
+        if host.loaded != base or not host.is_open or host.runtime.wants_weights:
             return False
         try:
             host.runtime.check(base, full=slept)
@@ -124,11 +124,11 @@ class VllmSampler:
     def _staged(self, trainer: Trainer, host: Host) -> Iterator[tuple[Source, Manifest]]:
         dtype = DTYPES[host.options.dtype]
         here = trainer if isinstance(trainer, TorchTrainer) else None
-        if self.spec.transport in ("auto", "memory", "ipc") and host.runtime.takes_tensors and here is not None:
+        if self.spec.way in ("memory", "ipc", "nccl") and host.runtime.takes_tensors and here is not None:
             tensors = _Cast(here, dtype)
             yield tensors, manifest_of(tensors.items())
             return
-        inside = Path(self.spec.sync_folder) if self.spec.transport == "checkpoint" and self.spec.sync_folder else None
+        inside = Path(self.spec.sync_folder) if self.spec.way == "checkpoint" and self.spec.sync_folder else None
         with staging_folder(trainer.weights_nbytes, inside=inside) as folder:
             files = trainer.stage_weights(folder, dtype=dtype)
             yield files, manifest_of_files(files) if here is None else manifest_of(_Cast(here, dtype).items())
@@ -145,7 +145,8 @@ class VllmSampler:
         self._adapters_made += 1
         name = f"{state[:24]}-{id(self):x}-{self._adapters_made}"
         manifest = manifest_of((PEFT_PREFIX + own, tensor) for own, tensor in trainer.weights())
-        with staging_folder(trainer.nbytes(training=False)) as folder:
+        inside = Path(self.spec.sync_folder) if self.spec.urls and self.spec.sync_folder else None
+        with staging_folder(trainer.nbytes(training=False), inside=inside) as folder:
             trainer.export(folder)
             host.runtime.load_adapter(folder, name, manifest)
         self._adapter = name

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -24,7 +23,6 @@ from engine.backends.vllm.remote import Remote
 from engine.backends.vllm.routing import Work, affinity
 from engine.backends.vllm.server import Launch, Server
 from engine.backends.vllm.spreading import FAILURES, spread
-from engine.backends.vllm.transports import Fan
 from engine.errors import BadSpec, SamplerOutOfSync, WorkerDied
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -297,25 +295,3 @@ def test_a_redraw_that_contradicts_what_was_told_is_refused() -> None:
     drawing.begin()
     with pytest.raises(WorkerDied, match="told"):
         list(drawing.take([1, 3], [-1.0, -1.0], "length"))
-
-
-# -- weights between GPUs -----------------------------------------------------------------------------------------
-
-
-def test_every_rank_of_every_server_gets_a_place_of_its_own_behind_the_trainer() -> None:
-    asked: dict[str, Any] = {}
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        assert request.headers["authorization"] == "Bearer secret"
-        asked[request.url.host] = json.loads(request.content)["init_info"]
-        return httpx.Response(200 if request.url.host != "c" else 500)
-
-    fan = Fan(["http://a", "http://b"], ranks_each=4, token="secret", seconds=1)
-    fan._client = httpx.Client(transport=httpx.MockTransport(answer), headers=fan._client.headers)
-    fan.init_weight_transfer_engine({"master_address": "t", "rank_offset": 1, "world_size": fan.world_size})
-    # rank 0 is the trainer; server a has ranks 1 to 4, server b 5 to 8: nine in all
-    places = {host: (info["rank_offset"], info["world_size"]) for host, info in asked.items()}
-    assert places == {"a": (1, 9), "b": (5, 9)}
-    fan.urls.append("http://c")
-    with pytest.raises(SamplerOutOfSync, match="http://c"):
-        fan.init_weight_transfer_engine({})

@@ -18,6 +18,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
@@ -128,13 +129,19 @@ def _server_environment(home: Path, port: int) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if name not in client_side}
     return inherited | {
         "PREFECT_HOME": str(home),
-        "PREFECT_SERVER_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{home / 'prefect.db'}",
+        "PREFECT_SERVER_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{home / _database()}",
         "PREFECT_SERVER_UI_API_URL": f"http://{LOOPBACK}:{port}/api",  # else the page asks port 4200 and stays blank
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
         "PREFECT_SERVER_UI_V2_ENABLED": "false",  # v2 calls an analytics host on every load; v1 calls nobody
         "DO_NOT_TRACK": "1",
     }
+
+
+def _database() -> str:
+    """A file for each version: Prefect refuses what a newer one has migrated, and two environments of one checkout may
+    have two."""
+    return f"prefect-{version('prefect')}.db"
 
 
 def _wait_until_healthy(process: subprocess.Popen[bytes], health_url: str, log: Path, *, start_seconds: float) -> None:

@@ -175,3 +175,13 @@ def test_the_child_is_kept_apart_from_our_settings_and_from_the_net(
     assert environment["PREFECT_HOME"] == str(tmp_path)
     assert environment["PREFECT_SERVER_UI_API_URL"] == "http://127.0.0.1:1234/api"
     assert environment["PREFECT_SERVER_ANALYTICS_ENABLED"] == "false"
+
+
+def test_another_version_of_prefect_keeps_its_runs_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An older one refuses a database that a newer one has migrated."""
+    found = []
+    for installed in ("3.7.7", "3.8.8", "3.8.8"):
+        monkeypatch.setattr(server, "version", lambda package, installed=installed: installed)
+        found.append(server._server_environment(tmp_path, 1)["PREFECT_SERVER_DATABASE_CONNECTION_URL"])
+    assert found[0] != found[1] == found[2]
+    assert all(str(tmp_path) in url for url in found)

@@ -10,6 +10,7 @@ import gc
 import itertools
 import os
 import random
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +33,10 @@ ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # the trainer's threads do not survive a fork
 }
+LOGGED = "ERROR"
+"""The level of vLLM's own lines in this process, unless $VLLM_LOGGING_LEVEL says otherwise. What it warns of is what it
+is told here on purpose (no tokenizer, no chunked prefill) or finds at every sync (a tied head that no tensor is for); a
+server writes all of it into its log."""
 CPU_KV_CACHE_BYTES = 1 << 30
 MIN_TEMPERATURE = 0.01
 """vLLM raises lower ones to this without a word."""
@@ -281,10 +286,12 @@ def sampled(output: Any, params: SamplingParams) -> list[tuple[int, float]]:
 
 def _llm(config_folder: Path, options: EngineOptions) -> Any:
     os.environ.update(ENVIRONMENT)
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    from vllm import LLM
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", LOGGED)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of torch, about what vLLM looks up in it
+        from vllm import LLM
 
-    return LLM(**engine_arguments(config_folder, options))
+        return LLM(**engine_arguments(config_folder, options))
 
 
 def engine_arguments(config_folder: Path, options: EngineOptions) -> dict[str, Any]:

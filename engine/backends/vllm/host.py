@@ -22,6 +22,8 @@ class Host:
     nbytes: int
     """Bytes of the engine's memory that it takes: 0 for servers."""
     loaded: str | None = None
+    digest: str | None = None
+    """Of the manifest that these came with: a policy that was redone under other numerics has other bytes."""
     loads: int = 0
     """How often weights were loaded: each time vLLM drops every adapter."""
     asleep: bool = False

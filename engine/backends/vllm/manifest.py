@@ -31,3 +31,9 @@ def manifest_of(tensors: Iterable[tuple[str, Tensor]]) -> Manifest:
 def manifest_of_files(paths: Sequence[Path]) -> Manifest:
     """Raises BadSpec on what is no whole safetensors file, or a name that comes twice."""
     return manifest_of(pair for path in paths for pair in read_tensors(path))
+
+
+def digest_of(manifest: Manifest) -> str:
+    """Equal for equal names, dtypes, shapes and bytes, in whatever order they came."""
+    lines = (f"{name} {dtype} {list(shape)} {sha256}\n" for name, (dtype, shape, sha256) in sorted(manifest.items()))
+    return hashlib.sha256("".join(lines).encode()).hexdigest()

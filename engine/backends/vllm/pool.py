@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 INTERACTIVE = 4
 """A call of so many prompts or fewer is told token by token; a larger one in chunks, which cost less."""
 CHUNK_TOKENS = 16
-RESET_SECONDS = 10.0
-"""Completions that were given up keep a prefix cache busy for a moment."""
+DRAIN_SECONDS = 10.0
+"""How long a server that has drained may take to end."""
 POLL_SECONDS = 0.05
 
 T = TypeVar("T")
@@ -82,14 +82,15 @@ class VllmPool:
     async def _bring_up(self, server: Server) -> None:
         """A server is healthy, with no weights or, started by others, with those it held before. Raises WorkerDied when
         it is not healthy any more once they were sent."""
-        weights = self._weights
-        try:
-            if weights is not None and weights.still_there and not self._asleep:
+        tried: Manifest | None = None
+        while (weights := self._weights) is not None and weights.still_there and weights.manifest is not tried:
+            tried = weights.manifest
+            try:
                 await self._load_into(server, weights)
-        except SamplerOutOfSync as error:  # its files went away meanwhile
-            log.warning("%s", error)
-            if not await server.remote.healthy():
-                raise WorkerDied(f"vLLM server {server.name} broke while it took weights: {error}") from error
+            except SamplerOutOfSync as error:  # its files went away meanwhile, or others were sent
+                log.warning("%s", error)
+                if not await server.remote.healthy():
+                    raise WorkerDied(f"vLLM server {server.name} broke while it took weights: {error}") from error
         if weights is not None and server.held is None:
             log.warning("vLLM server %s is back without weights: it waits for the next sync", server.name)
         if self._asleep:  # whoever wakes them sends weights to all
@@ -145,24 +146,17 @@ class VllmPool:
             if broken(answers):
                 await server.fail(process)
             receipt = receipt_of(answers, weights.state, who=who)
-            await self._reset(server)
+            await server.remote.reset_prefix_cache()
             await server.remote.post("holds", state=weights.state, boot=boot)
         except WorkerDied:
             await server.fail(process)
             raise
+        if self._weights is None or self._weights.manifest is not weights.manifest:
+            raise SamplerOutOfSync(f"{who} took {weights.state} while other weights were sent")  # perhaps by that name
         server.workers, server.boot = [answer["boot"] for answer in answers], boot
         server.adapters.clear()
         server.held = weights.state
         return receipt
-
-    async def _reset(self, server: Server) -> None:
-        for _ in range(int(RESET_SECONDS / POLL_SECONDS)):
-            if (await server.remote.post("do", what="reset_prefix_cache"))["answer"]:
-                return
-            await asyncio.sleep(POLL_SECONDS)
-        raise SamplerOutOfSync(
-            f"vLLM server {server.name} did not reset its prefix cache: keys and values of older weights would be read"
-        )
 
     def check(self, state: str, *, full: bool = False) -> None:
         """Asks every server that holds `state`. A server that drew since the last check and has ended cannot be asked
@@ -195,7 +189,7 @@ class VllmPool:
             raise
 
     def reset_prefix_cache(self) -> None:
-        self._run(self._each(self._up(), self._reset))
+        self._run(self._each(self._up(), lambda server: server.remote.reset_prefix_cache()))
 
     # -- adapters ---------------------------------------------------------------------------------------------
 
@@ -319,7 +313,7 @@ class VllmPool:
             server.enter("draining")
             while server.needed or (server.name, server.boot) in self._unproven:
                 await asyncio.sleep(POLL_SECONDS)
-            await server.close(grace_seconds=RESET_SECONDS)
+            await server.close(grace_seconds=DRAIN_SECONDS)
 
         self._run(drain())
 

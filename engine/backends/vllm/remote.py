@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -11,6 +12,9 @@ import httpx
 from engine.errors import BadSpec, NotAuthenticated, SamplerOutOfSync, WorkerDied
 
 CONNECT_SECONDS = 10.0
+RESET_SECONDS = 10.0
+"""Completions that were given up keep a prefix cache busy for a moment."""
+POLL_SECONDS = 0.05
 
 
 class Remote:
@@ -38,6 +42,16 @@ class Remote:
 
     async def post(self, route: str, **body: Any) -> dict[str, Any]:
         return await self._answer("POST", route, body)
+
+    async def reset_prefix_cache(self) -> None:
+        """Raises SamplerOutOfSync when it could not be reset."""
+        for _ in range(int(RESET_SECONDS / POLL_SECONDS)):
+            if (await self.post("do", what="reset_prefix_cache"))["answer"]:
+                return
+            await asyncio.sleep(POLL_SECONDS)
+        raise SamplerOutOfSync(
+            f"vLLM server {self.name} did not reset its prefix cache: keys and values of older weights would be read"
+        )
 
     async def _answer(self, method: str, route: str, body: dict[str, Any] | None) -> dict[str, Any]:
         try:

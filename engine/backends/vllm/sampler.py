@@ -26,7 +26,7 @@ from engine.backends.shared_base import AdapterTrainer, SharedTrainer
 from engine.backends.staging import staging_folder
 from engine.backends.torch_trainer import TorchTrainer
 from engine.backends.vllm.host import Host
-from engine.backends.vllm.manifest import manifest_of, manifest_of_files
+from engine.backends.vllm.manifest import digest_of, manifest_of, manifest_of_files
 from engine.backends.vllm.runtime import Manifest, Receipt, Source
 from engine.errors import BadSpec, SamplerOutOfSync, WorkerDied
 from engine.protocol import Completion, SamplingParams, TokenIds
@@ -47,6 +47,8 @@ class VllmSampler:
         self._state: str | None = None
         self._base: str | None = None
         """What the host must have loaded: the state itself, or the digest of the base that an adapter is on."""
+        self._digest: str | None = None
+        """And the digest of the manifest that it came with."""
         self._adapter: str | None = None
         """Its name in the runtime."""
         self._adapters_made = 0
@@ -61,7 +63,9 @@ class VllmSampler:
     def holds(self) -> str | None:
         """None too where another policy's weights have been loaded into the host, or it sleeps or died."""
         host = self._host
-        if host is None or not host.is_open or host.asleep or host.loaded != self._base:
+        if host is None or not host.is_open or host.asleep:
+            return None
+        if (host.loaded, host.digest) != (self._base, self._digest):
             return None
         if self._adapter is not None and host.loads != self._load_number:
             return None
@@ -76,14 +80,14 @@ class VllmSampler:
         base = trainer.base.digest if isinstance(trainer, SharedTrainer) else state
         with self._proving(host):
             stays = isinstance(trainer, SharedTrainer) or host.asleep  # a frozen base; the same weights after a sleep
-            if not (stays and self._still_there(host, base)):
+            if not (stays and self._still_there(host, base) and self._same_bytes(trainer, host)):
                 self._load(trainer, base, host)
             if isinstance(trainer, AdapterTrainer):
                 self._load_adapter(trainer, state, host)
             started = time.perf_counter()
             self._prove_gap(trainer, host)
             self.seconds["gap"] = time.perf_counter() - started
-        self._base, self._state, self._load_number = base, state, host.loads
+        self._base, self._digest, self._state, self._load_number = base, host.digest, state, host.loads
         self.seconds["all"] = time.perf_counter() - began
 
     def _enter(self, trainer: Trainer) -> Host:
@@ -110,12 +114,23 @@ class VllmSampler:
             return False
         return True
 
+    @staticmethod
+    def _same_bytes(trainer: Trainer, host: Host) -> bool:
+        """Whether the host was loaded with what this trainer has now: by the name of a policy's state it may have been
+        what the policy was before a rebase. Where to find out costs as much as a load, no."""
+        if isinstance(trainer, SharedTrainer):
+            return True  # a base is named by its content
+        if not isinstance(trainer, TorchTrainer):
+            return False
+        return digest_of(manifest_of(_Cast(trainer, DTYPES[host.options.dtype]).items())) == host.digest
+
     def _load(self, trainer: Trainer, base: str, host: Host) -> None:
         host.wake()
         host.loaded = None
         runtime, first = host.runtime, time.perf_counter()
         with self._staged(trainer, host) as (source, manifest):
             self.seconds["stage"] = time.perf_counter() - first
+            host.digest = digest_of(manifest)
             self.receipt = runtime.load(source, manifest, base)
         self.seconds |= self.receipt.seconds
         host.loaded, host.loads = base, host.loads + 1

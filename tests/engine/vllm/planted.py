@@ -15,16 +15,25 @@ FOLDER_ENV, SERVER_ENV = "OSTINATO_TEST_FAULTS", "OSTINATO_TEST_SERVER"
 
 
 class Planted(Extension):
-    """Does what it should unless a file of the server's name stands in the folder of faults."""
+    """Does what it should unless a file in the folder of faults, of the server's name, says otherwise."""
 
     def ostinato_apply(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        if not Path(os.environ[FOLDER_ENV], os.environ[SERVER_ENV]).exists():
+        if _planted(".broken"):
+            raise RuntimeError("no room")
+        if not _planted(""):
             super().ostinato_apply(tensors)
             return
         for _ in tensors:  # received whole, and never applied
             pass
 
+    def _settled(self) -> bool:
+        return super()._settled() and not _planted(".broken")
+
     def ostinato_check_and_spoil(self) -> Any:
         """Changes one live value, as a reload by somebody else would."""
         self.model_runner.get_model().model.norm.weight.data[0] += 1
         return {}
+
+
+def _planted(kind: str) -> bool:
+    return Path(os.environ[FOLDER_ENV], os.environ[SERVER_ENV] + kind).exists()

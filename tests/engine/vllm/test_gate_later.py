@@ -128,6 +128,35 @@ def test_weights_dropped_in_a_sleep_are_noticed_and_sent_again(
     assert_drawn_from(trainer, draw(sampler))
 
 
+def test_other_bytes_of_the_same_state_after_a_sleep_are_sent(
+    backend: Any, sampler: Any, trainer: TorchTrainer
+) -> None:
+    """A policy that was redone under other numerics keeps its state, and may differ by less than any gap tells."""
+    sampler.sync(trainer, "state-1")
+    backend.make_way()
+    move(trainer, by=1e-6)
+    sampler.sync(trainer, "state-1")
+    runner = sampler._host.runtime._llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    live, ours = runner.get_model().model.norm.weight, dict(trainer.model.exported_weights())["model.norm.weight"]
+    assert live.equal(ours)
+
+
+def test_a_state_is_held_only_with_the_bytes_it_was_synced_with(
+    backend: Any, sampler: Any, trainer: TorchTrainer, tiny_folder: Path
+) -> None:
+    sampler.sync(trainer, "state-1")
+    same = backend.sampler(trainer)
+    same.sync(trainer, "state-1")
+    assert (sampler.holds, same.holds) == ("state-1", "state-1")
+    redone = TorchBackend(spec_of()).load(tiny_folder)
+    move(redone, by=1e-6)
+    other = backend.sampler(redone)
+    other.sync(redone, "state-1")
+    assert (sampler.holds, same.holds, other.holds) == (None, None, "state-1")
+    same.close()
+    other.close()
+
+
 # -- adapters -----------------------------------------------------------------------------------------------------
 
 

@@ -27,6 +27,7 @@ from tests.engine.vllm.pools import (
     Weights,
     core_of,
     given,
+    group_of,
     load,
     members,
     same,
@@ -131,6 +132,82 @@ time.sleep(600)
     parent.kill()
     parent.communicate()
     until(lambda: not members(group), seconds=30)
+
+
+def test_kill_of_the_engine_in_the_middle_of_a_call_loses_nothing(
+    loaded: VllmPool, expected: dict[int, list[Completion]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that answers lives on for a while: what it says of its dead engine must not be believed."""
+    asked = given(loaded, monkeypatch)
+    server = loaded.servers[0]
+    before, victim, heard = server.starts, core_of(server), list[int]()
+
+    def on_token(index: int, token: int, logprob: float) -> None:
+        if not heard:
+            victim.kill()
+        heard.append(token)
+
+    same(loaded.generate(PROMPTS, SEEDS, LONG, on_token), expected[400])
+    assert sum(asked.values()) > len(PROMPTS)
+    loaded.check("state-0")
+    until(lambda: server.starts > before and server.phase == "up")
+    assert server.held == "state-0"
+    loaded.check("state-0")
+
+
+def test_an_engine_that_is_killed_while_nobody_calls_is_replaced_all_the_same(loaded: VllmPool) -> None:
+    server = loaded.servers[1]
+    before, group = server.starts, group_of(server)
+    core_of(server).kill()
+    until(lambda: server.starts > before and server.phase == "up")
+    assert server.held == "state-0" and not members(group)
+    loaded.check("state-0")
+
+
+def test_an_engine_that_is_killed_in_a_load_leaves_it_to_the_others(loaded: VllmPool, weights: list[Weights]) -> None:
+    one, two = loaded.servers
+    before, victim = two.starts, core_of(two)
+    victim.send_signal(signal.SIGSTOP)
+    loading = threading.Thread(target=load, args=(loaded, weights[1]))
+    loading.start()
+    until(lambda: one.held == "state-1")
+    victim.kill()
+    loading.join(timeout=60)
+    assert not loading.is_alive() and one.held == "state-1"
+    until(lambda: two.starts > before and two.phase == "up")
+    assert two.held == "state-1"
+    loaded.check("state-1", full=True)
+
+
+def test_a_server_that_says_it_is_broken_is_another_process_before_it_draws_again(
+    loaded: VllmPool, weights: list[Weights], expected: dict[int, list[Completion]], faults: Path
+) -> None:
+    server = loaded.servers[1]
+    before, group = server.starts, group_of(server)
+    (faults / "server-1.broken").touch()
+    with pytest.raises(SamplerOutOfSync, match="server-1"):
+        load(loaded, weights[1])
+    assert server.held is None and not members(group)
+    (faults / "server-1.broken").unlink()
+    load(loaded, weights[0])
+    same(loaded.generate(PROMPTS, SEEDS, SHORT), expected[12])
+    loaded.check("state-0")
+    until(lambda: server.starts > before and server.phase == "up")
+    assert server.held == "state-0"
+    same(loaded.generate(PROMPTS, SEEDS, SHORT), expected[12])
+    loaded.check("state-0", full=True)
+
+
+def test_a_server_that_breaks_while_it_comes_back_is_not_up(loaded: VllmPool, faults: Path) -> None:
+    server = loaded.servers[0]
+    (faults / "server-0.broken").touch()
+    web_of(server).kill()
+    until(lambda: server.failures > 0)
+    assert "broke while it took weights" in server.error and server.phase != "up"
+    (faults / "server-0.broken").unlink()
+    until(lambda: server.phase == "up")
+    assert server.held == "state-0"
+    loaded.check("state-0")
 
 
 def test_a_draining_server_finishes_what_it_has_and_ends(

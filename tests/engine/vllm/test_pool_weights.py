@@ -91,7 +91,10 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_server_that_comes_back_during_a_load_takes_what_was_sent_last(pool: VllmPool, file: Path) -> None:
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_server_that_comes_back_during_a_load_holds_what_was_sent_last_or_nothing(
+    pool: VllmPool, file: Path, gone: bool
+) -> None:
     """By the same state, with other bytes: what it was about to hold must not pass for what the others hold."""
     pool.load([file], manifest_of("before"), "state")
     back = pool.servers[1]
@@ -112,9 +115,12 @@ def test_a_server_that_comes_back_during_a_load_takes_what_was_sent_last(pool: V
     coming = pool._run(come_back())
     pool.load([file], manifest_of("after"), "state")
     assert back.held is None
+    if gone:
+        file.unlink()
     pool._run(go_on(coming))
     given = [manifest["w"][2] for _, manifest, *_ in stood.said("ostinato_load")]
-    assert given == ["before", "before", "after"] and back.held == "state"
+    assert given[:2] == ["before", "before"]
+    assert (given[2:], back.held) == (([], None) if gone else (["after"], "state"))
 
 
 def test_nobody_holds_anything_in_a_sleep_or_after_it(pool: VllmPool, file: Path) -> None:

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from engine.backends.group.progress import progress
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+PUBLISHED_ELEMENTS = 1 << 25
+"""Sent at once when weights are brought to their masters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +186,7 @@ def zero_shards(engine: Any, named: Named, shapes: Mapping[str, tuple[int, ...]]
         publish = _stage_3_publish(optimizer)
     else:
         pieces = _stage_1_2_pieces(optimizer, named)
-        publish = optimizer.update_lp_params
+        publish = _stage_1_2_publish(optimizer)
     return Shards(pieces, engine.basic_optimizer, shapes=shapes, replicated=False, publish=publish)
 
 
@@ -199,6 +201,26 @@ def _stage_1_2_pieces(optimizer: Any, named: Named) -> list[Piece]:
             at, source = fragment.hp_fragment_address, fragment.lp_fragment_address
             found.append(Piece(name, source.start, at.numel, flats[fragment.param_group_index], at.start))
     return found
+
+
+def _stage_1_2_publish(optimizer: Any) -> Callable[[], None]:
+    """Bit for bit what DeepSpeed's `update_lp_params` does, which gathers everything at once: gloo makes a copy of
+    what it gathers."""
+
+    def publish() -> None:
+        if hasattr(optimizer, "single_partition_of_fp32_groups"):
+            masters, flats = optimizer.single_partition_of_fp32_groups, optimizer.bit16_groups_flat
+        else:
+            masters, flats = optimizer.fp32_groups_flat_partition, optimizer.bf16_groups_flat
+        for master, flat in zip(masters, flats, strict=True):
+            parts = flat.detach().split(len(flat) // dist.get_world_size())
+            parts[dist.get_rank()].copy_(master.detach())
+            for rank, part in enumerate(parts):
+                for chunk in part.split(PUBLISHED_ELEMENTS):
+                    dist.broadcast(chunk, rank)
+                    progress()
+
+    return publish
 
 
 def _stage_3_pieces(optimizer: Any, named: Named) -> list[Piece]:

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from engine.backends.attention import PackedLayout
 from engine.backends.deepspeed.options import ZeroOptions
 from engine.backends.deepspeed.ranks import RankTrainers
 from engine.backends.group.progress import progress
+from engine.backends.packing import pack
+from engine.backends.pieces import Tensors
+from engine.samples import Sample
 from engine.trainer_spec import DeepSpeedSpec
+from storage.chain import OptimizerSpec
 
 TARGET = "tests.engine.deepspeed.lab:Lab"
 
@@ -22,6 +28,17 @@ TARGET = "tests.engine.deepspeed.lab:Lab"
 def lab_options(dtype: str = "float32", **spec: Any) -> dict[str, Any]:
     options = ZeroOptions(trainer=DeepSpeedSpec(**spec), compute_dtype=dtype, device="cpu", threads=1)  # type: ignore[arg-type]
     return options.model_dump(mode="json")
+
+
+@contextmanager
+def wrong_attention() -> Iterator[None]:
+    """Within it packed rows get a tenth of what they attend to."""
+    right = PackedLayout.attend
+    PackedLayout.attend = lambda *args: 0.1 * right(*args)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        PackedLayout.attend = right  # type: ignore[method-assign]
 
 
 class Lab(RankTrainers):
@@ -45,6 +62,46 @@ class Lab(RankTrainers):
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, mine)
         return found
+
+    def load_counting(self, number: int, options: Mapping[str, Any], folder: Path) -> list[tuple[int, int]]:
+        """Of each rank: the elements that it read from files while it loaded, and the most that one read filled."""
+        read: list[int] = []
+        whole = Tensors.read_into
+
+        def counted(tensors: Tensors, name: str, out: torch.Tensor, *, start: int = 0) -> None:
+            read.append(out.numel())
+            whole(tensors, name, out, start=start)
+
+        Tensors.read_into = counted  # type: ignore[method-assign]
+        try:
+            self.load_with(number, options, folder)
+        finally:
+            Tensors.read_into = whole  # type: ignore[method-assign]
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, (sum(read), max(read)))
+        return found
+
+    def load_attending_wrongly(self, number: int, options: Mapping[str, Any], folder: Path) -> None:
+        with wrong_attention():
+            self.load_with(number, options, folder)
+
+    def update_values(
+        self, number: int, samples: Sequence[Sample], targets: Sequence[float], optimizer: OptimizerSpec
+    ) -> tuple[float, float]:
+        """One step on the mean square of (value - target) over trained tokens; the ranks take turns at the samples.
+        (loss, norm of the gradient)."""
+        gradients, rank, ranks = self._of(number).gradients, dist.get_rank(), dist.get_world_size()
+        packed = pack(samples[rank::ranks], device=torch.device("cpu"))
+        values_N = gradients.ask(lambda model: model.values(packed))
+        targets_N = torch.tensor([t for s, t in zip(samples, targets, strict=True) for _ in range(s.trained)])
+        own_N = torch.tensor([i % ranks == rank for i, s in enumerate(samples) for _ in range(s.trained)])
+        loss = (values_N - targets_N[own_N]).square().sum() / len(targets_N)
+        gradients.backward(loss)
+        norm, moved = gradients.step(optimizer)
+        assert moved
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        return float(total), norm
 
     def runs_of_layers(self, number: int, *args: Any) -> int:
         """How often the first decoder layer ran on this rank during one update."""

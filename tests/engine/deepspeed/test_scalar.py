@@ -1,4 +1,5 @@
-"""A model with a scalar head goes through ZeRO: it loads, and its digest, checkpoint and export are whole."""
+"""A model with a scalar head goes through ZeRO: it loads, its values train as on one process, and its digest,
+checkpoint and export are whole."""
 
 from __future__ import annotations
 
@@ -14,10 +15,12 @@ from engine.backends.group.group import Group
 from engine.backends.packing import pack
 from engine.backends.protocol import Objective
 from engine.backends.scalar_lm import ScalarLM, load_model
+from engine.backends.torch_trainer import TorchTrainer
+from engine.backends.updates import adamw_groups, set_adamw
 from engine.errors import BadModelFolder, BadSpec
 from engine.losses.spec import CrossEntropySpec
 from storage.chain import OptimizerSpec
-from tests.engine.deepspeed.conftest import OnRanks, some_samples, state_of
+from tests.engine.deepspeed.conftest import OnRanks, same_bytes, some_samples, state_of
 
 CPU = torch.device("cpu")
 Load = Callable[..., OnRanks]
@@ -68,3 +71,50 @@ def test_a_scalar_head_goes_through_zero(
     assert all(torch.equal(tensor, own[name]) for name, tensor in state_of(trainer.checkpoint()).items())
     with pytest.raises(BadSpec, match="one number per token"):
         trainer.update(some_samples(), Objective(CrossEntropySpec()), OptimizerSpec(lr=1e-3), 30)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"zero_stage": 3},
+        *(
+            pytest.param(spec, marks=pytest.mark.slow)
+            for spec in (
+                {"zero_stage": 0}, {"zero_stage": 1}, {"zero_stage": 2},
+                {"zero_stage": 3, "activation_checkpointing": "recompute"},
+            )
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_values_train_on_two_ranks_as_on_one(
+    spec: dict[str, object], two_ranks: Group, on_ranks: Load, scalar_folder: Path, tmp_path: Path
+) -> None:
+    """Loss and gradient over all trained tokens, whoever computes them; then files that either side reads."""
+    samples, targets = some_samples([9, 14, 11, 6]), [0.5, -1.0, 2.0, 0.25]
+    targets_N = torch.tensor([t for s, t in zip(samples, targets, strict=True) for _ in range(s.trained)])
+    trainer, reference = on_ranks(two_ranks, scalar_folder, **spec), TorchTrainer(load_scalar(scalar_folder))
+    model, optimizer = reference.model, OptimizerSpec(lr=1e-3, eps=1e-3, max_grad_norm=0.5)
+    assert isinstance(model, ScalarLM)
+    adamw = torch.optim.AdamW(adamw_groups(list(model.module.parameters())))
+    set_adamw(adamw.param_groups, optimizer, decayed=lambda index: index == 0)
+    for _ in range(2):
+        adamw.zero_grad()
+        loss = (model.values(pack(samples, device=CPU)) - targets_N).square().mean()
+        loss.backward()
+        norm = float(torch.nn.utils.clip_grad_norm_(model.module.parameters(), 0.5))
+        adamw.step()
+        found_loss, found_norm = trainer.call("update_values", samples, targets, optimizer)
+        assert found_loss == pytest.approx(loss.item(), abs=1e-6)
+        assert found_norm == pytest.approx(norm, rel=1e-4)
+    files = trainer.checkpoint()
+    state = state_of(files)
+    assert max((state[name] - tensor).abs().max().item() for name, tensor in reference.weights()) <= 2e-5
+    reference.read_checkpoint(files, optimizer=True)
+    back = reference.write_checkpoint(tmp_path / "torch")
+    assert same_bytes(state_of(back), state)
+    again = on_ranks(two_ranks, scalar_folder, **spec)
+    again.call("read_checkpoint", back, True)
+    assert same_bytes(state_of(again.checkpoint()), state)
+    trainer.call("export", tmp_path / "export")
+    assert digest_weights(load_scalar(tmp_path / "export"))[0] == reference.weights_digest()[0]

@@ -1,0 +1,148 @@
+"""Loading: a rank reads its part of a folder and no more, and gets what transformers would have given it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from engine.backends.causal_lm import digest_tensors, load_causal_lm
+from engine.backends.deepspeed.backend import DeepSpeedBackend
+from engine.backends.deepspeed.hollow import Hollow, open_hollow, probe, streamed
+from engine.backends.group.group import Group
+from engine.errors import BadModelFolder
+from engine.spec import LocalEngineSpec
+from engine.trainer_spec import DeepSpeedSpec
+from tests.engine.deepspeed.conftest import NUMBERS, OnRanks, torch_trainer
+from tests.engine.deepspeed.lab import lab_options, wrong_attention
+
+CPU = torch.device("cpu")
+Load = Callable[..., OnRanks]
+
+
+def hollow_of(folder: Path) -> Hollow:
+    return open_hollow(folder, dtype=torch.float32, held=torch.float32, device=CPU)
+
+
+def read_all(hollow: Hollow) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, tensor in hollow.model.named_weights():
+        found[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        hollow.weights.read_into(name, found[name])
+    return found
+
+
+def variant(kind: str, tiny_folder: Path, folder: Path) -> Path:
+    """A copy of the tiny model that says the same in other files."""
+    model: Any = AutoModelForCausalLM.from_pretrained(tiny_folder)
+    if kind == "tied":
+        model.config.tie_word_embeddings = True
+        model = type(model)(model.config)
+    if kind == "many files":
+        model.save_pretrained(folder, max_shard_size="200KB")
+        assert len(list(folder.glob("*.safetensors"))) > 1
+        return folder
+    model.to(torch.bfloat16 if kind == "bfloat16" else torch.float32).save_pretrained(folder)
+    if kind == "a file beside":
+        save_file({"other": torch.zeros(2)}, folder / "consolidated.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["plain", "tied", "many files", "bfloat16", "a file beside"])
+def test_a_hollow_model_is_the_loaded_one_without_its_weights(kind: str, tiny_folder: Path, tmp_path: Path) -> None:
+    folder = variant(kind, tiny_folder, tmp_path / "model")
+    hollow = hollow_of(folder)
+    loaded = load_causal_lm(folder, dtype=torch.float32, compute_dtype=torch.float32, device=CPU)
+    assert not hollow.probed  # read from the files, not by way of transformers
+    storage = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in hollow.model.module.parameters()}
+    assert set(storage.values()) == {4}  # one float32 each
+    assert digest_tensors(read_all(hollow).items()) == digest_tensors(loaded.named_weights())
+    own, theirs = dict(hollow.model.module.named_buffers()), dict(loaded.module.named_buffers())
+    assert own.keys() == theirs.keys() and all(torch.equal(own[name], theirs[name]) for name in own)
+    assert [name for name, _ in hollow.model.exported_weights()] == [name for name, _ in loaded.exported_weights()]
+    for config in ("config", "generation_config"):  # what an export writes
+        assert getattr(hollow.model.module, config).to_json_string() == getattr(loaded.module, config).to_json_string()
+    with streamed(hollow), torch.no_grad():
+        ids = torch.tensor([[5, 6, 7, 8]])
+        loaded.module.set_attn_implementation("eager")  # type: ignore[operator]
+        assert torch.equal(hollow.model.module(ids).logits, loaded.module(ids).logits)
+        probe(hollow.model, folder)
+    assert {p.untyped_storage().nbytes() for p in hollow.model.module.parameters()} == {4}
+
+
+def test_names_that_transformers_translates_are_read_by_it(tiny_folder: Path, tmp_path: Path) -> None:
+    """Both names of a tied tensor: the files say more than the model has."""
+    folder = variant("tied", tiny_folder, tmp_path / "model")
+    stored = load_file(folder / "model.safetensors")
+    embedding = stored["model.embed_tokens.weight"]
+    save_file(stored | {"lm_head.weight": embedding.clone()}, folder / "model.safetensors", metadata={"format": "pt"})
+    hollow = hollow_of(folder)
+    assert hollow.probed
+    loaded = load_causal_lm(folder, dtype=torch.float32, compute_dtype=torch.float32, device=CPU)
+    assert digest_tensors(read_all(hollow).items()) == digest_tensors(loaded.named_weights())
+
+
+@pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_each_rank_reads_its_part_and_no_more(
+    stage: int, dtype: str, two_ranks: Group, on_ranks: Load, tiny_folder: Path, tmp_path: Path
+) -> None:
+    trainer = OnRanks(two_ranks, next(NUMBERS), tmp_path)
+    counts = trainer.call("load_counting", lab_options(dtype, zero_stage=stage), tiny_folder)
+    try:
+        reference = torch_trainer(tiny_folder)
+        total = sum(tensor.numel() for _, tensor in reference.weights())
+        largest = max(tensor.numel() for _, tensor in reference.weights())
+        assert sum(read for read, _ in counts) == total
+        assert all(abs(read - total / 2) <= total / 50 for read, _ in counts)
+        if stage == 3:
+            assert max(most for _, most in counts) == -(-largest // 2)
+        assert trainer.digest() == reference.weights_digest()[0]
+    finally:
+        trainer.call("free")
+
+
+def test_a_folder_that_is_broken_is_refused_by_name(
+    two_ranks: Group, on_ranks: Load, tiny_folder: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_folder, folder)
+    stored = load_file(folder / "model.safetensors")
+    del stored["model.norm.weight"]
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(BadModelFolder, match=r"missing keys: model\.norm\.weight"):
+        on_two_ranks().try_load(folder)
+    with pytest.raises(BadModelFolder, match=r"missing keys: model\.norm\.weight"):
+        on_ranks(two_ranks, folder, zero_stage=3)
+
+
+@pytest.mark.parametrize("scalar", [False, True])
+def test_an_architecture_that_packs_wrongly_is_refused(
+    scalar: bool, two_ranks: Group, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """By the engine's process, and by all ranks together: nothing hangs."""
+    auto = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
+    folder, model = tmp_path / "model", auto.from_pretrained(tiny_folder, **({"num_labels": 1} if scalar else {}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(5.0)  # so that it shows in random weights
+    model.save_pretrained(folder)
+    trainer = OnRanks(two_ranks, next(NUMBERS), tmp_path)
+    with pytest.raises(BadModelFolder, match="packed attention changes"):
+        trainer.call("load_attending_wrongly", lab_options(zero_stage=3), folder)
+    with wrong_attention(), pytest.raises(BadModelFolder, match="packed attention changes"):
+        on_two_ranks().try_load(folder)
+    on_two_ranks().try_load(folder)
+    trainer.call("load_with", lab_options(zero_stage=3), folder)
+    trainer.call("free")
+
+
+def on_two_ranks() -> DeepSpeedBackend:
+    spec = DeepSpeedSpec(ranks=2)
+    return DeepSpeedBackend(LocalEngineSpec(trainer=spec, device="cpu", compute_dtype="float32", threads=1))

@@ -29,8 +29,8 @@ MUST_EQUAL = ("dtype", "vocab_size", "eos_token_ids", "max_lora_rank", "lora_tar
 def open_pool(
     spec: VllmSpec, config_folder: Path, options: EngineOptions, device: torch.device = torch.device("cpu")
 ) -> VllmPool:
-    """Starts the servers of `spec` on this machine, or finds those at its `urls`, and waits until they are up. `device`:
-    the trainer's.
+    """Starts the servers of `spec` on this machine, or finds those at its `urls`, and waits until they are up.
+    `device`: the trainer's.
 
     Raises:
         WorkerDied: one of them did not come up.

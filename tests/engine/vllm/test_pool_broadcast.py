@@ -1,0 +1,190 @@
+"""Two vLLM servers that take weights by a broadcast: every gate of a sync holds, with faults planted on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.adapters import LoraSpec
+from engine.backends.torch_backend import TorchBackend
+from engine.backends.vllm import delivery, opening
+from engine.backends.vllm.backend import VllmSamplers
+from engine.errors import SamplerOutOfSync
+from tests.engine.vllm.gating import LAYER, assert_drawn_from, assert_recovers, assert_refused, draw, move, spec_of
+from tests.engine.vllm.pools import PlantedPlan, Weights, core_of, load, until
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+SPEC = spec_of(servers=2, transport="nccl", sync_seconds=30, answer_seconds=60, start_seconds=300)
+ONE, OTHER = LAYER + "self_attn.o_proj.weight", "model.layers.2.self_attn.o_proj.weight"
+"""Of one shape."""
+Pairs = Iterator[tuple[str, Tensor]]
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("faults")
+
+
+@pytest.fixture(scope="module")
+def backend(faults: Path) -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(opening, "Plan", functools.partial(PlantedPlan, faults=faults))
+        backend = VllmSamplers(
+            SPEC, compute_dtype=torch.float32, device=torch.device("cpu"), extension="planted.Planted"
+        )
+        yield backend
+        backend.close()
+
+
+@pytest.fixture
+def sampler(backend: Any, trainer: Any) -> Iterator[Any]:
+    """Two servers hold state-0; the trainer has gone on to other weights."""
+    sampler = backend.sampler(trainer)
+    pool = sampler._host.runtime
+    until(lambda: all(server.phase == "up" for server in pool.servers))
+    sampler.sync(trainer, "state-0")
+    assert [server.held for server in pool.servers] == ["state-0"] * 2
+    move(trainer)
+    yield sampler
+    sampler.close()
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, change: Callable[[Pairs], Pairs]) -> None:
+    """Changes what the engine's process sends; what it said that it would send stays as it was."""
+    honest = delivery._pairs
+    monkeypatch.setattr(delivery, "_pairs", lambda source, manifest: change(honest(source, manifest)))
+
+
+def test_after_every_sync_it_samples_from_the_trainers_weights_by_one_group(sampler: Any, trainer: Any) -> None:
+    pool, seen = sampler._host.runtime, []
+    member = pool._delivery.member
+    for number in range(3):
+        sampler.sync(trainer, f"state-{number}")
+        drawn = draw(sampler)
+        assert_drawn_from(trainer, drawn)
+        assert sampler.receipt.tensors == len(list(trainer.model.exported_weights()))
+        seen.append(str(drawn))
+        move(trainer, seed=number)
+    assert len(set(seen)) == 3 and pool._delivery.member is member
+
+
+def test_files_are_sent_too(sampler: Any, trainer: Any, weights: list[Weights]) -> None:
+    """What a trainer of other processes staged."""
+    pool = sampler._host.runtime
+    load(pool, weights[1])
+    assert [server.held for server in pool.servers] == ["state-1"] * 2
+    pool.check("state-1", full=True)
+
+
+def test_a_tensor_that_stays_as_it_was(sampler: Any, trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = torch.zeros_like(dict(trainer.model.exported_weights())[ONE])
+    plant(monkeypatch, lambda pairs: ((name, old if name == ONE else tensor) for name, tensor in pairs))
+    assert_refused(sampler, trainer, f"tensor {ONE} arrived with other bytes")
+    assert_recovers(sampler, trainer, monkeypatch)
+
+
+def test_two_tensors_of_one_shape_swapped(sampler: Any, trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = dict(trainer.model.exported_weights())
+    swapped = {ONE: found[OTHER], OTHER: found[ONE]}
+    plant(monkeypatch, lambda pairs: ((name, swapped.get(name, tensor)) for name, tensor in pairs))
+    assert_refused(sampler, trainer, f"tensor ({ONE}|{OTHER}) arrived with other bytes")
+    assert_recovers(sampler, trainer, monkeypatch)
+
+
+def test_half_of_the_replicas_only_acknowledge(
+    sampler: Any, trainer: Any, monkeypatch: pytest.MonkeyPatch, faults: Path
+) -> None:
+    (faults / "server-1").touch()
+    try:
+        assert_refused(sampler, trainer, "server-1.* is not what the live model computes with")
+    finally:
+        (faults / "server-1").unlink()
+    assert_recovers(sampler, trainer, monkeypatch)
+
+
+def test_weights_that_change_after_the_sync(sampler: Any, trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler.sync(trainer, "state-1")
+    pool = sampler._host.runtime
+    for server in pool.servers:
+        asyncio.run_coroutine_threadsafe(server.remote.rpc("ostinato_check_and_spoil"), pool._loop).result()
+    with pytest.raises(SamplerOutOfSync, match=r"tensor model\.norm\.weight changed"):
+        draw(sampler)
+    assert sampler.holds is None
+    assert_recovers(sampler, trainer, monkeypatch)
+
+
+def test_a_sender_that_fails_in_the_middle(sampler: Any, trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(pairs: Pairs) -> Pairs:
+        for number, pair in enumerate(pairs):
+            if number == 5:
+                raise SamplerOutOfSync("the staged files went away")
+            yield pair
+
+    plant(monkeypatch, fail)
+    assert_refused(sampler, trainer, "the staged files went away")
+    assert_recovers(sampler, trainer, monkeypatch)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
+def test_a_receiver_that_is_gone_in_the_middle(
+    sampler: Any, trainer: Any, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """The other server gets everything at a second try; the next sync has both again."""
+    pool = sampler._host.runtime
+    lost, kept = pool.servers
+    starts, victim, signalled = lost.starts, core_of(lost).pid, []
+
+    def strike(pairs: Pairs) -> Pairs:
+        for place, pair in enumerate(pairs):
+            if place == 5 and not signalled:
+                os.kill(victim, number)
+                signalled.append(victim)
+            yield pair
+
+    plant(monkeypatch, strike)
+    sampler.sync(trainer, "state-1")
+    assert signalled and (lost.held, kept.held) == (None, "state-1")
+    assert_drawn_from(trainer, draw(sampler))
+    until(lambda: lost.starts > starts and lost.phase == "up")
+    assert lost.held is None  # nobody has files for it
+    move(trainer, seed=3)
+    monkeypatch.undo()
+    sampler.sync(trainer, "state-2")
+    assert (lost.held, kept.held) == ("state-2", "state-2")
+    assert_drawn_from(trainer, draw(sampler))
+
+
+def test_a_frozen_base_is_sent_again_when_a_server_came_back_without_it(tiny_folder: Path) -> None:
+    backend = VllmSamplers(SPEC, compute_dtype=torch.float32, device=torch.device("cpu"))
+    try:
+        adapter = TorchBackend.adapter(
+            TorchBackend(SPEC).load_base(tiny_folder, key="base"), LoraSpec(rank=4, alpha=6.0), init_seed=1
+        )
+        move(adapter)
+        sampler = backend.sampler(adapter)
+        sampler.sync(adapter, "state-0")
+        loads = sampler._host.loads
+        assert_drawn_from(adapter, draw(sampler))
+        move(adapter, seed=1)
+        sampler.sync(adapter, "state-1")
+        assert sampler._host.loads == loads
+        lost = sampler._host.runtime.servers[1]
+        starts = lost.starts
+        core_of(lost).kill()
+        until(lambda: lost.starts > starts and lost.phase == "up")
+        assert lost.held is None
+        sampler.sync(adapter, "state-2")
+        assert lost.held == sampler._host.loaded and lost.adapters
+        assert_drawn_from(adapter, draw(sampler))
+    finally:
+        backend.close()

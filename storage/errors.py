@@ -75,5 +75,9 @@ class VersionConflict(PermanentStorageError):
     """A model version that names other content already."""
 
 
+class AliasMoved(PermanentStorageError):
+    """An alias that somebody else moved since it was looked at."""
+
+
 class ForkRefused(PermanentStorageError):
     """A fork onto a key that is taken, or a run whose fork is not finished."""

@@ -27,16 +27,17 @@ _OF_RUN = re.compile(
 )
 _OF_CHAIN = re.compile(r"runs/.*/stages/([^/]+)/chains/([^/]+)/(?:root|\d{6,})\.json", re.ASCII)
 _MANIFEST = re.compile(
-    r"(runs/.+/stages/[^/]+/(?:steps/\d{6,}/[^/]+/\d{5,}|evaluations/[^/]+)|datasets/[^/]+/[^/]+/threads)\.json"
+    r"(runs/.+/stages/[^/]+/(?:steps/\d{6,}/[^/]+/\d{5,}|evaluations/[^/]+)|datasets/[^/]+/[^/]+/threads"
+    r"|models/[^/]+/(?:decisions|cards)/[^/.]+)\.json"
     r"|(runs/.+/stages/[^/]+/(?:checkpoints/[^/]+/\d{6,}|rebased/[^/]+/\d{6,}\.[0-9a-f]{32})"
-    r"|models/[^/]+/(?!aliases/|claims/)[^/]+|uploads/[^/]+/[0-9a-f]{64})/manifest\.json",
+    r"|models/[^/]+/(?!aliases/|claims/|decisions/|cards/)[^/]+|uploads/[^/]+/[0-9a-f]{64})/manifest\.json",
     re.ASCII,
 )
 _DATA = re.compile(
     r"runs/.+/stages/[^/]+/(?:steps/\d{6,}/[^/]+|evaluations)/[^/]+\.[0-9a-f]{32}\.[^/]+"
     r"|runs/.+/stages/[^/]+/(?:checkpoints/[^/]+/\d{6,}|rebased/[^/]+/\d{6,}\.[0-9a-f]{32})/[0-9a-f]{32}/.+"
-    r"|datasets/[^/]+/[^/]+/threads\.[0-9a-f]{32}\.[^/]+|models/[^/]+/(?!aliases/|claims/)[^/]+/.+"
-    r"|uploads/[^/]+/[0-9a-f]{64}/[0-9a-f]{32}/.+",
+    r"|datasets/[^/]+/[^/]+/threads\.[0-9a-f]{32}\.[^/]+|models/[^/]+/(?!aliases/|claims/|decisions/|cards/)[^/]+/.+"
+    r"|models/[^/]+/(?:decisions|cards)/[^/.]+\.[0-9a-f]{32}\.[^/]+|uploads/[^/]+/[0-9a-f]{64}/[0-9a-f]{32}/.+",
     re.ASCII,
 )
 _PLAIN = re.compile(
@@ -47,7 +48,8 @@ _PLAIN = re.compile(
     re.ASCII,
 )
 _OWNER = re.compile(
-    r"(runs/.+/stages/[^/]+/(?:steps/\d{6,}/[^/]+|evaluations)/[^/]+|datasets/[^/]+/[^/]+/threads)\.[0-9a-f]{32}\.[^/]+"
+    r"(runs/.+/stages/[^/]+/(?:steps/\d{6,}/[^/]+|evaluations)/[^/]+|datasets/[^/]+/[^/]+/threads"
+    r"|models/[^/]+/(?:decisions|cards)/[^/.]+)\.[0-9a-f]{32}\.[^/]+"
     r"|(runs/.+/stages/[^/]+/(?:checkpoints/[^/]+/\d{6,}|rebased/[^/]+/\d{6,}\.[0-9a-f]{32})"
     r"|uploads/[^/]+/[0-9a-f]{64})/[0-9a-f]{32}/.+"
     r"|(models/[^/]+/[^/]+)/.+",
@@ -60,7 +62,7 @@ KeyKind = Literal["manifest", "attempt", "published", "upload", "plain", "unknow
 """manifest: commits an artifact. attempt: data of one attempt, committed or not. published: a file of a registered
 model. upload: a model on its way in. plain: stands for itself. unknown: nothing that a store keeps."""
 _RESERVED_RUN_PARTS = frozenset({"stages", "leases"})
-_RESERVED_VERSIONS = frozenset({"aliases", "claims"})
+_RESERVED_VERSIONS = frozenset({"aliases", "claims", "decisions", "cards"})
 
 
 def is_key(key: str) -> bool:
@@ -125,8 +127,7 @@ def number(value: int) -> str:
 
 def numbered(key: str) -> int | None:
     """The number of a key like …/000042.json, or None."""
-    match = _NUMBERED.fullmatch(key)
-    return int(match[1]) if match else None
+    return int(match[1]) if (match := _NUMBERED.fullmatch(key)) else None
 
 
 def manifest(key: str) -> str:
@@ -163,7 +164,7 @@ def kind_of_key(key: str) -> KeyKind:
     if artifact_of(key) is not None:
         return "manifest"
     if is_data(key):
-        return "published" if area == "models" else "attempt"
+        return "published" if area == "models" and key.split("/")[2] not in _RESERVED_VERSIONS else "attempt"
     return "plain" if is_plain(key) else "unknown"
 
 
@@ -279,8 +280,7 @@ def chain_record(run: str, stage: str, policy: str, step: int) -> str:
 
 def record_step(key: str) -> int | None:
     """The step of a chain record's key; None for the root, a rebase and anything else."""
-    match = _RECORD.fullmatch(key)
-    return int(match[1]) if match else None
+    return int(match[1]) if (match := _RECORD.fullmatch(key)) else None
 
 
 def rebases_prefix(run: str, stage: str, policy: str) -> str:
@@ -294,8 +294,7 @@ def rebase(run: str, stage: str, policy: str, step: int) -> str:
 
 def rebase_step(key: str) -> int | None:
     """The step of a rebase's key; None for any other key."""
-    match = _REBASE.fullmatch(key)
-    return int(match[1]) if match else None
+    return int(match[1]) if (match := _REBASE.fullmatch(key)) else None
 
 
 def rebase_checkpoint(run: str, stage: str, policy: str, step: int, attempt: str) -> str:
@@ -326,8 +325,7 @@ def checkpoint_name(checkpoint_key: str) -> str:
 
 def checkpoint_step(key: str) -> int | None:
     """The step of a *complete* checkpoint by the key of its manifest; None for any other key."""
-    match = _CHECKPOINT.fullmatch(key)
-    return int(match[1]) if match else None
+    return int(match[1]) if (match := _CHECKPOINT.fullmatch(key)) else None
 
 
 def checkpoint_chain(checkpoint_key: str) -> tuple[str, str, str]:
@@ -363,13 +361,14 @@ def model_version(key: str, version: str) -> str:
     return f"{model_prefix(key)}{version}"
 
 
-def model_claims_prefix(key: str) -> str:
-    return f"{model_prefix(key)}claims/"
+def model_part(key: str, part: Literal["claims", "decisions", "cards"]) -> str:
+    """Under which the registry keeps what it says about a model."""
+    return f"{model_prefix(key)}{part}/"
 
 
 def model_claim(key: str, version: str) -> str:
     """Which content a version names; decided before the first byte of it is uploaded."""
-    return f"{model_claims_prefix(key)}{validate_name(version)}.json"
+    return f"{model_part(key, 'claims')}{validate_name(version)}.json"
 
 
 def model_aliases_prefix(key: str, alias: str) -> str:
@@ -378,6 +377,13 @@ def model_aliases_prefix(key: str, alias: str) -> str:
 
 def model_alias(key: str, alias: str, number_in_log: int) -> str:
     return f"{model_aliases_prefix(key, alias)}{number(number_in_log)}.json"
+
+
+def model_note(key: str, kind: Literal["decisions", "cards"], decision: str) -> str:
+    """Logical key of what was decided about a model, or of the card that the decision wrote: no version changes."""
+    if "." in validate_name(decision):  # data has dots after its key, and a manifest's key has none
+        raise InvalidKey(f"{decision!r} cannot be the id of a decision; give one without dots")
+    return f"{model_part(key, kind)}{decision}"
 
 
 def alias_of(key: str) -> tuple[str, str] | None:

@@ -72,7 +72,7 @@ def find_model(store: ObjectStore, name: str, version: str | None = None) -> Art
 
 def list_versions(store: ObjectStore, name: str) -> list[str]:
     """The committed versions of a model, sorted by name."""
-    prefix = keys.model_claims_prefix(name)  # one small object per version, instead of listing every weight file
+    prefix = keys.model_part(name, "claims")  # one small object per version, instead of listing every weight file
     claimed = (info.key.removeprefix(prefix).removesuffix(".json") for info in store.list(prefix))
     return [v for v in claimed if store.exists(keys.manifest_of_files(keys.model_version(name, v)))]
 

@@ -5,8 +5,8 @@
 Two ranks on this CPU, started for each line, in the same environment as a trainer's but with glibc giving every large
 tensor pages of its own (MALLOC_MMAP_THRESHOLD_), so that tensors are counted and not the gaps of a heap. Each rank has
 loaded a small model before, which imports everything. Peaks are the kernel's own (VmHWM): none is missed, and pages of
-files that are mapped count too. Printed in units of 2P bytes, the model in bfloat16, beside the least that a rank keeps
-(`engine.backends.deepspeed.held`, without moments) and what `engine plan` says of the start.
+files that are mapped count too. Printed: MiB, and in units of 2P bytes, which is the model in bfloat16; what the rank
+keeps; and what `engine plan` says of its start, the process itself left out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from typing import Any
 from bench.memory_plan import MODEL, status
 from engine.backends.deepspeed.ranks import RankTrainers
 from engine.backends.group.group import Group
-from engine.plan_shape import read_shape
+from engine.plan import plan_memory
+from engine.plan_records import Machine, Workload
+from engine.plan_shape import ModelShape, read_shape
+from engine.spec import LocalEngineSpec
 
 RANKS = 2
 CASES = [(stage, dtype) for dtype in ("bfloat16", "float32") for stage in (0, 1, 2, 3)]
@@ -59,7 +62,8 @@ def main() -> None:
     from engine.backends.tiny import build_tiny_model
 
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else MODEL).resolve()
-    unit = 2 * read_shape(folder).parameters
+    shape = read_shape(folder)
+    unit = 2 * shape.parameters
     with tempfile.TemporaryDirectory() as scratch:
         small = Path(scratch) / "small"
         build_tiny_model(small, seed=1)
@@ -71,17 +75,22 @@ def main() -> None:
                 before, peak, after = group.call("take", small, folder)
             finally:
                 group.close()
-            size, kept = compute_bytes(dtype), after - before
-            least = (size + 4 / RANKS if stage else 4) if stage < 3 else (size + 4) / RANKS
+            wanted = planned(shape, stage, dtype)
             print(
                 f"zero {stage} x {RANKS} {dtype:9} peak {(peak - before) / 2**20:6.0f} MiB = "
-                f"{(peak - before) / unit:5.2f} x 2P   kept {kept / unit:5.2f}   weights and masters {least / 2:5.2f}",
+                f"{(peak - before) / unit:5.2f} x 2P   kept {(after - before) / unit:5.2f}   planned "
+                f"{wanted / unit:5.2f}   planned / peak {wanted / (peak - before):5.3f}",
                 flush=True,
             )
 
 
-def compute_bytes(dtype: str) -> int:
-    return 2 if dtype == "bfloat16" else 4
+def planned(shape: ModelShape, stage: int, dtype: str) -> float:
+    """Bytes of the start that the plan gives to one rank."""
+    trainer = {"kind": "deepspeed", "ranks": RANKS, "zero_stage": stage, "bucket_mib": BUCKET_MIB}
+    spec = LocalEngineSpec.model_validate({"device": "cpu", "compute_dtype": dtype, "trainer": trainer})
+    (load,) = plan_memory(spec, Workload(shape, context=512, frozen=0), Machine.cpu(64 << 30)).loads
+    left_out = ("runtime", "sampler", "kv")
+    return sum(part.bytes.get("start", 0.0) for part in load.parts if part.key not in left_out) / RANKS
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.backends.deepspeed.held import Held as States
+from engine.backends.deepspeed.held import held_bytes
 from engine.errors import BadSpec
 from engine.plan_parts import (
     MASTER,
@@ -11,7 +13,6 @@ from engine.plan_parts import (
     autocast_weights,
     head_activations,
     torch_states,
-    zero_states,
 )
 from engine.plan_records import PHASES, Machine, Part, Phase, Workload
 from engine.spec import LocalEngineSpec
@@ -116,7 +117,9 @@ def _torch(spec: LocalEngineSpec, work: Workload, machine: Machine, group: Group
         part("frozen", f"{work.frozen} frozen policies", frozen, "reference and past policies, read only"),
     ]
     process = _process(machine)
-    loading = part("loading", "loading the model", 4 * shape.parameters, "read here, then moved", ("start",))
+    # the ranks of the deepspeed trainer read into their devices
+    read_here = master * shape.parameters if zero is None else 0
+    loading = part("loading", "loading the model", read_here, "read here, then moved", ("start",))
     inputs = part("activations", "layer inputs, offloaded", kept_away, "", ("backward",))
     return Held((*process.device, *parts), (inputs,) if machine.device == "cpu" else (*process.node, inputs, loading))
 
@@ -130,55 +133,84 @@ def _more_adapters(work: Workload, master: int) -> float:
 def _deepspeed(
     spec: LocalEngineSpec, zero: DeepSpeedSpec, work: Workload, machine: Machine, group: Group
 ) -> Held:
-    """Stages 1 to 3 (engine.backends.deepspeed). Beyond the paper: gradients add up in float32, and every rank reads
-    the whole model in float32 before it keeps its part."""
-    shape, compute, stage, world = work.shape, group.compute, zero.zero_stage, group.world
-    size = shape.parameters
-    states = zero_states(size, stage=stage, ranks=world, weight_bytes=compute)
+    """Stages 1 to 3: states as engine.backends.deepspeed.held counts them, split over the ranks."""
+    shape, compute, world = work.shape, group.compute, group.world
+    places = held_bytes(
+        zero, parameters=shape.parameters, buffers=0, ranks=world, compute_bytes=compute, master_bytes=MASTER
+    )
     tokens = -(-spec.max_tokens_per_forward // zero.sequence_parallel)
     kept, kept_away = activations(
         shape, tokens, compute=compute, autocast=False, recompute=zero.activation_checkpointing
     )
-    what, split = f"ZeRO {stage} over {world} ranks", "/N" * (stage == 3)
-    summed = MASTER * size / world if stage >= 2 else (MASTER + (compute if compute < MASTER else 0)) * size
-    masters = MASTER * size / world * work.frozen
-    weights = part("weights", "weights", states.weights, f"{what}: {compute}P{split}")
-    moments = part("moments", "master weights, moments", states.optimizer, f"{what}: 12P/N")
-    gradients = part("gradients", "gradients", summed, "float32: 4P/N" if stage >= 2 else "float32, whole", TRAINING)
-    frozen = part("frozen", f"{work.frozen} frozen policies", states.weights * work.frozen, f"{compute}P{split} each")
-    frozen_masters = part("frozen", "their master weights", masters, "4P/N each")
-    step = part("step", "the step's flat gradient", MASTER * size / world, "4P/N", ("step",))
-    optimizer = [moments, frozen_masters, step, *([gradients] if stage >= 2 else [])]
+    step = part("step", "the step's flat gradient", MASTER * shape.parameters / world, "4P/N", ("step",))
     on_device = [
-        *_if(zero.offload_parameters == "none", [weights, frozen]),
-        *_if(zero.offload_optimizer == "none", optimizer),
-        *_if(stage == 1, [gradients]),
-        *_buffers(zero, work, group),
+        *_states(places.device, zero, work, group),
+        *_if(zero.offload_optimizer == "none", [step]),
+        *_buffers(zero, work, machine, group),
         part("activations", "activations", kept, f"{tokens} tokens, {zero.activation_checkpointing}", ("backward",)),
         part("logits", "logits and their gradient", head_activations(shape, tokens, compute=compute),
              "at most 2^27 logits at once", ("backward",)),
+        *_loading(zero, work, machine, group),
     ]  # fmt: skip
+    # DeepSpeed lays the shards out in the machine's memory once
+    shards = compute * shape.parameters / world if zero.zero_stage == 3 and zero.offload_parameters == "none" else 0.0
     away = [
-        *_if(zero.offload_parameters == "cpu", [weights, frozen]),
-        *_if(zero.offload_optimizer == "cpu", optimizer),
+        *_states(places.host, zero, work, group),
         part("activations", "layer inputs", kept_away, f"{tokens} tokens", ("backward",)),
-        part("loading", "loading the model", (MASTER + compute) * size, f"{MASTER}P read, {compute}P kept", ("start",)),
+        *_if(machine.device == "cuda", [part("loading", "loading the model", shards, f"{compute}P/N", ("start",))]),
     ]
     process = _process(machine)
     return Held((*process.device, *on_device), (*process.node, *away))
+
+
+def _states(held: States, zero: DeepSpeedSpec, work: Workload, group: Group) -> list[Part]:
+    """Of one rank in one kind of memory; the moments come with the first step."""
+    world, what = group.world, f"ZeRO {zero.zero_stage} over {group.world} ranks"
+    split = "/N" * (zero.zero_stage == 3)
+    weights, masters, standing = held.weights / world, held.masters / world, held.standing / world
+    optimizer: dict[Phase, float] = dict.fromkeys(EVERY, masters + held.moments / world)
+    gradients: dict[Phase, float] = dict.fromkeys(EVERY, standing) | dict.fromkeys(TRAINING, held.gradients / world)
+    return [
+        part("weights", "weights", weights, f"{what}: {group.compute}P{split}"),
+        Part("moments", "master weights, moments", optimizer | {"start": masters}, f"{what}: 12P/N, 4P/N at the start"),
+        Part("gradients", "gradients", gradients, "float32: 4P/N" if zero.zero_stage >= 2 else "whole"),
+        part("frozen", f"{work.frozen} frozen policies", weights * work.frozen, f"{group.compute}P{split} each"),
+        part("frozen", "their masters and buffers", (masters + standing) * work.frozen, "4P/N masters each"),
+    ]
+
+
+def _loading(zero: DeepSpeedSpec, work: Workload, machine: Machine, group: Group) -> list[Part]:
+    """On the device, beside the states: each rank reads what it keeps (engine.backends.deepspeed.hollow)."""
+    if zero.zero_stage == 3:
+        size, why = group.compute * work.shape.embedding * _copies(machine, group), "the largest tensor, whole"
+        return [part("loading", "loading the model", size, why, ("start",))]
+    added_up = zero.zero_stage == 1 and group.compute < MASTER
+    if added_up or zero.offload_optimizer == "cpu":  # there is one already
+        return []
+    share = MASTER * work.shape.parameters / group.world
+    return [part("loading", "loading the model", share, "DeepSpeed's first gradient, 4P/N", ("start",))]
+
+
+def _copies(machine: Machine, group: Group) -> int:
+    """Of what is gathered: gloo makes one more."""
+    return 2 if machine.device == "cpu" and group.world > 1 else 1
 
 
 def _if(wanted: bool, parts: list[Part]) -> list[Part]:
     return parts if wanted else []
 
 
-def _buffers(zero: DeepSpeedSpec, work: Workload, group: Group) -> list[Part]:
+def _buffers(zero: DeepSpeedSpec, work: Workload, machine: Machine, group: Group) -> list[Part]:
     """A bucket of gradients and one of weights; with ZeRO 3 also what is whole for a moment: the largest module (the
     embedding or the head), a layer, and two buckets that DeepSpeed may keep (stage3_max_live_parameters)."""
     size = 2 * zero.bucket_mib * MIB
     buffers = [part("buckets", "buckets", size, f"2 * bucket_mib={zero.bucket_mib}", TRAINING)]
     if zero.zero_stage == 3:
-        gathered = group.compute * (work.shape.layer_linear + work.shape.embedding) + 2 * zero.bucket_mib * MIB
+        heads = _copies(machine, group) * work.shape.embedding
+        gathered = group.compute * (work.shape.layer_linear + heads) + 2 * zero.bucket_mib * MIB
         why = "a layer, the head, two buckets"
         buffers.append(part("gathered", "gathered weights", gathered, why, ("backward",)))
+    elif _copies(machine, group) > 1:
+        whole = group.compute * work.shape.parameters
+        buffers.append(part("gathered", "gloo's copy of the weights", whole, f"{group.compute}P", ("step",)))
     return buffers

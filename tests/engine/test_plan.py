@@ -199,7 +199,9 @@ def test_four_gpus_train_and_four_sample() -> None:
     assert part(trains, "moments") == 12 * 8_030_261_248 / 4
     assert part(samples, "vllm", "sampling") > 8_030_261_248  # 2P over two GPUs
     assert part(trains, "kv", "sampling") == part(samples, "moments") == 0
-    assert part(node, "loading", "start") == 4 * 6 * 8_030_261_248
+    assert part(node, "loading", "start") == 2 * 8_030_261_248  # the shards of four ranks, once
+    assert part(trains, "loading", "start") == 2 * 128256 * 4096  # the embedding, whole
+    assert trains.at("start") < trains.at("step")
 
 
 def test_a_vllm_that_shares_the_gpu_sleeps_unless_told_not_to() -> None:
@@ -220,19 +222,23 @@ def test_the_sequences_are_what_the_share_leaves() -> None:
     assert planned(keys, EIGHT).sequences == 320
 
 
+@pytest.mark.parametrize("offload", ["none", "cpu"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_the_plan_and_the_deepspeed_backend_count_alike(stage: int) -> None:
+def test_the_plan_and_the_deepspeed_backend_count_alike(stage: int, offload: str) -> None:
     from engine.backends.deepspeed.held import held_bytes
     from engine.trainer_spec import DeepSpeedSpec
 
-    keys = SPLIT | {"trainer": SPLIT["trainer"] | {"zero_stage": stage}, "compute_dtype": "bfloat16"}
-    load = planned(keys, EIGHT).loads[0]
-    trainer = DeepSpeedSpec(ranks=4, zero_stage=stage)
-    held = held_bytes(
+    changes = {"zero_stage": stage, "offload_optimizer": offload}
+    load, _, node = planned(SPLIT | {"trainer": SPLIT["trainer"] | changes, "compute_dtype": "bfloat16"}, EIGHT).loads
+    trainer = DeepSpeedSpec(ranks=4, **changes)
+    places = held_bytes(
         trainer, parameters=8_030_261_248, buffers=0, ranks=4, compute_bytes=2, master_bytes=4
     )
-    assert 4 * (part(load, "weights") + part(load, "moments")) == held.weights + held.moments
-    assert 4 * part(load, "gradients") == held.gradients
+    for held, at, ranks in ((places.device, load, 4), (places.host, node, 1)):
+        assert ranks * part(at, "weights") == held.weights
+        assert ranks * part(at, "moments") == held.masters + held.moments
+        assert ranks * part(at, "gradients") == held.gradients
+        assert ranks * part(at, "gradients", "sampling") == held.standing
 
 
 def test_offloaded_moments_lie_in_the_machine() -> None:
@@ -240,7 +246,7 @@ def test_offloaded_moments_lie_in_the_machine() -> None:
     trains, _, node = planned(keys, EIGHT).loads
     assert part(trains, "moments") == 0
     assert part(node, "moments") == 12 * 8_030_261_248  # 12P/N on each of N ranks
-    assert part(node, "gradients") == 4 * 8_030_261_248
+    assert part(node, "gradients") == 8 * 8_030_261_248  # of the micro-batches, and of the masters
 
 
 def test_on_the_cpu_everything_shares_one_memory() -> None:

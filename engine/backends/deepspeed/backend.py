@@ -16,7 +16,7 @@ import torch
 from engine.adapters import LoraSpec
 from engine.backends import machine
 from engine.backends.deepspeed import OUT_OF_MEMORY_MARK
-from engine.backends.deepspeed.held import Held, held_bytes
+from engine.backends.deepspeed.held import Places, held_bytes
 from engine.backends.deepspeed.hollow import open_hollow, probe, streamed
 from engine.backends.deepspeed.options import ZeroOptions
 from engine.backends.group.group import Group
@@ -146,7 +146,7 @@ class DeepSpeedBackend:
     def adapter_off(self, base: Any) -> NoReturn:
         self.load_base(Path(str(base)))
 
-    def held(self, info: dict[str, Any]) -> Held:
+    def held(self, info: dict[str, Any]) -> Places:
         """Bytes of a loaded model; `info` is what the ranks said of it."""
         return held_bytes(
             self.trainer_spec,
@@ -259,7 +259,7 @@ class DeepSpeedTrainer:
 
     def nbytes(self, *, training: bool = True) -> int:
         """Over the devices of all ranks, as `TrainerBackend.memory_bytes` counts them."""
-        return self._held.device_bytes(training=training)
+        return self._held.device.nbytes(training=training)
 
     @property
     def weights_nbytes(self) -> int:

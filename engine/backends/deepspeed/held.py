@@ -1,4 +1,5 @@
-"""Bytes that a trained model takes on the devices of all ranks, by ZeRO stage (arXiv:1910.02054, figure 1)."""
+"""Bytes of a model in training, by ZeRO stage (arXiv:1910.02054, figure 1), and where they lie. No torch: the memory
+plan (engine.plan_trainer) and the backend both count with this."""
 
 from __future__ import annotations
 
@@ -11,38 +12,58 @@ MOMENTS_PER_WEIGHT = 2
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Of one policy, added up over all devices; what is offloaded to the machines' memory is in `host`."""
+    """Of one policy, over all ranks, in one kind of memory."""
 
-    weights: int
-    """That compute, and their masters."""
-    gradients: int
+    weights: int = 0
+    """That compute, and buffers."""
+    masters: int = 0
+    """Where they are others than `weights`."""
+    gradients: int = 0
     """At their peak, in an update."""
-    moments: int
-    host: int
+    standing: int = 0
+    """Of `gradients`, what is held from the start on, trained or not: DeepSpeed's own buffers."""
+    moments: int = 0
 
-    def device_bytes(self, *, training: bool) -> int:
-        return self.weights + (self.gradients + self.moments if training else 0)
+    def nbytes(self, *, training: bool = True) -> int:
+        return self.weights + self.masters + (self.gradients + self.moments if training else self.standing)
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    device: Held
+    host: Held
+    """What is offloaded to the machines' memory."""
 
 
 def held_bytes(
     spec: DeepSpeedSpec, *, parameters: int, buffers: int, ranks: int, compute_bytes: int, master_bytes: int
-) -> Held:
+) -> Places:
     """`ranks` of all nodes; `compute_bytes` and `master_bytes` per number, `buffers` in bytes."""
-    stage, lower = spec.zero_stage, compute_bytes != master_bytes
+    stage, lower, everywhere = spec.zero_stage, compute_bytes != master_bytes, ranks * buffers
+    masters = parameters * master_bytes
     if stage == 0:
-        whole = ranks * parameters * master_bytes
-        return Held(whole + ranks * buffers, whole, MOMENTS_PER_WEIGHT * whole, 0)
-    replicas = 1 if stage == 3 else ranks
-    computing, masters = replicas * parameters * compute_bytes, parameters * master_bytes
-    moments = MOMENTS_PER_WEIGHT * masters
-    if stage == 1:
-        # a whole gradient on every rank until the step; in bfloat16 it is added up beside it in the masters' precision
-        gradients = ranks * parameters * (compute_bytes + (master_bytes if lower else 0))
-    else:
-        gradients = masters
-    host = 0
-    if spec.offload_optimizer == "cpu":
-        host, masters, moments = host + masters + moments + parameters * master_bytes, 0, 0
-    if spec.offload_parameters == "cpu":
-        host, computing = host + computing, 0
-    return Held(computing + masters + ranks * buffers, gradients, moments, host)
+        whole = ranks * masters
+        device = Held(weights=whole + everywhere, gradients=whole, moments=MOMENTS_PER_WEIGHT * whole)
+        return Places(device, Held())
+    away = spec.offload_optimizer == "cpu"
+    computing = (1 if stage == 3 else ranks) * parameters * compute_bytes
+    # stage 1: a whole gradient on every rank until the step; in bfloat16 added up beside it in the masters' precision,
+    # where nothing is offloaded in a buffer that is always there
+    added_up = ranks * parameters * master_bytes if stage == 1 and lower else 0
+    on_device = Held(
+        weights=(computing if spec.offload_parameters == "none" else 0) + everywhere,
+        masters=0 if away else masters,
+        gradients=ranks * parameters * compute_bytes + added_up if stage == 1 else 0 if away else masters,
+        standing=0 if away else {1: added_up, 2: 0, 3: masters}[stage],
+        moments=0 if away else MOMENTS_PER_WEIGHT * masters,
+    )
+    # offloaded, the masters have a gradient of their own besides that in which the micro-batches add up
+    micro_batches = masters if stage == 3 else parameters * compute_bytes
+    in_host = Held(
+        weights=0 if spec.offload_parameters == "none" else computing,
+        masters=masters if away else 0,
+        gradients=masters + micro_batches if away else 0,
+        standing=(2 * masters if stage == 3 else masters) if away else 0,
+        moments=MOMENTS_PER_WEIGHT * masters if away else 0,
+    )
+    return Places(on_device, in_host)

@@ -10,7 +10,7 @@ import torch
 
 from engine.adapters import LoraSpec
 from engine.backends.deepspeed.backend import DeepSpeedBackend, layout_name
-from engine.backends.deepspeed.held import held_bytes
+from engine.backends.deepspeed.held import Held, held_bytes
 from engine.backends.deepspeed.passes import deal
 from engine.errors import BadSpec, OutOfMemory, WorkerDied
 from engine.samples import Sample
@@ -57,16 +57,41 @@ def test_what_it_does_not_do_is_refused_before_any_rank_starts() -> None:
 )
 def test_bytes_by_stage(stage: int, dtype_bytes: int, expected: tuple[int, int, int]) -> None:
     spec = DeepSpeedSpec(zero_stage=stage)  # type: ignore[arg-type]
-    held = held_bytes(spec, parameters=1000, buffers=0, ranks=4, compute_bytes=dtype_bytes, master_bytes=4)
-    assert (held.weights, held.gradients, held.moments) == expected
-    assert held.device_bytes(training=True) == sum(expected)
+    places = held_bytes(spec, parameters=1000, buffers=0, ranks=4, compute_bytes=dtype_bytes, master_bytes=4)
+    held = places.device
+    assert (held.weights + held.masters, held.gradients, held.moments) == expected
+    assert held.nbytes(training=True) == sum(expected)
+    assert places.host == Held()
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype_bytes", "standing"),
+    # stage 1 in bfloat16 adds up in a float32 buffer on every rank; stage 3 in one of each rank's share
+    [(0, 4, 0), (1, 4, 0), (1, 2, 16_000), (2, 2, 0), (3, 2, 4_000)],
+)
+def test_buffers_that_a_policy_holds_without_training(stage: int, dtype_bytes: int, standing: int) -> None:
+    spec = DeepSpeedSpec(zero_stage=stage)  # type: ignore[arg-type]
+    held = held_bytes(spec, parameters=1000, buffers=7, ranks=4, compute_bytes=dtype_bytes, master_bytes=4).device
+    assert held.nbytes(training=False) == held.weights + held.masters + standing
 
 
 def test_what_is_offloaded_is_not_on_the_devices() -> None:
     spec = DeepSpeedSpec(zero_stage=3, offload_optimizer="cpu", offload_parameters="cpu")
-    held = held_bytes(spec, parameters=1000, buffers=0, ranks=4, compute_bytes=2, master_bytes=4)
-    assert (held.weights, held.moments) == (0, 0)
-    assert held.host == 2_000 + 4_000 + 8_000 + 4_000  # weights, masters, moments, the masters' gradient
+    places = held_bytes(spec, parameters=1000, buffers=0, ranks=4, compute_bytes=2, master_bytes=4)
+    assert places.device == Held()
+    assert (places.host.weights, places.host.masters, places.host.moments) == (2_000, 4_000, 8_000)
+    assert places.host.gradients == 8_000  # of the micro-batches, and of the masters
+
+
+@pytest.mark.parametrize(
+    ("stage", "device", "host"),
+    # the masters' gradient is in the machine; in stages 1 and 2 micro-batches add up there in the weights' precision
+    [(1, 24_000, 6_000), (2, 0, 6_000), (3, 0, 8_000)],
+)
+def test_gradients_go_with_the_optimizer(stage: int, device: int, host: int) -> None:
+    spec = DeepSpeedSpec(zero_stage=stage, offload_optimizer="cpu")  # type: ignore[arg-type]
+    places = held_bytes(spec, parameters=1000, buffers=0, ranks=4, compute_bytes=2, master_bytes=4)
+    assert (places.device.gradients, places.host.gradients) == (device, host)
 
 
 def test_a_pass_that_killed_a_rank_is_halved_once() -> None:

@@ -3,8 +3,9 @@
     P parameters · N ranks · T packed tokens · C tokens of a logits chunk · H hidden · Q query features · K key features
     I intermediate · V vocabulary · L layers · c bytes per number in the compute dtype (4 float32, 2 bfloat16)
 
-Sources: ZeRO (arXiv:1910.02054, section 3) for the states; the counting method of arXiv:2205.05198 for activations,
-applied to what our own forward saves for its backward pass; the rest from the code that holds it, named below.
+The states of ZeRO are counted by engine.backends.deepspeed.held. Sources: the counting method of arXiv:2205.05198 for
+activations, applied to what our own forward saves for its backward pass; the rest from the code that holds it, named
+below.
 """
 
 from __future__ import annotations
@@ -36,20 +37,6 @@ class States:
     @property
     def total(self) -> float:
         return self.weights + self.gradients + self.optimizer
-
-
-def zero_states(parameters: int, *, stage: int, ranks: int, weight_bytes: int = 2, optimizer_bytes: int = 12) -> States:
-    """Model states of mixed-precision AdamW on one of N ranks (arXiv:1910.02054, section 3 and figure 1).
-
-    Weights and gradients take `weight_bytes` each (2 in bfloat16), the optimizer K = 12: a master weight and two
-    moments in float32. Stage 0: (2 + 2 + K)P. 1: (2 + 2)P + KP/N. 2: 2P + (2 + K)P/N. 3: (2 + 2 + K)P/N.
-    """
-    share = [ranks if stage >= least else 1 for least in (3, 2, 1)]
-    return States(
-        weights=weight_bytes * parameters / share[0],
-        gradients=weight_bytes * parameters / share[1],
-        optimizer=optimizer_bytes * parameters / share[2],
-    )
 
 
 def torch_states(parameters: int, *, master: int = MASTER) -> States:

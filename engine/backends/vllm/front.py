@@ -8,7 +8,7 @@
     POST /ostinato/score      logprobs of given tokens
     POST /ostinato/adapter    {"name", "path", "manifest"}: loads one in every worker -> {"answers"}
     POST /ostinato/forget     {"name"}: removes one
-    POST /ostinato/do         {"what": reset_prefix_cache | sleep | wake}
+    POST /ostinato/do         {"what": reset_prefix_cache | sleep | wake | is_sleeping}
 
 A server that was started again has random weights and holds no state, so it answers no generate. One whose workers are
 broken answers 503 to everything and ends itself. vLLM's own token

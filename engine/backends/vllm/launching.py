@@ -34,6 +34,8 @@ def flags(arguments: Mapping[str, Any]) -> list[str]:
             spelled.append(f"--{flag}" if value else f"--no-{flag}")
         elif isinstance(value, Mapping):
             spelled += [f"--{flag}", json.dumps(value)]
+        elif isinstance(value, list | tuple):
+            spelled += [f"--{flag}", *map(str, value)] if value else []
         elif value is not None:
             spelled += [f"--{flag}", str(value)]
     return spelled

@@ -111,6 +111,7 @@ class Served:
             "reset_prefix_cache": self.client.reset_prefix_cache,
             "sleep": lambda: self.client.sleep(2),
             "wake": self.client.wake_up,
+            "is_sleeping": self.client.is_sleeping,
         }
         if what not in calls:
             raise ValueError(f"no call {what!r}; there are {', '.join(sorted(calls))}")

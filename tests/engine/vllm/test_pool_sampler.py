@@ -1,0 +1,156 @@
+"""The sampler over a pool of two real vLLM servers: LoRA adapters by hot load, the gate, sleep and wake."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.adapters import LoraSpec
+from engine.backends.shared_base import AdapterTrainer
+from engine.backends.torch_backend import TorchBackend
+from engine.backends.vllm.pool import VllmPool
+from engine.protocol import TokenSequence
+from tests.engine.vllm.gating import PARAMS, move, spec_of
+from tests.engine.vllm.pools import given, until, web_of
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+PROMPTS = [[10 + n, 20, 30 + n] for n in range(8)]
+SEEDS = list(range(len(PROMPTS)))
+SPEC = spec_of(servers=2, sleep=True, kv_cache_gib=0.125, answer_seconds=60)
+
+
+@pytest.fixture(scope="module")
+def backend() -> Iterator[Any]:
+    from engine.backends.vllm.backend import VllmSamplers
+
+    backend = VllmSamplers(SPEC, compute_dtype=torch.float32, device=torch.device("cpu"))
+    yield backend
+    backend.close()
+
+
+@pytest.fixture(scope="module")
+def base(tiny_folder: Path) -> Any:
+    return TorchBackend(SPEC).load_base(tiny_folder, key="base")
+
+
+@pytest.fixture
+def adapter(base: Any) -> AdapterTrainer:
+    adapter = TorchBackend.adapter(base, LoraSpec(rank=4, alpha=6.0), init_seed=1)
+    move(adapter)
+    return adapter
+
+
+@pytest.fixture
+def sampler(backend: Any, adapter: AdapterTrainer) -> Iterator[Any]:
+    """Both servers up, and synced."""
+    sampler = backend.sampler(adapter)
+    until(lambda: all(server.phase == "up" for server in pool_of(sampler).servers))
+    sampler._host.loaded = None  # who came back without weights gets them too
+    sampler.sync(adapter, "state-0")
+    yield sampler
+    sampler.close()
+
+
+def pool_of(sampler: Any) -> VllmPool:
+    pool = sampler._host.runtime
+    assert isinstance(pool, VllmPool)
+    return pool
+
+
+def draw(sampler: Any) -> list[Any]:
+    return sampler.sample(PROMPTS, SEEDS, PARAMS)
+
+
+def assert_drawn_from(trainer: Any, drawn: list[Any]) -> None:
+    """Up to rounding, at temperature 1 and without the ids that may not end a completion yet."""
+    sequences = [
+        TokenSequence(prompt + one.token_ids, [0.0] * len(prompt) + [1.0] * len(one.token_ids))
+        for prompt, one in zip(PROMPTS, drawn, strict=True)
+    ]
+    for one, ours in zip(drawn, trainer.logprobs(sequences, temperature=1.0, max_tokens=1024), strict=True):
+        assert one.logprobs == pytest.approx(ours, abs=0.05)
+
+
+def test_an_adapter_goes_to_every_server_and_follows_the_trainer(
+    sampler: Any, adapter: AdapterTrainer, base: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = given(pool_of(sampler), monkeypatch)
+    first = draw(sampler)
+    assert_drawn_from(adapter, first)
+    assert sorted(asked) == ["server-0", "server-1"]
+    assert sampler.receipt.tensors == len(list(base.model.exported_weights())) and sampler.gap is not None
+    move(adapter, seed=5, by=0.2)
+    loads = sampler._host.loads
+    sampler.sync(adapter, "state-1")
+    assert sampler._host.loads == loads  # the base stayed
+    second = draw(sampler)
+    assert_drawn_from(adapter, second)
+    assert [one.logprobs for one in first] != [one.logprobs for one in second]
+
+
+def test_an_adapter_that_was_removed_is_in_no_server(sampler: Any, adapter: AdapterTrainer) -> None:
+    pool, name = pool_of(sampler), sampler._adapter
+    sampler.sync(adapter, "state-1")
+    for server in pool.servers:
+        answers, _ = pool._run(server.remote.rpc("ostinato_check_adapter", name))
+        assert answers[0]["wrong"] == f"it holds no adapter {name}"
+        assert server.adapters == {sampler._adapter}
+
+
+def test_two_adapters_on_one_base_are_drawn_from_apart(
+    backend: Any, sampler: Any, adapter: AdapterTrainer, base: Any
+) -> None:
+    other = TorchBackend.adapter(base, LoraSpec(rank=2, alpha=3.0), init_seed=9)
+    move(other, seed=8, by=0.2)
+    second = backend.sampler(other)
+    second.sync(other, "other")
+    assert (sampler.holds, second.holds) == ("state-0", "other")
+    assert_drawn_from(adapter, draw(sampler))
+    assert_drawn_from(other, draw(second))
+    second.close()
+
+
+def test_a_server_that_ends_gets_base_and_adapter_at_the_next_sync(
+    sampler: Any, adapter: AdapterTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = pool_of(sampler)
+    server = pool.servers[0]
+    before = server.starts
+    web_of(server).kill()
+    until(lambda: server.starts > before and server.phase == "up")
+    assert server.held == sampler._base and not server.adapters  # the base was kept; no adapter can be
+    asked = given(pool, monkeypatch)
+    assert_drawn_from(adapter, draw(sampler))  # by the other one
+    assert sorted(asked) == ["server-1"]
+    sampler.sync(adapter, "state-1")
+    assert_drawn_from(adapter, draw(sampler))
+    assert sorted(asked) == ["server-0", "server-1"]
+
+
+def test_a_sleep_stops_every_server_and_the_next_sync_brings_all_back(
+    backend: Any, sampler: Any, adapter: AdapterTrainer
+) -> None:
+    """On the CPU vLLM frees nothing in a sleep, but it stops computing, as on a GPU."""
+    pool, before = pool_of(sampler), draw(sampler)
+    backend.make_way()
+    assert sampler.holds is None and [server.held for server in pool.servers] == [None, None]
+    assert [pool._run(_asleep(server)) for server in pool.servers] == [True, True]
+    server = pool.servers[1]
+    starts = server.starts
+    web_of(server).kill()
+    until(lambda: server.starts > starts and server.phase == "up")
+    assert pool._run(_asleep(server)) and server.held is None  # it does not take the trainer's memory
+    sampler.sync(adapter, "state-0")
+    assert [pool._run(_asleep(server)) for server in pool.servers] == [False, False]
+    after = draw(sampler)
+    assert [one.token_ids for one in after] == [one.token_ids for one in before]
+    assert_drawn_from(adapter, after)
+
+
+async def _asleep(server: Any) -> bool:
+    return (await server.remote.post("do", what="is_sleeping"))["answer"]

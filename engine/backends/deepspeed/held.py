@@ -50,20 +50,23 @@ def held_bytes(
     # stage 1: a whole gradient on every rank until the step; in bfloat16 added up beside it in the masters' precision,
     # where nothing is offloaded in a buffer that is always there
     added_up = ranks * parameters * master_bytes if stage == 1 and lower else 0
+    whole = ranks * parameters * compute_bytes + added_up if stage == 1 else 0
+    # offloaded, the masters have a gradient of their own, beside that in which micro-batches add up: in stages 1 and 2
+    # DeepSpeed keeps that one on the device unless it has the weights' precision
+    in_host = away and (stage == 3 or not lower)
+    shares = 0 if in_host or (stage == 1 and not away) else masters
     on_device = Held(
         weights=(computing if spec.offload_parameters == "none" else 0) + everywhere,
         masters=0 if away else masters,
-        gradients=ranks * parameters * compute_bytes + added_up if stage == 1 else 0 if away else masters,
+        gradients=whole + shares,
         standing=0 if away else {1: added_up, 2: 0, 3: masters}[stage],
         moments=0 if away else MOMENTS_PER_WEIGHT * masters,
     )
-    # offloaded, the masters have a gradient of their own besides that in which the micro-batches add up
-    micro_batches = masters if stage == 3 else parameters * compute_bytes
-    in_host = Held(
+    offloaded = Held(
         weights=0 if spec.offload_parameters == "none" else computing,
         masters=masters if away else 0,
-        gradients=masters + micro_batches if away else 0,
+        gradients=(2 if in_host else 1) * masters if away else 0,
         standing=(2 * masters if stage == 3 else masters) if away else 0,
         moments=MOMENTS_PER_WEIGHT * masters if away else 0,
     )
-    return Places(on_device, in_host)
+    return Places(on_device, offloaded)

@@ -84,13 +84,21 @@ def test_what_is_offloaded_is_not_on_the_devices() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "device", "host"),
-    # the masters' gradient is in the machine; in stages 1 and 2 micro-batches add up there in the weights' precision
-    [(1, 24_000, 6_000), (2, 0, 6_000), (3, 0, 8_000)],
+    ("stage", "dtype_bytes", "device", "host"),
+    [
+        # the masters' gradient is in the machine; micro-batches add up in float32 on the device
+        (1, 2, 24_000 + 4_000, 4_000),
+        (2, 2, 4_000, 4_000),
+        # they do so in the machine where weights are float32 themselves, and in stage 3
+        (1, 4, 16_000, 8_000),
+        (2, 4, 0, 8_000),
+        (3, 2, 0, 8_000),
+        (3, 4, 0, 8_000),
+    ],
 )
-def test_gradients_go_with_the_optimizer(stage: int, device: int, host: int) -> None:
+def test_gradients_of_an_offloaded_optimizer(stage: int, dtype_bytes: int, device: int, host: int) -> None:
     spec = DeepSpeedSpec(zero_stage=stage, offload_optimizer="cpu")  # type: ignore[arg-type]
-    places = held_bytes(spec, parameters=1000, buffers=0, ranks=4, compute_bytes=2, master_bytes=4)
+    places = held_bytes(spec, parameters=1000, buffers=0, ranks=4, compute_bytes=dtype_bytes, master_bytes=4)
     assert (places.device.gradients, places.host.gradients) == (device, host)
 
 

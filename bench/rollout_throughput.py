@@ -8,7 +8,8 @@ weights proven afterwards. Arm "bare" is `LLM.generate` of the same vLLM engine 
 logprobs. A round is 8 prompts x 8 completions x 64 tokens, with new prompts each time; the arms' prefix caches are
 apart, and the sync of the weights is no part of a round. Rounds alternate: A B, B A, A B, ... What counts is CPU time,
 user and system, of the process; wall seconds are told too. The ratio of tokens per CPU-second, engine / bare, comes
-with a 95 % bootstrap interval over the pairs. The goal is 0.90 at least. Arm "plain" is bare vLLM without seeds, n=8: what per-request seeds cost vLLM itself.
+with a 95 % bootstrap interval over the pairs. The goal is 0.90 at least. Arm "plain" is bare vLLM
+without seeds, n=8: what per-request seeds cost vLLM itself.
 """
 
 from __future__ import annotations

@@ -90,11 +90,13 @@ def web_of(server: Server) -> psutil.Process:
 
 def core_of(server: Server) -> psutil.Process:
     """vLLM's engine, a process below the one that answers HTTP; with one rank it computes, too."""
-    return next(process for process in web_of(server).children(recursive=True) if "EngineCore" in _title(process))
+    return named(server, "EngineCore")[0]
 
 
-def _title(process: psutil.Process) -> str:
-    return " ".join([process.name(), *process.cmdline()])
+def named(server: Server, what: str) -> list[psutil.Process]:
+    """The processes under a server that go by such a title."""
+    below = web_of(server).children(recursive=True)
+    return [process for process in below if what in " ".join([process.name(), *process.cmdline()])]
 
 
 def given(pool: VllmPool, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:

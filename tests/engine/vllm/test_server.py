@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from engine.backends.vllm.drawing import Drawing
-from engine.backends.vllm.launching import free_port
+from engine.backends.vllm.launching import flags, free_port
 from engine.backends.vllm.remote import Remote
 from engine.backends.vllm.routing import Work, affinity
 from engine.backends.vllm.server import Launch, Server
@@ -81,6 +81,15 @@ def members(group: int) -> list[psutil.Process]:
             if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
+
+
+def test_arguments_are_spelled_as_vllms_command_line_reads_them() -> None:
+    given = {"max_num_seqs": 4, "enforce_eager": True, "enable_lora": False, "kv_cache_memory_bytes": None}
+    lists = {"lora_target_modules": ["q_proj", "o_proj"], "devices": []}
+    assert flags(given | {"config": {"a": 1}} | lists) == [
+        "--max-num-seqs", "4", "--enforce-eager", "--no-enable-lora", "--config", '{"a": 1}',
+        "--lora-target-modules", "q_proj", "o_proj",
+    ]  # fmt: skip
 
 
 # -- processes ----------------------------------------------------------------------------------------------------

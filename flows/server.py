@@ -116,7 +116,7 @@ def _spawn(home: Path, log: Path, port: int) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             [sys.executable, "-c", _DIE_WITH_PARENT, str(os.getpid()), *arguments],
             cwd=home,  # away from a prefect.toml or .env of the working directory
-            env=_server_environment(home, port),
+            env=server_environment(home, port),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -124,12 +124,16 @@ def _spawn(home: Path, log: Path, port: int) -> subprocess.Popen[bytes]:
         )
 
 
-def _server_environment(home: Path, port: int) -> dict[str, str]:
+def server_environment(home: Path, port: int, *, database: str = "") -> dict[str, str]:
+    """What a Prefect server on this machine needs: it answers its own page, and calls nobody.
+
+    `database` is a SQLAlchemy url; without one it keeps a SQLite file in `home`.
+    """
     client_side = ("PREFECT_API_URL", "PREFECT_API_KEY", "PREFECT_PROFILE", "PREFECT_API_DATABASE_CONNECTION_URL")
     inherited = {name: value for name, value in os.environ.items() if name not in client_side}
     return inherited | {
         "PREFECT_HOME": str(home),
-        "PREFECT_SERVER_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{home / _database()}",
+        "PREFECT_SERVER_DATABASE_CONNECTION_URL": database or f"sqlite+aiosqlite:///{home / _database()}",
         "PREFECT_SERVER_UI_API_URL": f"http://{LOOPBACK}:{port}/api",  # else the page asks port 4200 and stays blank
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",

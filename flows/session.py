@@ -17,6 +17,9 @@ from engine.spec import HttpEngineSpec
 from engine.workspace import Workspace
 from flows.config import FlowConfig, GRPOConfig, SFTConfig
 from flows.estimate import estimate
+from flows.ops.attempts import check_attempts
+from flows.ops.place import placed
+from flows.ops.run_keys import current_key
 from flows.progress import TerminalProgress
 from flows.version import code_version
 from storage import keys
@@ -57,20 +60,21 @@ class RunSession:
 
 def run_key(flow_name: str, config: FlowConfig) -> str:
     """The configured key, or one made from the flow run, which Prefect keeps over retries."""
-    if config.run:
-        return config.run
-    return f"{flow_name}-{str(flow_run.id or os.urandom(4).hex())[:8]}"
+    return config.run or current_key(flow_name)
 
 
 def open_workspace(flow_name: str, config: FlowConfig) -> Workspace:
-    """Where the run works. Nothing is written yet."""
+    """Where the run works. Nothing is written yet. Raises TooManyAttempts."""
+    config = placed(config)
+    run = run_key(flow_name, config)
+    check_attempts(run)
     provenance = Provenance(
         code_version=code_version(), config_digest=digest(canonical_json(config.semantic())), seed=config.seed
     )
     return Workspace(
         store=config.storage.url,
         engine=config.engine,
-        run=run_key(flow_name, config),
+        run=run,
         seed=config.seed,
         provenance=provenance,
     )
@@ -89,6 +93,7 @@ async def open_run(
         DoesNotFit: the engine's memory or the store's disk cannot hold it.
         ForkRefused: the run is a fork whose copy was interrupted.
     """
+    config = placed(config)
     workspace = open_workspace(flow_name, config)
     check_fork(workspace.open_store(), workspace.run)
     data = load_prompts(workspace, config.data.train, use)
@@ -109,7 +114,7 @@ async def open_run(
     for warning in opening.warnings:
         logger.note(f"warning: {warning}")
     try:
-        session = RunSession(workspace, config, _result(workspace), data, base)
+        session = RunSession(workspace, config, read_result(workspace), data, base)
         if session.result is not None:
             logger.note(f"run {session.run} is finished already; its result is returned as it was")
         yield session
@@ -120,6 +125,8 @@ async def open_run(
 def take_lease(workspace: Workspace) -> Workspace:
     """The workspace with a new fencing epoch of its run: whoever acted for the run before is fenced."""
     holder = machine_info() | {"code_version": workspace.provenance.code_version, "pid": os.getpid()}
+    if flow_run.id:
+        holder["flow_run"] = str(flow_run.id)  # its hooks, in other processes, know by it whose lease it is
     epoch = acquire(workspace.open_store(), workspace.run, holder)
     log_work("open", run=workspace.run, epoch=epoch)
     return workspace.model_copy(update={"epoch": epoch})
@@ -129,14 +136,19 @@ async def leave(workspace: Workspace) -> None:
     """Gives the run back, however its flow ended: the engine checkpoints what moved past its last checkpoint and may
     send its weights away, and the lease says that nobody acts any more. What fails here harms nothing: the next holder
     takes a higher epoch, and an engine forgets whom it does not hear from."""
-    try:
-        await _hasty(workspace).connect().release(workspace.run, epoch=workspace.epoch)
-    except (EngineError, StorageError) as error:
-        log.warning("the engine was not told that run %s was left: %s", workspace.run, error)
+    await tell_engine_done(workspace)
     try:
         release(workspace.open_store(), workspace.run, workspace.epoch)
     except StorageError as error:
         log.warning("run %s was left with its lease: %s", workspace.run, error)
+
+
+async def tell_engine_done(workspace: Workspace) -> None:
+    """The run's weights may leave the engine's memory first. What fails here is logged."""
+    try:
+        await _hasty(workspace).connect().release(workspace.run, epoch=workspace.epoch)
+    except (EngineError, StorageError) as error:
+        log.warning("the engine was not told that run %s was left: %s", workspace.run, error)
 
 
 def _hasty(workspace: Workspace) -> Workspace:
@@ -153,12 +165,17 @@ def _hasty(workspace: Workspace) -> Workspace:
 
 def finish_run(session: RunSession, result: dict[str, Any]) -> dict[str, Any]:
     """Writes what the run returned: the same key is then done at once."""
-    store = session.workspace.open_store()
-    put = store.put_if_absent(keys.result_json(session.run), canonical_json(result))
-    return result if put.won else (_result(session.workspace) or result)
+    return write_result(session.workspace, result)
 
 
-def _result(workspace: Workspace) -> dict[str, Any] | None:
+def write_result(workspace: Workspace, result: dict[str, Any]) -> dict[str, Any]:
+    """The run's result: this one, or the one that stands already."""
+    put = workspace.open_store().put_if_absent(keys.result_json(workspace.run), canonical_json(result))
+    return result if put.won else (read_result(workspace) or result)
+
+
+def read_result(workspace: Workspace) -> dict[str, Any] | None:
+    """What the run returned, or None when it is not finished."""
     try:
         return json.loads(workspace.open_store().get(keys.result_json(workspace.run)))  # type: ignore[no-any-return]
     except ObjectNotFound:

@@ -5,12 +5,14 @@ Leases are for efficiency, commits for correctness: whoever acts on an old epoch
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 from uuid import uuid4
 
 from storage import keys
+from storage.errors import ObjectNotFound
 from storage.models import canonical_json
 from storage.objects import ObjectStore
 
@@ -36,6 +38,16 @@ def is_held(store: ObjectStore, run: str) -> bool:
     """Whether somebody holds the lease and has not released it. A killed holder never does."""
     epoch = current_epoch(store, run)
     return epoch > 0 and not store.exists(keys.lease_release(run, epoch))
+
+
+def holder(store: ObjectStore, run: str, epoch: int) -> dict[str, Any]:
+    """What the holder of this epoch said of itself; empty for an epoch that nobody took."""
+    try:
+        body = json.loads(store.get(keys.lease(run, epoch)))
+    except ObjectNotFound:
+        return {}
+    info = body.get("info")
+    return info if isinstance(info, dict) else {}
 
 
 def current_epoch(store: ObjectStore, run: str) -> int:

@@ -9,10 +9,12 @@ import typer
 
 from flows.cli.chain import add_chain_commands
 from flows.cli.demo import run_demo
+from flows.cli.deploy import deploy_command
 from flows.cli.doctor import doctor
 from flows.cli.engine import engine_app
 from flows.cli.gc import gc
 from flows.cli.runner import run_flow
+from flows.cli.up import down, up
 
 app = typer.Typer(
     help="Post-training of language models as a durable workflow.", no_args_is_help=True, pretty_exceptions_enable=False
@@ -23,6 +25,9 @@ app.command("gc")(gc)
 app.add_typer(engine_app, name="engine")
 add_chain_commands(app)
 app.command("doctor")(doctor)
+app.command("up")(up)
+app.command("down")(down)
+app.command("deploy")(deploy_command)
 
 ConfigFile = Annotated[Path, typer.Option("--config", help="YAML, TOML or JSON file.", exists=True, dir_okay=False)]
 Sets = Annotated[list[str] | None, typer.Option("--set", help="Override one key: a.b=c. May be repeated.")]

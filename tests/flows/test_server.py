@@ -169,7 +169,7 @@ def test_the_child_is_kept_apart_from_our_settings_and_from_the_net(
 ) -> None:
     monkeypatch.setenv("PREFECT_API_URL", "https://elsewhere/api")
     monkeypatch.setenv("PREFECT_API_KEY", "secret")
-    environment = server._server_environment(tmp_path, 1234)
+    environment = server.server_environment(tmp_path, 1234)
     assert "PREFECT_API_URL" not in environment
     assert "PREFECT_API_KEY" not in environment
     assert environment["PREFECT_HOME"] == str(tmp_path)
@@ -182,6 +182,6 @@ def test_another_version_of_prefect_keeps_its_runs_elsewhere(tmp_path: Path, mon
     found = []
     for installed in ("3.7.7", "3.8.8", "3.8.8"):
         monkeypatch.setattr(server, "version", lambda package, installed=installed: installed)
-        found.append(server._server_environment(tmp_path, 1)["PREFECT_SERVER_DATABASE_CONNECTION_URL"])
+        found.append(server.server_environment(tmp_path, 1)["PREFECT_SERVER_DATABASE_CONNECTION_URL"])
     assert found[0] != found[1] == found[2]
     assert all(str(tmp_path) in url for url in found)

@@ -1,0 +1,1 @@
+"""Operating Ostinato on Prefect: what one machine runs, and what a Prefect server is told."""

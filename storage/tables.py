@@ -87,6 +87,16 @@ SCHEMAS: dict[str, pa.Schema] = {
             pa.field("thread", pa.string(), nullable=False),
         ]
     ),
+    "comparison": _schema(
+        ("model", pa.string()),
+        ("dataset", pa.string()),
+        ("grader", pa.string()),
+        ("prompt_index", pa.int64()),
+        ("prompt_id", pa.string()),
+        ("graded", pa.int64()),
+        ("completions", pa.int64()),
+        nullable=[("reward", pa.float64())],  # mean over the graded completions; null: there is none
+    ),
 }
 """kind -> columns."""
 

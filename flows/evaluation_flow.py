@@ -1,0 +1,197 @@
+"""Models x datasets x graders: k completions of every prompt, and how sure the differences between models are.
+
+Completions of one model on one dataset are kept under the model, not under the evaluation: what a champion answered on
+a fixed suite is sampled once, however many challengers it meets. All models draw with the same random streams.
+
+    ostinato evaluate --config examples/evaluation.yaml
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+from prefect import flow
+
+from engine.handles import Model
+from engine.workspace import Workspace
+from flows.evaluation_config import EvaluationFlowConfig, Suite, semantic
+from flows.pages import put_markdown, put_table
+from flows.progress import TerminalProgress
+from flows.recipe import RecipeContext
+from flows.session import leave, read_result, take_lease, tell_engine_done, write_result
+from flows.version import code_version
+from storage.artifacts import ArtifactRef, Provenance
+from storage.decisions import resolve_model
+from storage.models import canonical_json, digest
+from storage.registry import find_model, registered_key
+from storage.runs import create_or_check_run
+from storage.tables import read_table
+from tasks.compare import compare_models
+from tasks.comparisons import Cell, Comparison, compare, comparison_markdown, score_table
+from tasks.datasets.load import LoadedDataset
+from tasks.grade import grade_rollouts
+from tasks.gradings import Grading
+from tasks.load import load_prompts
+from tasks.rollout import generate_rollouts
+from tasks.rollouts import PromptShard
+
+SAMPLES = "evaluation"
+"""Runs `evaluation/<digest of a model>` keep what each model answered."""
+
+
+@dataclass(frozen=True)
+class LoadedSuite:
+    """A suite whose prompts are in the store, and whose graders were found."""
+
+    suite: Suite
+    datasets: dict[str, LoadedDataset]
+    gradings: dict[str, Grading]
+
+    @classmethod
+    def load(cls, workspace: Workspace, suite: Suite) -> LoadedSuite:
+        """Raises DatasetError, GraderSpecError."""
+        datasets = {dataset.name: load_prompts(workspace, dataset.source, "prompt") for dataset in suite.datasets}
+        return cls(suite, datasets, {grader.name: grader.grading() for grader in suite.graders})
+
+    def semantic(self, **inputs: Any) -> dict[str, Any]:
+        """What decides what this suite says: a run of an equal one is the same run."""
+        return semantic(
+            self.suite,
+            datasets={name: loaded.ref.sha256 for name, loaded in self.datasets.items()},
+            graders={name: digest(grading.grader.model_dump(mode="json")) for name, grading in self.gradings.items()},
+            **inputs,
+        )
+
+
+@flow(name="evaluation", flow_run_name="{config.title}")
+async def evaluation(config: EvaluationFlowConfig) -> dict[str, Any]:
+    """Evaluates models on fixed prompts, and compares them in pairs on the same prompts.
+
+    Args:
+        config: which models, on which datasets, graded by whom.
+    """
+    logger = TerminalProgress()
+    workspace = _workspace(config)
+    loaded = LoadedSuite.load(workspace, config.suite)
+    models = await _models(workspace, config.models)
+    body = loaded.semantic(models={name: ref.sha256 for name, ref in models.items()})
+    config_digest = digest(canonical_json(body))
+    provenance = workspace.provenance.model_copy(update={"config_digest": config_digest})
+    run = config.run or f"evaluation-{config_digest[:12]}"
+    workspace = workspace.model_copy(update={"run": run, "provenance": provenance})
+    opening = create_or_check_run(
+        workspace.open_store(), run, semantic=body, other=_other(config), code_version=provenance.code_version
+    )
+    for warning in opening.warnings:
+        logger.note(f"warning: {warning}")
+    if (known := read_result(workspace)) is not None:
+        logger.note(f"evaluation {run} is finished already; its result is returned as it was")
+        return known
+    workspace = take_lease(workspace)
+    try:
+        cells = [cell for base in models.values() for cell in await _evaluate(workspace, base, loaded, logger)]
+        table = compare_models(workspace, cells)
+    finally:
+        await leave(workspace)
+    comparison = read_comparison(workspace, table)
+    await put_table("evaluation", score_table(comparison), description=f"Evaluation `{run}`")
+    await put_markdown("comparison", comparison_markdown(comparison))
+    return write_result(workspace, {"run": run, "table": table.uri} | comparison.model_dump(mode="json"))
+
+
+def read_comparison(workspace: Workspace, table: ArtifactRef) -> Comparison:
+    """What the table says."""
+    return compare(read_table(workspace.open_store(), table).to_pylist())
+
+
+def _workspace(config: EvaluationFlowConfig) -> Workspace:
+    """Before it is known what is evaluated: nothing is written but datasets."""
+    provenance = Provenance(code_version=code_version(), config_digest="0" * 64, seed=config.suite.seed)
+    return Workspace(
+        store=config.storage.url,
+        engine=config.engine,
+        run=config.run or SAMPLES,
+        seed=config.suite.seed,
+        provenance=provenance,
+    )
+
+
+def _other(config: EvaluationFlowConfig) -> dict[str, Any]:
+    return config.model_dump(mode="json", include={"engine", "storage", "models"})
+
+
+async def _models(workspace: Workspace, given: tuple[str, ...]) -> dict[str, ArtifactRef]:
+    """name@version -> model. The engine is asked for what is not registered yet."""
+    store, found = workspace.open_store(), {}
+    for key in given:
+        resolved = resolve_model(store, key)
+        name, _, version = resolved.partition("@")
+        ref = find_model(store, name, version) if version else None
+        if ref is None:
+            ref = await workspace.connect().import_model(key, provenance=workspace.provenance)
+        if registered_key(ref) in found:
+            raise ValueError(f"models has {registered_key(ref)} more than once (as {key}); give each model once")
+        found[registered_key(ref)] = ref
+    return found
+
+
+async def _evaluate(
+    workspace: Workspace, base: ArtifactRef, loaded: LoadedSuite, logger: TerminalProgress
+) -> list[Cell]:
+    """Every dataset sampled by one model, every sample graded by every grader."""
+    # epoch 0, as nobody holds a lease there: samples are a function of their key, and whoever makes them makes the same
+    own = workspace.model_copy(update={"run": f"{SAMPLES}/{base.sha256[:32]}", "epoch": 0})
+    store, name = own.open_store(), registered_key(base)
+    create_or_check_run(
+        store, own.run, semantic={"model": base.sha256}, other={"model": name},
+        code_version=own.provenance.code_version,
+    )  # fmt: skip
+    write_result(own, {"model": name})
+    cells = []
+    try:
+        for dataset, data in loaded.datasets.items():
+            stage, rollouts = await _sample(own, base, loaded.suite, data)
+            for grader, grading in loaded.gradings.items():
+                graded = await _grade(own, stage, rollouts, grading)
+                cells.append(
+                    Cell(model=name, dataset=dataset, grader=grader, rollouts=tuple(rollouts), graded=tuple(graded))
+                )
+            logger.note(f"{name} is evaluated on {dataset}: {data.rows} prompts, {len(rollouts)} shards")
+    finally:
+        await tell_engine_done(own)
+    return cells
+
+
+async def _sample(
+    own: Workspace, base: ArtifactRef, suite: Suite, data: LoadedDataset
+) -> tuple[str, list[ArtifactRef]]:
+    """The stage, named by what decides the samples of one dataset, and its shards."""
+    model = await Model(registered_key(base)).to_builder(RecipeContext(own)).spawn_train("policy")
+    policy = await model.begin_stage(suite.drawn(data.ref.sha256))
+    size = suite.prompts_per_shard
+    shards = [
+        PromptShard(
+            base=base,
+            dataset=data.ref,
+            index=index,
+            rows=tuple(range(start, min(start + size, data.rows))),
+            completions=suite.samples_per_prompt,
+            max_prompt_tokens=suite.max_prompt_tokens,
+            truncation=suite.truncation,
+        )
+        for index, start in enumerate(range(0, data.rows, size))
+    ]
+    jobs = (generate_rollouts(own, policy, shard, suite.sampling, step=0) for shard in shards)
+    return policy.stage, list(await asyncio.gather(*jobs))
+
+
+async def _grade(own: Workspace, stage: str, rollouts: list[ArtifactRef], grading: Grading) -> list[ArtifactRef]:
+    """The grades of those shards: a stage of their own per grader, so that each grader's are kept."""
+    grader = digest(grading.grader.model_dump(mode="json"))[:12]
+    jobs = (
+        grade_rollouts(own, ref, grading, stage=f"{stage}-{grader}", step=0, shard=shard)
+        for shard, ref in enumerate(rollouts)
+    )
+    return list(await asyncio.gather(*jobs))

@@ -1,0 +1,29 @@
+"""Compare models: the per-prompt table of an evaluation, committed."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+from prefect import task
+
+from engine.workspace import Workspace
+from storage import keys
+from storage.artifacts import ArtifactRef, find_artifact
+from storage.tables import SCHEMAS, commit_table
+from tasks.comparisons import Cell, prompt_rows
+from tasks.retries import DURABLE
+
+STAGE = "0-evaluation"
+TABLE = "comparison"
+
+
+@task(**DURABLE, task_run_name="compare")
+def compare_models(workspace: Workspace, cells: list[Cell]) -> ArtifactRef:
+    """The evaluation's `comparison` table: one row per model, dataset, grader and prompt."""
+    store = workspace.open_store()
+    key = keys.evaluation(workspace.run, STAGE, TABLE)
+    found = find_artifact(store, key)
+    if found is not None:
+        return found
+    table = pa.Table.from_pylist(prompt_rows(store, cells), schema=SCHEMAS["comparison"])
+    parents = [ref for cell in cells for ref in cell.graded]
+    return commit_table(store, key, table, kind="comparison", parents=parents, provenance=workspace.provenance)

@@ -1,0 +1,227 @@
+"""`evaluation` from end to end on the tiny model: what it keeps, what it does a second time, what it shares."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import httpx
+import pandas
+import pytest
+from pydantic import ValidationError
+
+import flows.evaluation_flow
+from engine.connect import connect
+from flows.evaluation_config import EvaluationFlowConfig
+from flows.evaluation_flow import evaluation
+from storage.audit import audit_store
+from storage.objects import open_store
+from storage.tables import read_table
+from tasks.statistics import paired_difference
+from tests.toy import write_prompts
+
+PROMPTS = 10
+
+
+def suite(folder: Path, **changes: Any) -> dict[str, Any]:
+    """Ten prompts, two graders, two completions each, in shards of four prompts."""
+    body: dict[str, Any] = {
+        "datasets": [{"name": "digits", "source": {"path": str(write_prompts(folder / "suite.jsonl")), "kind": "file"}}],
+        "graders": [
+            {"name": "even", "path": "tests.grading:even_share"},
+            {"name": "hash", "path": "tests.grading:by_hash"},
+        ],
+        "sampling": {"max_new_tokens": 6, "min_new_tokens": 6},
+        "samples_per_prompt": 2,
+        "prompts_per_shard": 4,
+    }  # fmt: skip
+    return body | changes
+
+
+class Lab:
+    """Evaluations that share one store, and two models that differ."""
+
+    def __init__(self, folder: Path, models: list[Path]) -> None:
+        self.folder, self.models = folder, [str(model) for model in models]
+        self.store = open_store(str(folder / "data"))
+
+    def config(self, *models: str, **changes: Any) -> EvaluationFlowConfig:
+        return EvaluationFlowConfig.model_validate(
+            {
+                "models": list(models or self.models),
+                "suite": suite(self.folder, **changes.pop("suite", {})),
+                "engine": {"deterministic": True, "threads": 1},
+                "storage": {"url": str(self.folder / "data")},
+                **changes,
+            }
+        )
+
+    def run(self, *models: str, **changes: Any) -> dict[str, Any]:
+        return asyncio.run(evaluation(self.config(*models, **changes)))
+
+    def keys(self) -> set[str]:
+        return {info.key for info in self.store.list()}
+
+
+@pytest.fixture
+def other_folder(tmp_path: Path, tiny_folder: Path) -> Path:
+    """The tiny model with other weights."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "other"
+    shutil.copytree(tiny_folder, folder)
+    weights = load_file(folder / "model.safetensors")
+    changed = {name: value.flip(0).contiguous() if value.dim() == 2 else value for name, value in weights.items()}
+    save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture
+def lab(prefect_server: str, tmp_path: Path, tiny_folder: Path, other_folder: Path) -> Lab:
+    return Lab(tmp_path, [tiny_folder, other_folder])
+
+
+@pytest.fixture
+def worklog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "work.jsonl"
+    path.touch()
+    monkeypatch.setenv("OSTINATO_WORKLOG", str(path))
+    return path
+
+
+def count(worklog: Path, event: str) -> int:
+    return sum(json.loads(line)["event"] == event for line in worklog.read_text().splitlines())
+
+
+def test_models_are_compared_prompt_by_prompt_and_the_same_again_is_done_at_once(lab: Lab, worklog: Path) -> None:
+    result = lab.run()
+    assert count(worklog, "shard") == 2 * 3  # two models, ten prompts in shards of four
+    assert count(worklog, "grade") == 2 * 2 * 3
+    names = [score["model"] for score in result["scores"]]
+    assert len(names) == 4 and len(set(names)) == 2
+    assert all((s["prompts"], s["completions"], s["masked"]) == (PROMPTS, 2 * PROMPTS, 0) for s in result["scores"])
+    _figures_are_those_of_the_grades(lab, result)
+    assert audit_store(lab.store).problems == ()
+
+    before = lab.keys()
+    worklog.write_text("")
+    assert lab.run() == result
+    assert lab.keys() == before
+    assert worklog.read_text() == ""  # not even a lease
+
+
+def _figures_are_those_of_the_grades(lab: Lab, result: dict[str, Any]) -> None:
+    """Recomputed from the graded tables, which another test suite answers for."""
+    files = sorted((lab.folder / "data").glob("runs/evaluation/*/stages/*/steps/000000/graded/*.parquet"))
+    by_stage: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for path in files:
+        run, stage = path.parts[-7], path.parts[-5]
+        rewards = by_stage.setdefault((run, stage), {})
+        for row in pandas.read_parquet(path).to_dict("records"):
+            rewards.setdefault(row["prompt_id"], []).append(row["reward"])
+    assert {len(given) for rewards in by_stage.values() for given in rewards.values()} == {2}
+    means = [{prompt: fmean(given) for prompt, given in rewards.items()} for rewards in by_stage.values()]
+    assert len(means) == 4
+    expected = set()
+    for early in means:
+        for late in means:
+            paired = paired_difference(list(early.values()), [late[prompt] for prompt in early])
+            expected.add((paired.before_mean, paired.after_mean, paired.low, paired.high, paired.n))
+    assert len(result["differences"]) == 2
+    for difference in result["differences"]:
+        paired = difference["paired"]
+        found = (paired["before_mean"], paired["after_mean"], paired["low"], paired["high"], paired["n"])
+        assert any(found == pytest.approx(figures) for figures in expected)
+    table = pandas.read_parquet(next((lab.folder / "data").glob("runs/evaluation-*/stages/*/evaluations/*.parquet")))
+    assert len(table) == 2 * 2 * PROMPTS
+
+
+@pytest.mark.slow
+def test_a_model_is_sampled_once_however_many_it_meets(lab: Lab, worklog: Path) -> None:
+    lab.run(lab.models[0])
+    worklog.write_text("")
+    lab.run()
+    assert count(worklog, "shard") == 3  # of the second model only
+    worklog.write_text("")
+    third = {"name": "constant", "path": "tests.grading:constant"}
+    lab.run(suite={"graders": [third]})
+    assert (count(worklog, "shard"), count(worklog, "grade")) == (0, 2 * 3)  # another grader reads the same samples
+    worklog.write_text("")
+    lab.run(suite={"seed": 1})
+    assert count(worklog, "shard") == 2 * 3
+
+
+@pytest.mark.slow
+def test_an_evaluation_that_was_interrupted_goes_on(
+    lab: Lab, worklog: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = lab.run(run="whole")
+    (lab.folder / "again").mkdir()
+    again = Lab(lab.folder / "again", [Path(model) for model in lab.models])
+    grade, left = flows.evaluation_flow.grade_rollouts, [1]
+
+    async def raises_once(*args: Any, **kwargs: Any) -> Any:
+        if kwargs["shard"] in left:
+            left.clear()
+            raise RuntimeError("the process ends here")
+        return await grade(*args, **kwargs)
+
+    monkeypatch.setattr(flows.evaluation_flow, "grade_rollouts", raises_once)
+    with pytest.raises(RuntimeError, match="ends here"):
+        again.run(run="whole")
+    connect.cache_clear()
+    worklog.write_text("")
+    resumed = again.run(run="whole")
+    assert count(worklog, "shard") == 3  # the first model's are kept
+    assert resumed["scores"] == whole["scores"] and resumed["differences"] == whole["differences"]
+
+
+def test_prefect_shows_the_table_and_the_comparison(lab: Lab, prefect_server: str) -> None:
+    result = lab.run(lab.models[0], suite={"samples_per_prompt": 1})
+    query = {"artifacts": {"key": {"any_": ["evaluation", "comparison"]}}, "sort": "CREATED_DESC"}
+    with httpx.Client(base_url=prefect_server, trust_env=False) as client:
+        found = client.post("/artifacts/filter", json=query).json()
+    newest = {artifact["key"]: artifact for artifact in reversed(found)}
+    rows = json.loads(newest["evaluation"]["data"])
+    assert [row["mean"] for row in rows] == [round(score["mean"], 4) for score in result["scores"]]
+    assert "| digits | even |" in newest["comparison"]["data"]
+
+
+@pytest.mark.slow
+def test_a_registered_model_by_name_needs_no_folder(lab: Lab) -> None:
+    first = lab.run(lab.models[0])
+    name = first["scores"][0]["model"]
+    assert lab.run(name)["run"] == first["run"]
+    with pytest.raises(ValueError, match="more than once"):
+        lab.run(name, lab.models[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"samples_per_prompt": 2, "sampling": {"temperature": 0.0}}, "copies of one completion"),
+        ({"graders": []}, "at least 1"),
+        ({"graders": [{"name": "a/b", "path": "tests.grading:even_share"}]}, "is not a name"),
+        ({"graders": [{"path": "tests.grading:even_share"}] * 2}, "reward more than once"),
+    ],
+)
+def test_a_suite_that_makes_no_sense_is_refused_before_anything_runs(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValidationError, match=message):
+        Lab(tmp_path, [tmp_path]).config(suite=change)
+
+
+def test_the_table_is_readable_through_its_uri(lab: Lab) -> None:
+    from storage.artifacts import find_artifact
+
+    result = lab.run(lab.models[0], suite={"samples_per_prompt": 1})
+    ref = find_artifact(lab.store, result["table"].partition("#")[0])
+    assert ref is not None and ref.uri == result["table"]
+    assert read_table(lab.store, ref).num_rows == 2 * PROMPTS
+    assert isinstance(ref.parents, tuple) and len(ref.parents) == 2 * 3

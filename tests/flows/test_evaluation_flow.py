@@ -28,8 +28,9 @@ PROMPTS = 10
 
 def suite(folder: Path, **changes: Any) -> dict[str, Any]:
     """Ten prompts, two graders, two completions each, in shards of four prompts."""
+    prompts = write_prompts(folder / "suite.jsonl")
     body: dict[str, Any] = {
-        "datasets": [{"name": "digits", "source": {"path": str(write_prompts(folder / "suite.jsonl")), "kind": "file"}}],
+        "datasets": [{"name": "digits", "source": {"kind": "file", "path": str(prompts)}}],
         "graders": [
             {"name": "even", "path": "tests.grading:even_share"},
             {"name": "hash", "path": "tests.grading:by_hash"},

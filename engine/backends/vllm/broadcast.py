@@ -15,6 +15,7 @@ a group's name could read the weights (nobody can change them unnoticed). Run it
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import socket
@@ -110,6 +111,7 @@ class Member:
         self._group: Any = None
         self._why, self._told = "", ""
         self._leaving, self._stopped = threading.Event(), threading.Event()
+        atexit.register(self.leave)  # a thread that is inside torch when Python ends takes the process down
         try:
             store, flags = self._store(), self._store()  # one waits for keys; the other must be able to speak meanwhile
             threading.Thread(target=self._watch, args=(flags,), name="broadcast-flag", daemon=True).start()
@@ -180,6 +182,7 @@ class Member:
             self._why = why
             self._leaving.set()
             self._stopped.wait(5 * LOOK_SECONDS)
+            atexit.unregister(self.leave)
         group, self._group = self._group, None
         if group is not None:  # elsewhere, since an exchange that hangs holds it
             ending = threading.Thread(target=_let_go, args=(group,), name="broadcast-end", daemon=True)

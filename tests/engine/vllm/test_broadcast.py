@@ -305,11 +305,21 @@ def delivery() -> Iterator[ByBroadcast]:
     delivery.close()
 
 
-def test_a_group_stays_until_a_worker_is_another(delivery: ByBroadcast) -> None:
-    servers = [FakeServer("a"), FakeServer("b")]
+@pytest.fixture
+def servers(delivery: ByBroadcast) -> Iterator[list[Any]]:
+    servers = [FakeServer(name) for name in "abc"]
+    yield servers
+    for server in servers:
+        for worker in server.workers:
+            worker._leave("")
+
+
+def test_a_group_stays_until_a_worker_is_another(delivery: ByBroadcast, servers: list[Any]) -> None:
+    servers = servers[:2]
     for seed in (0, 1):
         assert delivered(delivery, servers, tensors_of(seed)) == [Receipt, Receipt]
     assert [server.joins for server in servers] == [1, 1]
+    servers[1].workers[0]._leave("")
     servers[1].workers[0] = Worker(0)  # started again
     assert delivered(delivery, servers, tensors_of(2)) == [Receipt, Receipt]
     assert [server.joins for server in servers] == [2, 2]
@@ -318,33 +328,35 @@ def test_a_group_stays_until_a_worker_is_another(delivery: ByBroadcast) -> None:
 
 
 @pytest.mark.parametrize("method", ["ostinato_meet", "ostinato_load"])
-def test_a_server_that_dies_costs_the_others_a_second_try(delivery: ByBroadcast, method: str) -> None:
-    servers = [FakeServer("a"), FakeServer("b"), FakeServer("c")]
+def test_a_server_that_dies_costs_the_others_a_second_try(
+    delivery: ByBroadcast, servers: list[Any], method: str
+) -> None:
     assert delivered(delivery, servers, tensors_of()) == [Receipt] * 3
     servers[1].dies_in = method
     assert delivered(delivery, servers, tensors_of(1)) == [Receipt, WorkerDied, Receipt]
     assert delivered(delivery, servers, tensors_of(2)) == [Receipt] * 3
 
 
-def test_when_all_die_all_are_said_to_have_died(delivery: ByBroadcast) -> None:
-    servers = [FakeServer("a"), FakeServer("b")]
+def test_when_all_die_all_are_said_to_have_died(delivery: ByBroadcast, servers: list[Any]) -> None:
     for server in servers:
         server.dies_in = "ostinato_load"
-    assert delivered(delivery, servers, tensors_of()) == [WorkerDied, WorkerDied]
+    assert delivered(delivery, servers, tensors_of()) == [WorkerDied] * 3
 
 
-def test_what_the_trainer_raises_is_raised_and_the_next_delivery_is_whole(delivery: ByBroadcast) -> None:
+def test_what_the_trainer_raises_is_raised_and_the_next_delivery_is_whole(
+    delivery: ByBroadcast, servers: list[Any]
+) -> None:
     class Trainer(dict[str, Tensor]):
         def __getitem__(self, name: str) -> Tensor:
             if name == "half":
                 raise RuntimeError("CUDA error")
             return super().__getitem__(name)
 
-    servers, tensors = [FakeServer("a"), FakeServer("b")], tensors_of()
+    tensors = tensors_of()
     weights = Weights((), manifest_of(tensors.items()), "state", False)
     with pytest.raises(RuntimeError, match="CUDA error"):
         asyncio.run(delivery.deliver(servers, weights, Trainer(tensors), load_into))  # type: ignore[arg-type]
-    assert delivered(delivery, servers, tensors) == [Receipt, Receipt]
+    assert delivered(delivery, servers, tensors) == [Receipt] * 3
 
 
 # -- which way ----------------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ class VllmPool:
         self.takes_tensors = delivery.takes_tensors
         self._weights: Weights | None = None
         self._unproven: set[tuple[str, str]] = set()
-        """(server, boot) of what drew since the last check that passed."""
+        """(server, boot) of what drew completions since the last check that passed."""
         self._asleep = False
         self._keeping: list[asyncio.Task[None]] = []
         self._loop = asyncio.new_event_loop()
@@ -277,7 +277,7 @@ class VllmPool:
                 found[number] = logprobs
 
         works = [Work(affinity(sequence), len(sequence)) for sequence in sequences]
-        self._run(self._draw(works, send, adapter))
+        self._run(spread(works, send, lambda: self._ready(adapter)))  # nobody asks later who scored: no need to prove it
         return found
 
     async def _draw(self, works: Sequence[Work], send: Send, adapter: str | None) -> None:

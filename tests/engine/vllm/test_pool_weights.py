@@ -36,7 +36,8 @@ class StandIn:
         self.calls.append((route, body))
         if self.dead:
             raise WorkerDied(f"{self.name} is gone")
-        return {"answer": True, "answers": [self._answer()]}
+        scores = [[-1.0] * (len(tokens) - 1) for tokens in body.get("sequences", ())]
+        return {"answer": True, "answers": [self._answer()], "logprobs": scores}
 
     async def reset_prefix_cache(self) -> None:
         return None
@@ -181,3 +182,14 @@ def test_an_adapter_is_with_the_servers_that_took_it(pool: VllmPool, file: Path)
     pool.remove_adapter("first")
     with pytest.raises(SamplerOutOfSync, match="no server holds adapter first"):
         pool.check_adapter("first")
+
+
+def test_a_server_that_only_scored_may_end_before_the_check(pool: VllmPool, file: Path) -> None:
+    """As the gate asks for scores at the end of a sync: an end after it would else cost the next call its draws."""
+    pool.load([file], manifest_of("a"), "state")
+    assert pool.score([[n, 1, 2] for n in range(16)]) == [[-1.0, -1.0]] * 16
+    one, two = pool.servers
+    assert stand_in(one).said("score") and stand_in(two).said("score")
+    pool._run(two.fail(None))
+    pool.check("state")
+    assert (one.held, two.held) == ("state", None)

@@ -12,7 +12,7 @@
 
 A server that was started again has random weights and holds no state, so it answers no generate. One whose workers are
 broken answers 503 to everything and ends itself. vLLM's own token
-covers only a few of its prefixes; this one covers every route, vLLM's development routes too.
+covers only a few of its prefixes; this one covers every route.
 """
 
 from __future__ import annotations

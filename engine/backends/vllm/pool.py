@@ -277,7 +277,7 @@ class VllmPool:
                 found[number] = logprobs
 
         works = [Work(affinity(sequence), len(sequence)) for sequence in sequences]
-        self._run(spread(works, send, lambda: self._ready(adapter)))  # nobody asks later who scored: no need to prove it
+        self._run(spread(works, send, lambda: self._ready(adapter)))  # it decides nothing later
         return found
 
     async def _draw(self, works: Sequence[Work], send: Send, adapter: str | None) -> None:

@@ -16,6 +16,7 @@ from storage.errors import CorruptArtifact, ObjectNotFound
 from storage.models import Frozen
 from storage.objects import ObjectStore
 from storage.registry import find_model, registered_key
+from storage.runs import read_run
 from storage.runs_index import run_chains
 from storage.tables import read_table
 
@@ -112,6 +113,23 @@ def step_lineage(store: ObjectStore, record: CommitRecord) -> StepLineage:
         loss=record.metrics.get("loss"),
         grad_norm=record.metrics.get("grad_norm"),
     )
+
+
+def trained_on(store: ObjectStore, target: str) -> set[str]:
+    """sha256 of every dataset that a model, policy or run was trained on, its ancestors' too."""
+    found = set()
+    lineage = lineage_of(store, target)
+    for chain, until in lineage.chains(store):
+        try:
+            inputs = read_run(store, chain.run).semantic.get("inputs")
+        except ObjectNotFound:
+            inputs = None  # a fork that did not run yet
+        if isinstance(inputs, dict) and isinstance(inputs.get("dataset"), str):
+            found.add(str(inputs["dataset"]))
+        else:  # a recipe does not say: its steps do
+            steps = (step_lineage(store, record) for record in chain.records(after=0, until=until))
+            found |= {uri.rpartition("#")[2] for step in steps for uri in step.datasets}
+    return found
 
 
 def policy_of(store: ObjectStore, text: str) -> PolicyRef:

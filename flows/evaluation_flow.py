@@ -17,6 +17,7 @@ from prefect import flow
 from engine.handles import Model
 from engine.workspace import Workspace
 from flows.evaluation_config import EvaluationFlowConfig, Suite, semantic
+from flows.ops.place import placed
 from flows.pages import put_markdown, put_table
 from flows.progress import TerminalProgress
 from flows.recipe import RecipeContext
@@ -72,7 +73,7 @@ async def evaluation(config: EvaluationFlowConfig) -> dict[str, Any]:
     Args:
         config: which models, on which datasets, graded by whom.
     """
-    logger = TerminalProgress()
+    config, logger = placed(config), TerminalProgress()
     workspace = _workspace(config)
     loaded = LoadedSuite.load(workspace, config.suite)
     models = await _models(workspace, config.models)

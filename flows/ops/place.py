@@ -6,14 +6,15 @@
 from __future__ import annotations
 
 import os
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any, Protocol, Self, TypeVar
 
 from prefect.blocks.system import Secret
 from prefect.context import FlowRunContext
 from prefect.variables import Variable
 
-from engine.spec import HttpEngineSpec, LocalEngineSpec
-from flows.config import FlowConfig, StorageConfig
+from engine.spec import EngineSpec, HttpEngineSpec, LocalEngineSpec
+from flows.config import StorageConfig
 from flows.ops.processes import FLOW_RUN
 
 STORAGE_VARIABLE = "ostinato_storage"
@@ -21,7 +22,20 @@ STORAGE_VARIABLE = "ostinato_storage"
 ENGINE_SECRET = "ostinato-engine"
 """Secret block: {"url": …, "token": …} of the engine."""
 
-Config = TypeVar("Config", bound=FlowConfig)
+
+class Placeable(Protocol):
+    """A config that says where its flow works."""
+
+    @property
+    def storage(self) -> StorageConfig: ...
+
+    @property
+    def engine(self) -> EngineSpec: ...
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None) -> Self: ...
+
+
+Config = TypeVar("Config", bound=Placeable)
 
 
 def placed(config: Config, *, deployed: bool | None = None) -> Config:

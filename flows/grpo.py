@@ -20,6 +20,7 @@ from flows.checkpoints import CheckpointSchedule, Uploads
 from flows.config import GRPOConfig
 from flows.evaluation import Heldout
 from flows.loop import Journal, rate, steps
+from flows.ops.hooks import ON_END
 from flows.progress import TerminalProgress
 from flows.schedules import SCHEDULES
 from flows.session import default_model_name, finish_run, open_run
@@ -240,7 +241,7 @@ def _grading(grader: BaseGrader | GraderSpec | Grading) -> Grading:
     return Grading(grader=grader)
 
 
-@flow(name="grpo", flow_run_name="grpo-{config.model.name}")
+@flow(name="grpo", flow_run_name="grpo-{config.model.name}", **ON_END)
 async def grpo(config: GRPOConfig) -> dict[str, Any]:
     """Trains a model with GRPO, evaluates it before and after on held-out prompts, publishes it and reports.
 

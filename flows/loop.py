@@ -8,6 +8,7 @@ from typing import Self
 
 from engine.handles import TrainingModel
 from flows.progress import TerminalProgress
+from flows.watch import RunWatch
 from storage.artifacts import ArtifactRef
 from storage.chain import Chain, PolicyRef
 from storage.worklog import log_work
@@ -31,6 +32,7 @@ class Journal:
         log_work("start", policy=policy.uri, resumed_from=policy.step)
         logger.start(total_steps, policy.step)
         self.clock = StepClock()
+        self.watch = RunWatch(policy.run, step=policy.step)
 
     def cursor(self) -> DataCursor:
         """Where the data stands after the last committed step."""
@@ -40,7 +42,8 @@ class Journal:
     def record(
         self, policy: PolicyRef, rollouts: list[ArtifactRef] | None = None, graded: list[ArtifactRef] | None = None
     ) -> None:
-        """Measures the step that made `policy`, stores its metrics and shows them."""
+        """Measures the step that made `policy`, stores its metrics and shows them. Raises prefect.exceptions.Pause when
+        a person wants the run to wait."""
         record = self.chain.record(policy.step)
         assert record is not None  # take_gradient_step returned its policy
         metrics = measure_step(
@@ -54,11 +57,14 @@ class Journal:
         self._resumed = False
         write_metrics(self.store, policy, metrics)
         self.logger.step(metrics)
+        self.watch.stepped(policy.step - 1)
 
     async def __aenter__(self) -> Self:
+        self.watch.__enter__()
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self.watch.__exit__(None, None, None)
         self.logger.close()  # however the loop ends, the terminal is given back
 
 

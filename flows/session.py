@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from prefect.exceptions import Pause
 from prefect.runtime import flow_run
 
 from engine.errors import EngineError
@@ -22,6 +23,7 @@ from flows.ops.place import placed
 from flows.ops.run_keys import current_key
 from flows.progress import TerminalProgress
 from flows.version import code_version
+from flows.watch import say_left
 from storage import keys
 from storage.artifacts import ArtifactRef, Provenance
 from storage.errors import ObjectNotFound, StorageError
@@ -118,6 +120,9 @@ async def open_run(
         if session.result is not None:
             logger.note(f"run {session.run} is finished already; its result is returned as it was")
         yield session
+    except Pause:
+        say_left()
+        raise
     finally:
         await leave(workspace)
 

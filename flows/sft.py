@@ -18,6 +18,7 @@ from engine.text.threads import StringThread
 from flows.checkpoints import CheckpointSchedule, Uploads
 from flows.config import SFTConfig
 from flows.loop import Journal, rate, steps
+from flows.ops.hooks import ON_END
 from flows.progress import TerminalProgress
 from flows.schedules import SCHEDULES
 from flows.session import default_model_name, finish_run, open_run
@@ -108,7 +109,7 @@ class SFT:
         return load_prompts(self.model.workspace, InlineDataset.of(self.dataset), "completion")
 
 
-@flow(name="sft", flow_run_name="sft-{config.model.name}")
+@flow(name="sft", flow_run_name="sft-{config.model.name}", **ON_END)
 async def sft(config: SFTConfig) -> dict[str, Any]:
     """Fine-tunes a model on conversations, publishes it and reports.
 

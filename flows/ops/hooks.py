@@ -59,3 +59,11 @@ async def _release(run: str, config: FlowConfig, flow_run: FlowRun) -> None:
     if now.state is not None and not (now.state.is_final() or now.state.is_cancelling()):
         return  # it runs again already
     await leave(workspace.model_copy(update={"epoch": epoch}))
+
+
+ON_END: dict[str, Any] = {
+    "on_failure": [release_lease],
+    "on_crashed": [release_lease],
+    "on_cancellation": [release_lease],
+}
+"""Options of every flow that holds a run."""

@@ -184,6 +184,8 @@ def _worker(state: UpState, home: Path) -> Service:
         "PREFECT_WORKER_WEBSERVER_HOST": LOOPBACK,
         "PREFECT_WORKER_WEBSERVER_PORT": str(health),
         "PREFECT_WORKER_QUERY_SECONDS": "5",
+        # graders are a person's own modules, in the folder where they started all this
+        "PYTHONPATH": os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH", "")))),
     }
     url = f"http://{LOOPBACK}:{health}/health"
     return Service(

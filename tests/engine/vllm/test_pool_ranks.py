@@ -29,7 +29,9 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory, weights: list[Weights], 
 @pytest.fixture(scope="module")
 def drawn(two_ranks: VllmPool, weights: list[Weights]) -> list[Completion]:
     load(two_ranks, weights[0])
-    return two_ranks.generate(PROMPTS, SEEDS, SHORT)
+    found = two_ranks.generate(PROMPTS, SEEDS, SHORT)
+    two_ranks.check("state-0")
+    return found
 
 
 def test_two_ranks_hold_a_part_each_and_score_what_they_drew(

@@ -240,7 +240,7 @@ def _finish_promotion(question: Question) -> None:
     champion = question.champion
     made_by = champion.decision if champion else None
     decision = find_decision(question.workspace.open_store(), question.config.model, made_by) if made_by else None
-    if decision is not None:
+    if decision is not None and decision.action == "promote":
         _promoted(question, decision)
 
 

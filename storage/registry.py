@@ -77,6 +77,12 @@ def list_versions(store: ObjectStore, name: str) -> list[str]:
     return [v for v in claimed if store.exists(keys.manifest_of_files(keys.model_version(name, v)))]
 
 
+def list_models(store: ObjectStore) -> list[str]:
+    """The names of all published models, sorted."""
+    entries = (keys.alias_of(info.key) for info in store.list(keys.models_prefix()))
+    return sorted({entry[0] for entry in entries if entry is not None})
+
+
 def set_alias(store: ObjectStore, name: str, alias: str, version: str) -> int:
     """Makes `alias` mean `version`; returns the number of the entry in the alias's log that says so.
 

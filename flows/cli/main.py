@@ -13,6 +13,7 @@ from flows.cli.deploy import deploy_command
 from flows.cli.doctor import doctor
 from flows.cli.engine import engine_app
 from flows.cli.gc import gc
+from flows.cli.models import models_app
 from flows.cli.runner import run_flow
 from flows.cli.up import down, up
 
@@ -23,6 +24,7 @@ run = typer.Typer(help="Run a flow; the same command again resumes it.", no_args
 app.add_typer(run, name="run")
 app.command("gc")(gc)
 app.add_typer(engine_app, name="engine")
+app.add_typer(models_app, name="models")
 add_chain_commands(app)
 app.command("doctor")(doctor)
 app.command("up")(up)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,28 +63,37 @@ def run_config(
         if unfinished:
             console.print(f"resuming the unfinished run [bold]{run_key}[/bold] (--new starts another)")
     keyed = config.model_copy(update={"run": run_key or config.run})
+    console.print(f"run [bold]{keyed.run}[/bold], artifacts in {config.storage.url}", highlight=False)
+    status, result = attend(lambda: _call(keyed), console, what=f"run [bold]{keyed.run}[/bold]", server=server)
+    if status == 0:
+        if remembered:
+            forget(flow, config)
+        _say(result, console)
+    return status
+
+
+def attend(
+    call: Callable[[], Coroutine[Any, Any, dict[str, Any]]], console: Console, *, what: str, server: str = ""
+) -> tuple[int, dict[str, Any]]:
+    """Runs a flow to its end, with a Prefect server; (exit status as of `run_flow`, what it returned). `what` is what
+    the same command goes on with."""
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
-    console.print(f"run [bold]{keyed.run}[/bold], artifacts in {config.storage.url}", highlight=False)
     try:
         with _sigterm_raises(), _prefect_server(server, console):
-            result = asyncio.run(_call(keyed))
+            return 0, asyncio.run(call())
     except KeyboardInterrupt:
-        console.print(f"\ninterrupted; the same command resumes run [bold]{keyed.run}[/bold]")
-        return 130
+        console.print(f"\ninterrupted; the same command resumes {what}")
+        return 130, {}
     except REFUSED as error:
         console.print(f"[red]{type(error).__name__}[/red]: ", end="")
         console.print(str(error), markup=False, highlight=False)
-        return 1
+        return 1, {}
     except BaseException as error:
         if not _is_termination(error):
             raise
-        console.print(f"\nended by SIGTERM; the same command resumes run [bold]{keyed.run}[/bold]")
-        return 128 + signal.SIGTERM
-    if remembered:
-        forget(flow, config)
-    _say(result, console)
-    return 0
+        console.print(f"\nended by SIGTERM; the same command resumes {what}")
+        return 128 + signal.SIGTERM, {}
 
 
 class Terminated(SystemExit):

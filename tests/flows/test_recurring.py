@@ -1,4 +1,4 @@
-"""`recurring` on the tiny model: the first run promotes, no new data does nothing, worse data holds, a person decides."""
+"""`recurring` on the tiny model: first promoted, then nothing new, worse data held back; a person decides; retries."""
 
 from __future__ import annotations
 

@@ -103,6 +103,41 @@ def time_split_svg(
     return _svg(draw, label=label, size=(10.2, 2.7))
 
 
+class Series(NamedTuple):
+    """One of several curves of one figure."""
+
+    name: str
+    steps: Sequence[int]
+    values: Sequence[float | None]
+
+
+SERIES_COLOURS = ("#1f5f8b", "#c8553d", "#5fa8a0", "#e0a458", "#8a7090", "#4c9f50", "#b04a78", "#6b7a8f")
+SERIES_DASHES = ("-", "--", ":", "-.")
+
+
+def series_style(number: int) -> tuple[str, str]:
+    """(colour, dash) of the n-th curve: alike only after all colours were used with all dashes."""
+    return SERIES_COLOURS[number % len(SERIES_COLOURS)], SERIES_DASHES[number // len(SERIES_COLOURS) % 4]
+
+
+def curves_svg(series: Sequence[Series], *, label: str) -> str:
+    """Curves over one another; a long one is drawn as its mean over a twentieth of its steps. The page has the legend:
+    the n-th curve has series_style(n)."""
+
+    def draw(axes: Axes) -> None:
+        for number, one in enumerate(series):
+            colour, dash = series_style(number)
+            ys = [_finite(value) for value in one.values]
+            if len(ys) >= SMOOTH_FROM:
+                ys = _centred_mean(ys, len(ys) // 40)
+            dots = "o" if len(ys) <= 30 and len(series) <= 4 else None
+            xs = [step + 1 for step in one.steps]
+            axes.plot(xs, ys, color=colour, linestyle=dash, linewidth=1.5, marker=dots, ms=3)
+        _step_axis(axes, [step + 1 for one in series for step in one.steps])
+
+    return _svg(draw, label=label, size=(5.0, 2.6))
+
+
 class Interval(NamedTuple):
     """One mean with its interval; low and high are None when one value alone gave the mean."""
 

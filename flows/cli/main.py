@@ -15,6 +15,8 @@ from flows.cli.engine import engine_app
 from flows.cli.gc import gc
 from flows.cli.models import models_app
 from flows.cli.runner import run_flow
+from flows.cli.runs import runs_app
+from flows.cli.sweep import add_search_commands
 from flows.cli.up import down, up
 
 app = typer.Typer(
@@ -26,6 +28,7 @@ app.command("gc")(gc)
 app.add_typer(engine_app, name="engine")
 app.add_typer(models_app, name="models")
 add_chain_commands(app)
+add_search_commands(app, runs_app)
 app.command("doctor")(doctor)
 app.command("up")(up)
 app.command("down")(down)

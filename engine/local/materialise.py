@@ -226,6 +226,7 @@ class Materialiser:
     def sampler_of(self, slot: Slot, policy: PolicyRef, *, tensor_parallel: int | None = None) -> Sampler:
         """The slot's sampler, holding the slot's weights, which are `policy`'s."""
         if slot.sampler is None or slot.tensor_parallel != tensor_parallel:
+            slot.drop_sampler()
             need = self.samplers.new_bytes(slot.trainer)
             if need:
                 self.slots.make_room(need, run=policy.run, what="the sampler's copy of a model", keep=slot)

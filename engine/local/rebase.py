@@ -193,7 +193,7 @@ class Rebaser:
         with scratch(self.store) as folder:
             files = materialise_files(self.store, manifest.key, folder)
             slot.trainer.read_checkpoint(files, optimizer=slot.training)
-        slot.sampler = None  # it may hold other weights of the same state
+        slot.drop_sampler()  # it may hold other weights of the same state
 
 
 class _Checkpoint(NamedTuple):

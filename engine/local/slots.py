@@ -58,6 +58,12 @@ class Slot:
         """What would be free if this slot left: the base that it may share is not counted."""
         return self.trainer.nbytes(training=self.training) + (self.sampler.nbytes() if self.sampler else 0)
 
+    def drop_sampler(self) -> None:
+        """The next draw makes a new one. A sampler that shares its engine with others must leave it by name."""
+        sampler, self.sampler = self.sampler, None
+        if sampler is not None:
+            sampler.close()
+
 
 def chain_name(policy: PolicyRef) -> ChainName:
     return policy.run, policy.stage, policy.model
@@ -101,9 +107,9 @@ class Slots:
     def _bury(self) -> None:
         """Forgets the slots whose weights went with the process that held them."""
         for chain in [chain for chain, slot in self._training.items() if not slot.trainer.alive]:
-            del self._training[chain]
+            self._training.pop(chain).drop_sampler()
         for state in [state for state, slot in self._frozen.items() if not slot.trainer.alive]:
-            del self._frozen[state]
+            self._frozen.pop(state).drop_sampler()
 
     def moved(self) -> list[Slot]:
         """Training slots ahead of their last checkpoint."""
@@ -123,10 +129,12 @@ class Slots:
             slot.loaded = self._clock()
         held: OrderedDict = self._training if slot.training else self._frozen
         key = slot.chain if slot.training else slot.policy.state
+        if (before := held.get(key)) is not None and before is not slot:
+            before.drop_sampler()
         held[key] = slot
         held.move_to_end(key)
         if len(self._frozen) > self._frozen_limit:
-            self._frozen.popitem(last=False)
+            self._frozen.popitem(last=False)[1].drop_sampler()
         return slot
 
     def base(self, digest: str, load: Callable[[], SharedBase]) -> SharedBase:
@@ -138,7 +146,9 @@ class Slots:
 
     def drop(self, policy: PolicyRef) -> None:
         """Forgets the chain's training slot: its weights are not those of any committed policy."""
-        self._training.pop(chain_name(policy), None)
+        slot = self._training.pop(chain_name(policy), None)
+        if slot is not None:
+            slot.drop_sampler()
 
     def release(self, run: str) -> list[Slot]:
         """The run's slots leave first from now on, until it is heard of again. Returns those that moved past their last
@@ -194,9 +204,10 @@ class Slots:
         return slot.loaded + self.residency - self._clock()
 
     def _leave(self, slot: Slot) -> None:
-        if not slot.training:
-            self._frozen.pop(slot.policy.state, None)
-            return
-        if slot.policy.step > slot.saved_step:
+        if slot.training and slot.policy.step > slot.saved_step:
             self._save(slot)
-        self._training.pop(slot.chain, None)
+        if slot.training:
+            self._training.pop(slot.chain, None)
+        else:
+            self._frozen.pop(slot.policy.state, None)
+        slot.drop_sampler()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -227,7 +227,8 @@ class VllmSampler:
 
     def close(self) -> None:
         """The host stays for other policies of the model: it is the backend's."""
-        self._drop_adapter()
+        with suppress(WorkerDied, SamplerOutOfSync):  # who is gone has no adapter left to drop
+            self._drop_adapter()
         if self._host is not None and self in self._host.users:
             self._host.users.remove(self)
         self._host = self._state = self._base = None

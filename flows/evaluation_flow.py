@@ -17,6 +17,7 @@ from prefect import flow
 from engine.handles import Model
 from engine.workspace import Workspace
 from flows.evaluation_config import EvaluationFlowConfig, Suite, semantic
+from flows.events import eval_regressed
 from flows.ops.place import placed
 from flows.pages import put_markdown, put_table
 from flows.progress import TerminalProgress
@@ -99,12 +100,27 @@ async def evaluation(config: EvaluationFlowConfig) -> dict[str, Any]:
     comparison = read_comparison(workspace, table)
     await put_table("evaluation", score_table(comparison), description=f"Evaluation `{run}`")
     await put_markdown("comparison", comparison_markdown(comparison))
+    _tell_regressions(comparison, next(iter(models)))
     return write_result(workspace, {"run": run, "table": table.uri} | comparison.model_dump(mode="json"))
 
 
 def read_comparison(workspace: Workspace, table: ArtifactRef) -> Comparison:
     """What the table says."""
     return compare(read_table(workspace.open_store(), table).to_pylist())
+
+
+def _tell_regressions(comparison: Comparison, baseline: str) -> None:
+    """An event for each model that is worse than the first one beyond chance, per dataset and grader."""
+    for difference in comparison.differences:
+        paired = difference.paired
+        if difference.first != baseline or paired is None or paired.low is None or paired.high is None:
+            continue
+        if paired.high < 0:
+            name, _, version = difference.second.partition("@")
+            eval_regressed(
+                name, version, baseline=baseline, dataset=difference.cell, difference=paired.difference,
+                low=paired.low, high=paired.high, n=paired.n,
+            )  # fmt: skip
 
 
 def _workspace(config: EvaluationFlowConfig) -> Workspace:

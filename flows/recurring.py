@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from prefect import flow
-from prefect.events import emit_event
 
 from engine.workspace import Workspace
 from flows.approval import ask
@@ -27,6 +26,7 @@ from flows.ops.attempts import check_attempts
 from flows.ops.place import placed
 from flows.pages import put_markdown
 from flows.progress import TerminalProgress
+from flows.promotion import announce
 from flows.recurring_config import RecurringConfig
 from flows.sft import sft
 from flows.version import code_version
@@ -230,7 +230,7 @@ def _promoted(question: Question, decision: Decision) -> dict[str, Any]:
     """What follows a promotion: the event, then the card, whose presence says that both are done."""
     store = question.workspace.open_store()
     if find_card(store, decision) is None:
-        announce_promotion(decision)
+        announce(decision)
         commit_card(store, decision, provenance=question.workspace.provenance)
     return _outcome(question, "promoted", list(decision.reasons), decision)
 
@@ -242,15 +242,6 @@ def _finish_promotion(question: Question) -> None:
     decision = find_decision(question.workspace.open_store(), question.config.model, made_by) if made_by else None
     if decision is not None and decision.action == "promote":
         _promoted(question, decision)
-
-
-def announce_promotion(decision: Decision) -> None:
-    """The event `ostinato.model.promoted`, for automations. A retry may send it again; `payload.id` tells."""
-    emit_event(
-        "ostinato.model.promoted",
-        resource={"prefect.resource.id": f"ostinato.model.{decision.model}", "prefect.resource.name": decision.model},
-        payload=decision.model_dump(mode="json"),
-    )
 
 
 def _outcome(

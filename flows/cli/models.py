@@ -146,6 +146,7 @@ def promote(
             provenance=_provenance(name, version), evaluation=uri,
         )  # fmt: skip
         commit_card(store, decision, provenance=_provenance(name, version))
+    _announce(decision)
     _said(decision)
 
 
@@ -165,6 +166,7 @@ def rollback(
             store, name, version, "rollback", over=log[-1], reasons=[why], who=who or _account(),
             provenance=_provenance(name, version),
         )  # fmt: skip
+    _announce(decision)
     _said(decision)
 
 
@@ -230,6 +232,12 @@ def _account() -> str:
         return getpass.getuser()
     except (KeyError, OSError):  # a container without an account for its number
         raise usage_error("this account has no name; give --who") from None
+
+
+def _announce(decision: Decision) -> None:
+    from flows.promotion import announce  # Prefect costs seconds: only a move pays
+
+    announce(decision)
 
 
 def _said(decision: Decision) -> None:

@@ -138,7 +138,7 @@ def _card_says_where_it_comes_from(line: Line, outcome: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_a_better_challenger_is_promoted_over_the_champion(line: Line) -> None:
+def test_a_better_challenger_is_promoted_over_the_champion_and_announced(line: Line, prefect_server: str) -> None:
     line.answers("1")
     first = line.run()
     line.answers("2")
@@ -146,6 +146,20 @@ def test_a_better_challenger_is_promoted_over_the_champion(line: Line) -> None:
     assert second["outcome"] == "promoted" and "must be better" in second["reasons"][-1]
     assert line.champions == [first["model"], second["model"]]
     assert line.decisions[-1].champion == first["model"].partition("@")[2]
+    assert _announced(prefect_server, second["model"])["payload"]["previous"] == first["model"].partition("@")[2]
+
+
+def _announced(api: str, model: str) -> dict[str, Any]:
+    """The event of the promotion; events lag."""
+    query = {"filter": {"event": {"name": ["ostinato.model.promoted"]}}, "limit": 50}
+    deadline = time.monotonic() + 60
+    with httpx.Client(base_url=api, trust_env=False) as client:
+        while time.monotonic() < deadline:
+            for event in client.post("/events/filter", json=query).json()["events"]:
+                if event["payload"]["model"] == model and event["payload"]["number"] == 2:
+                    return dict(event)
+            time.sleep(0.5)
+    raise AssertionError(f"no event tells of {model}")
 
 
 class Ended(Exception):
@@ -160,7 +174,7 @@ def test_a_retry_after_an_end_anywhere_near_the_decision_decides_once(
     module, name = {
         "before the decision": (flows.recurring, "decide"),
         "before the move": (storage.decisions, "enforce"),
-        "after the move": (flows.recurring, "announce_promotion"),
+        "after the move": (flows.recurring, "announce"),
     }[where]  # fmt: skip
     real = getattr(module, name)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
+import inspect
 import json
 import math
 from pathlib import Path
@@ -14,6 +16,10 @@ from typer.testing import CliRunner
 
 import flows.grpo
 from flows.cli.main import app
+from flows.evaluation_config import EvaluationFlowConfig
+from flows.ops.deployments import deployments_in
+from flows.overrides import parse_config
+from flows.recurring_config import RecurringConfig
 from flows.sweep import TrialsFailed, sweep
 from flows.sweep_config import RandomSearch, SweepConfig
 from storage.objects import open_store
@@ -21,6 +27,7 @@ from storage.runs_index import list_runs
 from tests.fixtures.toy_run import ToyRun
 from tests.toy import toy_config, write_prompts
 
+ROOT = Path(__file__).parents[2]
 GRID = {"kind": "grid", "values": {"optimizer.lr": [1e-3, 3e-3], "seed": [0, 1]}}
 
 
@@ -93,6 +100,19 @@ def test_a_search_that_makes_no_sense_is_refused_before_anything_runs(
 ) -> None:
     with pytest.raises(ValidationError, match=f"(?s){message}"):
         config_of(tmp_path, tmp_path, search)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("evaluation", EvaluationFlowConfig), ("recurring", RecurringConfig), ("sweep", SweepConfig)]
+)
+def test_the_examples_are_configs_and_the_deployments_name_flows_that_take_them(name: str, kind: type[Any]) -> None:
+    parse_config(kind, ROOT / "examples" / f"{name}.yaml")
+    (entry,) = (entry for entry in deployments_in(ROOT / "prefect.yaml") if entry["name"] == name)
+    module, _, flow = entry["entrypoint"].rpartition(".")
+    called = getattr(importlib.import_module(module), flow)
+    (parameter,) = inspect.signature(called.fn, eval_str=True).parameters.values()
+    assert parameter.annotation is kind
+    assert kind.__name__ in called.parameters.definitions  # the form's schema
 
 
 # -- runs --------------------------------------------------------------------------------------------------------

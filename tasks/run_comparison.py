@@ -44,6 +44,8 @@ CURVES = {
     "learning_rate": "Learning rate",
 }
 """Field of StepMetrics -> title of its figure."""
+LABELLED_KEYS, LABEL_LENGTH = 4, 24
+"""Up to so many differing keys, with values of so many characters, name a run."""
 
 
 class ComparedRun(Frozen):
@@ -100,15 +102,19 @@ def render_comparison(title: str, runs: Sequence[ComparedRun], *, store_url: str
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["shown"] = shown
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    differences = config_differences(runs)
     return template.render(
         title=title,
         style=Markup(_style()),
         store=store_url,
-        runs=[{"run": run.run, "policy": run.policy, "key": Markup(_key_svg(n))} for n, run in enumerate(runs)],
+        runs=[
+            {"run": run.run, "policy": run.policy, "key": Markup(_key_svg(n)), "label": _label(differences, n)}
+            for n, run in enumerate(runs)
+        ],
         number={run.run: n for n, run in enumerate(runs)},
         ranked=rank(runs),
         charts=_charts(runs),
-        differences=config_differences(runs),
+        differences=differences,
         plans=len({run.plan for run in runs if run.plan is not None}),
     )
 
@@ -165,6 +171,13 @@ def _charts(runs: Sequence[ComparedRun]) -> list[Chart]:
         if any(value is not None for one in series for value in one.values):
             charts.append(Chart(title, "", Markup(curves_svg(series, label=f"{title} by step"))))
     return charts
+
+
+def _label(differences: Sequence[tuple[str, list[str]]], number: int) -> str:
+    """What makes the run another one, where that is short: a run of a sweep is named by a digest."""
+    if len(differences) > LABELLED_KEYS:
+        return ""
+    return ", ".join(f"{name}={values[number]}" for name, values in differences if len(values[number]) <= LABEL_LENGTH)
 
 
 def _key_svg(number: int) -> str:

@@ -49,9 +49,10 @@ def evaluate(config: ConfigFile, sets: Sets = None, server: Server = "") -> None
         found = Comparison.model_validate({name: result[name] for name in Comparison.model_fields})
         rows = score_table(found)
         to.print(fill(table("scores", *rows[0]), (row.values() for row in rows)))
-        shown = table("changes, on the same prompts", "dataset", "grader", "from", "to", "change", "")
-        changes = ((d.dataset, d.grader, d.first, d.second, d.paired, d.verdict) for d in found.differences)
-        to.print(fill(shown, changes))
+        if found.differences:
+            shown = table("changes, on the same prompts", "dataset", "grader", "from", "to", "change", "")
+            changes = ((d.dataset, d.grader, d.first, d.second, d.paired, d.verdict) for d in found.differences)
+            to.print(fill(shown, changes))
         to.print(f"table: {result['table']}", highlight=False, soft_wrap=True)
 
     _run(EvaluationFlowConfig, config, sets, server, call, say, what="the evaluation")

@@ -16,13 +16,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flows.ops.processes import MARK
-from flows.ops.state import Ports, UpError, UpState, write_private
+from flows.ops.state import Ports, UpError, UpState, token_file, write_private
 from flows.server import server_environment
 
 LOOPBACK = "127.0.0.1"
 BUCKET = "ostinato"
 HEARTBEAT_SECONDS = 30
 """How often a running flow says that it lives: Prefect's smallest."""
+BATCHES = {
+    "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "100",
+    "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_READ_BATCH_SIZE": "100",
+    "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",
+    "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_BATCH_SIZE": "200",
+    "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_READ_BATCH_SIZE": "200",
+}
+"""How much the server writes at once. Its own defaults write every task run in a transaction of its own, and SQLite then
+answers others that it is locked: events are lost, and calls fail with 503."""
 GRPC_OFFSET = 10_000
 """seaweedfs listens on each of its ports plus this, too."""
 TOKEN_ENV = "OSTINATO_ENGINE_TOKEN"
@@ -146,18 +155,19 @@ def _prefect(state: UpState, home: Path) -> Service:
     command = _python("prefect", "server", "start", "--host", LOOPBACK, "--port", str(state.options.port))
     folder = home / "prefect"
     folder.mkdir(parents=True, exist_ok=True)
-    environment = server_environment(folder, state.options.port, database=state.options.database) | {MARK: state.id}
+    chosen = server_environment(folder, state.options.port, database=state.options.database)
+    environment = BATCHES | chosen | {MARK: state.id}
     return Service(
         "server", command, environment, lambda: answers(f"{state.api_url}/health"), start_seconds=120.0
     )
 
 
 def _engine(state: UpState, home: Path) -> Service:
-    token_file = home / "engine-token"
-    write_private(token_file, state.token)
+    token = token_file(home)
+    write_private(token, state.token)
     command = _python(
         "flows.cli.main", "engine", "serve", "--storage", state.options.storage,
-        "--port", str(state.ports.engine), "--token-file", str(token_file.absolute()),
+        "--port", str(state.ports.engine), "--token-file", str(token.absolute()),
     )  # fmt: skip
     if state.options.engine_config:
         command += ("--config", state.options.engine_config)

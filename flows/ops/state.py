@@ -113,7 +113,14 @@ def save_state(home: Path, state: UpState) -> None:
 
 
 def forget_state(home: Path) -> None:
-    state_file(home).unlink(missing_ok=True)
+    """Removes the state and its secrets; Prefect's history, the artifacts of an S3 server and the logs stay."""
+    for path in (state_file(home), token_file(home)):
+        path.unlink(missing_ok=True)
+
+
+def token_file(home: Path) -> Path:
+    """Where the engine reads its token."""
+    return home / "engine-token"
 
 
 def state_file(home: Path) -> Path:

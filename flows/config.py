@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import Field, GetJsonSchemaHandler, JsonValue, field_validator, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from engine.adapters import FullSpec, LoraSpec
 from engine.losses.spec import KLEstimator
@@ -210,6 +212,16 @@ class FlowConfig(Frozen):
     engine: EngineSpec = LocalEngineSpec()
     storage: StorageConfig = StorageConfig()
     checkpoints: CheckpointConfig = CheckpointConfig()
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """What a person must fill in comes first in a form, where it runs comes last."""
+        reference = super().__get_pydantic_json_schema__(core_schema, handler)
+        schema = handler.resolve_ref_schema(reference)
+        fields = schema.get("properties", {})
+        last = [name for name in FlowConfig.model_fields if name in fields]
+        schema["properties"] = {name: fields[name] for name in [*(own for own in fields if own not in last), *last]}
+        return reference
 
     def semantic(self) -> dict[str, Any]:
         """What decides the result, without names and patience."""

@@ -11,22 +11,22 @@ from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
+from storage.forms import as_form
+
 CHUNK_BYTES = 4 << 20
 """How much of a large file is in memory at a time."""
 
 
 class Frozen(BaseModel):
-    """An immutable record that refuses fields it does not know. Its JSON schema is fit for a form: the text under a
-    field is its description, and a field with one possible value is a menu of one."""
+    """An immutable record that refuses fields it does not know. Its JSON schema is fit for a form (storage.forms), where
+    the text under a field is its description."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         reference = handler(core_schema)
-        for field in handler.resolve_ref_schema(reference).get("properties", {}).values():
-            if "const" in field:  # forms know menus, and would offer a text box
-                field["enum"] = [field["const"]]
+        as_form(handler.resolve_ref_schema(reference), cls.__name__)
         return reference
 
 

@@ -16,6 +16,7 @@ from engine.adapters import FullSpec, LoraSpec
 from engine.losses.spec import KLEstimator
 from engine.protocol import SamplingParams
 from engine.spec import EngineSpec, LocalEngineSpec
+from flows.titles import training_title
 from storage.chain import OldLogprobs
 from storage.errors import InvalidKey
 from storage.keys import validate_name
@@ -249,6 +250,11 @@ class GRPOConfig(FlowConfig):
     optimizer: OptimizerConfig = OptimizerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
 
+    @property
+    def title(self) -> str:
+        """The flow run's name."""
+        return training_title("grpo", self.model.key, self.data.train, self.seed)
+
     @model_validator(mode="after")
     def _endless_runs_are_constant(self) -> Self:
         endless = self.algorithm.steps is None and self.algorithm.epochs is None
@@ -274,3 +280,8 @@ class SFTConfig(FlowConfig):
     data: DataConfig
     algorithm: SFTAlgorithm = SFTAlgorithm()
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
+
+    @property
+    def title(self) -> str:
+        """The flow run's name."""
+        return training_title("sft", self.model.key, self.data.train, self.seed)

@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from engine.protocol import SamplingParams
 from engine.spec import EngineSpec, LocalEngineSpec
 from flows.config import DatasetSource, GraderConfig, StorageConfig
+from flows.titles import model_title
 from storage.errors import InvalidKey
 from storage.keys import validate_name
 from storage.models import Frozen, canonical_json, digest
@@ -103,7 +104,7 @@ class EvaluationFlowConfig(Frozen):
     @property
     def title(self) -> str:
         """The flow run's name."""
-        return f"evaluation of {', '.join(self.models)}"
+        return f"evaluation of {', '.join(map(model_title, self.models))}"
 
     @field_validator("models")
     @classmethod

@@ -241,7 +241,7 @@ def _grading(grader: BaseGrader | GraderSpec | Grading) -> Grading:
     return Grading(grader=grader)
 
 
-@flow(name="grpo", flow_run_name="grpo-{config.model.name}", **ON_END)
+@flow(name="grpo", flow_run_name="{config.title}", **ON_END)
 async def grpo(config: GRPOConfig) -> dict[str, Any]:
     """Trains a model with GRPO, evaluates it before and after on held-out prompts, publishes it and reports.
 

@@ -109,7 +109,7 @@ class SFT:
         return load_prompts(self.model.workspace, InlineDataset.of(self.dataset), "completion")
 
 
-@flow(name="sft", flow_run_name="sft-{config.model.name}", **ON_END)
+@flow(name="sft", flow_run_name="{config.title}", **ON_END)
 async def sft(config: SFTConfig) -> dict[str, Any]:
     """Fine-tunes a model on conversations, publishes it and reports.
 

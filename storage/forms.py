@@ -38,9 +38,7 @@ def as_form(schema: dict[str, Any], name: str) -> None:
         schema["title"] = class_title(name)
     for field, body in schema.get("properties", {}).items():
         _plain(body)
-        if body.get("title") == field.replace("_", " ").title():  # nobody gave it another
-            body["title"] = field_title(field)
-        elif "title" not in body:  # a record within: without one a form shows the title of its class
+        if body.get("title") in (None, field.replace("_", " ").title()):  # nobody gave it another
             body["title"] = field_title(field)
 
 

@@ -18,8 +18,8 @@ CHUNK_BYTES = 4 << 20
 
 
 class Frozen(BaseModel):
-    """An immutable record that refuses fields it does not know. Its JSON schema is fit for a form (storage.forms), where
-    the text under a field is its description."""
+    """An immutable record that refuses fields it does not know. Its JSON schema is fit for a form (storage.forms), in
+    which the text under a field is its description."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 

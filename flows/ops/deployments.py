@@ -51,8 +51,9 @@ def deploy(path: Path, *, pool: str, storage: str, engine_url: str, token: str) 
     from prefect.exceptions import PrefectHTTPStatusError
 
     try:
-        asyncio.run(_prepare(pool))
+        before = asyncio.run(_prepare(pool, names))
         _deploy_all(path, pool)
+        asyncio.run(_restore(before))
         from flows.ops.place import save_place
 
         save_place(storage, engine_url, token)
@@ -61,19 +62,31 @@ def deploy(path: Path, *, pool: str, storage: str, engine_url: str, token: str) 
     return names
 
 
-async def _prepare(pool: str) -> None:
+async def _restore(before: list[Any]) -> None:
+    from prefect import get_client
+
+    from flows.ops.schedules import restore
+
+    async with get_client() as client:
+        await restore(client, before)
+
+
+async def _prepare(pool: str, names: list[str]) -> list[Any]:
+    """Makes what deployments need; returns them as they are."""
     from prefect import get_client
     from prefect.client.schemas.actions import WorkPoolCreate
     from prefect.exceptions import ObjectAlreadyExists
     from prefect.workers.process import ProcessWorker
 
     from flows.ops.automations import save_automations
+    from flows.ops.schedules import remember
 
     async with get_client() as client:
         template = ProcessWorker.get_default_base_job_template()
         with contextlib.suppress(ObjectAlreadyExists):  # its type and template are its operator's
             await client.create_work_pool(WorkPoolCreate(name=pool, type="process", base_job_template=template))
         await save_automations(client)
+        return await remember(client, names)
 
 
 def _deploy_all(path: Path, pool: str) -> None:

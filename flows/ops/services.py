@@ -30,8 +30,8 @@ BATCHES = {
     "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_BATCH_SIZE": "200",
     "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_READ_BATCH_SIZE": "200",
 }
-"""How much the server writes at once. Its own defaults write every task run in a transaction of its own, and SQLite then
-answers others that it is locked: events are lost, and calls fail with 503."""
+"""How much the server writes at once. By its defaults every task run is a transaction of its own, and SQLite then tells
+others that it is locked: events are lost, and calls fail with 503."""
 GRPC_OFFSET = 10_000
 """seaweedfs listens on each of its ports plus this, too."""
 TOKEN_ENV = "OSTINATO_ENGINE_TOKEN"

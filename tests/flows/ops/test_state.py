@@ -1,0 +1,126 @@
+"""The state of `ostinato up`: private, whole, and about processes that cannot be mistaken."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from flows.ops import processes
+from flows.ops.processes import MARK, ProcessMark, end, marked, reap, spawn
+from flows.ops.state import (
+    Ports,
+    UpError,
+    UpOptions,
+    UpState,
+    forget_state,
+    load_state,
+    save_state,
+    state_file,
+    status,
+    supervising,
+)
+
+SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
+STUBBORN = [
+    sys.executable,
+    "-c",
+    "import signal, time; signal.signal(15, signal.SIG_IGN); print('ready', flush=True); time.sleep(600)",
+]
+
+
+def some_state(**changes: object) -> UpState:
+    options = UpOptions(storage="/data", port=4210)
+    state = UpState(id="abc", options=options, ports=Ports(engine=1, worker=2), token="secret")
+    return state.model_copy(update=changes)
+
+
+def test_the_state_comes_back_and_only_its_owner_reads_it(tmp_path: Path) -> None:
+    assert load_state(tmp_path) is None
+    state = some_state(services={"engine": ProcessMark(pid=3, created=4.5)}, ready=True)
+    save_state(tmp_path, state)
+    assert load_state(tmp_path) == state
+    assert stat.S_IMODE(state_file(tmp_path).stat().st_mode) == 0o600
+    assert [path.name for path in tmp_path.iterdir()] == ["state.json"]
+    forget_state(tmp_path)
+    assert load_state(tmp_path) is None
+
+
+def test_a_state_of_something_else_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    state_file(tmp_path).write_text('{"id": 3}')
+    with pytest.raises(UpError, match=r"state\.json is not a state of `ostinato up`.*remove the file"):
+        load_state(tmp_path)
+
+
+def test_differences_name_options_and_hide_what_may_hold_a_password() -> None:
+    one = UpOptions(storage="/a", database="postgresql+asyncpg://me:hidden@db/prefect")
+    assert one.differences(one) == []
+    said = one.differences(UpOptions(storage="/b"))
+    assert said == ["storage: '/a' -> '/b'", "database: changed"]
+
+
+def test_there_is_one_supervisor_of_a_folder(tmp_path: Path) -> None:
+    with supervising(tmp_path) as first, supervising(tmp_path) as second:
+        assert (first, second) == (True, False)
+    with supervising(tmp_path) as again:
+        assert again
+
+
+def test_a_pid_that_is_anothers_by_now_is_not_ours() -> None:
+    mine = ProcessMark.of(os.getpid())
+    assert mine is not None
+    assert mine.alive
+    assert not mine.model_copy(update={"created": mine.created - 5}).alive
+
+
+def test_processes_are_found_by_their_mark_with_all_they_start_and_end_hard_where_they_must(tmp_path: Path) -> None:
+    identity = f"test-{os.getpid()}"
+    parent = [sys.executable, "-c", f"import subprocess; subprocess.Popen({STUBBORN!r}).wait()"]
+    mark = spawn(parent, environment=dict(os.environ) | {MARK: identity}, log=tmp_path / "log", folder=tmp_path)
+    stranger = subprocess.Popen(SLEEP)
+    try:
+        while (tmp_path / "log").read_text() != "ready\n":
+            assert mark.alive
+        found = marked(identity)
+        assert len(found) == 2
+        assert mark.pid in {process.pid for process in found}
+        end(found, grace_seconds=0.2)
+        assert marked(identity) == []
+        reap(mark)
+        assert not psutil.pid_exists(mark.pid)
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+def test_a_dead_child_that_nobody_asked_for_is_not_alive(tmp_path: Path) -> None:
+    mark = spawn([sys.executable, "-c", ""], environment=dict(os.environ), log=tmp_path / "log", folder=tmp_path)
+    while mark.alive:
+        pass
+    assert psutil.Process(mark.pid).status() == psutil.STATUS_ZOMBIE
+    reap(mark)
+    reap(mark)
+    assert not psutil.pid_exists(mark.pid)
+
+
+def test_another_users_environment_is_empty_and_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(_: psutil.Process) -> dict[str, str]:
+        raise psutil.AccessDenied(1)
+
+    monkeypatch.setattr(psutil.Process, "environ", refused)
+    assert processes.environment_of(psutil.Process()) == {}
+
+
+def test_status_says_who_lives() -> None:
+    me, gone = ProcessMark.of(os.getpid()), ProcessMark(pid=2**22 - 1, created=1.0)
+    state = some_state(supervisor=me, services={"engine": gone}, restarts={"engine": 2})
+    assert status(state) == {
+        "supervisor": {"pid": os.getpid(), "alive": True, "restarts": 0},
+        "engine": {"pid": gone.pid, "alive": False, "restarts": 2},
+    }

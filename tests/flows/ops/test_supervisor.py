@@ -1,0 +1,194 @@
+"""The supervisor over services that are plain programs: starts, restarts, adoption, and an orderly end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from flows.ops import supervisor as module
+from flows.ops.processes import FLOW_RUN, MARK, ProcessMark, marked, spawn
+from flows.ops.services import Service
+from flows.ops.state import Ports, UpError, UpOptions, UpState, load_state
+from flows.ops.supervisor import MAX_BACKOFF_SECONDS, STEADY_SECONDS, Backoff, Supervisor
+
+SLEEP = "import time; time.sleep(600)"
+BROKEN = "import sys; sys.exit('no room at the inn')"
+
+
+class World:
+    """Services made of little programs, and what the server would have been told."""
+
+    def __init__(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.home, self.told, self.said, self.deployed = home, [], [], 0
+        self.programs = {"server": SLEEP, "engine": SLEEP, "worker": SLEEP}
+        self.id = f"world-{os.getpid()}-{home.name}"
+        monkeypatch.setattr(module, "services", self._services)
+        monkeypatch.setattr(module, "reconcile", self._reconcile)
+        monkeypatch.setattr(module, "is_free", lambda port: True)
+        monkeypatch.setattr(module, "FLOW_GRACE_SECONDS", 5.0)
+        monkeypatch.setattr(module, "TICK_SECONDS", 0.02)
+        monkeypatch.setattr(module, "FIRST_BACKOFF_SECONDS", 0.01)
+
+    def supervisor(self) -> Supervisor:
+        state = load_state(self.home) or UpState(
+            id=self.id, options=UpOptions(storage="/data"), ports=Ports(engine=1, worker=2), token="t"
+        )
+        return Supervisor(self.home, state, self.said.append, self._deploy)
+
+    def flow(self, flow_run: str) -> ProcessMark:
+        environment = dict(os.environ) | {MARK: self.id, FLOW_RUN: flow_run}
+        command = [sys.executable, "-c", SLEEP]
+        return spawn(command, environment=environment, log=self.home / "flow.log", folder=self.home)
+
+    def _deploy(self, _state: UpState) -> None:
+        self.deployed += 1
+
+    def _reconcile(self, _api: str, pool: str, *, worker: str, seen: set[str]) -> list[str]:
+        self.told.append((pool, worker, set(seen)))
+        return []
+
+    def _services(self, _state: UpState, _home: Path) -> list[Service]:
+        environment = dict(os.environ) | {MARK: self.id}
+        return [
+            Service(name, (sys.executable, "-c", program), environment, lambda: True, 10.0, grace_seconds=5.0)
+            for name, program in self.programs.items()
+        ]
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    made = World(tmp_path, monkeypatch)
+    yield made
+    for process in marked(made.id):
+        process.kill()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    for _ in range(2000):
+        if condition():
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError("it did not happen within 20 s")
+
+
+def watching(supervisor: Supervisor) -> threading.Thread:
+    thread = threading.Thread(target=supervisor.watch)
+    thread.start()
+    return thread
+
+
+def test_backoff_doubles_up_to_a_minute_and_begins_anew_after_a_steady_life() -> None:
+    backoff = Backoff()
+    waits = [backoff.ended(100.0, lived_seconds=3.0) for _ in range(8)]
+    assert waits == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, MAX_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS]
+    assert backoff.not_before == 160.0
+    assert backoff.ended(100.0, lived_seconds=STEADY_SECONDS) == 1.0
+
+
+def test_what_is_killed_is_started_again_and_counted(world: World) -> None:
+    supervisor = world.supervisor()
+    supervisor.start()
+    first = dict(supervisor.state.services)
+    assert load_state(world.home) == supervisor.state
+    assert supervisor.state.ready
+    assert (set(first), world.deployed) == ({"server", "engine", "worker"}, 1)
+    thread = watching(supervisor)
+    try:
+        for name, mark in first.items():
+            os.kill(mark.pid, signal.SIGKILL)
+            until(lambda name=name: supervisor.state.restarts.get(name) == 1)
+        assert all(mark.alive for mark in supervisor.state.services.values())
+        assert not set(first.values()) & set(supervisor.state.services.values())
+    finally:
+        supervisor.stop.set()
+        thread.join()
+        supervisor.close()
+    assert marked(world.id) == []
+    assert load_state(world.home) is None
+
+
+def test_flows_of_a_dead_worker_are_ended_and_the_server_is_told_of_them(world: World) -> None:
+    supervisor = world.supervisor()
+    supervisor.start()
+    world.told.clear()
+    flow = world.flow("run-1")
+    thread = watching(supervisor)
+    try:
+        os.kill(supervisor.state.services["worker"].pid, signal.SIGKILL)
+        until(lambda: supervisor.state.restarts.get("worker") == 1)
+        assert not flow.alive
+        assert world.told == [("ostinato", f"ostinato-{world.id}", {"run-1"})]
+    finally:
+        supervisor.stop.set()
+        thread.join()
+        supervisor.close()
+
+
+def test_a_server_that_is_away_is_told_later_of_every_run(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    supervisor = world.supervisor()
+    supervisor.start()
+    answers = iter([module.httpx.ConnectError("away"), None])
+
+    def reconcile(_api: str, _pool: str, *, worker: str, seen: set[str]) -> list[str]:
+        world.told.append(set(seen))
+        if error := next(answers, None):
+            raise error
+        return []
+
+    world.told.clear()
+    monkeypatch.setattr(module, "reconcile", reconcile)
+    world.flow("run-1")
+    thread = watching(supervisor)
+    try:
+        os.kill(supervisor.state.services["worker"].pid, signal.SIGKILL)
+        until(lambda: len(world.told) == 2)
+        assert world.told == [{"run-1"}, {"run-1"}]  # the second time its process is gone already
+    finally:
+        supervisor.stop.set()
+        thread.join()
+        supervisor.close()
+
+
+def test_the_next_supervisor_takes_over_what_a_killed_one_left(world: World) -> None:
+    first = world.supervisor()
+    first.start()
+    os.kill(first.state.services["engine"].pid, signal.SIGKILL)
+    world.told.clear()
+    flow = world.flow("run-1")
+    second = world.supervisor()
+    second.start()
+    try:
+        assert second.state.services["server"] == first.state.services["server"]
+        assert second.state.services["worker"] == first.state.services["worker"]
+        assert second.state.services["engine"].alive
+        assert second.state.services["engine"] != first.state.services["engine"]
+        assert (flow.alive, world.told) == (True, [])  # its worker lives: the run goes on
+    finally:
+        second.close()
+    assert not flow.alive
+    assert world.told[-1][2] == {"run-1"}
+
+
+def test_a_service_that_ends_at_its_start_is_an_error_with_its_log(world: World) -> None:
+    world.programs["engine"] = BROKEN
+    supervisor = world.supervisor()
+    supervisor.services[1] = Service(
+        "engine", supervisor.services[1].command, supervisor.services[1].environment, lambda: False, 10.0
+    )
+    with pytest.raises(UpError, match=r"(?s)engine ended while it was starting.*engine\.log.*no room at the inn"):
+        supervisor.start()
+    supervisor.close()
+    assert marked(world.id) == []
+
+
+def test_a_port_of_somebody_else_is_said(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "is_free", lambda port: False)
+    with pytest.raises(UpError, match=r"port 4200 of 127\.0\.0\.1 is in use.*--port"):
+        world.supervisor().start()
+    assert marked(world.id) == []

@@ -1,0 +1,156 @@
+"""Where a deployed flow works, its key, its attempts, and how its lease is given back by another process."""
+
+from __future__ import annotations
+
+import os
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+from uuid import UUID, uuid4
+
+import pytest
+from prefect.client.schemas.objects import FlowRun
+from prefect.states import Cancelling, Crashed, Running, Scheduled, State
+
+from engine.spec import HttpEngineSpec, LocalEngineSpec
+from engine.workspace import Workspace
+from flows.config import FlowConfig, StorageConfig
+from flows.ops import attempts, hooks, place
+from flows.ops.attempts import TooManyAttempts, check_attempts
+from flows.ops.processes import FLOW_RUN
+from flows.ops.run_keys import key_of
+from flows.overrides import ConfigError
+from storage import leases
+from storage.leases import is_held
+from tests.fixtures.engines import PROVENANCE
+
+DEPLOYED = {"ostinato_storage": "s3://bucket/data", "engine": {"url": "http://engine:8777", "token": "t" * 32}}
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OSTINATO_ENGINE_TOKEN", "")
+    monkeypatch.delenv("OSTINATO_ENGINE_TOKEN")
+    block = type("Block", (), {"get": lambda self: DEPLOYED["engine"]})
+    monkeypatch.setattr(place.Variable, "get", lambda name, _sync: DEPLOYED[name])
+    monkeypatch.setattr(place.Secret, "load", lambda name, _sync: block())
+
+
+def test_a_deployed_config_that_names_no_place_gets_the_deployments(server: None) -> None:
+    config = place.placed(FlowConfig(seed=3), deployed=True)
+    assert config == FlowConfig(
+        seed=3, storage=StorageConfig(url="s3://bucket/data"), engine=HttpEngineSpec(url="http://engine:8777")
+    )
+    assert os.environ["OSTINATO_ENGINE_TOKEN"] == "t" * 32
+    assert "t" * 32 not in config.model_dump_json()
+    assert place.placed(config, deployed=True) == config
+
+
+def test_what_a_config_names_is_kept(server: None) -> None:
+    named = FlowConfig(storage=StorageConfig(url="/elsewhere"), engine=LocalEngineSpec(threads=1))
+    assert place.placed(named, deployed=True) == named
+
+
+def test_a_run_from_a_terminal_asks_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any, **__: Any) -> None:
+        raise AssertionError("asked")
+
+    monkeypatch.delenv(FLOW_RUN, raising=False)
+    monkeypatch.setattr(place, "_now", refused)
+    assert place.placed(FlowConfig()) == FlowConfig()
+    monkeypatch.setenv(FLOW_RUN, str(uuid4()))
+    with pytest.raises(AssertionError, match="asked"):
+        place.placed(FlowConfig())
+
+
+def test_a_block_that_holds_something_else_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(place.Variable, "get", lambda name, _sync: None)
+    monkeypatch.setattr(place.Secret, "load", lambda name, _sync: type("Block", (), {"get": lambda self: "a word"})())
+    with pytest.raises(ValueError, match="ostinato deploy --engine URL"):
+        place.placed(FlowConfig(), deployed=True)
+
+
+def a_run(**changes: Any) -> FlowRun:
+    return FlowRun(id=UUID("12345678-0000-4000-8000-000000000000"), flow_id=uuid4(), **changes)
+
+
+def test_a_key_stays_over_attempts() -> None:
+    at = datetime(2026, 11, 21, 3, 0, tzinfo=UTC)
+    deployment = UUID("abcdef01-0000-4000-8000-000000000000")
+    scheduled = a_run(auto_scheduled=True, expected_start_time=at, deployment_id=deployment)
+    assert key_of("grpo", a_run()) == "grpo-12345678"
+    assert key_of("grpo", scheduled) == "grpo-abcdef01/20261121T030000Z"
+    again = scheduled.model_copy(
+        update={"id": uuid4(), "run_count": 3, "start_time": at + timedelta(hours=1), "state": Running()}
+    )
+    assert key_of("grpo", again) == key_of("grpo", scheduled)
+    by_hand = scheduled.model_copy(update={"auto_scheduled": False})
+    assert key_of("grpo", by_hand) == "grpo-12345678"
+
+
+def test_attempts_have_a_cap_that_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(attempts.MAX_ATTEMPTS_ENV, "3")
+    context = type("Context", (), {"flow_run": a_run(run_count=3)})()
+    monkeypatch.setattr(attempts.FlowRunContext, "get", classmethod(lambda _: context))
+    check_attempts("r")
+    context.flow_run = a_run(run_count=4)
+    with pytest.raises(TooManyAttempts, match=r"attempt 4 .* 3 are allowed.*config\.run='r'.*OSTINATO_MAX_ATTEMPTS"):
+        check_attempts("r")
+    monkeypatch.setenv(attempts.MAX_ATTEMPTS_ENV, "many")
+    with pytest.raises(ConfigError, match="'many' is not a number of attempts"):
+        check_attempts("r")
+
+
+class Told:
+    """An engine that hears which runs were left."""
+
+    def __init__(self) -> None:
+        self.left: list[tuple[str, int]] = []
+
+    async def release(self, run: str, *, epoch: int) -> None:
+        self.left.append((run, epoch))
+
+
+@pytest.mark.parametrize(
+    ("now", "holder", "released"),
+    [
+        (Crashed(), "mine", True),
+        (Cancelling(), "mine", True),
+        (Scheduled(), "mine", False),
+        (Running(), "mine", False),
+        (Crashed(), "another flow run", False),
+    ],
+    ids=["crashed", "cancelling", "due again", "running again", "another flow run drives it"],
+)
+def test_a_hook_gives_back_only_what_the_ended_attempt_held(
+    now: State, holder: str, released: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, engine = a_run(parameters={"config": {"storage": {"url": str(tmp_path)}, "model": "ignored"}}), Told()
+    workspace = Workspace(store=str(tmp_path), run="grpo-12345678", provenance=PROVENANCE)
+    store = workspace.open_store()
+    info = {"flow_run": str(run.id) if holder == "mine" else holder}
+    assert leases.acquire(store, workspace.run, info) == 1
+    assert leases.holder(store, workspace.run, 1) == info
+
+    class Client:
+        async def __aenter__(self) -> Client:
+            return self
+
+        async def __aexit__(self, *_: object) -> None: ...
+
+        async def read_flow_run(self, _id: UUID) -> FlowRun:
+            return run.model_copy(update={"state": now})
+
+    monkeypatch.setattr(hooks, "get_client", Client)
+    monkeypatch.setattr(Workspace, "connect", lambda self: engine)
+    flow = type("Flow", (), {"name": "grpo"})
+    for _ in range(2):  # Prefect may run it twice
+        hooks.release_lease(flow=flow, flow_run=run, state=now)  # type: ignore[arg-type]
+    assert is_held(store, workspace.run) is not released
+    assert engine.left == ([("grpo-12345678", 1)] if released else [])
+
+
+def test_a_hook_of_a_run_that_never_began_does_nothing(tmp_path: Path) -> None:
+    run = a_run(parameters={"config": {"storage": {"url": str(tmp_path)}}})
+    hooks.release_lease(flow=type("Flow", (), {"name": "grpo"}), flow_run=run, state=Crashed())  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []

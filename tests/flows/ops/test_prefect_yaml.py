@@ -1,0 +1,92 @@
+"""prefect.yaml: every entrypoint is a flow, every schedule rests, every tag is one that the automations look at."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prefect.client.schemas.schedules import CronSchedule
+from prefect.flows import Flow
+from prefect.utilities.callables import parameter_schema
+
+from flows.ops.automations import SILENT_SECONDS, TAG, automations
+from flows.ops.deployments import deployments_in, find_prefect_yaml
+from flows.ops.hooks import ON_END
+from flows.ops.services import HEARTBEAT_SECONDS
+from flows.overrides import ConfigError
+
+FILE = find_prefect_yaml()
+ENTRIES = deployments_in(FILE)
+
+
+def flow_of(entry: dict[str, Any]) -> Flow[..., Any]:
+    module, _, name = entry["entrypoint"].rpartition(".")
+    found = getattr(import_module(module), name)
+    assert isinstance(found, Flow)
+    return found
+
+
+def test_there_is_one_deployment_per_flow() -> None:
+    assert Path(__file__).parents[3] / "prefect.yaml" == FILE
+    names = [entry["name"] for entry in ENTRIES]
+    assert sorted(names) == ["evaluation", "grpo", "recurring", "sft", "sweep"]
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry["name"])
+def test_a_deployment_is_complete(entry: dict[str, Any]) -> None:
+    flow = flow_of(entry)
+    assert flow.name == entry["name"]
+    assert TAG in entry["tags"]
+    assert len(entry["description"]) > 60
+    assert entry["concurrency_limit"]["limit"] >= 1
+    assert entry["work_pool"]["job_variables"] == {"stream_output": False}
+    assert list(parameter_schema(flow).properties) == ["config"]
+    for schedule in entry["schedules"]:
+        assert schedule["active"] is False
+        assert schedule["slug"]
+        CronSchedule(cron=schedule["cron"], timezone=schedule["timezone"])
+
+
+@pytest.mark.parametrize(("name", "config"), [("grpo", "demo"), ("sft", "sft"), ("recurring", "recurring")])
+def test_the_example_config_is_a_valid_parameter(name: str, config: str) -> None:
+    (entry,) = [entry for entry in ENTRIES if entry["name"] == name]
+    body = yaml.safe_load((FILE.parent / "examples" / f"{config}.yaml").read_text())
+    assert flow_of(entry).validate_parameters({"config": body})
+    with pytest.raises(Exception, match="config"):
+        flow_of(entry).validate_parameters({"config": body | {"modle": 1}})
+
+
+@pytest.mark.parametrize("name", ["grpo", "sft"])
+def test_a_flow_that_holds_a_run_gives_it_back_however_it_ends(name: str) -> None:
+    (entry,) = [entry for entry in ENTRIES if entry["name"] == name]
+    flow = flow_of(entry)
+    hooks = {"on_failure": flow.on_failure_hooks, "on_crashed": flow.on_crashed_hooks}
+    assert {**hooks, "on_cancellation": flow.on_cancellation_hooks} == ON_END
+
+
+def test_a_second_scheduled_run_does_not_wait_behind_the_first() -> None:
+    (entry,) = [entry for entry in ENTRIES if entry["name"] == "recurring"]
+    assert entry["concurrency_limit"] == {"limit": 1, "collision_strategy": "CANCEL_NEW"}
+
+
+def test_automations_wait_for_silence_and_touch_only_our_runs() -> None:
+    silent, crashed = automations()
+    assert SILENT_SECONDS >= 3 * HEARTBEAT_SECONDS
+    for automation in (silent, crashed):
+        trigger: Any = automation.trigger
+        assert trigger.posture.value == "Proactive"
+        assert trigger.expect == {"prefect.flow-run.*"}
+        assert trigger.match_related.model_dump()["prefect.resource.id"] == f"prefect.tag.{TAG}"
+        assert trigger.for_each == {"prefect.resource.id"}
+    assert [each.actions[0].state.value for each in (silent, crashed)] == ["CRASHED", "SCHEDULED"]  # type: ignore[union-attr]
+
+
+def test_a_file_that_is_missing_or_no_prefect_yaml_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no prefect.yaml found"):
+        find_prefect_yaml(tmp_path / "prefect.yaml")
+    (tmp_path / "prefect.yaml").write_text("deployments: {a: b}")
+    with pytest.raises(ConfigError, match="no list of deployments"):
+        deployments_in(tmp_path / "prefect.yaml")

@@ -1,0 +1,95 @@
+"""What a server is told of a dead worker's runs: by the API that it has, played by a transport."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from flows.ops import reconcile as module
+from flows.ops.reconcile import reconcile
+
+
+def a_run(number: int, state: str) -> dict[str, str]:
+    return {"id": f"id-{number}", "name": f"run {number}", "state_type": state, "state_name": state.title()}
+
+
+class Server:
+    def __init__(self, runs: list[dict[str, str]], workers: list[str]) -> None:
+        self.runs, self.workers = runs, workers
+        self.states: dict[str, Any] = {}
+        self.forced: set[bool] = set()
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        path, body = request.url.path, json.loads(request.content)
+        if path.endswith("/workers/filter"):
+            assert path == "/api/work_pools/pool/workers/filter"
+            return httpx.Response(200, json=[{"name": name} for name in self.workers])
+        if path == "/api/flow_runs/filter":
+            assert body["work_pools"] == {"name": {"any_": ["pool"]}}
+            wanted = body["flow_runs"]["state"]["type"]["any_"]
+            found = [run for run in self.runs if run["state_type"] in wanted]
+            return httpx.Response(200, json=found[body["offset"] : body["offset"] + body["limit"]])
+        self.forced.add(body["force"])
+        self.states[path.split("/")[3]] = body["state"]
+        return httpx.Response(201, json={})
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> Any:
+    real = httpx.Client
+
+    def play(server: Server) -> None:
+        monkeypatch.setattr(
+            module.httpx, "Client", lambda **options: real(transport=httpx.MockTransport(server), **options)
+        )
+
+    return play
+
+
+RUNS = [
+    a_run(0, "RUNNING"),
+    a_run(1, "PENDING"),
+    a_run(2, "CANCELLING"),
+    a_run(3, "CRASHED"),
+    a_run(4, "CRASHED"),
+    a_run(5, "COMPLETED"),
+    a_run(6, "PAUSED"),
+]
+
+
+def told(server: Server) -> dict[str, str]:
+    return {run: state["type"] for run, state in server.states.items()}
+
+
+def test_the_only_workers_runs_are_due_again_or_cancelled(played: Any) -> None:
+    server = Server(RUNS, ["mine"])
+    played(server)
+    said = reconcile("http://server/api", "pool", worker="mine", seen={"id-3"})
+    assert told(server) == {"id-0": "SCHEDULED", "id-1": "SCHEDULED", "id-2": "CANCELLED", "id-3": "SCHEDULED"}
+    assert server.states["id-0"]["name"] == "AwaitingRetry"
+    assert server.states["id-0"]["state_details"]["scheduled_time"]
+    assert server.forced == {True}
+    assert said[0] == "run 0: was Running, is scheduled"
+
+
+def test_where_others_serve_the_pool_only_runs_whose_processes_were_seen_are_touched(played: Any) -> None:
+    server = Server(RUNS, ["mine", "theirs"])
+    played(server)
+    reconcile("http://server/api", "pool", worker="mine", seen={"id-0", "id-2"})
+    assert told(server) == {"id-0": "SCHEDULED", "id-2": "CANCELLED"}
+
+
+def test_every_page_is_read(played: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PAGE", 2)
+    server = Server([a_run(number, "RUNNING") for number in range(5)], [])
+    played(server)
+    assert len(reconcile("http://server/api", "pool", worker="mine", seen=set())) == 5
+
+
+def test_a_server_that_refuses_is_an_error_to_try_again(played: Any) -> None:
+    played(lambda request: httpx.Response(503))
+    with pytest.raises(httpx.HTTPStatusError):
+        reconcile("http://server/api", "pool", worker="mine", seen=set())

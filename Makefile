@@ -27,7 +27,7 @@ test: $(VENV)/.test lint
 	$(BIN)/python -m pytest
 
 test-slow: $(VENV)/.test
-	$(BIN)/python -m pytest -m "slow and not gpu and not vllm"
+	$(BIN)/python -m pytest -m "slow and not gpu and not vllm and not browser"
 
 # vLLM has an environment of its own
 test-vllm: $(VLLM_VENV)/.ready

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from itertools import count
 from typing import Self
 
 from engine.handles import TrainingModel
 from flows.progress import TerminalProgress
+from flows.run_page import RunPage
 from flows.watch import RunWatch
 from storage.artifacts import ArtifactRef
 from storage.chain import Chain, PolicyRef
@@ -33,6 +35,7 @@ class Journal:
         logger.start(total_steps, policy.step)
         self.clock = StepClock()
         self.watch = RunWatch(policy.run, step=policy.step)
+        self.page = RunPage(self.store, policy, total_steps=total_steps, engine=model.workspace.engine)
 
     def cursor(self) -> DataCursor:
         """Where the data stands after the last committed step."""
@@ -57,14 +60,17 @@ class Journal:
         self._resumed = False
         write_metrics(self.store, policy, metrics)
         self.logger.step(metrics)
+        self.page.stepped(metrics, rollouts, graded)
         self.watch.stepped(policy.step - 1)
 
     async def __aenter__(self) -> Self:
         self.watch.__enter__()
+        self.page.__enter__()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self.watch.__exit__(None, None, None)
+        await asyncio.to_thread(self.page.__exit__, None, None, None)  # its last update takes a moment
         self.logger.close()  # however the loop ends, the terminal is given back
 
 

@@ -1,4 +1,5 @@
-"""What a person watches on a terminal: one line per step, or a live bar and table where there is one."""
+"""What a person watches on a terminal: one line per step, or a live bar and table where there is one. In a flow, the
+lines also stand in the log of the flow run."""
 
 import time
 from collections import deque
@@ -11,6 +12,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from flows.run_log import quiet_tasks, say
 from tasks.metrics import ACTIVITIES, StepMetrics
 
 ROWS_SHOWN = 8
@@ -29,6 +31,7 @@ class TerminalProgress:
     def __init__(self, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console or Console(highlight=False)
         self._clock = clock
+        quiet_tasks()
         self._total: int | None = None
         self._finished_at: deque[float] = deque(maxlen=STEPS_AVERAGED + 1)
         self._rows: deque[StepMetrics] = deque(maxlen=ROWS_SHOWN)
@@ -62,8 +65,10 @@ class TerminalProgress:
             self.start(metrics.total_steps, metrics.step)
         self._finished_at.append(self._clock())
         eta = self._eta(metrics.step + 1)
+        line = step_line(metrics, total_steps=self._total, eta_seconds=eta)
+        say(line)
         if self._live is None or self._task is None:
-            self._print(step_line(metrics, total_steps=self._total, eta_seconds=eta))
+            self._print(line)
             return
         self._rows.append(metrics)
         self._bar.update(
@@ -76,6 +81,7 @@ class TerminalProgress:
 
     def note(self, text: str) -> None:
         """Print a line of plain text, above the live view where there is one."""
+        say(text)
         self._print(text)
 
     def close(self) -> None:

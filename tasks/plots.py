@@ -1,6 +1,7 @@
-"""Curves as SVG text, to be put inline into a page. The same numbers give the same bytes.
+"""Curves as SVG text, to be put inline into a page, or as a PNG where a page takes no SVG. The same numbers give the
+same bytes.
 
-Steps are drawn 1-based. Every function returns one `<svg>` element without scripts or outside references.
+Steps are drawn 1-based. The SVG functions return one `<svg>` element without scripts or outside references.
 """
 
 import io
@@ -55,22 +56,52 @@ def curve_svg(
     `spread` is drawn as a band of ± that much; `resumed` holds the (0-based) steps with a vertical line before them.
     """
 
-    def draw(axes: Axes) -> None:
-        xs, ys = [step + 1 for step in steps], [_finite(value) for value in values]
-        if spread is not None:
-            band = [_finite(value) for value in spread]
-            low = [y - half for y, half in zip(ys, band, strict=True)]
-            high = [y + half for y, half in zip(ys, band, strict=True)]
-            axes.fill_between(xs, low, high, color=BLUE, alpha=0.12, linewidth=0)
-        smooth = len(xs) >= SMOOTH_FROM
-        dots = "o" if len(xs) <= 30 else None
-        axes.plot(xs, ys, color=BLUE, linewidth=0.8 if smooth else 1.6, alpha=0.4 if smooth else 1, marker=dots, ms=3)
-        if smooth:
-            axes.plot(xs, _centred_mean(ys, len(ys) // 40), color=BLUE, linewidth=1.8)
-        _mark_resumed(axes, resumed)
-        _step_axis(axes, xs)
+    return _svg(lambda axes: _curve(axes, steps, values, spread, resumed), label=label, size=(5.0, 2.3))
 
-    return _svg(draw, label=label, size=(5.0, 2.3))
+
+def _curve(
+    axes: Axes,
+    steps: Sequence[int],
+    values: Sequence[float | None],
+    spread: Sequence[float | None] | None,
+    resumed: Sequence[int],
+) -> None:
+    xs, ys = [step + 1 for step in steps], [_finite(value) for value in values]
+    if spread is not None:
+        band = [_finite(value) for value in spread]
+        low = [y - half for y, half in zip(ys, band, strict=True)]
+        high = [y + half for y, half in zip(ys, band, strict=True)]
+        axes.fill_between(xs, low, high, color=BLUE, alpha=0.12, linewidth=0)
+    smooth = len(xs) >= SMOOTH_FROM
+    dots = "o" if len(xs) <= 30 else None
+    axes.plot(xs, ys, color=BLUE, linewidth=0.8 if smooth else 1.6, alpha=0.4 if smooth else 1, marker=dots, ms=3)
+    if smooth:
+        axes.plot(xs, _centred_mean(ys, len(ys) // 40), color=BLUE, linewidth=1.8)
+    _mark_resumed(axes, resumed)
+    _step_axis(axes, xs)
+
+
+class Panel(NamedTuple):
+    """One curve of a picture with several; like the arguments of curve_svg."""
+
+    title: str
+    values: Sequence[float | None]
+    spread: Sequence[float | None] | None = None
+
+
+def curves_png(steps: Sequence[int], panels: Sequence[Panel], *, resumed: Sequence[int] = ()) -> bytes:
+    """The panels, two in a row, on white: legible on a dark page too."""
+    rows = -(-len(panels) // 2)
+    with _drawing, matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(10.0, 0.2 + 2.2 * rows), layout="constrained", facecolor="white")
+        for place, panel in enumerate(panels, start=1):
+            axes = figure.add_subplot(rows, 2, place)
+            _plain_frame(axes)
+            axes.set_title(_verbatim(panel.title), loc="left", fontsize=9.5, color=INK)
+            _curve(axes, steps, panel.values, panel.spread, resumed)
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", dpi=100, metadata={"Software": None})
+    return buffer.getvalue()
 
 
 def time_split_svg(
@@ -172,14 +203,18 @@ def _svg(draw: Callable[[Axes], None], *, label: str, size: tuple[float, float])
     with _drawing, matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=size, layout="constrained")
         axes = figure.add_subplot()
-        axes.grid(axis="y", color=GRID, linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
+        _plain_frame(axes)
         draw(axes)
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
     return f'<svg role="img" aria-label="{escape(label)}"' + text[text.index("<svg") + len("<svg") :]
+
+
+def _plain_frame(axes: Axes) -> None:
+    axes.grid(axis="y", color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _step_axis(axes: Axes, xs: Sequence[int]) -> None:

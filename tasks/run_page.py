@@ -1,0 +1,126 @@
+"""What the page of a running flow shows: curves and figures as Markdown, sampled rollouts as a table.
+
+The page lives in Prefect's database, so it is small whatever the run: pictures are PNG of a fixed size, at most
+`CURVE_POINTS` steps are drawn, texts are cut.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from engine.text.threads import StringThread
+from storage.artifacts import ArtifactRef
+from storage.objects import ObjectStore
+from storage.tables import read_table
+from tasks.metrics import ACTIVITIES, StepMetrics
+from tasks.plots import Panel, curves_png
+
+CURVE_POINTS = 1000
+SAMPLES_SHOWN = 8
+TEXT_SHOWN = 600
+"""Characters of a prompt or a completion."""
+
+
+def run_markdown(
+    run: str, steps: Sequence[StepMetrics], *, headline: str, links: Mapping[str, str], picture: bool = True
+) -> str:
+    """The page of a run after `steps`, 1 or more in order. `headline`: one line on how far it is; `links`: caption ->
+    url or path."""
+    parts = [f"### Run `{run}`", headline]
+    if picture:
+        parts.append(f"![{', '.join(_measures(steps))}]({curves_uri(steps)})")
+    parts += [_figures(steps), _time_table(steps)]
+    shown = [f"- {caption}: {_link(where)}" for caption, where in links.items()]
+    if shown:
+        parts.append("\n".join(shown))
+    return "\n\n".join(parts) + "\n"
+
+
+def curves_uri(steps: Sequence[StepMetrics]) -> str:
+    """The curves as a `data:` URI: Prefect's page needs no other server to show it, and no internet."""
+    drawn = thinned(steps, CURVE_POINTS)
+    measures = _measures(drawn)
+    spread = [step.reward_std for step in drawn]
+    panels = [
+        Panel(name, values, spread if name == "reward" and any(spread) else None) for name, values in measures.items()
+    ]
+    png = curves_png([step.step for step in drawn], panels, resumed=[step.step for step in drawn if step.resumed])
+    return "data:image/png;base64," + base64.b64encode(png).decode()
+
+
+def thinned(steps: Sequence[StepMetrics], points: int) -> list[StepMetrics]:
+    """At most `points` of the steps, evenly chosen, the first and the last among them."""
+    if len(steps) <= points:
+        return list(steps)
+    return [steps[round(at * (len(steps) - 1) / (points - 1))] for at in range(points)]
+
+
+def sample_rows(
+    store: ObjectStore, step: int, rollouts: ArtifactRef, graded: ArtifactRef, *, shown: int = SAMPLES_SHOWN
+) -> list[dict[str, Any]]:
+    """Rollouts of one shard with their grades, `shown` of them evenly chosen, for a table artifact."""
+    drawn = read_table(store, rollouts, ["thread", "completion", "text", "stop_reason"])
+    grades = read_table(store, graded, ["reward", "status", "reason"])
+    count = min(shown, drawn.num_rows)
+    chosen = [at * drawn.num_rows // count for at in range(count)]
+    rows = zip(drawn.take(chosen).to_pylist(), grades.take(chosen).to_pylist(), strict=True)
+    return [
+        {
+            "step": step + 1,
+            "prompt": cut(StringThread.from_json(one["thread"]).last_content()),
+            "completion": cut(one["text"]),
+            "grade": grade["reward"] if grade["status"] == "ok" else f"{grade['status']}: {cut(grade['reason'] or '')}",
+            "stopped by": one["stop_reason"],
+        }
+        for one, grade in rows
+    ]
+
+
+def cut(text: str) -> str:
+    """At most TEXT_SHOWN characters; what is left out is said."""
+    more = len(text) - TEXT_SHOWN
+    return text if more <= 0 else f"{text[:TEXT_SHOWN]} … ({more:,} more characters)"
+
+
+def _measures(steps: Sequence[StepMetrics]) -> dict[str, list[float | None]]:
+    """The curves of what the run has, by name."""
+    sampled = any(step.reward_mean is not None for step in steps)
+    measures: dict[str, list[float | None]] = {
+        "reward": [step.reward_mean for step in steps],
+        "KL to the reference": [step.kl_mean for step in steps],
+        "completion length": [step.completion_length_mean if sampled else None for step in steps],
+        "loss": [step.loss for step in steps],
+    }
+    if not sampled:
+        measures["gradient norm"] = [step.grad_norm for step in steps]
+    return {name: values for name, values in measures.items() if any(value is not None for value in values)}
+
+
+def _figures(steps: Sequence[StepMetrics]) -> str:
+    """First, last, lowest and highest of each curve."""
+    lines = ["| | first | last | lowest | highest |", "|:--|--:|--:|--:|--:|"]
+    for name, values in _measures(steps).items():
+        known = [value for value in values if value is not None and math.isfinite(value)]
+        if known:
+            cells = [f"{value:.4g}" for value in (known[0], known[-1], min(known), max(known))]
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _time_table(steps: Sequence[StepMetrics]) -> str:
+    """Where the time goes: seconds per step and shares, of all steps shown and of the last one."""
+    totals = {name: sum(step.seconds.get(name, 0.0) for step in steps) for name in ACTIVITIES}
+    whole, last = sum(totals.values()), steps[-1].seconds
+    lines = ["| where the time goes | per step | share | last step |", "|:--|--:|--:|--:|"]
+    for name, seconds in totals.items():
+        share = seconds / whole if whole else 0.0
+        lines.append(f"| {name} | {seconds / len(steps):.3f} s | {share:.0%} | {last.get(name, 0.0):.3f} s |")
+    lines.append(f"| **together** | {whole / len(steps):.3f} s | | {sum(last.values()):.3f} s |")
+    return "\n".join(lines)
+
+
+def _link(where: str) -> str:
+    return f"<{where}>" if where.startswith(("http://", "https://")) else f"`{where}`"

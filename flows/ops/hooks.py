@@ -6,7 +6,6 @@ it holds of the run until it needs the room, and the lease would say that somebo
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from typing import Any
 
@@ -34,7 +33,7 @@ class _Where(FlowConfig):
     model_config = FlowConfig.model_config | {"extra": "ignore"}
 
 
-def release_lease(flow: Flow[..., Any], flow_run: FlowRun, state: State) -> None:
+async def release_lease(flow: Flow[..., Any], flow_run: FlowRun, state: State) -> None:
     """Gives back the run of a flow run that ended: a hook for on_failure, on_crashed and on_cancellation. The names of
     its parameters are Prefect's. Does nothing when the lease is released already, or another flow run holds it."""
     body = (flow_run.parameters or {}).get("config")
@@ -42,7 +41,7 @@ def release_lease(flow: Flow[..., Any], flow_run: FlowRun, state: State) -> None
         config = body if isinstance(body, FlowConfig) else _Where.model_validate(body or {})
         config = placed(config, deployed=flow_run.deployment_id is not None)
         run = config.run or key_of(flow.name, flow_run)
-        asyncio.run(_release(run, config, flow_run))
+        await _release(run, config, flow_run)
     except (ValidationError, ValueError, StorageError) as error:
         log.warning("flow run %s ended, and its lease is not released: %s", flow_run.name, error)
 

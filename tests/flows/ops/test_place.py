@@ -122,7 +122,7 @@ class Told:
     ],
     ids=["crashed", "cancelling", "due again", "running again", "another flow run drives it"],
 )
-def test_a_hook_gives_back_only_what_the_ended_attempt_held(
+async def test_a_hook_gives_back_only_what_the_ended_attempt_held(
     now: State, holder: str, released: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, engine = a_run(parameters={"config": {"storage": {"url": str(tmp_path)}, "model": "ignored"}}), Told()
@@ -145,12 +145,12 @@ def test_a_hook_gives_back_only_what_the_ended_attempt_held(
     monkeypatch.setattr(Workspace, "connect", lambda self: engine)
     flow = type("Flow", (), {"name": "grpo"})
     for _ in range(2):  # Prefect may run it twice
-        hooks.release_lease(flow=flow, flow_run=run, state=now)  # type: ignore[arg-type]
+        await hooks.release_lease(flow=flow, flow_run=run, state=now)  # type: ignore[arg-type]
     assert is_held(store, workspace.run) is not released
     assert engine.left == ([("grpo-12345678", 1)] if released else [])
 
 
-def test_a_hook_of_a_run_that_never_began_does_nothing(tmp_path: Path) -> None:
+async def test_a_hook_of_a_run_that_never_began_does_nothing(tmp_path: Path) -> None:
     run = a_run(parameters={"config": {"storage": {"url": str(tmp_path)}}})
-    hooks.release_lease(flow=type("Flow", (), {"name": "grpo"}), flow_run=run, state=Crashed())  # type: ignore[arg-type]
+    await hooks.release_lease(flow=type("Flow", (), {"name": "grpo"}), flow_run=run, state=Crashed())  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []

@@ -29,6 +29,7 @@ from storage.decisions import resolve_model
 from storage.models import canonical_json, digest
 from storage.registry import find_model, registered_key
 from storage.runs import create_or_check_run
+from storage.runs_index import EVALUATED
 from storage.tables import read_table
 from tasks.compare import compare_models
 from tasks.comparisons import Cell, Comparison, compare, comparison_markdown, score_table
@@ -38,9 +39,6 @@ from tasks.gradings import Grading
 from tasks.load import load_prompts
 from tasks.rollout import generate_rollouts
 from tasks.rollouts import PromptShard
-
-SAMPLES = "evaluation"
-"""Runs `evaluation/<digest of a model>` keep what each model answered."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +127,7 @@ def _workspace(config: EvaluationFlowConfig) -> Workspace:
     return Workspace(
         store=config.storage.url,
         engine=config.engine,
-        run=config.run or SAMPLES,
+        run=config.run or EVALUATED,
         seed=config.suite.seed,
         provenance=provenance,
     )
@@ -159,7 +157,7 @@ async def _evaluate(
 ) -> list[Cell]:
     """Every dataset sampled by one model, every sample graded by every grader."""
     # epoch 0, as nobody holds a lease there: samples are a function of their key, and whoever makes them makes the same
-    own = workspace.model_copy(update={"run": f"{SAMPLES}/{base.sha256[:32]}", "epoch": 0})
+    own = workspace.model_copy(update={"run": f"{EVALUATED}/{base.sha256[:32]}", "epoch": 0})
     store, name = own.open_store(), registered_key(base)
     create_or_check_run(
         store, own.run, semantic={"model": base.sha256}, other={"model": name},

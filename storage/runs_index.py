@@ -37,6 +37,17 @@ class RunRow(Frozen):
     """run/stage@step"""
 
 
+SERVED = "served"
+"""First part of the run keys under which registered models answer OpenAI clients."""
+EVALUATED = "evaluation"
+"""The same of the runs that keep what each evaluated model answered."""
+
+
+def is_auxiliary(run: str) -> bool:
+    """Whether the run trains nothing and nobody started it: the engine or an evaluation works under its key."""
+    return run.startswith((f"{SERVED}/", f"{EVALUATED}/"))
+
+
 def list_runs(store: ObjectStore) -> list[str]:
     """Every run that has an object, sorted."""
     runs = (keys.run_of(info.key) for info in store.list(keys.runs_prefix()))

@@ -27,11 +27,10 @@ from storage.chain import Chain, PolicyRef, Root, base_of
 from storage.leases import current_epoch
 from storage.objects import ObjectStore
 from storage.registry import find_model
+from storage.runs_index import SERVED, is_auxiliary
 
 T = TypeVar("T")
 
-SERVED = "served"
-"""First part of the run keys under which registered models are served."""
 POLICY = "policy"
 """The chain that stands for its stage, where a stage has several."""
 RECENT_SECONDS = 1.0
@@ -152,7 +151,7 @@ class Policies:
         runs: set[str] = set()
         for info in self.store.list(keys.runs_prefix()):
             name = keys.chain_of(info.key)
-            if name is not None and not name[0].startswith(f"{SERVED}/"):
+            if name is not None and not is_auxiliary(name[0]):
                 runs.add(name[0])
                 created[name[0]] = min(info.modified, created.get(name[0], info.modified))
         registered: dict[str, float] = {}

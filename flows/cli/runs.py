@@ -22,7 +22,7 @@ from storage.lineage import Lineage, StepLineage, lineage_of, step_lineage
 from storage.objects import open_store
 from storage.prompts import PromptReport, prompt_report
 from storage.run_view import ChainView, RunView, view_run
-from storage.runs_index import RunRow, list_runs, seconds_since, summarise_run
+from storage.runs_index import RunRow, is_auxiliary, list_runs, seconds_since, summarise_run
 
 runs_app = typer.Typer(help="The runs of a store, and what made a model.", no_args_is_help=True)
 
@@ -30,11 +30,17 @@ RunArgument = Annotated[str, typer.Argument(help="The run's key.")]
 
 
 @runs_app.command("ls")
-def ls(storage: Storage = DEFAULT_STORAGE, as_json: AsJson = False) -> None:
+def ls(
+    storage: Storage = DEFAULT_STORAGE,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also what evaluations and served models keep under run keys of their own.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
     """Every run: what it is, where it stands, who drives it."""
     with refusals():
         store = open_store(storage)
-        rows = [summarise_run(store, run) for run in list_runs(store)]
+        rows = [summarise_run(store, run) for run in list_runs(store) if everything or not is_auxiliary(run)]
     if as_json:
         print_json([row.model_dump(mode="json") for row in rows])
         return

@@ -44,6 +44,12 @@ def test_ls_shows_runs_and_forks(toy: ToyRun) -> None:
     assert "toy/0-grpo@2" in shown.stdout
 
 
+def test_ls_leaves_out_what_nobody_started(toy: ToyRun) -> None:
+    assert ostinato(toy, "fork", "toy", "--step", "2", "--run", "evaluation/ab12").exit_code == 0
+    assert [row["run"] for row in answer(toy, "runs", "ls")] == ["toy"]
+    assert [row["run"] for row in answer(toy, "runs", "ls", "--all")] == ["evaluation/ab12", "toy"]
+
+
 def test_show_tells_the_run(toy: ToyRun) -> None:
     view = answer(toy, "runs", "show", "toy")
     assert view["semantic"]["grader"]["path"] == "tests.grading:even_share"

@@ -81,11 +81,11 @@ def render_report(data: ReportData) -> str:
     )
 
 
-def shown(text: str) -> str:
-    """A model's text fit for a page: cut to `TEXT_SHOWN` characters, what UTF-8 and HTML cannot carry made visible."""
-    cut = len(text) - TEXT_SHOWN
+def shown(text: str, limit: int = TEXT_SHOWN) -> str:
+    """A model's text fit for a page: cut to `limit` characters, what UTF-8 and HTML cannot carry made visible."""
+    cut = len(text) - limit
     if cut > 0:
-        text = f"{text[:TEXT_SHOWN]} … ({cut:,} more characters)"
+        text = f"{text[:limit]} … ({cut:,} more characters)"
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 

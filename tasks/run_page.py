@@ -15,6 +15,7 @@ from engine.text.threads import StringThread
 from storage.artifacts import ArtifactRef
 from storage.objects import ObjectStore
 from storage.tables import read_table
+from tasks.html_report import shown
 from tasks.metrics import ACTIVITIES, StepMetrics
 from tasks.plots import Panel, curves_png
 
@@ -24,15 +25,11 @@ TEXT_SHOWN = 600
 """Characters of a prompt or a completion."""
 
 
-def run_markdown(
-    run: str, steps: Sequence[StepMetrics], *, headline: str, links: Mapping[str, str], picture: bool = True
-) -> str:
+def run_markdown(run: str, steps: Sequence[StepMetrics], *, headline: str, links: Mapping[str, str]) -> str:
     """The page of a run after `steps`, 1 or more in order. `headline`: one line on how far it is; `links`: caption ->
     url or path."""
-    parts = [f"### Run `{run}`", headline]
-    if picture:
-        parts.append(f"![{', '.join(_measures(steps))}]({curves_uri(steps)})")
-    parts += [_figures(steps), _time_table(steps)]
+    picture = f"![{', '.join(_measures(steps))}]({curves_uri(steps)})"
+    parts = [f"### Run `{run}`", headline, picture, _figures(steps), _time_table(steps)]
     shown = [f"- {caption}: {_link(where)}" for caption, where in links.items()]
     if shown:
         parts.append("\n".join(shown))
@@ -59,30 +56,30 @@ def thinned(steps: Sequence[StepMetrics], points: int) -> list[StepMetrics]:
 
 
 def sample_rows(
-    store: ObjectStore, step: int, rollouts: ArtifactRef, graded: ArtifactRef, *, shown: int = SAMPLES_SHOWN
+    store: ObjectStore, step: int, rollouts: ArtifactRef, graded: ArtifactRef, *, count: int = SAMPLES_SHOWN
 ) -> list[dict[str, Any]]:
     """Rollouts of one shard with their grades, `shown` of them evenly chosen, for a table artifact."""
     drawn = read_table(store, rollouts, ["thread", "completion", "text", "stop_reason"])
     grades = read_table(store, graded, ["reward", "status", "reason"])
-    count = min(shown, drawn.num_rows)
+    count = min(count, drawn.num_rows)
     chosen = [at * drawn.num_rows // count for at in range(count)]
     rows = zip(drawn.take(chosen).to_pylist(), grades.take(chosen).to_pylist(), strict=True)
     return [
         {
             "step": step + 1,
-            "prompt": cut(StringThread.from_json(one["thread"]).last_content()),
-            "completion": cut(one["text"]),
-            "grade": grade["reward"] if grade["status"] == "ok" else f"{grade['status']}: {cut(grade['reason'] or '')}",
+            "prompt": shown(StringThread.from_json(one["thread"]).last_content(), TEXT_SHOWN),
+            "completion": shown(one["text"], TEXT_SHOWN),
+            "grade": _grade(grade),
             "stopped by": one["stop_reason"],
         }
         for one, grade in rows
     ]
 
 
-def cut(text: str) -> str:
-    """At most TEXT_SHOWN characters; what is left out is said."""
-    more = len(text) - TEXT_SHOWN
-    return text if more <= 0 else f"{text[:TEXT_SHOWN]} … ({more:,} more characters)"
+def _grade(grade: Mapping[str, Any]) -> float | str:
+    if grade["status"] == "ok":
+        return round(grade["reward"], 4)
+    return f"{grade['status']}: {shown(grade['reason'] or '', TEXT_SHOWN)}"
 
 
 def _measures(steps: Sequence[StepMetrics]) -> dict[str, list[float | None]]:

@@ -2,4 +2,10 @@
 
 from __future__ import annotations
 
-pytest_plugins = ["tests.fixtures.models", "tests.fixtures.s3", "tests.fixtures.prefect", "tests.fixtures.toy_run"]
+pytest_plugins = [
+    "tests.fixtures.models",
+    "tests.fixtures.postgres",
+    "tests.fixtures.prefect",
+    "tests.fixtures.s3",
+    "tests.fixtures.toy_run",
+]

@@ -1,0 +1,216 @@
+"""`ostinato up` on this machine: a real server, worker and engine, and runs of a deployment that survive what befalls
+them. A minute to start, a minute for each."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from flows.ops.processes import marked
+from flows.ops.services import free_port
+from flows.ops.state import UpState, load_state
+from storage.leases import current_epoch, is_held
+from storage.objects import ObjectStore, open_store
+from tests.toy import toy_config
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[3]
+
+
+class Up:
+    """A folder in which `ostinato up` runs."""
+
+    def __init__(self, folder: Path, tiny_folder: Path) -> None:
+        self.folder, self.tiny, self.port = folder, tiny_folder, free_port()
+        shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__", "flows"))
+
+    def cli(self, *words: str, fine: bool = True) -> subprocess.CompletedProcess[str]:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+        done = subprocess.run(
+            [sys.executable, "-m", "flows.cli.main", *words],
+            cwd=self.folder,
+            env=environment | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=400,
+        )
+        assert not fine or done.returncode == 0, done.stdout + done.stderr
+        return done
+
+    def up(self, *options: str) -> str:
+        return self.cli("up", "--detach", "--port", str(self.port), *options).stdout
+
+    @property
+    def home(self) -> Path:
+        return self.folder / ".ostinato" / "up"
+
+    @property
+    def state(self) -> UpState:
+        state = load_state(self.home)
+        assert state is not None
+        return state
+
+    @property
+    def store(self) -> ObjectStore:
+        return open_store(self.folder / "ostinato-data")
+
+    def kill(self, service: str) -> None:
+        os.kill(self.state.services[service].pid, signal.SIGKILL)
+
+    def ask(self, method: str, path: str, **body: Any) -> Any:
+        """The Prefect API; waits while the server is away."""
+        for _ in range(120):
+            try:
+                with httpx.Client(base_url=self.state.api_url, trust_env=False, timeout=30) as client:
+                    answer = client.request(method, path, json=body or None)
+                if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE:
+                    answer.raise_for_status()
+                    return answer.json() if answer.content else None
+            except httpx.TransportError:
+                pass
+            time.sleep(0.5)
+        raise AssertionError("the Prefect server does not come back")
+
+    def start(self, run: str, *, steps: int) -> str:
+        """A run of the deployment, whose config names no store and no engine; returns the flow run's id."""
+        config = toy_config(self.folder, self.tiny, algorithm__steps=steps, run=run)
+        del config["engine"], config["storage"]
+        deployment = self.ask("GET", "/deployments/name/grpo/grpo")
+        made = self.ask(
+            "POST",
+            f"/deployments/{deployment['id']}/create_flow_run",
+            parameters={"config": config},
+            state={"type": "SCHEDULED"},
+        )
+        return str(made["id"])
+
+    def steps(self, run: str) -> int:
+        """Committed gradient steps."""
+        return len(list(self.store.list(f"runs/{run}/stages/0-grpo/chains/policy/0")))
+
+    def status(self, flow_run: str) -> tuple[str, int]:
+        body = self.ask("GET", f"/flow_runs/{flow_run}")
+        return body["state_name"], body["run_count"]
+
+    def until(self, flow_run: str, *names: str) -> tuple[str, int]:
+        wait_for(lambda: self.status(flow_run)[0] in (*names, "Failed"))
+        found = self.status(flow_run)
+        assert found[0] in names, self.ask("GET", f"/flow_runs/{flow_run}")["state"]["message"]
+        return found
+
+    def set_state(self, flow_run: str, **state: Any) -> None:
+        self.ask("POST", f"/flow_runs/{flow_run}/set_state", state=state)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 300.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.2)
+
+
+@pytest.fixture
+def place(tmp_path: Path, tiny_folder: Path) -> Iterator[Up]:
+    made = Up(tmp_path, tiny_folder)
+    try:
+        yield made
+    finally:
+        state = load_state(made.home)
+        made.cli("down", fine=False)
+        if state is not None:
+            for process in marked(state.id):
+                process.kill()
+
+
+def test_a_deployed_run_survives_kill_nine_of_engine_server_and_worker(place: Up) -> None:
+    place.up()
+    before = place.state.services
+    assert "nothing is changed" in place.up()
+    assert place.state.services == before
+    run = place.start("killed", steps=80)
+    place.until(run, "Running")
+    for victim in ("engine", "server", "worker"):
+        reached = place.steps("killed")
+        wait_for(lambda reached=reached: place.steps("killed") > reached)
+        place.kill(victim)
+    state, attempts = place.until(run, "Completed")
+    assert (state, attempts) == ("Completed", 2)  # engine and server: the flow waits; the worker: run again
+    assert place.steps("killed") == 80
+    assert not is_held(place.store, "killed")
+    assert place.state.restarts == {"engine": 1, "server": 1, "worker": 1}
+
+
+def test_cancel_frees_the_run_and_a_retry_goes_on(place: Up) -> None:
+    place.up()
+    run = place.start("cancelled", steps=60)
+    wait_for(lambda: place.steps("cancelled") >= 3)
+    place.set_state(run, type="CANCELLING", name="Cancelling")
+    wait_for(lambda: not is_held(place.store, "cancelled"), seconds=10)
+    place.until(run, "Cancelled")
+    reached = place.steps("cancelled")
+    assert reached < 60
+    place.set_state(run, type="SCHEDULED", name="AwaitingRetry")
+    assert place.until(run, "Completed") == ("Completed", 2)
+    assert place.steps("cancelled") == 60
+    assert current_epoch(place.store, "cancelled") == 2
+
+    again = place.start("cancelled", steps=60)  # a finished key
+    place.until(again, "Completed")
+    assert current_epoch(place.store, "cancelled") == 3
+    assert place.steps("cancelled") == 60
+
+
+def test_a_paused_run_leaves_its_process_and_goes_on_when_resumed(place: Up) -> None:
+    place.up()
+    run = place.start("paused", steps=60)
+    wait_for(lambda: place.steps("paused") >= 3)
+    until = (datetime.now(UTC) + timedelta(minutes=10)).isoformat()
+    details = {"pause_timeout": until, "pause_reschedule": True}
+    place.set_state(run, type="PAUSED", name="Suspended", state_details=details)  # what the UI's button sends
+    wait_for(lambda: not is_held(place.store, "paused"))
+    assert 3 <= place.steps("paused") < 60
+    assert place.status(run)[0] == "Suspended"
+    place.ask("POST", f"/flow_runs/{run}/resume")
+    place.until(run, "Completed")
+    assert place.steps("paused") == 60
+
+
+def test_down_and_a_killed_supervisor_lose_no_run(place: Up) -> None:
+    place.up()
+    run = place.start("moved", steps=100)
+    wait_for(lambda: place.steps("moved") >= 3)
+    first = place.state
+    assert first.supervisor is not None
+    os.kill(first.supervisor.pid, signal.SIGKILL)
+    wait_for(lambda: first.supervisor is not None and not first.supervisor.alive)
+    assert place.cli("up", "--status", fine=False).returncode == 1
+    place.up()
+    assert place.state.services == first.services  # taken over, not started again
+    place.cli("down")
+    assert marked(first.id) == []
+    assert load_state(place.home) is None
+    assert not is_held(place.store, "moved")
+    place.up()
+    place.until(run, "Completed")
+    assert place.steps("moved") == 100
+
+
+def test_postgres_and_s3_by_a_setting_each(place: Up, postgres: str) -> None:
+    place.up("--database", postgres, "--with-s3")
+    run = place.start("elsewhere", steps=4)
+    place.until(run, "Completed")
+    assert not (place.folder / "ostinato-data").exists()
+    assert list((place.home / "prefect").glob("*.db")) == []
+    assert set(place.state.services) == {"s3", "server", "engine", "worker"}

@@ -200,6 +200,8 @@ class EvaluationConfig(Frozen):
 
 
 class StorageConfig(Frozen):
+    """Where artifacts are kept. In a deployment, the default stands for the deployment's store."""
+
     url: str = "ostinato-data"
     """A folder, file:///folder, s3://bucket/prefix or memory://name."""
 

@@ -60,6 +60,7 @@ class DataConfig(Frozen):
     """What to train on."""
 
     train: DatasetSource
+    """The training data."""
 
 
 class PromptDataConfig(DataConfig):
@@ -79,10 +80,13 @@ class GraderConfig(Frozen):
     path: str
     """Import path `package.module:name` of a BaseGrader or of a function `f(thread, **arguments)`."""
     arguments: dict[str, JsonValue] = {}
+    """What the class is made with, or what the function is called with besides the thread."""
     timeout_seconds: float = Field(60.0, gt=0)
     """Per grade and attempt."""
     retries: int = Field(2, ge=0)
+    """Further attempts at a grade whose grader failed; then the completion is masked."""
     concurrency: int = Field(32, ge=1)
+    """Grades at a time."""
     max_masked_fraction: float = Field(0.2, ge=0, le=1)
     """The run fails when more of a shard's completions than this cannot be graded."""
 
@@ -93,22 +97,33 @@ class GRPOAlgorithm(Frozen):
     steps: int | None = Field(None, ge=1)
     """Gradient steps. Give steps or epochs."""
     epochs: int | None = Field(None, ge=1)
+    """Passes over the prompts."""
     samples_per_batch: int = Field(128, ge=1)
+    """Completions of one step; a multiple of completions_per_sample."""
     samples_per_mini_batch: int = Field(128, ge=1)
+    """Completions of one optimizer update."""
     mini_epochs_per_batch: int = Field(1, ge=1)
+    """Passes over a batch before new completions are sampled."""
     completions_per_sample: int = Field(8, ge=1)
     """Completions of one prompt: a group."""
     clip_range: float = Field(0.1, gt=0, le=1)
+    """How far the ratio of new and old probability may leave 1 and still have a gradient."""
     clip_range_high: float | None = Field(None, gt=0)
     """Upper clip when it differs from the lower (clip-higher, arXiv:2503.14476)."""
     dual_clip: float | None = Field(None, gt=1)
+    """Bound of the ratio where the advantage is negative (arXiv:1912.09729)."""
     kl_beta: float = Field(0.01, ge=0)
     """Weight of the KL term; 0 skips the reference model altogether."""
     kl_estimator: KLEstimator = "k3"
+    """Per token, with d the policy's log-probability less the reference's: k1 is d, abs |d|, k2 d²/2, k3 exp(-d) - 1 +
+    d."""
     loss_norm: Literal["token_mean", "sequence_mean", "token_sum"] = "token_mean"
     """`GRPO(loss_norm="constant", norm_constant=…)` has one more."""
     advantage_estimator: AdvantageEstimator = "group"
+    """From the rewards of one prompt's completions. group: less their mean, over their standard deviation (sample_std:
+    with n - 1). centred: less their mean. leave_one_out: less the mean of the others."""
     old_logprobs: OldLogprobs = "trainer"
+    """Whose log-probabilities stand for the policy that sampled: the trainer's, computed anew, or the sampler's own."""
     prompts_per_shard: int = Field(16, ge=1)
     """Prompts that are sampled, graded and committed together; a crash costs at most one such shard."""
 
@@ -135,7 +150,9 @@ class SFTAlgorithm(Frozen):
     steps: int | None = Field(None, ge=1)
     """Gradient steps. Give steps or epochs; neither means one epoch."""
     epochs: int | None = Field(None, ge=1)
+    """Passes over the conversations."""
     samples_per_batch: int = Field(512, ge=1)
+    """Conversations of one step."""
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
@@ -148,9 +165,12 @@ class OptimizerConfig(Frozen):
     """AdamW and its schedule."""
 
     lr: float = Field(7.5e-7, gt=0)
+    """The highest of the schedule."""
     schedule: Literal["cosine", "cosine_without_warmup", "linear", "constant"] = "cosine"
+    """cosine: warm-up over a tenth of the run, then down to a tenth of the rate. linear: down to 0."""
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
+    """A longer gradient is scaled down to this L2 norm."""
     skip_nan_gradients: bool = False
     """Leave an update with a non-finite gradient out (counted) instead of failing the step."""
 
@@ -212,7 +232,9 @@ class FlowConfig(Frozen):
     run: str = ""
     """The run's key: the same key resumes the run. Empty: made from the flow run's id."""
     seed: int = 0
+    """Of everything that is drawn: the order of the data, completions, adapters."""
     engine: EngineSpec = LocalEngineSpec()
+    """Who trains and samples: this process, or a server. In a deployment, the default stands for the deployment's."""
     storage: StorageConfig = StorageConfig()
     checkpoints: CheckpointConfig = CheckpointConfig()
 

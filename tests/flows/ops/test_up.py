@@ -207,7 +207,7 @@ def test_down_and_a_killed_supervisor_lose_no_run(place: Up) -> None:
     assert place.steps("moved") == 100
 
 
-def test_postgres_and_s3_by_a_setting_each(place: Up, postgres: str) -> None:
+def test_postgres_and_s3_by_a_setting_each(postgres: str, place: Up) -> None:
     place.up("--database", postgres, "--with-s3")
     run = place.start("elsewhere", steps=4)
     place.until(run, "Completed")

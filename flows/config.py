@@ -77,8 +77,8 @@ class PromptDataConfig(DataConfig):
 class GraderConfig(Frozen):
     """Who rewards a completion."""
 
-    path: str
-    """Import path `package.module:name` of a BaseGrader or of a function `f(thread, **arguments)`."""
+    path: str = Field(title="Import path")
+    """`package.module:name` of a BaseGrader or of a function `f(thread, **arguments)`."""
     arguments: dict[str, JsonValue] = {}
     """What the class is made with, or what the function is called with besides the thread."""
     timeout_seconds: float = Field(60.0, gt=0)

@@ -12,7 +12,7 @@ VLLM_PIP := $(VLLM_BIN)/python -m pip install --disable-pip-version-check -q $(P
 export OMP_NUM_THREADS ?= 2
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo demo-torch demo-vllm test test-slow test-vllm chaos lint bench clean
+.PHONY: up demo demo-torch demo-vllm test test-slow test-vllm chaos lint bench clean
 
 # SAMPLER=vllm: the same run, sampled by vLLM
 demo: demo-$(SAMPLER)
@@ -22,6 +22,10 @@ demo-torch: $(VENV)/.demo
 
 demo-vllm: $(VLLM_VENV)/.ready
 	OMP_NUM_THREADS=1 $(VLLM_BIN)/ostinato demo --seed $(SEED) --set engine.sampler.kind=vllm
+
+# one machine's Prefect server, worker and engine, until Ctrl-C
+up: $(VENV)/.demo
+	$(BIN)/ostinato up
 
 test: $(VENV)/.test lint
 	$(BIN)/python -m pytest

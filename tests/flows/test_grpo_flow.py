@@ -13,6 +13,7 @@ import pandas
 import pytest
 
 import flows.grpo
+import flows.ops.hooks
 import flows.session
 import tasks.report
 from engine.connect import connect
@@ -327,7 +328,8 @@ def test_an_interrupted_run_resumes_and_ends_in_the_same_bytes(
 ) -> None:  # fmt: skip
     checkpoints = {"frequency": None, "recovery_steps": recovery_steps, "keep_last": 9}
     interrupt_at(monkeypatch, at, step=3)
-    monkeypatch.setattr(flows.session, "leave", leave_without_a_word)  # as who is killed does
+    for module in (flows.session, flows.ops.hooks):  # as who is killed does
+        monkeypatch.setattr(module, "leave", leave_without_a_word)
     with pytest.raises(Interrupted):
         toy.run("interrupted", algorithm__steps=5, checkpoints=checkpoints)
     assert list(toy.chain("interrupted").steps()) == [1, 2, 3]
@@ -381,12 +383,13 @@ def test_another_seed_is_another_run(toy: Toy) -> None:
 
 
 def test_prefect_has_the_flow_run_and_every_task_run(toy: Toy, prefect_server: str) -> None:
-    name = f"policy-{time.time_ns()}"
-    toy.run("recorded", algorithm__steps=2, model__name=name)
+    seed = time.time_ns() % 1_000_000_007  # no other run on this server is called so
+    toy.run("recorded", algorithm__steps=2, seed=seed)
+    title = toy.config("recorded", seed=seed).title
     wanted = {
         "load-prompts": 1, "rollout": 4, "grade": 4, "batch": 2, "step": 2, "checkpoint": 1, "publish": 1, "report": 1,
     }  # fmt: skip
-    counts, states = _task_runs(prefect_server, f"grpo-{name}", expected=sum(wanted.values()))
+    counts, states = _task_runs(prefect_server, title, expected=sum(wanted.values()))
     assert counts == wanted | {"checkpoint": counts.get("checkpoint", 0)}
     assert counts["checkpoint"] >= 1
     assert states == {"COMPLETED"}

@@ -12,7 +12,7 @@ VLLM_PIP := $(VLLM_BIN)/python -m pip install --disable-pip-version-check -q $(P
 export OMP_NUM_THREADS ?= 2
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: up demo demo-torch demo-vllm test test-slow test-vllm chaos lint bench clean
+.PHONY: up demo demo-torch demo-vllm test test-slow test-vllm test-browser chaos lint bench clean
 
 # SAMPLER=vllm: the same run, sampled by vLLM
 demo: demo-$(SAMPLER)
@@ -36,6 +36,11 @@ test-slow: $(VENV)/.test
 # vLLM has an environment of its own
 test-vllm: $(VLLM_VENV)/.ready
 	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -m "vllm and not gpu"
+
+# needs a Chromium: apt-get install chromium
+test-browser: $(VENV)/.test
+	$(PIP) -e '.[browser]'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser tests/browser
 
 # processes killed, frozen and cut off at random: ten seeds; 100 faults: python -m tests.chaos.campaign
 chaos: $(VENV)/.test

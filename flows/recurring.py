@@ -16,7 +16,7 @@ from prefect import flow
 
 from engine.workspace import Workspace
 from flows.approval import ask
-from flows.config import FlowConfig, GRPOConfig, SFTConfig
+from flows.config import GRPOConfig, SFTConfig
 from flows.evaluation_config import EvaluationFlowConfig
 from flows.evaluation_flow import LoadedSuite, evaluation
 from flows.gate import Verdict, judge
@@ -28,9 +28,8 @@ from flows.pages import put_markdown
 from flows.progress import TerminalProgress
 from flows.promotion import announce
 from flows.recurring_config import RecurringConfig
+from flows.session import workspace_of
 from flows.sft import sft
-from flows.version import code_version
-from storage.artifacts import Provenance
 from storage.decisions import Action, AliasEntry, Decision, champion_of, decide, enforce, find_decision
 from storage.errors import AliasMoved
 from storage.lineage import trained_on
@@ -106,18 +105,11 @@ async def recurring(config: RecurringConfig) -> dict[str, Any]:
 
 def _question(config: RecurringConfig) -> Question:
     """Loads data and graders: storage only, no engine."""
-    workspace = _workspace(config.place, f"recurring-{config.model}")
+    workspace = workspace_of(config.place, f"recurring-{config.model}")
     use: DatasetUse = "prompt" if config.training.kind == "grpo" else "completion"
     data = load_prompts(workspace, config.place.data.train, use)  # type: ignore[attr-defined]
     champion = champion_of(workspace.open_store(), config.model)
     return Question(config, workspace, champion, data, LoadedSuite.load(workspace, config.suite))
-
-
-def _workspace(place: FlowConfig, run: str) -> Workspace:
-    provenance = Provenance(
-        code_version=code_version(), config_digest=digest(canonical_json(place.semantic())), seed=place.seed
-    )
-    return Workspace(store=place.storage.url, engine=place.engine, run=run, seed=place.seed, provenance=provenance)
 
 
 def _known(question: Question) -> dict[str, Any] | None:

@@ -172,8 +172,7 @@ class RunPage:
 
 def links_of(store: ObjectStore, run: str, engine: EngineSpec) -> dict[str, str]:
     """Where to look further: caption -> url or path."""
-    path = store.local_path(keys.report(run))
-    links = {"report, once the run has ended": str(path) if path is not None else f"{store.url}/{keys.report(run)}"}
+    links = {"report, once the run has ended": store.address(keys.report(run))}
     if isinstance(engine, HttpEngineSpec):
         links["metrics of the engine"] = f"{engine.url.rstrip('/')}/metrics"
     return links

@@ -66,19 +66,19 @@ def run_key(flow_name: str, config: FlowConfig) -> str:
 
 
 def open_workspace(flow_name: str, config: FlowConfig) -> Workspace:
-    """Where the run works. Nothing is written yet. Raises TooManyAttempts."""
-    config = placed(config)
+    """Where the run of a placed config works. Nothing is written yet. Raises TooManyAttempts."""
     run = run_key(flow_name, config)
     check_attempts(run)
+    return workspace_of(config, run)
+
+
+def workspace_of(config: FlowConfig, run: str) -> Workspace:
+    """Where a run under that key works."""
     provenance = Provenance(
         code_version=code_version(), config_digest=digest(canonical_json(config.semantic())), seed=config.seed
     )
     return Workspace(
-        store=config.storage.url,
-        engine=config.engine,
-        run=run,
-        seed=config.seed,
-        provenance=provenance,
+        store=config.storage.url, engine=config.engine, run=run, seed=config.seed, provenance=provenance
     )
 
 

@@ -93,8 +93,7 @@ def write_page(store: ObjectStore, run: str, page: str) -> str:
     """Writes the page of a run; returns where it is."""
     key = keys.report(run)
     store.put(key, page.encode())
-    path = store.local_path(key)
-    return str(path) if path is not None else f"{store.url}/{key}"
+    return store.address(key)
 
 
 def _rows(

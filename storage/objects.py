@@ -126,6 +126,11 @@ class ObjectStore:
         """Where the object lies on this machine, for file:// stores (whether it exists or not); else None."""
         return self.backend.local_path(validate_key(key))
 
+    def address(self, key: str) -> str:
+        """Where a person finds the object: a path for a store on this machine, else a url."""
+        path = self.local_path(key)
+        return str(path) if path is not None else f"{self.url}/{key}"
+
     def now(self) -> float:
         """Epoch seconds by the store's clock, the one that `ObjectInfo.modified` is read from. Asking writes a small
         hidden object and removes it."""

@@ -31,8 +31,7 @@ def write_report(
     data = collect_report(store, policy, before, after, facts=facts, samples_shown=samples_shown)
     key = keys.report(workspace.run)
     store.put(key, render_report(data).encode())
-    path = store.local_path(key)
-    where = str(path) if path is not None else f"{store.url}/{key}"
+    where = store.address(key)
     try:
         create_markdown_artifact(key="report", markdown=f"Run `{workspace.run}`: the report is at `{where}`.")
     except httpx.HTTPError as error:  # the run is trained, published and reported: a page of Prefect's is not worth it

@@ -8,4 +8,5 @@ pytest_plugins = [
     "tests.fixtures.prefect",
     "tests.fixtures.s3",
     "tests.fixtures.toy_run",
+    "tests.fixtures.worklog",
 ]

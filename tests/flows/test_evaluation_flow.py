@@ -87,14 +87,6 @@ def lab(prefect_server: str, tmp_path: Path, tiny_folder: Path, other_folder: Pa
     return Lab(tmp_path, [tiny_folder, other_folder])
 
 
-@pytest.fixture
-def worklog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = tmp_path / "work.jsonl"
-    path.touch()
-    monkeypatch.setenv("OSTINATO_WORKLOG", str(path))
-    return path
-
-
 def count(worklog: Path, event: str) -> int:
     return sum(json.loads(line)["event"] == event for line in worklog.read_text().splitlines())
 

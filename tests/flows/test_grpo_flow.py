@@ -83,14 +83,6 @@ def three_steps(heldout: dict[str, Any]) -> dict[str, Any]:
     return {"algorithm__steps": 3, "data__heldout": heldout, "model__name": "policy"}
 
 
-@pytest.fixture
-def worklog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = tmp_path / "work.jsonl"
-    path.touch()
-    monkeypatch.setenv("OSTINATO_WORKLOG", str(path))
-    return path
-
-
 def events(worklog: Path, *names: str) -> list[tuple[str, int]]:
     """(event, step) of the lines of these events, in order."""
     lines = [json.loads(line) for line in worklog.read_text().splitlines()]

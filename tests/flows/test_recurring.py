@@ -82,14 +82,6 @@ def line(prefect_server: str, tmp_path: Path, tiny_folder: Path) -> Line:
     return line
 
 
-@pytest.fixture
-def worklog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = tmp_path / "work.jsonl"
-    path.touch()
-    monkeypatch.setenv("OSTINATO_WORKLOG", str(path))
-    return path
-
-
 def test_promote_then_nothing_then_hold_then_nothing(line: Line, worklog: Path) -> None:
     first = line.run()
     assert (first["outcome"], first["reasons"]) == ("promoted", ["there is no champion yet"])

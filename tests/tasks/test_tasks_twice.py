@@ -114,14 +114,6 @@ async def stand(tmp_path: Path, tiny_folder: Path) -> Stand:
     return Stand(workspace, base, policy, FileDataset(path=str(write_prompts(tmp_path / "prompts.jsonl"))))
 
 
-@pytest.fixture
-def worklog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = tmp_path / "work.jsonl"
-    path.touch()
-    monkeypatch.setenv("OSTINATO_WORKLOG", str(path))
-    return path
-
-
 def count(worklog: Path, event: str) -> int:
     return sum(json.loads(line)["event"] == event for line in worklog.read_text().splitlines())
 

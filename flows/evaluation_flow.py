@@ -18,7 +18,10 @@ from engine.handles import Model
 from engine.workspace import Workspace
 from flows.evaluation_config import EvaluationFlowConfig, Suite, semantic
 from flows.events import eval_regressed
+from flows.ops.attempts import check_attempts
+from flows.ops.hooks import ON_END
 from flows.ops.place import placed
+from flows.ops.run_keys import EVALUATION_BEGINS
 from flows.pages import put_markdown, put_table
 from flows.progress import TerminalProgress
 from flows.recipe import RecipeContext
@@ -65,13 +68,14 @@ class LoadedSuite:
         )
 
 
-@flow(name="evaluation", flow_run_name="{config.title}")
+@flow(name="evaluation", flow_run_name="{config.title}", **ON_END)
 async def evaluation(config: EvaluationFlowConfig) -> dict[str, Any]:
     """Evaluates models on fixed prompts, and compares them in pairs on the same prompts.
 
     Args:
         config: which models, on which datasets, graded by whom.
     """
+    check_attempts(config.run or config.title)
     config, logger = placed(config), TerminalProgress()
     workspace = _workspace(config)
     loaded = LoadedSuite.load(workspace, config.suite)
@@ -79,7 +83,7 @@ async def evaluation(config: EvaluationFlowConfig) -> dict[str, Any]:
     body = loaded.semantic(models={name: ref.sha256 for name, ref in models.items()})
     config_digest = digest(canonical_json(body))
     provenance = workspace.provenance.model_copy(update={"config_digest": config_digest})
-    run = config.run or f"evaluation-{config_digest[:12]}"
+    run = config.run or f"{EVALUATION_BEGINS}{config_digest[:12]}"
     workspace = workspace.model_copy(update={"run": run, "provenance": provenance})
     opening = create_or_check_run(
         workspace.open_store(), run, semantic=body, other=_other(config), code_version=provenance.code_version

@@ -23,6 +23,7 @@ from flows.gate import Verdict, judge
 from flows.grpo import grpo
 from flows.model_card import commit_card, find_card
 from flows.ops.attempts import check_attempts
+from flows.ops.hooks import ON_END
 from flows.ops.place import placed
 from flows.pages import put_markdown
 from flows.progress import TerminalProgress
@@ -83,7 +84,7 @@ class Question:
         return f"recurring-{self.config.model}/{self.training_key}"
 
 
-@flow(name="recurring", flow_run_name="recurring {config.model}")
+@flow(name="recurring", flow_run_name="recurring {config.model}", **ON_END)
 async def recurring(config: RecurringConfig) -> dict[str, Any]:
     """Fine-tunes a model again when there is new data, and promotes the result only if it beats the champion.
 

@@ -13,6 +13,7 @@ from prefect import flow
 from flows.config import GRPOConfig, SFTConfig
 from flows.grpo import grpo
 from flows.ops.attempts import check_attempts
+from flows.ops.hooks import ON_END
 from flows.ops.place import placed
 from flows.pages import put_markdown, put_table
 from flows.progress import TerminalProgress
@@ -30,7 +31,7 @@ class TrialsFailed(RuntimeError):
     """Some child runs failed. The others are kept; the same sweep again tries those that failed."""
 
 
-@flow(name="sweep", flow_run_name="sweep {config.name}")
+@flow(name="sweep", flow_run_name="sweep {config.name}", **ON_END)
 async def sweep(config: SweepConfig) -> dict[str, Any]:
     """Runs every trial of a search as a child run, and compares them on one page.
 

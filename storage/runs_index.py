@@ -48,9 +48,9 @@ def is_auxiliary(run: str) -> bool:
     return run.startswith((f"{SERVED}/", f"{EVALUATED}/"))
 
 
-def list_runs(store: ObjectStore) -> list[str]:
-    """Every run that has an object, sorted."""
-    runs = (keys.run_of(info.key) for info in store.list(keys.runs_prefix()))
+def list_runs(store: ObjectStore, beginning: str = "") -> list[str]:
+    """Every run that has an object, sorted; only those whose key begins so."""
+    runs = (keys.run_of(info.key) for info in store.list(f"{keys.runs_prefix()}{beginning}"))
     return sorted({run for run in runs if run is not None})
 
 

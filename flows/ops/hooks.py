@@ -1,7 +1,8 @@
 """What is done when a flow run ends badly, by whoever notices it: never by the process that ran it.
 
 A flow that ends by itself, or by SIGTERM, leaves its run. One that was killed cannot: then the engine would keep what
-it holds of the run until it needs the room, and the lease would say that somebody acts.
+it holds of the run until it needs the room, and the lease would say that somebody acts. Its child runs, which ran in
+its process, would stay Running.
 """
 
 from __future__ import annotations
@@ -10,21 +11,41 @@ import logging
 from typing import Any
 
 from prefect import get_client
-from prefect.client.schemas.objects import FlowRun, State
+from prefect.client.orchestration import PrefectClient
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterParentFlowRunId,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+)
+from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.client.schemas.sorting import FlowRunSort
+from prefect.exceptions import PrefectHTTPStatusError
 from prefect.flows import Flow
-from pydantic import ValidationError
+from prefect.states import Cancelled, Crashed
+from pydantic import BaseModel, ValidationError
 
 from engine.workspace import Workspace
 from flows.config import FlowConfig
 from flows.ops.place import placed
-from flows.ops.run_keys import key_of
+from flows.ops.run_keys import EVALUATION_BEGINS, key_of
 from flows.session import leave
 from flows.version import code_version
 from storage.artifacts import Provenance
 from storage.errors import StorageError
 from storage.leases import current_epoch, holder, is_held
+from storage.objects import ObjectStore
+from storage.runs_index import list_runs
 
 log = logging.getLogger(__name__)
+
+PARENTS = frozenset({"recurring", "sweep"})
+"""Flows that hold no run: their child runs do."""
+CHILDREN = 200
+"""Child runs that are looked at, the latest first: those before have ended."""
+LEFT = [StateType.RUNNING, StateType.PENDING, StateType.CANCELLING, StateType.CRASHED]
+"""States of child runs whose process may have been killed."""
+CANCELLED = (StateType.CANCELLING, StateType.CANCELLED)
 
 
 class _Where(FlowConfig):
@@ -34,30 +55,79 @@ class _Where(FlowConfig):
 
 
 async def release_lease(flow: Flow[..., Any], flow_run: FlowRun, state: State) -> None:
-    """Gives back the run of a flow run that ended: a hook for on_failure, on_crashed and on_cancellation. The names of
-    its parameters are Prefect's. Does nothing when the lease is released already, or another flow run holds it."""
-    body = (flow_run.parameters or {}).get("config")
+    """Gives back what a flow run that ended and its child runs hold: a hook for on_failure, on_crashed and
+    on_cancellation. The names of its parameters are Prefect's. Does nothing where the lease is released already,
+    another flow run holds it, or the flow run is due again."""
     try:
-        config = body if isinstance(body, FlowConfig) else _Where.model_validate(body or {})
-        config = placed(config, deployed=flow_run.deployment_id is not None)
-        run = config.run or key_of(flow.name, flow_run)
-        await _release(run, config, flow_run)
-    except (ValidationError, ValueError, StorageError) as error:
+        held = _held(flow.name, flow_run)  # before the state is read: a later attempt has a higher epoch
+        if not held and flow.name not in PARENTS:
+            return
+        async with get_client() as client:
+            children = await _children(client, flow_run) if flow.name in PARENTS else []
+            for child in children:
+                held += _held((await client.read_flow(child.flow_id)).name, child)
+            now = (await client.read_flow_run(flow_run.id)).state
+            if now is not None and not (now.is_final() or now.is_cancelling()):
+                return  # it runs again already
+            for workspace in held:
+                await leave(workspace)
+            await _end(client, children, cancelled=now is not None and now.type in CANCELLED)
+    except (ValidationError, ValueError, StorageError, PrefectHTTPStatusError) as error:
         log.warning("flow run %s ended, and its lease is not released: %s", flow_run.name, error)
 
 
-async def _release(run: str, config: FlowConfig, flow_run: FlowRun) -> None:
+def _held(flow_name: str, flow_run: FlowRun) -> list[Workspace]:
+    """The runs whose lease in force this flow run took, and did not release."""
+    config = placed(_where(flow_run), deployed=flow_run.deployment_id is not None)
+    if flow_name in PARENTS:
+        return []  # all that was wanted of its place is the engine's token, which its children use
     provenance = Provenance(code_version=code_version(), config_digest="", seed=config.seed)
-    workspace = Workspace(store=config.storage.url, engine=config.engine, run=run, provenance=provenance)
-    store = workspace.open_store()
-    epoch = current_epoch(store, run)  # before the state is read: a later attempt has a higher one
-    if not is_held(store, run) or holder(store, run, epoch).get("flow_run") != str(flow_run.id):
-        return
-    async with get_client() as client:
-        now = await client.read_flow_run(flow_run.id)
-    if now.state is not None and not (now.state.is_final() or now.state.is_cancelling()):
-        return  # it runs again already
-    await leave(workspace.model_copy(update={"epoch": epoch}))
+    place = Workspace(store=config.storage.url, engine=config.engine, run="any", provenance=provenance)
+    store, found = place.open_store(), []
+    for run in _runs(store, flow_name, config, flow_run):
+        epoch = current_epoch(store, run)
+        if is_held(store, run) and holder(store, run, epoch).get("flow_run") == str(flow_run.id):
+            found.append(place.model_copy(update={"run": run, "epoch": epoch}))
+    return found
+
+
+def _where(flow_run: FlowRun) -> _Where:
+    """Of a flow that trains by child runs: where those work."""
+    body = (flow_run.parameters or {}).get("config") or {}
+    if isinstance(body, BaseModel):
+        body = body.model_dump(mode="json")
+    training = body.get("training") if isinstance(body, dict) else None
+    return _Where.model_validate(training["config"] if isinstance(training, dict) and "config" in training else body)
+
+
+def _runs(store: ObjectStore, flow_name: str, config: FlowConfig, flow_run: FlowRun) -> list[str]:
+    """The keys under which this flow run may have worked."""
+    if config.run:
+        return [config.run]
+    if flow_name == "evaluation":
+        return list_runs(store, EVALUATION_BEGINS)  # named by their inputs, which may be others by now
+    return [key_of(flow_name, flow_run)]
+
+
+async def _children(client: PrefectClient, flow_run: FlowRun) -> list[FlowRun]:
+    return await client.read_flow_runs(
+        flow_run_filter=FlowRunFilter(
+            parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[flow_run.id]),
+            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=LEFT)),
+        ),
+        sort=FlowRunSort.START_TIME_DESC,
+        limit=CHILDREN,
+    )
+
+
+async def _end(client: PrefectClient, children: list[FlowRun], *, cancelled: bool) -> None:
+    """Says of child runs that they ended with the process of their parent."""
+    for child in children:
+        if child.state is None or not child.state.is_final():
+            message = "it ended with the flow run that started it"
+            await client.set_flow_run_state(
+                child.id, Cancelled(message=message) if cancelled else Crashed(message=message), force=True
+            )
 
 
 ON_END: dict[str, Any] = {
@@ -65,4 +135,4 @@ ON_END: dict[str, Any] = {
     "on_crashed": [release_lease],
     "on_cancellation": [release_lease],
 }
-"""Options of every flow that holds a run."""
+"""Options of every flow."""

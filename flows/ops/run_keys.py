@@ -9,6 +9,8 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.context import FlowRunContext
 
 ID_LETTERS = 8
+EVALUATION_BEGINS = "evaluation-"
+"""The key of an evaluation that was given none: this, and a digest of what is evaluated."""
 
 
 def current_key(flow_name: str) -> str:

@@ -22,6 +22,7 @@ from flows.ops.run_keys import key_of
 from flows.overrides import ConfigError
 from storage import leases
 from storage.leases import is_held
+from storage.objects import open_store
 from tests.fixtures.engines import PROVENANCE
 
 DEPLOYED = {"ostinato_storage": "s3://bucket/data", "engine": {"url": "http://engine:8777", "token": "t" * 32}}
@@ -111,6 +112,48 @@ class Told:
         self.left.append((run, epoch))
 
 
+class Server:
+    """What a hook asks of Prefect's API: one flow run, its children, and the flows that these are of."""
+
+    def __init__(self, run: FlowRun, now: State, children: dict[str, FlowRun] | None = None) -> None:
+        self.run, self.now, self.children = run, now, children or {}
+        self.states: dict[UUID, str] = {}
+
+    async def __aenter__(self) -> Server:
+        return self
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+    async def read_flow_run(self, flow_run: UUID) -> FlowRun:
+        assert flow_run == self.run.id
+        return self.run.model_copy(update={"state": self.now})
+
+    async def read_flow_runs(self, *, flow_run_filter: Any, **_: Any) -> list[FlowRun]:
+        assert flow_run_filter.parent_flow_run_id.any_ == [self.run.id]
+        return list(self.children.values())
+
+    async def read_flow(self, flow: UUID) -> Any:
+        (name,) = [name for name, child in self.children.items() if child.flow_id == flow]
+        return type("Flow", (), {"name": name})
+
+    async def set_flow_run_state(self, flow_run: UUID, state: State, *, force: bool) -> None:
+        self.states[flow_run] = state.type.value
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Told:
+    told = Told()
+    monkeypatch.setattr(Workspace, "connect", lambda self: told)
+    return told
+
+
+async def hook(monkeypatch: pytest.MonkeyPatch, name: str, server: Server) -> None:
+    monkeypatch.setattr(hooks, "get_client", lambda: server)
+    flow: Any = type("Flow", (), {"name": name})
+    for _ in range(2):  # Prefect may run it twice
+        await hooks.release_lease(flow=flow, flow_run=server.run, state=server.now)
+
+
 @pytest.mark.parametrize(
     ("now", "holder", "released"),
     [
@@ -123,31 +166,59 @@ class Told:
     ids=["crashed", "cancelling", "due again", "running again", "another flow run drives it"],
 )
 async def test_a_hook_gives_back_only_what_the_ended_attempt_held(
-    now: State, holder: str, released: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    now: State, holder: str, released: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: Told
 ) -> None:
-    run, engine = a_run(parameters={"config": {"storage": {"url": str(tmp_path)}, "model": "ignored"}}), Told()
+    run = a_run(parameters={"config": {"storage": {"url": str(tmp_path)}, "model": "ignored"}})
     workspace = Workspace(store=str(tmp_path), run="grpo-12345678", provenance=PROVENANCE)
     store = workspace.open_store()
     info = {"flow_run": str(run.id) if holder == "mine" else holder}
     assert leases.acquire(store, workspace.run, info) == 1
     assert leases.holder(store, workspace.run, 1) == info
-
-    class Client:
-        async def __aenter__(self) -> Client:
-            return self
-
-        async def __aexit__(self, *_: object) -> None: ...
-
-        async def read_flow_run(self, _id: UUID) -> FlowRun:
-            return run.model_copy(update={"state": now})
-
-    monkeypatch.setattr(hooks, "get_client", Client)
-    monkeypatch.setattr(Workspace, "connect", lambda self: engine)
-    flow = type("Flow", (), {"name": "grpo"})
-    for _ in range(2):  # Prefect may run it twice
-        await hooks.release_lease(flow=flow, flow_run=run, state=now)  # type: ignore[arg-type]
+    await hook(monkeypatch, "grpo", Server(run, now))
     assert is_held(store, workspace.run) is not released
     assert engine.left == ([("grpo-12345678", 1)] if released else [])
+
+
+async def test_an_evaluation_is_found_by_its_holder_as_its_key_is_made_of_its_inputs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: Told
+) -> None:
+    run, store = a_run(parameters={"config": {"storage": {"url": str(tmp_path)}}}), open_store(str(tmp_path))
+    leases.acquire(store, "evaluation-mine", {"flow_run": str(run.id)})
+    leases.acquire(store, "evaluation-theirs", {"flow_run": str(uuid4())})
+    leases.acquire(store, "evaluation-done", {"flow_run": str(run.id)})
+    leases.release(store, "evaluation-done", 1)
+    await hook(monkeypatch, "evaluation", Server(run, Crashed()))
+    assert [is_held(store, f"evaluation-{name}") for name in ("mine", "theirs", "done")] == [False, True, False]
+    assert engine.left == [("evaluation-mine", 1)]
+
+
+@pytest.mark.parametrize(
+    ("now", "left", "ended"),
+    [
+        (Crashed(), ["search/a", "evaluation-b"], "CRASHED"),
+        (Cancelling(), ["search/a", "evaluation-b"], "CANCELLED"),
+        (Running(), [], None),
+    ],
+    ids=["crashed", "cancelled", "running again"],
+)
+@pytest.mark.parametrize("parent", ["recurring", "sweep"])
+async def test_a_flow_of_child_runs_gives_back_what_they_hold(
+    parent: str, now: State, left: list[str], ended: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    engine: Told,
+) -> None:  # fmt: skip
+    place, store = {"storage": {"url": str(tmp_path)}}, open_store(str(tmp_path))
+    run = a_run(parameters={"config": {"training": {"kind": "sft", "config": place}, "suite": "ignored"}})
+    children = {
+        "grpo": FlowRun(flow_id=uuid4(), parameters={"config": place | {"run": "search/a"}}, state=Running()),
+        "evaluation": FlowRun(flow_id=uuid4(), parameters={"config": place}, state=Crashed()),
+    }
+    leases.acquire(store, "search/a", {"flow_run": str(children["grpo"].id)})
+    leases.acquire(store, "evaluation-b", {"flow_run": str(children["evaluation"].id)})
+    server = Server(run, now, children)
+    await hook(monkeypatch, parent, server)
+    assert [name for name, _ in engine.left] == left
+    assert [is_held(store, name) for name in ("search/a", "evaluation-b")] == [not left] * 2
+    assert server.states == ({children["grpo"].id: ended} if ended else {})  # the other one has ended already
 
 
 async def test_a_hook_of_a_run_that_never_began_does_nothing(tmp_path: Path) -> None:

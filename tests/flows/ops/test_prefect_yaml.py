@@ -59,8 +59,8 @@ def test_the_example_config_is_a_valid_parameter(name: str, config: str) -> None
         flow_of(entry).validate_parameters({"config": body | {"modle": 1}})
 
 
-@pytest.mark.parametrize("name", ["grpo", "sft"])
-def test_a_flow_that_holds_a_run_gives_it_back_however_it_ends(name: str) -> None:
+@pytest.mark.parametrize("name", [entry["name"] for entry in ENTRIES])
+def test_a_flow_gives_back_what_it_holds_however_it_ends(name: str) -> None:
     (entry,) = [entry for entry in ENTRIES if entry["name"] == name]
     flow = flow_of(entry)
     hooks = {"on_failure": flow.on_failure_hooks, "on_crashed": flow.on_crashed_hooks}

@@ -52,11 +52,13 @@ class GRPO:
     one. Sampling follows the model's view (`model.temperature(0.7).max_gen_len(64)`). `samples_*` count completions.
     """
 
+    stage = "grpo"
+
     def __init__(
         self,
         dataset: list[StringThread] | LoadedDataset,
         model: TrainingModel,
-        grader: BaseGrader | GraderSpec | Grading,
+        grader: BaseGrader | GraderSpec | Grading | None,
         *,
         logger: TerminalProgress | None = None,
         max_num_grpo_steps: int | None = None,
@@ -88,7 +90,8 @@ class GRPO:
         truncation: Truncation = "error",
     ) -> None:
         _check_sizes(max_num_grpo_steps, epochs, samples_per_batch, completions_per_sample)
-        self.dataset, self.model, self.grading = dataset, model, _grading(grader)
+        self.dataset, self.model = dataset, model
+        self._grading = None if grader is None else _grading(grader)
         self.max_steps, self.epochs = max_num_grpo_steps, epochs
         self.logger = logger or TerminalProgress()
         self.completions_per_sample = completions_per_sample
@@ -124,12 +127,12 @@ class GRPO:
     async def open(self) -> PolicyRef:
         """Opens the stage, once, and returns the policy it starts from: the reference of the KL term."""
         if self._start is None:
-            self._start = await self.model.begin_stage("grpo")
+            self._start = await self.model.begin_stage(self.stage)
         return self._start
 
     async def run(self) -> PolicyRef:
         """The loop. Every line's result is committed before the next begins; a crash costs at most one line."""
-        workspace, sampling = self.model.workspace, self.model.sampling
+        workspace = self.model.workspace
         if self.minibatches.size is None and self.minibatches.epochs == 1:
             self.logger.note("one update per batch: every ratio is 1, so clip_range cannot act")
         start = await self.open()
@@ -147,16 +150,8 @@ class GRPO:
             for step in steps(policy.step, total_steps):
                 rows, cursor_out = take(cursor, self.prompts_per_batch, rows=data.rows, seed=self.data_seed)
                 shards = self._shards(data.ref, rows)
-                rollouts = await asyncio.gather(
-                    *(generate_rollouts(workspace, policy, shard, sampling, step=step) for shard in shards)
-                )
-                graded = await asyncio.gather(
-                    *(
-                        grade_rollouts(workspace, ref, self.grading, stage=policy.stage, step=step, shard=shard.index)
-                        for ref, shard in zip(rollouts, shards, strict=True)
-                    )
-                )
-                batch = await prepare_batch(workspace, policy, rollouts, graded, plan, step=step)
+                rollouts, graded = await self._sample(policy, shards, step)
+                batch = await self._prepare(policy, rollouts, graded, plan, step)
                 request = StepRequest(
                     parent=policy,
                     batch=batch,
@@ -165,7 +160,7 @@ class GRPO:
                     loss=self.loss.model_dump(),
                     optimizer=OptimizerSpec(lr=rate(self.schedule, step, total_steps), **self.optimizer),
                     minibatches=self._shuffled(step),
-                    temperature=sampling.temperature,
+                    temperature=plan.temperature,
                     cursor_in=cursor.model_dump(),
                     cursor_out=cursor_out.model_dump(),
                     nan_policy=self.nan_policy,
@@ -177,6 +172,35 @@ class GRPO:
                     await uploads.start(policy, name=due.named)
             await uploads.start(policy)
         return policy
+
+    async def _sample(
+        self, policy: PolicyRef, shards: list[PromptShard], step: int
+    ) -> tuple[list[ArtifactRef], list[ArtifactRef]]:
+        """A step's completions and their grades, shard by shard."""
+        workspace, sampling = self.model.workspace, self.model.sampling
+        rollouts = await asyncio.gather(
+            *(generate_rollouts(workspace, policy, shard, sampling, step=step) for shard in shards)
+        )
+        graded = await asyncio.gather(
+            *(
+                grade_rollouts(workspace, ref, self.grading, stage=policy.stage, step=step, shard=shard.index)
+                for ref, shard in zip(rollouts, shards, strict=True)
+            )
+        )
+        return rollouts, graded
+
+    async def _prepare(
+        self, policy: PolicyRef, rollouts: list[ArtifactRef], graded: list[ArtifactRef], plan: BatchPlan, step: int
+    ) -> ArtifactRef:
+        """The step's batch: advantages, old and reference logprobs."""
+        return await prepare_batch(self.model.workspace, policy, rollouts, graded, plan, step=step)
+
+    @property
+    def grading(self) -> Grading:
+        """Who rewards a completion."""
+        if self._grading is None:
+            raise ValueError("no grader was given, and nothing else rewards the completions; give one")
+        return self._grading
 
     def _load(self) -> LoadedDataset:
         if isinstance(self.dataset, LoadedDataset):

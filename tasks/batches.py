@@ -59,7 +59,7 @@ async def rollout_batch(
     with TableWriter("batch") as writer:
         gap, gap_tokens = 0.0, 0
         for shards in _chunks(store, rollouts, graded, grades):
-            table = await _scored(workspace, policy, shards, plan)
+            table = await scored(workspace, policy, shards, plan)
             total, tokens = gap_of(table)
             gap, gap_tokens = gap + total, gap_tokens + tokens
             with timed("storage"):
@@ -102,7 +102,7 @@ def _chunks(
         yield chunk
 
 
-async def _scored(
+async def scored(
     workspace: Workspace, policy: PolicyRef, shards: list[dict[str, pa.Array]], plan: BatchPlan
 ) -> pa.Table:
     """Some shards' rows as one table, with the logprobs that the loss compares with."""

@@ -1,18 +1,14 @@
 """How a grader crosses a task: by import path, arguments and the digest of its source, never as a live object."""
 
-import hashlib
-import importlib
-import importlib.util
 import inspect
 import logging
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from pydantic import Field, JsonValue
 
 from storage.models import Frozen
+from tasks import import_paths
 from tasks.graders.base import BaseGrader, FunctionGrader
 
 logger = logging.getLogger("ostinato.graders")
@@ -35,7 +31,7 @@ class GraderSpec(Frozen):
     `source_digest` is the sha256 of the source of the module at the time of declaration (None: unverifiable).
     """
 
-    path: str = Field(pattern=r"^[A-Za-z_][\w.]*:[^\s:]+$")
+    path: str = Field(pattern=import_paths.PATTERN)
     arguments: dict[str, JsonValue] = {}
     source_digest: str | None = None
     version: str | None = None
@@ -88,46 +84,18 @@ def source_change(spec: GraderSpec) -> str | None:
 
 
 def source_digest(path: str) -> str | None:
-    """sha256 of the source file of the module in `path`; None for a module without one.
-
-    Only that file: what it imports is recorded with the run's package versions and code version.
-    """
-    module = path.partition(":")[0]
-    loaded = sys.modules.get(module)
-    if loaded is not None and loaded.__spec__ is None:  # the script that runs, as `__main__`
-        origin = getattr(loaded, "__file__", None)
-    else:
-        try:
-            found = importlib.util.find_spec(module)
-        except (ImportError, ValueError) as error:
-            raise GraderSpecError(f"grader {path!r}: no module {module!r} ({error})") from error
-        origin = None if found is None else found.origin
-    if origin is None or not Path(origin).is_file():
-        return None
-    return hashlib.sha256(Path(origin).read_bytes()).hexdigest()
+    """sha256 of the source file of the module in `path`; None for a module without one. Raises GraderSpecError."""
+    try:
+        return import_paths.source_digest(path)
+    except import_paths.ImportPathError as error:
+        raise GraderSpecError(f"grader {error}") from error
 
 
 def _resolve(path: str) -> Any:
-    """The object at "package.module:name". Importing runs the module's code; what it raises is named as its fault."""
-    module_name, _, name = path.partition(":")
-    if module_name == "__main__":
-        raise GraderSpecError(
-            f"grader {path!r}: given a name of the running script; expected one that any process can import. "
-            f"Move it to a module, or register it with in_process_spec."
-        )
     try:
-        target: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise GraderSpecError(
-            f"grader {path!r}: no module {error.name!r}; expected package.module:name, importable where the run runs"
-        ) from error
-    except Exception as error:
-        raise GraderSpecError(f"grader {path!r}: importing {module_name} raised {error!r}") from error
-    for part in name.split("."):
-        if not hasattr(target, part):
-            raise GraderSpecError(f"grader {path!r}: {module_name} has no {name!r}")
-        target = getattr(target, part)
-    return target
+        return import_paths.load_object(path)
+    except import_paths.ImportPathError as error:
+        raise GraderSpecError(f"grader {error}") from error
 
 
 def _construct(target: type, spec: GraderSpec) -> BaseGrader:

@@ -30,7 +30,9 @@ class LoraSpec(Frozen):
 
     kind: Literal["lora"] = "lora"
     rank: int = Field(16, ge=1)
+    """Of B @ A: more can learn more, and takes more memory."""
     alpha: float = Field(32.0, gt=0, allow_inf_nan=False)
+    """How strongly the adapter acts: scale = alpha / rank, unless use_rslora says otherwise."""
     target_modules: Annotated[tuple[str, ...], Field(min_length=1)] | Literal["all-linear"] = ALL_LINEAR
     """Names of linear layers, whole or the last parts ("q_proj"), as peft reads them; "all-linear" is every linear
     layer but the language head."""

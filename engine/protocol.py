@@ -34,6 +34,7 @@ class SamplingParams(Frozen):
     top_k: int = Field(0, ge=0)
     """Keep the k most probable tokens; 0 keeps all."""
     max_new_tokens: int = Field(128, ge=1)
+    """A completion is cut after so many tokens."""
     min_new_tokens: int = Field(0, ge=0)
     """No end-of-sequence before this many tokens. The sampler's logprobs are then those without it, which the trainer's
     are not: a gap of -ln(1 - p(end)) per held-back token, to mind with old_logprobs="sampler"."""

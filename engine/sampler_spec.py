@@ -38,6 +38,7 @@ class VllmSpec(Frozen):
     max_context: int | None = Field(None, ge=16)
     """Longest prompt and completion together, tokens. None: the model's."""
     max_lora_rank: int = Field(64, ge=1)
+    """The highest rank of an adapter that it serves; memory is set aside for it."""
     eager: bool | Literal["auto"] = "auto"
     """Without compilation and CUDA graphs. auto: on the CPU."""
     sleep: bool | Literal["auto"] = "auto"

@@ -16,7 +16,9 @@ class LocalEngineSpec(Frozen):
 
     kind: Literal["local"] = "local"
     trainer: TrainerSpec = TorchTrainerSpec()
+    """Who computes gradient steps: torch in this process, or DeepSpeed over several devices."""
     sampler: SamplerSpec = TorchSamplerSpec()
+    """Who draws completions: torch in this process, or vLLM."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda when there is one."""
     compute_dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"

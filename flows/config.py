@@ -169,6 +169,7 @@ class OptimizerConfig(Frozen):
     schedule: Literal["cosine", "cosine_without_warmup", "linear", "constant"] = "cosine"
     """cosine: warm-up over a tenth of the run, then down to a tenth of the rate. linear: down to 0."""
     weight_decay: float = Field(0.0, ge=0)
+    """Decoupled (AdamW): each update also shrinks the weights by rate x this."""
     max_grad_norm: float = Field(1.0, gt=0)
     """A longer gradient is scaled down to this L2 norm."""
     skip_nan_gradients: bool = False

@@ -33,6 +33,7 @@ class SuiteDataset(Frozen):
     name: str = "heldout"
     """What tables and gates call it."""
     source: DatasetSource
+    """Where the prompts come from."""
 
     _name = field_validator("name")(checked_name)
 
@@ -55,12 +56,15 @@ class Suite(Frozen):
     """What models are judged by: every dataset, graded by every grader. Equal suites give equal prompts and seeds."""
 
     datasets: tuple[SuiteDataset, ...] = Field(min_length=1)
+    """What is asked."""
     graders: tuple[SuiteGrader, ...] = Field(min_length=1)
+    """Who grades every answer."""
     sampling: SamplingParams = SamplingParams(temperature=0.0, max_new_tokens=256)
     """How completions are drawn; temperature 0 is greedy."""
     samples_per_prompt: int = Field(1, ge=1)
     """Completions of each prompt. A prompt's reward is their mean; a prompt counts once in every interval."""
     seed: int = 0
+    """Decides the draws; all models draw with the same."""
     max_prompt_tokens: int | None = Field(None, ge=1)
     """Longest prompt. None: what the model's context leaves beside sampling.max_new_tokens."""
     truncation: Truncation = "error"
@@ -99,6 +103,7 @@ class EvaluationFlowConfig(Frozen):
     run: str = ""
     """The run's key. Empty: made from what is evaluated, so that the same evaluation again is done at once."""
     engine: EngineSpec = LocalEngineSpec()
+    """Who computes. As it is by default, a deployed flow uses the deployment's engine."""
     storage: StorageConfig = StorageConfig()
 
     @property

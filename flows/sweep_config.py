@@ -46,6 +46,7 @@ class Choice(Frozen):
 
     kind: Literal["choice"] = "choice"
     values: list[JsonValue] = Field(min_length=1)
+    """What may be drawn."""
 
     def draw(self, source: random.Random) -> Any:
         return source.choice(self.values)
@@ -56,7 +57,9 @@ class Range(Frozen):
 
     kind: Literal["range"] = "range"
     low: float
+    """The least that is drawn."""
     high: float
+    """The most that is drawn."""
     scale: Literal["linear", "log"] = "linear"
     """log: every factor is as likely, as rates want it."""
     whole: bool = False
@@ -85,6 +88,7 @@ class RandomSearch(Frozen):
 
     kind: Literal["random"] = "random"
     trials_wanted: int = Field(10, ge=1, le=MAX_TRIALS)
+    """Draws. Equal ones are one run."""
     values: dict[str, Annotated[Choice | Range, Field(discriminator="kind")]] = Field(min_length=1)
     """Dotted key of the training config -> what it is drawn from."""
     seed: int = 0
@@ -106,6 +110,7 @@ class SweepConfig(Frozen):
     training: Annotated[GRPOTraining | SFTTraining, Field(discriminator="kind")]
     """The flow, and the config that every child has but for the keys searched over."""
     search: Annotated[GridSearch | RandomSearch, Field(discriminator="kind")]
+    """grid: every combination. random: so many draws."""
     parallel: int = Field(1, ge=1)
     """Child runs at a time. They share the engine, and its memory."""
 

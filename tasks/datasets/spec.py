@@ -21,6 +21,7 @@ class FileDataset(Frozen):
     path: str = Field(min_length=1)
     """A file, or a pattern such as data/*.parquet (the files are read in sorted order)."""
     format: Literal["auto", "jsonl", "parquet"] = "auto"
+    """Of the file. auto: by how its name ends."""
     columns: dict[ColumnRole, str] = {}
     """Which column plays which role, where it is not named after it: {"prompt": "question"}."""
     metadata_columns: tuple[str, ...] = ()
@@ -28,6 +29,7 @@ class FileDataset(Frozen):
     system_prompt: str | None = None
     """Put before the threads that begin with no system turn of their own."""
     on_bad_row: Literal["error", "skip"] = "error"
+    """What happens to a row that is no prompt or completion: error, or skip (counted)."""
     limit: int | None = Field(default=None, ge=1)
     """Use the first so many usable rows."""
 
@@ -52,11 +54,15 @@ class ReasoningGymDataset(Frozen):
     size: int = Field(ge=1)
     """Rows after splitting and dropping duplicates."""
     seed: int = Field(default=0, ge=0)
+    """Decides the problems. Another seed is no held-out part: see split."""
     config: dict[str, JsonValue] = {}
     """The dataset's own options, for instance {"max_terms": 2, "max_digits": 1}."""
     system_prompt: str | None = None
+    """Put before every question."""
     split: Literal["all", "train", "heldout"] = "all"
+    """all, or the one part or the other: a question is held out by its hash, whatever the seed."""
     heldout_percent: int = Field(default=10, ge=1, le=99)
+    """Share of all questions that are held out. Training and held-out data must give the same."""
     unique: bool = False
     """Keep only the first row of each question."""
 

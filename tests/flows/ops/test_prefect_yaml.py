@@ -12,6 +12,7 @@ from prefect.client.schemas.schedules import CronSchedule
 from prefect.flows import Flow
 from prefect.utilities.callables import parameter_schema
 
+from flows.ops.attempts import MAX_ATTEMPTS_ENV
 from flows.ops.automations import SILENT_SECONDS, TAG, automations
 from flows.ops.deployments import deployments_in, find_prefect_yaml
 from flows.ops.hooks import ON_END
@@ -73,7 +74,7 @@ def test_a_second_scheduled_run_does_not_wait_behind_the_first() -> None:
 
 
 def test_automations_wait_for_silence_and_touch_only_our_runs() -> None:
-    silent, crashed = automations()
+    silent, crashed, _ = automations()
     assert SILENT_SECONDS >= 3 * HEARTBEAT_SECONDS
     for automation in (silent, crashed):
         trigger: Any = automation.trigger
@@ -82,6 +83,17 @@ def test_automations_wait_for_silence_and_touch_only_our_runs() -> None:
         assert trigger.match_related.model_dump()["prefect.resource.id"] == f"prefect.tag.{TAG}"
         assert trigger.for_each == {"prefect.resource.id"}
     assert [each.actions[0].state.value for each in (silent, crashed)] == ["CRASHED", "SCHEDULED"]  # type: ignore[union-attr]
+
+
+def test_crashes_are_counted_for_each_of_our_runs_no_earlier_than_by_the_flow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MAX_ATTEMPTS_ENV, "3")
+    trigger: Any = automations()[2].trigger
+    assert (trigger.posture.value, trigger.expect) == ("Reactive", {"prefect.flow-run.Crashed"})
+    assert trigger.threshold == 6  # a crash is reported by the process that ran it, and by the worker
+    assert trigger.match_related.model_dump()["prefect.resource.id"] == f"prefect.tag.{TAG}"
+    assert trigger.for_each == {"prefect.resource.id"}
+    (action,) = automations()[2].actions
+    assert action.state.value == "FAILED"  # type: ignore[union-attr]
 
 
 def test_a_file_that_is_missing_or_no_prefect_yaml_is_said(tmp_path: Path) -> None:

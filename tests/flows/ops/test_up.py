@@ -8,32 +8,29 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 
 from flows.ops.processes import marked
 from flows.ops.services import free_port
 from flows.ops.state import UpState, load_state
 from storage.leases import current_epoch, is_held
-from storage.objects import ObjectStore, open_store
-from tests.toy import toy_config
+from tests.fixtures.deployed import Deployed, wait_for
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[3]
 
 
-class Up:
+class Up(Deployed):
     """A folder in which `ostinato up` runs."""
 
     def __init__(self, folder: Path, tiny_folder: Path) -> None:
-        self.folder, self.tiny, self.port = folder, tiny_folder, free_port()
+        super().__init__(folder, tiny_folder)
+        self.port = free_port()
         shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__", "flows"))
 
     def cli(self, *words: str, fine: bool = True) -> subprocess.CompletedProcess[str]:
@@ -63,62 +60,11 @@ class Up:
         return state
 
     @property
-    def store(self) -> ObjectStore:
-        return open_store(self.folder / "ostinato-data")
+    def api_url(self) -> str:
+        return self.state.api_url
 
-    def kill(self, service: str) -> None:
-        os.kill(self.state.services[service].pid, signal.SIGKILL)
-
-    def ask(self, method: str, path: str, **body: Any) -> Any:
-        """The Prefect API; waits while the server is away."""
-        for _ in range(120):
-            try:
-                with httpx.Client(base_url=self.state.api_url, trust_env=False, timeout=30) as client:
-                    answer = client.request(method, path, json=body or None)
-                if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE:
-                    answer.raise_for_status()
-                    return answer.json() if answer.content else None
-            except httpx.TransportError:
-                pass
-            time.sleep(0.5)
-        raise AssertionError("the Prefect server does not come back")
-
-    def start(self, run: str, *, steps: int) -> str:
-        """A run of the deployment, whose config names no store and no engine; returns the flow run's id."""
-        config = toy_config(self.folder, self.tiny, algorithm__steps=steps, run=run)
-        del config["engine"], config["storage"]
-        deployment = self.ask("GET", "/deployments/name/grpo/grpo")
-        made = self.ask(
-            "POST",
-            f"/deployments/{deployment['id']}/create_flow_run",
-            parameters={"config": config},
-            state={"type": "SCHEDULED"},
-        )
-        return str(made["id"])
-
-    def steps(self, run: str) -> int:
-        """Committed gradient steps."""
-        return len(list(self.store.list(f"runs/{run}/stages/0-grpo/chains/policy/0")))
-
-    def status(self, flow_run: str) -> tuple[str, int]:
-        body = self.ask("GET", f"/flow_runs/{flow_run}")
-        return body["state_name"], body["run_count"]
-
-    def until(self, flow_run: str, *names: str) -> tuple[str, int]:
-        wait_for(lambda: self.status(flow_run)[0] in (*names, "Failed"))
-        found = self.status(flow_run)
-        assert found[0] in names, self.ask("GET", f"/flow_runs/{flow_run}")["state"]["message"]
-        return found
-
-    def set_state(self, flow_run: str, **state: Any) -> None:
-        self.ask("POST", f"/flow_runs/{flow_run}/set_state", state=state)
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 300.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.2)
+    def kill(self, service: str, with_signal: int = signal.SIGKILL) -> None:
+        os.kill(self.state.services[service].pid, with_signal)
 
 
 @pytest.fixture

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from itertools import chain
 from random import Random
 
 import pyarrow as pa
 
 from engine.errors import BadSpec
 from storage.chain import MinibatchPlan
+
+PER_TOKEN = (
+    "advantages",
+    "old_logprobs",
+    "reference_logprobs",
+    "sampler_logprobs",
+    "returns",
+    "old_values",
+    "tangents",
+)
+"""Optional columns of a batch with one value per trained token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +37,11 @@ class Sample:
     old_logprobs: list[float] | None = None
     reference_logprobs: list[float] | None = None
     sampler_logprobs: list[float] | None = None
+    returns: list[float] | None = None
+    old_values: list[float] | None = None
+    tangents: list[float] | None = None
+    preferred: bool | None = None
+    """Of a pair: a group of two samples, of which one is preferred."""
     trained: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -33,7 +50,7 @@ class Sample:
         if self.weights and self.weights[0] > 0:
             raise BadSpec("the first token of a sample is trained, but nothing predicts it; give it weight 0")
         object.__setattr__(self, "trained", sum(w > 0 for w in self.weights))
-        for name in ("advantages", "old_logprobs", "reference_logprobs", "sampler_logprobs"):
+        for name in PER_TOKEN:
             values = getattr(self, name)
             if values is not None and len(values) != self.trained:
                 raise BadSpec(
@@ -43,34 +60,35 @@ class Sample:
 
 
 def samples_of(table: pa.Table) -> list[Sample]:
-    """The rows of a batch table, in their order."""
-    columns = {name: table.column(name).to_pylist() for name in table.column_names}
-    return [
-        Sample(
-            token_ids=columns["token_ids"][row],
-            weights=columns["weights"][row],
-            group=columns["group"][row],
-            completion=columns["completion"][row],
-            advantages=columns["advantages"][row],
-            old_logprobs=columns["old_logprobs"][row],
-            reference_logprobs=columns["reference_logprobs"][row],
-            sampler_logprobs=columns["sampler_logprobs"][row],
-        )
-        for row in range(table.num_rows)
-    ]
+    """The rows of a batch table, in their order. A column that an older table does not have is None in every row."""
+    names = [field.name for field in fields(Sample) if field.init and field.name in table.column_names]
+    columns = [table.column(name).to_pylist() for name in names]
+    return [Sample(**dict(zip(names, row, strict=True))) for row in zip(*columns, strict=True)]
 
 
-def minibatches(samples: Sequence[Sample], plan: MinibatchPlan) -> list[list[Sample]]:
+def minibatches(
+    samples: Sequence[Sample], plan: MinibatchPlan, *, whole_groups: bool = False
+) -> list[list[Sample]]:
     """The samples of each optimizer update, in order. A single whole-batch update keeps the batch's order.
 
-    Every epoch visits each sample once; the last minibatch of an epoch may be smaller.
+    Every epoch visits each sample once; the last minibatch of an epoch may be smaller. `whole_groups`: the plan's size
+    counts groups (pairs), and none is split.
     """
-    size = plan.size or len(samples)
-    if size >= len(samples):
+    units = _groups(samples) if whole_groups else [[sample] for sample in samples]
+    size = plan.size or len(units)
+    if size >= len(units):
         return [list(samples) for _ in range(plan.epochs)]
     updates = []
     for epoch in range(plan.epochs):
-        order = list(samples)
+        order = list(units)
         Random(f"{plan.shuffle_seed}/{epoch}").shuffle(order)
-        updates += [order[start : start + size] for start in range(0, len(order), size)]
+        updates += [list(chain(*order[start : start + size])) for start in range(0, len(order), size)]
     return updates
+
+
+def _groups(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """The members of each group, groups in the order of their first."""
+    found: dict[str, list[Sample]] = {}
+    for sample in samples:
+        found.setdefault(sample.group, []).append(sample)
+    return list(found.values())

@@ -30,7 +30,7 @@ ROW_GROUP = 256
 CACHED_GROUPS = 8
 COPIED_BYTES = 1 << 30
 """Tables up to this are copied to the machine that reads many of their rows."""
-_LISTS_INT, _LISTS_FLOAT = pa.list_(pa.int32()), pa.list_(pa.float32())
+_LISTS_INT, _LISTS_FLOAT, _LISTS_DOUBLE = pa.list_(pa.int32()), pa.list_(pa.float32()), pa.list_(pa.float64())
 
 
 def _schema(*required: tuple[str, pa.DataType], nullable: Sequence[tuple[str, pa.DataType]] = ()) -> pa.Schema:
@@ -54,6 +54,24 @@ SCHEMAS: dict[str, pa.Schema] = {
         ("thread", pa.string()),
         ("policy_state", pa.string()),
     ),
+    "trajectories": _schema(  # one row per segment of an episode, the segments of an episode one after the other
+        ("prompt_index", pa.int64()),
+        ("prompt_id", pa.string()),
+        ("completion", pa.int32()),  # number of the episode among those of its prompt
+        ("segment", pa.int32()),
+        ("token_ids", _LISTS_INT),
+        ("weights", _LISTS_FLOAT),  # above 0: sampled in this segment
+        ("logprobs", _LISTS_FLOAT),  # of the sampler, one per token of weight above 0
+        ("first_turn", pa.int32()),  # the assistant's turns are counted over the whole episode, from 0
+        ("turn_tokens", _LISTS_INT),  # sampled tokens of each of this segment's turns
+        ("graded_turns", _LISTS_INT),  # which of them have a grade, and which
+        ("grades", _LISTS_DOUBLE),
+        ("status", pa.string()),  # of the whole episode: ok, masked, ignored
+        ("ending", pa.string()),  # environment, turns, tokens, time, masked, ignored
+        ("thread", pa.string()),
+        ("policy_state", pa.string()),
+        nullable=[("reason", pa.string())],
+    ),
     "graded": pa.schema(
         [
             pa.field("prompt_index", pa.int64(), nullable=False),
@@ -75,6 +93,10 @@ SCHEMAS: dict[str, pa.Schema] = {
             ("reference_logprobs", _LISTS_FLOAT),
             ("sampler_logprobs", _LISTS_FLOAT),
             ("reward", pa.float64()),
+            ("returns", _LISTS_FLOAT),  # this and the next two: one per trained token
+            ("old_values", _LISTS_FLOAT),
+            ("tangents", _LISTS_FLOAT),
+            ("preferred", pa.bool_()),  # of the two rows of a group that are a pair
         ],
     ),
     "evaluation": pa.schema(

@@ -84,9 +84,10 @@ def batch_table(
     """The rows of a batch with the logprobs that its loss compares with; None: it compares with none."""
     schema, rows = SCHEMAS["batch"], len(columns["group"])
     for name, values in (("old_logprobs", old), ("reference_logprobs", reference)):
-        kind = schema.field(name).type
-        columns = columns | {name: pa.nulls(rows, kind) if values is None else pa.array(values, kind)}
-    return pa.table([columns[name] for name in schema.names], schema=schema)
+        if values is not None:
+            columns = columns | {name: pa.array(values, schema.field(name).type)}
+    none = {field.name: pa.nulls(rows, field.type) for field in schema if field.nullable}
+    return pa.table([(none | columns)[name] for name in schema.names], schema=schema)
 
 
 def gap_of(table: pa.Table) -> tuple[float, int]:

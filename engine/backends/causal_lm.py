@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from engine.backends.attention import IMPLEMENTATION, Layout, PackedLayout, register_attention
 from engine.backends.packing import Packed
 from engine.backends.tensor_files import tensor_bytes
-from engine.errors import BadModelFolder
+from engine.errors import BadModelFolder, BadSpec
 from engine.model_folder import check_model_folder
 
 CHUNK_ELEMENTS = 1 << 26
@@ -40,6 +40,9 @@ _loading = threading.Lock()
 class CausalLM:
     """A Hugging Face causal language model behind packed forwards. Always in eval mode: dropout would make the
     behaviour policy and the trained one two different distributions."""
+
+    scalar = False
+    """Whether its head gives one number per token, not logits."""
 
     def __init__(
         self, module: nn.Module, *, compute_dtype: torch.dtype, master_dtype: torch.dtype | None = None
@@ -95,11 +98,38 @@ class CausalLM:
             hidden_NH = hidden_TH.index_select(0, packed.source_N)
             return self._token_logprobs(hidden_NH, packed.target_N, temperature)
 
-    def _token_logprobs(self, hidden_NH: Tensor, target_N: Tensor, temperature: float) -> Tensor:
-        def chunk(hidden_CH: Tensor, target_C: Tensor) -> Tensor:
-            logits_CV = self.logits(hidden_CH) / temperature
-            return logits_CV.gather(1, target_C.unsqueeze(1)).squeeze(1) - logits_CV.logsumexp(1)
+    def logprobs_and_entropy(self, packed: Packed, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        """The same, and the entropy of the distribution that each trained token was drawn from, nats: both (N,)."""
+        layout = PackedLayout(packed.fans, device=self.device)
+        with self.autocast():
+            hidden_TH = self.hidden(packed.token_ids_T.unsqueeze(0), packed.positions_T.unsqueeze(0), layout)[0]
+            hidden_NH = hidden_TH.index_select(0, packed.source_N)
+            both_N2 = self._in_chunks(partial(self._logprob_and_entropy, temperature), hidden_NH, packed.target_N)
+            return both_N2[:, 0], both_N2[:, 1]
 
+    def values(self, packed: Packed) -> Tensor:
+        """What a model with a scalar head gives (engine.backends.scalar_lm). This one has none: raises BadSpec."""
+        raise BadSpec(
+            f"{type(self.module).__name__} has a language head, and no scalar one; spawn it with "
+            "builder.into_scoring_model()"
+        )
+
+    def _token_logprobs(self, hidden_NH: Tensor, target_N: Tensor, temperature: float) -> Tensor:
+        return self._in_chunks(partial(self._logprob, temperature), hidden_NH, target_N)
+
+    def _logprob(self, temperature: float, hidden_CH: Tensor, target_C: Tensor) -> Tensor:
+        logits_CV = self.logits(hidden_CH) / temperature
+        return logits_CV.gather(1, target_C.unsqueeze(1)).squeeze(1) - logits_CV.logsumexp(1)
+
+    def _logprob_and_entropy(self, temperature: float, hidden_CH: Tensor, target_C: Tensor) -> Tensor:
+        """(C, 2)."""
+        logits_CV = self.logits(hidden_CH) / temperature
+        norm_C = logits_CV.logsumexp(1)
+        entropy_C = norm_C - ((logits_CV - norm_C.unsqueeze(1)).exp() * logits_CV).sum(1)
+        return torch.stack([logits_CV.gather(1, target_C.unsqueeze(1)).squeeze(1) - norm_C, entropy_C], dim=1)
+
+    def _in_chunks(self, chunk: Callable[[Tensor, Tensor], Tensor], hidden_NH: Tensor, target_N: Tensor) -> Tensor:
+        """`chunk` of all trained tokens, or of some at a time where their logits would take too much memory."""
         size = max(1, CHUNK_ELEMENTS // self.vocab_size)
         if len(target_N) <= 2 * size:
             return chunk(hidden_NH, target_N)

@@ -68,20 +68,30 @@ def shared_prefix(samples: Sequence[Packable]) -> int:
     return max(shortest, 0)
 
 
-def micro_batches(samples: Sequence[Packable], *, max_tokens: int) -> list[list[int]]:
+def micro_batches(
+    samples: Sequence[Packable], *, max_tokens: int, whole_groups: bool = False
+) -> list[list[int]]:
     """Indices of the samples of each packed forward, at most `max_tokens` packed tokens each.
 
-    Samples of a group are kept together where they fit, so that their prompt is computed once.
+    Samples of a group are kept together where they fit, so that their prompt is computed once; with `whole_groups`
+    always, because their loss is one (a pair).
 
     Raises:
-        SampleTooLong: one sample alone is longer than `max_tokens`.
+        SampleTooLong: one sample alone, or a group that must stay whole, is longer than `max_tokens`.
     """
     order = sorted(range(len(samples)), key=lambda i: (samples[i].group, i))
     chosen: list[list[int]] = []
     current: list[int] = []
     used = 0
     for _, members in groupby(order, key=lambda i: samples[i].group or f"#{i}"):
-        for index in _split_group(list(members), samples, max_tokens):
+        runs = _split_group(list(members), samples, max_tokens)
+        if whole_groups and len(runs) > 1:
+            raise SampleTooLong(
+                f"the {sum(map(len, runs))} sequences of the pair {samples[runs[0][0]].group!r} have more tokens than "
+                f"one packed forward takes ({max_tokens}); raise max_tokens_per_forward (max_batch_size), or shorten "
+                "or drop the pair"
+            )
+        for index in runs:
             cost = _packed_length([samples[i] for i in index])
             if current and used + cost > max_tokens:
                 chosen.append(current)

@@ -24,6 +24,8 @@ ARCHITECTURE = "ForSequenceClassification"
 class ScalarLM(CausalLM):
     """Packs as a `CausalLM` does; its numbers are not logprobs."""
 
+    scalar = True
+
     def __init__(
         self, module: nn.Module, *, compute_dtype: torch.dtype, master_dtype: torch.dtype | None = None
     ) -> None:

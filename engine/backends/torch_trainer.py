@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +20,9 @@ from engine.backends.updates import (
     Accumulated,
     Totals,
     adamw_groups,
+    check_reads,
     check_sequences,
+    forward_of,
     is_out_of_memory,
     logprobs_of,
     metrics_of,
@@ -93,6 +94,7 @@ class TorchTrainer:
         max_tokens: int,
         on_micro_batch: Callable[[], None] = lambda: None,
     ) -> UpdateReport:
+        check_reads(objective.loss, scalar=self.model.scalar, name=type(self.model.module).__name__)
         self._check(samples)
         totals = totals_of(samples)
         adamw = self._adamw(optimizer)
@@ -101,7 +103,7 @@ class TorchTrainer:
 
         def accumulate(max_tokens: int) -> Accumulated:
             found = Accumulated(max_tokens)
-            for indices in micro_batches(taught, max_tokens=max_tokens):
+            for indices in micro_batches(taught, max_tokens=max_tokens, whole_groups=objective.loss.pairwise):
                 self._backward([taught[i] for i in indices], objective, totals, found.sums)
                 found.micro_batches += 1
                 on_micro_batch()
@@ -115,8 +117,7 @@ class TorchTrainer:
             if parameter.grad is None:  # no sample had a gradient: it is zero, and the moments still act
                 parameter.grad = torch.zeros_like(parameter)
         norm = float(nn.utils.clip_grad_norm_(parameters, optimizer.max_grad_norm))
-        passed_tokens = sum(sample.trained for sample in taught)
-        report.metrics = metrics_of(found.sums, passed_tokens=passed_tokens, totals=totals, grad_norm=norm)
+        report.metrics = metrics_of(found.sums, passed=taught, totals=totals, grad_norm=norm)
         if not isfinite(norm):
             report.skipped = True
             if not objective.skip_non_finite:
@@ -149,8 +150,8 @@ class TorchTrainer:
     def _backward(
         self, samples: Sequence[Sample], objective: Objective, totals: Totals, sums: dict[str, float]
     ) -> None:
-        logprobs = partial(self.model.logprobs, temperature=objective.temperature)
-        loss, found = micro_batch_loss(logprobs, samples, objective, totals, device=self.model.device)
+        forward = forward_of(self.model, objective)
+        loss, found = micro_batch_loss(forward, samples, objective, totals, device=self.model.device)
         loss.backward()
         sums["loss"] += loss.item()
         for name, value in found.items():

@@ -18,15 +18,16 @@ from engine.backends.causal_lm import CausalLM
 from engine.backends.packing import Packable, Packed, pack
 from engine.backends.protocol import Objective
 from engine.errors import BadSpec, OutOfMemory, SampleTooLong
-from engine.losses.inputs import LossInputs
+from engine.losses.inputs import LossInputs, Outputs, PairLoss
 from engine.losses.normalisation import token_weights
 from engine.losses.registry import LOSSES
-from engine.samples import Sample
+from engine.losses.spec import LossSpec
+from engine.samples import PER_TOKEN, Sample
 from storage.chain import OptimizerSpec
 
 T = TypeVar("T")
-Logprobs = Callable[[Packed], Tensor]
-"""The trained tokens' logprobs (N,), nats, with gradient."""
+Forward = Callable[[Packed], Outputs]
+"""What the objective's loss reads of the model for the trained tokens, with gradient."""
 
 _NO_MEMORY = (
     "can't allocate memory",
@@ -43,6 +44,7 @@ class Totals:
 
     tokens: int
     sequences: int
+    groups: int
 
 
 @dataclass(slots=True)
@@ -59,15 +61,17 @@ def totals_of(samples: Sequence[Sample]) -> Totals:
     tokens = sum(sample.trained for sample in samples)
     if tokens == 0:
         raise BadSpec("no token of the minibatch is trained (every weight is 0); leave such samples out")
-    return Totals(tokens, len(samples))
+    return Totals(tokens, len(samples), len({sample.group for sample in samples}))
 
 
 def without_gradient(sample: Sample, objective: Objective) -> bool:
     """True for a policy-gradient sample whose loss is exactly 0 whatever the weights: no pass is spent on it."""
     if sample.trained == 0:
         return True
-    kl_beta = getattr(objective.loss, "kl_beta", None)
-    return kl_beta == 0 and sample.advantages is not None and not any(sample.advantages)
+    loss = objective.loss
+    if getattr(loss, "kl_beta", None) != 0 or loss.needs_entropy:
+        return False
+    return sample.advantages is not None and not any(sample.advantages)
 
 
 def check_sequences(sequences: Sequence[Packable], *, vocab_size: int, context_length: int) -> None:
@@ -94,43 +98,101 @@ def check_sequences(sequences: Sequence[Packable], *, vocab_size: int, context_l
             )
 
 
+def check_reads(loss: LossSpec, *, scalar: bool, name: str) -> None:
+    """Raises BadSpec when the model `name` does not give what the loss reads."""
+    if (loss.reads == "values") != scalar:
+        gives, wanted = ("one number per token", "logprobs") if scalar else ("logprobs", "one number per token")
+        other = "a causal language model" if scalar else "a scalar head: builder.into_scoring_model()"
+        raise BadSpec(f"{name} gives {gives}, and the loss {loss.kind!r} reads {wanted}; train {other}")
+
+
+def forward_of(model: CausalLM, objective: Objective) -> Forward:
+    """The model's forward for the objective's loss."""
+    loss, temperature = objective.loss, objective.temperature
+
+    def forward(packed: Packed) -> Outputs:
+        if loss.reads == "values":
+            return Outputs(values_N=model.values(packed))
+        if loss.needs_entropy:
+            logprobs_N, entropy_N = model.logprobs_and_entropy(packed, temperature=temperature)
+            return Outputs(logprobs_N=logprobs_N, entropy_N=entropy_N)
+        return Outputs(logprobs_N=model.logprobs(packed, temperature=temperature))
+
+    return forward
+
+
 def micro_batch_loss(
-    logprobs: Logprobs, samples: Sequence[Sample], objective: Objective, totals: Totals, *, device: torch.device
+    forward: Forward, samples: Sequence[Sample], objective: Objective, totals: Totals, *, device: torch.device
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """What these samples add to the loss of the whole minibatch, with its gradient; and metrics as sums over tokens."""
-    packed = pack(samples, device=device)
-    logprobs_N = logprobs(packed)
-    inputs = LossInputs(
-        logprobs_N=logprobs_N,
-        old_N=_column(samples, _OLD[objective.old_logprobs], logprobs_N),
-        reference_N=_column(samples, "reference_logprobs", logprobs_N),
-        advantages_N=_column(samples, "advantages", logprobs_N),
-    )
-    token_loss = LOSSES[objective.loss.kind](inputs, objective.loss)
+    outputs = forward(pack(samples, device=device))
+    inputs = _inputs(outputs, samples, objective)
+    found = LOSSES[objective.loss.kind](inputs, objective.loss)
+    if isinstance(found, PairLoss):
+        return found.values_P.sum() / totals.groups, found.sums
     weights_N = token_weights(
-        [sample.trained for sample in samples],
-        norm=objective.loss.norm,
+        inputs.lengths_S,
+        norm=getattr(objective.loss, "norm", "token_sum"),
         total_tokens=totals.tokens,
         total_sequences=totals.sequences,
         constant=getattr(objective.loss, "norm_constant", None),
-    ).to(logprobs_N)
-    return (token_loss.values_N * weights_N).sum(), token_loss.sums
+    ).to(outputs.any_N)
+    return (found.values_N * weights_N).sum(), found.sums
+
+
+def _inputs(outputs: Outputs, samples: Sequence[Sample], objective: Objective) -> LossInputs:
+    def column(name: str) -> Tensor | None:
+        return _column(samples, name, outputs.any_N)
+
+    preferred_P, dispreferred_P = _pairs(samples, outputs.any_N.device) if objective.loss.pairwise else (None, None)
+    return LossInputs(
+        outputs=outputs,
+        lengths_S=tuple(sample.trained for sample in samples),
+        old_N=column(_OLD[objective.old_logprobs]),
+        reference_N=column("reference_logprobs"),
+        sampler_N=column("sampler_logprobs"),
+        advantages_N=column("advantages"),
+        returns_N=column("returns"),
+        old_values_N=column("old_values"),
+        tangents_N=column("tangents"),
+        preferred_P=preferred_P,
+        dispreferred_P=dispreferred_P,
+    )
+
+
+def _pairs(samples: Sequence[Sample], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Indices of the preferred and of the other sample of each pair. Raises BadSpec for a group that is no pair."""
+    members: dict[str, list[int]] = defaultdict(list)
+    for index, sample in enumerate(samples):
+        members[sample.group].append(index)
+    for group, pair in members.items():
+        said = [samples[index].preferred for index in pair]
+        if sorted(map(str, said)) != ["False", "True"]:
+            raise BadSpec(
+                f"the group {group!r} has {len(pair)} samples, preferred: {said}; a pair has two, one of each"
+            )
+    ordered = [sorted(pair, key=lambda index: not samples[index].preferred) for pair in members.values()]
+    indices = torch.tensor(ordered, dtype=torch.long, device=device)
+    return indices[:, 0], indices[:, 1]
 
 
 def rehearse(samples: Sequence[Sample], objective: Objective) -> None:
     """Raises what the loss would raise over the samples' columns: on every rank the same, before any of them starts."""
     if samples:
         one = torch.zeros(1)
-        for name in ("advantages", "old_logprobs", "reference_logprobs", "sampler_logprobs"):
+        for name in PER_TOKEN:
             _column(samples, name, one)
+        if objective.loss.pairwise:
+            _pairs(samples, one.device)
         shortest = min(samples, key=lambda sample: sample.trained)
-        micro_batch_loss(
-            lambda packed: torch.zeros(len(packed.target_N)),
-            [shortest],
-            objective,
-            totals_of([shortest]),
-            device=torch.device("cpu"),
-        )
+        tried = [sample for sample in samples if sample.group == shortest.group]
+        tried = tried if objective.loss.pairwise else [shortest]
+
+        def nothing(packed: Packed) -> Outputs:
+            zeros_N = torch.zeros(len(packed.target_N))
+            return Outputs(zeros_N, zeros_N, zeros_N)
+
+        micro_batch_loss(nothing, tried, objective, totals_of(tried), device=one.device)
 
 
 def _column(samples: Sequence[Sample], name: str, like: Tensor) -> Tensor | None:
@@ -144,11 +206,19 @@ def _column(samples: Sequence[Sample], name: str, like: Tensor) -> Tensor | None
 
 
 def metrics_of(
-    sums: Mapping[str, float], *, passed_tokens: int, totals: Totals, grad_norm: float
+    sums: Mapping[str, float], *, passed: Sequence[Sample], totals: Totals, grad_norm: float
 ) -> dict[str, float]:
-    """`passed_tokens`: trained tokens that a pass was spent on."""
+    """`passed`: the samples that a pass was spent on. See TokenLoss for what the names mean."""
+    counts = {
+        "_sum": sum(sample.trained for sample in passed),
+        "_per_sequence": len(passed),
+        "_per_pair": len({sample.group for sample in passed}),
+    }
     means = {
-        name.removesuffix("_sum") + "_mean": value / passed_tokens for name, value in sums.items() if name != "loss"
+        name.removesuffix(ending) + "_mean": value / counts[ending]
+        for name, value in sums.items()
+        for ending in counts
+        if name.endswith(ending)
     }
     return {**means, "loss": sums["loss"], "grad_norm": grad_norm, "tokens": float(totals.tokens)}
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -57,12 +58,21 @@ class RankModel(CausalLM):
         """Of all trained tokens, also where other ranks compute some of them; those come without gradient."""
         return self._at_sources(packed, lambda hidden, target: self._token_logprobs(hidden, target, temperature))
 
+    def logprobs_and_entropy(self, packed: Packed, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        """The same with the entropies."""
+
+        def both(hidden: Tensor, target: Tensor) -> Tensor:
+            return self._in_chunks(partial(self._logprob_and_entropy, temperature), hidden, target)
+
+        both_N2 = self._at_sources(packed, both)
+        return both_N2[:, 0], both_N2[:, 1]
+
     def values(self, packed: Packed) -> Tensor:
         """A scalar head's numbers (N,), as `ScalarLM.values`; those of other ranks come without gradient."""
         return self._at_sources(packed, lambda hidden, _target: self.head(hidden).squeeze(1).float())
 
     def _at_sources(self, packed: Packed, head: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """`head` of the hidden states (n, H) before trained tokens and of those tokens (n,): (N,) over all ranks."""
+        """`head` of the hidden states (n, H) before trained tokens and of those tokens (n,): (N, …) over all ranks."""
         if self._sequence is None:
             layout = PackedLayout(packed.fans, device=self.device)
             with self.autocast():

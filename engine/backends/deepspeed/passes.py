@@ -17,13 +17,15 @@ SEARCH_STEPS = 6
 """How often a batch is cut again to find an even cut."""
 
 
-def deal(samples: Sequence[Packable], *, max_tokens: int, ranks: int) -> list[list[list[int] | None]]:
+def deal(
+    samples: Sequence[Packable], *, max_tokens: int, ranks: int, whole_groups: bool = False
+) -> list[list[list[int] | None]]:
     """[pass][rank] -> indices of `samples`, or None for an empty pass. At least one pass, and no more than
     `max_tokens` ask for.
 
     Micro-batches are made over all ranks' samples, then dealt by length: those of one pass are of similar length.
     """
-    batches = _cut_evenly(samples, max_tokens, ranks) if samples else []
+    batches = _cut_evenly(samples, max_tokens, ranks, whole_groups) if samples else []
     tokens = [sum(len(samples[i].token_ids) for i in batch) for batch in batches]
     order = sorted(range(len(batches)), key=lambda index: (-tokens[index], index))
     passes: list[list[list[int] | None]] = []
@@ -34,22 +36,33 @@ def deal(samples: Sequence[Packable], *, max_tokens: int, ranks: int) -> list[li
     return passes
 
 
-def _cut_evenly(samples: Sequence[Packable], max_tokens: int, ranks: int) -> list[list[int]]:
+def _cut_evenly(
+    samples: Sequence[Packable], max_tokens: int, ranks: int, whole_groups: bool
+) -> list[list[int]]:
     """Micro-batches as small as they can be without another pass: who would wait takes a share instead."""
-    best = micro_batches(samples, max_tokens=max_tokens)
+    best = micro_batches(samples, max_tokens=max_tokens, whole_groups=whole_groups)
     most = -(-len(best) // ranks) * ranks
     if len(best) == most:
         return best
-    longest, total = max(len(s.token_ids) for s in samples), sum(len(s.token_ids) for s in samples)
+    lengths = [sum(map(len, unit)) for unit in _units(samples, whole_groups)]
+    longest, total = max(lengths), sum(lengths)
     enough = min(max_tokens, total)
     short = min(max(longest, -(-total // most)), enough) - 1
     for _ in range(SEARCH_STEPS):
         if enough - short <= 1:
             break
         tried = (short + enough) // 2
-        found = micro_batches(samples, max_tokens=tried) if tried >= longest else []
+        found = micro_batches(samples, max_tokens=tried, whole_groups=whole_groups) if tried >= longest else []
         if found and len(found) <= most:
             best, enough = found, tried
         else:
             short = tried
     return best
+
+
+def _units(samples: Sequence[Packable], whole_groups: bool) -> list[list[list[int]]]:
+    """The token ids of what must stay in one micro-batch."""
+    units: dict[str, list[list[int]]] = {}
+    for index, sample in enumerate(samples):
+        units.setdefault(sample.group if whole_groups else f"#{index}", []).append(sample.token_ids)
+    return list(units.values())

@@ -25,11 +25,12 @@ from engine.backends.deepspeed.passes import EMPTY_PASS, deal
 from engine.backends.deepspeed.ulysses import SequenceGroup
 from engine.backends.group.messages import CUT_OFF
 from engine.backends.group.progress import progress
-from engine.backends.packing import Packable, pack
+from engine.backends.packing import Packable, Packed, pack
 from engine.backends.protocol import Objective, UpdateReport
 from engine.backends.updates import (
     Accumulated,
     Totals,
+    check_reads,
     check_sequences,
     is_out_of_memory,
     metrics_of,
@@ -40,6 +41,7 @@ from engine.backends.updates import (
     without_gradient,
 )
 from engine.errors import BadModelFolder, BadSpec, NonFiniteGradient, PermanentEngineError
+from engine.losses.inputs import Outputs
 from engine.protocol import TokenSequence
 from engine.samples import Sample
 from storage.chain import OptimizerSpec
@@ -111,7 +113,8 @@ class ZeroTrainer:
     def update(
         self, samples: Sequence[Sample], objective: Objective, optimizer: OptimizerSpec, *, max_tokens: int
     ) -> UpdateReport:
-        self._check(samples)
+        check_reads(objective.loss, scalar=self.model.scalar, name=type(self.module).__name__)
+        self._check_sequences(samples)
         totals = totals_of(samples)
         taught = [sample for sample in samples if not without_gradient(sample, objective)]
         rehearse(taught, objective)
@@ -121,9 +124,8 @@ class ZeroTrainer:
 
         found = split_once(accumulate, taught, max_tokens, device=self._device, forget=self.gradients.forget)
         norm, moved = self.gradients.step(optimizer)
-        passed_tokens = sum(sample.trained for sample in taught)
         report = UpdateReport(
-            metrics=metrics_of(found.sums, passed_tokens=passed_tokens, totals=totals, grad_norm=norm),
+            metrics=metrics_of(found.sums, passed=taught, totals=totals, grad_norm=norm),
             skipped=not moved,
             micro_batches=found.micro_batches,
             max_tokens=found.max_tokens,
@@ -135,7 +137,9 @@ class ZeroTrainer:
     def _accumulate(
         self, taught: Sequence[Sample], objective: Objective, totals: Totals, max_tokens: int
     ) -> Accumulated:
-        passes = deal(taught, max_tokens=max_tokens, ranks=self._readers)
+        passes = deal(
+            taught, max_tokens=max_tokens, ranks=self._readers, whole_groups=objective.loss.pairwise
+        )
         mine = Accumulated(max_tokens)
 
         def run() -> None:
@@ -159,14 +163,23 @@ class ZeroTrainer:
         totals: Totals,
         mine: Accumulated,
     ) -> None:
-        def logprobs(packed: Any) -> Any:
-            return self.gradients.logprobs(packed, objective.temperature)
+        def forward(packed: Packed) -> Outputs:
+            if objective.loss.needs_entropy:
+                both = self.gradients.ask(
+                    lambda model: torch.stack(
+                        model.logprobs_and_entropy(packed, temperature=objective.temperature)
+                    )
+                )
+                return Outputs(logprobs_N=both[0], entropy_N=both[1])
+            if objective.loss.reads == "values":
+                return Outputs(values_N=self.gradients.ask(lambda model: model.values(packed)))
+            return Outputs(logprobs_N=self.gradients.logprobs(packed, objective.temperature))
 
         if indices is None:  # the others gather weights now: a gradient of zeros takes part
-            self.gradients.backward(0.0 * logprobs(pack([EMPTY_PASS], device=self._device)).sum())
+            self.gradients.backward(0.0 * forward(pack([EMPTY_PASS], device=self._device)).any_N.sum())
             return
         samples = [taught[i] for i in indices]
-        loss, sums = micro_batch_loss(logprobs, samples, objective, totals, device=self._device)
+        loss, sums = micro_batch_loss(forward, samples, objective, totals, device=self._device)
         self.gradients.backward(loss)
         if self._sequence is not None and self._sequence.rank > 0:
             return  # the same numbers, which the first of them counts
@@ -229,6 +242,9 @@ class ZeroTrainer:
                 f"{type(self.module).__name__} gives one number per token, and no logprobs; this loss and "
                 "logprobs_per_token need a causal language model"
             )
+        self._check_sequences(sequences)
+
+    def _check_sequences(self, sequences: Sequence[Packable]) -> None:
         check_sequences(sequences, vocab_size=self.model.vocab_size, context_length=self.model.context_length)
 
     # -- state ------------------------------------------------------------------------------------------------

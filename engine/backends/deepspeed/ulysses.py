@@ -55,8 +55,9 @@ class SequenceGroup:
         return index_N, source_N[index_N] - self.rank * length
 
     def gather(self, own_values: Tensor, index_N: Tensor, *, total: int) -> Tensor:
-        """(N,) the values of all ranks; the gradient is of the own ones only, so that it adds up over the ranks."""
-        values_N = own_values.detach().new_zeros(total).index_copy(0, index_N, own_values.detach())
+        """(N, …) the values of all ranks; the gradient is of the own ones only, so that it adds up over the ranks."""
+        zeros_N = own_values.detach().new_zeros(total, *own_values.shape[1:])
+        values_N = zeros_N.index_copy(0, index_N, own_values.detach())
         dist.all_reduce(values_N, group=self.group)
         return values_N.index_copy(0, index_N, own_values)
 

@@ -9,15 +9,29 @@ from __future__ import annotations
 import pytest
 import torch
 
+from engine.errors import BadSpec
+from engine.losses.inputs import LossInputs, Outputs, TokenLoss
 from engine.losses.kl import KL_ESTIMATORS
 from engine.losses.normalisation import token_weights
-from engine.losses.policy_gradient import grpo_loss
+from engine.losses.policy_gradient import grpo_loss as loss_of
 from engine.losses.spec import GRPOSpec
 
 OLD = torch.tensor([-2, -2, -2, -0.3, -2, -2], dtype=torch.float64)
 NEW = torch.tensor([-1.78, -2.1, -0.5, -0.7, -2.0, -2.05], dtype=torch.float64)
 ADVANTAGES = torch.tensor([1, 1, -1, -1, -1, -1], dtype=torch.float64)
 LENGTHS = [2, 4]
+
+
+def grpo_loss(
+    logprobs: torch.Tensor,
+    old: torch.Tensor,
+    reference: torch.Tensor | None,
+    advantages: torch.Tensor,
+    *,
+    spec: GRPOSpec,
+) -> TokenLoss:
+    outputs = Outputs(logprobs_N=logprobs)
+    return loss_of(LossInputs(outputs, old_N=old, reference_N=reference, advantages_N=advantages), spec)
 
 
 def loss_and_gradient(norm_constant: float | None = None, norm: str = "token_mean", **options: float) -> tuple:
@@ -71,7 +85,7 @@ def test_the_kl_term_pulls_towards_the_reference() -> None:
 
 
 def test_kl_without_a_reference_is_refused() -> None:
-    with pytest.raises(ValueError, match="needs reference logprobs"):
+    with pytest.raises(BadSpec, match="needs reference logprobs"):
         grpo_loss(NEW, OLD, None, ADVANTAGES, spec=GRPOSpec(kl_beta=0.1))
 
 

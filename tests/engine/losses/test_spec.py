@@ -9,7 +9,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from engine.errors import BadSpec
-from engine.losses.inputs import LossInputs
+from engine.losses.inputs import LossInputs, Outputs
 from engine.losses.kl import KL_ESTIMATORS
 from engine.losses.registry import LOSSES
 from engine.losses.spec import CrossEntropySpec, GRPOSpec, KLEstimator, LossSpec
@@ -70,7 +70,7 @@ def test_what_contradicts_itself_or_has_no_effect_is_refused(bad: dict) -> None:
 
 def test_cross_entropy_is_minus_the_logprob_and_pushes_it_up() -> None:
     logprobs = torch.tensor([-0.5, -2.0], dtype=torch.float64, requires_grad=True)
-    token = LOSSES["cross_entropy"](LossInputs(logprobs), CrossEntropySpec())
+    token = LOSSES["cross_entropy"](LossInputs(Outputs(logprobs)), CrossEntropySpec())
     token.values_N.sum().backward()
     assert token.values_N.tolist() == [0.5, 2.0]
     assert logprobs.grad.tolist() == [-1.0, -1.0]
@@ -81,11 +81,11 @@ def test_grpo_names_the_column_a_batch_lacks(missing: str) -> None:
     columns = {name: torch.zeros(2) for name in ("old_N", "reference_N", "advantages_N") if name != missing}
     name = {"old_N": "old logprobs", "reference_N": "reference logprobs", "advantages_N": "advantages"}[missing]
     with pytest.raises(BadSpec, match=name):
-        LOSSES["grpo"](LossInputs(torch.zeros(2), **columns), GRPOSpec())
+        LOSSES["grpo"](LossInputs(Outputs(torch.zeros(2)), **columns), GRPOSpec())
 
 
 def test_grpo_without_a_kl_term_needs_no_reference() -> None:
-    inputs = LossInputs(torch.zeros(1), old_N=torch.zeros(1), advantages_N=torch.ones(1))
+    inputs = LossInputs(Outputs(torch.zeros(1)), old_N=torch.zeros(1), advantages_N=torch.ones(1))
     assert LOSSES["grpo"](inputs, GRPOSpec(kl_beta=0.0)).values_N.tolist() == [-1.0]
 
 
@@ -93,7 +93,7 @@ def test_the_registry_hands_each_column_to_its_place() -> None:
     # ρ = e^(0.2) = 1.221403 inside the clip, A = 2, q - l = 0.1: k3 = e^0.1 - 0.1 - 1 = 0.00517092
     f64 = {"dtype": torch.float64}
     inputs = LossInputs(
-        logprobs_N=torch.tensor([-0.8], **f64),
+        outputs=Outputs(torch.tensor([-0.8], **f64)),
         old_N=torch.tensor([-1.0], **f64),
         reference_N=torch.tensor([-0.7], **f64),
         advantages_N=torch.tensor([2.0], **f64),

@@ -1,7 +1,8 @@
 """What Ostinato tells a Prefect server besides states: events that automations answer. docs/operations.md has examples.
 
 Each function sends one event and returns; without a server it does nothing. The resource is what the event is about
-(`ostinato.model.<name>`, `ostinato.run.<key>`); the flow run that sends it is a related resource.
+(`ostinato.model.<name>`, `ostinato.run.<key>`, `ostinato.dataset.<name>`); the flow run that sends it is a related
+resource.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from prefect.settings import PREFECT_API_URL
 MODEL_PROMOTED = "ostinato.model.promoted"
 RUN_STALLED = "ostinato.run.stalled"
 EVAL_REGRESSED = "ostinato.eval.regressed"
+DATASET_REGISTERED = "ostinato.dataset.registered"
 
 
 def model_promoted(
@@ -70,6 +72,21 @@ def eval_regressed(
         "n": n,
     }
     _emit(EVAL_REGRESSED, "model", name, payload)
+
+
+def dataset_registered(name: str, version: str, *, use: str, rows: int, source: str, uri: str) -> None:
+    """The store has a version of a dataset that it did not have. `use`: prompt or completion; `source`: the file it was
+    read from, or what made it."""
+    payload = {
+        "name": name,
+        "version": version,
+        "dataset": f"{name}@{version}",
+        "use": use,
+        "rows": rows,
+        "source": source,
+        "uri": uri,
+    }
+    _emit(DATASET_REGISTERED, "dataset", name, payload)
 
 
 def _emit(event: str, kind: str, name: str, payload: dict[str, Any]) -> None:

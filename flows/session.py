@@ -22,6 +22,7 @@ from flows.ops.attempts import check_attempts
 from flows.ops.place import placed
 from flows.ops.run_keys import current_key
 from flows.progress import TerminalProgress
+from flows.registration import tell_registered
 from flows.version import code_version
 from flows.watch import say_left
 from storage import keys
@@ -99,6 +100,7 @@ async def open_run(
     workspace = open_workspace(flow_name, config)
     check_fork(workspace.open_store(), workspace.run)
     data = load_prompts(workspace, config.data.train, use)
+    tell_registered(data, config.data.train, use)
     base = await workspace.connect().import_model(config.model.key, provenance=workspace.provenance)
     info = await workspace.connect().info()
     expected = estimate(workspace.open_store(), config, base, data, info)

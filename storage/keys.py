@@ -346,6 +346,14 @@ def dataset(key: str, version: str) -> str:
     return f"datasets/{validate_name(key)}/{validate_name(version)}/threads"
 
 
+def dataset_of(key: str) -> tuple[str, str]:
+    """(name, version) of the logical key of a dataset."""
+    area, *names = key.split("/")
+    if area != "datasets" or len(names) != 3:
+        raise InvalidKey(f"{key[:200]!r} is not the key of a dataset")
+    return names[0], names[1]
+
+
 def models_prefix() -> str:
     return "models/"
 

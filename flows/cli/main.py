@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from flows.cli.chain import add_chain_commands
+from flows.cli.data import data_app
 from flows.cli.demo import run_demo
 from flows.cli.deploy import deploy_command
 from flows.cli.doctor import doctor
@@ -27,6 +28,7 @@ app.add_typer(run, name="run")
 app.command("gc")(gc)
 app.add_typer(engine_app, name="engine")
 app.add_typer(models_app, name="models")
+app.add_typer(data_app, name="data")
 add_chain_commands(app)
 add_search_commands(app, runs_app)
 app.command("doctor")(doctor)

@@ -13,7 +13,7 @@ from typing import Any
 
 from engine.text.threads import StringThread
 from storage import keys
-from storage.artifacts import ArtifactRef, Provenance
+from storage.artifacts import ArtifactRef, Provenance, find_artifact
 from storage.models import Frozen, canonical_json, digest
 from storage.objects import ObjectStore
 from storage.tables import TableWriter
@@ -33,6 +33,8 @@ class LoadedDataset(Frozen):
 
     ref: ArtifactRef
     rows: int
+    new: bool = False
+    """Whether the store did not have this version before."""
     skipped: int = 0
     skipped_reasons: tuple[str, ...] = ()
 
@@ -58,10 +60,11 @@ def load_dataset(
             writer.write(block)
         if writer.rows == 0:
             raise EmptyDataset(_why_empty(spec, skipped))
-        version = content.hexdigest()[:ID_CHARACTERS]
+        key = keys.dataset(dataset_name(spec), content.hexdigest()[:ID_CHARACTERS])
+        new = find_artifact(store, key) is None
         ref = writer.commit(
             store,
-            keys.dataset(dataset_name(spec), version),
+            key,
             provenance=provenance,
             extra={
                 "use": kind,
@@ -72,7 +75,7 @@ def load_dataset(
             },
         )
         rows = writer.rows
-    return LoadedDataset(ref=ref, rows=rows, skipped=skipped.count, skipped_reasons=tuple(skipped.reasons))
+    return LoadedDataset(ref=ref, rows=rows, new=new, skipped=skipped.count, skipped_reasons=tuple(skipped.reasons))
 
 
 def threads(

@@ -22,6 +22,9 @@ SENT = {
     "ostinato.eval.regressed": lambda: events.eval_regressed(
         "sums", "v2", baseline="sums@v1", dataset="heldout", difference=-0.1, low=-0.2, high=-0.01, n=50
     ),
+    "ostinato.dataset.registered": lambda: events.dataset_registered(
+        "sums", "0a1b", use="prompt", rows=12, source="data/sums.jsonl", uri="datasets/sums/0a1b/threads#00"
+    ),
 }
 
 
@@ -38,11 +41,14 @@ def test_each_event_names_what_it_is_about(heard: list[dict[str, Any]]) -> None:
         send()
     assert [event["event"] for event in heard] == list(SENT)
     identities = [event["resource"]["prefect.resource.id"] for event in heard]
-    assert identities == ["ostinato.model.sums", "ostinato.run.grpo-1", "ostinato.model.sums"]
+    assert identities == [
+        "ostinato.model.sums", "ostinato.run.grpo-1", "ostinato.model.sums", "ostinato.dataset.sums",
+    ]  # fmt: skip
     assert heard[0]["payload"]["model"] == "sums@v2"
     assert heard[0]["payload"]["previous"] == "v1"
     assert heard[1]["payload"] == {"run": "grpo-1", "step": 4, "silent_seconds": 700.0, "usual_seconds": None}
     assert (heard[2]["payload"]["difference"], heard[2]["payload"]["n"]) == (-0.1, 50)
+    assert (heard[3]["payload"]["dataset"], heard[3]["payload"]["rows"]) == ("sums@0a1b", 12)
 
 
 def test_without_a_server_nothing_is_sent_and_none_is_started(heard: list[dict[str, Any]]) -> None:

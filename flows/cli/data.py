@@ -1,0 +1,71 @@
+"""`ostinato data add FILE`: a version of a dataset comes into the store, and whoever waits for one hears of it."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Literal
+
+import typer
+
+from flows.cli.output import DEFAULT_STORAGE, AsJson, Storage, print_json, refusals, usage_error
+from flows.overrides import ConfigError, parse_config
+from flows.version import code_version
+from storage import keys
+from storage.artifacts import Provenance
+from storage.models import canonical_json, digest
+from storage.objects import open_store
+from tasks.datasets.errors import DatasetError
+from tasks.datasets.load import LoadedDataset, load_dataset
+from tasks.datasets.spec import FileDataset
+
+data_app = typer.Typer(help="Datasets in the store.", no_args_is_help=True)
+
+Server = Annotated[str, typer.Option("--server", help="Prefect API url that hears of it; else $PREFECT_API_URL.")]
+Sets = Annotated[list[str] | None, typer.Option("--set", help="A key of the file dataset: columns.prompt=question.")]
+
+
+@data_app.callback()
+def _group() -> None:
+    """Keeps `add` a command of its own name."""
+
+
+@data_app.command("add")
+def add(
+    path: Annotated[str, typer.Argument(metavar="FILE", help="JSON lines or Parquet, or a pattern: data/*.parquet.")],
+    use: Annotated[
+        Literal["prompt", "completion"], typer.Option(help="prompt: to continue (grpo). completion: to learn (sft).")
+    ] = "prompt",
+    storage: Storage = DEFAULT_STORAGE,
+    sets: Sets = None,
+    server: Server = "",
+    as_json: AsJson = False,
+) -> None:
+    """Checks every row and commits the dataset. A version that is new is an event, ostinato.dataset.registered; the
+    same rows again are the same version."""
+    try:
+        spec = parse_config(FileDataset, None, [f"path={path}", *(sets or [])])
+        with refusals():
+            provenance = Provenance(
+                code_version=code_version(), config_digest=digest(canonical_json(spec.model_dump(mode="json"))), seed=0
+            )
+            data = load_dataset(open_store(storage), spec, kind=use, provenance=provenance)
+    except (ConfigError, DatasetError) as error:
+        raise usage_error(str(error)) from error
+    _tell(data, spec, use, server or os.environ.get("PREFECT_API_URL", ""))
+    name, version = keys.dataset_of(data.ref.key)
+    if as_json:
+        print_json({"dataset": f"{name}@{version}"} | data.model_dump(mode="json"))
+        return
+    skipped = f", {data.skipped} skipped" if data.skipped else ""
+    print(f"{name}@{version}: {data.rows} rows{skipped}, {'new' if data.new else 'there already'}")
+
+
+def _tell(data: LoadedDataset, spec: FileDataset, use: Literal["prompt", "completion"], server: str) -> None:
+    if not server or not data.new:
+        return
+    # imported here: Prefect costs seconds
+    from flows.registration import tell_registered
+    from flows.server import use_server
+
+    with use_server(server):  # which sends it before the process ends
+        tell_registered(data, spec, use)

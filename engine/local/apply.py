@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from math import isfinite
@@ -35,10 +35,16 @@ class Effect:
 
 
 def apply_request(
-    trainer: Trainer, request: StepRequest, store: ObjectStore, *, max_tokens: int | Sequence[int]
+    trainer: Trainer,
+    request: StepRequest,
+    store: ObjectStore,
+    *,
+    max_tokens: int | Sequence[int],
+    check: Callable[[], None] = lambda: None,
 ) -> Effect:
     """Makes the optimizer updates of `request`, each with at most `max_tokens` (one limit, or one per update) in one
-    packed forward. On any error the trainer's weights are undefined: drop it.
+    packed forward. `check` is called after each micro-batch; what it raises ends the step. On any error the trainer's
+    weights are undefined: drop it.
 
     Raises:
         BadSpec: the loss is unknown, or the batch lacks a column the loss needs.
@@ -55,17 +61,23 @@ def apply_request(
         old_logprobs=request.old_logprobs,
         skip_non_finite=request.nan_policy == "skip",
     )
+
+    def after_micro_batch() -> None:
+        failpoint("step.mid_gradient")
+        check()
+
     samples = samples_of(read_table(store, request.batch))
+    updates = minibatches(_trained(samples), request.minibatches, whole_groups=loss.pairwise)
     reports = []
     limits = repeat(max_tokens) if isinstance(max_tokens, int) else max_tokens
-    for minibatch, limit in zip(minibatches(_trained(samples), request.minibatches), limits, strict=False):
+    for minibatch, limit in zip(updates, limits, strict=False):
         try:
             report = trainer.update(
                 minibatch,
                 objective,
                 request.optimizer,
                 max_tokens=limit,
-                on_micro_batch=lambda: failpoint("step.mid_gradient"),
+                on_micro_batch=after_micro_batch,
             )
         except NonFiniteGradient as error:
             raise NonFiniteGradient(

@@ -26,7 +26,7 @@ MANIFEST_VERSION = 1
 MAX_ATTEMPT_SECONDS = 12 * 3600.0
 """Older attempts are not committed. Garbage collection takes data that nothing names once it is twice as old."""
 MANIFEST_NAME = Path(keys.manifest_of_files("folder")).name
-_FAILPOINT_NAMES = {"rollouts": "rollout", "graded": "grade"}
+_FAILPOINT_NAMES = {"rollouts": "rollout", "trajectories": "trajectory", "graded": "grade"}
 
 
 class Provenance(Frozen):

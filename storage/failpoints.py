@@ -19,6 +19,8 @@ FAILPOINTS: frozenset[str] = frozenset(
         "rollout.before_data",
         "rollout.after_data",
         "rollout.after_manifest",
+        "trajectory.turn",
+        "trajectory.after_data",
         "grade.after_data",
         "batch.after_data",
         "step.before_gradient",

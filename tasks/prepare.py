@@ -9,6 +9,7 @@ from storage.artifacts import ArtifactRef
 from storage.chain import PolicyRef
 from tasks.batches import BatchPlan, completion_batch, rollout_batch
 from tasks.retries import DURABLE
+from tasks.trajectory_batches import trajectory_batch
 
 
 @task(**DURABLE, task_run_name="batch-{step:06d}")
@@ -23,6 +24,24 @@ async def prepare_batch(
 ) -> ArtifactRef:
     """The `batch` table of an RL step: one row per graded completion, masked ones left out."""
     return await rollout_batch(workspace, policy, rollouts, graded, plan, step=step)
+
+
+@task(**DURABLE, task_run_name="batch-{step:06d}")
+async def prepare_trajectories(
+    workspace: Workspace,
+    policy: PolicyRef,
+    trajectories: list[ArtifactRef],
+    plan: BatchPlan,
+    *,
+    per_trajectory: bool = False,
+    step: int,
+) -> ArtifactRef:
+    """The `batch` table of an RL step in environments: one row per segment of a graded trajectory.
+
+    Raises:
+        NotOneGrade: `per_trajectory` was asked for, and a trajectory has no grade or several.
+    """
+    return await trajectory_batch(workspace, policy, trajectories, plan, per_trajectory=per_trajectory, step=step)
 
 
 @task(**DURABLE, task_run_name="batch-{step:06d}")

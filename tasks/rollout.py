@@ -1,4 +1,4 @@
-"""Generate rollouts: one shard of prompts, sampled, committed."""
+"""Generate rollouts: one shard of prompts, sampled, or played in environments, and committed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from storage.artifacts import ArtifactRef
 from storage.chain import PolicyRef
 from tasks.retries import DURABLE
 from tasks.rollouts import PromptShard, sample_shard
+from tasks.trajectories import EpisodePlan, play_shard
 
 
 @task(**DURABLE, task_run_name="rollout-{step:06d}/{shard.index:02d}")
@@ -22,3 +23,25 @@ async def generate_rollouts(
     seed, the stage, the step, the prompt and the completion only.
     """
     return await sample_shard(workspace, policy, shard, sampling, step=step)
+
+
+@task(**DURABLE, task_run_name="episodes-{step:06d}/{shard.index:02d}")
+async def play_episodes(
+    workspace: Workspace,
+    policy: PolicyRef,
+    shard: PromptShard,
+    sampling: SamplingParams,
+    plan: EpisodePlan,
+    *,
+    step: int,
+) -> ArtifactRef:
+    """Episodes of `policy` with an environment per completion of the shard's prompts, as a committed `trajectories`
+    table with the grades of their turns.
+
+    Safe to run twice and at once: a committed shard is returned, never played again; its seeds depend on the run's
+    seed, the stage, the step, the prompt, the completion and the turn only.
+
+    Raises:
+        TooManyMasked: more than `plan.max_masked_fraction` of the shard's episodes could not be played.
+    """
+    return await play_shard(workspace, policy, shard, sampling, plan, step=step)

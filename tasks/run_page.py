@@ -58,7 +58,9 @@ def thinned(steps: Sequence[StepMetrics], points: int) -> list[StepMetrics]:
 def sample_rows(
     store: ObjectStore, step: int, rollouts: ArtifactRef, graded: ArtifactRef, *, count: int = SAMPLES_SHOWN
 ) -> list[dict[str, Any]]:
-    """Rollouts of one shard with their grades, `shown` of them evenly chosen, for a table artifact."""
+    """Rollouts of one shard with their grades, `count` of them evenly chosen, for a table artifact."""
+    if rollouts.kind == "trajectories":
+        return _episode_rows(store, step, rollouts, count)
     drawn = read_table(store, rollouts, ["thread", "completion", "text", "stop_reason"])
     grades = read_table(store, graded, ["reward", "status", "reason"])
     count = min(count, drawn.num_rows)
@@ -74,6 +76,21 @@ def sample_rows(
         }
         for one, grade in rows
     ]
+
+
+def _episode_rows(store: ObjectStore, step: int, trajectories: ArtifactRef, count: int) -> list[dict[str, Any]]:
+    """As `sample_rows`, of episodes: the whole conversation of a segment in place of a completion."""
+    table = read_table(store, trajectories, ["thread", "completion", "grades", "status", "reason", "ending"])
+    count = min(count, table.num_rows)
+    rows = table.take([at * table.num_rows // count for at in range(count)]).to_pylist()
+    found = []
+    for row in rows:
+        turns = StringThread.from_json(row["thread"]).turns
+        said = "\n".join(f"{turn.role}: {turn.text}" for turn in turns)
+        grade = {"status": row["status"], "reason": row["reason"], "reward": math.fsum(row["grades"])}
+        said = shown(said, 2 * TEXT_SHOWN)
+        found.append({"step": step + 1, "episode": said, "grade": _grade(grade), "ended by": row["ending"]})
+    return found
 
 
 def _grade(grade: Mapping[str, Any]) -> float | str:

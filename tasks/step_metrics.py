@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import pyarrow.compute as pc
 
@@ -18,6 +18,7 @@ from storage.tables import read_table
 from tasks.batch_rows import gap_of
 from tasks.metrics import StepMetrics
 from tasks.shards import AHEAD, read_tables
+from tasks.trajectory_rows import read_trajectories
 
 T = TypeVar("T")
 
@@ -32,12 +33,12 @@ def measure_step(
     seconds: dict[str, float],
 ) -> StepMetrics:
     """What a step did. Without rollouts (SFT) the reinforcement fields are None."""
-    rewards, masked = _grades(store, graded)
+    rewards, masked = _grades(store, graded) if all(ref.kind == "graded" for ref in graded) else _played(store, graded)
     mean = sum(rewards) / len(rewards) if rewards else None
     wall = sum(seconds.values())
     sampled = _each(lambda ref: _sampled(store, ref), rollouts)
-    tokens = sum(n for n, _ in sampled) if rollouts else int(record.metrics.get("tokens", 0))
-    completions = sum(ref.rows or 0 for ref in rollouts)
+    tokens = sum(shard.tokens for shard in sampled) if rollouts else int(record.metrics.get("tokens", 0))
+    completions = sum(shard.completions for shard in sampled)
     prompts, gap = _batch(store, record.request.batch)
     return StepMetrics(
         step=record.request.parent.step,
@@ -53,7 +54,7 @@ def measure_step(
         prompts=prompts,
         completions=completions or record.request.batch.rows or 0,
         masked=masked,
-        dropped=sum(n for _, n in sampled),
+        dropped=sum(shard.dropped for shard in sampled),
         skipped_updates=record.skipped,
         logprob_gap=gap,
         tokens_per_second=tokens / wall if wall else 0.0,
@@ -71,14 +72,34 @@ def _grades(store: ObjectStore, graded: list[ArtifactRef]) -> tuple[list[float],
     return rewards, masked
 
 
-def _sampled(store: ObjectStore, rollouts: ArtifactRef) -> tuple[int, int]:
-    """Tokens sampled and prompts dropped in a shard, as its manifest says: its rows are as many as the tokens are."""
+def _played(store: ObjectStore, trajectories: list[ArtifactRef]) -> tuple[list[float], int]:
+    """As `_grades`, of episodes: the grades of an episode's turns together are its reward."""
+    played = read_trajectories(store, trajectories).values()
+    masked = _each(lambda ref: int(read_manifest(store, ref.key).extra["masked"]), trajectories)  # type: ignore[arg-type]
+    return [one.reward for one in played if one.grades], sum(masked)
+
+
+class _Shard(NamedTuple):
+    """What was sampled in a shard."""
+
+    tokens: int
+    completions: int
+    dropped: int
+    """Prompts."""
+
+
+def _sampled(store: ObjectStore, rollouts: ArtifactRef) -> _Shard:
+    """As the manifest says: the rows are as large as the tokens are many."""
     extra = read_manifest(store, rollouts.key).extra
-    tokens, dropped = extra.get("completion_tokens"), extra.get("dropped")
+    tokens, dropped, episodes = (extra.get(name) for name in ("completion_tokens", "dropped", "episodes"))
     if not isinstance(tokens, int):  # written before the manifest said so
         lengths = pc.list_value_length(read_table(store, rollouts, ["completion_ids"])["completion_ids"])
         tokens = pc.sum(lengths).as_py() or 0
-    return tokens, dropped if isinstance(dropped, int) else 0
+    return _Shard(
+        tokens=tokens,
+        completions=episodes if isinstance(episodes, int) else rollouts.rows or 0,  # an episode may have several rows
+        dropped=dropped if isinstance(dropped, int) else 0,
+    )
 
 
 def _batch(store: ObjectStore, batch: ArtifactRef) -> tuple[int, float | None]:

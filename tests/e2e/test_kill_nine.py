@@ -40,8 +40,9 @@ HITS = {
 }
 """Which hit of a failpoint kills: late enough that steps are committed before it."""
 
-REACHED = sorted(name for name in FAILPOINTS if not name.startswith("rebase."))
-"""No numerics change in a run of one engine: tests/engine/test_rebase.py kills at the others."""
+REACHED = sorted(name for name in FAILPOINTS if not name.startswith(("rebase.", "trajectory.")))
+"""No numerics change in a run of one engine, and it plays no episodes: tests/engine/test_rebase.py and
+tests/e2e/test_kill_episodes.py kill at the others."""
 
 QUICK = {"rollout.after_data", "step.before_commit", "checkpoint.mid_upload"}
 

@@ -1,0 +1,151 @@
+"""How an environment crosses a task: by import path, arguments and the digest of its source, never as a live object."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field, JsonValue
+
+from storage.models import Frozen
+from tasks import import_paths
+from tasks.environments.base import Environment, EnvironmentFactory
+
+logger = logging.getLogger("ostinato.environments")
+
+IN_PROCESS = "in_process"
+"""The module part of the path of a factory that exists only as an object of this process."""
+
+
+class EnvironmentSpecError(Exception):
+    """The environment cannot be built as declared. Raised before a run starts."""
+
+    transient = False
+
+
+class EnvironmentSpec(Frozen):
+    """An environment by name.
+
+    `path` names an EnvironmentFactory subclass, which is constructed with `arguments`, or an Environment subclass,
+    which is constructed with the episode's metadata and `arguments`. `source_digest` is the sha256 of the source of
+    the module at the time of declaration (None: unverifiable).
+    """
+
+    path: str = Field(pattern=import_paths.PATTERN)
+    arguments: dict[str, JsonValue] = {}
+    source_digest: str | None = None
+    version: str | None = None
+
+    @property
+    def in_process(self) -> bool:
+        """Whether it is an object that no other process can build."""
+        return self.path.startswith(f"{IN_PROCESS}:")
+
+
+class _OneClass(EnvironmentFactory):
+    """The factory of an Environment subclass."""
+
+    def __init__(self, cls: type[Environment], arguments: Mapping[str, Any]) -> None:
+        self.cls, self.arguments = cls, dict(arguments)
+
+    def create_environment(self, metadata: Mapping[str, JsonValue]) -> Environment:
+        return self.cls(metadata, **self.arguments)  # type: ignore[call-arg]  # checked by build
+
+
+def environment_spec(
+    path: str, arguments: Mapping[str, JsonValue] | None = None, *, version: str | None = None
+) -> EnvironmentSpec:
+    """The spec of an importable environment, with its source digest; built once here, so that a wrong path or wrong
+    arguments fail now (EnvironmentSpecError) and not in the middle of a run."""
+    spec = EnvironmentSpec(path=path, arguments=dict(arguments or {}), version=version)
+    build(spec)
+    return spec.model_copy(update={"source_digest": _source_digest(path)})
+
+
+def build(spec: EnvironmentSpec) -> EnvironmentFactory:
+    """The factory that `spec` names. Raises EnvironmentSpecError. A source that changed is warned about, not refused: a
+    bug mended between a crash and the retry must not strand the run."""
+    if spec.in_process:
+        return _registered(spec)
+    if spec.source_digest is not None and (now := _source_digest(spec.path)) != spec.source_digest:
+        logger.warning(
+            "the source of environment %r changed since the run was declared: sha256 %s then, %s now",
+            spec.path, spec.source_digest[:12], (now or "no source")[:12],
+        )  # fmt: skip
+    try:
+        target = import_paths.load_object(spec.path)
+    except import_paths.ImportPathError as error:
+        raise EnvironmentSpecError(f"environment {error}") from error
+    if inspect.isclass(target) and issubclass(target, EnvironmentFactory):
+        return _construct(target, spec)
+    if inspect.isclass(target) and issubclass(target, Environment):
+        _check_arguments(target, ({},), spec)
+        return _OneClass(target, spec.arguments)
+    shown = target.__name__ if inspect.isclass(target) else type(target).__name__
+    raise EnvironmentSpecError(
+        f"environment {spec.path!r}: given {shown}; expected a subclass of EnvironmentFactory or of Environment"
+    )
+
+
+def _construct(target: type[EnvironmentFactory], spec: EnvironmentSpec) -> EnvironmentFactory:
+    _check_arguments(target, (), spec)
+    try:
+        return target(**spec.arguments)
+    except Exception as error:
+        raise EnvironmentSpecError(
+            f"environment {spec.path!r} refused its arguments {spec.arguments}: {error}"
+        ) from error
+
+
+def _check_arguments(target: type, positional: tuple[Any, ...], spec: EnvironmentSpec) -> None:
+    if inspect.isabstract(target):
+        missing = ", ".join(sorted(target.__abstractmethods__))  # type: ignore[attr-defined]
+        raise EnvironmentSpecError(f"environment {spec.path!r} is abstract; it must define {missing}")
+    signature = inspect.signature(target)
+    try:
+        signature.bind(*positional, **spec.arguments)
+    except TypeError as error:
+        what = "metadata and the arguments" if positional else "the arguments"
+        raise EnvironmentSpecError(
+            f"environment {spec.path!r}: given {what} {sorted(spec.arguments)}; expected {signature}: {error}"
+        ) from error
+
+
+_in_process: dict[tuple[str, str | None], EnvironmentFactory] = {}
+
+
+def in_process_spec(factory: EnvironmentFactory, *, version: str | None = None) -> EnvironmentSpec:
+    """Register a factory that is an object of this process and return its spec.
+
+    Nothing can verify that a later process registers the same one: that is what `version` stands for; None: the digest
+    of the source of its class.
+    """
+    cls = type(factory)
+    version = version or _source_digest(f"{cls.__module__}:{cls.__qualname__}")
+    if version is None:
+        raise EnvironmentSpecError(
+            f"environment factory {cls.__name__}: its class has no source; a durable run expects an import path "
+            "('package.module:name'), or version='…' to stand for its code"
+        )
+    _in_process[(cls.__qualname__, version)] = factory
+    return EnvironmentSpec(path=f"{IN_PROCESS}:{cls.__qualname__}", version=version)
+
+
+def _registered(spec: EnvironmentSpec) -> EnvironmentFactory:
+    name = spec.path.partition(":")[2]
+    factory = _in_process.get((name, spec.version))
+    if factory is None:
+        raise EnvironmentSpecError(
+            f"environment factory {name!r}, version {spec.version!r}, is not registered in this process; it exists "
+            "only where in_process_spec was called. Call it again before resuming, or give it an import path."
+        )
+    return factory
+
+
+def _source_digest(path: str) -> str | None:
+    try:
+        return import_paths.source_digest(path)
+    except import_paths.ImportPathError as error:
+        raise EnvironmentSpecError(f"environment {error}") from error

@@ -20,7 +20,7 @@ from storage.tables import ROW_GROUP, SCHEMAS, RowReader, TableWriter, commit_ta
 PROVENANCE = Provenance(code_version="abc", config_digest="0" * 64, seed=7)
 VALUES: dict[Any, Any] = {
     pa.int64(): -3, pa.int32(): 4, pa.uint64(): 2**64 - 1, pa.string(): "ü", pa.float64(): 0.1,
-    pa.list_(pa.int32()): [1, 2], pa.list_(pa.float32()): [0.5, -1.0], pa.list_(pa.float64()): [0.1],
+    pa.bool_(): True, pa.list_(pa.int32()): [1, 2], pa.list_(pa.float32()): [0.5, -1.0], pa.list_(pa.float64()): [0.1],
 }  # fmt: skip
 
 

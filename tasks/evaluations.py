@@ -45,7 +45,7 @@ async def evaluate(workspace: Workspace, policy: PolicyRef, plan: EvaluationPlan
         completions = await workspace.connect().generate(request, epoch=workspace.epoch)
     rollouts = rollout_table(renderer, policy, jobs, seeds, completions).to_pylist()
     with timed("grade"):
-        outcomes = await grade_texts(rollouts, plan.grading)
+        outcomes = await grade_texts(rollouts, plan.grading, workspace)
     check_masked(outcomes, plan.grading, where=key)
     columns = ("prompt_index", "prompt_id", "text", "thread")
     table = pa.Table.from_pylist(

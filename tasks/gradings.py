@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import pyarrow as pa
 from pydantic import Field
 
@@ -14,9 +12,9 @@ from storage.models import Frozen
 from storage.tables import SCHEMAS, commit_table, read_table
 from storage.worklog import log_work
 from tasks.clock import timed
-from tasks.graders.base import BaseGrader
+from tasks.graders.owner import grader_in_use
 from tasks.graders.run import GradeOutcome, grade_threads
-from tasks.graders.spec import GraderSpec, build
+from tasks.graders.spec import GraderSpec
 from tasks.rollouts import answered_thread
 
 
@@ -36,11 +34,6 @@ class Grading(Frozen):
     """The run fails when more of a shard's completions than this could not be graded."""
 
 
-@lru_cache(maxsize=8)
-def _grader(spec_json: str) -> BaseGrader:
-    return build(GraderSpec.model_validate_json(spec_json))
-
-
 async def grade_shard(
     workspace: Workspace, rollouts: ArtifactRef, grading: Grading, *, stage: str, step: int, shard: int
 ) -> ArtifactRef:
@@ -53,7 +46,7 @@ async def grade_shard(
             return made_from(found, rollouts.uri)
         rows = read_table(store, rollouts).to_pylist()
     with timed("grade"):
-        outcomes = await grade_texts(rows, grading)
+        outcomes = await grade_texts(rows, grading, workspace)
     check_masked(outcomes, grading, where=rollouts.key)
     log_work("grade", stage=stage, step=step, shard=shard)
     table = graded_table(rows, outcomes)
@@ -64,15 +57,18 @@ async def grade_shard(
     return made_from(committed, rollouts.uri)
 
 
-async def grade_texts(rows: list[dict[str, object]], grading: Grading) -> list[GradeOutcome]:
-    """One outcome per row of a rollouts table, in order."""
-    return await grade_threads(
-        _grader(grading.grader.model_dump_json()),
-        [answered_thread(row) for row in rows],
-        concurrency=grading.concurrency,
-        timeout_seconds=grading.timeout_seconds,
-        retries=grading.retries,
-    )
+async def grade_texts(
+    rows: list[dict[str, object]], grading: Grading, workspace: Workspace | None = None
+) -> list[GradeOutcome]:
+    """One outcome per row of a rollouts table, in order. Judges that the grader names are spawned in `workspace`."""
+    async with grader_in_use(grading.grader, workspace) as grader:
+        return await grade_threads(
+            grader,
+            [answered_thread(row) for row in rows],
+            concurrency=grading.concurrency,
+            timeout_seconds=grading.timeout_seconds,
+            retries=grading.retries,
+        )
 
 
 def check_masked(outcomes: list[GradeOutcome], grading: Grading, *, where: str) -> None:

@@ -56,7 +56,7 @@ class BaseGrader(ABC):
         return (await self.grade(thread)).value
 
     async def setup(self) -> None:  # noqa: B027  optional for a subclass
-        """Called once, by whoever owns the grader, before the first grade."""
+        """Called once, by whoever owns the grader, before the first grade. Where it works: tasks.graders.setting."""
 
     async def teardown(self) -> None:  # noqa: B027  optional for a subclass
         """Called once, by whoever owns the grader, after the last grade."""

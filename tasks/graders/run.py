@@ -10,7 +10,9 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
+from engine.errors import PermanentEngineError, TransientEngineError
 from engine.text.threads import StringThread
+from storage.errors import TransientStorageError
 from storage.models import Frozen
 from tasks.graders.base import BaseGrader, Grade, GraderError, IgnoreGradeException, as_number
 
@@ -43,6 +45,9 @@ async def grade_threads(
 
     timeout_seconds bounds each attempt; there are `retries` further attempts, the k-th after
     retry_delay_seconds * 2**k. Neither setup nor teardown is called here. A cancelled call cancels its grades.
+
+    Raises TransientEngineError or TransientStorageError when a judge's engine or store is away: that says nothing about
+    any completion, so the whole call is to be made again.
     """
     if concurrency < 1 or retries < 0 or not timeout_seconds > 0:
         raise ValueError(
@@ -58,9 +63,12 @@ async def grade_threads(
                 grader, threads[index], timeout_seconds=timeout_seconds, retries=retries, delay=retry_delay_seconds
             )
 
-    async with asyncio.TaskGroup() as group:
-        for _ in range(min(concurrency, len(threads))):
-            group.create_task(worker())
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(concurrency, len(threads))):
+                group.create_task(worker())
+    except ExceptionGroup as away:  # all that _grade_one lets through
+        raise away.exceptions[0] from None
     masked = [outcome for outcome in outcomes if outcome is not None and outcome.status == "masked"]
     if masked:
         logger.warning("%d of %d grades masked, the first: %s", len(masked), len(threads), masked[0].reason)
@@ -79,7 +87,9 @@ async def _grade_one(
             value = as_number(grade.value)
         except IgnoreGradeException as declined:
             return GradeOutcome(reward=None, status="ignored", reason=str(declined))
-        except GraderError as error:
+        except (TransientEngineError, TransientStorageError):
+            raise
+        except (GraderError, PermanentEngineError) as error:
             return GradeOutcome(reward=None, status="masked", reason=f"{grader.grader_key}: {error}")
         except Exception as error:  # noqa: BLE001  the boundary to a user's code: recorded as a mask, never a reward
             reason = f"{type(error).__name__}: {error}"

@@ -72,7 +72,7 @@ class Policies:
         if (found := self._found.get(model)) is not None:
             return found
         there = await asyncio.to_thread(self._look_up, model)
-        policy = there if isinstance(there, PolicyRef) else await self.engine.create_policy(_frozen(there))
+        policy = there if isinstance(there, PolicyRef) else await self.engine.create_policy(served_policy(there))
         return self._found.put(model, await asyncio.to_thread(self._with_base, policy))
 
     async def card(self, model: str) -> ModelCard:
@@ -165,7 +165,8 @@ class Policies:
         ]
 
 
-def _frozen(model: ArtifactRef) -> PolicySpec:
+def served_policy(model: ArtifactRef) -> PolicySpec:
+    """The chain that a registered model answers under: policy 0, which never moves."""
     _, name, _ = model.key.split("/")
     root = Root(base=model, base_digest=model.sha256)
     stage = keys.stage_name(0, model.sha256[:16])

@@ -1,0 +1,154 @@
+"""The models that judge: what a judge needs of one, how one is spawned by name, and answers in JSON."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterator
+from typing import Any, Protocol, Self, TypeVar, runtime_checkable
+
+from pydantic import BaseModel, ValidationError
+
+from engine.errors import EngineError
+from engine.handles import InferenceModel, Model
+from engine.http.openai_policies import served_policy
+from engine.protocol import SamplingParams
+from engine.text.threads import StringThread
+from engine.text.tokenizers import renderer_of
+from engine.workspace import Workspace, derive_seed
+from tasks.graders.base import GraderError, IgnoreGradeException
+
+Answer = TypeVar("Answer", bound=BaseModel)
+
+ENDPOINT = "openai://"
+"""How the key of a model behind an OpenAI-compatible endpoint begins."""
+CANDIDATES = 64
+"""Opening braces of an answer that are tried: text of nothing but braces must not take forever."""
+
+
+@runtime_checkable
+class JudgeModel(Protocol):
+    """A model that answers. `InferenceModel` and `TrainingModel` are; so is anything with these three."""
+
+    def temperature(self, value: float) -> Self: ...
+
+    def seed(self, value: int) -> Self: ...
+
+    async def generate(self, thread: StringThread) -> StringThread: ...
+
+
+@runtime_checkable
+class ScoringText(Protocol):
+    """A model that says how probable a given text is."""
+
+    async def logprobs(self, thread: StringThread) -> float: ...
+
+
+class UnusableAnswer(IgnoreGradeException):
+    """The judge's answer was not what was asked for, nor was the repaired one."""
+
+
+async def spawn_judge(key: str, workspace: Workspace, *, max_new_tokens: int) -> JudgeModel:
+    """A frozen model by registry key, local folder, or `openai://…`.
+
+    A registered model is read at the chain under which it is served to clients, so that all graders, runs and clients
+    that name it share one copy of its weights, and none of the run's own chains is touched.
+    """
+    if key.startswith(ENDPOINT):
+        ctx = _Context(workspace)
+        builder = await Model(key).to_builder(ctx, tokens_to_generate=max_new_tokens)
+        return await builder.spawn_inference("judge")
+    engine, store = workspace.connect(), workspace.open_store()
+    base = await engine.import_model(key, provenance=workspace.provenance)
+    spec = served_policy(base)
+    policy = await engine.create_policy(spec)
+    served = workspace.model_copy(update={"run": spec.run, "epoch": 0})
+    sampling = SamplingParams(max_new_tokens=max_new_tokens)
+    return InferenceModel(served, policy.model, renderer_of(store, base), sampling, base, policy)
+
+
+class _Context:
+    def __init__(self, workspace: Workspace) -> None:
+        self.workspace = workspace
+
+
+def seeded(model: JudgeModel, thread: StringThread) -> JudgeModel:
+    """A view whose draws follow from what it is asked, so that a retry is answered alike."""
+    return model.seed(derive_seed(0, "judge", thread.to_json()))
+
+
+async def ask(model: JudgeModel, thread: StringThread, schema: type[Answer]) -> tuple[Answer, bool]:
+    """The model's answer as `schema`, and whether it had to be repaired: it is constrained where the model can
+    (`generate(thread, schema)`), else parsed out of its text; one that does not fit is shown to the model once.
+
+    Raises UnusableAnswer, and the engine's own errors.
+    """
+    try:
+        return await _answer(model, thread, schema), False
+    except _Malformed as first:
+        again = thread.assistant(first.text or "(no answer)").user(
+            f"That answer cannot be used: {first}. Answer again, with one JSON object and nothing else."
+        )
+    try:
+        return await _answer(model, again, schema), True
+    except _Malformed as second:
+        raise UnusableAnswer(f"the judge gave no usable {schema.__name__}, even shown its error: {second}") from second
+
+
+class _Malformed(ValueError):
+    def __init__(self, text: str, error: str) -> None:
+        super().__init__(error)
+        self.text = text
+
+
+async def _answer(model: JudgeModel, thread: StringThread, schema: type[Answer]) -> Answer:
+    view = seeded(model, thread)
+    given: Any
+    if len(inspect.signature(view.generate).parameters) > 1:
+        constrained: Any = view.generate
+        try:
+            given = await constrained(thread, schema)
+        except EngineError:
+            raise
+        except ValueError as error:  # cut short, or not what the schema says
+            raise _Malformed("", str(error)) from error
+    else:
+        given = await view.generate(thread)
+    if isinstance(given, schema):
+        return given
+    return parse_answer(given.last_content(), schema)
+
+
+def parse_answer(text: str, schema: type[Answer]) -> Answer:
+    """The first JSON object in `text` that is a `schema`: what a model says around it is skipped. Raises ValueError."""
+    problem = "no JSON object in it"
+    for found in _json_objects(text):
+        try:
+            return schema.model_validate(found)
+        except ValidationError as error:
+            first = error.errors()[0]
+            problem = f"{'.'.join(map(str, first['loc'])) or 'the object'}: {first['msg']}"
+    raise _Malformed(text, problem)
+
+
+def _json_objects(text: str) -> Iterator[dict[str, Any]]:
+    decoder = json.JSONDecoder()
+    start = text.find("{")
+    for _ in range(CANDIDATES):
+        if start < 0:
+            return
+        end = start + 1
+        try:
+            found, end = decoder.raw_decode(text, start)
+        except (ValueError, RecursionError):
+            found = None
+        if isinstance(found, dict):
+            yield found
+        start = text.find("{", end)
+
+
+def handle_of(model: JudgeModel | str, key: str) -> JudgeModel:
+    """The model itself; GraderError for one that is only named as yet."""
+    if isinstance(model, str):
+        raise GraderError(f"grader {key!r}: its model {model!r} is not spawned; await setup() before the first grade")
+    return model

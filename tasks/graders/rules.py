@@ -1,6 +1,7 @@
 """Rules: graders that need no model and no network, and compare the completion with the row's metadata."""
 
 import re
+from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
@@ -74,6 +75,39 @@ class LastNumber(BaseGrader):
         if not number.is_finite():
             raise GraderError(f"metadata[{self.answer_key!r}] is {stored!r}; LastNumber expects a number there")
         return number
+
+
+class LabelMatch(BaseGrader):
+    """Classification: 1.0 if the extracted answer is the label in metadata[answer_key], 0.0 if it is another of
+    `labels`, -1.0 if it is none of them."""
+
+    def __init__(
+        self,
+        grader_key: str = "label_match",
+        *,
+        labels: Sequence[str],
+        answer_key: str = "label",
+        answer_from: AnswerFrom = "whole",
+        ignore_case: bool = False,
+    ) -> None:
+        super().__init__(grader_key)
+        self.answer_key, self.answer_from, self.ignore_case = answer_key, answer_from, ignore_case
+        self.labels = {self._folded(label): label for label in labels}
+        if isinstance(labels, str) or len(self.labels) < max(2, len(labels)):
+            raise ValueError(f"given labels={labels!r}; expected a list of two or more different labels")
+
+    async def grade(self, thread: StringThread) -> Grade:
+        stored = from_metadata(thread, self.answer_key)
+        expected = self.labels.get(self._folded(str(stored)))
+        if expected is None:
+            known = list(self.labels.values())
+            raise GraderError(f"metadata[{self.answer_key!r}] is {stored!r}; expected one of {known}")
+        given = self.labels.get(self._folded(extract_answer(thread.last_content(), self.answer_from) or ""))
+        value = -1.0 if given is None else float(given == expected)
+        return Grade(value=value, grader_key=self.grader_key, reasoning=None if given else "no label in the completion")
+
+    def _folded(self, label: str) -> str:
+        return label.strip().casefold() if self.ignore_case else label.strip()
 
 
 def from_metadata(thread: StringThread, key: str) -> Any:

@@ -1,0 +1,54 @@
+"""Mathematical answers, compared by meaning: 1/2 is 0.5 is \\frac{1}{2} (math-verify)."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from engine.text.threads import StringThread
+from tasks.graders.base import BaseGrader, Grade, GraderError
+from tasks.graders.rules import from_metadata
+from tasks.graders.worker import WorkerPool, WorkerTimeout
+
+MARGIN_SECONDS = 2.0
+"""After its own alarm, before a worker that computes in C and hears no signal is killed."""
+
+
+class MathsGrader(BaseGrader):
+    """1.0 if the completion's final answer equals metadata[answer_key] as mathematics, else 0.0.
+
+    The answer is what math-verify finds: the last \\boxed{…} first, then LaTeX, then a plain expression. A completion
+    without one, or with one too hard to compare in `timeout_seconds`, is wrong: 0.0. Sympy runs in up to `processes`
+    processes of its own, since some expressions take it forever.
+    """
+
+    def __init__(
+        self,
+        grader_key: str = "maths",
+        *,
+        answer_key: str = "answer",
+        timeout_seconds: float = 5.0,
+        processes: int = 1,
+    ) -> None:
+        super().__init__(grader_key)
+        if not timeout_seconds > 0 or processes < 1:
+            raise ValueError(
+                f"given timeout_seconds={timeout_seconds}, processes={processes}; expected above 0, 1 or more"
+            )
+        if importlib.util.find_spec("math_verify") is None:
+            raise ImportError("MathsGrader needs math-verify; install ostinato[maths]")
+        self.answer_key, self.timeout_seconds = answer_key, timeout_seconds
+        self._workers = WorkerPool("tasks.graders.maths_worker", processes=processes)
+
+    async def teardown(self) -> None:
+        await self._workers.close()
+
+    async def grade(self, thread: StringThread) -> Grade:
+        expected = str(from_metadata(thread, self.answer_key))
+        request = {"expected": expected, "given": thread.last_content(), "seconds": self.timeout_seconds}
+        try:
+            answer = await self._workers.call(request, timeout_seconds=self.timeout_seconds + MARGIN_SECONDS)
+        except WorkerTimeout:
+            return Grade(value=0.0, grader_key=self.grader_key, reasoning="no comparison in time")
+        if "bad_expected" in answer:
+            raise GraderError(f"metadata[{self.answer_key!r}] is {expected!r:.80}; MathsGrader expects an answer there")
+        return Grade(value=float(answer["right"]), grader_key=self.grader_key, reasoning=answer["found"])

@@ -98,6 +98,19 @@ def test_a_deployed_run_survives_kill_nine_of_engine_server_and_worker(place: Up
     assert place.state.restarts == {"engine": 1, "server": 1, "worker": 1}
 
 
+def test_sigterm_to_the_worker_leaves_no_run_running(place: Up) -> None:
+    place.up()
+    run = place.start("ended", steps=80)
+    wait_for(lambda: place.steps("ended") >= 3)
+    place.kill("worker", signal.SIGTERM)
+    assert place.until(run, "Completed") == ("Completed", 2)
+    assert place.steps("ended") == 80
+    assert not is_held(place.store, "ended")
+    assert place.state.restarts == {"worker": 1}
+    states = [state["name"] for state in place.ask("GET", f"/flow_run_states/?flow_run_id={run}")]
+    assert states[states.index("Running") + 1] in ("AwaitingRetry", "Crashed")  # at once, by who saw the worker end
+
+
 def test_cancel_frees_the_run_and_a_retry_goes_on(place: Up) -> None:
     place.up()
     run = place.start("cancelled", steps=60)

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, GetJsonSchemaHandler, JsonValue, field_validator, model_validator
 from pydantic.json_schema import JsonSchemaValue
@@ -26,7 +26,7 @@ from tasks.batches import AdvantageEstimator
 from tasks.datasets.spec import FileDataset, ReasoningGymDataset
 from tasks.rollouts import Truncation
 
-SEMANTIC = ("model", "data", "grader", "sampling", "algorithm", "optimizer", "seed")
+SEMANTIC = ("model", "data", "grader", "environment", "sampling", "algorithm", "optimizer", "seed")
 
 DatasetSource = Annotated[FileDataset | ReasoningGymDataset, Field(discriminator="kind")]
 
@@ -176,6 +176,13 @@ class OptimizerConfig(Frozen):
     """Leave an update with a non-finite gradient out (counted) instead of failing the step."""
 
 
+class SFTOptimizer(OptimizerConfig):
+    """AdamW and its schedule."""
+
+    lr: float = Field(1e-5, gt=0)
+    """The highest of the schedule."""
+
+
 class CheckpointConfig(Frozen):
     """When to write weights. No committed step is lost without any of them: a resume then redoes more."""
 
@@ -256,18 +263,28 @@ class FlowConfig(Frozen):
         if body["model"]["adapter"] is None:
             body["model"].pop("adapter")  # what trains all weights is the run it was before there were adapters
         body["data"].pop("heldout", None)
-        for patience in ("timeout_seconds", "retries", "concurrency", "max_masked_fraction"):
+        for patience in ("timeout_seconds", "reaction_seconds", "retries", "concurrency", "max_masked_fraction"):
             body.get("grader", {}).pop(patience, None)
+            body.get("environment", {}).pop(patience, None)
         return body
 
     def other(self) -> dict[str, Any]:
         return self.model_dump(mode="json", exclude=set(SEMANTIC))
 
 
-class GRPOConfig(FlowConfig):
-    """`ostinato run grpo`: reinforcement learning from graded rollouts."""
+class TrainingConfig(FlowConfig):
+    """What the config of every training flow has."""
 
     model: ModelConfig
+    data: DataConfig
+
+    if TYPE_CHECKING:  # each has its own; a field here would stand before theirs in a form
+        algorithm: Any
+
+
+class GRPOConfig(TrainingConfig):
+    """`ostinato run grpo`: reinforcement learning from graded rollouts."""
+
     data: PromptDataConfig
     grader: GraderConfig
     sampling: SamplingParams = SamplingParams(max_new_tokens=256)
@@ -282,29 +299,35 @@ class GRPOConfig(FlowConfig):
 
     @model_validator(mode="after")
     def _endless_runs_are_constant(self) -> Self:
-        endless = self.algorithm.steps is None and self.algorithm.epochs is None
-        if endless and self.optimizer.schedule != "constant":
-            raise ValueError(
-                f"neither algorithm.steps nor algorithm.epochs is given, so the run ends only when it is stopped, and "
-                f"optimizer.schedule={self.optimizer.schedule!r} has no end to bend to; give steps, or use 'constant'"
-            )
-        if endless and self.checkpoints.frequency is not None and self.checkpoints.every_steps is None:
-            raise ValueError(
-                "a run without steps or epochs has no fractions; set checkpoints.frequency=null and, for named "
-                "checkpoints, checkpoints.every_steps"
-            )
-        if self.sampling.temperature == 0:
-            raise ValueError("sampling.temperature=0 gives a group equal completions and no advantage; use e.g. 1.0")
+        check_sampled_run(self.algorithm, self.optimizer, self.checkpoints, self.sampling)
         return self
 
 
-class SFTConfig(FlowConfig):
+def check_sampled_run(
+    algorithm: GRPOAlgorithm, optimizer: OptimizerConfig, checkpoints: CheckpointConfig, sampling: SamplingParams
+) -> None:
+    """A run without an end has nothing that depends on its progress, and completions of a group differ. Raises
+    ValueError."""
+    endless = algorithm.steps is None and algorithm.epochs is None
+    if endless and optimizer.schedule != "constant":
+        raise ValueError(
+            f"neither algorithm.steps nor algorithm.epochs is given, so the run ends only when it is stopped, and "
+            f"optimizer.schedule={optimizer.schedule!r} has no end to bend to; give steps, or use 'constant'"
+        )
+    if endless and checkpoints.frequency is not None and checkpoints.every_steps is None:
+        raise ValueError(
+            "a run without steps or epochs has no fractions; set checkpoints.frequency=null and, for named "
+            "checkpoints, checkpoints.every_steps"
+        )
+    if sampling.temperature == 0:
+        raise ValueError("sampling.temperature=0 gives a group equal completions and no advantage; use e.g. 1.0")
+
+
+class SFTConfig(TrainingConfig):
     """`ostinato run sft`: supervised fine-tuning on conversations."""
 
-    model: ModelConfig
-    data: DataConfig
     algorithm: SFTAlgorithm = SFTAlgorithm()
-    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
+    optimizer: SFTOptimizer = SFTOptimizer()
 
     @property
     def title(self) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from prefect.exceptions import Pause
@@ -16,7 +16,7 @@ from prefect.runtime import flow_run
 from engine.errors import EngineError
 from engine.spec import HttpEngineSpec
 from engine.workspace import Workspace
-from flows.config import FlowConfig, GRPOConfig, SFTConfig
+from flows.config import DatasetSource, FlowConfig, TrainingConfig
 from flows.estimate import estimate
 from flows.ops.attempts import check_attempts
 from flows.ops.place import placed
@@ -55,6 +55,8 @@ class RunSession:
     """What the run trains on."""
     base: ArtifactRef
     """The registered model that it starts from."""
+    further: Mapping[str, LoadedDataset] = field(default_factory=dict)
+    """What it trains on besides `data`, by name."""
 
     @property
     def run(self) -> str:
@@ -85,10 +87,16 @@ def workspace_of(config: FlowConfig, run: str) -> Workspace:
 
 @asynccontextmanager
 async def open_run(
-    flow_name: str, config: GRPOConfig | SFTConfig, logger: TerminalProgress, *, use: DatasetUse
+    flow_name: str,
+    config: TrainingConfig,
+    logger: TerminalProgress,
+    *,
+    use: DatasetUse,
+    further: Mapping[str, tuple[DatasetSource, DatasetUse]] | None = None,
 ) -> AsyncIterator[RunSession]:
     """Loads what the config names, creates the run or opens it again, and holds the lease on it for the block. What
     changed since it was created, and does not decide the result (code, packages, machine), is noted as a warning.
+    `further`: by name, what a flow trains on besides `config.data.train`.
 
     Raises:
         SemanticMismatch: the key belongs to a run with another semantic config, or of another dataset or base model;
@@ -99,8 +107,8 @@ async def open_run(
     config = placed(config)
     workspace = open_workspace(flow_name, config)
     check_fork(workspace.open_store(), workspace.run)
-    data = load_prompts(workspace, config.data.train, use)
-    tell_registered(data, config.data.train, use)
+    data = _load(workspace, config.data.train, use)
+    more = {name: _load(workspace, *source) for name, source in (further or {}).items()}
     base = await workspace.connect().import_model(config.model.key, provenance=workspace.provenance)
     info = await workspace.connect().info()
     expected = estimate(workspace.open_store(), config, base, data, info)
@@ -109,7 +117,7 @@ async def open_run(
         workspace.open_store(),
         workspace.run,
         # the config only names its inputs: what they hold is semantic too
-        semantic=config.semantic() | {"inputs": {"dataset": data.ref.sha256, "model": base.sha256}},
+        semantic=config.semantic() | {"inputs": _inputs(data, more) | {"model": base.sha256}},
         other=config.other(),
         code_version=workspace.provenance.code_version,
     )
@@ -118,7 +126,7 @@ async def open_run(
     for warning in opening.warnings:
         logger.note(f"warning: {warning}")
     try:
-        session = RunSession(workspace, config, read_result(workspace), data, base)
+        session = RunSession(workspace, config, read_result(workspace), data, base, more)
         if session.result is not None:
             logger.note(f"run {session.run} is finished already; its result is returned as it was")
         yield session
@@ -127,6 +135,17 @@ async def open_run(
         raise
     finally:
         await leave(workspace)
+
+
+def _load(workspace: Workspace, source: DatasetSource, use: DatasetUse) -> LoadedDataset:
+    data = load_prompts(workspace, source, use)
+    tell_registered(data, source, use)
+    return data
+
+
+def _inputs(data: LoadedDataset, further: Mapping[str, LoadedDataset]) -> dict[str, str]:
+    """Digests of what the run trains on."""
+    return {"dataset": data.ref.sha256} | {name: one.ref.sha256 for name, one in further.items()}
 
 
 def take_lease(workspace: Workspace) -> Workspace:

@@ -14,6 +14,7 @@ from flows.cli.deploy import deploy_command
 from flows.cli.doctor import doctor
 from flows.cli.engine import engine_app
 from flows.cli.gc import gc
+from flows.cli.import_verl import import_app
 from flows.cli.models import models_app
 from flows.cli.runner import run_flow
 from flows.cli.runs import runs_app
@@ -28,6 +29,7 @@ app.add_typer(run, name="run")
 app.command("gc")(gc)
 app.add_typer(engine_app, name="engine")
 app.add_typer(models_app, name="models")
+app.add_typer(import_app, name="import")
 app.add_typer(data_app, name="data")
 add_chain_commands(app)
 add_search_commands(app, runs_app)

@@ -1,0 +1,264 @@
+"""Conversions of verl's values into ours, by the names that verl_keys.toml gives them: data, batches, loss, rewards."""
+
+from __future__ import annotations
+
+import re
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from flows.verl_convert_engine import ENGINE_CONVERSIONS
+from flows.verl_read import Verl
+from flows.verl_values import ACTOR, ROLLOUT, Conversion, Near, Nothing, Paths, Refused, flow_of, local_path
+
+REWARD_GRADER = "tasks.graders.verl:VerlReward"
+
+
+# -- which flow ------------------------------------------------------------------------------------------------
+
+
+def _loss_mode(verl: Verl, key: str, value: Any) -> Any:
+    if value not in ("vanilla", "gspo"):
+        raise Refused(f"there is no loss {value!r} here; expected vanilla or gspo")
+    if value == "gspo" and flow_of(verl) == "ppo":
+        raise Refused("GSPO takes its advantages from groups, not from a critic; use adv_estimator=grpo")
+    return flow_of(verl)
+
+
+ESTIMATORS = {"grpo": None, "grpo_vectorized": None, "rloo": "leave_one_out", "rloo_vectorized": "leave_one_out"}
+
+
+def _estimator(verl: Verl, key: str, value: Any) -> Any:
+    if value == "gae":
+        return Nothing()
+    if value not in ESTIMATORS:
+        raise Refused(f"there is no estimator {value!r} here; expected gae, {', '.join(sorted(ESTIMATORS))}")
+    return ESTIMATORS[value] or Nothing("norm_adv_by_std_in_grpo says which")
+
+
+def _scale_by_std(verl: Verl, key: str, value: Any) -> Any:
+    if verl.get("algorithm.adv_estimator") not in ("grpo", "grpo_vectorized"):
+        return Nothing("only adv_estimator=grpo reads it")
+    return "group_sample_std" if value else "centred"
+
+
+# -- data ------------------------------------------------------------------------------------------------------
+
+
+def _files(verl: Verl, key: str, value: Any) -> Any:
+    if value is None or value == []:
+        return Nothing()
+    if isinstance(value, list) and len(value) > 1:
+        raise Refused("several files: put them in one folder and give a pattern, such as folder/*.parquet")
+    path = value[0] if isinstance(value, list) else value
+    return local_path(path)
+
+
+def _model(verl: Verl, key: str, value: Any) -> Any:
+    path = local_path(value)
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not Path(path).is_dir():
+        return Near(path, "no folder here has this name: download the model, and give its folder by --set model.key=…")
+    return path
+
+
+def _prompt_column(verl: Verl, key: str, value: Any) -> Any:
+    return {"prompt": value}
+
+
+def _metadata_columns(verl: Verl, key: str, value: Any) -> Any:
+    """What verl hands to a reward function; `extra_info` only where the file has it, since verl can do without."""
+    columns = [value, "reward_model"]
+    files = verl.get("data.train_files")
+    path = Path(str(files[0] if isinstance(files, list) and files else files)).expanduser()
+    return [*columns, "extra_info"] if "extra_info" in _parquet_columns(path) else columns
+
+
+def _parquet_columns(path: Path) -> list[str]:
+    if path.suffix != ".parquet" or not path.is_file():
+        return []
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return list(pq.read_schema(path).names)
+    except (OSError, pa.ArrowInvalid):  # the run will say what is wrong with the file
+        return []
+
+
+def _evaluation_metadata(verl: Verl, key: str, value: Any) -> Any:
+    return [verl.get("data.data_source_key"), verl.get("data.reward_model_key")]
+
+
+def _limit(verl: Verl, key: str, value: Any) -> Any:
+    if value is None or value < 0:
+        return Nothing()
+    return Near(value, "the first so many rows, where verl draws them when it shuffles") if value else Nothing()
+
+
+def _truncation(verl: Verl, key: str, value: Any) -> Any:
+    if value not in ("error", "left", "right"):
+        raise Refused(f"a prompt is not cut in the {value}; expected error, left, right, or filter_overlong_prompts")
+    return Nothing("filter_overlong_prompts drops them") if verl.get("data.filter_overlong_prompts") else value
+
+
+def _drop_overlong(verl: Verl, key: str, value: Any) -> Any:
+    return "drop" if value else Nothing()
+
+
+def _unless_multiturn(verl: Verl, key: str, value: Any) -> Any:
+    return Nothing("multiturn.messages_key says it") if verl.get("data.multiturn.enable") else value
+
+
+def _multiturn(verl: Verl, key: str, value: Any) -> Any:
+    return verl.get("data.multiturn.messages_key") if value else Nothing()
+
+
+# -- batches ---------------------------------------------------------------------------------------------------
+
+
+def _completions(verl: Verl, key: str, value: Any) -> Any:
+    """verl's batches count prompts, ours completions."""
+    return value * verl.get(ROLLOUT + "n")
+
+
+def _micro_batch(verl: Verl, key: str, value: Any) -> Any:
+    if value is None:
+        return Nothing()
+    if verl.get(ACTOR + "use_dynamic_bsz"):
+        return Nothing("use_dynamic_bsz counts tokens instead")
+    return value * (verl.get("data.max_prompt_length") + verl.get("data.max_response_length"))
+
+
+def _dynamic_batch(verl: Verl, key: str, value: Any) -> Any:
+    switch = ACTOR + "use_dynamic_bsz" if verl.kind == "ppo_trainer" else "data.use_dynamic_bsz"
+    return value if verl.get(switch) else Nothing("use_dynamic_bsz is false")
+
+
+def _conversations(verl: Verl, key: str, value: Any) -> Any:
+    if value is None:
+        return Nothing()
+    if verl.kind == "sft_trainer_engine" and verl.get("data.use_dynamic_bsz"):
+        return Nothing("use_dynamic_bsz counts tokens instead")
+    return value * verl.get("data.max_length")
+
+
+def _conversation_length(verl: Verl, key: str, value: Any) -> Any:
+    return _conversations(verl, key, verl.get("data.micro_batch_size_per_gpu"))
+
+
+# -- loss ------------------------------------------------------------------------------------------------------
+
+
+def _clip(verl: Verl, key: str, value: Any) -> Any:
+    """verl reads it only where low and high are null; older configs know nothing else."""
+    if any(verl.is_given(ACTOR + name) for name in ("clip_ratio_low", "clip_ratio_high")):
+        return Nothing("clip_ratio_low and clip_ratio_high decide")
+    return value if verl.is_given(key) else Nothing("clip_ratio_low and clip_ratio_high decide")
+
+
+def _clip_low(verl: Verl, key: str, value: Any) -> Any:
+    if not verl.is_given(key) and _only_clip_ratio(verl):
+        return Nothing("clip_ratio is given")
+    return verl.get(ACTOR + "clip_ratio") if value is None else value
+
+
+def _clip_high(verl: Verl, key: str, value: Any) -> Any:
+    if not verl.is_given(key) and _only_clip_ratio(verl):
+        return Nothing("clip_ratio is given")
+    return verl.get(ACTOR + "clip_ratio") if value is None else value
+
+
+def _only_clip_ratio(verl: Verl) -> bool:
+    given = {name for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high") if verl.is_given(ACTOR + name)}
+    return given == {"clip_ratio"}
+
+
+LOSS_NORMS = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean", "token-sum": "token_sum"}
+
+
+def _loss_norm(verl: Verl, key: str, value: Any) -> Any:
+    if flow_of(verl) == "gspo":
+        return Nothing("verl's GSPO takes the mean of the sequences' means, as ours does")
+    if value not in LOSS_NORMS:
+        raise Refused(f"no such knob here yet: {value}; expected {', '.join(LOSS_NORMS)}")
+    return LOSS_NORMS[value]
+
+
+def _kl_loss(verl: Verl, key: str, value: Any) -> Any:
+    return Nothing("kl_loss_coef says how much") if value else 0.0
+
+
+KL_ESTIMATORS = {
+    "kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3",
+}  # fmt: skip
+
+
+def _kl_estimator(verl: Verl, key: str, value: Any) -> Any:
+    if value in KL_ESTIMATORS:
+        return KL_ESTIMATORS[value]
+    if value == "full":
+        raise Refused("the KL over the whole vocabulary is not kept; expected low_var_kl, kl, abs or mse")
+    raise Refused(f"there is no KL estimator {value!r} here; expected {', '.join(KL_ESTIMATORS)}")
+
+
+# -- evaluation and rewards ------------------------------------------------------------------------------------
+
+
+def _greedy_or_value(verl: Verl, key: str, value: Any) -> Any:
+    return value if verl.get(ROLLOUT + "val_kwargs.do_sample") else Nothing("val_kwargs.do_sample is false: greedy")
+
+
+def _do_sample_validation(verl: Verl, key: str, value: Any) -> Any:
+    return Nothing("val_kwargs.temperature says how") if value else 0.0
+
+
+def _reward_file(verl: Verl, key: str, value: Any) -> Any:
+    if value is None:
+        return Nothing()
+    path = Path(local_path(value))
+    arguments = {"path": str(path)} | ({"sha256": sha256(path.read_bytes()).hexdigest()} if path.is_file() else {})
+    if verl.kind == "evaluation":
+        arguments |= {"data_source_column": verl.get("data.data_source_key")}
+        arguments |= {"reward_model_column": verl.get("data.reward_model_key")}
+    elif verl.get("data.reward_fn_key") != "data_source":
+        arguments |= {"data_source_column": verl.get("data.reward_fn_key")}
+    at = "suite.graders.0" if verl.kind == "evaluation" else "grader"
+    return Paths({f"{at}.path": REWARD_GRADER, **{f"{at}.arguments.{name}": text for name, text in arguments.items()}})
+
+
+def _reward_name(verl: Verl, key: str, value: Any) -> Any:
+    if value is None or verl.get(key.rpartition(".")[0] + ".path") is None:
+        return Nothing()
+    at = "suite.graders.0" if verl.kind == "evaluation" else "grader"
+    return Paths({f"{at}.arguments.name": value})
+
+
+# -- plain -----------------------------------------------------------------------------------------------------
+
+
+def _when_set(verl: Verl, key: str, value: Any) -> Any:
+    return Nothing() if value is None else value
+
+
+def _positive(verl: Verl, key: str, value: Any) -> Any:
+    return value if value is not None and value > 0 else Nothing()
+
+
+def _names(verl: Verl, key: str, value: Any) -> Any:
+    return value if value == "all-linear" or isinstance(value, list) else [value]
+
+
+CONVERSIONS: dict[str, Conversion] = {
+    **ENGINE_CONVERSIONS,
+    "clip": _clip, "clip_high": _clip_high, "clip_low": _clip_low, "completions": _completions,
+    "conversation_length": _conversation_length, "conversations": _conversations,
+    "do_sample_validation": _do_sample_validation, "drop_overlong": _drop_overlong, "dynamic_batch": _dynamic_batch,
+    "estimator": _estimator, "evaluation_metadata": _evaluation_metadata, "files": _files,
+    "greedy_or_value": _greedy_or_value, "kl_estimator": _kl_estimator, "kl_loss": _kl_loss, "limit": _limit,
+    "loss_mode": _loss_mode, "loss_norm": _loss_norm, "metadata_columns": _metadata_columns,
+    "micro_batch": _micro_batch, "model": _model, "multiturn": _multiturn, "names": _names, "positive": _positive,
+    "prompt_column": _prompt_column, "reward_file": _reward_file, "reward_name": _reward_name,
+    "scale_by_std": _scale_by_std, "truncation": _truncation, "unless_multiturn": _unless_multiturn,
+    "when_set": _when_set,
+}  # fmt: skip
+"""By the names of verl_keys.toml."""

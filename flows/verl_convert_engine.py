@@ -1,0 +1,137 @@
+"""Conversions of verl's values into ours: optimizer, engine, length of a run, checkpoints."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from flows.verl_read import Verl
+from flows.verl_values import Conversion, Near, Nothing, Paths, Refused, local_path
+
+# -- optimizer -------------------------------------------------------------------------------------------------
+
+
+def _schedule(verl: Verl, key: str, value: Any) -> Any:
+    style = verl.get(key.rpartition(".")[0] + ".warmup_style") if verl.kind != "sft_trainer" else None
+    if style is not None:
+        return Nothing("warmup_style says it")
+    return _named_schedule(verl, key, value)
+
+
+def _schedule_alias(verl: Verl, key: str, value: Any) -> Any:
+    return Nothing() if value is None else _named_schedule(verl, key, value)
+
+
+def _named_schedule(verl: Verl, key: str, value: Any) -> Any:
+    if value == "constant":
+        return "constant"
+    if value == "cosine":
+        return Near("cosine", "ours warms up over a tenth of the run and ends at a tenth of the rate")
+    raise Refused(f"there is no schedule {value!r} here; expected constant or cosine")
+
+
+# -- engine ----------------------------------------------------------------------------------------------------
+
+
+def _trainer(verl: Verl, key: str, value: Any) -> Any:
+    if value not in ("fsdp", "fsdp2"):
+        raise Refused(f"there is no trainer {value!r} here; expected fsdp or fsdp2, whose work DeepSpeed ZeRO does")
+    return "deepspeed"
+
+
+def _recompute(verl: Verl, key: str, value: Any) -> Any:
+    switch = key.rpartition(".")[0] + ".enable_activation_offload"
+    if value and verl.table.has_default(switch) and verl.get(switch):
+        return Nothing("enable_activation_offload does more")
+    return "recompute" if value else "none"
+
+
+def _activation_offload(verl: Verl, key: str, value: Any) -> Any:
+    return "offload" if value else Nothing()
+
+
+def _offload(verl: Verl, key: str, value: Any) -> Any:
+    return "cpu" if value else "none"
+
+
+def _zero_stage(verl: Verl, key: str, value: Any) -> Any:
+    """ZeRO 3 splits the weights too, as FSDP that reshards does; only it can offload them."""
+    return 3 if value or verl.get(key.rpartition(".")[0] + ".param_offload") else 2
+
+
+def _cpu_offload(verl: Verl, key: str, value: Any) -> Any:
+    return Paths({"engine.trainer.offload_optimizer": "cpu" if value else "none", "engine.trainer.zero_stage": 3})
+
+
+DTYPES = {
+    "bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32",
+}  # fmt: skip
+
+
+def _compute_dtype(verl: Verl, key: str, value: Any) -> Any:
+    if value not in DTYPES:
+        raise Refused(f"the engine does not compute in {value}; expected {', '.join(DTYPES)}")
+    return DTYPES[value]
+
+
+def _device(verl: Verl, key: str, value: Any) -> Any:
+    if value not in ("cuda", "cpu"):
+        raise Refused(f"there is no device {value!r} here; expected cuda or cpu")
+    return value
+
+
+def _sampler(verl: Verl, key: str, value: Any) -> Any:
+    if value in (None, "???", "vllm"):
+        return "vllm"
+    if value == "hf":
+        return "torch"
+    raise Refused(f"there is no sampler {value!r} here; expected vllm or hf")
+
+
+def _top_k(verl: Verl, key: str, value: Any) -> Any:
+    return max(value, 0)
+
+
+# -- length, names, checkpoints --------------------------------------------------------------------------------
+
+
+def _epochs(verl: Verl, key: str, value: Any) -> Any:
+    return value if verl.get("trainer.total_training_steps") is None else Nothing("total_training_steps decides")
+
+
+def _run_key(verl: Verl, key: str, value: Any) -> Any:
+    """The same key resumes the run, as resume_mode=auto does."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", str(value)).strip("-.").lower()
+    return name if verl.get("trainer.resume_mode") == "auto" else Nothing("resume_mode is not auto")
+
+
+def _folder(verl: Verl, key: str, value: Any) -> Any:
+    return local_path(value)
+
+
+def _save_every(verl: Verl, key: str, value: Any) -> Any:
+    """Named checkpoints are kept for good; where verl keeps the last few, so do the recovery checkpoints."""
+    if value is None or value <= 0:
+        return Paths({"checkpoints.frequency": None})
+    rotating = any(
+        verl.table.has_default(name) and verl.get(name)
+        for name in (
+            "trainer.max_actor_ckpt_to_keep", "trainer.max_ckpt_to_keep", "trainer.remove_previous_ckpt_in_save",
+        )
+    )  # fmt: skip
+    if rotating:
+        return Paths({"checkpoints.frequency": None, "checkpoints.recovery_steps": value})
+    return Paths({"checkpoints.frequency": None, "checkpoints.every_steps": value})
+
+
+def _keep_one(verl: Verl, key: str, value: Any) -> Any:
+    return 1 if value else Nothing()
+
+
+ENGINE_CONVERSIONS: dict[str, Conversion] = {
+    "activation_offload": _activation_offload, "compute_dtype": _compute_dtype, "cpu_offload": _cpu_offload,
+    "device": _device, "epochs": _epochs, "folder": _folder, "keep_one": _keep_one,
+    "named_schedule": _named_schedule, "offload": _offload, "recompute": _recompute, "run_key": _run_key,
+    "sampler": _sampler, "save_every": _save_every, "schedule": _schedule, "schedule_alias": _schedule_alias,
+    "top_k": _top_k, "trainer": _trainer, "zero_stage": _zero_stage,
+}  # fmt: skip

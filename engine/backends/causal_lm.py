@@ -85,8 +85,7 @@ class CausalLM:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(…, H) -> (…, V) in float32 at least."""
-        logits = self.head(hidden)
-        logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+        logits = at_least_float32(self.head(hidden))
         cap = getattr(self.module.config, "final_logit_softcapping", None)
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
@@ -162,6 +161,11 @@ class CausalLM:
         return self.module.get_input_embeddings().weight  # type: ignore[operator]
 
 
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """The tensor, widened where its dtype is a half one."""
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
 def frozen_copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """The module with every parameter in `dtype`, without gradients; those that have it already are shared, not copied.
     Buffers keep their dtype: rotary frequencies in bfloat16 would put far positions in the wrong place."""
@@ -214,13 +218,13 @@ def load_causal_lm(folder: Path, *, dtype: torch.dtype, compute_dtype: torch.dty
     module = load_module(AutoModelForCausalLM, folder, dtype=dtype)
     module.to(device)
     if dtype == torch.float64:
-        _keep_norms_in_float64(module)
+        keep_norms_in_float64(module)
     model = CausalLM(module, compute_dtype=compute_dtype)
     probe_packed_forward(model, folder)
     return model
 
 
-def _keep_norms_in_float64(module: nn.Module) -> None:
+def keep_norms_in_float64(module: nn.Module) -> None:
     """transformers computes RMSNorm in float32 whatever the weights are; a float64 check would stop at 1e-8."""
     for norm in module.modules():
         if type(norm).__name__.endswith("RMSNorm") and hasattr(norm, "variance_epsilon"):

@@ -1,7 +1,10 @@
 """A decoder whose head gives one number per position: reward and value models, as
 `AutoModelForSequenceClassification` with `num_labels = 1` reads and writes them.
 
-Axes: T packed token · N trained token
+A causal model becomes one by a new head in the place of its language head. The new head is not zero: every value would
+start at 0, and the first step would leave the decoder without a gradient.
+
+Axes: T packed token · N trained token · H hidden
 """
 
 from __future__ import annotations
@@ -14,11 +17,22 @@ import torch
 from torch import Tensor, nn
 
 from engine.backends.attention import IMPLEMENTATION, PackedLayout
-from engine.backends.causal_lm import PROBE_TOLERANCE, CausalLM, load_causal_lm, load_module
+from engine.backends.causal_lm import (
+    PROBE_TOLERANCE,
+    CausalLM,
+    at_least_float32,
+    keep_norms_in_float64,
+    load_causal_lm,
+    load_module,
+)
 from engine.backends.packing import Fan, Packed
 from engine.errors import BadModelFolder, BadSpec
 
 ARCHITECTURE = "ForSequenceClassification"
+HEAD_NAME = "score"
+HEAD_STD = 0.02
+"""Of a new head's weights: transformers' initializer_range, and about the 1/sqrt(H + 1) of arXiv:2009.01325 for H of
+2048: values start around 0, within about one."""
 
 
 class ScalarLM(CausalLM):
@@ -47,7 +61,7 @@ class ScalarLM(CausalLM):
         layout = PackedLayout(packed.fans, device=self.device)
         with self.autocast():
             hidden_TH = self.hidden(packed.token_ids_T.unsqueeze(0), packed.positions_T.unsqueeze(0), layout)[0]
-            return self.head(hidden_TH.index_select(0, packed.source_N)).squeeze(1).float()
+            return at_least_float32(self.head(hidden_TH.index_select(0, packed.source_N)).squeeze(1))
 
 
 def is_scalar(folder: Path) -> bool:
@@ -67,6 +81,8 @@ def load_model(folder: Path, *, dtype: torch.dtype, compute_dtype: torch.dtype, 
 
     module: Any = load_module(AutoModelForSequenceClassification, folder, dtype=dtype)
     scalar_head(module, folder)
+    if dtype == torch.float64:
+        keep_norms_in_float64(module)
     model = ScalarLM(module.to(device), compute_dtype=compute_dtype)
     probe_scalar_forward(model, folder)
     return model

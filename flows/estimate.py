@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from engine.model_size import parameter_count
 from engine.protocol import EngineInfo
-from flows.config import CheckpointConfig, GRPOConfig, ModelConfig, SFTConfig
+from flows.config import CheckpointConfig, GRPOConfig, ModelConfig, TrainingConfig
+from flows.env_config import ENVGRPOConfig
 from storage.artifacts import ArtifactRef
 from storage.objects import ObjectStore
 from storage.tables import RowReader
@@ -72,13 +73,13 @@ class Estimate:
 
 
 def estimate(
-    store: ObjectStore, config: GRPOConfig | SFTConfig, base: ArtifactRef, data: LoadedDataset, info: EngineInfo
+    store: ObjectStore, config: TrainingConfig, base: ArtifactRef, data: LoadedDataset, info: EngineInfo
 ) -> Estimate:
     """What `config` will take on an engine that says `info` of itself."""
     parameters = parameter_count(store, base)
     tokens = _thread_tokens(store, data)
     steps = _steps(config, data.rows)
-    if isinstance(config, GRPOConfig):
+    if isinstance(config, GRPOConfig | ENVGRPOConfig):
         operations, kept = _grpo_step(config, parameters, tokens)
         frozen = config.algorithm.kl_beta > 0
     else:
@@ -92,11 +93,12 @@ def estimate(
     )
 
 
-def _grpo_step(config: GRPOConfig, parameters: int, prompt: int) -> tuple[float, int]:
+def _grpo_step(config: GRPOConfig | ENVGRPOConfig, parameters: int, prompt: int) -> tuple[float, int]:
     """Operations of one step, and the tokens that it stores. A prompt is read once for its whole group."""
     algorithm = config.algorithm
     groups = algorithm.samples_per_batch // algorithm.completions_per_sample
-    tokens = groups * prompt + algorithm.samples_per_batch * config.sampling.max_new_tokens
+    answers = config.environment.max_turns if isinstance(config, ENVGRPOConfig) else 1
+    tokens = groups * prompt + algorithm.samples_per_batch * answers * config.sampling.max_new_tokens
     passes = 2 + 2 * (algorithm.old_logprobs == "trainer") + 2 * (algorithm.kl_beta > 0)
     return parameters * tokens * float(passes + 6 * algorithm.mini_epochs_per_batch), tokens
 
@@ -110,7 +112,7 @@ def _memory(model: ModelConfig, parameters: int, compute_bytes: int, *, frozen: 
     return parameters * (max(MASTER_BYTES, compute_bytes) * (2 + MOMENTS + frozen) + sampler)
 
 
-def _disk(config: GRPOConfig | SFTConfig, parameters: int, steps: int) -> int:
+def _disk(config: TrainingConfig, parameters: int, steps: int) -> int:
     """Checkpoints that are kept, one on its way, and the published model."""
     saved = parameters * MASTER_BYTES * (1 + MOMENTS)
     if config.model.adapter is not None:
@@ -123,12 +125,12 @@ def _checkpoints(config: CheckpointConfig, steps: int) -> int:
     return named + config.keep_last + (config.keep_best or 0) + (steps // config.keep_every if config.keep_every else 0)
 
 
-def _steps(config: GRPOConfig | SFTConfig, rows: int) -> int | None:
+def _steps(config: TrainingConfig, rows: int) -> int | None:
     """Of the whole run; None when it is endless."""
     algorithm = config.algorithm
     if algorithm.steps is not None:
         return algorithm.steps
-    if isinstance(config, GRPOConfig):
+    if isinstance(config, GRPOConfig | ENVGRPOConfig):
         if algorithm.epochs is None:
             return None
         per_step = config.algorithm.samples_per_batch // config.algorithm.completions_per_sample

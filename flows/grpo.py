@@ -14,7 +14,7 @@ from typing import Any
 from prefect import flow
 
 from engine.handles import Model, TrainingModel
-from engine.losses.spec import GRPOSpec, KLEstimator, LossNorm
+from engine.losses.spec import GRPOSpec, GSPOSpec, KLEstimator, LossNorm
 from engine.text.threads import StringThread
 from flows.checkpoints import CheckpointSchedule, Uploads
 from flows.config import GRPOConfig
@@ -23,7 +23,7 @@ from flows.loop import Journal, rate, steps
 from flows.ops.hooks import ON_END
 from flows.progress import TerminalProgress
 from flows.schedules import SCHEDULES
-from flows.session import default_model_name, finish_run, open_run
+from flows.session import RunSession, default_model_name, finish_run, open_run
 from storage.artifacts import ArtifactRef
 from storage.chain import MinibatchPlan, NanPolicy, OldLogprobs, OptimizerSpec, PolicyRef, StepRequest
 from storage.registry import registered_key
@@ -53,6 +53,8 @@ class GRPO:
     """
 
     stage = "grpo"
+    length = "max_num_grpo_steps"
+    """The argument that says how many steps there are."""
 
     def __init__(
         self,
@@ -89,7 +91,7 @@ class GRPO:
         max_prompt_tokens: int | None = None,
         truncation: Truncation = "error",
     ) -> None:
-        _check_sizes(max_num_grpo_steps, epochs, samples_per_batch, completions_per_sample)
+        _check_sizes(self.length, max_num_grpo_steps, epochs, samples_per_batch, completions_per_sample)
         self.dataset, self.model = dataset, model
         self._grading = None if grader is None else _grading(grader)
         self.max_steps, self.epochs = max_num_grpo_steps, epochs
@@ -103,7 +105,7 @@ class GRPO:
         high = clip_range if clip_range_high is None else clip_range_high
         clip = {"clip_low": clip_range, "clip_high": high, "dual_clip": dual_clip}
         norm = {"norm": loss_norm, "norm_constant": norm_constant}
-        self.loss = GRPOSpec(**clip, **norm, kl_beta=kl_beta, kl_estimator=kl_estimator)
+        self.loss: GRPOSpec | GSPOSpec = GRPOSpec(**clip, **norm, kl_beta=kl_beta, kl_estimator=kl_estimator)
         self.old_logprobs, self.advantage_estimator = old_logprobs, advantage_estimator
         size = None if samples_per_mini_batch >= samples_per_batch else samples_per_mini_batch
         self.minibatches = MinibatchPlan(size=size, epochs=mini_epochs_per_batch)
@@ -119,7 +121,7 @@ class GRPO:
         by_fraction = self.checkpoints.config.frequency is not None and self.checkpoints.config.every_steps is None
         if by_fraction or not isinstance(self.schedule, ConstantScheduler):
             raise ValueError(
-                "neither max_num_grpo_steps nor epochs was given, so the run has no progress that a schedule or a "
+                f"neither {self.length} nor epochs was given, so the run has no progress that a schedule or a "
                 "checkpoint_frequency could follow; give one of them, or lr_scheduler=ConstantScheduler(lr) and "
                 "checkpoint_every_steps"
             )
@@ -241,11 +243,11 @@ class GRPO:
         )
 
 
-def _check_sizes(steps: int | None, epochs: int | None, samples: int, completions: int) -> None:
+def _check_sizes(length: str, steps: int | None, epochs: int | None, samples: int, completions: int) -> None:
     if min(samples, completions) < 1:
         raise ValueError(f"samples_per_batch={samples}, completions_per_sample={completions}; give 1 or more of each")
     if steps is not None and epochs is not None:
-        raise ValueError(f"both max_num_grpo_steps={steps} and epochs={epochs} were given; give one of them")
+        raise ValueError(f"both {length}={steps} and epochs={epochs} were given; give one of them")
     if samples % completions:
         raise ValueError(
             f"samples_per_batch={samples} splits a group; use a multiple of completions_per_sample={completions}"
@@ -276,43 +278,45 @@ async def grpo(config: GRPOConfig) -> dict[str, Any]:
     async with open_run("grpo", config, logger, use="prompt") as session:
         if session.result is not None:
             return session.result
-        workspace = session.workspace
-        builder = Model(registered_key(session.base)).to_builder(session).training(config.model.trainable)
-        model = await builder.spawn_train(config.model.name)
-        model = model.with_sampling(config.sampling)
-        trainer = _trainer(config, session.data, model, logger)
-        heldout = Heldout.load(workspace, config, session.base, trainer.grading)
-        before = await heldout.evaluate(await trainer.open())
-        policy = await trainer.run()
-        after = await heldout.evaluate(policy)
-        published = await publish_model(workspace, policy, config.model.publish_as or default_model_name(session.run))
-        result = heldout.result(before, after) | {
-            "run": session.run,
-            "policy": policy.uri,
-            "model": registered_key(published),
-        }
-        report = write_report(
-            workspace, policy, before, after, result, samples_shown=config.evaluation.samples_shown
-        )
-        return finish_run(session, result | {"report": report})
+        arguments = await reward_arguments(config, session, logger)
+        return await train_on_rewards(config, session, GRPO(**arguments, max_num_grpo_steps=config.algorithm.steps))
 
 
-def _trainer(config: GRPOConfig, prompts: LoadedDataset, model: TrainingModel, logger: TerminalProgress) -> GRPO:
+async def reward_arguments(config: GRPOConfig, session: RunSession, logger: TerminalProgress) -> dict[str, Any]:
+    """What a training class on graded completions is made with, but for the number of steps."""
     algorithm, optimizer, grader = config.algorithm, config.optimizer, config.grader
-    return GRPO(
-        prompts,
-        model,
-        Grading(grader=grader_spec(grader.path, grader.arguments), **grader.model_dump(exclude={"path", "arguments"})),
-        logger=logger,
-        max_num_grpo_steps=algorithm.steps,
-        lr=optimizer.lr,
-        lr_scheduler=SCHEDULES[optimizer.schedule](optimizer.lr),
-        weight_decay=optimizer.weight_decay,
-        max_grad_norm=optimizer.max_grad_norm,
-        skip_nan_gradients=optimizer.skip_nan_gradients,
-        checkpoints=CheckpointSchedule(config.checkpoints),
-        data_seed=config.seed,
-        max_prompt_tokens=config.data.max_prompt_tokens,
-        truncation=config.data.truncation,
+    builder = Model(registered_key(session.base)).to_builder(session).training(config.model.trainable)
+    model = await builder.spawn_train(config.model.name)
+    patience = grader.model_dump(exclude={"path", "arguments"})
+    return {
+        "dataset": session.data,
+        "model": model.with_sampling(config.sampling),
+        "grader": Grading(grader=grader_spec(grader.path, grader.arguments), **patience),
+        "logger": logger,
+        "lr_scheduler": SCHEDULES[optimizer.schedule](optimizer.lr),
+        "weight_decay": optimizer.weight_decay,
+        "max_grad_norm": optimizer.max_grad_norm,
+        "skip_nan_gradients": optimizer.skip_nan_gradients,
+        "checkpoints": CheckpointSchedule(config.checkpoints),
+        "data_seed": config.seed,
+        "max_prompt_tokens": config.data.max_prompt_tokens,
+        "truncation": config.data.truncation,
         **algorithm.model_dump(exclude={"steps"}),
-    )
+    }
+
+
+async def train_on_rewards(config: GRPOConfig, session: RunSession, trainer: GRPO) -> dict[str, Any]:
+    """Evaluates, trains, evaluates, publishes and reports: what the flows of all classes on graded completions do."""
+    workspace = session.workspace
+    heldout = Heldout.load(workspace, config, session.base, trainer.grading)
+    before = await heldout.evaluate(await trainer.open())
+    policy = await trainer.run()
+    after = await heldout.evaluate(policy)
+    published = await publish_model(workspace, policy, config.model.publish_as or default_model_name(session.run))
+    result = heldout.result(before, after) | {
+        "run": session.run,
+        "policy": policy.uri,
+        "model": registered_key(published),
+    }
+    report = write_report(workspace, policy, before, after, result, samples_shown=config.evaluation.samples_shown)
+    return finish_run(session, result | {"report": report})

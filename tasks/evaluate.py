@@ -7,6 +7,7 @@ from prefect import task
 from engine.workspace import Workspace
 from storage.artifacts import ArtifactRef
 from storage.chain import PolicyRef
+from tasks.episode_evaluations import EpisodeEvaluationPlan, evaluate_episodes
 from tasks.evaluations import EvaluationPlan, evaluate
 from tasks.retries import DURABLE
 
@@ -15,3 +16,11 @@ from tasks.retries import DURABLE
 async def evaluate_policy(workspace: Workspace, policy: PolicyRef, plan: EvaluationPlan) -> ArtifactRef:
     """The policy's `evaluation` table under `plan`; a second call returns the first one's."""
     return await evaluate(workspace, policy, plan)
+
+
+@task(**DURABLE, task_run_name="evaluate-{policy.step:06d}")
+async def evaluate_in_environment(
+    workspace: Workspace, policy: PolicyRef, plan: EpisodeEvaluationPlan
+) -> ArtifactRef:
+    """The policy's `evaluation` table of episodes under `plan`; a second call returns the first one's."""
+    return await evaluate_episodes(workspace, policy, plan)

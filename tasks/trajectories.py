@@ -69,29 +69,15 @@ async def play_shard(
         found = find_artifact(store, key)
         if found is not None:
             return made_from(found, policy.uri)
-        rows = shared_rows(store, shard.dataset, shard.rows)
-    renderer = renderer_of(store, shard.base)
-    episodes = _episodes(workspace, policy, shard, plan, rows, step=step)
-
-    async def generate(prompts: list[list[int]], live: list[Episode]) -> list[Completion]:
-        failpoint("trajectory.turn")
-        seeds = [
-            workspace.seed_for(policy.stage, step, one.row["id"], one.number, one.turn) for one in live
-        ]
-        with timed("rollout"):
-            request = GenerateRequest(policy, prompts, seeds, sampling)
-            return await workspace.connect().generate(request, epoch=workspace.epoch)
-
-    players = Players(renderer, _limits(store, shard, sampling, plan), concurrency=plan.concurrency)
-    await players.play(episodes, generate)
-    check_masked(episodes, plan, where=key)
+    seeds = (policy.stage, step)
+    episodes = await play(workspace, policy, shard, sampling, plan, seeds=seeds, where=key)
     log_work("shard", stage=policy.stage, step=step, shard=shard.index)
     played = [episode for episode in episodes if episode.ending != "too_long"]
     with timed("storage"):
         committed = commit_table(
             store,
             key,
-            trajectory_table(renderer, policy, played),
+            trajectory_table(renderer_of(store, shard.base), policy, played),
             kind="trajectories",
             parents=(policy.uri, shard.dataset.uri),
             provenance=workspace.provenance,
@@ -100,34 +86,52 @@ async def play_shard(
     return made_from(committed, policy.uri)
 
 
-def _episodes(
+async def play(
     workspace: Workspace,
     policy: PolicyRef,
     shard: PromptShard,
+    sampling: SamplingParams,
+    plan: EpisodePlan,
+    *,
+    seeds: tuple[str | int, ...],
+    where: str,
+) -> list[Episode]:
+    """The shard's episodes, played to their ends: one batch of the engine per turn. `seeds` tell them from those of
+    other steps; the seed of an answer is of them, the prompt, the episode and the turn. Raises TooManyMasked."""
+    store = workspace.open_store()
+    with timed("storage"):
+        rows = shared_rows(store, shard.dataset, shard.rows)
+    episodes = _episodes(workspace, shard, plan, rows, seeds)
+
+    async def generate(prompts: list[list[int]], live: list[Episode]) -> list[Completion]:
+        failpoint("trajectory.turn")
+        drawn = [workspace.seed_for(*seeds, one.row["id"], one.number, one.turn) for one in live]
+        with timed("rollout"):
+            request = GenerateRequest(policy, prompts, drawn, sampling)
+            return await workspace.connect().generate(request, epoch=workspace.epoch)
+
+    limits = _limits(store, shard, sampling, plan)
+    await Players(renderer_of(store, shard.base), limits, concurrency=plan.concurrency).play(episodes, generate)
+    check_masked(episodes, plan, where=where)
+    return episodes
+
+
+def _episodes(
+    workspace: Workspace,
+    shard: PromptShard,
     plan: EpisodePlan,
     rows: list[dict[str, Any]],
-    *,
-    step: int,
+    seeds: tuple[str | int, ...],
 ) -> list[Episode]:
     factory = _factory(plan.environment.model_dump_json())
     earlier = shard.repetitions or (0,) * len(rows)
-    jobs = [
-        (row, times * shard.completions + number)
-        for row, times in zip(rows, earlier, strict=True)
-        for number in range(shard.completions)
-    ]
-    return [
-        Episode(
-            row,
-            number,
-            PlayedEnvironment(
-                factory,
-                seed=workspace.seed_for("environment", policy.stage, step, row["id"], number),
-                seconds=plan.reaction_seconds,
-            ),
-        )
-        for row, number in jobs
-    ]
+    episodes = []
+    for row, times in zip(rows, earlier, strict=True):
+        for number in range(times * shard.completions, (times + 1) * shard.completions):
+            seed = workspace.seed_for("environment", *seeds, row["id"], number)
+            environment = PlayedEnvironment(factory, seed=seed, seconds=plan.reaction_seconds)
+            episodes.append(Episode(row, number, environment))
+    return episodes
 
 
 def _limits(store: ObjectStore, shard: PromptShard, sampling: SamplingParams, plan: EpisodePlan) -> Limits:

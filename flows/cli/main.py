@@ -61,6 +61,22 @@ def run_sft(config: ConfigFile, sets: Sets = None, run_key: RunKey = "", new: Ne
     raise typer.Exit(run_flow("sft", config, sets or [], run_key=run_key, new=new, server=server))
 
 
+@run.command("env_grpo")
+def run_env_grpo(
+    config: ConfigFile, sets: Sets = None, run_key: RunKey = "", new: New = False, server: Server = ""
+) -> None:
+    """Reinforcement learning from episodes with an environment (GRPO)."""
+    raise typer.Exit(run_flow("env_grpo", config, sets or [], run_key=run_key, new=new, server=server))
+
+
+@run.command("env_gspo")
+def run_env_gspo(
+    config: ConfigFile, sets: Sets = None, run_key: RunKey = "", new: New = False, server: Server = ""
+) -> None:
+    """Reinforcement learning from episodes with an environment (GSPO)."""
+    raise typer.Exit(run_flow("env_gspo", config, sets or [], run_key=run_key, new=new, server=server))
+
+
 @app.command("demo")
 def demo(
     seed: Annotated[int, typer.Option(help="Seed of data order and sampling.")] = 0,

@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable, Coroutine, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from rich.console import Console
 from engine.errors import EngineError
 from flows.cli.memory import forget, remembered_run
 from flows.config import FlowConfig, GRPOConfig, SFTConfig
+from flows.env_config import ENVGRPOConfig, ENVGSPOConfig
 from flows.overrides import ConfigError, parse_config
 from flows.server import ServerError, local_prefect_server, use_server
 from storage.errors import StorageError
 from tasks.datasets.errors import DatasetError
+from tasks.environments.spec import EnvironmentSpecError
 from tasks.graders.spec import GraderSpecError
 from tasks.gradings import TooManyMasked
 from tasks.statistics import PairedDifference
@@ -31,10 +34,13 @@ QUIET = {
 }
 """What others would print between our lines, unless the environment already says otherwise."""
 
-CONFIGS: dict[str, type[FlowConfig]] = {"grpo": GRPOConfig, "sft": SFTConfig}
+CONFIGS: dict[str, type[FlowConfig]] = {
+    "grpo": GRPOConfig, "sft": SFTConfig, "env_grpo": ENVGRPOConfig, "env_gspo": ENVGSPOConfig,
+}  # fmt: skip
 
 REFUSED = (
-    ConfigError, EngineError, StorageError, DatasetError, GraderSpecError, TooManyMasked, ServerError, ValueError,
+    ConfigError, EngineError, StorageError, DatasetError, GraderSpecError,
+    EnvironmentSpecError, TooManyMasked, ServerError, ValueError,
 )  # fmt: skip
 """Errors whose message is the whole story: no traceback helps."""
 
@@ -65,7 +71,7 @@ def run_config(
             console.print(f"resuming the unfinished run [bold]{run_key}[/bold] (--new starts another)")
     keyed = config.model_copy(update={"run": run_key or config.run})
     console.print(f"run [bold]{keyed.run}[/bold], artifacts in {config.storage.url}", highlight=False)
-    status, result = attend(lambda: _call(keyed), console, what=f"run [bold]{keyed.run}[/bold]", server=server)
+    status, result = attend(lambda: _call(flow, keyed), console, what=f"run [bold]{keyed.run}[/bold]", server=server)
     if status == 0:
         if remembered:
             forget(flow, config)
@@ -124,17 +130,11 @@ def _is_termination(error: BaseException) -> bool:
     return isinstance(error, Terminated | TerminationSignal)
 
 
-async def _call(config: FlowConfig) -> dict[str, Any]:
+async def _call(flow: str, config: FlowConfig) -> dict[str, Any]:
+    """A flow's function has its module's name."""
     # imported here: Prefect costs seconds, and a refused config should answer at once
-    if isinstance(config, GRPOConfig):
-        from flows.grpo import grpo
-
-        return await grpo(config)
-    if isinstance(config, SFTConfig):
-        from flows.sft import sft
-
-        return await sft(config)
-    raise ConfigError(f"there is no flow for a {type(config).__name__}")
+    run = getattr(import_module(f"flows.{flow}"), flow)
+    return await run(config)  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager

@@ -1,0 +1,104 @@
+"""Configs of the flows that train in environments."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, JsonValue, model_validator
+
+from engine.protocol import SamplingParams
+from flows.config import (
+    EvaluationConfig,
+    GRPOAlgorithm,
+    ModelConfig,
+    OptimizerConfig,
+    PromptDataConfig,
+    TrainingConfig,
+    check_sampled_run,
+)
+from flows.titles import training_title
+from storage.models import Frozen
+
+
+class EnvironmentConfig(Frozen):
+    """What the policy acts in."""
+
+    path: str = Field(title="Import path")
+    """`package.module:name` of an EnvironmentFactory, or of an Environment that is made with the episode's metadata."""
+    arguments: dict[str, JsonValue] = {}
+    """What it is made with."""
+    max_turns: int = Field(8, ge=1)
+    """Answers of one episode."""
+    max_tokens: int | None = Field(None, ge=2)
+    """Tokens of one episode: prompt, answers and what the environment says. None: the model's context."""
+    episode_seconds: float | None = Field(None, gt=0)
+    """What an episode's environment may take altogether. A run in which this acts cannot be repeated to the byte."""
+    reaction_seconds: float = Field(60.0, gt=0)
+    """What one reaction may take. An environment that fails or takes longer is made anew once; then the episode is
+    masked."""
+    concurrency: int = Field(64, ge=1)
+    """Environments that react at a time."""
+    max_masked_fraction: float = Field(0.2, ge=0, le=1)
+    """The run fails when more of a shard's episodes than this cannot be played."""
+
+
+class EnvironmentDataConfig(PromptDataConfig):
+    """Prompts that episodes begin with, and prompts never to train on."""
+
+    truncation: Literal["error", "drop"] = "error"  # type: ignore[assignment]  # a conversation cannot be cut
+    """What happens to an episode whose first prompt is longer: error, or drop (counted)."""
+
+
+class ENVGRPOAlgorithm(GRPOAlgorithm):
+    """GRPO (arXiv:2402.03300) with an advantage per turn. `samples_*` count episodes."""
+
+    kl_beta: float = Field(0.1, ge=0)
+    """Weight of the KL term; 0 skips the reference model altogether."""
+
+
+class ENVGSPOAlgorithm(ENVGRPOAlgorithm):
+    """GSPO (arXiv:2507.18071): one grade per episode. `samples_*` count episodes."""
+
+    clip_range: float = Field(0.01, gt=0, le=1)
+    """How far the ratio of a sequence's new and old probability may leave 1 and still have a gradient."""
+    loss_norm: Literal["token_mean", "sequence_mean", "token_sum"] = "sequence_mean"
+    """Over what the loss is a mean."""
+
+    @model_validator(mode="after")
+    def _no_ratio_per_token(self) -> Self:
+        if self.dual_clip is not None:
+            raise ValueError("dual_clip bounds a ratio per token, which GSPO does not have; leave it out")
+        return self
+
+
+class ENVGRPOConfig(TrainingConfig):
+    """`ostinato run env_grpo`: reinforcement learning from episodes with an environment."""
+
+    model: ModelConfig
+    data: EnvironmentDataConfig
+    environment: EnvironmentConfig
+    sampling: SamplingParams = SamplingParams(max_new_tokens=256)
+    algorithm: ENVGRPOAlgorithm = ENVGRPOAlgorithm()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+
+    @property
+    def title(self) -> str:
+        """The flow run's name."""
+        return training_title("env_grpo", self.model.key, self.data.train, self.seed)
+
+    @model_validator(mode="after")
+    def _endless_runs_are_constant(self) -> Self:
+        check_sampled_run(self.algorithm, self.optimizer, self.checkpoints, self.sampling)
+        return self
+
+
+class ENVGSPOConfig(ENVGRPOConfig):
+    """`ostinato run env_gspo`: reinforcement learning from episodes with an environment, one grade per episode."""
+
+    algorithm: ENVGSPOAlgorithm = ENVGSPOAlgorithm()
+
+    @property
+    def title(self) -> str:
+        """The flow run's name."""
+        return training_title("env_gspo", self.model.key, self.data.train, self.seed)

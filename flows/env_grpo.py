@@ -1,0 +1,155 @@
+"""GRPO on episodes with an environment (ENVGRPO). The loop is GRPO's; a batch comes from whole episodes.
+
+A group are the episodes of one prompt. The grades of all their turns are normalised together, and a turn's advantage is
+the sum of its episode's normalised grades at and after it (the outcome and process supervision of arXiv:2402.03300,
+section 4.1, over turns). Only what the policy said is trained.
+
+    ostinato run env_grpo --config examples/env_grpo.yaml
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from prefect import flow
+
+from engine.handles import Model, TrainingModel
+from engine.text.threads import StringThread
+from flows.checkpoints import CheckpointSchedule
+from flows.env_config import ENVGRPOConfig
+from flows.env_evaluation import HeldoutEpisodes
+from flows.grpo import GRPO
+from flows.ops.hooks import ON_END
+from flows.progress import TerminalProgress
+from flows.schedules import SCHEDULES
+from flows.session import RunSession, default_model_name, finish_run, open_run
+from storage.artifacts import ArtifactRef
+from storage.chain import PolicyRef
+from storage.registry import registered_key
+from tasks.batches import BatchPlan
+from tasks.datasets.load import LoadedDataset
+from tasks.environments.base import EnvironmentFactory
+from tasks.environments.spec import EnvironmentSpec, environment_spec, in_process_spec
+from tasks.prepare import prepare_trajectories
+from tasks.publish import publish_model
+from tasks.report import write_report
+from tasks.rollout import play_episodes
+from tasks.rollouts import PromptShard
+from tasks.trajectories import EpisodePlan
+
+
+class ENVGRPO(GRPO):
+    """Trains `model` in place on episodes that begin with the prompts of `dataset`. `samples_*` count episodes.
+
+    `environment_factory`: an EnvironmentFactory (in-process), or the spec of an importable one. Sampling follows the
+    model's view; `max_gen_len` bounds one answer. The other arguments are GRPO's.
+    """
+
+    stage = "env_grpo"
+    per_trajectory = False
+    """Whether every token of a trajectory has the advantage of its one grade."""
+
+    def __init__(  # noqa: PLR0913  the limits of an episode are arguments of their own
+        self,
+        dataset: list[StringThread] | LoadedDataset,
+        model: TrainingModel,
+        environment_factory: EnvironmentFactory | EnvironmentSpec,
+        *,
+        max_turns: int = 8,
+        max_tokens: int | None = None,
+        episode_seconds: float | None = None,
+        reaction_seconds: float = 60.0,
+        concurrency: int = 64,
+        max_masked_fraction: float = 0.2,
+        kl_beta: float = 0.1,
+        **options: Any,
+    ) -> None:
+        """`max_tokens` is of one segment, `episode_seconds` and `reaction_seconds` are the environment's own time; see
+        tasks.trajectories.EpisodePlan."""
+        super().__init__(dataset, model, None, kl_beta=kl_beta, **options)
+        if isinstance(environment_factory, EnvironmentFactory):
+            environment_factory = in_process_spec(environment_factory)
+        self.episodes = EpisodePlan(
+            environment=environment_factory,
+            max_turns=max_turns,
+            max_tokens=max_tokens,
+            episode_seconds=episode_seconds,
+            reaction_seconds=reaction_seconds,
+            concurrency=concurrency,
+            max_masked_fraction=max_masked_fraction,
+        )
+
+    async def _sample(
+        self, policy: PolicyRef, shards: list[PromptShard], step: int
+    ) -> tuple[list[ArtifactRef], list[ArtifactRef]]:
+        """A step's episodes, shard by shard; their table has the grades too."""
+        workspace, sampling = self.model.workspace, self.model.sampling
+        played = await asyncio.gather(
+            *(play_episodes(workspace, policy, shard, sampling, self.episodes, step=step) for shard in shards)
+        )
+        return played, played
+
+    async def _prepare(
+        self, policy: PolicyRef, rollouts: list[ArtifactRef], graded: list[ArtifactRef], plan: BatchPlan, step: int
+    ) -> ArtifactRef:
+        """The step's batch: an advantage per turn, old and reference logprobs."""
+        return await prepare_trajectories(
+            self.model.workspace, policy, rollouts, plan, per_trajectory=self.per_trajectory, step=step
+        )
+
+
+@flow(name="env_grpo", flow_run_name="{config.title}", **ON_END)
+async def env_grpo(config: ENVGRPOConfig) -> dict[str, Any]:
+    """Trains a model with GRPO on episodes with an environment, evaluates it before and after on held-out prompts,
+    publishes it and reports.
+
+    Args:
+        config: what to train, on which prompts, in which environment.
+    """
+    logger = TerminalProgress()
+    async with open_run("env_grpo", config, logger, use="prompt") as session:
+        if session.result is not None:
+            return session.result
+        trainer = ENVGRPO(**await env_arguments(config, session, logger), max_num_grpo_steps=config.algorithm.steps)
+        return await train_in_environment(config, session, trainer)
+
+
+async def env_arguments(config: ENVGRPOConfig, session: RunSession, logger: TerminalProgress) -> dict[str, Any]:
+    """What a training class in environments is made with, but for the number of steps."""
+    algorithm, optimizer, environment = config.algorithm, config.optimizer, config.environment
+    builder = Model(registered_key(session.base)).to_builder(session).training(config.model.trainable)
+    model = await builder.spawn_train(config.model.name)
+    return {
+        "dataset": session.data,
+        "model": model.with_sampling(config.sampling),
+        "environment_factory": environment_spec(environment.path, environment.arguments),
+        **environment.model_dump(exclude={"path", "arguments"}),
+        "logger": logger,
+        "lr_scheduler": SCHEDULES[optimizer.schedule](optimizer.lr),
+        "weight_decay": optimizer.weight_decay,
+        "max_grad_norm": optimizer.max_grad_norm,
+        "skip_nan_gradients": optimizer.skip_nan_gradients,
+        "checkpoints": CheckpointSchedule(config.checkpoints),
+        "data_seed": config.seed,
+        "max_prompt_tokens": config.data.max_prompt_tokens,
+        "truncation": config.data.truncation,
+        **algorithm.model_dump(exclude={"steps"}),
+    }
+
+
+async def train_in_environment(config: ENVGRPOConfig, session: RunSession, trainer: ENVGRPO) -> dict[str, Any]:
+    """Evaluates, trains, evaluates, publishes and reports: what the flows of all classes in environments do."""
+    workspace = session.workspace
+    heldout = HeldoutEpisodes.load_episodes(workspace, config, session.base, trainer.episodes)
+    before = await heldout.evaluate(await trainer.open())
+    policy = await trainer.run()
+    after = await heldout.evaluate(policy)
+    published = await publish_model(workspace, policy, config.model.publish_as or default_model_name(session.run))
+    result = heldout.result(before, after) | {
+        "run": session.run,
+        "policy": policy.uri,
+        "model": registered_key(published),
+    }
+    report = write_report(workspace, policy, before, after, result, samples_shown=config.evaluation.samples_shown)
+    return finish_run(session, result | {"report": report})

@@ -12,8 +12,10 @@ from typing import Any
 WORDS = {
     "adamw": "AdamW",
     "deepspeed": "DeepSpeed",
+    "dpo": "DPO",
     "gib": "GiB",
     "grpo": "GRPO",
+    "gspo": "GSPO",
     "http": "HTTP",
     "id": "ID",
     "ids": "IDs",

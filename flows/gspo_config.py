@@ -1,0 +1,41 @@
+"""Config of the `gspo` flow: that of `grpo`, with a ratio per completion."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from flows.config import GRPOAlgorithm, GRPOConfig
+from flows.titles import training_title
+
+
+class GSPOAlgorithm(GRPOAlgorithm):
+    """GSPO (arXiv:2507.18071). `samples_*` count completions."""
+
+    clip_range: float = Field(0.01, gt=0, le=1)
+    """How far the ratio of a completion's new and old probability, a mean over its tokens, may leave 1 and still have a
+    gradient."""
+    dual_clip: float | None = Field(None, gt=1)
+    """Of GRPO alone: leave it empty."""
+    loss_norm: Literal["token_mean", "sequence_mean", "token_sum"] = "sequence_mean"
+    """Over what the loss is a mean. sequence_mean weighs every completion alike, however long."""
+
+    @model_validator(mode="after")
+    def _no_ratio_per_token(self) -> Self:
+        if self.dual_clip is not None:
+            raise ValueError(
+                f"dual_clip={self.dual_clip} bounds a ratio per token, which GSPO does not have; leave it out"
+            )
+        return self
+
+
+class GSPOConfig(GRPOConfig):
+    """`ostinato run gspo`: reinforcement learning from graded rollouts, one ratio per completion."""
+
+    algorithm: GSPOAlgorithm = GSPOAlgorithm()
+
+    @property
+    def title(self) -> str:
+        """The flow run's name."""
+        return training_title("gspo", self.model.key, self.data.train, self.seed)

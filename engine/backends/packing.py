@@ -106,9 +106,10 @@ def _split_group(members: list[int], samples: Sequence[Packable], max_tokens: in
     for index in members:
         length = len(samples[index].token_ids)
         if length > max_tokens:
+            group = samples[index].group
             raise SampleTooLong(
-                f"a sequence has {length} tokens, and one packed forward takes {max_tokens}; raise "
-                "max_tokens_per_forward (max_batch_size), or shorten or drop the sequence"
+                f"a sequence {f'of the group {group!r} ' if group else ''}has {length} tokens, and one packed forward "
+                f"takes {max_tokens}; raise max_tokens_per_forward (max_batch_size), or shorten or drop the sequence"
             )
         if runs[-1] and _packed_length([samples[i] for i in [*runs[-1], index]]) > max_tokens:
             runs.append([])
@@ -121,6 +122,15 @@ def _packed_length(samples: Sequence[Packable]) -> int:
         return len(samples[0].token_ids)
     prefix = shared_prefix(samples)
     return prefix + sum(len(sample.token_ids) - prefix for sample in samples)
+
+
+def longest_unit(samples: Sequence[Packable], *, whole_groups: bool) -> int:
+    """The least `max_tokens` that `micro_batches` takes: packed tokens of the longest sample, or of the longest group.
+    0 without samples."""
+    units: dict[str, list[Packable]] = {}
+    for index, sample in enumerate(samples):
+        units.setdefault(sample.group if whole_groups and sample.group else f"#{index}", []).append(sample)
+    return max((_packed_length(unit) for unit in units.values()), default=0)
 
 
 def pack(samples: Sequence[Packable], *, device: torch.device) -> Packed:

@@ -27,6 +27,7 @@ from engine.backends.updates import (
     logprobs_of,
     metrics_of,
     micro_batch_loss,
+    rehearse,
     set_adamw,
     split_once,
     totals_of,
@@ -100,6 +101,7 @@ class TorchTrainer:
         adamw = self._adamw(optimizer)
         adamw.zero_grad(set_to_none=True)
         taught = [sample for sample in samples if not without_gradient(sample, objective)]
+        rehearse(taught, objective)
 
         def accumulate(max_tokens: int) -> Accumulated:
             found = Accumulated(max_tokens)
@@ -110,7 +112,7 @@ class TorchTrainer:
             return found
 
         with self.in_use():
-            found = self._split_once(accumulate, taught, max_tokens)
+            found = self._split_once(accumulate, taught, max_tokens, whole_groups=objective.loss.pairwise)
         report = UpdateReport(micro_batches=found.micro_batches, max_tokens=found.max_tokens)
         parameters = [parameter for _, parameter in self.trained()]
         for parameter in parameters:
@@ -140,12 +142,20 @@ class TorchTrainer:
                 f"{str(error).splitlines()[0]}. Train a smaller model or a LoRA adapter, or use a larger device"
             ) from None
 
-    def _split_once(self, run: Callable[[int], T], sequences: Sequence[Packable], max_tokens: int) -> T:
+    def _split_once(
+        self,
+        run: Callable[[int], T],
+        sequences: Sequence[Packable],
+        max_tokens: int,
+        *,
+        whole_groups: bool = False,
+    ) -> T:
         def forget() -> None:
             for _, parameter in self.trained():
                 parameter.grad = None
 
-        return split_once(run, sequences, max_tokens, device=self.model.device, forget=forget)
+        device = self.model.device
+        return split_once(run, sequences, max_tokens, device=device, forget=forget, whole_groups=whole_groups)
 
     def _backward(
         self, samples: Sequence[Sample], objective: Objective, totals: Totals, sums: dict[str, float]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.backends.causal_lm import CausalLM
-from engine.backends.packing import Packable, Packed, pack
+from engine.backends.packing import Packable, Packed, longest_unit, pack
 from engine.backends.protocol import Objective
 from engine.errors import BadSpec, OutOfMemory, SampleTooLong
 from engine.losses.inputs import LossInputs, Outputs, PairLoss
@@ -65,10 +65,13 @@ def totals_of(samples: Sequence[Sample]) -> Totals:
 
 
 def without_gradient(sample: Sample, objective: Objective) -> bool:
-    """True for a policy-gradient sample whose loss is exactly 0 whatever the weights: no pass is spent on it."""
+    """True for a policy-gradient sample whose loss is exactly 0 whatever the weights: no pass is spent on it. A sample
+    of a pair always has its part."""
+    loss = objective.loss
+    if loss.pairwise:
+        return False
     if sample.trained == 0:
         return True
-    loss = objective.loss
     if getattr(loss, "kl_beta", None) != 0 or loss.needs_entropy:
         return False
     return sample.advantages is not None and not any(sample.advantages)
@@ -161,48 +164,65 @@ def _inputs(outputs: Outputs, samples: Sequence[Sample], objective: Objective) -
 
 
 def _pairs(samples: Sequence[Sample], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Indices of the preferred and of the other sample of each pair. Raises BadSpec for a group that is no pair."""
+    """Indices of the preferred and of the other sample of each pair."""
     members: dict[str, list[int]] = defaultdict(list)
     for index, sample in enumerate(samples):
         members[sample.group].append(index)
-    for group, pair in members.items():
-        said = [samples[index].preferred for index in pair]
-        if sorted(map(str, said)) != ["False", "True"]:
-            raise BadSpec(
-                f"the group {group!r} has {len(pair)} samples, preferred: {said}; a pair has two, one of each"
-            )
     ordered = [sorted(pair, key=lambda index: not samples[index].preferred) for pair in members.values()]
     indices = torch.tensor(ordered, dtype=torch.long, device=device)
     return indices[:, 0], indices[:, 1]
 
 
+def check_pairs(samples: Sequence[Sample]) -> None:
+    """Raises BadSpec, which names the pair, unless every group is one: two samples with trained tokens, one of them
+    preferred."""
+    members: dict[str, list[Sample]] = defaultdict(list)
+    for sample in samples:
+        members[sample.group].append(sample)
+    for group, pair in members.items():
+        if not group:
+            raise BadSpec(f"{len(pair)} samples belong to no group, and the loss is one of pairs; give each its pair")
+        marks = [sample.preferred for sample in pair]
+        if len(pair) != 2 or marks.count(True) != 1 or marks.count(False) != 1:
+            raise BadSpec(
+                f"the group {group!r} has {len(pair)} samples, preferred: {marks}; a pair has two, one of each"
+            )
+        for sample in pair:
+            if sample.trained == 0:
+                which = "preferred" if sample.preferred else "other"
+                raise BadSpec(f"the {which} sample of the pair {group!r} has no trained token; leave the pair out")
+
+
 def rehearse(samples: Sequence[Sample], objective: Objective) -> None:
-    """Raises what the loss would raise over the samples' columns: on every rank the same, before any of them starts."""
-    if samples:
-        one = torch.zeros(1)
-        for name in PER_TOKEN:
-            _column(samples, name, one)
-        if objective.loss.pairwise:
-            _pairs(samples, one.device)
-        shortest = min(samples, key=lambda sample: sample.trained)
-        tried = [sample for sample in samples if sample.group == shortest.group]
-        tried = tried if objective.loss.pairwise else [shortest]
+    """Raises what the loss would raise over the samples' columns: for all micro-batches, and on every rank the same,
+    before any of them starts."""
+    if not samples:
+        return
+    for name in PER_TOKEN:
+        _check_column(samples, name)
+    tried = [min(samples, key=lambda sample: sample.trained)]
+    if objective.loss.pairwise:
+        check_pairs(samples)
+        tried = [sample for sample in samples if sample.group == tried[0].group]
 
-        def nothing(packed: Packed) -> Outputs:
-            zeros_N = torch.zeros(len(packed.target_N))
-            return Outputs(zeros_N, zeros_N, zeros_N)
+    def nothing(packed: Packed) -> Outputs:
+        zeros_N = torch.zeros(len(packed.target_N))
+        return Outputs(zeros_N, zeros_N, zeros_N)
 
-        micro_batch_loss(nothing, tried, objective, totals_of(tried), device=one.device)
+    micro_batch_loss(nothing, tried, objective, totals_of(tried), device=torch.device("cpu"))
 
 
 def _column(samples: Sequence[Sample], name: str, like: Tensor) -> Tensor | None:
     """One optional per-token column of all samples, flat; None when no sample has it."""
     columns = [getattr(sample, name) for sample in samples]
-    if all(column is None for column in columns):
+    if columns[0] is None:
         return None
-    if any(column is None for column in columns):
-        raise BadSpec(f"some samples of the batch have {name} and some have none; give it for all or for none")
     return torch.tensor([v for column in columns for v in column], dtype=like.dtype, device=like.device)
+
+
+def _check_column(samples: Sequence[Sample], name: str) -> None:
+    if len({getattr(sample, name) is None for sample in samples}) > 1:
+        raise BadSpec(f"some samples of the batch have {name} and some have none; give it for all or for none")
 
 
 def metrics_of(
@@ -211,7 +231,6 @@ def metrics_of(
     """`passed`: the samples that a pass was spent on. See TokenLoss for what the names mean."""
     counts = {
         "_sum": sum(sample.trained for sample in passed),
-        "_per_sequence": len(passed),
         "_per_pair": len({sample.group for sample in passed}),
     }
     means = {
@@ -255,9 +274,11 @@ def split_once(
     *,
     device: torch.device,
     forget: Callable[[], None],
+    whole_groups: bool = False,
 ) -> T:
     """`run(max_tokens)`; where memory does not do, once more from the start, with half of it. `forget` drops the
-    gradients of the try that failed. Raises OutOfMemory when half does not do either."""
+    gradients of the try that failed. `whole_groups`: none is split. Raises OutOfMemory when half does not do
+    either."""
     tried = max_tokens
     for _ in range(2):
         try:
@@ -269,13 +290,13 @@ def split_once(
         forget()  # here, not above: the error's traceback holds the tensors of the forward that failed
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        failed, longest = tried, max((len(sequence.token_ids) for sequence in sequences), default=0)
+        failed, longest = tried, longest_unit(sequences, whole_groups=whole_groups)
         tried = max(max_tokens // 2, longest)
         if tried >= failed:
             break
     raise OutOfMemory(
-        f"a pass of at most {failed} packed tokens (longest sequence {longest}) does not fit "
-        f"{device} memory: {reason}. Lower max_tokens_per_forward (max_batch_size, now "
+        f"a pass of at most {failed} packed tokens (longest {'pair' if whole_groups else 'sequence'} {longest}) does "
+        f"not fit {device} memory: {reason}. Lower max_tokens_per_forward (max_batch_size, now "
         f"{max_tokens}) or the longest sequence, or free memory held by other processes"
     )
 

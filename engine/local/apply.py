@@ -67,7 +67,9 @@ def apply_request(
         check()
 
     samples = samples_of(read_table(store, request.batch))
-    updates = minibatches(_trained(samples), request.minibatches, whole_groups=loss.pairwise)
+    if not loss.pairwise:
+        samples = _trained(samples)
+    updates = minibatches(samples, request.minibatches, whole_groups=loss.pairwise)
     reports = []
     limits = repeat(max_tokens) if isinstance(max_tokens, int) else max_tokens
     for minibatch, limit in zip(updates, limits, strict=False):

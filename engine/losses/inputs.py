@@ -78,7 +78,7 @@ _SAID = {
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
     """Loss per trained token. Metrics are sums, so that they add over micro-batches: a name that ends in `_sum` becomes
-    a mean over the tokens that had a pass, one in `_per_sequence` or `_per_pair` a mean over those."""
+    a mean over the tokens that had a pass, one in `_per_pair` a mean over the pairs."""
 
     values_N: Tensor
     sums: dict[str, Tensor] = field(default_factory=dict)

@@ -71,7 +71,8 @@ def _with_terms(
     if spec.kl_beta > 0 or inputs.reference_N is not None:
         kl_N = KL_ESTIMATORS[spec.kl_estimator](logprobs_N, inputs.needed("reference_N"))
         sums["kl_sum"] = kl_N.detach().sum()
-        values_N = values_N + spec.kl_beta * kl_N
+        if spec.kl_beta > 0:  # 0 times an overflow would be NaN
+            values_N = values_N + spec.kl_beta * kl_N
     if spec.entropy_coef > 0:
         entropy_N = inputs.needed("entropy_N")
         sums["entropy_sum"] = entropy_N.detach().sum()

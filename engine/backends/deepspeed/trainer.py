@@ -122,7 +122,14 @@ class ZeroTrainer:
         def accumulate(max_tokens: int) -> Accumulated:
             return self._accumulate(taught, objective, totals, max_tokens)
 
-        found = split_once(accumulate, taught, max_tokens, device=self._device, forget=self.gradients.forget)
+        found = split_once(
+            accumulate,
+            taught,
+            max_tokens,
+            device=self._device,
+            forget=self.gradients.forget,
+            whole_groups=objective.loss.pairwise,
+        )
         norm, moved = self.gradients.step(optimizer)
         report = UpdateReport(
             metrics=metrics_of(found.sums, passed=taught, totals=totals, grad_norm=norm),

@@ -69,15 +69,16 @@ class LocalEngine:
             frozen=self.spec.frozen_policies,
             save=self._save_unasked,
         )
+        self.queue = FairQueue(name="ostinato-engine", prepare=self.backend.prepare_thread)
         self.policies = Materialiser(
             self.store,
             self.backend,
             self.samplers,
             self.slots,
             rebaser=Rebaser(self.store, self.backend, self.saver, self.spec),
+            check=self.queue.check,
         )
         self.together = Together(max_rows=self.spec.max_rows)
-        self.queue = FairQueue(name="ostinato-engine", prepare=self.backend.prepare_thread)
         self._epochs: dict[str, int] = {}
         self._speed: float | None = None
         self._closing = threading.Event()
@@ -203,6 +204,7 @@ class LocalEngine:
     # -- the step ----------------------------------------------------------------------------------------------
 
     async def take_gradient_step(self, request: StepRequest, *, epoch: int = 0) -> CommitRecord:
+        """A caller that is cancelled ends it at its next micro-batch, and nothing of it is committed."""
         return await self._compute(request.parent.run, partial(self._take_gradient_step, request, epoch))
 
     def _take_gradient_step(self, request: StepRequest, epoch: int) -> CommitRecord:
@@ -217,7 +219,11 @@ class LocalEngine:
         try:
             self.policies.rebaser.before_step(slot)
             effect = apply_request(
-                slot.trainer, request, self.store, max_tokens=self.spec.max_tokens_per_forward
+                slot.trainer,
+                request,
+                self.store,
+                max_tokens=self.spec.max_tokens_per_forward,
+                check=self.queue.check,
             )
             log_work("step", policy=request.result().uri, step=request.parent.step + 1)
             record = self._record(request, effect, slot)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from engine.adapters import LoraSpec, trainable_of
@@ -43,9 +43,11 @@ class Materialiser:
         slots: Slots,
         *,
         rebaser: Rebaser,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
+        """`check` is called after each micro-batch of a redo; what it raises ends that."""
         self.store, self.backend, self.samplers, self.slots = store, backend, samplers, slots
-        self.rebaser = rebaser
+        self.rebaser, self.check = rebaser, check
 
     # -- which slot --------------------------------------------------------------------------------------------
 
@@ -217,7 +219,7 @@ class Materialiser:
         """One committed step again, under its recorded micro-batching and threads."""
         limits = record.numerics.max_tokens_of_updates or record.numerics.max_tokens
         with self.backend.threads_of(record.numerics):
-            apply_request(slot.trainer, record.request, self.store, max_tokens=limits)
+            apply_request(slot.trainer, record.request, self.store, max_tokens=limits, check=self.check)
         log_work("redo", policy=record.policy.uri, step=record.policy.step)
         slot.policy, slot.made_under = record.policy, record.numerics
 

@@ -2,7 +2,7 @@
 
 Start-time fair queueing (Goyal, Vin, Cheng 1996) with measured cost: each run has a virtual time, the compute seconds
 it has used; the run that has used least goes next. A run that was away comes back at the virtual time of the call that
-began last: it is owed nothing for its absence. Calls of one run stay in order. No call is ever interrupted, so a run
+began last: it is owed nothing for its absence. Calls of one run stay in order. No call gives way to another, so a run
 that was away waits at most for one call of each other run; one that has just been served, besides that, until each has
 had as many seconds as its own last call took.
 """
@@ -19,15 +19,21 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from engine.errors import EngineBusy
+from engine.errors import EngineBusy, TransientEngineError
 
 R = TypeVar("R")
+
+
+class Abandoned(TransientEngineError):
+    """Nobody waits for the call any more."""
 
 
 @dataclass(slots=True)
 class _Job:
     function: Callable[[], Any]
     future: Future[Any] = field(default_factory=Future)
+    abandoned: bool = False
+    """Its caller was cancelled."""
 
 
 @dataclass(slots=True)
@@ -47,6 +53,7 @@ class FairQueue:
         self._lines: OrderedDict[str, _Line] = OrderedDict()
         self._changed = threading.Condition()
         self._closed = False
+        self._running: _Job | None = None
         self._floor = 0.0
         """Virtual time of the call that ran last: where a run starts that was not waiting."""
         self._clock = clock
@@ -55,7 +62,7 @@ class FairQueue:
 
     async def run(self, line: str, function: Callable[[], R]) -> R:
         """The result of `function`, called in the compute thread when it is the turn of `line`. Cancelling the caller
-        takes a waiting call back; a running one ends as it would."""
+        takes a waiting call back; a running one ends at its next `check`, or as it would."""
         job = _Job(function)
         with self._changed:
             if self._closed:
@@ -65,7 +72,16 @@ class FairQueue:
                 entry.virtual = max(entry.virtual, self._floor)
             entry.jobs.append(job)
             self._changed.notify()
-        return await asyncio.wrap_future(job.future)
+        try:
+            return await asyncio.wrap_future(job.future)
+        except asyncio.CancelledError:
+            job.abandoned = True
+            raise
+
+    def check(self) -> None:
+        """For long calls, from within: raises Abandoned when the caller of the running call was cancelled."""
+        if self._running is not None and self._running.abandoned:
+            raise Abandoned("the caller of this call is gone")
 
     def waiting(self) -> int:
         """Calls that have not begun."""
@@ -93,7 +109,7 @@ class FairQueue:
             line, job = taken
             if not job.future.set_running_or_notify_cancel():
                 continue
-            start = self._clock()
+            self._running, start = job, self._clock()
             try:
                 result = job.function()
             except BaseException as error:  # noqa: BLE001 - it belongs to the caller, whatever it is

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-from engine.errors import PermanentEngineError, TransientEngineError
+from engine.errors import PermanentEngineError
+from engine.local.queue import Abandoned
 from engine.protocol import Completion, GenerateRequest, OnToken
 
 
@@ -21,10 +22,6 @@ class Call:
     completions: list[Completion] | None = None
     abandoned: bool = False
     """Nobody waits for the answer any more."""
-
-
-class Abandoned(TransientEngineError):
-    """Every caller of the batch is gone."""
 
 
 Draw = Callable[[GenerateRequest, OnToken], list[Completion]]

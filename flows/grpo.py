@@ -17,6 +17,7 @@ from engine.handles import Model, TrainingModel
 from engine.losses.spec import GRPOSpec, GSPOSpec, KLEstimator, LossNorm
 from engine.text.threads import StringThread
 from flows.checkpoints import CheckpointSchedule, Uploads
+from flows.collect import Collector, Lookahead, PromptBatch, Refill, RefillEnd
 from flows.config import GRPOConfig
 from flows.evaluation import Heldout
 from flows.loop import Journal, rate, steps
@@ -29,7 +30,6 @@ from storage.chain import MinibatchPlan, NanPolicy, OldLogprobs, OptimizerSpec, 
 from storage.registry import registered_key
 from tasks.batches import AdvantageEstimator, BatchPlan
 from tasks.datasets.load import LoadedDataset
-from tasks.datasets.order import repetitions, take
 from tasks.datasets.spec import InlineDataset
 from tasks.grade import grade_rollouts
 from tasks.graders.base import BaseGrader, FunctionGrader
@@ -90,6 +90,10 @@ class GRPO:
         prompts_per_shard: int = 16,
         max_prompt_tokens: int | None = None,
         truncation: Truncation = "error",
+        dynamic_sampling: bool = False,
+        max_refill_rounds: int = 4,
+        refill_end: RefillEnd = "short",
+        max_staleness: int = 0,
     ) -> None:
         _check_sizes(self.length, max_num_grpo_steps, epochs, samples_per_batch, completions_per_sample)
         self.dataset, self.model = dataset, model
@@ -102,6 +106,8 @@ class GRPO:
         self.checkpoints = checkpoints or CheckpointSchedule.every(checkpoint_frequency, checkpoint_every_steps)
         self.data_seed, self.prompts_per_shard = data_seed, prompts_per_shard
         self.max_prompt_tokens, self.truncation = max_prompt_tokens, truncation
+        self.refill = Refill(max_refill_rounds, refill_end) if dynamic_sampling else None
+        self.max_staleness = max_staleness
         high = clip_range if clip_range_high is None else clip_range_high
         clip = {"clip_low": clip_range, "clip_high": high, "dual_clip": dual_clip}
         norm = {"norm": loss_norm, "norm_constant": norm_constant}
@@ -144,16 +150,14 @@ class GRPO:
         async with (
             Uploads(workspace, retention=self.checkpoints.retention) as uploads,
             Journal(self.model, policy, self.logger, total_steps=total_steps) as journal,
+            Lookahead(self._collector(data), journal.cursor(), total_steps, self.max_staleness) as rollouts,
         ):
-            cursor = journal.cursor()
             plan = self._batch_plan(start)
             if due := self.checkpoints.missed(policy.step, total_steps, model=self.model.name):
                 await uploads.start(policy, name=due.named)
             for step in steps(policy.step, total_steps):
-                rows, cursor_out = take(cursor, self.prompts_per_batch, rows=data.rows, seed=self.data_seed)
-                shards = self._shards(data.ref, rows)
-                rollouts, graded = await self._sample(policy, shards, step)
-                batch = await self._prepare(policy, rollouts, graded, plan, step)
+                found = await rollouts.collected(policy)
+                batch = await self._prepare(policy, found.rollouts, found.graded, plan, step)
                 request = StepRequest(
                     parent=policy,
                     batch=batch,
@@ -163,13 +167,13 @@ class GRPO:
                     optimizer=OptimizerSpec(lr=rate(self.schedule, step, total_steps), **self.optimizer),
                     minibatches=self._shuffled(step),
                     temperature=plan.temperature,
-                    cursor_in=cursor.model_dump(),
-                    cursor_out=cursor_out.model_dump(),
+                    cursor_in=found.cursor_in.model_dump(),
+                    cursor_out=found.cursor_out.model_dump(),
                     nan_policy=self.nan_policy,
                 )
-                policy, cursor = await take_gradient_step(workspace, request, step=step), cursor_out
+                policy = await take_gradient_step(workspace, request, step=step)
                 self.model.stand_at(policy)
-                journal.record(policy, rollouts, graded)
+                journal.record(policy, found.rollouts, found.graded)
                 if due := self.checkpoints.due(step, total_steps, model=self.model.name):
                     await uploads.start(policy, name=due.named)
             await uploads.start(policy)
@@ -214,21 +218,19 @@ class GRPO:
             return self.max_steps
         return -(-self.epochs * data.rows // self.prompts_per_batch)  # the last batch reaches into one epoch more
 
-    def _shards(self, dataset: ArtifactRef, rows: list[int]) -> list[PromptShard]:
-        size, earlier = self.prompts_per_shard, repetitions(rows)
-        return [
-            PromptShard(
-                base=self.model.base,
-                dataset=dataset,
-                index=index,
-                rows=tuple(rows[start : start + size]),
-                completions=self.completions_per_sample,
-                repetitions=tuple(earlier[start : start + size]),
-                max_prompt_tokens=self.max_prompt_tokens,
-                truncation=self.truncation,
-            )
-            for index, start in enumerate(range(0, len(rows), size))
-        ]
+    def _collector(self, data: LoadedDataset) -> Collector:
+        """What makes the rollouts of a step."""
+        batch = PromptBatch(
+            model=self.model,
+            data=data,
+            prompts=self.prompts_per_batch,
+            completions=self.completions_per_sample,
+            prompts_per_shard=self.prompts_per_shard,
+            seed=self.data_seed,
+            max_prompt_tokens=self.max_prompt_tokens,
+            truncation=self.truncation,
+        )
+        return Collector(batch, self._sample, self.refill)
 
     def _shuffled(self, step: int) -> MinibatchPlan:
         seed = self.model.workspace.seed_for("minibatches", step)

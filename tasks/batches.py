@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from engine.errors import BadSpec
 from engine.protocol import LogprobsRequest, TokenSequence
@@ -78,6 +79,14 @@ async def rollout_batch(
                 extra={"prompts": grades.prompts_kept(), "logprob_gap": gap / gap_tokens if gap_tokens else None},
             )
     return made_from(committed, policy.uri)
+
+
+def teaching_prompts(store: ObjectStore, graded: list[ArtifactRef]) -> int:
+    """Prompts whose valid rewards differ: the others give no advantage."""
+    table = pa.concat_tables(read_tables(store, graded, ["prompt_id", "reward", "status"]))
+    valid = table.filter(pc.equal(table["status"], "ok")).group_by("prompt_id")
+    found = valid.aggregate([("reward", "min"), ("reward", "max")])
+    return pc.sum(pc.not_equal(found["reward_min"], found["reward_max"])).as_py() or 0
 
 
 def _chunks(

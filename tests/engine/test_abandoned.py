@@ -115,6 +115,7 @@ async def test_a_step_whose_caller_waits_is_not_ended(
     await asyncio.to_thread(held.reached.wait, 60)
     waiting = asyncio.create_task(engine.save_checkpoint(start, provenance=PROVENANCE))
     while not engine.queue.waiting():
+        assert not step.done(), step.result()
         await asyncio.sleep(0.001)
     waiting.cancel()
     held.open.set()

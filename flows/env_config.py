@@ -10,12 +10,12 @@ from engine.protocol import SamplingParams
 from flows.config import (
     EvaluationConfig,
     GRPOAlgorithm,
-    ModelConfig,
     OptimizerConfig,
     PromptDataConfig,
     TrainingConfig,
     check_sampled_run,
 )
+from flows.gspo_config import GSPOAlgorithm
 from flows.titles import training_title
 from storage.models import Frozen
 
@@ -56,25 +56,16 @@ class ENVGRPOAlgorithm(GRPOAlgorithm):
     """Weight of the KL term; 0 skips the reference model altogether."""
 
 
-class ENVGSPOAlgorithm(ENVGRPOAlgorithm):
+class ENVGSPOAlgorithm(GSPOAlgorithm, ENVGRPOAlgorithm):
     """GSPO (arXiv:2507.18071): one grade per episode. `samples_*` count episodes."""
 
-    clip_range: float = Field(0.01, gt=0, le=1)
-    """How far the ratio of a sequence's new and old probability may leave 1 and still have a gradient."""
-    loss_norm: Literal["token_mean", "sequence_mean", "token_sum"] = "sequence_mean"
-    """Over what the loss is a mean."""
-
-    @model_validator(mode="after")
-    def _no_ratio_per_token(self) -> Self:
-        if self.dual_clip is not None:
-            raise ValueError("dual_clip bounds a ratio per token, which GSPO does not have; leave it out")
-        return self
+    kl_beta: float = Field(0.1, ge=0)
+    """Weight of the KL term; 0 skips the reference model altogether."""
 
 
 class ENVGRPOConfig(TrainingConfig):
     """`ostinato run env_grpo`: reinforcement learning from episodes with an environment."""
 
-    model: ModelConfig
     data: EnvironmentDataConfig
     environment: EnvironmentConfig
     sampling: SamplingParams = SamplingParams(max_new_tokens=256)

@@ -30,6 +30,7 @@ class ENVGSPO(ENVGRPO):
     one grade: grade the last turn, and in `on_limit` what a limit ends."""
 
     stage = "env_gspo"
+    length = "max_num_gspo_steps"
     per_trajectory = True
 
     def __init__(

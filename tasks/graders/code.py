@@ -26,7 +26,8 @@ from storage.models import Frozen
 from tasks.graders.base import BaseGrader, Grade, GraderError
 from tasks.graders.rules import from_metadata
 
-_FENCED = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+_FENCED = re.compile(r"^[ \t]*```[ \t]*(\w*)[ \t]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
+_PYTHON = frozenset({"", "python", "python3", "py"})
 _LAUNCHER = Path(__file__).with_name("code_launcher.py")
 MOST_OUTPUT_BYTES = 1 << 20
 
@@ -124,7 +125,7 @@ class CodeGrader(BaseGrader):
 
 def last_python_block(text: str) -> str | None:
     """The last fenced block of Python (or of no named language) in `text`."""
-    blocks = _FENCED.findall(text)
+    blocks = [block for language, block in _FENCED.findall(text) if language.lower() in _PYTHON]
     return blocks[-1] if blocks else None
 
 

@@ -16,9 +16,9 @@ MARGIN_SECONDS = 2.0
 class MathsGrader(BaseGrader):
     """1.0 if the completion's final answer equals metadata[answer_key] as mathematics, else 0.0.
 
-    The answer is what math-verify finds: the last \\boxed{…} first, then LaTeX, then a plain expression. A completion
-    without one, or with one too hard to compare in `timeout_seconds`, is wrong: 0.0. Sympy runs in up to `processes`
-    processes of its own, since some expressions take it forever.
+    The answer is what math-verify finds: the last \\boxed{…} first (boxes joined by a comma or "and" are one set), then
+    LaTeX, then a plain expression. A completion without one, or with one too hard to compare in `timeout_seconds`, is
+    wrong: 0.0. Sympy runs in up to `processes` processes of its own, since some expressions take it forever.
     """
 
     def __init__(

@@ -1,17 +1,22 @@
-"""The process in which MathsGrader compares: a line of {"expected", "given", "seconds"} in, of {"right", "found"} out."""
+"""MathsGrader compares in this process: a line of {"expected", "given", "seconds"} in, of {"right", "found"} out."""
 
 from __future__ import annotations
 
 import json
 import logging
+import re
 import resource
 import signal
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from math_verify import parse, verify
 
 MEMORY_BYTES = 4 << 30
+BOXED = "\\boxed{"
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_JOINS = re.compile(r"\s*\$*\s*(?:,\s*(?:and|or)?|and|or)\s*\$*\s*")
 
 
 class _TooLong(BaseException):
@@ -29,7 +34,7 @@ def compare(request: dict[str, Any]) -> dict[str, Any]:
         expected = expected_answer(request["expected"])
         if not expected:
             return {"bad_expected": True}
-        given = _parse(request["given"])
+        given = _parse(last_boxes(request["given"]))
         # the library's own limits are off: they would use the same signal
         right = bool(given) and verify(expected, given, timeout_seconds=None)
         return {"right": right, "found": f"found {given[-1]}"[:200] if given else "no answer in the completion"}
@@ -43,6 +48,33 @@ def expected_answer(text: str) -> list[Any]:
     """What a dataset's answer means: LaTeX, unless it says itself what in it is; [] for none."""
     marked = "$" in text or "\\boxed" in text
     return _parse(text) if marked else _parse(f"${text}$") or _parse(text)
+
+
+def last_boxes(text: str) -> str:
+    """The last \\boxed{…} of `text` and those joined to it by a comma, "and" or "or"; `text` itself if it has none.
+
+    math-verify would take all boxes of a line for one answer, and so a model's second thoughts for a set.
+    """
+    boxes = list(_boxes(text))
+    if not boxes:
+        return text
+    first = len(boxes) - 1
+    while first and _JOINS.fullmatch(text, boxes[first - 1][1], boxes[first][0]):
+        first -= 1
+    return " and ".join(f"${text[start:end]}$" for start, end in boxes[first:])
+
+
+def _boxes(text: str) -> Iterator[tuple[int, int]]:
+    """(start, end) of each \\boxed{…} whose braces are balanced, inner ones left out."""
+    end = 0
+    while (start := text.find(BOXED, end)) >= 0:
+        depth, end = 1, start + len(BOXED)
+        for brace in _BRACE.finditer(text, end):
+            depth += {"{": 1, "}": -1}.get(brace.group(), 0)
+            if depth == 0:
+                end = brace.end()
+                yield start, end
+                break
 
 
 def _parse(text: str) -> list[Any]:

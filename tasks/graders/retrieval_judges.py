@@ -20,7 +20,7 @@ from tasks.graders.judges import JudgeGrader
 from tasks.graders.rules import from_metadata
 
 # A full stop inside a number or a name has no space after it; a line is an end of its own, as in lists.
-_SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+|\n+")
+_SENTENCE_END = re.compile(r"([.!?][\"')\]]*)\s+")
 _HAS_WORDS = re.compile(r"\w")
 
 
@@ -129,7 +129,7 @@ class ContextRelevancyGrader(_PartsGrader):
 
 def sentences(text: str) -> list[str]:
     """The sentences of `text`: they end with . ! ? and white space, or with the line."""
-    parts = (part.strip() for part in _SENTENCE_END.split(text))
+    parts = (part.strip() for part in _SENTENCE_END.sub(r"\1\n", text).splitlines())
     return [part for part in parts if _HAS_WORDS.search(part)]
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from engine.text.threads import StringThread
 from tasks.graders.base import BaseGrader, GraderError
-from tasks.graders.rules import ExactMatch, LastNumber, RegexMatch
+from tasks.graders.rules import ExactMatch, LabelMatch, LastNumber, RegexMatch
 
 
 def answered(text: str, **metadata: Any) -> StringThread:
@@ -60,3 +60,30 @@ async def test_an_answer_that_is_no_number_is_an_error(stored: Any) -> None:
 def test_a_negative_tolerance_is_refused() -> None:
     with pytest.raises(ValueError, match="expected 0 or more"):
         LastNumber(tolerance=-1.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("spam", 1.0), (" spam\n", 1.0), ("ham", 0.0), ("Spam", -1.0), ("spam, I think", -1.0), ("", -1.0)],
+)
+async def test_a_label_is_right_wrong_or_malformed(text: str, value: float) -> None:
+    thread = StringThread(turns=[("user", "q"), ("assistant", text)], metadata={"label": "spam"})
+    assert (await LabelMatch(labels=["spam", "ham"]).grade(thread)).value == value
+
+
+async def test_labels_in_tags_and_in_any_case() -> None:
+    grader = LabelMatch(labels=["Spam", "Ham"], answer_from="answer_tag", ignore_case=True)
+    thread = StringThread(turns=[("user", "q"), ("assistant", "Hm. <answer>SPAM</answer>")], metadata={"label": "spam"})
+    assert (await grader.grade(thread)).value == 1.0
+
+
+async def test_a_row_of_another_label_is_an_error() -> None:
+    thread = StringThread(turns=[("user", "q"), ("assistant", "ham")], metadata={"label": "eggs"})
+    with pytest.raises(GraderError, match="expected one of"):
+        await LabelMatch(labels=["spam", "ham"]).grade(thread)
+
+
+@pytest.mark.parametrize("labels", [[], ["spam"], ["spam", " spam"], "spam"])
+def test_labels_that_tell_nothing_apart_are_refused(labels: Any) -> None:
+    with pytest.raises(ValueError, match="two or more different labels"):
+        LabelMatch(labels=labels)

@@ -22,6 +22,17 @@ def _schedule_alias(verl: Verl, key: str, value: Any) -> Any:
     return Nothing() if value is None else _named_schedule(verl, key, value)
 
 
+BETAS = [0.9, 0.999]
+
+
+def _betas(verl: Verl, key: str, value: Any) -> Any:
+    if value == BETAS:
+        return Nothing()
+    if verl.is_given(key):
+        raise Refused(f"no such knob here yet: the moments decay by {BETAS[0]} and {BETAS[1]}")
+    return Near(value, f"the moments decay by {BETAS[0]} and {BETAS[1]}")
+
+
 def _named_schedule(verl: Verl, key: str, value: Any) -> Any:
     if value == "constant":
         return "constant"
@@ -129,9 +140,9 @@ def _keep_one(verl: Verl, key: str, value: Any) -> Any:
 
 
 ENGINE_CONVERSIONS: dict[str, Conversion] = {
-    "activation_offload": _activation_offload, "compute_dtype": _compute_dtype, "cpu_offload": _cpu_offload,
-    "device": _device, "epochs": _epochs, "folder": _folder, "keep_one": _keep_one,
-    "named_schedule": _named_schedule, "offload": _offload, "recompute": _recompute, "run_key": _run_key,
+    "activation_offload": _activation_offload, "betas": _betas, "compute_dtype": _compute_dtype,
+    "cpu_offload": _cpu_offload, "device": _device, "epochs": _epochs, "folder": _folder, "keep_one": _keep_one,
+    "offload": _offload, "recompute": _recompute, "run_key": _run_key,
     "sampler": _sampler, "save_every": _save_every, "schedule": _schedule, "schedule_alias": _schedule_alias,
     "top_k": _top_k, "trainer": _trainer, "zero_stage": _zero_stage,
 }  # fmt: skip

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from flows.config import GRPOConfig, SFTConfig
 from flows.evaluation_config import EvaluationFlowConfig
+from flows.gspo_config import GSPOConfig
 from flows.overrides import describe_validation, load_config
 from flows.verl_conditions import idle
 from flows.verl_convert import CONVERSIONS
@@ -18,7 +19,9 @@ from flows.verl_keys import KeyTable, Mapped, Unmapped, key_tables
 from flows.verl_read import Verl, VerlError, read_config
 from flows.verl_values import Near, Nothing, Paths, Refused, flow_of
 
-CONFIGS: dict[str, type[BaseModel]] = {"grpo": GRPOConfig, "sft": SFTConfig, "evaluation": EvaluationFlowConfig}
+CONFIGS: dict[str, type[BaseModel]] = {
+    "grpo": GRPOConfig, "gspo": GSPOConfig, "sft": SFTConfig, "evaluation": EvaluationFlowConfig,
+}  # fmt: skip
 """Our config of each flow that a verl config can be."""
 
 SKELETON: dict[str, dict[str, Any]] = {
@@ -224,7 +227,7 @@ def _validated(config: dict[str, Any], sets: Sequence[str], made: Imported) -> d
         raise VerlError(f"this is a config of the flow {made.flow}, which is not here yet")
     for name, value in load_config(None, sets).items():
         config[name] = _over(config.get(name), value)
-    if made.flow not in ("sft", "evaluation") and "grader" not in config:
+    if made.flow not in ("sft", "evaluation") and "path" not in config.get("grader", {}):
         raise VerlError(
             "custom_reward_function.path is not given, and verl then chooses the reward by each row's data_source; say "
             "which grader, for instance --set grader.path=tasks.graders.rules:LastNumber"

@@ -66,7 +66,7 @@ def _mapped(title: str, lines: list[MappedKey]) -> Iterator[str]:
         return
     yield f"\n{title}"
     for line in lines:
-        became = ", ".join(f"{path} = {_short(value)}" for path, value in line.paths.items()) or "the flow"
+        became = ", ".join(f"{path} = {_short(value)}" for path, value in line.paths.items()) or "no key"
         yield f"  {line.key} = {_short(line.value)} -> {became}"
         if line.difference:
             yield f"    not quite: {line.difference}"

@@ -1,0 +1,283 @@
+"""Each mapped key of verl has an effect: another value makes another config, in the path that the table states."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.verl_import import Imported, import_verl
+from flows.verl_keys import Mapped, key_tables
+from flows.verl_read import VerlError
+
+A, R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+M = "actor_rollout_ref.model."
+
+PPO: dict[str, tuple[str, list[str]]] = {
+    "data.train_files": ("other.parquet", []),
+    "data.val_files": ("other.parquet", []),
+    "data.prompt_key": ("question", []),
+    "data.reward_fn_key": ("source", []),
+    "data.train_max_samples": ("100", []),
+    "data.val_max_samples": ("10", ["data.val_files=val.parquet"]),
+    "data.max_prompt_length": ("100", []),
+    "data.max_response_length": ("100", []),
+    "data.train_batch_size": ("2048", []),
+    "data.truncation": ("left", []),
+    "data.filter_overlong_prompts": ("true", []),
+    "data.seed": ("7", []),
+    M + "path": ("models/other", []),
+    M + "lora_rank": ("8", []),
+    M + "lora_alpha": ("64", [M + "lora_rank=8"]),
+    M + "target_modules": ("[q_proj, v_proj]", [M + "lora_rank=8"]),
+    M + "use_liger": ("true", []),
+    M + "enable_gradient_checkpointing": ("false", []),
+    M + "enable_activation_offload": ("true", []),
+    A + "strategy": ("fsdp2", []),
+    A + "ppo_mini_batch_size": ("128", []),
+    A + "ppo_micro_batch_size_per_gpu": ("4", []),
+    A + "ppo_max_token_len_per_gpu": ("20000", [A + "use_dynamic_bsz=true"]),
+    A + "clip_ratio": ("0.3", []),
+    A + "clip_ratio_low": ("0.1", []),
+    A + "clip_ratio_high": ("0.28", []),
+    A + "clip_ratio_c": ("4.0", []),
+    A + "loss_agg_mode": ("seq-mean-token-mean", []),
+    A + "use_kl_loss": ("true", []),
+    A + "kl_loss_coef": ("0.02", [A + "use_kl_loss=true"]),
+    A + "kl_loss_type": ("mse", [A + "use_kl_loss=true"]),
+    A + "ppo_epochs": ("2", []),
+    A + "grad_clip": ("0.5", []),
+    A + "ulysses_sequence_parallel_size": ("2", []),
+    A + "optim.lr": ("2e-6", []),
+    A + "optim.weight_decay": ("0.1", []),
+    A + "optim.lr_scheduler_type": ("cosine", []),
+    A + "optim.warmup_style": ("cosine", []),
+    A + "fsdp_config.param_offload": ("true", []),
+    A + "fsdp_config.optimizer_offload": ("true", []),
+    A + "fsdp_config.reshard_after_forward": ("false", []),
+    A + "fsdp_config.dtype": ("float32", []),
+    R + "name": ("hf", []),
+    R + "temperature": ("0.7", []),
+    R + "top_k": ("50", []),
+    R + "top_p": ("0.9", []),
+    R + "n": ("4", []),
+    R + "gpu_memory_utilization": ("0.7", []),
+    R + "enforce_eager": ("true", []),
+    R + "free_cache_engine": ("false", []),
+    R + "tensor_model_parallel_size": ("4", []),
+    R + "max_model_len": ("4096", []),
+    R + "max_num_seqs": ("64", []),
+    R + "val_kwargs.temperature": ("0.6", [R + "val_kwargs.do_sample=true"]),
+    R + "val_kwargs.do_sample": ("true", [R + "val_kwargs.temperature=0.6"]),
+    "algorithm.adv_estimator": ("rloo", []),
+    "algorithm.norm_adv_by_std_in_grpo": ("false", []),
+    "custom_reward_function.path": ("rewards.py", []),
+    "custom_reward_function.name": ("score", ["custom_reward_function.path=r.py"]),
+    "reward.custom_reward_function.path": ("rewards.py", []),
+    "reward.custom_reward_function.name": ("score", ["reward.custom_reward_function.path=r.py"]),
+    "reward.num_workers": ("3", []),
+    "trainer.total_epochs": ("2", []),
+    "trainer.total_training_steps": ("50", []),
+    "trainer.experiment_name": ("my-run", []),
+    "trainer.default_local_dir": ("elsewhere", []),
+    "trainer.n_gpus_per_node": ("4", []),
+    "trainer.nnodes": ("2", []),
+    "trainer.device": ("cpu", []),
+    "trainer.save_freq": ("10", []),
+    "trainer.max_actor_ckpt_to_keep": ("3", ["trainer.save_freq=10"]),
+    "trainer.remove_previous_ckpt_in_save": ("true", ["trainer.save_freq=10"]),
+    "trainer.log_val_generations": ("5", []),
+}
+
+SFT: dict[str, tuple[str, list[str]]] = {
+    "data.train_files": ("other.parquet", []),
+    "data.train_max_samples": ("100", []),
+    "data.train_batch_size": ("64", []),
+    "data.micro_batch_size_per_gpu": ("2", []),
+    "data.max_length": ("2048", []),
+    "optim.lr": ("1e-4", []),
+    "optim.weight_decay": ("0.1", []),
+    "optim.clip_grad": ("0.5", []),
+    "model.lora_rank": ("8", []),
+    "model.lora_alpha": ("64", ["model.lora_rank=8"]),
+    "model.target_modules": ("q_proj", ["model.lora_rank=8"]),
+    "model.use_liger": ("true", []),
+    "model.enable_gradient_checkpointing": ("false", []),
+    "trainer.total_epochs": ("2", []),
+    "trainer.total_training_steps": ("50", []),
+    "trainer.experiment_name": ("my-run", []),
+    "trainer.default_local_dir": ("elsewhere", []),
+    "trainer.n_gpus_per_node": ("4", []),
+    "trainer.nnodes": ("2", []),
+    "trainer.device": ("cpu", []),
+    "trainer.save_freq": ("10", []),
+    "trainer.max_ckpt_to_keep": ("3", ["trainer.save_freq=10"]),
+    "trainer.seed": ("5", []),
+}
+
+OLD_SFT = SFT | {
+    "model.partial_pretrain": ("models/other", []),
+    "data.prompt_key": ("q", []),
+    "data.response_key": ("a", []),
+    "data.multiturn.enable": ("true", []),
+    "data.multiturn.messages_key": ("turns", ["data.multiturn.enable=true"]),
+    "optim.lr_scheduler": ("constant", []),
+    "model.strategy": ("fsdp", []),
+    "model.fsdp_config.cpu_offload": ("true", []),
+    "model.fsdp_config.offload_params": ("true", ["model.fsdp_config.cpu_offload=true"]),
+    "ulysses_sequence_parallel_size": ("2", []),
+}
+
+COUNTED = ["data.use_dynamic_bsz=false"]
+
+NEW_SFT = SFT | {
+    "model.path": ("models/other", []),
+    "data.messages_key": ("turns", []),
+    "data.micro_batch_size_per_gpu": ("2", COUNTED),
+    "data.max_length": ("2048", COUNTED),
+    "data.max_token_len_per_gpu": ("20000", []),
+    "model.enable_activation_offload": ("true", []),
+    "optim.lr_scheduler_type": ("cosine", []),
+    "optim.warmup_style": ("cosine", []),
+    "engine.strategy": ("fsdp2", []),
+    "engine.param_offload": ("true", []),
+    "engine.optimizer_offload": ("true", []),
+    "engine.reshard_after_forward": ("false", []),
+    "engine.dtype": ("float32", []),
+    "engine.ulysses_sequence_parallel_size": ("2", ["trainer.n_gpus_per_node=2"]),
+}
+
+EVALUATION: dict[str, tuple[str, list[str]]] = {
+    "data.path": ("other.parquet", []),
+    "data.prompt_key": ("question", []),
+    "data.data_source_key": ("source", []),
+    "data.reward_model_key": ("truth", []),
+    "custom_reward_function.path": ("rewards.py", []),
+    "custom_reward_function.name": ("score", []),
+}
+
+KINDS: dict[str, tuple[dict[str, tuple[str, list[str]]], list[str], list[str]]] = {
+    "ppo_trainer": (
+        PPO,
+        ["algorithm.adv_estimator=grpo", "data.train_files=train.parquet", M + "path=models/m"],
+        ["grader.path=tasks.graders.rules:LastNumber"],
+    ),
+    "sft_trainer": (OLD_SFT, ["data.train_files=train.parquet", "model.partial_pretrain=models/m"], []),
+    "sft_trainer_engine": (NEW_SFT, ["data.train_files=train.parquet", "model.path=models/m"], []),
+    "evaluation": (EVALUATION, ["data.path=a.parquet", "custom_reward_function.path=r.py"], ["models=[m]"]),
+}
+"""Per kind: a value and further keys for each mapped key, the least config, and our keys that it lacks."""
+
+SAME_RESULT = {A + "strategy", "model.strategy", "engine.strategy", "trainer.device", A + "policy_loss.loss_mode"}
+
+
+def made(tmp_path: Path, kind: str, words: list[str]) -> Imported:
+    _, base, sets = KINDS[kind]
+    keys = {word.partition("=")[0] for word in words}
+    base = [word for word in base if word.partition("=")[0] not in keys]
+    if any(key.endswith("custom_reward_function.path") for key in keys):
+        sets = [word for word in sets if not word.startswith("grader.")]
+    empty = tmp_path / "empty.yaml"
+    empty.touch()
+    return import_verl(empty, overrides=[*base, *words], sets=sets, kind=kind)
+
+
+def at(config: Any, path: str) -> Any:
+    """What stands there, or None."""
+    for name in path.split("."):
+        config = config[int(name)] if isinstance(config, list) else (config or {}).get(name)
+    return config
+
+
+CASES = [(kind, key, entry) for kind, table in key_tables().items() for key, entry in table.mapped.items() if entry.to]
+HERE = [case for case in CASES if case[1] not in SAME_RESULT and (not case[2].flows or "grpo" in case[2].flows)]
+
+
+@pytest.mark.parametrize(("kind", "key", "entry"), HERE, ids=[f"{kind}-{key}" for kind, key, _ in HERE])
+def test_a_mapped_key_has_an_effect_in_its_path(tmp_path: Path, kind: str, key: str, entry: Mapped) -> None:
+    value, needed = KINDS[kind][0][key]
+    before, after = made(tmp_path, kind, needed), made(tmp_path, kind, [*needed, f"{key}={value}"])
+    changed = [path for path in entry.to if at(before.config, path) != at(after.config, path)]
+    assert changed, f"{key}={value} changes none of {entry.to}"
+    for line in after.mapped:
+        if line.key == key:
+            assert line.given
+            assert all(at(after.config, path) == became for path, became in line.paths.items())
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "path", "ours"),
+    [
+        (A + "strategy", "fsdp2", "engine.trainer.kind", "deepspeed"),
+        ("trainer.device", "cpu", "engine.device", "cpu"),
+        ("trainer.device", "cuda", "engine.device", "cuda"),
+        ("data.train_batch_size", "500", "algorithm.samples_per_batch", 4000),
+        (A + "ppo_mini_batch_size", "25", "algorithm.samples_per_mini_batch", 200),
+        (A + "ppo_micro_batch_size_per_gpu", "3", "engine.max_tokens_per_forward", 3 * (512 + 512)),
+        (R + "top_k", "-1", "sampling.top_k", 0),
+        (R + "val_kwargs.do_sample", "false", "evaluation.temperature", 0.0),
+        (A + "use_kl_loss", "false", "algorithm.kl_beta", 0.0),
+        (A + "use_kl_loss", "true", "algorithm.kl_beta", 0.001),
+        (A + "fsdp_config.reshard_after_forward", "true", "engine.trainer.zero_stage", 3),
+        (A + "fsdp_config.reshard_after_forward", "false", "engine.trainer.zero_stage", 2),
+        (A + "clip_ratio", "0.25", "algorithm.clip_range", 0.25),
+        ("algorithm.norm_adv_by_std_in_grpo", "true", "algorithm.advantage_estimator", "group_sample_std"),
+        ("algorithm.norm_adv_by_std_in_grpo", "false", "algorithm.advantage_estimator", "centred"),
+        ("algorithm.adv_estimator", "rloo", "algorithm.advantage_estimator", "leave_one_out"),
+        ("trainer.experiment_name", "Qwen 7B/run", "run", "qwen-7b-run"),
+        ("trainer.save_freq", "-1", "checkpoints", {"frequency": None}),
+        ("trainer.save_freq", "5", "checkpoints", {"frequency": None, "every_steps": 5}),
+    ],
+)
+def test_values_of_verl_become_ours(tmp_path: Path, key: str, value: str, path: str, ours: Any) -> None:
+    found = made(tmp_path, "ppo_trainer", [R + "n=8", f"{key}={value}"])
+    assert at(found.config, path) == ours
+
+
+def test_checkpoints_that_verl_rotates_are_recovery_checkpoints(tmp_path: Path) -> None:
+    found = made(tmp_path, "ppo_trainer", ["trainer.save_freq=10", "trainer.max_actor_ckpt_to_keep=3"])
+    assert found.config["checkpoints"] == {"frequency": None, "recovery_steps": 10, "keep_last": 3}
+
+
+def test_steps_go_before_epochs_as_in_verl(tmp_path: Path) -> None:
+    algorithm = made(tmp_path, "ppo_trainer", ["trainer.total_training_steps=50"]).config["algorithm"]
+    assert algorithm["steps"] == 50
+    assert "epochs" not in algorithm
+
+
+KIND_OF_KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+
+
+@pytest.mark.parametrize(("verls", "ours"), KIND_OF_KL.items())
+def test_kl_estimators_by_verls_names(tmp_path: Path, verls: str, ours: str) -> None:
+    found = made(tmp_path, "ppo_trainer", [A + "use_kl_loss=true", f"{A}kl_loss_type={verls}"])
+    assert found.config["algorithm"]["kl_estimator"] == ours
+
+
+WITHOUT_COUNTERPART = [
+    ("data.truncation", "middle", "middle"),
+    ("data.train_files", "hdfs://cluster/x.parquet", "HDFS"),
+    ("data.train_files", "[a.parquet, b.parquet]", "pattern"),
+    (A + "strategy", "megatron", "megatron"),
+    (A + "policy_loss.loss_mode", "sapo", "sapo"),
+    (A + "optim.betas", "[0.9, 0.95]", "0.999"),
+    (A + "optim.lr_scheduler_type", "polynomial", "polynomial"),
+    (A + "fsdp_config.dtype", "float16", "float16"),
+    (R + "name", "sglang", "sglang"),
+    ("algorithm.adv_estimator", "remax", "remax"),
+    ("trainer.device", "npu", "npu"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "word"), WITHOUT_COUNTERPART)
+def test_a_value_without_a_counterpart_is_refused_by_key(tmp_path: Path, key: str, value: str, word: str) -> None:
+    with pytest.raises(VerlError) as caught:
+        made(tmp_path, "ppo_trainer", [f"{key}={value}"])
+    assert key in str(caught.value)
+    assert word in str(caught.value)
+
+
+def test_the_kl_over_the_whole_vocabulary_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(VerlError, match=r"kl_loss_type = 'full'.*vocabulary"):
+        made(tmp_path, "ppo_trainer", [A + "use_kl_loss=true", A + "kl_loss_type=full"])
+
+

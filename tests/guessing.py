@@ -1,4 +1,4 @@
-"""A toy to act in: guess the secret digit of the prompt in three turns, with hints. Import path: tests.guessing:Guess."""
+"""A toy to act in: guess the secret digit of the prompt in three turns (tests.guessing:Guess)."""
 
 from __future__ import annotations
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import time
 from collections.abc import Awaitable, Callable
 from random import Random
+from time import monotonic
 from typing import Any, TypeVar
 
 from engine.text.threads import StringThread
@@ -73,7 +73,7 @@ class PlayedEnvironment:
         self._environment = None
 
     async def _twice(self, call: Callable[[], Awaitable[T]]) -> T:
-        began = time.monotonic()
+        began = monotonic()
         try:
             return await self._attempt(call)
         except IgnoreGradeException:
@@ -87,7 +87,7 @@ class PlayedEnvironment:
             except Exception as second:  # as above
                 raise EpisodeFailed(f"{_said(second)} (2 attempts, the first: {_said(first)})") from second
         finally:
-            self.spent += time.monotonic() - began
+            self.spent += monotonic() - began
 
     async def _attempt(self, call: Callable[[], Awaitable[T]]) -> T:
         return await within(call(), self._seconds)

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, SerializerFunctionWrapHandler, TypeAdapter, ValidationError, model_serializer
+from pydantic.json_schema import SkipJsonSchema
 
 from engine.errors import BadSpec
 from storage.models import Frozen
@@ -16,13 +17,33 @@ from storage.models import Frozen
 ALL_LINEAR: Final = "all-linear"
 
 
-class FullSpec(Frozen):
+Head = Literal["lm", "scalar"]
+"""lm: logits over the vocabulary, and logprobs. scalar: one number per position, the values of PPO and the scores of
+reward models (`Engine.values`); the number of a position reads the tokens up to it."""
+
+
+class _Headed(Frozen):
+    head: SkipJsonSchema[Head] = "lm"
+    """What the model gives. A scalar head that the model's folder does not have is drawn from a generator of its own,
+    seeded by the root's `init_seed`; beside an adapter it is trained whole, as peft's `modules_to_save` does. Not in
+    forms: each training class knows which head it trains."""
+
+    @model_serializer(mode="wrap")
+    def _without_the_usual_head(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A chain's state hashes this: "lm" is not spelt out, as it is not in chains from before there were others."""
+        fields: dict[str, Any] = handler(self)
+        if fields.get("head") == "lm":
+            del fields["head"]
+        return fields
+
+
+class FullSpec(_Headed):
     """Every weight is trained."""
 
     kind: Literal["full"] = "full"
 
 
-class LoraSpec(Frozen):
+class LoraSpec(_Headed):
     """LoRA (arXiv:2106.09685): each target layer W becomes W + scale * B @ A with A (rank, in), B (out, rank).
 
     A is drawn from a generator seeded by the root's `init_seed` and the layer's name, B is zero: policy 0 is the base.
@@ -62,5 +83,6 @@ def trainable_of(trainable: Mapping[str, Any]) -> FullSpec | LoraSpec:
         wrong = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'trainable'}: {e['msg']}" for e in error.errors())
         raise BadSpec(
             f"trainable {dict(trainable)} was given: {wrong}. Expected {{'kind': 'full'}}, or {{'kind': 'lora'}} with "
-            "rank >= 1 (16), alpha > 0 (32), target_modules ('all-linear' or names of layers), use_rslora (false)"
+            "rank >= 1 (16), alpha > 0 (32), target_modules ('all-linear' or names of layers), use_rslora (false); "
+            "both with head 'lm' or 'scalar'"
         ) from error

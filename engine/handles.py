@@ -17,6 +17,7 @@ from engine.adapters import FullSpec, LoraSpec, trainable_of
 from engine.coalesce import Coalescer
 from engine.errors import BadSpec, PermanentEngineError, SampleTooLong
 from engine.protocol import Completion, GenerateRequest, LogprobsRequest, PolicySpec, SamplingParams, TokenSequence
+from engine.scores import Scores, check_head
 from engine.tape import Enqueued, Tape
 from engine.text.rendering import Renderer
 from engine.text.threads import StringThread, TokenizedThread
@@ -74,8 +75,14 @@ class ModelBuilder:
         return self.training(trainable_of({"kind": "lora", "rank": rank, "alpha": alpha, "target_modules": names}))
 
     def training(self, trainable: FullSpec | LoraSpec) -> Self:
-        """A builder whose models train just this part of the weights."""
-        return replace(self, trainable=trainable)
+        """A builder whose models train just this part of the weights. A scalar head that was asked for stays."""
+        builder = replace(self, trainable=trainable)
+        return builder.into_scoring_model() if self.trainable.head == "scalar" else builder
+
+    def into_scoring_model(self) -> Self:
+        """A builder whose models have a scalar head, and give scores instead of tokens: reward and value models. A
+        language model's head is replaced by a new one, drawn from `init_seed`, which training must shape."""
+        return replace(self, trainable=self.trainable.model_copy(update={"head": "scalar"}))
 
     def __await__(self) -> Generator[Any, None, Self]:
         return self
@@ -92,6 +99,7 @@ class ModelBuilder:
                 "raise engine.max_tokens_per_forward or lower max_batch_size"
             )
         base, renderer = await self._base()
+        check_head(self.workspace.open_store(), base, self.trainable.head)
         sampling = SamplingParams(max_new_tokens=self.tokens_to_generate)
         # a full dump: a default that is spelt out and one that is left out are the same chain
         trainable = self.trainable.model_dump(mode="json")
@@ -101,7 +109,9 @@ class ModelBuilder:
         return model
 
     async def spawn_inference(self, name: str) -> InferenceModel:
-        """A frozen instance: policy 0 of a chain that never moves."""
+        """A frozen instance: policy 0 of a chain that never moves. A scoring model must be one already."""
+        base, _ = await self._base()
+        check_head(self.workspace.open_store(), base, self.trainable.head, frozen=True)
         model = await self.spawn_train(name)
         return await model.clone_inf()
 
@@ -110,8 +120,8 @@ class ModelBuilder:
         return base, renderer_of(self.workspace.open_store(), base)
 
 
-class InferenceModel:
-    """Reads one policy: generation and logprobs. Sampling views (`.temperature(0.7)`) are shallow copies."""
+class InferenceModel(Scores):
+    """Reads one policy: generation and logprobs, or scores. Sampling views (`.temperature(0.7)`) are shallow copies."""
 
     def __init__(
         self,
@@ -131,6 +141,7 @@ class InferenceModel:
         self._calls: Counter[tuple[str, str]] = Counter()
         self._generations: Coalescer[tuple[list[int], int], Completion] = Coalescer(self._generate)
         self._scorings: Coalescer[TokenSequence, list[float]] = Coalescer(self._score)
+        self._values: Coalescer[TokenSequence, list[float]] = Coalescer(self._read_values)
         self._seed: int | None = None
 
     async def policy(self) -> PolicyRef:

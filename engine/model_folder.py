@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.adapters import Head
 from engine.errors import BadModelFolder
-from storage.artifacts import MANIFEST_NAME, ArtifactRef, digest_of, file_entries
+from storage.artifacts import MANIFEST_NAME, ArtifactRef, digest_of, file_entries, materialise_files
 from storage.objects import ObjectStore
 from storage.registry import find_model
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 """Weights that can run code when read; they are neither read nor published."""
+
+CONFIG_FILE = "config.json"
+SCALAR_ARCHITECTURE = "ForSequenceClassification"
+"""How the names of transformers' models with a scalar head end."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,29 @@ def registered_model(store: ObjectStore, source: str) -> ArtifactRef:
             "Hugging Face folder, or a key that `save` returned"
         )
     return found
+
+
+def head_of(store: ObjectStore, model: ArtifactRef) -> Head:
+    """The head of a registered model."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = materialise_files(store, model.key, Path(folder), names=(CONFIG_FILE,))
+        return head_in_config(files.get(CONFIG_FILE, Path(folder, CONFIG_FILE)))
+
+
+def head_in_config(path: Path) -> Head:
+    """The head of the model that a config.json describes; "lm" where there is none to read."""
+    try:
+        names = json.loads(path.read_text(encoding="utf-8")).get("architectures") or ()
+    except (OSError, ValueError, AttributeError):
+        return "lm"
+    return "scalar" if any(str(name).endswith(SCALAR_ARCHITECTURE) for name in names) else "lm"
+
+
+def no_language_head(name: str) -> str:
+    return (
+        f"{name} has a scalar head, which gives values and no logprobs; spawn it with builder.into_scoring_model(), or "
+        "give a causal language model"
+    )
 
 
 def check_model_folder(folder: Path) -> None:

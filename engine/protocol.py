@@ -122,7 +122,13 @@ class Engine(Protocol):
         ...
 
     async def logprobs(self, request: LogprobsRequest, *, epoch: int = 0) -> list[list[float]]:
-        """Per sequence: nats of each trained token, by the trainer's weights and numerics."""
+        """Per sequence: nats of each trained token, by the trainer's weights and numerics. BadSpec for a policy with a
+        scalar head (engine.adapters)."""
+        ...
+
+    async def values(self, request: LogprobsRequest, *, epoch: int = 0) -> list[list[float]]:
+        """Per sequence: what a policy with a scalar head gives at the position before each trained token, by the
+        trainer's weights and numerics; `temperature` has no part in it. BadSpec for a policy with a language head."""
         ...
 
     async def take_gradient_step(self, request: StepRequest, *, epoch: int = 0) -> CommitRecord:

@@ -24,6 +24,7 @@ from torch.nn.functional import linear
 
 from engine.adapters import ALL_LINEAR, LoraSpec
 from engine.backends.causal_lm import CausalLM
+from engine.backends.scalar_lm import HEAD_NAME
 from engine.errors import BadSpec
 
 A_NAME, B_NAME = "lora_A.weight", "lora_B.weight"
@@ -162,7 +163,7 @@ def peft_config(spec: LoraSpec, pairs: Pairs, base_model: str) -> str:
     """adapter_config.json."""
     fields = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if spec.head == "scalar" else "CAUSAL_LM",
         "base_model_name_or_path": base_model,
         "r": spec.rank,
         "lora_alpha": spec.alpha,
@@ -173,4 +174,6 @@ def peft_config(spec: LoraSpec, pairs: Pairs, base_model: str) -> str:
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
+    if spec.head == "scalar":
+        fields["modules_to_save"] = [HEAD_NAME]
     return json.dumps(fields, indent=2, sort_keys=True) + "\n"

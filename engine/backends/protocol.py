@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from engine.adapters import LoraSpec
+from engine.adapters import Head, LoraSpec
 from engine.losses.spec import LossSpec
 from engine.protocol import Completion, OnToken, SamplingParams, TokenIds, TokenSequence
 from engine.samples import Sample
@@ -43,6 +43,12 @@ class UpdateReport:
 class Trainer(Protocol):
     """Weights, gradients and AdamW moments of one policy: a whole model, or an adapter on a base that many share."""
 
+    @property
+    def scalar(self) -> bool:
+        """Whether its head gives one number per token (`values`), not logprobs: each of the two refuses the other with
+        BadSpec."""
+        ...
+
     def update(
         self,
         samples: Sequence[Sample],
@@ -62,6 +68,10 @@ class Trainer(Protocol):
     def logprobs(
         self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int
     ) -> list[list[float]]: ...
+
+    def values(self, sequences: Sequence[TokenSequence], *, max_tokens: int) -> list[list[float]]:
+        """The scalar head's number at the position before each trained token, per sequence."""
+        ...
 
     def reset_optimizer(self) -> None: ...
 
@@ -166,12 +176,18 @@ class TrainerBackend(Protocol):
 
     def operations_per_second(self) -> float: ...
 
-    def load(self, folder: Path) -> Trainer:
-        """A model all of whose weights are trained. Raises BadModelFolder."""
+    def load(self, folder: Path, *, head: Head = "lm", init_seed: int = 0) -> Trainer:
+        """A model all of whose weights are trained. A scalar head takes the place of a language head, and starts as
+        `init_seed` draws it; a folder with a scalar head keeps its own.
+
+        Raises:
+            BadModelFolder: the folder does not load, or its architecture has no scalar head.
+            BadSpec: a folder with a scalar head was to have a language head.
+        """
         ...
 
     def try_load(self, folder: Path) -> None:
-        """Raises BadModelFolder for a folder that `load` would refuse."""
+        """Raises BadModelFolder for a folder that `load` would refuse with the head that it has."""
         ...
 
     def load_base(self, folder: Path, *, key: str = "") -> Any:

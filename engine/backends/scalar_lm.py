@@ -9,13 +9,16 @@ Axes: T packed token · N trained token · H hidden
 
 from __future__ import annotations
 
-import json
+import copy
+import hashlib
+from math import sqrt
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from engine.adapters import Head
 from engine.backends.attention import IMPLEMENTATION, PackedLayout
 from engine.backends.causal_lm import (
     PROBE_TOLERANCE,
@@ -27,8 +30,8 @@ from engine.backends.causal_lm import (
 )
 from engine.backends.packing import Fan, Packed
 from engine.errors import BadModelFolder, BadSpec
+from engine.model_folder import head_in_config, no_language_head
 
-ARCHITECTURE = "ForSequenceClassification"
 HEAD_NAME = "score"
 HEAD_STD = 0.02
 """Of a new head's weights: transformers' initializer_range, and about the 1/sqrt(H + 1) of arXiv:2009.01325 for H of
@@ -61,16 +64,19 @@ class ScalarLM(CausalLM):
         layout = PackedLayout(packed.fans, device=self.device)
         with self.autocast():
             hidden_TH = self.hidden(packed.token_ids_T.unsqueeze(0), packed.positions_T.unsqueeze(0), layout)[0]
-            return at_least_float32(self.head(hidden_TH.index_select(0, packed.source_N)).squeeze(1))
+        return values_of(self.head, hidden_TH.index_select(0, packed.source_N))
+
+
+def values_of(head: nn.Linear, hidden_NH: Tensor) -> Tensor:
+    """(N,) in float32 at least. In the precision of the head's weights, whatever the decoder computed in: bfloat16
+    would leave a value two or three digits."""
+    with torch.autocast(hidden_NH.device.type, enabled=False):
+        return at_least_float32(head(hidden_NH.to(head.weight.dtype)).squeeze(1))
 
 
 def is_scalar(folder: Path) -> bool:
     """Whether the folder's config names a model with such a head. False where there is no config to read."""
-    try:
-        config = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
-        return False
-    return any(str(name).endswith(ARCHITECTURE) for name in config.get("architectures") or ())
+    return head_in_config(folder / "config.json") == "scalar"
 
 
 def load_model(folder: Path, *, dtype: torch.dtype, compute_dtype: torch.dtype, device: torch.device) -> CausalLM:
@@ -88,9 +94,74 @@ def load_model(folder: Path, *, dtype: torch.dtype, compute_dtype: torch.dtype, 
     return model
 
 
+def load_with_head(
+    folder: Path,
+    *,
+    head: Head,
+    init_seed: int,
+    dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    device: torch.device,
+) -> CausalLM:
+    """The folder's model with the head that is asked for: see TrainerBackend.load. Raises BadModelFolder, BadSpec."""
+    if head == "lm":
+        check_has_language_head(folder)
+    model = load_model(folder, dtype=dtype, compute_dtype=compute_dtype, device=device)
+    return model if head == "lm" or model.scalar else with_scalar_head(model, new_head(model, init_seed), folder.name)
+
+
+def check_has_language_head(folder: Path) -> None:
+    """Raises BadSpec for a folder whose model has a scalar one."""
+    if is_scalar(folder):
+        raise BadSpec(no_language_head(folder.name))
+
+
+def new_head(model: CausalLM, init_seed: int) -> nn.Linear:
+    """A head for the decoder of `model`, without bias, on its device and in its master precision."""
+    size = int(model.module.config.get_text_config().hidden_size)  # type: ignore[union-attr, operator]
+    head = nn.Linear(size, 1, bias=False, device=model.device, dtype=model.dtype)
+    with torch.no_grad():
+        head.weight.copy_(drawn_head(size, init_seed))
+    return head
+
+
+def drawn_head(size: int, init_seed: int) -> Tensor:
+    """(1, H) in float32: uniform with a standard deviation of HEAD_STD, drawn on the CPU by a generator of its own. The
+    same bits on every machine, which a normal distribution's are not."""
+    seed = hashlib.sha256(f"{init_seed} {HEAD_NAME}.weight".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(seed[:8], "big") >> 1)
+    bound = sqrt(3) * HEAD_STD
+    return torch.empty(1, size).uniform_(-bound, bound, generator=generator)
+
+
+def with_scalar_head(model: CausalLM, head: nn.Linear, name: str) -> ScalarLM:
+    """A scalar model of `head` on the decoder of `model`, which both hold from then on.
+
+    Raises BadModelFolder where transformers has no such model of the architecture of `name`."""
+    from transformers import AutoModelForSequenceClassification
+
+    causal: Any = model.module
+    config = copy.deepcopy(causal.config)
+    config.num_labels = 1
+    try:
+        with torch.device("meta"):
+            module: Any = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager")
+    except ValueError as error:
+        raise BadModelFolder(f"{name}: {type(causal).__name__} cannot have a scalar head: {error}") from error
+    scalar_head(module, Path(name))
+    if type(module.base_model) is not type(model.decoder):
+        raise BadModelFolder(
+            f"{name}: {type(module).__name__} stands on {type(module.base_model).__name__}, and the language model on "
+            f"{type(model.decoder).__name__}; a scalar head needs one decoder for both"
+        )
+    setattr(module, module.base_model_prefix, model.decoder)
+    setattr(module, HEAD_NAME, head)
+    return ScalarLM(module, compute_dtype=model.compute_dtype, master_dtype=model.dtype)
+
+
 def scalar_head(module: Any, folder: Path) -> nn.Linear:
     """The head. Raises BadModelFolder where there is none that gives one number."""
-    head = getattr(module, "score", None)
+    head = getattr(module, HEAD_NAME, None)
     if not isinstance(head, nn.Linear) or head.out_features != 1:
         raise BadModelFolder(
             f"{folder}: {type(module).__name__} has no head `score` of one number; give num_labels=1, or another model"

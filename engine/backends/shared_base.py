@@ -11,6 +11,7 @@ adapters, and a copy of its adapter.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -33,9 +34,11 @@ from engine.backends.lora import (
     target_layers,
     using,
 )
+from engine.backends.scalar_lm import HEAD_NAME, ScalarLM, new_head, with_scalar_head
 from engine.backends.tensor_files import write_tensors
 from engine.backends.torch_trainer import TorchTrainer
 from engine.errors import BadSpec
+from engine.model_folder import no_language_head
 
 
 class SharedBase:
@@ -46,11 +49,19 @@ class SharedBase:
     def __init__(self, model: CausalLM, *, device: torch.device, key: str = "") -> None:
         self.key = key
         self.digest, self.digests = digest_weights(model)
+        self._score = copy.deepcopy(model.head) if model.scalar else None  # before it is lowered
         self.layers = replace_linears(model)
         module = model.module.requires_grad_(False)
         _lower_linears(module, model.compute_dtype)
-        self.model = CausalLM(module.to(device), compute_dtype=model.compute_dtype, master_dtype=model.dtype)
+        self.model = type(model)(module.to(device), compute_dtype=model.compute_dtype, master_dtype=model.dtype)
         self._sampling: CausalLM | None = None
+
+    def scalar_model(self, *, init_seed: int) -> ScalarLM:
+        """The base's decoder under a scalar head of its own: a copy of the base's, or a new one as `init_seed` draws
+        it. Raises BadModelFolder for an architecture that has none."""
+        head = new_head(self.model, init_seed) if self._score is None else copy.deepcopy(self._score)
+        head.to(self.model.device).requires_grad_(True)
+        return with_scalar_head(self.model, head, self.key or "the base model")
 
     def sampling_model(self) -> CausalLM:
         """The base in the compute dtype throughout, as samplers use it: itself, or the one copy."""
@@ -109,12 +120,24 @@ class SharedTrainer(TorchTrainer):
 
 
 class AdapterTrainer(SharedTrainer):
-    """Trains one LoRA adapter. Checkpoints and digests hold its matrices only; the digest names the base's."""
+    """Trains one LoRA adapter, and a scalar head where the spec asks for one. Checkpoints and digests hold these only;
+    the digest names the base's."""
 
     def __init__(self, base: SharedBase, spec: LoraSpec, *, init_seed: int) -> None:
         targets = target_layers(base.model, base.layers, spec)
         super().__init__(base, new_pairs(targets, spec, init_seed=init_seed, dtype=base.model.dtype))
         self.spec = spec
+        if spec.head == "scalar":
+            self.model = base.scalar_model(init_seed=init_seed)
+        elif base.model.scalar:
+            raise BadSpec(no_language_head(base.key or "the base model"))
+
+    def trained(self) -> list[tuple[str, nn.Parameter]]:
+        """With a scalar head, that too: it is the adapter's own."""
+        if not self.scalar:
+            return super().trained()
+        head = [(f"{HEAD_NAME}.{name}", parameter) for name, parameter in self.model.head.named_parameters()]
+        return sorted([*super().trained(), *head])
 
     def weights_digest(self) -> tuple[str, dict[str, str]]:
         return digest_tensors(self.weights(), base=self.base.digest)

@@ -12,9 +12,10 @@ from pathlib import Path
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from engine.adapters import LoraSpec
+from engine.adapters import Head, LoraSpec
 from engine.backends import machine
-from engine.backends.causal_lm import load_causal_lm
+from engine.backends.causal_lm import CausalLM
+from engine.backends.scalar_lm import load_model, load_with_head
 from engine.backends.shared_base import AdapterOff, AdapterTrainer, SharedBase
 from engine.backends.torch_trainer import TorchTrainer
 from engine.spec import LocalEngineSpec
@@ -79,24 +80,31 @@ class TorchBackend:
     def operations_per_second(self) -> float:
         return machine.operations_per_second(self.device, self.compute_dtype)
 
-    def load(self, folder: Path) -> TorchTrainer:
+    def load(self, folder: Path, *, head: Head = "lm", init_seed: int = 0) -> TorchTrainer:
         """A model all of whose weights are trained."""
-        model = load_causal_lm(
-            folder, dtype=self.master_dtype, compute_dtype=self.compute_dtype, device=self.device
+        model = load_with_head(
+            folder,
+            head=head,
+            init_seed=init_seed,
+            dtype=self.master_dtype,
+            compute_dtype=self.compute_dtype,
+            device=self.device,
         )
         return TorchTrainer(model)
 
     def try_load(self, folder: Path) -> None:
         """Raises BadModelFolder for a folder that `load` would refuse. In this machine's memory, not the device's."""
-        load_causal_lm(folder, dtype=self.master_dtype, compute_dtype=self.compute_dtype, device=torch.device("cpu"))
+        self._load_on_cpu(folder)
 
     def load_base(self, folder: Path, *, key: str = "") -> SharedBase:
         """A frozen model that adapters share; `key` is its registry key, for what adapters export."""
         # on the CPU first: the device never holds the part in master precision that is computed in a lower one
-        model = load_causal_lm(
+        return SharedBase(self._load_on_cpu(folder), device=self.device, key=key)
+
+    def _load_on_cpu(self, folder: Path) -> CausalLM:
+        return load_model(
             folder, dtype=self.master_dtype, compute_dtype=self.compute_dtype, device=torch.device("cpu")
         )
-        return SharedBase(model, device=self.device, key=key)
 
     @staticmethod
     def adapter(base: SharedBase, spec: LoraSpec, *, init_seed: int) -> AdapterTrainer:

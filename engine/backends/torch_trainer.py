@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.backends.causal_lm import CausalLM, digest_weights
-from engine.backends.packing import Packable, micro_batches, pack
+from engine.backends.packing import Packable, Packed, micro_batches, pack
 from engine.backends.pieces import moment_shapes, open_checkpoint
 from engine.backends.protocol import Objective, UpdateReport
 from engine.backends.tensor_files import check_shapes, write_tensors
@@ -20,13 +20,14 @@ from engine.backends.updates import (
     Accumulated,
     Totals,
     adamw_groups,
+    check_gives,
     check_reads,
     check_sequences,
     forward_of,
     is_out_of_memory,
-    logprobs_of,
     metrics_of,
     micro_batch_loss,
+    per_sequence,
     rehearse,
     set_adamw,
     split_once,
@@ -83,6 +84,10 @@ class TorchTrainer:
     @property
     def alive(self) -> bool:
         return True
+
+    @property
+    def scalar(self) -> bool:
+        return self.model.scalar
 
     # -- gradient ---------------------------------------------------------------------------------------------
 
@@ -175,21 +180,31 @@ class TorchTrainer:
         set_adamw(self._optimizer.param_groups, spec, decayed=lambda index: index == 0)
         return self._optimizer
 
-    # -- logprobs ---------------------------------------------------------------------------------------------
+    # -- reading ----------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def logprobs(
         self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int
     ) -> list[list[float]]:
         """Nats of every trained token, per sequence, in the order given."""
+        check_gives("logprobs", scalar=self.scalar, name=type(self.model.module).__name__)
+        return self._read(sequences, lambda packed: self.model.logprobs(packed, temperature=temperature), max_tokens)
+
+    def values(self, sequences: Sequence[TokenSequence], *, max_tokens: int) -> list[list[float]]:
+        """The scalar head's number before every trained token, per sequence, in the order given."""
+        check_gives("values", scalar=self.scalar, name=type(self.model.module).__name__)
+        return self._read(sequences, self.model.values, max_tokens)
+
+    @torch.no_grad()
+    def _read(
+        self, sequences: Sequence[TokenSequence], forward: Callable[[Packed], Tensor], max_tokens: int
+    ) -> list[list[float]]:
         self._check(sequences)
 
         def run(max_tokens: int) -> list[list[float]]:
             found: list[list[float]] = [[] for _ in sequences]
             for indices in micro_batches(sequences, max_tokens=max_tokens):
                 packed = pack([sequences[i] for i in indices], device=self.model.device)
-                values = logprobs_of(self.model, packed, temperature=temperature)
-                for index, part in zip(indices, values, strict=True):
+                for index, part in zip(indices, per_sequence(forward(packed), packed), strict=True):
                     found[index] = part
             return found
 

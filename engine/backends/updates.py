@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -107,6 +107,14 @@ def check_reads(loss: LossSpec, *, scalar: bool, name: str) -> None:
         gives, wanted = ("one number per token", "logprobs") if scalar else ("logprobs", "one number per token")
         other = "a causal language model" if scalar else "a scalar head: builder.into_scoring_model()"
         raise BadSpec(f"{name} gives {gives}, and the loss {loss.kind!r} reads {wanted}; train {other}")
+
+
+def check_gives(wanted: Literal["logprobs", "values"], *, scalar: bool, name: str) -> None:
+    """Raises BadSpec when the model `name` has the other head."""
+    if (wanted == "values") != scalar:
+        has, other = ("a scalar head", "values or scores") if scalar else ("a language head", "logprobs")
+        do = "a causal language model" if scalar else "one of builder.into_scoring_model()"
+        raise BadSpec(f"{name} has {has}, and no {wanted}; ask it for {other}, or use {do}")
 
 
 def forward_of(model: CausalLM, objective: Objective) -> Forward:
@@ -301,7 +309,6 @@ def split_once(
     )
 
 
-def logprobs_of(model: CausalLM, packed: Packed, *, temperature: float) -> list[list[float]]:
-    """Per sequence of the packed row."""
-    values_N = model.logprobs(packed, temperature=temperature)
-    return [part.tolist() for part in values_N.split(list(packed.trained_S))]
+def per_sequence(numbers_N: Tensor, packed: Packed) -> list[list[float]]:
+    """Numbers of the trained tokens of the packed row, by sequence."""
+    return [part.tolist() for part in numbers_N.split(list(packed.trained_S))]

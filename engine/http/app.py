@@ -336,6 +336,18 @@ def _batches(service: Service) -> APIRouter:
 
         return await call(request, "logprobs", work, wait)
 
+    @router.post("/values", **documented)
+    async def values(request: Request, wait: Wait = 10, request_id: RequestId = None) -> Response:
+        """What a scalar head gives before each trained token. Columns: engine.http.wire.SEQUENCES, VALUES."""
+
+        async def work(body: bytes) -> bytes:
+            decoded, epoch = await _off_loop(wire.decode_logprobs_request, body)
+            service.runs(request, check_head(decoded.policy).run)
+            values = await service.engine.values(decoded, epoch=epoch)
+            return await asyncio.to_thread(wire.encode_values, values)
+
+        return await call(request, "values", work, wait)
+
     return router
 
 

@@ -78,6 +78,10 @@ class EngineClient:
         data = wire.encode_logprobs_request(request, epoch=epoch)
         return wire.decode_logprobs(await self._send("logprobs", data))
 
+    async def values(self, request: LogprobsRequest, *, epoch: int = 0) -> list[list[float]]:
+        data = wire.encode_logprobs_request(request, epoch=epoch)
+        return wire.decode_values(await self._send("values", data))
+
     # -- the step and what is written --------------------------------------------------------------------------
 
     async def take_gradient_step(self, request: StepRequest, *, epoch: int = 0) -> CommitRecord:

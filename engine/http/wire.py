@@ -49,7 +49,7 @@ class GenerateHead(Frozen):
 
 
 class LogprobsHead(Frozen):
-    """What a logprobs call says besides the sequences."""
+    """What a logprobs or values call says besides the sequences."""
 
     policy: PolicyRef
     temperature: float = Field(1.0, allow_inf_nan=False)
@@ -68,9 +68,10 @@ GENERATE = _schema(prompt=_IDS, seed=pa.int64())
 COMPLETIONS = _schema(token_ids=_IDS, logprobs=_FLOATS, stop_reason=pa.string())
 SEQUENCES = _schema(token_ids=_IDS, weights=_FLOATS, group=pa.string())
 LOGPROBS = _schema(logprobs=_FLOATS)
+VALUES = _schema(values=_FLOATS)
 
 
-# -- the four messages -----------------------------------------------------------------------------------------
+# -- the messages -----------------------------------------------------------------------------------------
 
 
 def encode_generate(request: GenerateRequest, *, epoch: int) -> bytes:
@@ -133,6 +134,16 @@ def decode_logprobs(data: bytes) -> list[list[float]]:
     """Raises BadSpec."""
     _, (logprobs,) = _read(data, LOGPROBS, AnswerHead)
     return logprobs
+
+
+def encode_values(values: Sequence[Sequence[float]]) -> bytes:
+    return _write(VALUES, [_floats(values, "values of sequence")], AnswerHead())
+
+
+def decode_values(data: bytes) -> list[list[float]]:
+    """Raises BadSpec."""
+    _, (values,) = _read(data, VALUES, AnswerHead)
+    return values
 
 
 # -- columns ---------------------------------------------------------------------------------------------------

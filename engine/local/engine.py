@@ -201,6 +201,14 @@ class LocalEngine:
             request.sequences, temperature=request.temperature, max_tokens=self.spec.max_tokens_per_forward
         )
 
+    async def values(self, request: LogprobsRequest, *, epoch: int = 0) -> list[list[float]]:
+        return await self._compute(request.policy.run, partial(self._values, request, epoch))
+
+    def _values(self, request: LogprobsRequest, epoch: int) -> list[list[float]]:
+        self._fence(request.policy.run, epoch)
+        slot = self.policies.for_reading(request.policy)
+        return slot.trainer.values(request.sequences, max_tokens=self.spec.max_tokens_per_forward)
+
     # -- the step ----------------------------------------------------------------------------------------------
 
     async def take_gradient_step(self, request: StepRequest, *, epoch: int = 0) -> CommitRecord:

@@ -83,9 +83,13 @@ class Materialiser:
         return slot.rebase == (base.mark if base else None)
 
     def _adapter_off(self, chain: Chain, policy: PolicyRef) -> Slot | None:
-        """Policy 0 of an adapter's chain is its base model, which is there once for all of them."""
+        """Policy 0 of an adapter's chain is its base model, which is there once for all of them; but not with a scalar
+        head, which is the adapter's own."""
         root = chain.root()
-        if policy.step or root is None or root.base is None or trainable_of(root.trainable).kind != "lora":
+        if policy.step or root is None or root.base is None:
+            return None
+        spec = trainable_of(root.trainable)
+        if spec.kind != "lora" or spec.head != "lm":
             return None
         base = self._shared_base(root.base, run=policy.run)
         return Slot(policy, self.backend.adapter_off(base), training=False)
@@ -204,7 +208,7 @@ class Materialiser:
         need = count * master * (4 if moments else 1)  # weights; gradients and two moments
         self.slots.make_room(need, run=run, what=f"{'training' if moments else 'reading'} {base.key}")
         with self.model_folder(base) as folder:
-            return self.backend.load(folder)
+            return self.backend.load(folder, head=spec.head, init_seed=root.init_seed)
 
     def _shared_base(self, base: ArtifactRef, *, run: str) -> SharedBase:
         def load() -> SharedBase:
@@ -226,7 +230,12 @@ class Materialiser:
     # -- sampling ----------------------------------------------------------------------------------------------
 
     def sampler_of(self, slot: Slot, policy: PolicyRef, *, tensor_parallel: int | None = None) -> Sampler:
-        """The slot's sampler, holding the slot's weights, which are `policy`'s."""
+        """The slot's sampler, holding the slot's weights, which are `policy`'s. Raises BadSpec for a scalar head."""
+        if slot.trainer.scalar:
+            raise BadSpec(
+                f"{policy.uri} has a scalar head, which gives values and draws no tokens; generate with a causal "
+                "language model"
+            )
         if slot.sampler is None or slot.tensor_parallel != tensor_parallel:
             slot.drop_sampler()
             need = self.samplers.new_bytes(slot.trainer)

@@ -91,7 +91,7 @@ def fresh_trainer(store: ObjectStore, backend: TrainerBackend, root: Root) -> Tr
         at, spec = files["config.json"].parent, trainable_of(root.trainable)
         if isinstance(spec, LoraSpec):
             return backend.adapter(backend.load_base(at, key=root.base.key), spec, init_seed=root.init_seed)
-        return backend.load(at)
+        return backend.load(at, head=spec.head, init_seed=root.init_seed)
 
 
 class Redo:

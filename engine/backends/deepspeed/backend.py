@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from engine.adapters import LoraSpec
+from engine.adapters import Head, LoraSpec
 from engine.backends import machine
 from engine.backends.deepspeed import OUT_OF_MEMORY_MARK
 from engine.backends.deepspeed.held import Places, held_bytes
@@ -21,7 +21,9 @@ from engine.backends.deepspeed.hollow import open_hollow, probe, streamed
 from engine.backends.deepspeed.options import ZeroOptions
 from engine.backends.group.group import Group
 from engine.backends.protocol import Objective, UpdateReport
+from engine.backends.scalar_lm import check_has_language_head
 from engine.backends.torch_backend import TorchBackend
+from engine.backends.updates import check_gives
 from engine.errors import BadSpec, OutOfMemory, WorkerDied
 from engine.protocol import TokenSequence
 from engine.samples import Sample
@@ -119,12 +121,14 @@ class DeepSpeedBackend:
 
     # -- trainers ---------------------------------------------------------------------------------------------
 
-    def load(self, folder: Path) -> DeepSpeedTrainer:
+    def load(self, folder: Path, *, head: Head = "lm", init_seed: int = 0) -> DeepSpeedTrainer:
         """Every rank reads its part of the folder, which all nodes must see."""
+        if head == "lm":
+            check_has_language_head(folder)
         generation = self.group.start()
         self.sweep()
         number = next(self._numbers)
-        info = self.group.call_in(generation, "load", number, folder)
+        info = self.group.call_in(generation, "load", number, folder, head, init_seed)
         return DeepSpeedTrainer(self, number, generation, info)
 
     def try_load(self, folder: Path) -> None:
@@ -211,6 +215,10 @@ class DeepSpeedTrainer:
         group = self._backend.group
         return group.alive and group.generation == self._generation
 
+    @property
+    def scalar(self) -> bool:
+        return self._info["scalar"]
+
     def update(
         self,
         samples: Sequence[Sample],
@@ -228,7 +236,12 @@ class DeepSpeedTrainer:
     def logprobs(
         self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int
     ) -> list[list[float]]:
+        check_gives("logprobs", scalar=self.scalar, name="the policy")
         return self._call_within_memory("logprobs", list(sequences), temperature, max_tokens=max_tokens)
+
+    def values(self, sequences: Sequence[TokenSequence], *, max_tokens: int) -> list[list[float]]:
+        check_gives("values", scalar=self.scalar, name="the policy")
+        return self._call_within_memory("values", list(sequences), max_tokens=max_tokens)
 
     def reset_optimizer(self) -> None:
         self._call("reset_optimizer")

@@ -21,7 +21,15 @@ from torch.overrides import TorchFunctionMode
 from engine.backends.attention import register_attention
 from engine.backends.causal_lm import CausalLM, probe_packed_forward
 from engine.backends.pieces import Tensors
-from engine.backends.scalar_lm import ScalarLM, is_scalar, load_model, probe_scalar_forward, scalar_head
+from engine.backends.scalar_lm import (
+    ScalarLM,
+    is_scalar,
+    load_model,
+    new_head,
+    probe_scalar_forward,
+    scalar_head,
+    with_scalar_head,
+)
 from engine.errors import BadSpec
 from engine.model_folder import check_model_folder
 
@@ -48,8 +56,11 @@ class Hollow:
     """Whether its packed forward was compared with the model's own."""
 
 
-def open_hollow(folder: Path, *, dtype: torch.dtype, held: torch.dtype, device: torch.device) -> Hollow:
+def open_hollow(
+    folder: Path, *, dtype: torch.dtype, held: torch.dtype, device: torch.device, head_seed: int | None = None
+) -> Hollow:
     """The model of a plain Hugging Face folder, built as for `dtype`, with hollow parameters in `held` on `device`.
+    `head_seed`: a causal model's, with a new scalar head that it draws in the place of the language head.
 
     A folder whose tensors have other names than the model (transformers renames them as it loads), and float64, are
     read whole into the machine's memory first.
@@ -59,9 +70,13 @@ def open_hollow(folder: Path, *, dtype: torch.dtype, held: torch.dtype, device: 
     """
     check_model_folder(folder)
     register_attention()
-    found = None if dtype == torch.float64 else _from_files(folder, dtype)
+    found = None
+    if dtype != torch.float64 and head_seed is None:
+        found = _from_files(folder, dtype)
     if found is None:
         model = load_model(folder, dtype=dtype, compute_dtype=dtype, device=torch.device("cpu"))
+        if head_seed is not None:
+            model = with_scalar_head(model, new_head(model, head_seed), folder.name)
         loaded = _Loaded({name: tensor.detach() for name, tensor in model.named_weights()})
         found = Hollow(model, loaded, probed=True)
     _hollow_out(found.model.module, held, device)

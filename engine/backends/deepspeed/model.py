@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from engine.backends.attention import Layout, PackedLayout
-from engine.backends.causal_lm import CausalLM, at_least_float32
+from engine.backends.causal_lm import CausalLM
 from engine.backends.deepspeed.ulysses import SequenceGroup, UlyssesLayout
 from engine.backends.packing import Packed
+from engine.backends.scalar_lm import values_of
 from engine.errors import BadSpec
 
 
@@ -69,7 +70,7 @@ class RankModel(CausalLM):
 
     def values(self, packed: Packed) -> Tensor:
         """A scalar head's numbers (N,), as `ScalarLM.values`; those of other ranks come without gradient."""
-        return self._at_sources(packed, lambda hidden, _target: at_least_float32(self.head(hidden).squeeze(1)))
+        return self._at_sources(packed, lambda hidden, _target: values_of(self.head, hidden))
 
     def _at_sources(self, packed: Packed, head: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """`head` of the hidden states (n, H) before trained tokens and of those tokens (n,): (N, …) over all ranks."""

@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
+from engine.adapters import Head
 from engine.backends.deepspeed.options import ZeroOptions
 from engine.backends.deepspeed.ulysses import SequenceGroup
 from engine.backends.protocol import Objective, UpdateReport
+from engine.backends.scalar_lm import is_scalar
 from engine.errors import BadSpec
 from engine.protocol import TokenSequence
 from engine.samples import Sample
@@ -32,18 +34,21 @@ class RankTrainers:
         self._trainers: dict[int, Any] = {}
         self._sequences: dict[int, SequenceGroup] = {}
 
-    def load(self, number: int, folder: Path) -> dict[str, Any]:
+    def load(self, number: int, folder: Path, head: Head = "lm", init_seed: int = 0) -> dict[str, Any]:
         """Loads a model as trainer `number`; what the engine wants to know of it."""
         from engine.backends.deepspeed.trainer import ZeroTrainer
 
         size = self._options.trainer.sequence_parallel
         if size > 1 and size not in self._sequences:
             self._sequences[size] = SequenceGroup(size)
-        trainer = ZeroTrainer(folder, self._options, device=self._device, sequence=self._sequences.get(size))
+        drawn = init_seed if head == "scalar" and not is_scalar(folder) else None
+        sequence = self._sequences.get(size)
+        trainer = ZeroTrainer(folder, self._options, device=self._device, sequence=sequence, head_seed=drawn)
         self._trainers[number] = trainer
         shapes = trainer.state.shards.shapes
         return {
             "parameters": sum(torch.Size(shape).numel() for shape in shapes.values()),
+            "scalar": trainer.model.scalar,
             "buffers_nbytes": sum(buffer.nbytes for buffer in trainer.state.buffers.values()),
         }
 
@@ -79,6 +84,9 @@ class RankTrainers:
         self, number: int, sequences: Sequence[TokenSequence], temperature: float, max_tokens: int
     ) -> list[list[float]]:
         return self._of(number).logprobs(sequences, temperature=temperature, max_tokens=max_tokens)
+
+    def values(self, number: int, sequences: Sequence[TokenSequence], max_tokens: int) -> list[list[float]]:
+        return self._of(number).values(sequences, max_tokens=max_tokens)
 
     def reset_optimizer(self, number: int) -> None:
         self._of(number).reset_optimizer()

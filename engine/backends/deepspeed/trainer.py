@@ -30,17 +30,19 @@ from engine.backends.protocol import Objective, UpdateReport
 from engine.backends.updates import (
     Accumulated,
     Totals,
+    check_gives,
     check_reads,
     check_sequences,
     is_out_of_memory,
     metrics_of,
     micro_batch_loss,
+    per_sequence,
     rehearse,
     split_once,
     totals_of,
     without_gradient,
 )
-from engine.errors import BadModelFolder, BadSpec, NonFiniteGradient, PermanentEngineError
+from engine.errors import BadModelFolder, NonFiniteGradient, PermanentEngineError
 from engine.losses.inputs import Outputs
 from engine.protocol import TokenSequence
 from engine.samples import Sample
@@ -53,9 +55,15 @@ class ZeroTrainer:
     """Keeps this rank's part of the model of `folder`, and reads no more of it."""
 
     def __init__(
-        self, folder: Path, options: ZeroOptions, *, device: torch.device, sequence: SequenceGroup | None = None
+        self,
+        folder: Path,
+        options: ZeroOptions,
+        *,
+        device: torch.device,
+        sequence: SequenceGroup | None = None,
+        head_seed: int | None = None,
     ) -> None:
-        """`sequence`: the ranks that share each packed row; None when none do."""
+        """`sequence`: the ranks that share each packed row; None when none do. `head_seed`: see `open_hollow`."""
         self._device, self._stage = device, options.trainer.zero_stage
         self._ranks, self._sequence = dist.get_world_size(), sequence
         shared = 1 if sequence is None else sequence.size
@@ -63,7 +71,7 @@ class ZeroTrainer:
         """How many groups of ranks take micro-batches of their own, and which this one's is."""
         master = options.master_dtype
         held = master if self._stage == 0 else options.dtype
-        hollow = open_hollow(folder, dtype=master, held=held, device=device)
+        hollow = open_hollow(folder, dtype=master, held=held, device=device, head_seed=head_seed)
         loaded = hollow.model
         self.module: Any = loaded.module
         fuse_kernels(self.module, options.trainer.liger, device)
@@ -214,14 +222,29 @@ class ZeroTrainer:
             if not short_of_memory:
                 raise PermanentEngineError(f"rank {rank}: {said}") from mine
 
-    # -- logprobs ---------------------------------------------------------------------------------------------
+    # -- reading ----------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def logprobs(
         self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int
     ) -> list[list[float]]:
         """Nats of every trained token, per sequence, in the order given."""
-        self._check(sequences)
+        check_gives("logprobs", scalar=self.model.scalar, name=type(self.module).__name__)
+        return self._read(sequences, lambda packed: self.gradients.logprobs(packed, temperature), max_tokens)
+
+    def values(self, sequences: Sequence[TokenSequence], *, max_tokens: int) -> list[list[float]]:
+        """The scalar head's number before every trained token, per sequence, in the order given."""
+        check_gives("values", scalar=self.model.scalar, name=type(self.module).__name__)
+
+        def forward(packed: Packed) -> torch.Tensor:
+            return self.gradients.ask(lambda model: model.values(packed))
+
+        return self._read(sequences, forward, max_tokens)
+
+    @torch.no_grad()
+    def _read(
+        self, sequences: Sequence[TokenSequence], forward: Callable[[Packed], torch.Tensor], max_tokens: int
+    ) -> list[list[float]]:
+        self._check_sequences(sequences)  # here, on all ranks alike, not in the middle of a pass
 
         def run(max_tokens: int) -> list[list[float]]:
             passes = deal(sequences, max_tokens=max_tokens, ranks=self._readers)
@@ -232,9 +255,7 @@ class ZeroTrainer:
                     indices = row[self._reader]
                     chosen: list[Packable] = [EMPTY_PASS] if indices is None else [sequences[i] for i in indices]
                     packed = pack(chosen, device=self._device)
-                    values_N = self.gradients.logprobs(packed, temperature)
-                    parts = values_N.split(list(packed.trained_S))
-                    mine.update({i: part.tolist() for i, part in zip(indices or [], parts, strict=False)})
+                    mine.update(zip(indices or [], per_sequence(forward(packed), packed), strict=False))
                     progress()
 
             self._together(compute, recovers=self._stage != 3 and self._sequence is None)
@@ -242,14 +263,6 @@ class ZeroTrainer:
             return [found[index] for index in range(len(sequences))]
 
         return split_once(run, sequences, max_tokens, device=self._device, forget=lambda: None)
-
-    def _check(self, sequences: Sequence[Packable]) -> None:
-        if self.model.scalar:  # here, on all ranks alike, not in the middle of a pass
-            raise BadSpec(
-                f"{type(self.module).__name__} gives one number per token, and no logprobs; this loss and "
-                "logprobs_per_token need a causal language model"
-            )
-        self._check_sequences(sequences)
 
     def _check_sequences(self, sequences: Sequence[Packable]) -> None:
         check_sequences(sequences, vocab_size=self.model.vocab_size, context_length=self.model.context_length)

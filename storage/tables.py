@@ -41,6 +41,10 @@ SCHEMAS: dict[str, pa.Schema] = {
     "threads": _schema(
         ("index", pa.int64()), ("id", pa.string()), ("thread", pa.string()), nullable=[("metadata", pa.string())]
     ),
+    "pairs": _schema(  # of conversations, which differ in how they go on
+        ("index", pa.int64()), ("id", pa.string()), ("chosen", pa.string()), ("rejected", pa.string()),
+        nullable=[("metadata", pa.string())],
+    ),
     "rollouts": _schema(
         ("prompt_index", pa.int64()),
         ("prompt_id", pa.string()),

@@ -16,7 +16,7 @@ from storage.models import canonical_json, digest
 from storage.objects import open_store
 from tasks.datasets.errors import DatasetError
 from tasks.datasets.load import LoadedDataset, load_dataset
-from tasks.datasets.spec import FileDataset
+from tasks.datasets.spec import DatasetUse, FileDataset
 
 data_app = typer.Typer(help="Datasets in the store.", no_args_is_help=True)
 
@@ -33,7 +33,11 @@ def _group() -> None:
 def add(
     path: Annotated[str, typer.Argument(metavar="FILE", help="JSON lines or Parquet, or a pattern: data/*.parquet.")],
     use: Annotated[
-        Literal["prompt", "completion"], typer.Option(help="prompt: to continue (grpo). completion: to learn (sft).")
+        Literal["prompt", "completion", "preference", "rating"],
+        typer.Option(
+            help="prompt: to continue (grpo). completion: to learn (sft). preference: chosen and rejected (dpo). "
+            "rating: completions with a number (reward_model)."
+        ),
     ] = "prompt",
     storage: Storage = DEFAULT_STORAGE,
     sets: Sets = None,
@@ -60,7 +64,7 @@ def add(
     print(f"{name}@{version}: {data.rows} rows{skipped}, {'new' if data.new else 'there already'}")
 
 
-def _tell(data: LoadedDataset, spec: FileDataset, use: Literal["prompt", "completion"], server: str) -> None:
+def _tell(data: LoadedDataset, spec: FileDataset, use: DatasetUse, server: str) -> None:
     if not server or not data.new:
         return
     # imported here: Prefect costs seconds

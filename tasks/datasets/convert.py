@@ -30,16 +30,18 @@ def thread_from_row(values: dict[str, Any], place: Place, spec: FileDataset, kin
     """The thread of one row. Raises BadRow.
 
     kind prompt: the last turn is not the assistant's. kind completion: it is, and the assistant turns to learn have
-    weight 1: the completion's, or in the messages layout every assistant turn.
+    weight 1: the completion's, or in the messages layout every assistant turn. kind rating: a completion whose metadata
+    has the number `res`.
     """
-    metadata = _metadata(values, place, spec)
+    answered = kind in ("completion", "rating")
+    metadata = metadata_of(values, place, spec)
     if _layout(values, place, spec) == "messages":
         turns, learn_from = _messages(values, column_of("messages", spec), place), 0
     else:
-        turns = _prompt(values, column_of("prompt", spec), place)
+        turns = prompt_turns(values, column_of("prompt", spec), place)
         learn_from = len(turns)
-        if kind == "completion":
-            turns = turns + _completion(values, column_of("completion", spec), place)
+        if answered:
+            turns = turns + answer_turns(values, column_of("completion", spec), place)
     if spec.system_prompt and turns[0][0] != "system":
         turns, learn_from = [("system", spec.system_prompt), *turns], learn_from + 1
     _check_last_turn(turns, place, kind)
@@ -47,7 +49,21 @@ def thread_from_row(values: dict[str, Any], place: Place, spec: FileDataset, kin
         thread = StringThread(turns=turns, metadata=metadata)
     except ThreadError as error:
         raise place.bad(None, given="values that make no thread", expected="a conversation", todo=str(error)) from error
-    return thread.with_weight_assistant_turns_from_index(learn_from) if kind == "completion" else thread
+    if kind == "rating":
+        check_rating(thread, place)
+    return thread.with_weight_assistant_turns_from_index(learn_from) if answered else thread
+
+
+def check_rating(thread: StringThread, place: Place) -> None:
+    """Raises BadRow for a thread without the number that a reward model is to give it."""
+    given = thread.metadata.get("res")
+    if isinstance(given, bool) or not isinstance(given, int | float):
+        raise place.bad(
+            "metadata.res",
+            given=_shown(given),
+            expected="a number: the rating of the answer",
+            todo="Put it into metadata, or name its column: metadata_columns=('res',).",
+        )
 
 
 def column_of(role: ColumnRole, spec: FileDataset) -> str:
@@ -90,7 +106,7 @@ def _value(values: dict[str, Any], column: str, place: Place) -> Any:
     return values[column]
 
 
-def _prompt(values: dict[str, Any], column: str, place: Place) -> list[Turn]:
+def prompt_turns(values: dict[str, Any], column: str, place: Place) -> list[Turn]:
     """A text is one user turn; a list is messages."""
     value = _value(values, column, place)
     if isinstance(value, list):
@@ -100,7 +116,7 @@ def _prompt(values: dict[str, Any], column: str, place: Place) -> list[Turn]:
     return [("user", _text(value, column, place))]
 
 
-def _completion(values: dict[str, Any], column: str, place: Place) -> list[Turn]:
+def answer_turns(values: dict[str, Any], column: str, place: Place) -> list[Turn]:
     """A text is one assistant turn (an empty one teaches the end of turn); a list is messages."""
     value = _value(values, column, place)
     if isinstance(value, list):
@@ -148,7 +164,7 @@ def _text(value: str, column: str, place: Place) -> str:
     return value
 
 
-def _metadata(values: dict[str, Any], place: Place, spec: FileDataset) -> dict[str, Any]:
+def metadata_of(values: dict[str, Any], place: Place, spec: FileDataset) -> dict[str, Any]:
     column = column_of("metadata", spec)
     value = _value(values, column, place) if "metadata" in spec.columns else values.get(column)
     if isinstance(value, str):
@@ -197,7 +213,7 @@ def _check_last_turn(turns: list[Turn], place: Place, kind: DatasetUse) -> None:
             expected="prompts, which end with a user or tool turn",
             todo="Load it as completions, or leave that turn out.",
         )
-    if kind == "completion" and last != "assistant":
+    if kind in ("completion", "rating") and last != "assistant":
         raise place.bad(
             None,
             given=f"a thread that ends with the {last} turn",

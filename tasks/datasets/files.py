@@ -1,17 +1,27 @@
 """Threads out of JSON lines and Parquet files, streamed; bad rows are errors, or are skipped and counted."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from engine.text.threads import StringThread
 from tasks.datasets.convert import Place, column_of, thread_from_row
 from tasks.datasets.errors import BadRow, DatasetError
+from tasks.datasets.preferences import Pair, pair_from_row
 from tasks.datasets.readers import find_files, format_of, json_lines, parquet_rows, parse_json_line
 from tasks.datasets.spec import ColumnRole, DatasetUse, FileDataset
 
+T = TypeVar("T")
+
 KEPT_REASONS = 10
+ROLES_OF: dict[DatasetUse, tuple[ColumnRole, ...]] = {
+    "prompt": ("messages", "prompt", "metadata"),
+    "completion": ("messages", "prompt", "completion", "metadata"),
+    "rating": ("messages", "prompt", "completion", "metadata"),
+    "preference": ("prompt", "chosen", "rejected", "metadata"),
+}
+"""Columns that are read."""
 
 
 @dataclass
@@ -40,6 +50,17 @@ def rows(
             f"{spec.path}: given a completion column, {spec.columns['completion']!r}, for a dataset of prompts, which "
             f"has no use for it. To keep it for graders: metadata_columns=({spec.columns['completion']!r},)."
         )
+    yield from _converted(spec, kind, skipped, lambda values, place: thread_from_row(values, place, spec, kind))
+
+
+def pairs(spec: FileDataset, *, skipped: SkippedRows | None = None) -> Iterator[Pair]:
+    """The file's preferences in its order, at most `spec.limit`. Raises as `rows` does."""
+    yield from _converted(spec, "preference", skipped, lambda values, place: pair_from_row(values, place, spec))
+
+
+def _converted(
+    spec: FileDataset, kind: DatasetUse, skipped: SkippedRows | None, convert: Callable[[dict[str, Any], Place], T]
+) -> Iterator[T]:
     skipped = SkippedRows() if skipped is None else skipped
     made = 0
     for place, raw in _raw_rows(spec, kind):
@@ -47,13 +68,13 @@ def rows(
             return
         try:
             values = parse_json_line(place.source, place.row, raw) if isinstance(raw, bytes) else raw
-            thread = thread_from_row(values, place, spec, kind)
+            found = convert(values, place)
         except BadRow as error:
             if spec.on_bad_row == "error":
                 raise
             skipped.add(error)
             continue
-        yield thread
+        yield found
         made += 1
 
 
@@ -68,8 +89,10 @@ def _raw_rows(spec: FileDataset, kind: DatasetUse) -> Iterator[tuple[Place, byte
 
 
 def _parquet_rows(file: Path, spec: FileDataset, kind: DatasetUse) -> Iterator[tuple[int, dict[str, Any]]]:
-    roles: tuple[ColumnRole, ...] = ("messages", "prompt", "completion", "metadata")
     named = set(spec.columns.values()) | set(spec.metadata_columns)
-    used = {column_of(role, spec) for role in roles if role != "completion" or kind == "completion"}
+    used = {column_of(role, spec) for role in ROLES_OF[kind]}
+    if kind == "preference":
+        required = {column_of(role, spec) for role in ("chosen", "rejected")}
+        return parquet_rows(file, wanted=named | used, required=named | required, any_of=required)
     layouts = {column_of("messages", spec), column_of("prompt", spec)}
     return parquet_rows(file, wanted=named | used, required=named, any_of=layouts)

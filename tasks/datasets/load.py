@@ -18,12 +18,18 @@ from storage.models import Frozen, canonical_json, digest
 from storage.objects import ObjectStore
 from storage.tables import TableWriter
 from tasks.datasets import files, gym
-from tasks.datasets.errors import BadRow, EmptyDataset
+from tasks.datasets.convert import Place, check_rating
+from tasks.datasets.errors import BadRow, DatasetError, EmptyDataset
 from tasks.datasets.files import SkippedRows
+from tasks.datasets.preferences import Pair, checked_pair
 from tasks.datasets.seen import SeenBefore
-from tasks.datasets.spec import DatasetUse, FileDataset, InlineDataset, ReasoningGymDataset
+from tasks.datasets.spec import DatasetUse, FileDataset, InlineDataset, InlinePairs, ReasoningGymDataset
+
+Source = FileDataset | ReasoningGymDataset | InlineDataset | InlinePairs
 
 BLOCK_ROWS = 256
+THREADS_OF = {"threads": ("thread",), "pairs": ("chosen", "rejected")}
+"""Table -> its columns that hold a conversation."""
 ID_CHARACTERS = 32
 """128 bits of sha256."""
 
@@ -41,22 +47,23 @@ class LoadedDataset(Frozen):
 
 def load_dataset(
     store: ObjectStore,
-    spec: FileDataset | ReasoningGymDataset | InlineDataset,
+    spec: Source,
     *,
     kind: DatasetUse = "prompt",
     provenance: Provenance,
 ) -> LoadedDataset:
-    """Commit the threads of `spec` under keys.dataset(name, version) and return the ref.
+    """Commit the threads of `spec` under keys.dataset(name, version) and return the ref (preferences: pairs).
 
     The version is a digest of the rows in their order, of `kind`, and of what the spec means (not of where a file
     lies or how it is encoded). Raises DatasetError and its kinds, before anything is visible in the store.
     """
     skipped = SkippedRows()
     content = hashlib.sha256(canonical_json({"layout": 1, "kind": kind, "spec": meaning(spec)}))
-    with TableWriter("threads") as writer:
-        for block in _blocks(_numbered(threads(spec, kind=kind, skipped=skipped))):
+    table = "pairs" if kind == "preference" else "threads"
+    with TableWriter(table) as writer:
+        for block in _blocks(_numbered(items(spec, kind=kind, skipped=skipped))):
             for row in block:
-                content.update(canonical_json([row["id"], row["thread"]]))
+                content.update(canonical_json([row["id"], *(row[name] for name in THREADS_OF[table])]))
             writer.write(block)
         if writer.rows == 0:
             raise EmptyDataset(_why_empty(spec, skipped))
@@ -78,23 +85,30 @@ def load_dataset(
     return LoadedDataset(ref=ref, rows=rows, new=new, skipped=skipped.count, skipped_reasons=tuple(skipped.reasons))
 
 
-def threads(
-    spec: FileDataset | ReasoningGymDataset | InlineDataset, *, kind: DatasetUse, skipped: SkippedRows
-) -> Iterator[StringThread]:
-    """The threads of any spec, in order, streamed."""
+def items(spec: Source, *, kind: DatasetUse, skipped: SkippedRows) -> Iterator[StringThread | Pair]:
+    """The threads, or pairs of them, of any spec, in order, streamed. Raises DatasetError where there are none."""
     if isinstance(spec, FileDataset):
+        if kind == "preference":
+            return files.pairs(spec, skipped=skipped)
         return files.rows(spec, kind=kind, skipped=skipped)
+    if isinstance(spec, InlinePairs) != (kind == "preference"):
+        given = "pairs" if isinstance(spec, InlinePairs) else f"{dataset_name(spec)!r}, which has none"
+        raise DatasetError(f"given {given}, for a dataset of {kind}s; expected {kind}s")
+    if isinstance(spec, InlinePairs):
+        return _inline_pairs(spec)
     if isinstance(spec, ReasoningGymDataset):
+        if kind == "rating":
+            raise DatasetError(f"given {dataset_name(spec)!r}, whose answers have no rating; expected a file")
         return gym.rows(spec, kind=kind)
     return _inline(spec, kind)
 
 
-def meaning(spec: FileDataset | ReasoningGymDataset | InlineDataset) -> dict[str, Any]:
+def meaning(spec: Source) -> dict[str, Any]:
     """The part of a spec that changes which rows there are. A file moved, or written as Parquet, is the same data."""
-    return spec.model_dump(mode="json", exclude={"path", "format", "threads"})
+    return spec.model_dump(mode="json", exclude={"path", "format", "threads", "pairs"})
 
 
-def dataset_name(spec: FileDataset | ReasoningGymDataset | InlineDataset) -> str:
+def dataset_name(spec: Source) -> str:
     """The folder of the dataset's versions: the file's name, or reasoning-gym's."""
     if isinstance(spec, FileDataset):
         plain = re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(spec.path).stem).strip("-.")[:100]
@@ -107,17 +121,26 @@ def prompt_id(thread: StringThread) -> str:
     return digest(thread.to_json().encode())[:ID_CHARACTERS]
 
 
-def _numbered(source: Iterator[StringThread]) -> Iterator[dict[str, Any]]:
+def _identity(item: StringThread | Pair) -> tuple[str, dict[str, str]]:
+    """What names an item, and its columns."""
+    if isinstance(item, StringThread):
+        return prompt_id(item), {"thread": item.to_json()}
+    columns = {"chosen": item.chosen.to_json(), "rejected": item.rejected.to_json()}
+    return digest(canonical_json(list(columns.values())))[:ID_CHARACTERS], columns
+
+
+def _numbered(source: Iterator[StringThread | Pair]) -> Iterator[dict[str, Any]]:
     """Rows of the table. The n-th repetition of a row (from 1) has `#n` after its id."""
     with SeenBefore() as seen:
-        for index, thread in enumerate(source):
-            identity = prompt_id(thread)
+        for index, item in enumerate(source):
+            identity, columns = _identity(item)
             repetition = seen.count(identity)
+            metadata = item.metadata if isinstance(item, StringThread) else item.chosen.metadata
             yield {
                 "index": index,
                 "id": f"{identity}#{repetition}" if repetition else identity,
-                "thread": thread.to_json(),
-                "metadata": canonical_json(dict(thread.metadata)).decode(),
+                **columns,
+                "metadata": canonical_json(dict(metadata)).decode(),
             }
 
 
@@ -129,14 +152,21 @@ def _blocks(rows: Iterator[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
 def _inline(spec: InlineDataset, kind: DatasetUse) -> Iterator[StringThread]:
     for row, thread in enumerate(spec.threads, start=1):
         last = thread.turns[-1].role if thread.turns else None
-        if last is None or (last == "assistant") != (kind == "completion"):
-            ends = "an assistant turn" if kind == "completion" else "a user or tool turn"
+        if last is None or (last == "assistant") != (kind != "prompt"):
+            ends = "a user or tool turn" if kind == "prompt" else "an assistant turn"
             given = "an empty thread" if last is None else f"a thread that ends with the {last} turn"
             raise BadRow("threads", row, None, given=given, expected=f"{kind}s, which end with {ends}")
+        if kind == "rating":
+            check_rating(thread, Place("threads", row))
         yield thread
 
 
-def _why_empty(spec: FileDataset | ReasoningGymDataset | InlineDataset, skipped: SkippedRows) -> str:
+def _inline_pairs(spec: InlinePairs) -> Iterator[Pair]:
+    for row, (chosen, rejected) in enumerate(spec.pairs, start=1):
+        yield checked_pair(chosen, rejected, Place("pairs", row))
+
+
+def _why_empty(spec: Source, skipped: SkippedRows) -> str:
     where = spec.path if isinstance(spec, FileDataset) else dataset_name(spec)
     if skipped.count:
         return f"{where}: all {skipped.count} rows were skipped; expected at least one usable. {skipped.reasons[0]}"

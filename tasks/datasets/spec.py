@@ -8,14 +8,16 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 from engine.text.threads import StringThread
 from storage.models import Frozen
 
-DatasetUse = Literal["prompt", "completion"]
-"""prompt: the model continues the thread. completion: the thread ends with the turn to learn."""
+DatasetUse = Literal["prompt", "completion", "preference", "rating"]
+"""prompt: the model continues the thread. completion: the thread ends with the turn to learn. preference: two threads
+that go on differently, one of them preferred. rating: a completion with a number, `res`, in its metadata."""
 
-ColumnRole = Literal["messages", "prompt", "completion", "metadata"]
+ColumnRole = Literal["messages", "prompt", "completion", "chosen", "rejected", "metadata"]
 
 
 class FileDataset(Frozen):
-    """Rows of a JSON lines or Parquet file. A row has either `messages` or `prompt` (and `completion`)."""
+    """Rows of a JSON lines or Parquet file. A row has either `messages` or `prompt` (and `completion`); one of
+    preferences has `chosen` and `rejected`, and `prompt` where they are only what follows it."""
 
     kind: Literal["file"] = "file"
     path: str = Field(min_length=1)
@@ -35,8 +37,11 @@ class FileDataset(Frozen):
 
     @model_validator(mode="after")
     def _one_layout(self) -> Self:
-        if "messages" in self.columns and {"prompt", "completion"} & set(self.columns):
-            raise ValueError(f"given columns={self.columns}; expected either messages, or prompt and completion")
+        if "messages" in self.columns and {"prompt", "completion", "chosen", "rejected"} & set(self.columns):
+            raise ValueError(
+                f"given columns={self.columns}; expected either messages, or prompt and completion, or chosen and "
+                "rejected (and prompt)"
+            )
         return self
 
 
@@ -92,4 +97,15 @@ class InlineDataset(Frozen):
         return cls(threads=tuple(threads))
 
 
-DatasetSpec = Annotated[FileDataset | ReasoningGymDataset | InlineDataset, Field(discriminator="kind")]
+class InlinePairs(Frozen):
+    """Preferences given in process: (preferred, dispreferred)."""
+
+    kind: Literal["inline_pairs"] = "inline_pairs"
+    pairs: tuple[tuple[StringThread, StringThread], ...]
+
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[StringThread, StringThread]]) -> "InlinePairs":
+        return cls(pairs=tuple(pairs))
+
+
+DatasetSpec = Annotated[FileDataset | ReasoningGymDataset | InlineDataset | InlinePairs, Field(discriminator="kind")]

@@ -1,6 +1,6 @@
 """The gradient of an update is that of the definition, however it is packed and split; AdamW and clipping are torch's.
 
-Gradients are caught where they are used: at the door of the optimizer. Axes: N trained token of one sample.
+Axes: N trained token of one sample.
 """
 
 from __future__ import annotations
@@ -15,25 +15,23 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import AutoModelForCausalLM
 
 from engine.backends.causal_lm import CausalLM, digest_weights, load_causal_lm
-from engine.backends.protocol import Objective, UpdateReport
+from engine.backends.protocol import Objective
 from engine.backends.torch_trainer import TorchTrainer
 from engine.errors import BadSpec, NonFiniteGradient
 from engine.losses.normalisation import token_weights
 from engine.losses.spec import CrossEntropySpec, GRPOSpec
 from engine.samples import Sample
 from storage.chain import OptimizerSpec
+from tests.engine.gradients import WHOLE, Grads, distance, norm_of, update
 
 CPU = torch.device("cpu")
 CLIP, BETA = 0.2, 0.3
-WHOLE, SPLIT = 4096, 14  # 14 tokens: the longest sample, so that groups are torn apart
-NO_CLIP = 1e9
+SPLIT = 14
+"""Tokens of the longest sample, so that groups are torn apart."""
 RELATIVE = {torch.float64: 1e-10, torch.float32: 1e-5}
-
-Grads = dict[str, Tensor]
 
 
 def load(folder: Path, dtype: torch.dtype) -> CausalLM:
@@ -145,46 +143,6 @@ def plain(model: CausalLM) -> Iterator[nn.Module]:
 def samples(model: CausalLM) -> list[Sample]:
     with plain(model) as module, torch.no_grad():
         return samples_of(module)
-
-
-# -- the trainer's ---------------------------------------------------------------------------------------------
-
-
-def update(
-    trainer: TorchTrainer,
-    samples: Sequence[Sample],
-    objective: Objective,
-    optimizer: OptimizerSpec | None = None,
-    *,
-    max_tokens: int = WHOLE,
-) -> tuple[UpdateReport, Grads]:
-    """One update and the gradient that the optimizer was given; no gradient when it was not called."""
-    names = {id(p): name for name, p in trainer.model.module.named_parameters()}
-    caught: Grads = {}
-
-    def catch(adamw: torch.optim.Optimizer, *_: Any) -> None:
-        for group in adamw.param_groups:
-            caught.update({names[id(p)]: p.grad.clone() for p in group["params"] if p.grad is not None})
-
-    hook = register_optimizer_step_pre_hook(catch)
-    try:
-        report = trainer.update(
-            samples, objective, optimizer or OptimizerSpec(lr=0, max_grad_norm=NO_CLIP), max_tokens=max_tokens
-        )
-    finally:
-        hook.remove()
-    return report, caught
-
-
-def distance(found: Grads, expected: Grads) -> float:
-    """Relative L2 distance of the whole gradients."""
-    assert found.keys() == expected.keys()
-    gap = math.sqrt(sum((found[name] - expected[name]).double().square().sum().item() for name in expected))
-    return gap / norm_of(expected)
-
-
-def norm_of(grads: Grads) -> float:
-    return math.sqrt(sum(grad.double().square().sum().item() for grad in grads.values()))
 
 
 CE = Objective(CrossEntropySpec())

@@ -1,4 +1,4 @@
-"""The GRPO loss against published fixtures: values and gradients, in float64.
+"""The policy gradients against published fixtures: values and gradients, in float64.
 
 Two sequences of 2 and 4 tokens, advantages +1 and -1. The numbers are golden values of the project's algorithm notes,
 checked there against independent implementations; none comes from this code.
@@ -6,92 +6,129 @@ checked there against independent implementations; none comes from this code.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 from engine.errors import BadSpec
 from engine.losses.inputs import LossInputs, Outputs, TokenLoss
 from engine.losses.kl import KL_ESTIMATORS
 from engine.losses.normalisation import token_weights
-from engine.losses.policy_gradient import grpo_loss as loss_of
-from engine.losses.spec import GRPOSpec
-
-OLD = torch.tensor([-2, -2, -2, -0.3, -2, -2], dtype=torch.float64)
-NEW = torch.tensor([-1.78, -2.1, -0.5, -0.7, -2.0, -2.05], dtype=torch.float64)
-ADVANTAGES = torch.tensor([1, 1, -1, -1, -1, -1], dtype=torch.float64)
-LENGTHS = [2, 4]
+from engine.losses.registry import LOSSES
+from engine.losses.spec import CISPOSpec, GRPOSpec, GSPOSpec
+from tests.engine.losses.cases import SPECS
 
 
-def grpo_loss(
-    logprobs: torch.Tensor,
-    old: torch.Tensor,
-    reference: torch.Tensor | None,
-    advantages: torch.Tensor,
-    *,
-    spec: GRPOSpec,
-) -> TokenLoss:
-    outputs = Outputs(logprobs_N=logprobs)
-    return loss_of(LossInputs(outputs, old_N=old, reference_N=reference, advantages_N=advantages), spec)
+def f64(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
 
 
-def loss_and_gradient(norm_constant: float | None = None, norm: str = "token_mean", **options: float) -> tuple:
-    spec = GRPOSpec(
-        **{"clip_low": 0.2, "clip_high": 0.2, "kl_beta": 0.0} | options, norm=norm, norm_constant=norm_constant
+OLD = f64(-2, -2, -2, -0.3, -2, -2)
+NEW = f64(-1.78, -2.1, -0.5, -0.7, -2.0, -2.05)
+ADVANTAGES = f64(1, 1, -1, -1, -1, -1)
+LENGTHS = (2, 4)
+BY_02: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.2, "kl_beta": 0.0}
+
+PolicySpec = GRPOSpec | GSPOSpec | CISPOSpec
+
+
+def fixture_inputs(logprobs_N: Tensor, reference_N: Tensor | None = None) -> LossInputs:
+    outputs = Outputs(logprobs_N=logprobs_N)
+    return LossInputs(outputs, LENGTHS, old_N=OLD, reference_N=reference_N, advantages_N=ADVANTAGES)
+
+
+def one_token(logprob: Tensor, old: float, advantage: float, **columns: Tensor) -> LossInputs:
+    return LossInputs(Outputs(logprob), (1,), old_N=f64(old), advantages_N=f64(advantage), **columns)
+
+
+def token_loss(inputs: LossInputs, spec: PolicySpec) -> TokenLoss:
+    found = LOSSES[spec.kind](inputs, spec)
+    assert isinstance(found, TokenLoss)
+    return found
+
+
+def loss_and_gradient(spec: PolicySpec) -> tuple[float, list[float]]:
+    logprobs_N = NEW.clone().requires_grad_()
+    token = token_loss(fixture_inputs(logprobs_N), spec)
+    weights_N = token_weights(
+        LENGTHS, norm=spec.norm, total_tokens=6, total_sequences=2, constant=spec.norm_constant
     )
-    logprobs = NEW.clone().requires_grad_()
-    token = grpo_loss(logprobs, OLD, None, ADVANTAGES, spec=spec)
-    weights = token_weights(LENGTHS, norm=norm, total_tokens=6, total_sequences=2, constant=norm_constant)
-    loss = (token.values_N * weights).sum()
+    loss = (token.values_N * weights_N).sum()
     loss.backward()
-    return loss.item(), logprobs.grad.tolist()
+    return loss.item(), logprobs_N.grad.tolist()
 
 
-@pytest.mark.parametrize(
-    ("options", "value", "gradient"),
-    [
-        ({"dual_clip": 3.0}, 0.60773200, [0, -0.150806, 0, 0, 0.166667, 0.158538]),
-        ({}, 0.85468018, [0, -0.150806, 0.746948, 0, 0.166667, 0.158538]),
-        ({"clip_high": 0.28}, 0.84700072, [-0.207679, -0.150806, 0.746948, 0, 0.166667, 0.158538]),
-        ({"norm": "sequence_mean"}, 0.37790546, [0, -0.226209, 0.560211, 0, 0.125, 0.118904]),
-        ({"norm": "token_sum"}, 5.12808108, [0, -0.904837, 4.481689, 0, 1.0, 0.951229]),
-        ({"norm": "constant", "norm_constant": 8}, 0.32050507, [0, -0.056552, 0.280106, 0, 0.0625, 0.059452]),
-    ],
-    ids=["dual_clip", "token_mean", "clip_higher", "sequence_mean", "token_sum", "constant"],
-)
-def test_golden_values_and_gradients(options: dict, value: float, gradient: list[float]) -> None:
-    loss, found = loss_and_gradient(**options)
-    assert loss == pytest.approx(value, abs=5e-9)
-    assert found == pytest.approx(gradient, abs=5e-7)
+GOLDEN = {
+    "dual_clip": (GRPOSpec(**BY_02, dual_clip=3.0), 0.60773200, [0, -0.150806, 0, 0, 0.166667, 0.158538]),
+    "token_mean": (GRPOSpec(**BY_02), 0.85468018, [0, -0.150806, 0.746948, 0, 0.166667, 0.158538]),
+    "clip_higher": (
+        GRPOSpec(**BY_02 | {"clip_high": 0.28}),
+        0.84700072,
+        [-0.207679, -0.150806, 0.746948, 0, 0.166667, 0.158538],
+    ),
+    "sequence_mean": (
+        GRPOSpec(**BY_02, norm="sequence_mean"),
+        0.37790546,
+        [0, -0.226209, 0.560211, 0, 0.125, 0.118904],
+    ),
+    "token_sum": (GRPOSpec(**BY_02, norm="token_sum"), 5.12808108, [0, -0.904837, 4.481689, 0, 1.0, 0.951229]),
+    "constant": (
+        GRPOSpec(**BY_02, norm="constant", norm_constant=8),
+        0.32050507,
+        [0, -0.056552, 0.280106, 0, 0.0625, 0.059452],
+    ),
+    "gspo_narrow": (
+        GSPOSpec(clip_low=3e-4, clip_high=4e-4, kl_beta=0.0),
+        0.14988823,
+        [0, 0, 0.162522, 0.162522, 0.162522, 0.162522],
+    ),
+    "gspo_wide": (
+        GSPOSpec(**BY_02),
+        0.11916996,
+        [-0.265459, -0.265459, 0.162522, 0.162522, 0.162522, 0.162522],
+    ),
+    "cispo": (CISPOSpec(**BY_02), -0.17897696, [-0.2, -0.150806, 0.2, 0.133333, 0.166667, 0.158538]),
+}
+
+
+@pytest.mark.parametrize(("spec", "value", "gradient"), GOLDEN.values(), ids=GOLDEN.keys())
+def test_golden_values_and_gradients(spec: PolicySpec, value: float, gradient: list[float]) -> None:
+    loss, found = loss_and_gradient(spec)
+    assert loss == pytest.approx(value, abs=5.1e-9)  # all of the digits that the notes give
+    assert found == pytest.approx(gradient, abs=5.1e-7)
 
 
 @pytest.mark.parametrize(
     ("name", "mean"), [("k1", 0.05833333), ("abs", 0.55 / 6), ("k2", 0.00604167), ("k3", 0.00580099)]
 )
 def test_golden_kl(name: str, mean: float) -> None:
-    gaps = torch.tensor([0.2, -0.1, 0.1, 0.1, 0, 0.05], dtype=torch.float64)
-    assert KL_ESTIMATORS[name](gaps, torch.zeros(6, dtype=torch.float64)).mean().item() == pytest.approx(mean, abs=5e-9)
+    gaps = f64(0.2, -0.1, 0.1, 0.1, 0, 0.05)
+    assert KL_ESTIMATORS[name](gaps, torch.zeros_like(gaps)).mean().item() == pytest.approx(mean, abs=5e-9)
 
 
 def test_the_kl_term_pulls_towards_the_reference() -> None:
     # d k3 / d l = 1 - exp(q - l); l above q: positive, so descent lowers l
-    logprobs = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
-    reference = torch.tensor([-2.0], dtype=torch.float64)
-    token = grpo_loss(
-        logprobs, logprobs.detach(), reference, torch.zeros(1, dtype=torch.float64), spec=GRPOSpec(kl_beta=0.5)
-    )
+    logprob = f64(-1.0).requires_grad_()
+    token = token_loss(one_token(logprob, -1.0, 0.0, reference_N=f64(-2.0)), GRPOSpec(kl_beta=0.5))
     token.values_N.sum().backward()
-    assert logprobs.grad.item() == pytest.approx(0.5 * (1 - 0.36787944), abs=1e-8)
+    assert logprob.grad.item() == pytest.approx(0.5 * (1 - 0.36787944), abs=1e-8)
     assert token.sums["kl_sum"].item() == pytest.approx(0.36787944 + 1 - 1, abs=1e-8)
 
 
 def test_kl_without_a_reference_is_refused() -> None:
     with pytest.raises(BadSpec, match="needs reference logprobs"):
-        grpo_loss(NEW, OLD, None, ADVANTAGES, spec=GRPOSpec(kl_beta=0.1))
+        token_loss(fixture_inputs(NEW), GRPOSpec(kl_beta=0.1))
 
 
-def test_constant_norm_needs_its_constant() -> None:
-    with pytest.raises(ValueError, match="give norm_constant"):
-        GRPOSpec(norm="constant")
+def test_a_reference_without_a_kl_term_is_only_measured() -> None:
+    # q - l = 800: exp overflows even in float64, and 0 times that would be NaN
+    logprob = f64(-801.0).requires_grad_()
+    token = token_loss(one_token(logprob, -801.0, 2.0, reference_N=f64(-1.0)), GRPOSpec(kl_beta=0.0))
+    token.values_N.sum().backward()
+    assert (token.values_N.item(), logprob.grad.item()) == (-2.0, -2.0)
+    assert token.sums["kl_sum"].isinf()
 
 
 @pytest.mark.parametrize(
@@ -100,15 +137,14 @@ def test_constant_norm_needs_its_constant() -> None:
     [("k1", 1.0), ("abs", 1.0), ("k2", 0.5), ("k3", 1 - 0.60653066)],
 )
 def test_the_gradient_of_each_kl_estimator(name: str, gradient: float) -> None:
-    logprobs = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
-    KL_ESTIMATORS[name](logprobs, torch.tensor([-1.5], dtype=torch.float64)).sum().backward()
-    assert logprobs.grad.item() == pytest.approx(gradient, abs=1e-8)
+    logprob = f64(-1.0).requires_grad_()
+    KL_ESTIMATORS[name](logprob, f64(-1.5)).sum().backward()
+    assert logprob.grad.item() == pytest.approx(gradient, abs=1e-8)
 
 
 @pytest.mark.parametrize("name", ["abs", "k2", "k3"])
 def test_kl_is_zero_at_the_reference_and_positive_on_both_sides(name: str) -> None:
-    gaps = torch.tensor([-0.7, 0.0, 0.7], dtype=torch.float64)
-    below, at, above = KL_ESTIMATORS[name](gaps, torch.zeros(3, dtype=torch.float64)).tolist()
+    below, at, above = KL_ESTIMATORS[name](f64(-0.7, 0.0, 0.7), f64(0, 0, 0)).tolist()
     assert at == 0 and below > 0 and above > 0
 
 
@@ -126,51 +162,124 @@ def test_kl_is_zero_at_the_reference_and_positive_on_both_sides(name: str) -> No
         (0.0, -2.0, 2.0, 2.0, 0),
     ],
 )
-def test_one_token(gap: float, advantage: float, value: float, gradient: float, clipped: int) -> None:
-    logprobs = torch.tensor([-1.0 + gap], dtype=torch.float64, requires_grad=True)
-    old = torch.tensor([-1.0], dtype=torch.float64)
-    spec = GRPOSpec(clip_low=0.2, clip_high=0.2, kl_beta=0.0)
-    token = grpo_loss(logprobs, old, None, torch.tensor([advantage], dtype=torch.float64), spec=spec)
+@pytest.mark.parametrize("spec", [GRPOSpec(**BY_02), GSPOSpec(**BY_02)], ids=["grpo", "gspo"])
+def test_one_token(
+    spec: PolicySpec, gap: float, advantage: float, value: float, gradient: float, clipped: int
+) -> None:
+    """A sequence of one token has one ratio, whose it is."""
+    logprob = f64(-1.0 + gap).requires_grad_()
+    token = token_loss(one_token(logprob, -1.0, advantage), spec)
     token.values_N.sum().backward()
     assert token.values_N.item() == pytest.approx(value, abs=1e-8)
-    assert logprobs.grad.item() == pytest.approx(gradient, abs=1e-8)
+    assert logprob.grad.item() == pytest.approx(gradient, abs=1e-8)
+    assert token.sums["clip_fraction_sum"].item() == clipped
+
+
+@pytest.mark.parametrize(
+    ("gap", "advantage", "value", "gradient", "clipped"),
+    [
+        # clip 0.2 / 0.2, l = -1 + gap; value -w A l and gradient -w A, whichever side was passed: none is lost
+        (0.5, 1.0, 1.2 * 0.5, -1.2, 1),
+        (0.5, -1.0, -1.2 * 0.5, 1.2, 1),
+        (-0.5, 1.0, 0.8 * 1.5, -0.8, 1),
+        (-0.5, -1.0, -0.8 * 1.5, 0.8, 1),
+        (0.0, 2.0, 2.0, -2.0, 0),
+    ],
+)
+def test_cispo_keeps_the_gradient_of_every_token(
+    gap: float, advantage: float, value: float, gradient: float, clipped: int
+) -> None:
+    logprob = f64(-1.0 + gap).requires_grad_()
+    token = token_loss(one_token(logprob, -1.0, advantage), CISPOSpec(**BY_02))
+    token.values_N.sum().backward()
+    assert token.values_N.item() == pytest.approx(value, rel=1e-12)
+    assert logprob.grad.item() == pytest.approx(gradient, rel=1e-12)
     assert token.sums["clip_fraction_sum"].item() == clipped
 
 
 def test_the_dual_clip_never_touches_a_positive_advantage() -> None:
     # ρ = e^-2 with A = +1 and ρ = e^2 with A = -1: only the second is bounded, at 3
-    old = torch.zeros(2, dtype=torch.float64)
-    logprobs = torch.tensor([-2.0, 2.0], dtype=torch.float64)
-    advantages = torch.tensor([1.0, -1.0], dtype=torch.float64)
-    spec = GRPOSpec(clip_low=0.2, clip_high=0.2, kl_beta=0.0, dual_clip=3.0)
-    values = grpo_loss(logprobs, old, None, advantages, spec=spec).values_N
+    inputs = LossInputs(Outputs(f64(-2.0, 2.0)), (2,), old_N=f64(0, 0), advantages_N=f64(1.0, -1.0))
+    values = token_loss(inputs, GRPOSpec(**BY_02, dual_clip=3.0)).values_N
     assert values.tolist() == pytest.approx([-0.13533528, 3.0], abs=1e-8)
 
 
-def test_metrics_carry_no_gradient_and_add_over_micro_batches() -> None:
-    reference = torch.full((6,), -1.9, dtype=torch.float64)
-    logprobs = NEW.clone().requires_grad_()
-    spec = GRPOSpec(clip_low=0.2, clip_high=0.2, kl_beta=0.1)
-    whole = grpo_loss(logprobs, OLD, reference, ADVANTAGES, spec=spec)
-    assert not any(value.requires_grad for value in whole.sums.values())
-    parts = [grpo_loss(NEW[p], OLD[p], reference[p], ADVANTAGES[p], spec=spec) for p in (slice(0, 2), slice(2, 6))]
-    for name, value in whole.sums.items():
-        assert float(value) == pytest.approx(sum(float(part.sums[name]) for part in parts), rel=1e-12)
-    # by hand: token 0 (ρ 1.246 > 1.2, A > 0) and token 3 (ρ 0.670 < 0.8, A < 0)
-    assert float(whole.sums["clip_fraction_sum"]) == 2
+@pytest.mark.parametrize(
+    ("spec", "value", "gradient"),
+    [
+        # on policy, A = 2, l = -1; o - sampler = ln 1.5 and ln 4, cap 3: weights 1.5 and 3 on the policy's own part
+        (GRPOSpec(kl_beta=0.0, importance_cap=3), [-2 * 1.5, -2 * 3], [-2 * 1.5, -2 * 3]),
+        (GSPOSpec(kl_beta=0.0, importance_cap=3), [-2 * 1.5, -2 * 3], [-(2 * 1.5 + 2 * 3) / 2] * 2),
+        (CISPOSpec(kl_beta=0.0, importance_cap=3), [2 * 1.5, 2 * 3], [-2 * 1.5, -2 * 3]),
+        # k2 with l - q = 0.5 adds 0.1 · 0.125, and 0.1 · 0.5 to the gradient, unweighted
+        (
+            GRPOSpec(kl_beta=0.1, kl_estimator="k2", importance_cap=3),
+            [-2 * 1.5 + 0.0125, -2 * 3 + 0.0125],
+            [-2 * 1.5 + 0.05, -2 * 3 + 0.05],
+        ),
+    ],
+    ids=["grpo", "gspo", "cispo", "with_kl"],
+)
+def test_truncated_importance_weights(spec: PolicySpec, value: list[float], gradient: list[float]) -> None:
+    logprobs_N = f64(-1.0, -1.0).requires_grad_()
+    inputs = LossInputs(
+        Outputs(logprobs_N),
+        (2,),
+        old_N=f64(-1.0, -1.0),
+        reference_N=f64(-1.5, -1.5),
+        sampler_N=f64(-1.0, -1.0) - f64(1.5, 4.0).log(),
+        advantages_N=f64(2.0, 2.0),
+    )
+    token = token_loss(inputs, spec)
+    token.values_N.sum().backward()
+    assert token.values_N.tolist() == pytest.approx(value, rel=1e-12)
+    assert logprobs_N.grad.tolist() == pytest.approx(gradient, rel=1e-12)
+    assert token.sums["importance_weight_sum"].item() == pytest.approx(1.5 + 3)
 
 
-@pytest.mark.parametrize("norm", ["token_mean", "sequence_mean", "token_sum", "constant"])
-def test_loss_and_gradient_do_not_depend_on_micro_batching(norm: str) -> None:
-    constant = 8.0 if norm == "constant" else None
-    loss, gradient = loss_and_gradient(norm=norm, norm_constant=constant, kl_beta=0.0)
-    spec = GRPOSpec(clip_low=0.2, clip_high=0.2, kl_beta=0.0, norm=norm, norm_constant=constant)
-    total, logprobs = 0.0, NEW.clone().requires_grad_()
-    for part, length in ((slice(0, 2), 2), (slice(2, 6), 4)):
-        token = grpo_loss(logprobs[part], OLD[part], None, ADVANTAGES[part], spec=spec)
-        weights = token_weights([length], norm=norm, total_tokens=6, total_sequences=2, constant=constant)
-        micro = (token.values_N * weights).sum()
-        micro.backward()
-        total += micro.item()
-    assert total == pytest.approx(loss, rel=1e-12)
-    assert logprobs.grad.tolist() == pytest.approx(gradient, rel=1e-12)
+def test_entropy_is_taken_off_the_loss() -> None:
+    logprob, entropy = f64(-1.0).requires_grad_(), f64(2.0).requires_grad_()
+    inputs = LossInputs(Outputs(logprob, entropy_N=entropy), (1,), old_N=f64(-1.0), advantages_N=f64(3.0))
+    token = token_loss(inputs, GRPOSpec(kl_beta=0.0, entropy_coef=0.25))
+    token.values_N.sum().backward()
+    assert token.values_N.item() == pytest.approx(-3.0 - 0.25 * 2.0)
+    assert (logprob.grad.item(), entropy.grad.item()) == pytest.approx((-3.0, -0.25))
+    assert token.sums["entropy_sum"].item() == 2.0
+
+
+@pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if isinstance(spec, PolicySpec)])
+def test_metrics_carry_no_gradient_and_add_over_micro_batches(name: str) -> None:
+    spec = SPECS[name]
+
+    def inputs(begin: int, end: int, *lengths: int) -> LossInputs:
+        part = slice(begin, end)
+        leaf_N = NEW[part].clone().requires_grad_()
+        return LossInputs(
+            Outputs(leaf_N, entropy_N=-leaf_N),
+            lengths,
+            old_N=OLD[part],
+            reference_N=OLD[part] + 0.1,
+            sampler_N=OLD[part] - 0.3,
+            advantages_N=ADVANTAGES[part],
+        )
+
+    whole, first, second = (token_loss(i, spec) for i in (inputs(0, 6, 2, 4), inputs(0, 2, 2), inputs(2, 6, 4)))
+    assert torch.equal(whole.values_N, torch.cat([first.values_N, second.values_N]))
+    assert whole.sums.keys() == first.sums.keys() == second.sums.keys()
+    for metric, value in whole.sums.items():
+        assert not value.requires_grad
+        assert float(value) == pytest.approx(float(first.sums[metric]) + float(second.sums[metric]), rel=1e-12)
+
+
+def test_the_clip_fraction_by_hand() -> None:
+    # token 0 (ρ 1.246 > 1.2, A > 0) and token 3 (ρ 0.670 < 0.8, A < 0); of the sequences neither
+    assert token_loss(fixture_inputs(NEW), GRPOSpec(**BY_02)).sums["clip_fraction_sum"] == 2
+    assert token_loss(fixture_inputs(NEW), GSPOSpec(**BY_02)).sums["clip_fraction_sum"] == 0
+    # s = e^0.06 and e^0.2625: the first is clipped, and counts for its two tokens
+    narrow = GSPOSpec(clip_low=3e-4, clip_high=4e-4, kl_beta=0.0)
+    assert token_loss(fixture_inputs(NEW), narrow).sums["clip_fraction_sum"] == 2
+
+
+def test_constant_norm_needs_its_constant() -> None:
+    with pytest.raises(ValueError, match="give norm_constant"):
+        GRPOSpec(norm="constant")

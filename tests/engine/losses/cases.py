@@ -1,0 +1,139 @@
+"""Every loss in the variants that tests go through, and samples that suit all of them.
+
+`VARIANTS` has an entry for each kind of the spec union: tests that walk it fail on a kind that it does not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import cycle, islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.backends.packing import Packed
+from engine.backends.protocol import Objective
+from engine.backends.updates import micro_batch_loss, totals_of
+from engine.losses.inputs import Outputs
+from engine.losses.spec import (
+    CISPOSpec,
+    CrossEntropySpec,
+    DPOSpec,
+    GRPOSpec,
+    GSPOSpec,
+    LossSpec,
+    MSESpec,
+    RankingSpec,
+    TangentsSpec,
+    TrustRegionMSESpec,
+)
+from engine.samples import Sample
+
+_CLIP: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.28, "kl_beta": 0.0}
+
+VARIANTS: dict[str, dict[str, LossSpec]] = {
+    "cross_entropy": {
+        "token_mean": CrossEntropySpec(),
+        "sequence_mean": CrossEntropySpec(norm="sequence_mean"),
+    },
+    "tangents": {"": TangentsSpec()},
+    "grpo": {
+        "kl": GRPOSpec(clip_low=0.2, clip_high=0.2, kl_beta=0.3),
+        "dual_clip": GRPOSpec(**_CLIP, dual_clip=3.0, norm="constant", norm_constant=5),
+        "k1": GRPOSpec(**_CLIP | {"kl_beta": 0.3}, kl_estimator="k1", norm="sequence_mean"),
+        "abs": GRPOSpec(**_CLIP | {"kl_beta": 0.3}, kl_estimator="abs", norm="token_sum"),
+        "k2": GRPOSpec(**_CLIP | {"kl_beta": 0.3}, kl_estimator="k2"),
+        "entropy": GRPOSpec(**_CLIP, entropy_coef=0.5),
+        "importance": GRPOSpec(**_CLIP, importance_cap=2.0),
+        "all": GRPOSpec(**_CLIP | {"kl_beta": 0.3}, dual_clip=3.0, entropy_coef=0.5, importance_cap=2.0),
+    },
+    "gspo": {
+        "kl": GSPOSpec(clip_low=0.1, clip_high=0.1, kl_beta=0.3),
+        "token_mean": GSPOSpec(**_CLIP, norm="token_mean"),
+        "all": GSPOSpec(**_CLIP | {"kl_beta": 0.3}, entropy_coef=0.5, importance_cap=2.0),
+    },
+    "cispo": {
+        "kl": CISPOSpec(clip_low=0.2, clip_high=0.2, kl_beta=0.3),
+        "all": CISPOSpec(**_CLIP | {"kl_beta": 0.3}, entropy_coef=0.5, importance_cap=2.0, norm="sequence_mean"),
+    },
+    "dpo": {
+        "sigmoid": DPOSpec(beta=0.3),
+        "ipo": DPOSpec(beta=0.3, variant="ipo"),
+        "cdpo": DPOSpec(beta=0.3, variant="cdpo", label_smoothing=0.1),
+    },
+    "ranking": {"": RankingSpec()},
+    "mse": {"token_mean": MSESpec(), "sequence_mean": MSESpec(norm="sequence_mean")},
+    "trust_region_mse": {"token_mean": TrustRegionMSESpec(clip=0.2)},
+}
+
+SPECS: dict[str, LossSpec] = {
+    f"{kind}-{name}" if name else kind: spec for kind, named in VARIANTS.items() for name, spec in named.items()
+}
+ON_LOGPROBS = {name: spec for name, spec in SPECS.items() if spec.reads == "logprobs"}
+
+SHAPES: list[tuple[list[int], list[float], str]] = [
+    ([10, 11, 12, 13], [1.0] * 6, "a"),
+    ([20, 21], [1.0, 1.0, 0.0, 0.0, 1.0], "b"),
+    ([10, 11, 12, 13], [1.0] * 3, "a"),
+    ([30, 31, 32], [1.0] * 4, "c"),
+    ([20, 21], [1.0] * 1, "b"),
+    ([40, 31], [1.0] * 7, "c"),
+]
+"""(prompt, weights after it, group): pairs in an order that is not theirs, one with unlike prompts."""
+
+# e^gap stays clear of what is clipped at, 0.8, 0.9, 1.1, 1.2, 1.28 and 3; so do the caps and the values' trust region
+_FROM_OLD = (0.05, -0.1, 0.5, -0.4, 1.5, -0.02, -1.3, 0.3)
+_FROM_REFERENCE = (0.3, -0.2, 0.1, -0.6, 0.4)
+_OLD_FROM_SAMPLER = (0.2, -0.3, 1.1)
+_ADVANTAGES = (0.7, -1.2, 2.0, -0.4, -1.0, 1.5, -0.8)
+_TANGENTS = (0.3, -0.7, 0.2, 1.1)
+_VALUE_FROM_OLD = (0.05, 0.5, -0.1, -0.45, 0.3)
+_VALUE_FROM_RETURN = (0.4, -0.7, 0.9, -0.2)
+
+
+def sample(prompt: list[int], weights: list[float], group: str, **columns: Any) -> Sample:
+    """Continues the prompt with tokens 100, 101, … of these weights."""
+    first = 100 + 7 * len(weights) + len(prompt)
+    return Sample([*prompt, *range(first, first + len(weights))], [0.0] * len(prompt) + weights, group, **columns)
+
+
+def samples_near(outputs_of: Callable[[Sample], list[float]], *, scalar: bool) -> list[Sample]:
+    """Three pairs with every column a loss reads, at set distances from what a model gives for the trained tokens."""
+    places = {numbers: cycle(numbers) for numbers in _USED}
+    found, seen = [], set()
+    for prompt, weights, group in SHAPES:
+        now = outputs_of(sample(prompt, weights, group))
+        away = {numbers: list(islice(place, len(now))) for numbers, place in places.items()}
+
+        def below(base: list[float], numbers: tuple[float, ...], away: dict = away) -> list[float]:
+            return [value - gap for value, gap in zip(base, away[numbers], strict=True)]
+
+        old = below(now, _FROM_OLD)
+        columns = {
+            "returns": below(now, _VALUE_FROM_RETURN),
+            "old_values": below(now, _VALUE_FROM_OLD),
+        } if scalar else {
+            "old_logprobs": old,
+            "reference_logprobs": below(now, _FROM_REFERENCE),
+            "sampler_logprobs": below(old, _OLD_FROM_SAMPLER),
+            "advantages": away[_ADVANTAGES],
+            "tangents": away[_TANGENTS],
+        }  # fmt: skip
+        found.append(sample(prompt, weights, group, preferred=group in seen, **columns))
+        seen.add(group)
+    return found
+
+
+_USED = (
+    _FROM_OLD, _FROM_REFERENCE, _OLD_FROM_SAMPLER, _ADVANTAGES, _TANGENTS, _VALUE_FROM_OLD, _VALUE_FROM_RETURN,
+)  # fmt: skip
+
+
+def loss_of(spec: LossSpec, samples: list[Sample], outputs: Outputs) -> Tensor:
+    """The engine's loss of a whole minibatch over given outputs, samples in the order of `samples`."""
+
+    def given(_: Packed) -> Outputs:
+        return outputs
+
+    return micro_batch_loss(given, samples, Objective(spec), totals_of(samples), device=torch.device("cpu"))[0]

@@ -19,11 +19,12 @@ from collections.abc import Callable, Iterable
 from typing import Generic, NamedTuple, TypeVar
 
 from engine.http.openai_models import ApiError, ModelCard
-from engine.protocol import Engine, PolicySpec
+from engine.protocol import Engine
+from engine.served import POLICY, served_policy
 from engine.text.tokenizers import context_length_of
 from storage import keys
 from storage.artifacts import ArtifactRef
-from storage.chain import Chain, PolicyRef, Root, base_of
+from storage.chain import Chain, PolicyRef, base_of
 from storage.leases import current_epoch
 from storage.objects import ObjectStore
 from storage.registry import find_model
@@ -31,8 +32,6 @@ from storage.runs_index import SERVED, is_auxiliary
 
 T = TypeVar("T")
 
-POLICY = "policy"
-"""The chain that stands for its stage, where a stage has several."""
 RECENT_SECONDS = 1.0
 """How long a head, an epoch or an unchanged stage is believed."""
 LISTING_SECONDS = 10.0
@@ -163,14 +162,6 @@ class Policies:
             *(ModelCard(id=run, created=int(created[run]), owned_by="run") for run in sorted(runs)),
             *(ModelCard(id=name, created=int(at), owned_by="registry") for name, at in sorted(registered.items())),
         ]
-
-
-def served_policy(model: ArtifactRef) -> PolicySpec:
-    """The chain that a registered model answers under: policy 0, which never moves."""
-    _, name, _ = model.key.split("/")
-    root = Root(base=model, base_digest=model.sha256)
-    stage = keys.stage_name(0, model.sha256[:16])
-    return PolicySpec(run=f"{SERVED}/{name}", stage=stage, model=POLICY, root=root)
 
 
 def _position(stage: str) -> int:

@@ -11,8 +11,8 @@ from pydantic import BaseModel, ValidationError
 
 from engine.errors import EngineError
 from engine.handles import InferenceModel, Model
-from engine.http.openai_policies import served_policy
 from engine.protocol import SamplingParams
+from engine.served import served_policy
 from engine.text.threads import StringThread
 from engine.text.tokenizers import renderer_of
 from engine.workspace import Workspace, derive_seed

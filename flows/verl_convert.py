@@ -12,6 +12,7 @@ from flows.verl_read import Verl
 from flows.verl_values import ACTOR, ROLLOUT, Conversion, Near, Nothing, Paths, Refused, flow_of, local_path
 
 REWARD_GRADER = "tasks.graders.verl:VerlReward"
+REWARD_MODEL_GRADER = "tasks.graders.reward_model:RewardModelGrader"
 
 
 # -- which flow ------------------------------------------------------------------------------------------------
@@ -130,8 +131,11 @@ def _micro_batch(verl: Verl, key: str, value: Any) -> Any:
 
 
 def _dynamic_batch(verl: Verl, key: str, value: Any) -> Any:
-    switch = ACTOR + "use_dynamic_bsz" if verl.kind == "ppo_trainer" else "data.use_dynamic_bsz"
-    return value if verl.get(switch) else Nothing("use_dynamic_bsz is false")
+    """GPUs that share a sequence share the pack."""
+    group, engine = (ACTOR, ACTOR) if verl.kind == "ppo_trainer" else ("data.", "engine.")
+    if not verl.get(group + "use_dynamic_bsz"):
+        return Nothing("use_dynamic_bsz is false")
+    return value * verl.get(engine + "ulysses_sequence_parallel_size")
 
 
 def _conversations(verl: Verl, key: str, value: Any) -> Any:
@@ -226,6 +230,30 @@ def _reward_file(verl: Verl, key: str, value: Any) -> Any:
     return Paths({f"{at}.path": REWARD_GRADER, **{f"{at}.arguments.{name}": text for name, text in arguments.items()}})
 
 
+FUNCTIONS = ("custom_reward_function.path", "reward.custom_reward_function.path")
+REWARD_MODELS = {
+    "reward_model.enable": "reward_model.model.path", "reward.reward_model.enable": "reward.reward_model.model_path",
+}  # fmt: skip
+
+
+def _reward_model_switch(verl: Verl, key: str, value: Any) -> Any:
+    if not value:
+        return Nothing()
+    if not any(verl.given.get(path) for path in REWARD_MODELS.values()):
+        raise Refused(f"which model it is, is not given; give {REWARD_MODELS[key]}")
+    return Nothing("the reward model's path says which")
+
+
+def _reward_model(verl: Verl, key: str, value: Any) -> Any:
+    if value is None:
+        return Nothing()
+    if any(verl.get(path) for path in FUNCTIONS):
+        raise Refused("both a reward function and a reward model: verl hands the one to the other; choose one of them")
+    key_of = {"grader_key": "reward_model", "model": local_path(value)}
+    arguments = {f"grader.arguments.{name}": text for name, text in key_of.items()}
+    return Paths({"grader.path": REWARD_MODEL_GRADER, **arguments})
+
+
 def _reward_name(verl: Verl, key: str, value: Any) -> Any:
     if value is None or verl.get(key.rpartition(".")[0] + ".path") is None:
         return Nothing()
@@ -257,7 +285,8 @@ CONVERSIONS: dict[str, Conversion] = {
     "greedy_or_value": _greedy_or_value, "kl_estimator": _kl_estimator, "kl_loss": _kl_loss, "limit": _limit,
     "loss_mode": _loss_mode, "loss_norm": _loss_norm, "metadata_columns": _metadata_columns,
     "micro_batch": _micro_batch, "model": _model, "multiturn": _multiturn, "names": _names, "positive": _positive,
-    "prompt_column": _prompt_column, "reward_file": _reward_file, "reward_name": _reward_name,
+    "prompt_column": _prompt_column, "reward_file": _reward_file, "reward_model": _reward_model,
+    "reward_model_switch": _reward_model_switch, "reward_name": _reward_name,
     "scale_by_std": _scale_by_std, "truncation": _truncation, "unless_multiturn": _unless_multiturn,
     "when_set": _when_set,
 }  # fmt: skip

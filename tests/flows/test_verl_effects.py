@@ -168,13 +168,19 @@ KINDS: dict[str, tuple[dict[str, tuple[str, list[str]]], list[str], list[str]]] 
 """Per kind: a value and further keys for each mapped key, the least config, and our keys that it lacks."""
 
 SAME_RESULT = {A + "strategy", "model.strategy", "engine.strategy", "trainer.device", A + "policy_loss.loss_mode"}
+REWARD_MODELS = [
+    ("reward_model.enable", "reward_model.model.path"),
+    ("reward.reward_model.enable", "reward.reward_model.model_path"),
+]
+ELSEWHERE = {*SAME_RESULT, *(key for pair in REWARD_MODELS for key in pair)}
+"""Keys whose effect a test of their own shows."""
 
 
 def made(tmp_path: Path, kind: str, words: list[str]) -> Imported:
     _, base, sets = KINDS[kind]
     keys = {word.partition("=")[0] for word in words}
     base = [word for word in base if word.partition("=")[0] not in keys]
-    if any(key.endswith("custom_reward_function.path") for key in keys):
+    if any("reward_function.path" in key or "reward_model" in key for key in keys):
         sets = [word for word in sets if not word.startswith("grader.")]
     empty = tmp_path / "empty.yaml"
     empty.touch()
@@ -189,7 +195,7 @@ def at(config: Any, path: str) -> Any:
 
 
 CASES = [(kind, key, entry) for kind, table in key_tables().items() for key, entry in table.mapped.items() if entry.to]
-HERE = [case for case in CASES if case[1] not in SAME_RESULT and (not case[2].flows or "grpo" in case[2].flows)]
+HERE = [case for case in CASES if case[1] not in ELSEWHERE and (not case[2].flows or "grpo" in case[2].flows)]
 
 
 @pytest.mark.parametrize(("kind", "key", "entry"), HERE, ids=[f"{kind}-{key}" for kind, key, _ in HERE])
@@ -231,6 +237,24 @@ def test_a_mapped_key_has_an_effect_in_its_path(tmp_path: Path, kind: str, key: 
 def test_values_of_verl_become_ours(tmp_path: Path, key: str, value: str, path: str, ours: Any) -> None:
     found = made(tmp_path, "ppo_trainer", [R + "n=8", f"{key}={value}"])
     assert at(found.config, path) == ours
+
+
+@pytest.mark.parametrize(("enable", "path"), REWARD_MODELS)
+def test_a_reward_model_grades(tmp_path: Path, enable: str, path: str) -> None:
+    grader = made(tmp_path, "ppo_trainer", [f"{enable}=true", f"{path}=models/rm"]).config["grader"]
+    assert grader["path"] == "tasks.graders.reward_model:RewardModelGrader"
+    assert grader["arguments"] == {"grader_key": "reward_model", "model": "models/rm"}
+    with pytest.raises(VerlError, match=f"{enable} = True"):
+        made(tmp_path, "ppo_trainer", [f"{enable}=true"])
+    with pytest.raises(VerlError, match="custom_reward_function.path is not given"):
+        made(tmp_path, "ppo_trainer", [f"{path}=models/rm"])
+    with pytest.raises(VerlError, match="both a reward function and a reward model"):
+        made(tmp_path, "ppo_trainer", [f"{enable}=true", f"{path}=models/rm", "custom_reward_function.path=r.py"])
+
+
+def test_gpus_that_share_a_sequence_share_the_pack(tmp_path: Path) -> None:
+    words = [A + "use_dynamic_bsz=true", A + "ppo_max_token_len_per_gpu=9000", A + "ulysses_sequence_parallel_size=2"]
+    assert made(tmp_path, "ppo_trainer", words).config["engine"]["max_tokens_per_forward"] == 18000
 
 
 def test_checkpoints_that_verl_rotates_are_recovery_checkpoints(tmp_path: Path) -> None:

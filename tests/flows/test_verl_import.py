@@ -171,7 +171,6 @@ def test_an_empty_group_says_nothing(tmp_path: Path) -> None:
 
 
 REFUSED_WHEN_ON = [
-    ("reward.reward_model.enable", True, False),
     ("actor_rollout_ref.model.external_lib", "my.models", None),
     ("actor_rollout_ref.model.trust_remote_code", True, False),
     ("actor_rollout_ref.model.mtp.enable", True, False),

@@ -21,8 +21,9 @@ from tasks.plots import Panel, curves_png
 
 CURVE_POINTS = 1000
 SAMPLES_SHOWN = 8
+PROMPT_SHOWN = 200
 TEXT_SHOWN = 600
-"""Characters of a prompt or a completion."""
+"""Characters of a completion, or of a grader's reason."""
 
 
 def run_markdown(run: str, steps: Sequence[StepMetrics], *, headline: str, links: Mapping[str, str]) -> str:
@@ -66,16 +67,18 @@ def sample_rows(
     count = min(count, drawn.num_rows)
     chosen = [at * drawn.num_rows // count for at in range(count)]
     rows = zip(drawn.take(chosen).to_pylist(), grades.take(chosen).to_pylist(), strict=True)
-    return [
-        {
-            "step": step + 1,
-            "prompt": shown(StringThread.from_json(one["thread"]).last_content(), TEXT_SHOWN),
-            "completion": shown(one["text"], TEXT_SHOWN),
-            "grade": _grade(grade),
-            "stopped by": one["stop_reason"],
-        }
-        for one, grade in rows
-    ]
+    return [sample_row(step, one, grade) for one, grade in rows]
+
+
+def sample_row(step: int, drawn: Mapping[str, Any], grade: Mapping[str, Any]) -> dict[str, Any]:
+    """One rollout and its grade, as read from their tables. The prompt is the text of the turn that was answered."""
+    return {
+        "step": step + 1,
+        "prompt": shown(StringThread.from_json(drawn["thread"]).last_content(), PROMPT_SHOWN),
+        "completion": shown(drawn["text"], TEXT_SHOWN),
+        "grade": _grade(grade),
+        "stopped by": drawn["stop_reason"],
+    }
 
 
 def _episode_rows(store: ObjectStore, step: int, trajectories: ArtifactRef, count: int) -> list[dict[str, Any]]:

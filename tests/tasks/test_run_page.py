@@ -10,11 +10,12 @@ import re
 
 import matplotlib.image
 
+from engine.text.threads import StringThread
 from storage import keys
 from storage.artifacts import find_artifact
 from storage.tables import read_table
 from tasks.metrics import StepMetrics
-from tasks.run_page import CURVE_POINTS, curves_uri, run_markdown, sample_rows, thinned
+from tasks.run_page import CURVE_POINTS, curves_uri, run_markdown, sample_row, sample_rows, thinned
 from tests.fixtures.toy_run import ToyRun
 
 
@@ -97,3 +98,17 @@ def test_samples_are_the_committed_rollouts_with_their_grades(toy_run: ToyRun) -
     for row, at in zip(rows, (0, 2, 5), strict=True):
         assert row["completion"] == re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", texts[at])
     assert len(sample_rows(toy_run.store, 3, rollouts, graded)) == 8
+
+
+def test_a_sample_shows_the_text_of_its_prompt_cut_short() -> None:
+    question = "What is 4+5? " + "x" * 300
+    thread = StringThread().system("Answer with a number.").user(question)
+    drawn = {"thread": thread.to_json(), "text": "nine", "stop_reason": "stop"}
+    row = sample_row(0, drawn, {"status": "failed", "reward": None, "reason": "no number"})
+    assert row == {
+        "step": 1,
+        "prompt": "What is 4+5? " + "x" * 187 + " \N{HORIZONTAL ELLIPSIS} (113 more characters)",
+        "completion": "nine",
+        "grade": "failed: no number",
+        "stopped by": "stop",
+    }

@@ -1,0 +1,141 @@
+"""The gradient of every loss is the slope that central differences measure, in float64, away from its kinks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import chain
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.backends.causal_lm import CausalLM
+from engine.backends.packing import pack
+from engine.backends.protocol import Objective
+from engine.backends.updates import forward_of, micro_batch_loss, totals_of
+from engine.losses.inputs import Outputs
+from engine.losses.spec import LossSpec
+from engine.samples import Sample
+from tests.engine.losses.cases import SPECS, loss_of, samples_near
+
+STEP = 1e-5
+"""Half the width of a difference: its own error is of the order of STEP²."""
+CPU = torch.device("cpu")
+
+
+def some_outputs(*, scalar: bool) -> tuple[list[Sample], Outputs]:
+    """Samples in which nothing is clipped at, and what a model might give for their trained tokens, as leaves."""
+
+    def numbers(bare: Sample) -> list[float]:
+        return [-0.4 - 0.3 * (token % 7) for token, weight in zip(bare.token_ids, bare.weights, strict=True) if weight]
+
+    samples = samples_near(numbers, scalar=scalar)
+    leaf_N = torch.tensor(list(chain(*map(numbers, samples))), dtype=torch.float64, requires_grad=True)
+    if scalar:
+        return samples, Outputs(values_N=leaf_N)
+    return samples, Outputs(leaf_N, entropy_N=(leaf_N.detach() / -2).requires_grad_())
+
+
+def differences(spec: LossSpec, samples: list[Sample], outputs: Outputs, leaf_N: Tensor) -> list[float]:
+    def at(index: int, step: float) -> float:
+        held = spec.kind == "cispo" and leaf_N is outputs.logprobs_N
+        with torch.no_grad():
+            leaf_N[index] += step
+            value = loss_of(spec, ratios_held(samples, index, step) if held else samples, outputs).item()
+            leaf_N[index] -= step
+        return value
+
+    return [(at(i, STEP) - at(i, -STEP)) / (2 * STEP) for i in range(len(leaf_N))]
+
+
+def ratios_held(samples: list[Sample], index: int, step: float) -> list[Sample]:
+    """The old and the sampler's logprob of a token move with its own: ratio and importance weight stay, as CISPO, whose
+    weights have no gradient, wants them to."""
+    found = []
+    for s in samples:
+        steps = [step * (place == index) for place in range(s.trained)]
+        index -= s.trained
+        columns = {
+            name: [value + move for value, move in zip(getattr(s, name), steps, strict=True)]
+            for name in ("old_logprobs", "sampler_logprobs")
+        }
+        found.append(replace(s, **columns))
+    return found
+
+
+def grad_of(leaf_N: Tensor) -> list[float]:
+    return [0.0] * len(leaf_N) if leaf_N.grad is None else leaf_N.grad.tolist()
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
+def test_of_logprobs_entropies_and_values(spec: LossSpec) -> None:
+    samples, outputs = some_outputs(scalar=spec.reads == "values")
+    loss_of(spec, samples, outputs).backward()
+    leaves = [leaf for leaf in (outputs.logprobs_N, outputs.values_N, outputs.entropy_N) if leaf is not None]
+    assert any(any(grad_of(leaf_N)) for leaf_N in leaves)
+    for leaf_N in leaves:
+        assert grad_of(leaf_N) == pytest.approx(differences(spec, samples, outputs, leaf_N), rel=1e-7, abs=1e-8)
+
+
+SLOPES = {name: spec for name, spec in SPECS.items() if spec.kind != "cispo"}
+
+
+@pytest.mark.parametrize("spec", SLOPES.values(), ids=SLOPES.keys())
+def test_of_the_model_s_weights(spec: LossSpec, exact: CausalLM, exact_scalar: CausalLM) -> None:
+    """Through real logits: along the gradient itself, and along a direction that has nothing to do with it."""
+    model = exact_scalar if spec.reads == "values" else exact
+    temperature = 1.0 if model.scalar else 0.7
+    samples = near(model, temperature)
+    objective, totals = Objective(spec, temperature), totals_of(samples)
+
+    def loss() -> Tensor:
+        return micro_batch_loss(forward_of(model, objective), samples, objective, totals, device=CPU)[0]
+
+    parameters = list(model.module.parameters())
+    gradient = torch.autograd.grad(loss(), parameters)
+    assert all(part.any() for part in gradient)
+    generator = torch.Generator().manual_seed(5)
+    noise = [torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in parameters]
+    for direction in (gradient, noise):
+        length = torch.stack([d.square().sum() for d in direction]).sum().sqrt()
+        unit = [d / length for d in direction]
+        expected = sum((g * u).sum().item() for g, u in zip(gradient, unit, strict=True))
+        high, low = (moved(parameters, unit, step, loss) for step in (10 * STEP, -10 * STEP))
+        assert (high - low) / (20 * STEP) == pytest.approx(expected, rel=1e-5)
+
+
+def near(model: CausalLM, temperature: float) -> list[Sample]:
+    def numbers(bare: Sample) -> list[float]:
+        packed = pack([bare], device=CPU)
+        with torch.no_grad():
+            found = model.values(packed) if model.scalar else model.logprobs(packed, temperature=temperature)
+        return found.tolist()
+
+    return samples_near(numbers, scalar=model.scalar)
+
+
+@torch.no_grad()
+def moved(parameters: list[Tensor], unit: list[Tensor], step: float, loss: Callable[[], Tensor]) -> float:
+    before = [p.clone() for p in parameters]
+    for p, u in zip(parameters, unit, strict=True):
+        p += step * u
+    value = loss().item()
+    for p, b in zip(parameters, before, strict=True):
+        p.copy_(b)
+    return value
+
+
+def test_the_samples_are_clear_of_every_kink() -> None:
+    """Differences across a kink measure nothing: no ratio may be near a bound that some variant clips at."""
+    samples, outputs = some_outputs(scalar=False)
+    assert outputs.logprobs_N is not None
+    parts = outputs.logprobs_N.detach().split([s.trained for s in samples])
+    ratios = []
+    for s, part in zip(samples, parts, strict=True):
+        gap_N = part - torch.tensor(s.old_logprobs, dtype=torch.float64)
+        ratios += [*gap_N.exp().tolist(), gap_N.mean().exp().item()]
+        assert s.old_logprobs and s.sampler_logprobs
+    bounds = (0.8, 0.9, 1.1, 1.2, 1.28, 3.0)
+    assert min(abs(ratio - bound) for ratio in ratios for bound in bounds) > 100 * STEP
+    assert {True, False} == {ratio > 1.28 for ratio in ratios} and min(ratios) < 0.8 and max(ratios) > 3

@@ -92,7 +92,7 @@ async def _prepare(pool: str, names: list[str]) -> list[Any]:
 def _deploy_all(path: Path, pool: str) -> None:
     """Prefect's own `prefect deploy`: it alone knows all that may stand in the file."""
     command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(path)]
-    environment = dict(os.environ) | {"OSTINATO_POOL": pool}
+    environment = dict(os.environ) | {"OSTINATO_POOL": pool, "OSTINATO_FOLDER": str(path.parent)}
     done = subprocess.run(
         command, cwd=path.parent, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
     )

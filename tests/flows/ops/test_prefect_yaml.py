@@ -17,6 +17,7 @@ from flows.ops.automations import SILENT_SECONDS, TAG, automations
 from flows.ops.deployments import deployments_in, find_prefect_yaml
 from flows.ops.hooks import ON_END
 from flows.ops.services import HEARTBEAT_SECONDS
+from flows.ops.steps import work_in
 from flows.overrides import ConfigError
 
 FILE = find_prefect_yaml()
@@ -33,7 +34,7 @@ def flow_of(entry: dict[str, Any]) -> Flow[..., Any]:
 def test_there_is_one_deployment_per_flow() -> None:
     assert Path(__file__).parents[3] / "prefect.yaml" == FILE
     names = [entry["name"] for entry in ENTRIES]
-    assert sorted(names) == ["evaluation", "grpo", "recurring", "sft", "sweep"]
+    assert sorted(names) == ["env_grpo", "env_gspo", "evaluation", "grpo", "recurring", "sft", "sweep"]
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry["name"])
@@ -66,6 +67,18 @@ def test_a_flow_gives_back_what_it_holds_however_it_ends(name: str) -> None:
     flow = flow_of(entry)
     hooks = {"on_failure": flow.on_failure_hooks, "on_crashed": flow.on_crashed_hooks}
     assert {**hooks, "on_cancellation": flow.on_cancellation_hooks} == ON_END
+
+
+def test_a_process_works_in_the_folder_that_was_deployed_from_where_there_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (step,) = yaml.safe_load(FILE.read_text())["pull"]
+    assert step == {"flows.ops.steps.work_in": {"folder": "{{ $OSTINATO_FOLDER }}"}}
+    monkeypatch.chdir(tmp_path)
+    assert work_in("/no/such/folder") == {"directory": str(tmp_path)}
+    (tmp_path / "deployed").mkdir()
+    assert work_in(str(tmp_path / "deployed")) == {"directory": str(tmp_path / "deployed")}
+    assert Path.cwd() == tmp_path / "deployed"
 
 
 def test_a_second_scheduled_run_does_not_wait_behind_the_first() -> None:

@@ -209,5 +209,5 @@ def _models_in(annotation: Any) -> list[type[BaseModel]]:
 
 
 def _nearest(key: str, names: set[str]) -> str:
-    near = difflib.get_close_matches(key, sorted(names), n=1)
+    near = difflib.get_close_matches(key, sorted(names - {key}), n=1)  # itself: a key of another group
     return f"; did you mean {near[0]!r}?" if near else "; leave it out, or look at the fields in the docs"

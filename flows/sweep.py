@@ -18,17 +18,13 @@ from flows.ops.place import placed
 from flows.pages import put_markdown, put_table
 from flows.progress import TerminalProgress
 from flows.sft import sft
-from flows.sweep_config import SweepConfig
+from flows.sweep_config import SweepConfig, TrialsFailed
 from flows.version import code_version
 from storage import keys
 from storage.models import canonical_json, digest
 from storage.objects import ObjectStore, open_store
 from storage.runs import create_or_check_run
 from tasks.run_comparison import Ranked, collect_runs, rank, render_comparison
-
-
-class TrialsFailed(RuntimeError):
-    """Some child runs failed. The others are kept; the same sweep again tries those that failed."""
 
 
 @flow(name="sweep", flow_run_name="sweep {config.name}", **ON_END)

@@ -102,6 +102,10 @@ class RandomSearch(Frozen):
         return drawn
 
 
+class TrialsFailed(RuntimeError):
+    """Some child runs failed. The others are kept; the same sweep again tries those that failed."""
+
+
 class SweepConfig(Frozen):
     """`ostinato sweep`: child runs that differ in some keys of their config, and a page that compares them."""
 

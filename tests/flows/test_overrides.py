@@ -186,3 +186,16 @@ def test_every_wrong_key_is_named_with_what_to_do() -> None:
 def test_a_cross_check_says_its_own_words() -> None:
     with pytest.raises(ConfigError, match="the config as a whole: rollouts=9 splits a group; use a multiple of 4"):
         parse_config(Config, None, ["run=r", "rollouts=9"])
+
+
+def test_a_key_of_another_group_is_not_suggested_for_itself() -> None:
+    class Inner(BaseModel):
+        model_config = {"extra": "forbid"}
+        rate: float = 0.0
+
+    class Outer(BaseModel):
+        model_config = {"extra": "forbid"}
+        inner: Inner = Inner()
+
+    with pytest.raises(ConfigError, match=r"rate: unknown key; leave it out"):
+        parse_config(Outer, None, ["rate=1"])

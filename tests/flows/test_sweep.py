@@ -20,8 +20,8 @@ from flows.evaluation_config import EvaluationFlowConfig
 from flows.ops.deployments import deployments_in
 from flows.overrides import parse_config
 from flows.recurring_config import RecurringConfig
-from flows.sweep import TrialsFailed, sweep
-from flows.sweep_config import RandomSearch, SweepConfig
+from flows.sweep import sweep
+from flows.sweep_config import RandomSearch, SweepConfig, TrialsFailed
 from storage.objects import open_store
 from storage.runs_index import list_runs
 from tests.fixtures.toy_run import ToyRun

@@ -16,6 +16,7 @@ from engine.adapters import FullSpec, LoraSpec
 from engine.losses.spec import KLEstimator
 from engine.protocol import SamplingParams
 from engine.spec import EngineSpec, LocalEngineSpec
+from flows.reinforcement_config import BatchRules, Regularisation
 from flows.titles import training_title
 from storage.chain import OldLogprobs
 from storage.errors import InvalidKey
@@ -26,7 +27,11 @@ from tasks.batches import AdvantageEstimator
 from tasks.datasets.spec import FileDataset, ReasoningGymDataset
 from tasks.rollouts import Truncation
 
-SEMANTIC = ("model", "data", "grader", "environment", "sampling", "algorithm", "optimizer", "seed")
+SEMANTIC = (
+    "model", "data", "grader", "environment", "sampling", "algorithm", "regularisation", "rules", "optimizer", "seed"
+)  # fmt: skip
+LATER = ("regularisation", "rules")
+"""Groups that runs may have begun without: at their defaults they decide nothing."""
 
 DatasetSource = Annotated[FileDataset | ReasoningGymDataset, Field(discriminator="kind")]
 
@@ -262,6 +267,9 @@ class FlowConfig(Frozen):
         body["model"].pop("publish_as")
         if body["model"]["adapter"] is None:
             body["model"].pop("adapter")  # what trains all weights is the run it was before there were adapters
+        for name in LATER:
+            if name in body and getattr(self, name) == type(getattr(self, name))():
+                body.pop(name)
         body["data"].pop("heldout", None)
         for patience in ("timeout_seconds", "reaction_seconds", "retries", "concurrency", "max_masked_fraction"):
             body.get("grader", {}).pop(patience, None)
@@ -280,6 +288,7 @@ class TrainingConfig(FlowConfig):
 
     if TYPE_CHECKING:  # each has its own; a field here would stand before theirs in a form
         algorithm: Any
+        optimizer: OptimizerConfig
 
 
 class GRPOConfig(TrainingConfig):
@@ -289,6 +298,8 @@ class GRPOConfig(TrainingConfig):
     grader: GraderConfig
     sampling: SamplingParams = SamplingParams(max_new_tokens=256)
     algorithm: GRPOAlgorithm = GRPOAlgorithm()
+    regularisation: Regularisation = Regularisation()
+    rules: BatchRules = BatchRules()
     optimizer: OptimizerConfig = OptimizerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
 

@@ -12,9 +12,10 @@ import asyncio
 from typing import Any
 
 from prefect import flow
+from pydantic import JsonValue
 
 from engine.handles import Model, TrainingModel
-from engine.losses.spec import GRPOSpec, GSPOSpec, KLEstimator, LossNorm
+from engine.losses.spec import CISPOSpec, GRPOSpec, GSPOSpec, KLEstimator, LossNorm
 from engine.text.threads import StringThread
 from flows.checkpoints import CheckpointSchedule, Uploads
 from flows.collect import Collector, Lookahead, PromptBatch, Refill, RefillEnd
@@ -23,12 +24,14 @@ from flows.evaluation import Heldout
 from flows.loop import Journal, rate, steps
 from flows.ops.hooks import ON_END
 from flows.progress import TerminalProgress
+from flows.reinforcement_config import KLControl, KLPlace, PolicyLoss
 from flows.schedules import SCHEDULES
 from flows.session import RunSession, default_model_name, finish_run, open_run
 from storage.artifacts import ArtifactRef
 from storage.chain import MinibatchPlan, NanPolicy, OldLogprobs, OptimizerSpec, PolicyRef, StepRequest
 from storage.registry import registered_key
 from tasks.batches import AdvantageEstimator, BatchPlan
+from tasks.controllers import AdaptiveKL, FixedKL
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.spec import InlineDataset
 from tasks.grade import grade_rollouts
@@ -39,10 +42,13 @@ from tasks.load import load_prompts
 from tasks.prepare import prepare_batch
 from tasks.publish import publish_model
 from tasks.report import write_report
+from tasks.rewards import Overlong, RewardKL
 from tasks.rollout import generate_rollouts
 from tasks.rollouts import PromptShard, Truncation
 from tasks.schedules import ConstantScheduler, CosineScheduler, Schedule
 from tasks.train import take_gradient_step
+
+POLICY_LOSSES: dict[PolicyLoss, type[GRPOSpec] | type[CISPOSpec]] = {"clip": GRPOSpec, "cispo": CISPOSpec}
 
 
 class GRPO:
@@ -90,6 +96,16 @@ class GRPO:
         prompts_per_shard: int = 16,
         max_prompt_tokens: int | None = None,
         truncation: Truncation = "error",
+        policy_loss: PolicyLoss = "clip",
+        entropy_coef: float = 0.0,
+        importance_cap: float | None = None,
+        kl_in: KLPlace = "loss",
+        kl_controller: KLControl = "fixed",
+        kl_target: float = 0.1,
+        kl_horizon: float = 10_000,
+        mask_truncated: bool = False,
+        overlong_buffer: int | None = None,
+        overlong_penalty: float = 1.0,
         dynamic_sampling: bool = False,
         max_refill_rounds: int = 4,
         refill_end: RefillEnd = "short",
@@ -101,6 +117,7 @@ class GRPO:
         self.max_steps, self.epochs = max_num_grpo_steps, epochs
         self.logger = logger or TerminalProgress()
         self.completions_per_sample = completions_per_sample
+        self.samples_per_batch = samples_per_batch
         self.prompts_per_batch = samples_per_batch // completions_per_sample
         self.schedule = lr_scheduler or CosineScheduler(lr)
         self.checkpoints = checkpoints or CheckpointSchedule.every(checkpoint_frequency, checkpoint_every_steps)
@@ -109,10 +126,15 @@ class GRPO:
         self.refill = Refill(max_refill_rounds, refill_end) if dynamic_sampling else None
         self.max_staleness = max_staleness
         high = clip_range if clip_range_high is None else clip_range_high
-        clip = {"clip_low": clip_range, "clip_high": high, "dual_clip": dual_clip}
+        clip = {"clip_low": clip_range, "clip_high": high} | ({"dual_clip": dual_clip} if dual_clip else {})
         norm = {"norm": loss_norm, "norm_constant": norm_constant}
-        self.loss: GRPOSpec | GSPOSpec = GRPOSpec(**clip, **norm, kl_beta=kl_beta, kl_estimator=kl_estimator)
+        weights = {"entropy_coef": entropy_coef, "importance_cap": importance_cap}
+        in_loss = {"kl_beta": kl_beta if kl_in == "loss" else 0.0, "kl_estimator": kl_estimator}
+        self.loss: GRPOSpec | GSPOSpec | CISPOSpec = POLICY_LOSSES[policy_loss](**clip, **norm, **weights, **in_loss)
         self.old_logprobs, self.advantage_estimator = old_logprobs, advantage_estimator
+        self.kl = kl_control(kl_controller, kl_beta, kl_target, kl_horizon)
+        self.reward_kl = RewardKL(beta=kl_beta, estimator=kl_estimator) if kl_in == "reward" and kl_beta else None
+        self.mask_truncated, self.overlong = mask_truncated, (overlong_buffer, overlong_penalty)
         size = None if samples_per_mini_batch >= samples_per_batch else samples_per_mini_batch
         self.minibatches = MinibatchPlan(size=size, epochs=mini_epochs_per_batch)
         self.optimizer = {"weight_decay": weight_decay, "max_grad_norm": max_grad_norm}
@@ -152,18 +174,20 @@ class GRPO:
             Journal(self.model, policy, self.logger, total_steps=total_steps) as journal,
             Lookahead(self._collector(data), journal.cursor(), total_steps, self.max_staleness) as rollouts,
         ):
-            plan = self._batch_plan(start)
             if due := self.checkpoints.missed(policy.step, total_steps, model=self.model.name):
                 await uploads.start(policy, name=due.named)
             for step in steps(policy.step, total_steps):
                 found = await rollouts.collected(policy)
+                kl_beta = self.kl.next(journal.last, samples=self.samples_per_batch)
+                plan = self._batch_plan(start, kl_beta)
                 batch = await self._prepare(policy, found.rollouts, found.graded, plan, step)
                 request = StepRequest(
                     parent=policy,
                     batch=batch,
                     reference=plan.reference,
                     old_logprobs=self.old_logprobs,
-                    loss=self.loss.model_dump(),
+                    loss=self._loss(kl_beta),
+                    controllers_in=self.kl.state(kl_beta),
                     optimizer=OptimizerSpec(lr=rate(self.schedule, step, total_steps), **self.optimizer),
                     minibatches=self._shuffled(step),
                     temperature=plan.temperature,
@@ -236,13 +260,32 @@ class GRPO:
         seed = self.model.workspace.seed_for("minibatches", step)
         return self.minibatches.model_copy(update={"shuffle_seed": seed})
 
-    def _batch_plan(self, start: PolicyRef) -> BatchPlan:
+    def _loss(self, kl_beta: float) -> dict[str, JsonValue]:
+        in_loss = self.loss.kl_beta > 0
+        return self.loss.model_copy(update={"kl_beta": kl_beta}).model_dump() if in_loss else self.loss.model_dump()
+
+    def _batch_plan(self, start: PolicyRef, kl_beta: float) -> BatchPlan:
+        buffer, penalty = self.overlong
+        limit = self.model.sampling.max_new_tokens
         return BatchPlan(
-            reference=start if self.loss.kl_beta > 0 else None,
+            reference=start if self.loss.kl_beta > 0 or self.reward_kl else None,
             advantage_estimator=self.advantage_estimator,
             old_logprobs=self.old_logprobs,
             temperature=self.model.sampling.temperature,
+            reward_kl=self.reward_kl and self.reward_kl.model_copy(update={"beta": kl_beta}),
+            overlong=Overlong(limit=limit, buffer=buffer, penalty=penalty) if buffer else None,
+            mask_truncated=self.mask_truncated,
+            drop_equal_groups=self.refill is not None,
         )
+
+
+def kl_control(kind: KLControl, beta: float, target: float, horizon: float) -> FixedKL | AdaptiveKL:
+    """The controller of that name. Raises ValueError when it has nothing to control."""
+    if kind == "fixed":
+        return FixedKL(beta=beta)
+    if beta == 0:
+        raise ValueError("kl_controller='adaptive' multiplies kl_beta, and kl_beta=0 stays 0; give it a start")
+    return AdaptiveKL(beta=beta, target=target, horizon=horizon)
 
 
 def _check_sizes(length: str, steps: int | None, epochs: int | None, samples: int, completions: int) -> None:
@@ -304,6 +347,8 @@ async def reward_arguments(config: GRPOConfig, session: RunSession, logger: Term
         "max_prompt_tokens": config.data.max_prompt_tokens,
         "truncation": config.data.truncation,
         **algorithm.model_dump(exclude={"steps"}),
+        **config.regularisation.model_dump(),
+        **config.rules.model_dump(),
     }
 
 

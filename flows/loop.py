@@ -12,7 +12,7 @@ from flows.progress import TerminalProgress
 from flows.run_page import RunPage
 from flows.watch import RunWatch
 from storage.artifacts import ArtifactRef
-from storage.chain import Chain, PolicyRef
+from storage.chain import Chain, CommitRecord, PolicyRef
 from storage.worklog import log_work
 from tasks.clock import StepClock
 from tasks.datasets.order import DataCursor
@@ -30,7 +30,8 @@ class Journal:
         self.chain = Chain.of(self.store, policy)
         self.logger, self.total_steps = logger, total_steps
         self._resumed = policy.step > 0
-        self._head = policy
+        self.last: CommitRecord | None = self.chain.record(policy.step) if policy.step else None
+        """Of the last committed step of this stage."""
         log_work("start", policy=policy.uri, resumed_from=policy.step)
         logger.start(total_steps, policy.step)
         self.clock = StepClock()
@@ -39,8 +40,7 @@ class Journal:
 
     def cursor(self) -> DataCursor:
         """Where the data stands after the last committed step."""
-        record = self.chain.record(self._head.step) if self._head.step else None
-        return DataCursor.model_validate(record.cursor_out) if record else DataCursor()
+        return DataCursor.model_validate(self.last.cursor_out) if self.last else DataCursor()
 
     def record(
         self, policy: PolicyRef, rollouts: list[ArtifactRef] | None = None, graded: list[ArtifactRef] | None = None
@@ -49,6 +49,7 @@ class Journal:
         a person wants the run to wait."""
         record = self.chain.record(policy.step)
         assert record is not None  # take_gradient_step returned its policy
+        self.last = record
         metrics = measure_step(
             self.store,
             record,

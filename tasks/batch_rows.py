@@ -21,26 +21,52 @@ class Grades:
     Its rows are those of the shards, one after the other. `table` has prompt_id, completion, reward and status.
     """
 
-    def __init__(self, table: pa.Table, estimator: str) -> None:
+    def __init__(self, table: pa.Table) -> None:
         self._prompts, self._completions = (_whole(table.column(name)) for name in ("prompt_id", "completion"))
         valid = pc.equal(table.column("status"), "ok")
         self.rewards: pa.Array = _whole(pc.if_else(valid, table.column("reward"), pa.scalar(None, pa.float64())))
         """Null where the grade is masked or ignored."""
-        self._advantages = advantages_of(self._prompts, self.rewards.to_pylist(), estimator)
+        self.shaped_N = self.rewards.to_numpy(zero_copy_only=False).astype(np.float64)
+        """The rewards as they become advantages: with whatever was taken off them; NaN where there is none."""
+        self.masked_N = np.zeros(len(self.rewards), dtype=bool)
+        """Left out of the batch, though their rewards count in their groups."""
         self._kept = np.zeros(len(self.rewards), dtype=bool)
 
-    def kept(self, rollouts: pa.Table, start: int) -> dict[str, pa.Array] | None:
-        """Columns of the batch for the shard whose grades begin at row `start`: what has a grade and is not empty. None
-        when these are not its grades, in its order."""
+    def advantages(self, estimator: str) -> np.ndarray:
+        """float32 [N]: NaN where the grade is masked or ignored."""
+        shaped = [None if np.isnan(reward) else reward for reward in self.shaped_N.tolist()]
+        return advantages_of(self._prompts, shaped, estimator)
+
+    def mask_equal_groups(self) -> None:
+        """Leaves out the completions of each prompt whose valid rewards are all equal."""
+        codes_N = self._prompts.dictionary_encode().indices.to_numpy(zero_copy_only=False)
+        valid_N = ~np.isnan(self.shaped_N)
+        low, high = (np.full(codes_N.max(initial=-1) + 1, start) for start in (np.inf, -np.inf))
+        np.minimum.at(low, codes_N[valid_N], self.shaped_N[valid_N])
+        np.maximum.at(high, codes_N[valid_N], self.shaped_N[valid_N])
+        self.masked_N |= ~(low < high)[codes_N]
+
+    @property
+    def kept_rows(self) -> np.ndarray:
+        """Indices of the completions that were kept so far, in the order of the batch."""
+        return np.flatnonzero(self._kept)
+
+    @property
+    def prompts_N(self) -> np.ndarray:
+        return self._prompts.to_numpy(zero_copy_only=False)
+
+    def kept(self, rollouts: pa.Table, start: int, advantages_N: np.ndarray) -> dict[str, pa.Array] | None:
+        """Columns of the batch for the shard whose grades begin at row `start`: what has a grade, is not masked and not
+        empty. None when these are not its grades, in its order."""
         part = slice(start, start + rollouts.num_rows)
         named = (self._prompts, "prompt_id"), (self._completions, "completion")
         if not all(mine[part].equals(_whole(rollouts.column(name))) for mine, name in named):
             return None
         teaches_N = _lengths(_whole(rollouts.column("completion_ids"))) > 0
-        self._kept[part] = teaches_N & ~np.isnan(self._advantages[part])
+        self._kept[part] = teaches_N & ~np.isnan(self.shaped_N[part]) & ~self.masked_N[part]
         mask = pa.array(self._kept[part])
         return batch_columns(
-            rollouts.filter(mask), self._advantages[part][self._kept[part]], self.rewards[part].filter(mask)
+            rollouts.filter(mask), advantages_N[part][self._kept[part]], self.rewards[part].filter(mask)
         )
 
     def prompts_kept(self) -> int:
@@ -88,6 +114,24 @@ def batch_table(
             columns = columns | {name: pa.array(values, schema.field(name).type)}
     none = {field.name: pa.nulls(rows, field.type) for field in schema if field.nullable}
     return pa.table([(none | columns)[name] for name in schema.names], schema=schema)
+
+
+def with_advantages(table: pa.Table, advantages_T: np.ndarray) -> pa.Table:
+    """The batch with these advantages, one per trained token of all rows."""
+    lengths_N = _lengths(_whole(table["advantages"]))
+    lists = _lists(_offsets(lengths_N), advantages_T.astype(np.float32), pa.float32())
+    return table.set_column(table.column_names.index("advantages"), table.schema.field("advantages"), lists)
+
+
+def trained_lengths(table: pa.Table) -> np.ndarray:
+    """int64 [N]: trained tokens of each row."""
+    return _lengths(_whole(table["advantages"]))
+
+
+def policy_gap(table: pa.Table, old: str) -> np.ndarray:
+    """float64 [T]: logprob of the column `old` less the reference's, nats, at each trained token."""
+    mine, theirs = (_flat(_whole(table[name])).astype(np.float64) for name in (old, "reference_logprobs"))
+    return mine - theirs
 
 
 def gap_of(table: pa.Table) -> tuple[float, int]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from pydantic import JsonValue
 
 from engine.errors import BadSpec
 from engine.protocol import LogprobsRequest, TokenSequence
@@ -19,11 +21,22 @@ from storage.chain import OldLogprobs, PolicyRef
 from storage.models import Frozen
 from storage.objects import ObjectStore
 from storage.tables import SCHEMAS, TableWriter, commit_table, shared_rows
-from tasks.batch_rows import Grades, batch_table, gap_of
+from tasks.batch_rows import Grades, batch_table, gap_of, policy_gap, trained_lengths, with_advantages
 from tasks.clock import timed
+from tasks.rewards import (
+    BATCH_ESTIMATORS,
+    KL_OF_GAP,
+    Overlong,
+    RewardKL,
+    less_group_mean,
+    reinforce_plus_plus,
+    whiten,
+)
 from tasks.shards import read_tables
 
-AdvantageEstimator = Literal["group", "group_sample_std", "centred", "leave_one_out"]
+AdvantageEstimator = Literal[
+    "group", "group_sample_std", "centred", "leave_one_out", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
+]
 CHUNK_TOKENS = 1 << 20
 """Tokens that are scored and written together: what a batch takes of the coordinator's memory, and of one call to the
 engine, does not grow with the batch."""
@@ -37,6 +50,17 @@ class BatchPlan(Frozen):
     advantage_estimator: AdvantageEstimator = "group"
     old_logprobs: OldLogprobs = "trainer"
     temperature: float = 1.0
+    reward_kl: RewardKL | None = None
+    """A KL penalty in the reward; it needs `reference`."""
+    overlong: Overlong | None = None
+    mask_truncated: bool = False
+    """Leave answers that were cut at their longest out of the loss; their rewards count in their groups."""
+    drop_equal_groups: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """Whether the advantages depend on logprobs, or on the whole batch: it is then held in memory."""
+        return self.reward_kl is not None or self.advantage_estimator in BATCH_ESTIMATORS
 
 
 async def rollout_batch(
@@ -56,13 +80,25 @@ async def rollout_batch(
         if found is not None:
             return made_from(found, policy.uri)
         columns = ["prompt_id", "completion", "reward", "status"]
-        grades = Grades(pa.concat_tables(read_tables(store, graded, columns)), plan.advantage_estimator)
+        grades = Grades(pa.concat_tables(read_tables(store, graded, columns)))
+        _shape(store, rollouts, grades, plan)
+        unknown_N = np.zeros(len(grades.rewards), np.float32)
+    advantages_N = unknown_N if plan.whole else grades.advantages(plan.advantage_estimator)
+    held: list[pa.Table] = []
+    extra: dict[str, JsonValue] = {}
     with TableWriter("batch") as writer:
         gap, gap_tokens = 0.0, 0
-        for shards in _chunks(store, rollouts, graded, grades):
+        for shards in _chunks(store, rollouts, graded, grades, advantages_N):
             table = await scored(workspace, policy, shards, plan)
             total, tokens = gap_of(table)
             gap, gap_tokens = gap + total, gap_tokens + tokens
+            if plan.whole:
+                held.append(table)
+                continue
+            with timed("storage"):
+                writer.write(table)
+        if held:
+            table, extra = whole_batch(pa.concat_tables(held), grades, plan)
             with timed("storage"):
                 writer.write(table)
         if not writer.rows:
@@ -76,9 +112,51 @@ async def rollout_batch(
                 key,
                 parents=(policy.uri, *(ref.uri for ref in (*rollouts, *graded))),
                 provenance=workspace.provenance,
-                extra={"prompts": grades.prompts_kept(), "logprob_gap": gap / gap_tokens if gap_tokens else None},
+                extra={
+                    "prompts": grades.prompts_kept(),
+                    "logprob_gap": gap / gap_tokens if gap_tokens else None,
+                    **extra,
+                },
             )
     return made_from(committed, policy.uri)
+
+
+def _shape(store: ObjectStore, rollouts: list[ArtifactRef], grades: Grades, plan: BatchPlan) -> None:
+    """What is known of the answers' lengths and groups before any logprob."""
+    if plan.overlong or plan.mask_truncated:
+        tables = list(read_tables(store, rollouts, ["completion_ids", "stop_reason"]))
+        if plan.overlong:
+            lengths = [pc.list_value_length(table["completion_ids"]).to_numpy() for table in tables]
+            grades.shaped_N -= plan.overlong.of(np.concatenate(lengths))
+        if plan.mask_truncated:
+            grades.masked_N |= np.concatenate([pc.equal(t["stop_reason"], "length").to_numpy() for t in tables])
+    if plan.drop_equal_groups:
+        grades.mask_equal_groups()
+
+
+def whole_batch(table: pa.Table, grades: Grades, plan: BatchPlan) -> tuple[pa.Table, dict[str, JsonValue]]:
+    """The batch with advantages that need all of it, and what its manifest says of the KL in the reward: `reward_kl`,
+    the mean over tokens, nats."""
+    lengths_N, rows = trained_lengths(table), grades.kept_rows
+    extra: dict[str, JsonValue] = {}
+    penalties_T = np.zeros(int(lengths_N.sum()))
+    if plan.reward_kl is not None:
+        old = "old_logprobs" if plan.old_logprobs == "trainer" else "sampler_logprobs"
+        kl_T = KL_OF_GAP[plan.reward_kl.estimator](policy_gap(table, old))
+        penalties_T, extra = plan.reward_kl.beta * kl_T, {"reward_kl": float(kl_T.mean())}
+    if plan.advantage_estimator == "reinforce_plus_plus":
+        advantages_T = reinforce_plus_plus(grades.shaped_N[rows], penalties_T, lengths_N)
+        return with_advantages(table, advantages_T), extra
+    grades.shaped_N[rows] -= np.add.reduceat(penalties_T, np.cumsum(lengths_N) - lengths_N)
+    if plan.advantage_estimator == "reinforce_plus_plus_baseline":
+        valid = ~np.isnan(grades.shaped_N)
+        prompts, shaped = grades.prompts_N, grades.shaped_N
+        centred_N = np.full(len(shaped), np.nan)
+        centred_N[valid] = less_group_mean(shaped[valid], prompts[valid])
+        advantages_T = whiten(np.repeat(centred_N[rows], lengths_N))
+    else:
+        advantages_T = np.repeat(grades.advantages(plan.advantage_estimator)[rows], lengths_N)
+    return with_advantages(table, advantages_T), extra
 
 
 def teaching_prompts(store: ObjectStore, graded: list[ArtifactRef]) -> int:
@@ -90,7 +168,11 @@ def teaching_prompts(store: ObjectStore, graded: list[ArtifactRef]) -> int:
 
 
 def _chunks(
-    store: ObjectStore, rollouts: list[ArtifactRef], graded: list[ArtifactRef], grades: Grades
+    store: ObjectStore,
+    rollouts: list[ArtifactRef],
+    graded: list[ArtifactRef],
+    grades: Grades,
+    advantages_N: np.ndarray,
 ) -> Iterator[list[dict[str, pa.Array]]]:
     """The kept rows of whole shards, in their order, about CHUNK_TOKENS at a time."""
     tables = read_tables(store, rollouts, ["prompt_id", "completion", "prompt_ids", "completion_ids", "logprobs"])
@@ -98,7 +180,7 @@ def _chunks(
     for ref, grade_ref in zip(rollouts, graded, strict=True):
         with timed("storage"):
             shard = next(tables)
-        kept = grades.kept(shard, start)
+        kept = grades.kept(shard, start, advantages_N)
         if kept is None or shard.num_rows != grade_ref.rows:
             raise BadSpec(f"{grade_ref.key} does not grade the rows of {ref.key} in their order")
         start += shard.num_rows

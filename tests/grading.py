@@ -27,3 +27,12 @@ def even_share_of_most(thread: StringThread, *, failing: str = "0") -> float:
     if thread.turns[0].text == failing:
         raise RuntimeError(f"no grade for the prompt {failing}")
     return even_share(thread)
+
+
+def only_even_prompts(thread: StringThread) -> float:
+    """`even_share` of answers to even digits; 0 for all others, whose groups then teach nothing."""
+    return even_share(thread) if int(thread.turns[0].text[-1]) % 2 == 0 else 0.0
+
+
+def nothing(_thread: StringThread) -> float:
+    return 0.0

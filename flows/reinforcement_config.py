@@ -1,0 +1,71 @@
+"""Groups of the configs of reinforcement learning that most runs leave alone."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from flows.collect import RefillEnd
+from storage.models import Frozen
+
+KLPlace = Literal["loss", "reward"]
+KLControl = Literal["fixed", "adaptive"]
+PolicyLoss = Literal["clip", "cispo"]
+
+
+class BatchRules(Frozen):
+    """Which completions a step trains on, and from which policy they come."""
+
+    dynamic_sampling: bool = False
+    """Leave out prompts whose completions all have the same reward, and draw others instead (DAPO,
+    arXiv:2503.14476)."""
+    max_refill_rounds: int = Field(4, ge=0)
+    """Draws after the first, at most, with dynamic_sampling."""
+    refill_end: RefillEnd = "short"
+    """When these do not fill the batch: train what there is, or fail."""
+    max_staleness: int = Field(0, ge=0)
+    """Completions come from the policy of so many steps before, so that they are sampled while other steps train."""
+    mask_truncated: bool = False
+    """Leave completions that were cut at max_new_tokens out of the loss."""
+    overlong_buffer: int | None = Field(None, ge=1)
+    """Over the last so many of max_new_tokens, a penalty on the length grows from 0 to overlong_penalty."""
+    overlong_penalty: float = Field(1.0, gt=0)
+    """What the longest completions lose of their reward."""
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        refill = {"max_refill_rounds", "refill_end"} & self.model_fields_set
+        if refill and not self.dynamic_sampling:
+            raise ValueError(f"{sorted(refill)} act only with dynamic_sampling=true; set it, or leave them out")
+        if "overlong_penalty" in self.model_fields_set and self.overlong_buffer is None:
+            raise ValueError("overlong_penalty acts only with overlong_buffer; give it in tokens, or leave both out")
+        return self
+
+
+class Regularisation(Frozen):
+    """What the policy's loss has besides the clipped ratio."""
+
+    policy_loss: PolicyLoss = "clip"
+    """clip: the clipped ratio. cispo: the ratio, clipped and held constant, times the log-probability
+    (arXiv:2506.13585)."""
+    entropy_coef: float = Field(0.0, ge=0)
+    """Entropy times this is taken off the loss."""
+    importance_cap: float | None = Field(None, gt=0)
+    """Weigh the loss by the ratio of the trainer's and the sampler's probability, at most this (truncated importance
+    weights)."""
+    kl_in: KLPlace = "loss"
+    """Where the KL term stands: in the loss, or taken off the reward."""
+    kl_controller: KLControl = "fixed"
+    """adaptive: kl_beta follows kl_target (arXiv:1909.08593)."""
+    kl_target: float = Field(0.1, gt=0)
+    """Nats per token."""
+    kl_horizon: float = Field(10_000, gt=0)
+    """Completions over which kl_beta may change by a fifth."""
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        adaptive = {"kl_target", "kl_horizon"} & self.model_fields_set
+        if adaptive and self.kl_controller != "adaptive":
+            raise ValueError(f"{sorted(adaptive)} act only with kl_controller='adaptive'; set it, or leave them out")
+        return self

@@ -30,21 +30,29 @@ def _loss_mode(verl: Verl) -> str:
 
 
 CONDITIONS: dict[str, Condition] = {
+    "adaptive_kl": Condition(
+        lambda verl: bool(verl.get("algorithm.use_kl_in_reward")) and verl.get("algorithm.kl_ctrl.type") == "adaptive",
+        "the KL controller is fixed",
+    ),
     "agent": Condition(
         lambda verl: verl.get(ROLLOUT + "agent.default_agent_loop") != "single_turn_agent", "no agent loop is used"
     ),
     "async": Condition(lambda verl: verl.get("trainer.v1.trainer_mode") != "sync", "the trainer mode is sync"),
-    "clipped": Condition(lambda verl: flow_of(verl) != "gspo", "verl's GSPO has no second clip"),
+    "bypass": Condition(_on("algorithm.rollout_correction.bypass_mode"), "bypass_mode is false"),
+    "clipped": Condition(lambda verl: _loss_mode(verl) == "vanilla", "this loss has no second clip"),
     "cpu_offload": Condition(_on("model.fsdp_config.cpu_offload"), "cpu_offload is false"),
     "critic": Condition(lambda verl: flow_of(verl) == "ppo", "there is no critic: adv_estimator is not gae"),
     "distillation": Condition(_on("distillation.enabled"), "distillation is off"),
     "filter_groups": Condition(_on("algorithm.filter_groups.enable"), "filter_groups is off"),
+    "importance": Condition(
+        lambda verl: verl.get("algorithm.rollout_correction.rollout_is") == "token", "rollout_is is null"
+    ),
     "kl_in_reward": Condition(_on("algorithm.use_kl_in_reward"), "use_kl_in_reward is false"),
     "kl_loss": Condition(_on(ACTOR + "use_kl_loss"), "use_kl_loss is false"),
     "lora": Condition(lambda verl: (verl.get(_model_of(verl) + "lora_rank") or 0) > 0, "lora_rank is 0"),
     "megatron": Condition(lambda verl: verl.get(ACTOR + "strategy") == "megatron", "the strategy is not megatron"),
     "multiturn": Condition(_on("data.multiturn.enable"), "multiturn is off"),
-    "other_loss": Condition(lambda verl: _loss_mode(verl) not in ("vanilla", "gspo"), "no such loss is used"),
+    "other_loss": Condition(lambda verl: _loss_mode(verl) not in ("vanilla", "gspo", "cispo"), "no such loss is used"),
     "other_trainer": Condition(lambda verl: False, "the trainer is FSDP"),
     "pf_ppo": Condition(_on("algorithm.use_pf_ppo"), "use_pf_ppo is false"),
     "reward_model": Condition(

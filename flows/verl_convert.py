@@ -18,15 +18,23 @@ REWARD_MODEL_GRADER = "tasks.graders.reward_model:RewardModelGrader"
 # -- which flow ------------------------------------------------------------------------------------------------
 
 
+LOSS_MODES = {"vanilla": "clip", "cispo": "cispo"}
+
+
 def _loss_mode(verl: Verl, key: str, value: Any) -> Any:
-    if value not in ("vanilla", "gspo"):
-        raise Refused(f"there is no loss {value!r} here; expected vanilla or gspo")
-    if value == "gspo" and flow_of(verl) == "ppo":
+    if value == "gspo":
+        if flow_of(verl) == "gspo":
+            return Paths({})
         raise Refused("GSPO takes its advantages from groups, not from a critic; use adv_estimator=grpo")
-    return flow_of(verl)
+    if value not in LOSS_MODES:
+        raise Refused(f"there is no loss {value!r} here; expected {', '.join(LOSS_MODES)} or gspo")
+    return LOSS_MODES[value]
 
 
-ESTIMATORS = {"grpo": None, "grpo_vectorized": None, "rloo": "leave_one_out", "rloo_vectorized": "leave_one_out"}
+ESTIMATORS = {
+    "grpo": None, "grpo_vectorized": None, "rloo": "leave_one_out", "rloo_vectorized": "leave_one_out",
+    "reinforce_plus_plus": "reinforce_plus_plus", "reinforce_plus_plus_baseline": "reinforce_plus_plus_baseline",
+}  # fmt: skip
 
 
 def _estimator(verl: Verl, key: str, value: Any) -> Any:
@@ -189,7 +197,39 @@ def _loss_norm(verl: Verl, key: str, value: Any) -> Any:
 
 
 def _kl_loss(verl: Verl, key: str, value: Any) -> Any:
+    if verl.get("algorithm.use_kl_in_reward"):
+        return Nothing("use_kl_in_reward puts the KL term into the reward")
     return Nothing("kl_loss_coef says how much") if value else 0.0
+
+
+def _kl_in_reward(verl: Verl, key: str, value: Any) -> Any:
+    if value and verl.get(ACTOR + "use_kl_loss"):
+        raise Refused("the KL term stands in the loss or in the reward, not in both; choose one of them")
+    return "reward" if value else Nothing()
+
+
+def _kl_controller(verl: Verl, key: str, value: Any) -> Any:
+    if value not in ("fixed", "adaptive"):
+        raise Refused(f"there is no controller {value!r} here; expected fixed or adaptive")
+    return value
+
+
+def _importance(verl: Verl, key: str, value: Any) -> Any:
+    if value is None:
+        return Nothing()
+    if value != "token":
+        raise Refused(f"importance weights are per token here, not per {value}")
+    return Nothing("rollout_is_threshold is the cap")
+
+
+def _importance_cap(verl: Verl, key: str, value: Any) -> Any:
+    if isinstance(value, str):
+        raise Refused("importance weights have an upper cap only; give a number")
+    return value
+
+
+def _bypass(verl: Verl, key: str, value: Any) -> Any:
+    return "sampler" if value else Nothing()
 
 
 KL_ESTIMATORS = {
@@ -203,6 +243,36 @@ def _kl_estimator(verl: Verl, key: str, value: Any) -> Any:
     if value == "full":
         raise Refused("the KL over the whole vocabulary is not kept; expected low_var_kl, kl, abs or mse")
     raise Refused(f"there is no KL estimator {value!r} here; expected {', '.join(KL_ESTIMATORS)}")
+
+
+# -- which completions count -----------------------------------------------------------------------------------
+
+REWARD_METRICS = (None, "score", "seq_reward", "seq_final_reward")
+
+
+def _filter_metric(verl: Verl, key: str, value: Any) -> Any:
+    if value in REWARD_METRICS:
+        return Nothing("a group is judged by its rewards")
+    return Near(value, "a group is judged by its rewards, which is the same where they say right or wrong")
+
+
+def _refill_rounds(verl: Verl, key: str, value: Any) -> Any:
+    """verl counts the first draw too, and fails at the last; 0 is without end."""
+    if value > 0:
+        return Paths({"rules.max_refill_rounds": value - 1, "rules.refill_end": "fail"})
+    return Nothing("it has no limit in verl, rules.max_refill_rounds here")
+
+
+def _overlong(verl: Verl, key: str, value: Any) -> Any:
+    return Nothing("its len and penalty_factor say how") if value else Nothing()
+
+
+def _overlong_part(verl: Verl, key: str, value: Any) -> Any:
+    """The buffer is known by three names; each has its own switch."""
+    group = key.rpartition(".")[0]
+    if not all(verl.get(f"{group}.{name}") for name in ("enable", "len", "penalty_factor")):
+        return Nothing("the buffer is not enabled, or has no length or penalty")
+    return value
 
 
 # -- evaluation and rewards ------------------------------------------------------------------------------------
@@ -264,6 +334,10 @@ def _reward_name(verl: Verl, key: str, value: Any) -> Any:
 # -- plain -----------------------------------------------------------------------------------------------------
 
 
+def _only_true(verl: Verl, key: str, value: Any) -> Any:
+    return True if value else Nothing()
+
+
 def _when_set(verl: Verl, key: str, value: Any) -> Any:
     return Nothing() if value is None else value
 
@@ -278,16 +352,18 @@ def _names(verl: Verl, key: str, value: Any) -> Any:
 
 CONVERSIONS: dict[str, Conversion] = {
     **ENGINE_CONVERSIONS,
-    "clip": _clip, "clip_high": _clip_high, "clip_low": _clip_low, "completions": _completions,
+    "bypass": _bypass, "clip": _clip, "clip_high": _clip_high, "clip_low": _clip_low, "completions": _completions,
     "conversation_length": _conversation_length, "conversations": _conversations,
     "do_sample_validation": _do_sample_validation, "drop_overlong": _drop_overlong, "dynamic_batch": _dynamic_batch,
     "estimator": _estimator, "evaluation_metadata": _evaluation_metadata, "files": _files,
-    "greedy_or_value": _greedy_or_value, "kl_estimator": _kl_estimator, "kl_loss": _kl_loss, "limit": _limit,
-    "loss_mode": _loss_mode, "loss_norm": _loss_norm, "metadata_columns": _metadata_columns,
-    "micro_batch": _micro_batch, "model": _model, "multiturn": _multiturn, "names": _names, "positive": _positive,
-    "prompt_column": _prompt_column, "reward_file": _reward_file, "reward_model": _reward_model,
-    "reward_model_switch": _reward_model_switch, "reward_name": _reward_name,
-    "scale_by_std": _scale_by_std, "truncation": _truncation, "unless_multiturn": _unless_multiturn,
-    "when_set": _when_set,
+    "filter_metric": _filter_metric, "greedy_or_value": _greedy_or_value, "importance": _importance,
+    "importance_cap": _importance_cap, "kl_controller": _kl_controller, "kl_estimator": _kl_estimator,
+    "kl_in_reward": _kl_in_reward, "kl_loss": _kl_loss, "limit": _limit, "loss_mode": _loss_mode,
+    "loss_norm": _loss_norm, "metadata_columns": _metadata_columns, "micro_batch": _micro_batch, "model": _model,
+    "multiturn": _multiturn, "names": _names, "only_true": _only_true, "overlong": _overlong,
+    "overlong_part": _overlong_part, "positive": _positive, "prompt_column": _prompt_column,
+    "refill_rounds": _refill_rounds, "reward_file": _reward_file, "reward_model": _reward_model,
+    "reward_model_switch": _reward_model_switch, "reward_name": _reward_name, "scale_by_std": _scale_by_std,
+    "truncation": _truncation, "unless_multiturn": _unless_multiturn, "when_set": _when_set,
 }  # fmt: skip
 """By the names of verl_keys.toml."""

@@ -53,7 +53,7 @@ def _lines(made: Imported) -> Iterator[str]:
     yield from _mapped(f"mapped ({len(given)})", given)
     yield from _mapped(f"not given, so verl's default ({len(filled)})", filled)
     yield from _grouped("dropped, without loss", made.dropped)
-    yield from _grouped("not read by verl itself", made.unread)
+    yield from _grouped("decided by other keys, or asking for nothing", made.unread)
     yield from _grouped("not here, at a value that asks for nothing", made.off)
     if made.refused:
         yield f"\ncould not, left out by --force ({len(made.refused)})"

@@ -11,6 +11,11 @@ from flows.verl_read import VerlError
 
 A, R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 M = "actor_rollout_ref.model."
+KL_IN_REWARD = ["algorithm.use_kl_in_reward=true"]
+BUFFERS = [
+    "reward.reward_kwargs.overlong_buffer_cfg", "reward_model.reward_kwargs.overlong_buffer_cfg",
+    "reward_model.overlong_buffer",
+]  # fmt: skip
 
 PPO: dict[str, tuple[str, list[str]]] = {
     "data.train_files": ("other.parquet", []),
@@ -70,6 +75,18 @@ PPO: dict[str, tuple[str, list[str]]] = {
     R + "val_kwargs.do_sample": ("true", [R + "val_kwargs.temperature=0.6"]),
     "algorithm.adv_estimator": ("rloo", []),
     "algorithm.norm_adv_by_std_in_grpo": ("false", []),
+    A + "entropy_coeff": ("0.01", []),
+    "algorithm.filter_groups.enable": ("true", []),
+    "algorithm.filter_groups.max_num_gen_batches": ("10", ["algorithm.filter_groups.enable=true"]),
+    "algorithm.use_kl_in_reward": ("true", []),
+    "algorithm.kl_penalty": ("abs", KL_IN_REWARD),
+    "algorithm.kl_ctrl.type": ("adaptive", KL_IN_REWARD),
+    "algorithm.kl_ctrl.kl_coef": ("0.02", KL_IN_REWARD),
+    "algorithm.kl_ctrl.horizon": ("5000", [*KL_IN_REWARD, "algorithm.kl_ctrl.type=adaptive"]),
+    "algorithm.kl_ctrl.target_kl": ("0.2", [*KL_IN_REWARD, "algorithm.kl_ctrl.type=adaptive"]),
+    "algorithm.rollout_correction.rollout_is": ("token", []),
+    "algorithm.rollout_correction.rollout_is_threshold": ("3.0", ["algorithm.rollout_correction.rollout_is=token"]),
+    "algorithm.rollout_correction.bypass_mode": ("true", []),
     "custom_reward_function.path": ("rewards.py", []),
     "custom_reward_function.name": ("score", ["custom_reward_function.path=r.py"]),
     "reward.custom_reward_function.path": ("rewards.py", []),
@@ -87,6 +104,12 @@ PPO: dict[str, tuple[str, list[str]]] = {
     "trainer.remove_previous_ckpt_in_save": ("true", ["trainer.save_freq=10"]),
     "trainer.log_val_generations": ("5", []),
 }
+
+for buffer in BUFFERS:
+    on, length, penalty = f"{buffer}.enable=true", f"{buffer}.len=64", f"{buffer}.penalty_factor=1.0"
+    PPO[f"{buffer}.enable"] = ("true", [length, penalty])
+    PPO[f"{buffer}.len"] = ("128", [on, penalty])
+    PPO[f"{buffer}.penalty_factor"] = ("0.5", [on, length])
 
 SFT: dict[str, tuple[str, list[str]]] = {
     "data.train_files": ("other.parquet", []),
@@ -180,7 +203,8 @@ def made(tmp_path: Path, kind: str, words: list[str]) -> Imported:
     _, base, sets = KINDS[kind]
     keys = {word.partition("=")[0] for word in words}
     base = [word for word in base if word.partition("=")[0] not in keys]
-    if any("reward_function.path" in key or "reward_model" in key for key in keys):
+    named = {name for pair in REWARD_MODELS for name in pair}
+    if keys & named or any(key.endswith("custom_reward_function.path") for key in keys):
         sets = [word for word in sets if not word.startswith("grader.")]
     empty = tmp_path / "empty.yaml"
     empty.touch()
@@ -223,6 +247,16 @@ def test_a_mapped_key_has_an_effect_in_its_path(tmp_path: Path, kind: str, key: 
         (R + "val_kwargs.do_sample", "false", "evaluation.temperature", 0.0),
         (A + "use_kl_loss", "false", "algorithm.kl_beta", 0.0),
         (A + "use_kl_loss", "true", "algorithm.kl_beta", 0.001),
+        (A + "policy_loss.loss_mode", "cispo", "regularisation.policy_loss", "cispo"),
+        (A + "policy_loss.loss_mode", "vanilla", "regularisation.policy_loss", "clip"),
+        (A + "entropy_coeff", "0.01", "regularisation.entropy_coef", 0.01),
+        ("algorithm.adv_estimator", "reinforce_plus_plus", "algorithm.advantage_estimator", "reinforce_plus_plus"),
+        ("algorithm.use_kl_in_reward", "true", "algorithm.kl_beta", 0.001),
+        ("algorithm.use_kl_in_reward", "true", "algorithm.kl_estimator", "k1"),
+        ("algorithm.use_kl_in_reward", "true", "regularisation.kl_in", "reward"),
+        ("algorithm.rollout_correction.rollout_is", "token", "regularisation.importance_cap", 2.0),
+        ("algorithm.rollout_correction.bypass_mode", "true", "algorithm.old_logprobs", "sampler"),
+        ("algorithm.filter_groups.enable", "true", "rules.dynamic_sampling", True),
         (A + "fsdp_config.reshard_after_forward", "true", "engine.trainer.zero_stage", 3),
         (A + "fsdp_config.reshard_after_forward", "false", "engine.trainer.zero_stage", 2),
         (A + "clip_ratio", "0.25", "algorithm.clip_range", 0.25),
@@ -262,6 +296,17 @@ def test_checkpoints_that_verl_rotates_are_recovery_checkpoints(tmp_path: Path) 
     assert found.config["checkpoints"] == {"frequency": None, "recovery_steps": 10, "keep_last": 3}
 
 
+def test_groups_are_drawn_again_as_often_as_verl_draws_them(tmp_path: Path) -> None:
+    words = ["algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=10"]
+    rules = made(tmp_path, "ppo_trainer", words).config["rules"]
+    assert rules == {"dynamic_sampling": True, "max_refill_rounds": 9, "refill_end": "fail"}
+
+
+def test_the_kl_term_stands_in_one_place(tmp_path: Path) -> None:
+    with pytest.raises(VerlError, match=r"use_kl_in_reward = True: .*not in both"):
+        made(tmp_path, "ppo_trainer", [*KL_IN_REWARD, A + "use_kl_loss=true"])
+
+
 def test_steps_go_before_epochs_as_in_verl(tmp_path: Path) -> None:
     algorithm = made(tmp_path, "ppo_trainer", ["trainer.total_training_steps=50"]).config["algorithm"]
     assert algorithm["steps"] == 50
@@ -278,6 +323,8 @@ def test_kl_estimators_by_verls_names(tmp_path: Path, verls: str, ours: str) -> 
 
 
 WITHOUT_COUNTERPART = [
+    ("algorithm.rollout_correction.rollout_is", "sequence", "per token"),
+    ("algorithm.rollout_correction.rollout_rs", "token", "truncated"),
     ("data.truncation", "middle", "middle"),
     ("data.train_files", "hdfs://cluster/x.parquet", "HDFS"),
     ("data.train_files", "[a.parquet, b.parquet]", "pattern"),

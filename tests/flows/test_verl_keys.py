@@ -14,6 +14,7 @@ KEYS = Path(__file__).parents[1] / "data" / "verl" / "keys"
 
 LISTS = {
     "ppo_trainer": "ppo_trainer", "ppo_trainer_2026_01": "ppo_trainer", "page_ppo_trainer": "ppo_trainer",
+    "dapo": "ppo_trainer",
     "sft_trainer": "sft_trainer", "page_sft_trainer": "sft_trainer", "sft_trainer_engine": "sft_trainer_engine",
     "evaluation": "evaluation", "page_evaluation": "evaluation",
 }  # fmt: skip

@@ -6,6 +6,7 @@ It reads what the batch of a step descends from, so it holds for steps that a fo
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,7 @@ class StepMaterial(Frozen):
     """The policy that the step made."""
     batch: ArtifactRef
     rollouts: tuple[ArtifactRef, ...]
+    """Completions, or the trajectories of episodes."""
     graded: tuple[ArtifactRef, ...]
     datasets: tuple[ArtifactRef, ...]
 
@@ -35,7 +37,7 @@ def material_of(store: ObjectStore, record: CommitRecord) -> StepMaterial:
     when one is gone or is another one now."""
     batch = _of_uri(store, f"{record.request.batch.key}#{record.request.batch.sha256}")
     parents = [_of_uri(store, uri) for uri in batch.parents if not uri.startswith("policy:")]
-    rollouts = [ref for ref in parents if ref.kind == "rollouts"]
+    rollouts = [ref for ref in parents if ref.kind in ("rollouts", "trajectories")]
     above = [uri for ref in rollouts for uri in ref.parents if not uri.startswith("policy:")]
     datasets = {ref.uri: ref for ref in (*(_of_uri(store, uri) for uri in dict.fromkeys(above)), *parents)}
     return StepMaterial(
@@ -55,6 +57,8 @@ def account(store: ObjectStore, record: CommitRecord) -> list[str]:
     """
     try:
         material = material_of(store, record)
+        if any(ref.kind == "trajectories" for ref in material.rollouts):
+            return _EpisodeAccounts(store, record, material).problems()
         if material.rollouts:
             return _Accounts(store, record, material).problems()
         return _completions(store, record, material)
@@ -162,6 +166,39 @@ class _Accounts:
                 )
 
 
+class _EpisodeAccounts(_Accounts):
+    """The same of a step of episodes: played and graded in one; a segment of an episode is a row."""
+
+    def problems(self) -> list[str]:
+        manifests = [read_manifest(self.store, ref.key) for ref in self.material.rollouts]
+        self._check_taken(manifests)
+        state = self.record.request.parent.state
+        episodes: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
+        for manifest in manifests:
+            for row in self._rows(manifest.ref, _PLAYED):
+                episodes[_completion(row)].append(row)
+                if row["policy_state"] != state:
+                    self.found.append(f"{manifest.key} was played by another policy than that which the step improves")
+                    break
+        for (prompt, number), rows in episodes.items():
+            if [row["segment"] for row in rows] != list(range(len(rows))):
+                self.found.append(f"episode {number} of prompt {prompt!r} has not each of its segments once, in order")
+        self._check_numbers(episodes)
+        graded = [rows for rows in episodes.values() if any(row["graded_turns"] for row in rows)]
+        teaching = (row for rows in graded for row in rows if row["status"] == "ok" and row["turn_tokens"])
+        self._check_trained(Counter(map(_completion, teaching)))
+        return self.found
+
+    def _check_numbers(self, episodes: Iterable[tuple[str, int]]) -> None:
+        numbers: dict[str, list[int]] = defaultdict(list)
+        for prompt, number in episodes:
+            numbers[prompt].append(number)
+        for prompt, found in numbers.items():
+            if sorted(found) != list(range(len(found))):
+                self.found.append(f"prompt {prompt!r} has the episodes {sorted(found)}, not each number once")
+
+
+_PLAYED = ["prompt_id", "completion", "segment", "turn_tokens", "graded_turns", "status", "policy_state"]
 _SAMPLED = ["prompt_index", "prompt_id", "completion", "completion_ids", "policy_state"]
 
 

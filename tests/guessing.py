@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,19 @@ class Guess(Environment):
     def grade(self, answer: str) -> float:
         # every second character code is even, so that an untrained model earns something
         return (self.secret in answer) + sum(ord(letter) % 2 == 0 for letter in answer) / 12
+
+
+class Unlucky(Guess):
+    """Cannot be played where the secret is one of `digits`; None: nowhere."""
+
+    def __init__(self, metadata: Mapping[str, Any], *, digits: Sequence[int] | None = None) -> None:
+        super().__init__(metadata)
+        self.unlucky = digits is None or int(self.secret) in digits
+
+    async def react_to(self, thread: StringThread) -> Reaction:
+        if self.unlucky:
+            raise RuntimeError("no more luck")
+        return await super().react_to(thread)
 
 
 class GuessFactory(EnvironmentFactory):

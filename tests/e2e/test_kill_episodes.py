@@ -1,0 +1,77 @@
+"""`kill -9` while episodes are played: the same command again ends with the same bytes, and plays one shard anew."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from storage.chain import Chain
+from storage.objects import open_store
+from tests.e2e.test_kill_nine import CHECKPOINT_EVERY, Folder
+from tests.guessing import guess_config
+
+STEPS, SHARDS_PER_STEP = 3, 2
+
+KILLED = ["trajectory.turn:10", "trajectory.after_data:4"]
+"""In the middle of an episode of step 2 (three turns a shard), and where its shard is about to be committed."""
+
+
+@dataclass
+class Episodes(Folder):
+    """A folder in which one run of env_grpo is driven by the command line."""
+
+    def command(self) -> list[str]:
+        return [sys.executable, "-m", "flows.cli.main", "run", "env_grpo", "--config", "config.yaml", "--run", "kill"]
+
+    def chain(self) -> Chain:
+        return Chain(open_store(str(self.path / "data")), "kill", "0-env_grpo", "policy")
+
+    def states(self) -> list[str]:
+        return [self.chain().policy(step).state for step in range(STEPS + 1)]
+
+    def digests(self) -> list[str | None]:
+        return [record.weights_digest for record in self.chain().records(after=0, until=STEPS)]
+
+
+def make_folder(path: Path, tiny_folder: Path, server: str, **changes: Any) -> Episodes:
+    path.mkdir(parents=True, exist_ok=True)
+    config = guess_config(
+        path, tiny_folder, environment__arguments={"grade_each": True}, algorithm__steps=STEPS,
+        checkpoints__recovery_steps=CHECKPOINT_EVERY, **changes,
+    )  # fmt: skip
+    (path / "config.yaml").write_text(yaml.safe_dump(config))
+    return Episodes(path, server)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path, prefect_server: str) -> Episodes:
+    folder = make_folder(tmp_path_factory.mktemp("uninterrupted"), tiny_folder, prefect_server)
+    status, output = folder.run()
+    assert status == 0, output
+    assert len(folder.events("shard")) == STEPS * SHARDS_PER_STEP
+    assert len(set(folder.digests())) == STEPS
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("failpoint", KILLED)
+def test_a_kill_among_episodes_changes_nothing(
+    failpoint: str, tmp_path: Path, tiny_folder: Path, prefect_server: str, uninterrupted: Episodes
+) -> None:
+    folder = make_folder(tmp_path, tiny_folder, prefect_server)
+    status, output = folder.run(failpoint)
+    assert status == -signal.SIGKILL, f"{failpoint} was not hit:\n{output}"
+    assert len(folder.events("step")) >= 1  # it is a resumption, and not a second start
+    status, output = folder.run()
+    assert status == 0, output
+    assert folder.weights() == uninterrupted.weights()
+    assert folder.states() == uninterrupted.states()
+    assert folder.digests() == uninterrupted.digests()
+    assert len(folder.events("shard")) <= STEPS * SHARDS_PER_STEP + 1
+    assert [event["resumed_from"] > 0 for event in folder.events("start")] == [False, True]

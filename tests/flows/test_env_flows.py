@@ -1,0 +1,193 @@
+"""`env_grpo` and `env_gspo` from end to end on a toy: what a run in an environment leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas
+import pytest
+
+from flows.env_config import ENVGRPOConfig, ENVGSPOConfig
+from flows.env_grpo import env_grpo
+from flows.env_gspo import env_gspo
+from storage.accounting import account, material_of
+from storage.chain import Chain
+from storage.objects import open_store
+from tasks.gradings import TooManyMasked
+from tasks.run_page import sample_rows
+from tasks.trajectory_batches import NotOneGrade
+from tests.guessing import guess_config
+
+HELDOUT = 3
+
+
+class Toy:
+    """Runs of the toy that share one store."""
+
+    def __init__(self, folder: Path, tiny_folder: Path) -> None:
+        self.folder, self.tiny_folder = folder, tiny_folder
+        self.data = folder / "data"
+
+    def run(self, run: str, flow: str = "env_grpo", **changes: Any) -> dict[str, Any]:
+        config = guess_config(self.folder, self.tiny_folder, run=run, **changes)
+        if flow == "env_gspo":
+            return asyncio.run(env_gspo(ENVGSPOConfig.model_validate(config)))
+        return asyncio.run(env_grpo(ENVGRPOConfig.model_validate(config)))
+
+    def tables(self, run: str, kind: str, flow: str = "env_grpo") -> list[pandas.DataFrame]:
+        """Of each step and shard, in order."""
+        files = (self.data / "runs" / run / "stages" / f"0-{flow}").glob(f"steps/*/{kind}/*.parquet")
+        return [pandas.read_parquet(file) for file in sorted(files)]
+
+    def chain(self, run: str, flow: str = "env_grpo") -> Chain:
+        return Chain(open_store(str(self.data)), run, f"0-{flow}", "policy")
+
+    def metrics(self, run: str) -> list[dict[str, Any]]:
+        files = (self.data / "runs" / run / "stages" / "0-env_grpo" / "metrics").glob("*.json")
+        return [json.loads(file.read_text()) for file in sorted(files)]
+
+
+@pytest.fixture
+def toy(prefect_server: str, tmp_path: Path, tiny_folder: Path) -> Toy:
+    return Toy(tmp_path, tiny_folder)
+
+
+@pytest.fixture(scope="module")
+def finished(
+    prefect_server: str, tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path
+) -> tuple[Toy, dict[str, Any]]:
+    """A finished run of three steps, `done`, with a held-out evaluation. Tests read it, and leave it as it is."""
+    toy = Toy(tmp_path_factory.mktemp("episodes"), tiny_folder)
+    heldout = {"kind": "file", "path": str(toy.folder / "secrets.jsonl"), "limit": HELDOUT}
+    return toy, toy.run("done", data__heldout=heldout, environment__arguments={"grade_each": True})
+
+
+def test_a_step_is_trajectories_a_batch_and_a_record(finished: tuple[Toy, dict[str, Any]]) -> None:
+    toy, result = finished
+    assert result["policy"] == toy.chain("done").head().uri
+    assert list(toy.chain("done").steps()) == [1, 2, 3]
+    shards = toy.tables("done", "trajectories")
+    assert len(shards) == 6  # two of two prompts, each step
+    for shard in shards:
+        assert len(shard) == 8
+        assert set(shard["status"]) == {"ok"} and set(shard["ending"]) == {"environment"}
+    assert shards[0]["completion"].tolist() == [0, 1, 2, 3] * 2
+    for line, first, second in zip(toy.metrics("done"), shards[::2], shards[1::2], strict=True):
+        both = pandas.concat([first, second])
+        assert (line["completions"], line["masked"], line["dropped"]) == (16, 0, 0)
+        assert line["reward_mean"] == pytest.approx(both["grades"].map(sum).mean())
+        assert line["completion_tokens"] == both["turn_tokens"].map(sum).sum()
+
+
+def test_the_trainer_reads_each_turn_in_the_context_that_it_was_sampled_in(finished: tuple[Toy, Any]) -> None:
+    toy, _ = finished
+    for batch in toy.tables("done", "batch"):
+        assert len(batch) == 16
+        for _, row in batch.iterrows():
+            trained = int((row["weights"] > 0).sum())
+            assert row["old_logprobs"] == pytest.approx(row["sampler_logprobs"], abs=1e-4)
+            assert len(row["advantages"]) == len(row["old_logprobs"]) == trained
+
+
+def test_advantages_are_what_the_definition_says(finished: tuple[Toy, Any]) -> None:
+    toy, _ = finished
+    shards, batch = pandas.concat(toy.tables("done", "trajectories")[:2]), toy.tables("done", "batch")[0]
+    seen = 0
+    for prompt, group in shards.groupby("prompt_id"):
+        grades = [grade for row in group["grades"] for grade in row]
+        mean = sum(grades) / len(grades)
+        std = (sum((grade - mean) ** 2 for grade in grades) / len(grades)) ** 0.5
+        for _, row in group.iterrows():
+            assert row["graded_turns"].tolist() == list(range(len(row["turn_tokens"])))  # every turn was graded
+            expected = [
+                sum((grade - mean) / std for grade in row["grades"][turn:]) if std else 0.0
+                for turn, count in enumerate(row["turn_tokens"])
+                for _ in range(count)
+            ]
+            (mine,) = batch[(batch["group"] == prompt) & (batch["completion"] == row["completion"])]["advantages"]
+            assert mine == pytest.approx(expected, abs=1e-5)
+            seen += len(set(expected)) > 1
+    assert seen  # turns of one episode differ
+
+
+def test_every_episode_and_turn_draws_its_own_numbers(finished: tuple[Toy, Any]) -> None:
+    toy, _ = finished
+    shard = toy.tables("done", "trajectories")[0]
+    threads = [json.loads(thread)["turns"] for thread in shard["thread"]]
+    answers = [turn["content"] for turns in threads for turn in turns if turn["role"] == "assistant"]
+    assert len(set(answers)) == len(answers)
+
+
+def test_heldout_prompts_are_played_before_and_after(finished: tuple[Toy, dict[str, Any]]) -> None:
+    toy, result = finished
+    files = sorted((toy.data / "runs" / "done" / "stages" / "0-env_grpo" / "evaluations").glob("*.parquet"))
+    before, after = (pandas.read_parquet(file) for file in files)
+    assert len(before) == len(after) == HELDOUT
+    assert result["heldout"]["before_mean"] == pytest.approx(before["reward"].mean())
+    assert result["heldout"]["after_mean"] == pytest.approx(after["reward"].mean())
+    assert all(text.startswith("user: Guess.\nassistant: ") for text in before["text"])
+
+
+def test_the_accounts_of_a_step_hold(finished: tuple[Toy, Any]) -> None:
+    toy, _ = finished
+    chain = toy.chain("done")
+    assert [account(chain.store, record) for record in chain.records(0, 3)] == [[], [], []]
+
+
+def test_the_page_shows_whole_episodes(finished: tuple[Toy, Any]) -> None:
+    toy, _ = finished
+    chain = toy.chain("done")
+    record = chain.record(1)
+    assert record is not None
+    played = material_of(chain.store, record).rollouts[0]
+    rows = sample_rows(chain.store, 0, played, played, count=2)
+    assert [row["step"] for row in rows] == [1, 1]
+    assert all("\nassistant: " in row["episode"] and row["ended by"] == "environment" for row in rows)
+    assert all(isinstance(row["grade"], float) for row in rows)
+
+
+def test_a_rewritten_history_is_a_row_of_its_own(toy: Toy) -> None:
+    toy.run("forgets", algorithm__steps=1, environment__arguments={"forget": True})
+    shards, (batch,) = pandas.concat(toy.tables("forgets", "trajectories")), toy.tables("forgets", "batch")
+    assert len(shards) == len(batch) == shards["turn_tokens"].map(len).sum()  # a segment has one turn
+    assert shards["segment"].max() == 2
+    for _, episode in batch.groupby(["group", "completion"]):
+        assert len({value for row in episode["advantages"] for value in row}) == 1  # the only grade comes last
+    assert toy.metrics("forgets")[0]["completions"] == 16
+
+
+def test_gspo_takes_one_grade_per_episode(toy: Toy) -> None:
+    toy.run("one", "env_gspo", algorithm={"steps": 2, "samples_per_batch": 16, "samples_per_mini_batch": 16,
+            "completions_per_sample": 4, "prompts_per_shard": 4})  # fmt: skip
+    records = list(toy.chain("one", "env_gspo").records(0, 2))
+    assert [record.request.loss["kind"] for record in records] == ["gspo"] * 2
+    assert records[0].request.loss["clip_low"] == 0.01 and records[0].request.loss["kl_beta"] == 0.1
+    assert records[0].request.loss["norm"] == "sequence_mean"
+    for batch in toy.tables("one", "batch", "env_gspo"):
+        assert all(len(set(row)) == 1 for row in batch["advantages"])
+
+
+def test_gspo_refuses_an_episode_of_many_grades(toy: Toy) -> None:
+    with pytest.raises(NotOneGrade, match="expects exactly one grade per trajectory"):
+        toy.run("many", "env_gspo", environment__arguments={"grade_each": True})
+
+
+def test_an_environment_that_cannot_be_played_ends_the_run_and_says_why(toy: Toy) -> None:
+    with pytest.raises(TooManyMasked, match=r"8 of 8 episodes .* at most 20% may fail.*RuntimeError: no more luck"):
+        toy.run("unlucky", environment__path="tests.guessing:Unlucky")
+
+
+def test_a_few_failures_are_masked_and_counted(toy: Toy) -> None:
+    toy.run("some", environment__path="tests.guessing:Unlucky", environment__arguments={"digits": [3, 4]},
+            environment__max_masked_fraction=0.9, algorithm__steps=2)  # fmt: skip
+    shards = pandas.concat(toy.tables("some", "trajectories"))
+    masked = shards[shards["status"] == "masked"]
+    assert len(masked) and not masked["token_ids"].map(len).any()
+    lines = toy.metrics("some")
+    assert sum(line["masked"] for line in lines) == len(masked)
+    trained = pandas.concat(toy.tables("some", "batch"))
+    assert len(trained) == len(shards) - len(masked)
+    assert not set(trained["group"]) & set(masked["prompt_id"])

@@ -39,6 +39,10 @@ class MathsGrader(BaseGrader):
         self.answer_key, self.timeout_seconds = answer_key, timeout_seconds
         self._workers = WorkerPool("tasks.graders.maths_worker", processes=processes)
 
+    async def setup(self) -> None:
+        """Starts a process: its imports take seconds, which are not to count as a grade's."""
+        await self._workers.start()
+
     async def teardown(self) -> None:
         await self._workers.close()
 

@@ -35,6 +35,12 @@ class WorkerPool:
         self._idle: list[Process] = []
         self._turn = asyncio.Semaphore(processes)
 
+    async def start(self) -> None:
+        """Starts one worker if none is idle, so that the first call need not wait for its imports."""
+        async with self._turn:
+            if not self._idle:
+                self._idle.append(await self._start())
+
     async def call(self, request: Any, *, timeout_seconds: float) -> Any:
         """The answer to `request`. Raises WorkerTimeout and WorkerFailed."""
         async with self._turn:

@@ -23,7 +23,8 @@ def answered(expected: object, text: str) -> StringThread:
 
 @pytest_asyncio.fixture
 async def grader() -> AsyncIterator[MathsGrader]:
-    grader = MathsGrader(timeout_seconds=5.0)
+    grader = MathsGrader(timeout_seconds=60.0)
+    await grader.setup()
     yield grader
     await grader.teardown()
 
@@ -86,6 +87,7 @@ ECHO = "tests.fixtures.echo_worker"
 
 async def test_a_worker_is_kept_while_it_answers_and_replaced_when_it_does_not() -> None:
     pool = WorkerPool(ECHO, processes=1)
+    await pool.start()
     first, again = [await pool.call({"say": "pid"}, timeout_seconds=60) for _ in range(2)]
     assert first == again != os.getpid()
     with pytest.raises(WorkerTimeout):

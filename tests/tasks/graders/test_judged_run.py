@@ -1,0 +1,56 @@
+"""A judge in a whole run: its grades are part of the chain, so the chain comes out the same when it is made again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from flows.config import GRPOConfig
+from flows.grpo import grpo
+from storage.chain import Chain
+from storage.objects import open_store
+from storage.runs_index import list_runs
+from tasks.graders.combined import CombinedGrader
+from tasks.graders.spec import build, grader_spec
+from tests.toy import toy_config
+
+DOCS = Path(__file__).parents[3] / "docs" / "graders.md"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("prefect_server")
+async def test_a_run_graded_by_a_judge_is_made_again_to_the_byte(tmp_path: Path, tiny_folder: Path) -> None:
+    judge: dict[str, Any] = {
+        "path": "tasks.graders.range_judge:RangeJudgeGrader",
+        "arguments": {
+            "grader_key": "judge", "model": str(tiny_folder), "criteria": "Is it a digit?", "score_range": [1, 3],
+            "evaluation_steps": ["Look."],
+        },
+    }  # fmt: skip
+
+    async def digests(run: str) -> list[str | None]:
+        config = toy_config(tmp_path / run, tiny_folder, run=run, grader=judge, algorithm__steps=2)
+        await grpo(GRPOConfig.model_validate(config))
+        store = open_store(tmp_path / run / "data")
+        assert sorted(name for name in list_runs(store) if not name.startswith("served/")) == [run]
+        records = list(Chain(store, run, "0-grpo", "policy").records(0, 2))
+        assert len(records) == 2 and all(record.updates == 1 for record in records)
+        return [record.weights_digest for record in records]
+
+    for run in ("one", "two"):
+        (tmp_path / run).mkdir()
+    first = await digests("one")
+    assert None not in first and first[0] != first[1]  # the judge's grades differ, so the weights moved
+    assert await digests("two") == first
+
+
+def test_the_page_about_graders_names_what_exists() -> None:
+    blocks = DOCS.read_text().split("```yaml\n")[1:]
+    for block in blocks:
+        named = yaml.safe_load(block.split("```")[0])["grader"]
+        grader = build(grader_spec(named["path"], named["arguments"]))
+        assert isinstance(grader, CombinedGrader) and grader.weights == [2.0, 1.0]
+    assert len(blocks) == 1

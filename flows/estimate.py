@@ -14,10 +14,11 @@ from engine.model_size import parameter_count
 from engine.protocol import EngineInfo
 from flows.config import CheckpointConfig, GRPOConfig, ModelConfig, TrainingConfig
 from flows.env_config import ENVGRPOConfig
+from flows.preference_config import DPOConfig
 from storage.artifacts import ArtifactRef
 from storage.objects import ObjectStore
 from storage.tables import RowReader
-from tasks.datasets.load import LoadedDataset
+from tasks.datasets.load import THREADS_OF, LoadedDataset
 
 MASTER_BYTES = 4
 COMPUTE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
@@ -83,8 +84,9 @@ def estimate(
         operations, kept = _grpo_step(config, parameters, tokens)
         frozen = config.algorithm.kl_beta > 0
     else:
-        trained = min(config.algorithm.samples_per_batch, data.rows) * tokens
-        operations, kept, frozen = 6.0 * parameters * trained, trained, False
+        kept = min(config.algorithm.samples_per_batch, data.rows) * tokens
+        frozen = isinstance(config, DPOConfig)
+        operations = parameters * kept * (6.0 + 2.0 * frozen)
     speed = EFFICIENCY * info.operations_per_second
     return Estimate(
         memory_bytes=_memory(config.model, parameters, COMPUTE_BYTES[info.numerics.compute_dtype], frozen=frozen),
@@ -140,13 +142,13 @@ def _steps(config: TrainingConfig, rows: int) -> int | None:
 
 
 def _thread_tokens(store: ObjectStore, data: LoadedDataset) -> int:
-    """Mean length of the first rows, in tokens, about."""
+    """Mean length of the first rows, in tokens, about; of pairs, of both together."""
     reader = RowReader(store, data.ref)
     try:
         rows = reader.rows(range(min(ROWS_LOOKED_AT, data.rows)))
     finally:
         reader.close()
-    characters = sum(len(str(row["thread"])) for row in rows) / max(1, len(rows))
+    characters = sum(len(str(row[name])) for row in rows for name in THREADS_OF[data.ref.kind]) / max(1, len(rows))
     return max(1, int(characters / CHARACTERS_PER_TOKEN))
 
 

@@ -8,8 +8,10 @@ from engine.workspace import Workspace
 from storage.artifacts import ArtifactRef
 from storage.chain import PolicyRef
 from tasks.batches import BatchPlan, completion_batch, rollout_batch
+from tasks.preference_batches import pair_batch, rating_batch
 from tasks.retries import DURABLE
 from tasks.trajectory_batches import trajectory_batch
+from tasks.value_batches import ValuePlan, value_batch
 
 
 @task(**DURABLE, task_run_name="batch-{step:06d}")
@@ -45,8 +47,47 @@ async def prepare_trajectories(
 
 
 @task(**DURABLE, task_run_name="batch-{step:06d}")
+async def prepare_credited(
+    workspace: Workspace,
+    policy: PolicyRef,
+    rollouts: list[ArtifactRef],
+    graded: list[ArtifactRef],
+    plan: BatchPlan,
+    values: ValuePlan,
+    *,
+    step: int,
+) -> ArtifactRef:
+    """The `batch` table of a PPO step: as prepare_batch, with an advantage and a return at every token."""
+    return await value_batch(workspace, policy, rollouts, graded, plan, values, step=step)
+
+
+@task(**DURABLE, task_run_name="batch-{step:06d}")
 async def prepare_completions(
     workspace: Workspace, policy: PolicyRef, base: ArtifactRef, dataset: ArtifactRef, rows: list[int], *, step: int
 ) -> ArtifactRef:
     """The `batch` table of an SFT step: the dataset rows, tokenised, assistant turns trained."""
     return await completion_batch(workspace, policy, base, dataset, rows, step=step)
+
+
+@task(**DURABLE, task_run_name="batch-{step:06d}")
+async def prepare_pairs(
+    workspace: Workspace,
+    policy: PolicyRef,
+    base: ArtifactRef,
+    dataset: ArtifactRef,
+    rows: list[int],
+    *,
+    reference: PolicyRef | None,
+    step: int,
+) -> ArtifactRef:
+    """The `batch` table of a step on pairs: two rows each, with the reference's logprobs; without a reference, for a
+    scalar model, each is a conversation to be scored as a whole."""
+    return await pair_batch(workspace, policy, base, dataset, rows, reference=reference, step=step)
+
+
+@task(**DURABLE, task_run_name="batch-{step:06d}")
+async def prepare_ratings(
+    workspace: Workspace, policy: PolicyRef, base: ArtifactRef, dataset: ArtifactRef, rows: list[int], *, step: int
+) -> ArtifactRef:
+    """The `batch` table of a step on rated conversations, for a scalar model. Raises BadSpec for one without `res`."""
+    return await rating_batch(workspace, policy, base, dataset, rows, step=step)

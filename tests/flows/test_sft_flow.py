@@ -10,7 +10,7 @@ from typing import Any
 import pandas
 import pytest
 
-import flows.sft
+import flows.supervised
 from engine.connect import connect
 from flows.config import SFTConfig
 from flows.sft import SFT, sft
@@ -111,7 +111,7 @@ class Interrupted(Exception):
 def test_an_interrupted_run_resumes_and_ends_in_the_same_bytes(
     prefect_server: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    task, left = flows.sft.take_gradient_step, [3]
+    task, left = flows.supervised.take_gradient_step, [3]
 
     async def raises_once(*args: Any, **kwargs: Any) -> Any:
         if kwargs["step"] in left:
@@ -119,7 +119,7 @@ def test_an_interrupted_run_resumes_and_ends_in_the_same_bytes(
             raise Interrupted
         return await task(*args, **kwargs)
 
-    monkeypatch.setattr(flows.sft, "take_gradient_step", raises_once)
+    monkeypatch.setattr(flows.supervised, "take_gradient_step", raises_once)
     interrupted = config_of(tmp_path, tiny_folder, "interrupted", steps=5)
     with pytest.raises(Interrupted):
         asyncio.run(sft(interrupted))

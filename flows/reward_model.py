@@ -1,0 +1,94 @@
+"""Reward models as a chain of committed steps. The loop is `Supervised.run`; the flow around it is `reward_model`.
+
+The score of a conversation is the scalar head's number at its last token. Of pairs it minimises -log σ(s⁺ - s⁻)
+(Bradley and Terry; arXiv:2203.02155), of rated conversations the squared error to the rating.
+
+    ostinato run reward_model --config examples/reward_model.yaml
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect import flow
+
+from engine.handles import TrainingModel
+from engine.losses.spec import MSESpec, RankingSpec
+from engine.text.threads import StringThread
+from flows.ops.hooks import ON_END
+from flows.preference_config import RewardModelConfig
+from flows.progress import TerminalProgress
+from flows.session import open_run
+from flows.supervised import Supervised, supervised_arguments, train_on_dataset
+from storage.artifacts import ArtifactRef
+from storage.chain import PolicyRef
+from tasks.datasets.load import LoadedDataset
+from tasks.datasets.spec import InlineDataset, InlinePairs
+from tasks.load import load_prompts
+from tasks.prepare import prepare_pairs, prepare_ratings
+
+
+class RewardModelling(Supervised):
+    """Trains a scalar `model` (`builder.into_scoring_model()`) in place.
+
+    `dataset`: pairs (preferred, dispreferred) of threads that begin alike, or threads that end with an answer and have
+    its rating in metadata["res"]; or a loaded dataset of either kind. `samples_per_batch` counts pairs, or threads. The
+    other arguments are those of `Supervised`.
+    """
+
+    stage = "reward_model"
+
+    def __init__(
+        self,
+        dataset: list[tuple[StringThread, StringThread]] | list[StringThread] | LoadedDataset,
+        model: TrainingModel,
+        *,
+        lr: float = 1e-6,
+        samples_per_batch: int = 64,
+        **options: Any,
+    ) -> None:
+        super().__init__(model, lr=lr, samples_per_batch=samples_per_batch, **options)
+        self.dataset = dataset
+        self.ranks = _ranks(dataset)
+        """Whether it learns from pairs."""
+        self.loss = RankingSpec() if self.ranks else MSESpec()
+
+    async def _prepare(self, policy: PolicyRef, dataset: ArtifactRef, rows: list[int], step: int) -> ArtifactRef:
+        workspace, base = self.model.workspace, self.model.base
+        if self.ranks:
+            return await prepare_pairs(workspace, policy, base, dataset, rows, reference=None, step=step)
+        return await prepare_ratings(workspace, policy, base, dataset, rows, step=step)
+
+    def _load(self) -> LoadedDataset:
+        if isinstance(self.dataset, LoadedDataset):
+            return self.dataset
+        if self.ranks:
+            pairs = InlinePairs.of(self.dataset)  # type: ignore[arg-type]  # _ranks looked
+            return load_prompts(self.model.workspace, pairs, "preference")
+        threads = InlineDataset.of(self.dataset)  # type: ignore[arg-type]
+        return load_prompts(self.model.workspace, threads, "rating")
+
+
+def _ranks(dataset: list[tuple[StringThread, StringThread]] | list[StringThread] | LoadedDataset) -> bool:
+    """Whether they are pairs. Raises ValueError when some are."""
+    if isinstance(dataset, LoadedDataset):
+        return dataset.ref.kind == "pairs"
+    kinds = {isinstance(item, StringThread) for item in dataset}
+    if len(kinds) > 1:
+        raise ValueError("given threads and pairs of threads; a reward model learns from one kind at a time")
+    return kinds != {True}
+
+
+@flow(name="reward_model", flow_run_name="{config.title}", **ON_END)
+async def reward_model(config: RewardModelConfig) -> dict[str, Any]:
+    """Trains a reward model on preferences or ratings, publishes it and reports.
+
+    Args:
+        config: what to train, on which preferences or ratings.
+    """
+    logger = TerminalProgress()
+    async with open_run("reward_model", config, logger, use=config.data.use) as session:
+        if session.result is not None:
+            return session.result
+        arguments = await supervised_arguments(config, session, logger, scoring=True)
+        return await train_on_dataset(config, session, RewardModelling(**arguments))

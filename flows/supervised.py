@@ -1,0 +1,149 @@
+"""Training on the rows of a dataset, epoch after epoch: the loop that SFT, DPO and RewardModelling share. Each of them
+says what a batch of rows is, and which loss is minimised.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.handles import Model, TrainingModel
+from engine.losses.spec import LossSpec
+from flows.checkpoints import CheckpointSchedule, Uploads
+from flows.config import TrainingConfig
+from flows.loop import Journal, rate, steps
+from flows.progress import TerminalProgress
+from flows.schedules import SCHEDULES
+from flows.session import RunSession, default_model_name, finish_run
+from storage.artifacts import ArtifactRef
+from storage.chain import NanPolicy, OptimizerSpec, PolicyRef, StepRequest
+from storage.registry import registered_key
+from tasks.datasets.load import LoadedDataset
+from tasks.datasets.order import take
+from tasks.publish import publish_model
+from tasks.report import write_report
+from tasks.schedules import CosineScheduler, Schedule
+from tasks.train import take_gradient_step
+
+
+class Supervised:
+    """Trains `model` in place. `await X(...).run()` resumes where the run stands."""
+
+    stage: str
+    loss: LossSpec
+
+    def __init__(
+        self,
+        model: TrainingModel,
+        *,
+        lr: float,
+        samples_per_batch: int,
+        logger: TerminalProgress | None = None,
+        lr_scheduler: Schedule | None = None,
+        max_grad_norm: float = 1.0,
+        epochs: int | None = None,
+        max_steps: int | None = None,
+        weight_decay: float = 0.0,
+        skip_nan_gradients: bool = False,
+        checkpoint_frequency: float | None = 0.2,
+        checkpoint_every_steps: int | None = None,
+        checkpoints: CheckpointSchedule | None = None,
+        data_seed: int = 42,
+    ) -> None:
+        if epochs is not None and max_steps is not None:
+            raise ValueError(f"both epochs={epochs} and max_steps={max_steps} were given; give one of them")
+        self.model = model
+        self.logger = logger or TerminalProgress()
+        self.epochs, self.max_steps, self.samples_per_batch = epochs or 1, max_steps, samples_per_batch
+        self.schedule = lr_scheduler or CosineScheduler(lr)
+        self.optimizer = {"weight_decay": weight_decay, "max_grad_norm": max_grad_norm}
+        self.nan_policy: NanPolicy = "skip" if skip_nan_gradients else "fail"
+        self.checkpoints = checkpoints or CheckpointSchedule.every(checkpoint_frequency, checkpoint_every_steps)
+        self.data_seed = data_seed
+        self._start: PolicyRef | None = None
+
+    async def open(self) -> PolicyRef:
+        """Opens the stage, once, and returns the policy it starts from."""
+        if self._start is None:
+            self._start = await self.model.begin_stage(self.stage)
+        return self._start
+
+    async def run(self) -> PolicyRef:
+        """The loop. Every line's result is committed before the next begins; a crash costs at most one line."""
+        workspace = self.model.workspace
+        start = await self.open()
+        policy = await self.model.policy()
+        data = self._load()
+        size = min(self.samples_per_batch, data.rows)
+        total_steps = self.max_steps or -(-self.epochs * data.rows // size)
+        async with (
+            Uploads(workspace, retention=self.checkpoints.retention) as uploads,
+            Journal(self.model, policy, self.logger, total_steps=total_steps) as journal,
+        ):
+            cursor = journal.cursor()
+            if due := self.checkpoints.missed(policy.step, total_steps, model=self.model.name):
+                await uploads.start(policy, name=due.named)
+            for step in steps(policy.step, total_steps):
+                rows, cursor_out = take(cursor, size, rows=data.rows, seed=self.data_seed)
+                batch = await self._prepare(policy, data.ref, rows, step)
+                request = StepRequest(
+                    parent=policy,
+                    batch=batch,
+                    reference=self._reference(start),
+                    loss=self.loss.model_dump(),
+                    optimizer=OptimizerSpec(lr=rate(self.schedule, step, total_steps), **self.optimizer),
+                    cursor_in=cursor.model_dump(),
+                    cursor_out=cursor_out.model_dump(),
+                    nan_policy=self.nan_policy,
+                )
+                policy, cursor = await take_gradient_step(workspace, request, step=step), cursor_out
+                self.model.stand_at(policy)
+                journal.record(policy)
+                if due := self.checkpoints.due(step, total_steps, model=self.model.name):
+                    await uploads.start(policy, name=due.named)
+            await uploads.start(policy)
+        return policy
+
+    async def _prepare(self, policy: PolicyRef, dataset: ArtifactRef, rows: list[int], step: int) -> ArtifactRef:
+        """The step's batch of these rows."""
+        raise NotImplementedError
+
+    def _load(self) -> LoadedDataset:
+        """What it trains on, in the store."""
+        raise NotImplementedError
+
+    def _reference(self, start: PolicyRef) -> PolicyRef | None:
+        """The policy that the loss compares with, for one that does."""
+        return None
+
+
+async def supervised_arguments(
+    config: TrainingConfig, session: RunSession, logger: TerminalProgress, *, scoring: bool = False
+) -> dict[str, Any]:
+    """What such a class is made with, from a config with `algorithm` and `optimizer`; `scoring`: a scalar model."""
+    algorithm, optimizer = config.algorithm, config.optimizer
+    builder = Model(registered_key(session.base)).to_builder(session).training(config.model.trainable)
+    if scoring:
+        builder = builder.into_scoring_model()
+    return {
+        "dataset": session.data,
+        "model": await builder.spawn_train(config.model.name),
+        "logger": logger,
+        "lr_scheduler": SCHEDULES[optimizer.schedule](optimizer.lr),
+        "max_grad_norm": optimizer.max_grad_norm,
+        "weight_decay": optimizer.weight_decay,
+        "skip_nan_gradients": optimizer.skip_nan_gradients,
+        "checkpoints": CheckpointSchedule(config.checkpoints),
+        "data_seed": config.seed,
+        "max_steps": algorithm.steps,
+        **algorithm.model_dump(exclude={"steps"}),
+    }
+
+
+async def train_on_dataset(config: TrainingConfig, session: RunSession, trainer: Supervised) -> dict[str, Any]:
+    """Trains, publishes and reports: what the flows of all these classes do."""
+    workspace = session.workspace
+    policy = await trainer.run()
+    published = await publish_model(workspace, policy, config.model.publish_as or default_model_name(session.run))
+    result = {"run": session.run, "policy": policy.uri, "model": registered_key(published)}
+    report = write_report(workspace, policy, None, None, result)
+    return finish_run(session, result | {"report": report})

@@ -1,0 +1,142 @@
+"""Plain code behind the batches of preferences and ratings: from dataset rows to trainable ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from engine.errors import BadSpec
+from engine.protocol import LogprobsRequest, TokenSequence
+from engine.scores import scored_whole
+from engine.text.rendering import Renderer
+from engine.text.threads import StringThread
+from engine.text.tokenizers import renderer_of
+from engine.workspace import Workspace
+from storage import keys
+from storage.artifacts import ArtifactRef, find_artifact, made_from
+from storage.chain import PolicyRef
+from storage.tables import SCHEMAS, TableWriter, shared_rows
+from tasks.batches import CHUNK_TOKENS
+from tasks.clock import timed
+from tasks.datasets.order import repetitions
+
+Row = dict[str, Any]
+_EMPTY: Row = dict.fromkeys(SCHEMAS["batch"].names)
+
+
+async def pair_batch(
+    workspace: Workspace,
+    policy: PolicyRef,
+    base: ArtifactRef,
+    dataset: ArtifactRef,
+    rows: list[int],
+    *,
+    reference: PolicyRef | None,
+    step: int,
+) -> ArtifactRef:
+    """The committed batch of pairs of a step, prepared now if nobody did before: two rows of one group each.
+
+    `reference`: whose logprobs each trained token is compared with. None: the rows are for a scalar model, which scores
+    each conversation as a whole.
+    """
+
+    def of_pair(record: Row, group: str, renderer: Renderer) -> list[Row]:
+        return [
+            _row(renderer, record[column], group, number, whole=reference is None) | {"preferred": number == 0}
+            for number, column in enumerate(("chosen", "rejected"))
+        ]
+
+    return await _batch(workspace, policy, base, dataset, rows, of_pair, reference=reference, step=step)
+
+
+async def rating_batch(
+    workspace: Workspace, policy: PolicyRef, base: ArtifactRef, dataset: ArtifactRef, rows: list[int], *, step: int
+) -> ArtifactRef:
+    """The committed batch of rated conversations of a step: a row each, whose one return is `res` of its metadata."""
+
+    def of_thread(record: Row, group: str, renderer: Renderer) -> list[Row]:
+        rating = json.loads(record["metadata"] or "{}").get("res")
+        if isinstance(rating, bool) or not isinstance(rating, int | float):
+            raise BadSpec(
+                f"row {record['index']} of {dataset.key} has metadata res={rating!r}; expected a number, the rating "
+                "that the model is to give (a dataset loaded with kind='rating' is checked for it)"
+            )
+        return [_row(renderer, record["thread"], group, 0, whole=True) | {"returns": [rating], "reward": rating}]
+
+    return await _batch(workspace, policy, base, dataset, rows, of_thread, reference=None, step=step)
+
+
+async def _batch(
+    workspace: Workspace,
+    policy: PolicyRef,
+    base: ArtifactRef,
+    dataset: ArtifactRef,
+    rows: list[int],
+    convert: Callable[[Row, str, Renderer], list[Row]],
+    *,
+    reference: PolicyRef | None,
+    step: int,
+) -> ArtifactRef:
+    store = workspace.open_store()
+    key = keys.step_artifact(policy.run, policy.stage, step, "batch", 0)
+    with timed("storage"):
+        found = find_artifact(store, key)
+        if found is not None:
+            return made_from(found, policy.uri)
+        records = shared_rows(store, dataset, rows)
+    renderer = renderer_of(store, base)
+    units = (convert(record, group, renderer) for record, group in zip(records, _groups(records, rows), strict=True))
+    with TableWriter("batch") as writer:
+        for chunk in _chunks(units):
+            if reference is not None:
+                await _compare(workspace, reference, chunk)
+            with timed("storage"):
+                writer.write(chunk)
+        with timed("storage"):
+            committed = writer.commit(
+                store,
+                key,
+                parents=(policy.uri, dataset.uri),
+                provenance=workspace.provenance,
+                extra={"prompts": len(rows), "logprob_gap": None},
+            )
+    return made_from(committed, policy.uri)
+
+
+def _groups(records: Sequence[Row], rows: list[int]) -> list[str]:
+    """A name per taken row: a batch that reaches into the next epoch may have the same pair twice, and they are two."""
+    earlier = repetitions(rows)
+    return [f"{r['id']}/{again}" if again else r["id"] for r, again in zip(records, earlier, strict=True)]
+
+
+def _row(renderer: Renderer, thread: str, group: str, number: int, *, whole: bool) -> Row:
+    tokens, weights = renderer.serialize(renderer.tokenize(StringThread.from_json(thread)))
+    if whole:
+        scored = scored_whole(tokens, end=renderer.tokenizer.eos_token_ids[0])
+        tokens, weights = scored.token_ids, scored.weights
+    return _EMPTY | {"group": group, "completion": number, "token_ids": tokens, "weights": weights}
+
+
+def _chunks(units: Iterator[list[Row]]) -> Iterator[list[Row]]:
+    """Whole units, about CHUNK_TOKENS at a time."""
+    chunk: list[Row] = []
+    tokens = 0
+    for unit in units:
+        chunk += unit
+        tokens += sum(len(row["token_ids"]) for row in unit)
+        if tokens >= CHUNK_TOKENS:
+            yield chunk
+            chunk, tokens = [], 0
+    if chunk:
+        yield chunk
+
+
+async def _compare(workspace: Workspace, reference: PolicyRef, rows: list[Row]) -> None:
+    """Adds the reference's logprobs to the rows."""
+    sequences = [TokenSequence(row["token_ids"], row["weights"], group=row["group"]) for row in rows]
+    with timed("train"):
+        request = LogprobsRequest(reference, sequences)
+        logprobs = await workspace.connect().logprobs(request, epoch=workspace.epoch)
+    for row, found in zip(rows, logprobs, strict=True):
+        row["reference_logprobs"] = found

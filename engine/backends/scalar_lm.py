@@ -156,6 +156,7 @@ def with_scalar_head(model: CausalLM, head: nn.Linear, name: str) -> ScalarLM:
         )
     setattr(module, module.base_model_prefix, model.decoder)
     setattr(module, HEAD_NAME, head)
+    module.config.architectures = [type(module).__name__]  # which a config that is saved by itself would not say
     return ScalarLM(module, compute_dtype=model.compute_dtype, master_dtype=model.dtype)
 
 

@@ -181,6 +181,8 @@ class WritingContract(EngineFixtures):
         with pytest.raises(Fenced):
             await engine.logprobs(LogprobsRequest(start, [SCORED]), epoch=1)
         with pytest.raises(Fenced):
+            await engine.values(LogprobsRequest(start, [SCORED]), epoch=1)
+        with pytest.raises(Fenced):
             await engine.save_checkpoint(start, provenance=PROVENANCE, epoch=1)
         with pytest.raises(Fenced):
             await engine.export_model(start, "m", provenance=PROVENANCE, epoch=1)

@@ -11,11 +11,12 @@ from engine.local.engine import LocalEngine
 from engine.protocol import Engine
 from tests.contracts.engine_fixtures import Connect
 from tests.contracts.engine_reading import ReadingContract
+from tests.contracts.engine_scalar import ScalarContract
 from tests.contracts.engine_writing import WritingContract
 from tests.fixtures.engines import DETERMINISTIC
 
 
-class EngineContract(ReadingContract, WritingContract):
+class EngineContract(ReadingContract, WritingContract, ScalarContract):
     """All of it."""
 
 

@@ -22,7 +22,9 @@ from engine.backends.attention import register_attention
 from engine.backends.causal_lm import CausalLM, probe_packed_forward
 from engine.backends.pieces import Tensors
 from engine.backends.scalar_lm import (
+    HEAD_NAME,
     ScalarLM,
+    drawn_head,
     is_scalar,
     load_model,
     new_head,
@@ -70,9 +72,7 @@ def open_hollow(
     """
     check_model_folder(folder)
     register_attention()
-    found = None
-    if dtype != torch.float64 and head_seed is None:
-        found = _from_files(folder, dtype)
+    found = None if dtype == torch.float64 else _from_files(folder, dtype, head_seed)
     if found is None:
         model = load_model(folder, dtype=dtype, compute_dtype=dtype, device=torch.device("cpu"))
         if head_seed is not None:
@@ -85,7 +85,7 @@ def open_hollow(
 
 def probe(model: CausalLM, folder: Path) -> None:
     """Raises BadModelFolder for an architecture that packs wrongly."""
-    (probe_scalar_forward if is_scalar(folder) else probe_packed_forward)(model, folder)
+    (probe_scalar_forward if model.scalar else probe_packed_forward)(model, folder)
 
 
 @contextmanager
@@ -119,17 +119,20 @@ def streamed(hollow: Hollow) -> Iterator[None]:
 # -- without reading weights ----------------------------------------------------------------------------------------
 
 
-def _from_files(folder: Path, dtype: torch.dtype) -> Hollow | None:
+def _from_files(folder: Path, dtype: torch.dtype, head_seed: int | None) -> Hollow | None:
     """None for what only transformers' own loading can read, or refuse by name."""
     try:
         tensors = Tensors(_weight_files(folder))
-        model = _build(folder, dtype)
+        model = _build(folder, dtype, scalar=head_seed is not None or is_scalar(folder))
     except Exception:  # noqa: BLE001 - the boundary to transformers: `load_model` says what is wrong with the folder
         return None
     if any(buffer.is_meta for buffer in model.module.buffers()):
         return None
-    names = _names_in_files(model, tensors.shapes())
-    return None if names is None else Hollow(model, _Renamed(tensors, names), probed=False)
+    drawn: dict[str, Tensor] = {}
+    if head_seed is not None:
+        drawn = {f"{HEAD_NAME}.weight": drawn_head(model.head.in_features, head_seed)}
+    names = _names_in_files(model, tensors.shapes(), drawn)
+    return None if names is None else Hollow(model, _Renamed(tensors, names, _Loaded(drawn)), probed=False)
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -150,19 +153,22 @@ class _EmptyIsMeta(TorchFunctionMode):
         return func(*args, **given)
 
 
-def _build(folder: Path, dtype: torch.dtype) -> CausalLM:
+def _build(folder: Path, dtype: torch.dtype, *, scalar: bool) -> CausalLM:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     config = AutoConfig.from_pretrained(folder, **local)
-    auto = AutoModelForSequenceClassification if is_scalar(folder) else AutoModelForCausalLM
+    if scalar and not is_scalar(folder):
+        config.num_labels = 1
+    auto = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
     with _EmptyIsMeta():
         module: Any = auto.from_config(config, dtype=dtype, attn_implementation="eager", trust_remote_code=False)
     if (folder / "generation_config.json").is_file() and module.can_generate():
         module.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     _hollow_out(module, dtype, torch.device("cpu"))
-    if is_scalar(folder):
+    if scalar:
         scalar_head(module, folder)
+        module.config.architectures = [type(module).__name__]
         return ScalarLM(module, compute_dtype=dtype)
     return CausalLM(module, compute_dtype=dtype)
 
@@ -185,28 +191,41 @@ def _hollow_out(module: nn.Module, dtype: torch.dtype, device: torch.device) -> 
             child._parameters[name] = made[id(parameter)][1]
 
 
-def _names_in_files(model: CausalLM, found: Mapping[str, tuple[int, ...]]) -> dict[str, str] | None:
-    """Names in the model -> names in the files; None unless each weight is there once, and nothing else."""
+def _names_in_files(
+    model: CausalLM, found: Mapping[str, tuple[int, ...]], drawn: Mapping[str, Tensor]
+) -> dict[str, str] | None:
+    """Names in the model -> names in the files; None unless each weight is there once, and nothing else. Those that are
+    `drawn` are of a new head, and the files have the weights of the old one, if any, beside the decoder's."""
     own = {tensor.data_ptr(): (name, tuple(tensor.shape)) for name, tensor in model.named_weights()}
     aliases: dict[str, list[str]] = defaultdict(list)
     for name, tensor in model.module.state_dict(keep_vars=True).items():
         aliases[own[tensor.data_ptr()][0]].append(name)
     names: dict[str, str] = {}
     for name, shape in own.values():
+        if name in drawn:
+            continue
         stored = [alias for alias in aliases[name] if alias in found]
         if len(stored) != 1 or found[stored[0]] != shape:
             return None
         names[name] = stored[0]
-    return names if len(names) == len(found) else None
+    left = set(found) - set(names.values())
+    if drawn:
+        left = {name for name in left if name.startswith(f"{model.module.base_model_prefix}.")}
+    return None if left else names
 
 
 @dataclass(frozen=True, slots=True)
 class _Renamed:
     tensors: Tensors
     names: Mapping[str, str]
+    drawn: _Loaded
+    """Those in no file."""
 
     def read_into(self, name: str, out: Tensor, *, start: int = 0) -> None:
-        self.tensors.read_into(self.names[name], out, start=start)
+        if name in self.names:
+            self.tensors.read_into(self.names[name], out, start=start)
+        else:
+            self.drawn.read_into(name, out, start=start)
 
 
 @dataclass(frozen=True, slots=True)

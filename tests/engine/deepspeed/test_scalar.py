@@ -26,14 +26,6 @@ CPU = torch.device("cpu")
 Load = Callable[..., OnRanks]
 
 
-@pytest.fixture(scope="module")
-def scalar_folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "scalar"
-    torch.manual_seed(0)
-    AutoModelForSequenceClassification.from_pretrained(tiny_folder, num_labels=1).save_pretrained(folder)
-    return folder
-
-
 def load_scalar(folder: Path) -> ScalarLM:
     model = load_model(folder, dtype=torch.float32, compute_dtype=torch.float32, device=CPU)
     assert isinstance(model, ScalarLM)

@@ -53,6 +53,7 @@ VERBS: dict[str, Callable[[Engine], Awaitable[Any]]] = {
     ),
     "generate": lambda e: e.generate(GenerateRequest(POLICY, [[1], [2]], [3, 4]), epoch=5),
     "logprobs": lambda e: e.logprobs(LogprobsRequest(POLICY, [TokenSequence([1, 2], [0.0, 1.0])], 0.7)),
+    "values": lambda e: e.values(LogprobsRequest(POLICY, [TokenSequence([1, 2], [0.0, 1.0])]), epoch=5),
     "take_gradient_step": lambda e: e.take_gradient_step(STEP, epoch=5),
     "begin_checkpoint": lambda e: e.begin_checkpoint(POLICY, provenance=PROVENANCE),
     "save_checkpoint": lambda e: e.save_checkpoint(POLICY, provenance=PROVENANCE, name="best"),

@@ -78,7 +78,7 @@ ROUTES = [
     *(
         ("POST", f"/v1/{verb}")
         for verb in (
-            "import_model", "create_policy", "generate", "logprobs", "take_gradient_step", "save_checkpoint",
+            "import_model", "create_policy", "generate", "logprobs", "values", "take_gradient_step", "save_checkpoint",
             "begin_checkpoint", "export_model", "release", "chat/completions", "completions",
         )
     ),
@@ -189,6 +189,7 @@ async def test_path_like_names_are_refused_and_nothing_is_touched(
         for verb, data in (
             ("generate", wire.encode_generate(GenerateRequest(policy, [[1]], [1]), epoch=0)),
             ("logprobs", wire.encode_logprobs_request(LogprobsRequest(policy, [TokenSequence([1], [1.0])]), epoch=0)),
+            ("values", wire.encode_logprobs_request(LogprobsRequest(policy, [TokenSequence([1], [1.0])]), epoch=0)),
         ):
             answer = await client.post(f"/v1/{verb}", content=data, headers={"Content-Type": wire.MEDIA_TYPE})
             assert answer.status_code == 422

@@ -47,6 +47,7 @@ OPERATIONS = [
     ("GET", "/v1/server"),
     ("POST", "/v1/generate"),
     ("POST", "/v1/logprobs"),
+    ("POST", "/v1/values"),
     ("GET", "/v1/calls/{id}"),
     ("DELETE", "/v1/calls/{id}"),
     ("GET", "/v1/models"),
@@ -80,7 +81,7 @@ class World:
             case "/v1/generate":
                 request = GenerateRequest(self.policy, [[10, 11]], [1], SamplingParams(max_new_tokens=1))
                 return wire.encode_generate(request, epoch=0)
-            case "/v1/logprobs":
+            case "/v1/logprobs" | "/v1/values":
                 request = LogprobsRequest(self.policy, [TokenSequence([10, 11], [0.0, 1.0])])
                 return wire.encode_logprobs_request(request, epoch=0)
         if not isinstance(body, dict):

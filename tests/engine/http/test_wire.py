@@ -56,10 +56,13 @@ def test_sequences_come_back_as_they_were(given_rows: list, temperature: float) 
 
 
 @given(st.lists(st.lists(st.floats(width=64), max_size=20), max_size=12))
-def test_logprobs_come_back_to_the_bit(values: list[list[float]]) -> None:
-    back = wire.decode_logprobs(wire.encode_logprobs(values))
-    bits = [[struct.pack("<d", v) for v in row] for row in back]
-    assert bits == [[struct.pack("<d", v) for v in row] for row in values]  # NaN and -0.0 too
+def test_numbers_come_back_to_the_bit(values: list[list[float]]) -> None:
+    for back in (
+        wire.decode_logprobs(wire.encode_logprobs(values)),
+        wire.decode_values(wire.encode_values(values)),
+    ):
+        bits = [[struct.pack("<d", v) for v in row] for row in back]
+        assert bits == [[struct.pack("<d", v) for v in row] for row in values]  # NaN and -0.0 too
 
 
 @pytest.mark.parametrize(

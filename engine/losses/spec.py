@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from storage.models import Frozen
 
@@ -15,6 +15,8 @@ DPOVariant = Literal["sigmoid", "ipo", "cdpo"]
 
 class _Loss(Frozen):
     """What the trainer asks of every loss before it runs a pass."""
+
+    model_config = ConfigDict(allow_inf_nan=False)  # a request is JSON, which cannot say them
 
     reads: ClassVar[Literal["logprobs", "values"]] = "logprobs"
     """values: of a model with a scalar head (engine.adapters)."""
@@ -55,7 +57,8 @@ class CrossEntropySpec(_Normalised):
 
 
 class TangentsSpec(_Loss):
-    """Σ tangent · logprob: its gradient is that of any loss whose d(loss)/d(logprob) the tangents are."""
+    """Σ tangent · logprob, whose gradient is that of any loss whose d(loss)/d(logprob) the tangents are: the derivative
+    itself, not its negative, so that an optimizer step descends the loss."""
 
     kind: Literal["tangents"] = "tangents"
 

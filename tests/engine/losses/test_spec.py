@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import get_args
 
 import pytest
@@ -12,7 +13,18 @@ from engine.errors import BadSpec
 from engine.losses.inputs import LossInputs, Outputs
 from engine.losses.kl import KL_ESTIMATORS
 from engine.losses.registry import LOSSES
-from engine.losses.spec import CrossEntropySpec, GRPOSpec, KLEstimator, LossSpec
+from engine.losses.spec import (
+    CISPOSpec,
+    CrossEntropySpec,
+    DPOSpec,
+    GRPOSpec,
+    GSPOSpec,
+    KLEstimator,
+    LossSpec,
+    MSESpec,
+)
+from storage.models import canonical_json
+from tests.engine.losses.cases import SPECS
 
 SPEC = TypeAdapter(LossSpec)
 
@@ -23,25 +35,30 @@ def test_the_registry_knows_every_spec_and_every_estimator() -> None:
     assert set(KL_ESTIMATORS) == set(get_args(KLEstimator))
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [
-        CrossEntropySpec(),
-        CrossEntropySpec(norm="token_sum"),
-        GRPOSpec(clip_low=0.2, clip_high=0.28, dual_clip=3.0, kl_beta=0.0, kl_estimator="k1"),
-        GRPOSpec(norm="constant", norm_constant=512),
-    ],
-    ids=lambda spec: spec.kind,
-)
-def test_a_spec_survives_json(spec: CrossEntropySpec | GRPOSpec) -> None:
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
+def test_a_spec_survives_json(spec: LossSpec) -> None:
     assert SPEC.validate_json(spec.model_dump_json()) == spec
+    assert SPEC.validate_python(json.loads(canonical_json(spec))) == spec  # as a step request carries it
 
 
 def test_the_defaults_of_the_algorithm_notes() -> None:
     spec = GRPOSpec()
     assert (spec.clip_low, spec.clip_high, spec.kl_beta, spec.kl_estimator) == (0.1, 0.1, 0.01, "k3")
     assert (spec.norm, spec.dual_clip) == ("token_mean", None)
-    assert CrossEntropySpec().norm == "token_mean"
+    assert CrossEntropySpec().norm == CISPOSpec().norm == MSESpec().norm == "token_mean"
+    assert (GSPOSpec().clip_low, GSPOSpec().clip_high, GSPOSpec().norm) == (0.01, 0.01, "sequence_mean")
+    assert (DPOSpec().beta, DPOSpec().variant, DPOSpec().label_smoothing) == (0.1, "sigmoid", None)
+    off = (spec.entropy_coef, spec.importance_cap, spec.needs_entropy)
+    assert off == (0.0, None, False)
+
+
+def test_what_a_loss_says_about_itself() -> None:
+    """Of the algorithm notes: which read a scalar head, and which are of pairs."""
+    assert {spec.kind for spec in SPECS.values() if spec.reads == "values"} == {"ranking", "mse", "trust_region_mse"}
+    assert {spec.kind for spec in SPECS.values() if spec.pairwise} == {"dpo", "ranking"}
+    assert {name for name, spec in SPECS.items() if spec.needs_entropy} == {
+        "grpo-entropy", "grpo-all", "gspo-all", "cispo-all",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -60,6 +77,22 @@ def test_the_defaults_of_the_algorithm_notes() -> None:
         {"kind": "grpo", "norm": "token_mean", "norm_constant": 8},
         {"kind": "cross_entropy", "norm": "constant"},
         {"kind": "cross_entropy", "norm": "constant", "norm_constant": 0},
+        {"kind": "tangents", "norm": "token_mean"},
+        {"kind": "gspo", "dual_clip": 3.0},
+        {"kind": "cispo", "dual_clip": 3.0},
+        {"kind": "gspo", "entropy_coef": -0.1},
+        {"kind": "gspo", "importance_cap": 0},
+        {"kind": "grpo", "kl_beta": float("nan")},
+        {"kind": "grpo", "clip_high": float("inf")},
+        {"kind": "dpo", "beta": 0},
+        {"kind": "dpo", "beta": float("inf")},
+        {"kind": "dpo", "variant": "cdpo"},
+        {"kind": "dpo", "label_smoothing": 0.1},
+        {"kind": "dpo", "variant": "ipo", "label_smoothing": 0.1},
+        {"kind": "dpo", "variant": "cdpo", "label_smoothing": 0.5},
+        {"kind": "ranking", "norm": "token_mean"},
+        {"kind": "mse", "clip": 0.2},
+        {"kind": "trust_region_mse", "clip": 0},
     ],
     ids=str,
 )

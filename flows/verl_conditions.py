@@ -42,6 +42,7 @@ CONDITIONS: dict[str, Condition] = {
     "clipped": Condition(lambda verl: _loss_mode(verl) == "vanilla", "this loss has no second clip"),
     "cpu_offload": Condition(_on("model.fsdp_config.cpu_offload"), "cpu_offload is false"),
     "critic": Condition(lambda verl: flow_of(verl) == "ppo", "there is no critic: adv_estimator is not gae"),
+    "critic_lora": Condition(lambda verl: (verl.get("critic.model.lora_rank") or 0) > 0, "the critic's lora_rank is 0"),
     "distillation": Condition(_on("distillation.enabled"), "distillation is off"),
     "filter_groups": Condition(_on("algorithm.filter_groups.enable"), "filter_groups is off"),
     "importance": Condition(

@@ -135,14 +135,22 @@ def _save_every(verl: Verl, key: str, value: Any) -> Any:
     return Paths({"checkpoints.frequency": None, "checkpoints.every_steps": value})
 
 
+def _critic_warmup(verl: Verl, key: str, value: Any) -> Any:
+    """verl counts steps, ours is a fraction of the run."""
+    steps = verl.get("trainer.total_training_steps")
+    if value and steps is None:
+        raise Refused("its part of the run is known only where trainer.total_training_steps is given; give it")
+    return value / steps if value else 0.0
+
+
 def _keep_one(verl: Verl, key: str, value: Any) -> Any:
     return 1 if value else Nothing()
 
 
 ENGINE_CONVERSIONS: dict[str, Conversion] = {
     "activation_offload": _activation_offload, "betas": _betas, "compute_dtype": _compute_dtype,
-    "cpu_offload": _cpu_offload, "device": _device, "epochs": _epochs, "folder": _folder, "keep_one": _keep_one,
-    "offload": _offload, "recompute": _recompute, "run_key": _run_key,
+    "cpu_offload": _cpu_offload, "critic_warmup": _critic_warmup, "device": _device, "epochs": _epochs,
+    "folder": _folder, "keep_one": _keep_one, "offload": _offload, "recompute": _recompute, "run_key": _run_key,
     "sampler": _sampler, "save_every": _save_every, "schedule": _schedule, "schedule_alias": _schedule_alias,
     "top_k": _top_k, "trainer": _trainer, "zero_stage": _zero_stage,
 }  # fmt: skip

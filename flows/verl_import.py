@@ -135,18 +135,18 @@ def _check_keys(given: dict[str, Any], table: KeyTable, kind: str) -> None:
 def _take_mapped(verl: Verl, made: Imported) -> None:
     for key, entry in verl.table.mapped.items():
         given = verl.is_given(key)
+        if entry.flows and made.flow not in entry.flows:
+            _note(made.unread, f"the flow {made.flow} does not read it", key, given=given)
+            continue
         if not given and (entry.placeholder or entry.required):
             if entry.required:
                 made.refused.append((key, None, "it is needed, and verl's default is a placeholder; give it"))
             continue
-        value = verl.get(key)
         why = idle(verl, entry.when)
-        if why is None and entry.flows and made.flow not in entry.flows:
-            why = f"the flow {made.flow} does not read it"
         if why is not None:
             _note(made.unread, why, key, given=given)
             continue
-        _convert(verl, made, key, entry, value)
+        _convert(verl, made, key, entry, verl.get(key))
 
 
 def _convert(verl: Verl, made: Imported, key: str, entry: Mapped, value: Any) -> None:

@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 
-from flows.verl_import import Imported, import_verl
+from flows.verl_import import CONFIGS, Imported, import_verl
 from flows.verl_keys import Mapped, key_tables
 from flows.verl_read import VerlError
 
 A, R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 M = "actor_rollout_ref.model."
 KL_IN_REWARD = ["algorithm.use_kl_in_reward=true"]
+CRITIC = ["algorithm.adv_estimator=gae", "critic.model.path=models/critic"]
 BUFFERS = [
     "reward.reward_kwargs.overlong_buffer_cfg", "reward_model.reward_kwargs.overlong_buffer_cfg",
     "reward_model.overlong_buffer",
@@ -103,6 +104,19 @@ PPO: dict[str, tuple[str, list[str]]] = {
     "trainer.max_actor_ckpt_to_keep": ("3", ["trainer.save_freq=10"]),
     "trainer.remove_previous_ckpt_in_save": ("true", ["trainer.save_freq=10"]),
     "trainer.log_val_generations": ("5", []),
+    "algorithm.gamma": ("0.99", CRITIC),
+    "algorithm.lam": ("0.95", CRITIC),
+    "critic.model.path": ("models/other", CRITIC),
+    "critic.model.lora_rank": ("8", CRITIC),
+    "critic.model.lora_alpha": ("64", [*CRITIC, "critic.model.lora_rank=8"]),
+    "critic.model.target_modules": ("[q_proj]", [*CRITIC, "critic.model.lora_rank=8"]),
+    "critic.optim.lr": ("2e-6", CRITIC),
+    "critic.optim.weight_decay": ("0.1", CRITIC),
+    "critic.optim.lr_scheduler_type": ("cosine", CRITIC),
+    "critic.optim.warmup_style": ("cosine", CRITIC),
+    "critic.grad_clip": ("0.5", CRITIC),
+    "critic.cliprange_value": ("0.2", CRITIC),
+    "trainer.critic_warmup": ("10", [*CRITIC, "trainer.total_training_steps=100"]),
 }
 
 for buffer in BUFFERS:
@@ -201,6 +215,7 @@ ELSEWHERE = {*SAME_RESULT, *(key for pair in REWARD_MODELS for key in pair)}
 
 def made(tmp_path: Path, kind: str, words: list[str]) -> Imported:
     _, base, sets = KINDS[kind]
+    words = list({word.partition("=")[0]: word for word in words}.values())
     keys = {word.partition("=")[0] for word in words}
     base = [word for word in base if word.partition("=")[0] not in keys]
     named = {name for pair in REWARD_MODELS for name in pair}
@@ -219,7 +234,7 @@ def at(config: Any, path: str) -> Any:
 
 
 CASES = [(kind, key, entry) for kind, table in key_tables().items() for key, entry in table.mapped.items() if entry.to]
-HERE = [case for case in CASES if case[1] not in ELSEWHERE and (not case[2].flows or "grpo" in case[2].flows)]
+HERE = [case for case in CASES if case[1] not in ELSEWHERE and (not case[2].flows or set(case[2].flows) & set(CONFIGS))]
 
 
 @pytest.mark.parametrize(("kind", "key", "entry"), HERE, ids=[f"{kind}-{key}" for kind, key, _ in HERE])

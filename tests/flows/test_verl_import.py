@@ -124,6 +124,28 @@ def test_all_defaults_of_verl_written_out_say_what_leaving_them_out_says(tmp_pat
     assert import_verl(least, overrides=written).config == import_verl(least).config
 
 
+@pytest.mark.parametrize("name", ["page_ppo_trainer", "ppo_trainer_2026_01", "dapo"])
+def test_defaults_of_other_versions_written_out_are_not_refused(tmp_path: Path, name: str) -> None:
+    words = [f"{key}={json.dumps(value)}" for key, value in load_config(DATA / "keys" / f"{name}.yaml").items()]
+    own = ("data.train_files=", "actor_rollout_ref.model.path=", "algorithm.adv_estimator=")
+    own += ("custom_reward_function.path=",)
+    made = import_verl(write(tmp_path, LEAST), overrides=[word for word in words if not word.startswith(own)])
+    assert made.flow == "grpo"
+    assert made.refused == []
+
+
+def test_a_ppo_config_without_its_critic_is_refused() -> None:
+    with pytest.raises(VerlError, match=r"critic\.model\.path = None: it is needed"):
+        import_verl(DATA / "grpo.yaml", overrides=["algorithm.adv_estimator=gae"])
+
+
+def test_keys_of_a_critic_count_only_where_there_is_one(tmp_path: Path) -> None:
+    made = import_verl(write(tmp_path, with_keys(critic__optim__lr=1e-5, critic__model__trust_remote_code=True)))
+    assert [key for keys in made.unread.values() for key in keys if key.startswith("critic.")] == [
+        "critic.optim.lr", "critic.model.trust_remote_code",
+    ]  # fmt: skip
+
+
 # -- which kind ------------------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from engine.errors import BadSpec
 from engine.plan_records import GIB, Load, Machine, Part, Plan, Workload
 from engine.plan_sampler import Sampling, sequences_of, torch_sampler, vllm_sampler
-from engine.plan_trainer import Group, trainer_parts
+from engine.plan_trainer import Group, Held, trainer_parts
 from engine.sampler_spec import VllmSpec
 from engine.spec import LocalEngineSpec
 from engine.trainer_spec import TorchTrainerSpec
@@ -34,7 +34,9 @@ def plan_memory(spec: LocalEngineSpec, work: Workload, machine: Machine) -> Plan
     colocated = bool(trains & samples) and (vllm is None or not vllm.urls)
     servers = 1 if vllm is None else max(1, vllm.servers, len(vllm.urls))
     sampling = (
-        torch_sampler(spec, work, group)
+        Sampling(Held((), ()))  # values are read, not sampled
+        if work.shape.scalar
+        else torch_sampler(spec, work, group)
         if vllm is None
         else vllm_sampler(vllm, spec, work, machine, group, colocated=colocated)
     )

@@ -46,8 +46,8 @@ def torch_states(parameters: int, *, master: int = MASTER) -> States:
 
 def autocast_weights(shape: ModelShape, compute: int, *, master: int = MASTER) -> float:
     """Copies of the matrices in the compute dtype: autocast makes each on first use, and the graph keeps it until the
-    backward pass is over. c(L * matrices + VH); nothing where both dtypes are equal."""
-    return 0.0 if compute == master else compute * (shape.layers * shape.layer_linear + shape.embedding)
+    backward pass is over. c(L * matrices + VH), without VH for a scalar head; nothing where both dtypes are equal."""
+    return 0.0 if compute == master else compute * (shape.layers * shape.layer_linear + shape.language_head)
 
 
 def layer_activations(shape: ModelShape, *, compute: int, autocast: bool) -> int:
@@ -85,8 +85,10 @@ def head_activations(shape: ModelShape, tokens: int, *, compute: int, trained: b
     Up to 2 * CHUNK_ELEMENTS logits are held at once, more are computed chunk by chunk. Of the tokens at once: the
     logits, and of the gradient of their logsumexp the difference, its exponential and the product, all float32: 16
     bytes a logit. Besides, if the head is `trained`: its gradient in the compute dtype and, where that is lower, in
-    float32, and the sum of the chunks' (float32).
+    float32, and the sum of the chunks' (float32). A scalar head keeps its input, gathered and in its own precision.
     """
+    if shape.scalar:
+        return tokens * shape.hidden * (compute if compute >= MASTER else compute + MASTER)
     chunk = max(1, CHUNK_ELEMENTS // shape.vocabulary)
     whole = tokens <= 2 * chunk
     at_once = tokens if whole else chunk

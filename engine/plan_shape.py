@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import BadSpec
+from engine.model_folder import SCALAR_ARCHITECTURE
 from engine.model_size import folder_parameter_count
 
 
@@ -74,6 +75,8 @@ class ModelShape:
     parameters: int
     tied: bool
     gated: bool = True
+    scalar: bool = False
+    """One number per token, by a head of as many elements as the hidden size; no logits."""
 
     @property
     def queries(self) -> int:
@@ -89,6 +92,23 @@ class ModelShape:
     def embedding(self) -> int:
         """Elements of the embedding, and of the head: the largest tensors."""
         return self.vocabulary * self.hidden
+
+    @property
+    def language_head(self) -> int:
+        """Elements of the matrix that gives logits, the embedding's where they are tied."""
+        return 0 if self.scalar else self.embedding
+
+    @property
+    def own_head(self) -> int:
+        """Elements of a language head that no embedding shares."""
+        return 0 if self.tied else self.language_head
+
+    def with_scalar_head(self, *, beside_adapter: bool = False) -> ModelShape:
+        """The same decoder under a scalar head; the base that adapters share keeps its language head."""
+        if self.scalar:
+            return self
+        dropped = 0 if beside_adapter else self.own_head
+        return replace(self, parameters=self.parameters - dropped + self.hidden, scalar=True)
 
     @property
     def linears(self) -> list[tuple[int, int]]:
@@ -139,6 +159,7 @@ def shape_of(config: Mapping[str, Any], name: str, *, counted: int | None = None
         parameters=counted or 0,
         tied=bool(config.get("tie_word_embeddings", family.tied)),
         gated=family.gated,
+        scalar=any(str(name).endswith(SCALAR_ARCHITECTURE) for name in config.get("architectures") or ()),
     )
     return shape if counted else _with_count(shape, family, config, kind)
 
@@ -152,7 +173,7 @@ def _with_count(shape: ModelShape, family: Family, config: Mapping[str, Any], ki
     layer += (shape.queries + 2 * shape.keys) * has(family.qkv_bias) + shape.hidden * has(family.output_bias)
     layer += (shape.hidden + shape.intermediate * (2 if shape.gated else 1)) * has(family.mlp_bias)
     layer += 2 * shape.head_dim * family.head_norms
-    total = shape.embedding * (1 if shape.tied else 2) + shape.layers * layer + norm
+    total = shape.embedding + shape.own_head + shape.layers * layer + norm + shape.hidden * shape.scalar
     return replace(shape, parameters=total)
 
 

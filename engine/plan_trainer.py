@@ -75,7 +75,7 @@ def lowered(work: Workload) -> int:
     """Elements of a shared base that are held in the compute dtype: linear layers, and a head of its own
     (engine.backends.shared_base)."""
     shape = work.shape
-    return shape.layers * shape.layer_linear + (0 if shape.tied else shape.embedding)
+    return shape.layers * shape.layer_linear + shape.own_head
 
 
 def _process(machine: Machine) -> Held:
@@ -95,7 +95,7 @@ def _torch(spec: LocalEngineSpec, work: Workload, machine: Machine, group: Group
         trained = shape.lora(work.lora_rank)
         states = torch_states(trained, master=master)
         base = compute * lowered(work) + master * (shape.parameters - lowered(work))
-        casts = 0.0 if compute == master else compute * (trained + (shape.embedding if shape.tied else 0))
+        casts = 0.0 if compute == master else compute * (trained + shape.language_head - shape.own_head)
         formula = f"{master}A, A = {trained:,} parameters of the adapter"
     tokens = spec.max_tokens_per_forward
     zero = spec.trainer if isinstance(spec.trainer, DeepSpeedSpec) else None
@@ -103,7 +103,7 @@ def _torch(spec: LocalEngineSpec, work: Workload, machine: Machine, group: Group
     tokens = -(-tokens // (1 if zero is None else zero.sequence_parallel))
     kept, kept_away = activations(shape, tokens, compute=compute, autocast=compute < master, recompute=recompute)
     logits = head_activations(shape, tokens, compute=compute, trained=work.lora_rank is None)
-    waiting = master * shape.embedding if work.lora_rank is None and shape.tied else 0
+    waiting = master * (shape.language_head - shape.own_head) if work.lora_rank is None else 0
     frozen = master * shape.parameters * work.frozen if work.lora_rank is None else _more_adapters(work, master)
     parts = [
         part("base", "frozen base", base, "linear layers in the compute dtype, the rest in float32"),

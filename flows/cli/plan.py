@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -47,6 +48,7 @@ def plan(  # noqa: PLR0913 - the options of a command
     node_gib: Annotated[float, typer.Option(help="Memory of a node, GiB. 0: not checked.", min=0)] = 0.0,
     context: Annotated[int, typer.Option(help="Prompt and completion together, tokens.", min=0)] = 0,
     lora_rank: Annotated[int, typer.Option(help="Plan a LoRA adapter of this rank. 0: all weights.", min=0)] = 0,
+    scalar: Annotated[bool, typer.Option("--scalar", help="Under a scalar head: a reward or value model.")] = False,
     frozen: Annotated[int, typer.Option(help="Frozen policies in memory. -1: what the config implies.", min=-1)] = -1,
     storage: Annotated[str, typer.Option(help="Where a registered model lies.")] = "",
     sets: Annotated[list[str] | None, typer.Option("--set", help="Override one key: trainer.zero_stage=3.")] = None,
@@ -58,6 +60,9 @@ def plan(  # noqa: PLR0913 - the options of a command
             spec, body = load_engine(config, sets or [])
             shape = find_shape(model or _model_of(body), storage or _storage_of(body))
             work = workload_of(body, spec, shape, context=context, lora_rank=lora_rank, frozen=frozen)
+            if scalar:
+                head = work.shape.with_scalar_head(beside_adapter=work.lora_rank is not None)
+                work = replace(work, shape=head)
             setting = Setting(spec, work, find_machine(spec, gpu, devices, device_gib=device_gib, node_gib=node_gib))
             planned = plan_memory(setting.spec, setting.work, setting.machine)
         except (ConfigError, EngineError) as error:

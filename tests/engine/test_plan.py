@@ -63,7 +63,7 @@ def test_presets_have_the_published_number_of_parameters(name: str, published: i
 @pytest.mark.parametrize("biased", [False, True])
 def test_every_family_is_counted_as_transformers_builds_it(family: str, biased: bool) -> None:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
     keys: dict[str, Any] = {
         "vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -78,7 +78,18 @@ def test_every_family_is_counted_as_transformers_builds_it(family: str, biased: 
     config = AutoConfig.for_model(family, **keys)
     with torch.device("meta"):
         built = AutoModelForCausalLM.from_config(config)
-    assert shape_of(keys | {"model_type": family}, family).parameters == sum(p.numel() for p in built.parameters())
+    shape = shape_of(keys | {"model_type": family}, family)
+    assert shape.parameters == sum(p.numel() for p in built.parameters())
+    if type(config) not in AutoModelForSequenceClassification._model_mapping:
+        return
+    config.num_labels = 1
+    with torch.device("meta"):
+        scored = AutoModelForSequenceClassification.from_config(config)
+    expected = sum(p.numel() for name, p in scored.named_parameters() if name != "score.bias")
+    assert shape.with_scalar_head().parameters == expected
+    names = {"model_type": family, "architectures": [type(scored).__name__]}
+    read = shape_of(keys | names, family)
+    assert (read.scalar, read.parameters, read.with_scalar_head()) == (True, expected, read)
 
 
 def test_a_folder_is_counted_from_its_files_and_from_its_config_alike(tiny_folder: Path, tmp_path: Path) -> None:
@@ -173,6 +184,21 @@ def test_logits_are_bounded_by_the_chunk() -> None:
     assert head_activations(SMALL, 100, compute=4, trained=False) == 16_000
     many = CHUNK_ELEMENTS  # ten times as many logits: in chunks, a tenth of them at once
     assert head_activations(SMALL, many, compute=4, trained=False) == 16 * (CHUNK_ELEMENTS // 10) * 10
+
+
+def test_a_scalar_head_has_no_logits_and_no_sampler() -> None:
+    # Llama-3.1-8B without its head of 128256 x 4096, with one of 4096
+    shape = size("8B").with_scalar_head()
+    assert shape.parameters == 8_030_261_248 - 128256 * 4096 + 4096
+    for keys in ({"device": "cuda"}, {"device": "cuda", "sampler": {"kind": "vllm"}}):
+        work = Workload(shape, context=4096, frozen=0)
+        (load, *_) = plan_memory(spec(**keys, compute_dtype="float32"), work, Machine.gpus("h200-141", 1)).loads
+        assert part(load, "weights") == 4 * shape.parameters
+        assert part(load, "logits") == 4 * spec().max_tokens_per_forward * 4096  # the head's input, float32
+        assert sum(part(load, key, "sampling") for key in ("sampler", "kv", "vllm")) == 0
+    beside = size("8B").with_scalar_head(beside_adapter=True)
+    assert beside.parameters == 8_030_261_248 + 4096  # the base is there for others too
+    assert autocast_weights(shape, 2) == 2 * 32 * shape.layer_linear
 
 
 def test_keys_and_values_of_a_token() -> None:

@@ -1,5 +1,6 @@
 """Writes the demo's prompts, examples/data/sums-{train,heldout}.jsonl: one-digit additions in twelve wordings,
-and sums-completions.jsonl, the training prompts with their answers, for SFT.
+sums-completions.jsonl, the training prompts with their answers, for SFT, and sums-preferences.jsonl, with a right and a
+wrong answer each, for DPO and reward models.
 
 The held-out file has sums (unordered pairs of digits) that no training prompt has, in every wording:
 what it measures is the skill, not the memory of answers.
@@ -49,6 +50,14 @@ def main() -> None:
         if name == "train":
             answered = [{"prompt": row["prompt"], "completion": str(row["metadata"]["answer"])} for row in rows]
             write(folder / "sums-completions.jsonl", answered)
+            write(folder / "sums-preferences.jsonl", [preference(row, Random(n)) for n, row in enumerate(rows)])
+
+
+def preference(row: dict[str, Any], source: Random) -> dict[str, str]:
+    """The right sum, and one that is off by 1 to 3."""
+    answer = row["metadata"]["answer"]
+    wrong = answer + source.choice([-3, -2, -1, 1, 2, 3])
+    return {"prompt": row["prompt"], "chosen": str(answer), "rejected": str(wrong)}
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:

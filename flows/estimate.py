@@ -8,17 +8,22 @@ the time if every completion is as long as it may be: most runs take less.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from engine.model_size import parameter_count
 from engine.protocol import EngineInfo
 from flows.config import CheckpointConfig, GRPOConfig, ModelConfig, TrainingConfig
 from flows.env_config import ENVGRPOConfig
 from flows.preference_config import DPOConfig
+from flows.sft_to_gspo_config import SFTToGSPOConfig
 from storage.artifacts import ArtifactRef
 from storage.objects import ObjectStore
 from storage.tables import RowReader
 from tasks.datasets.load import THREADS_OF, LoadedDataset
+
+N = TypeVar("N", int, float)
 
 MASTER_BYTES = 4
 COMPUTE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
@@ -63,6 +68,14 @@ class Estimate:
                 "fewer checkpoints (checkpoints.frequency, checkpoints.keep_last), or choose another storage.url"
             )
 
+    def then(self, other: Estimate) -> Estimate:
+        """Of one stage after the other."""
+        return Estimate(
+            memory_bytes=max(self.memory_bytes, other.memory_bytes),
+            disk_bytes=_sum(self.disk_bytes, other.disk_bytes),
+            seconds=_sum(self.seconds, other.seconds),
+        )
+
     def text(self, info: EngineInfo) -> str:
         parts = [f"{_gib(self.memory_bytes)} of the engine's {_gib(info.memory_bytes)} memory"]
         if self.disk_bytes is not None:
@@ -74,9 +87,17 @@ class Estimate:
 
 
 def estimate(
-    store: ObjectStore, config: TrainingConfig, base: ArtifactRef, data: LoadedDataset, info: EngineInfo
+    store: ObjectStore,
+    config: TrainingConfig,
+    base: ArtifactRef,
+    data: LoadedDataset,
+    info: EngineInfo,
+    further: Mapping[str, LoadedDataset] | None = None,
 ) -> Estimate:
-    """What `config` will take on an engine that says `info` of itself."""
+    """What `config` will take on an engine that says `info` of itself. `further`: what it trains on besides `data`."""
+    if isinstance(config, SFTToGSPOConfig):
+        first = estimate(store, config.first, base, data, info)
+        return first.then(estimate(store, config.second, base, (further or {})["prompts"], info))
     parameters = parameter_count(store, base)
     tokens = _thread_tokens(store, data)
     steps = _steps(config, data.rows)
@@ -150,6 +171,10 @@ def _thread_tokens(store: ObjectStore, data: LoadedDataset) -> int:
         reader.close()
     characters = sum(len(str(row[name])) for row in rows for name in THREADS_OF[data.ref.kind]) / max(1, len(rows))
     return max(1, int(characters / CHARACTERS_PER_TOKEN))
+
+
+def _sum(one: N | None, other: N | None) -> N | None:
+    return None if one is None or other is None else one + other
 
 
 def _gib(count: int) -> str:

@@ -6,7 +6,7 @@ log-probability. The loop is GRPO's.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from prefect import flow
 
@@ -14,7 +14,7 @@ from engine.handles import TrainingModel
 from engine.losses.spec import GSPOSpec, LossNorm
 from engine.text.threads import StringThread
 from flows.grpo import GRPO, reward_arguments, train_on_rewards
-from flows.gspo_config import GSPOConfig
+from flows.gspo_config import GSPOConfig, check_has_gspo
 from flows.ops.hooks import ON_END
 from flows.progress import TerminalProgress
 from flows.session import open_run
@@ -43,10 +43,10 @@ class GSPO(GRPO):
         clip_range: float = 0.01,
         loss_norm: LossNorm = "sequence_mean",
         dual_clip: None = None,
+        policy_loss: Literal["clip"] = "clip",
         **options: Any,
     ) -> None:
-        if dual_clip is not None:
-            raise ValueError(f"dual_clip={dual_clip} bounds a ratio per token, which GSPO does not have; leave it out")
+        check_has_gspo(dual_clip, policy_loss)
         super().__init__(
             dataset,
             model,

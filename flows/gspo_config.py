@@ -7,6 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from flows.config import GRPOAlgorithm, GRPOConfig
+from flows.reinforcement_config import PolicyLoss
 from flows.titles import training_title
 
 
@@ -23,17 +24,27 @@ class GSPOAlgorithm(GRPOAlgorithm):
 
     @model_validator(mode="after")
     def _no_ratio_per_token(self) -> Self:
-        if self.dual_clip is not None:
-            raise ValueError(
-                f"dual_clip={self.dual_clip} bounds a ratio per token, which GSPO does not have; leave it out"
-            )
+        check_has_gspo(self.dual_clip)
         return self
+
+
+def check_has_gspo(dual_clip: float | None, policy_loss: PolicyLoss = "clip") -> None:
+    """Raises ValueError for what GRPO has and GSPO does not."""
+    if dual_clip is not None:
+        raise ValueError(f"dual_clip={dual_clip} bounds a ratio per token, which GSPO does not have; leave it out")
+    if policy_loss != "clip":
+        raise ValueError(f"policy_loss={policy_loss!r} is of ratios per token, which GSPO does not have; leave it out")
 
 
 class GSPOConfig(GRPOConfig):
     """`ostinato run gspo`: reinforcement learning from graded rollouts, one ratio per completion."""
 
     algorithm: GSPOAlgorithm = GSPOAlgorithm()
+
+    @model_validator(mode="after")
+    def _no_loss_per_token(self) -> Self:
+        check_has_gspo(None, self.regularisation.policy_loss)
+        return self
 
     @property
     def title(self) -> str:

@@ -143,6 +143,10 @@ def _cells(metrics: StepMetrics) -> dict[str, str]:
     if metrics.reward_mean is not None:
         cells["reward"] = f"{metrics.reward_mean:.3f}"
     cells["loss"] = f"{metrics.loss:.4f}"
+    if metrics.pair_accuracy is not None:
+        cells["accuracy"] = f"{metrics.pair_accuracy:.2f}"
+    if metrics.pair_margin is not None:
+        cells["margin"] = f"{metrics.pair_margin:.3f}"
     if metrics.kl_mean is not None:
         cells["kl"] = f"{metrics.kl_mean:.4f}"
     if metrics.completion_length_mean is not None and metrics.reward_mean is not None:

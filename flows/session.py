@@ -111,7 +111,7 @@ async def open_run(
     more = {name: _load(workspace, *source) for name, source in (further or {}).items()}
     base = await workspace.connect().import_model(config.model.key, provenance=workspace.provenance)
     info = await workspace.connect().info()
-    expected = estimate(workspace.open_store(), config, base, data, info)
+    expected = estimate(workspace.open_store(), config, base, data, info, more)
     expected.check(info, resumed=workspace.open_store().exists(keys.run_json(workspace.run)))
     opening = create_or_check_run(
         workspace.open_store(),

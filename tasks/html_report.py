@@ -97,6 +97,8 @@ def _charts(steps: Sequence[StepMetrics]) -> list[Chart]:
     curves: list[tuple[str, str, list[float | None]]] = [
         ("Reward", "mean over graded completions" + ("; band: ± 1 standard deviation" if any(spread) else ""),
          [step.reward_mean for step in steps]),
+        ("Pairs told apart", "share of each step's, before it", [step.pair_accuracy for step in steps]),
+        ("Margin of the pairs", "mean", [step.pair_margin for step in steps]),
         ("KL to the reference", "mean per token, nats", [step.kl_mean for step in steps]),
         ("Completion length", "mean, tokens", length),
         ("Loss", "", [step.loss for step in steps]),

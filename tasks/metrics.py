@@ -25,6 +25,10 @@ class StepMetrics(Frozen):
     reward_std: float | None = None
     kl_mean: float | None = None
     """Mean per-token KL to the reference, nats."""
+    pair_accuracy: float | None = None
+    """Share of the step's pairs of which the model, before the step, held the preferred one to be the better."""
+    pair_margin: float | None = None
+    """By how much on average, in implicit rewards (DPO) or scores (reward models)."""
     loss: float
     """NaN where no update of the step had a finite one (all were left out)."""
     grad_norm: float

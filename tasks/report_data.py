@@ -28,7 +28,7 @@ def collect_report(
     """The report of a run as it stands at `policy`."""
     info = read_run(store, policy.run)
     return ReportData(
-        title=f"{policy.stage.partition('-')[2].upper()} of {policy.model}",
+        title=f"{policy.stage.partition('-')[2].replace('_', ' ').upper()} of {policy.model}",
         run=policy.run,
         steps=tuple(read_metrics(store, policy.run, policy.stage, steps=policy.step)),
         before=_summaries(store, before),

@@ -107,6 +107,8 @@ def _measures(steps: Sequence[StepMetrics]) -> dict[str, list[float | None]]:
     sampled = any(step.reward_mean is not None for step in steps)
     measures: dict[str, list[float | None]] = {
         "reward": [step.reward_mean for step in steps],
+        "pairs told apart": [step.pair_accuracy for step in steps],
+        "margin of the pairs": [step.pair_margin for step in steps],
         "KL to the reference": [step.kl_mean for step in steps],
         "completion length": [step.completion_length_mean if sampled else None for step in steps],
         "loss": [step.loss for step in steps],

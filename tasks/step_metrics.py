@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
@@ -46,6 +46,8 @@ def measure_step(
         reward_mean=mean,
         reward_std=math.sqrt(sum((r - mean) ** 2 for r in rewards) / len(rewards)) if mean is not None else None,
         kl_mean=record.metrics.get("kl_mean"),
+        pair_accuracy=record.metrics.get("accuracy_mean"),
+        pair_margin=_margin(record.metrics),
         loss=record.metrics.get("loss", math.nan),
         grad_norm=record.metrics.get("grad_norm", math.nan),
         learning_rate=record.request.optimizer.lr,
@@ -60,6 +62,14 @@ def measure_step(
         tokens_per_second=tokens / wall if wall else 0.0,
         seconds=seconds,
     )
+
+
+def _margin(metrics: Mapping[str, float]) -> float | None:
+    """Of a step on pairs: how far the preferred ones were ahead."""
+    if "reward_margin_mean" in metrics:
+        return metrics["reward_margin_mean"]
+    scores = [metrics.get(f"score_{side}_mean") for side in ("chosen", "rejected")]
+    return None if scores[0] is None or scores[1] is None else scores[0] - scores[1]
 
 
 def _grades(store: ObjectStore, graded: list[ArtifactRef]) -> tuple[list[float], int]:

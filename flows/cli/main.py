@@ -1,4 +1,4 @@
-"""`ostinato run grpo|sft --config FILE --set a.b=c`, and `ostinato demo`."""
+"""`ostinato run FLOW --config FILE --set a.b=c`, `ostinato demo`, and the other commands."""
 
 from __future__ import annotations
 
@@ -47,34 +47,29 @@ Server = Annotated[
 ]
 
 
-@run.command("grpo")
-def run_grpo(
-    config: ConfigFile, sets: Sets = None, run_key: RunKey = "", new: New = False, server: Server = ""
-) -> None:
-    """Reinforcement learning from graded rollouts (GRPO)."""
-    raise typer.Exit(run_flow("grpo", config, sets or [], run_key=run_key, new=new, server=server))
+RUNS = {
+    "sft": "Supervised fine-tuning on conversations (SFT).",
+    "dpo": "Direct preference optimisation on pairs of answers (DPO).",
+    "reward_model": "A model that scores conversations, from preferences or ratings.",
+    "grpo": "Reinforcement learning from graded rollouts (GRPO).",
+    "gspo": "Reinforcement learning from graded rollouts, one ratio per completion (GSPO).",
+    "sft_to_gspo": "SFT, then GSPO, on one model in one run.",
+    "env_grpo": "Reinforcement learning from episodes with an environment (GRPO).",
+    "env_gspo": "Reinforcement learning from episodes with an environment (GSPO).",
+}
+"""Training flow -> what it does."""
 
 
-@run.command("sft")
-def run_sft(config: ConfigFile, sets: Sets = None, run_key: RunKey = "", new: New = False, server: Server = "") -> None:
-    """Supervised fine-tuning on conversations (SFT)."""
-    raise typer.Exit(run_flow("sft", config, sets or [], run_key=run_key, new=new, server=server))
+def _add_run(name: str, what: str) -> None:
+    @run.command(name, help=what)
+    def command(
+        config: ConfigFile, sets: Sets = None, run_key: RunKey = "", new: New = False, server: Server = ""
+    ) -> None:
+        raise typer.Exit(run_flow(name, config, sets or [], run_key=run_key, new=new, server=server))
 
 
-@run.command("env_grpo")
-def run_env_grpo(
-    config: ConfigFile, sets: Sets = None, run_key: RunKey = "", new: New = False, server: Server = ""
-) -> None:
-    """Reinforcement learning from episodes with an environment (GRPO)."""
-    raise typer.Exit(run_flow("env_grpo", config, sets or [], run_key=run_key, new=new, server=server))
-
-
-@run.command("env_gspo")
-def run_env_gspo(
-    config: ConfigFile, sets: Sets = None, run_key: RunKey = "", new: New = False, server: Server = ""
-) -> None:
-    """Reinforcement learning from episodes with an environment (GSPO)."""
-    raise typer.Exit(run_flow("env_gspo", config, sets or [], run_key=run_key, new=new, server=server))
+for _name, _what in RUNS.items():
+    _add_run(_name, _what)
 
 
 @app.command("demo")

@@ -17,8 +17,11 @@ from engine.errors import EngineError
 from flows.cli.memory import forget, remembered_run
 from flows.config import FlowConfig, GRPOConfig, SFTConfig
 from flows.env_config import ENVGRPOConfig, ENVGSPOConfig
+from flows.gspo_config import GSPOConfig
 from flows.overrides import ConfigError, parse_config
+from flows.preference_config import DPOConfig, RewardModelConfig
 from flows.server import ServerError, local_prefect_server, use_server
+from flows.sft_to_gspo_config import SFTToGSPOConfig
 from storage.errors import StorageError
 from tasks.datasets.errors import DatasetError
 from tasks.environments.spec import EnvironmentSpecError
@@ -35,7 +38,8 @@ QUIET = {
 """What others would print between our lines, unless the environment already says otherwise."""
 
 CONFIGS: dict[str, type[FlowConfig]] = {
-    "grpo": GRPOConfig, "sft": SFTConfig, "env_grpo": ENVGRPOConfig, "env_gspo": ENVGSPOConfig,
+    "sft": SFTConfig, "dpo": DPOConfig, "reward_model": RewardModelConfig, "grpo": GRPOConfig, "gspo": GSPOConfig,
+    "sft_to_gspo": SFTToGSPOConfig, "env_grpo": ENVGRPOConfig, "env_gspo": ENVGSPOConfig,
 }  # fmt: skip
 
 REFUSED = (

@@ -95,11 +95,22 @@ GRPO = {
     "algorithm": {"steps": 3},
 }  # fmt: skip
 SFT = {"model": {"key": "m"}, "data": {"train": {"kind": "file", "path": "chats.jsonl"}}}
+PAIRS = {"model": {"key": "m"}, "data": {"train": {"kind": "file", "path": "pairs.jsonl"}}}
+EPISODES = {name: group for name, group in GRPO.items() if name != "grader"} | {
+    "environment": {"path": "tests.guessing:Guessing"}
+}
+STAGES = {"model": {"key": "m"}, "data": SFT["data"] | {"prompts": GYM}, "grader": GRPO["grader"]}
 SUITE = {"datasets": [{"source": GYM}], "graders": [{"path": "tests.toy:digit_share"}]}
 TRAINING = {"kind": "grpo", "config": GRPO}
 GOOD: dict[str, dict[str, Any]] = {
     "grpo": GRPO,
+    "gspo": GRPO,
+    "env_grpo": EPISODES,
+    "env_gspo": EPISODES,
     "sft": SFT,
+    "dpo": PAIRS,
+    "reward_model": PAIRS,
+    "sft_to_gspo": STAGES | {"gspo": {"algorithm": {"steps": 3}}},
     "evaluation": {"models": ["m"], "suite": SUITE},
     "recurring": {"model": "helper", "training": TRAINING, "suite": SUITE},
     "sweep": {"name": "s", "training": TRAINING, "search": {"kind": "grid", "values": {"seed": [0, 1]}}},
@@ -151,6 +162,9 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
     ("grpo", GRPO | {"data": {"train": {"kind": "web"}}}, "config.data.train", "web"),
     ("grpo", {"data": {"train": GYM}}, "config", "'model' is a required property"),
     ("sft", SFT | {"algorithm": {"samples_per_batch": 0}}, "config.algorithm.samples_per_batch", "minimum of 1"),
+    ("dpo", PAIRS | {"algorithm": {"kl_beta": 0}}, "config.algorithm.kl_beta", "0"),
+    ("dpo", PAIRS | {"data": {"train": GYM}}, "config.data.train", "reasoning_gym"),
+    ("sft_to_gspo", STAGES | {"sft": {"optimizer": {"lr": 0}}}, "config.sft.optimizer.lr", "0"),
     ("evaluation", {"models": [], "suite": SUITE}, "config.models", "[]"),
     ("recurring", GOOD["recurring"] | {"approval": {"timeout_seconds": 0}}, "config.approval.timeout_seconds", "0"),
     ("sweep", GOOD["sweep"] | {"parallel": 0}, "config.parallel", "minimum of 1"),

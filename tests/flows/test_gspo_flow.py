@@ -50,6 +50,7 @@ def test_the_config_has_the_same_defaults(tmp_path: Path, tiny_folder: Path) -> 
     ("arguments", "message"),
     [
         ({"dual_clip": 3.0, "max_num_gspo_steps": 1}, "ratio per token"),
+        ({"policy_loss": "cispo", "max_num_gspo_steps": 1}, "ratios per token"),
         ({"epochs": 1, "max_num_gspo_steps": 1}, "both max_num_gspo_steps=1 and epochs=1"),
         ({}, "neither max_num_gspo_steps nor epochs"),
         ({"max_num_grpo_steps": 1}, "max_num_grpo_steps"),
@@ -70,6 +71,8 @@ def test_an_endless_run_needs_a_constant_rate() -> None:
 def test_a_config_with_a_ratio_per_token_is_refused(tmp_path: Path, tiny_folder: Path) -> None:
     with pytest.raises(ValidationError, match="ratio per token"):
         config_of(tmp_path, tiny_folder, algorithm__dual_clip=3.0)
+    with pytest.raises(ValidationError, match="ratios per token"):
+        config_of(tmp_path, tiny_folder, regularisation={"policy_loss": "cispo"})
 
 
 @pytest.mark.parametrize("adapter", [None, {"rank": 4}])

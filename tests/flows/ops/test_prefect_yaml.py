@@ -34,7 +34,10 @@ def flow_of(entry: dict[str, Any]) -> Flow[..., Any]:
 def test_there_is_one_deployment_per_flow() -> None:
     assert Path(__file__).parents[3] / "prefect.yaml" == FILE
     names = [entry["name"] for entry in ENTRIES]
-    assert sorted(names) == ["env_grpo", "env_gspo", "evaluation", "grpo", "recurring", "sft", "sweep"]
+    assert sorted(names) == [
+        "dpo", "env_grpo", "env_gspo", "evaluation", "grpo", "gspo", "recurring", "reward_model", "sft", "sft_to_gspo",
+        "sweep",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry["name"])
@@ -52,7 +55,13 @@ def test_a_deployment_is_complete(entry: dict[str, Any]) -> None:
         CronSchedule(cron=schedule["cron"], timezone=schedule["timezone"])
 
 
-@pytest.mark.parametrize(("name", "config"), [("grpo", "demo"), ("sft", "sft"), ("recurring", "recurring")])
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("grpo", "demo"), ("sft", "sft"), ("recurring", "recurring"),
+        *((name, name) for name in ("gspo", "dpo", "reward_model", "sft_to_gspo")),
+    ],
+)  # fmt: skip
 def test_the_example_config_is_a_valid_parameter(name: str, config: str) -> None:
     (entry,) = [entry for entry in ENTRIES if entry["name"] == name]
     body = yaml.safe_load((FILE.parent / "examples" / f"{config}.yaml").read_text())

@@ -1,0 +1,68 @@
+"""Every loss on two ranks, which share samples or each row, as the torch trainer computes it: entropies, sequences that
+two ranks hold a part of, and pairs included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from engine.backends.group.group import Group
+from engine.backends.pieces import open_checkpoint
+from engine.backends.protocol import Objective
+from engine.backends.scalar_lm import load_model
+from engine.backends.torch_trainer import TorchTrainer
+from engine.errors import BadSpec
+from engine.losses.spec import DPOSpec
+from storage.chain import OptimizerSpec
+from tests.engine.deepspeed.conftest import OnRanks, whole
+from tests.engine.losses.cases import SPECS, samples_near
+
+pytestmark = pytest.mark.slow
+ADAMW = OptimizerSpec(lr=1e-3, eps=1e-3, max_grad_norm=0.5)
+MAX_TOKENS = 22
+"""Of the longest pair, so that the ranks have a micro-batch each, and one waits in the last pass."""
+LAYOUTS = [{"zero_stage": 3}, {"zero_stage": 2}, {"zero_stage": 3, "sequence_parallel": 2}]
+Load = Callable[..., OnRanks]
+
+
+@pytest.fixture(scope="module")
+def scalar_folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "scalar"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoModelForSequenceClassification.from_pretrained(tiny_folder, num_labels=1).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("reads", ["logprobs", "values"])
+@pytest.mark.parametrize("spec", LAYOUTS, ids=str)
+def test_every_loss_trains_on_two_ranks_as_on_one(
+    reads: str, spec: dict[str, object], two_ranks: Group, on_ranks: Load, tiny_folder: Path, scalar_folder: Path
+) -> None:
+    folder, scalar = (scalar_folder, True) if reads == "values" else (tiny_folder, False)
+    cpu, f32 = torch.device("cpu"), torch.float32
+    reference = TorchTrainer(load_model(folder, dtype=f32, compute_dtype=f32, device=cpu))
+    trainer = on_ranks(two_ranks, folder, **spec)
+    samples = samples_near(lambda bare: [0.0 if scalar else -5.5] * bare.trained, scalar=scalar)
+    for name, loss in SPECS.items():
+        if loss.reads != reads:
+            continue
+        objective = Objective(loss, 1.0 if scalar else 0.8)
+        wanted = reference.update(samples, objective, ADAMW, max_tokens=MAX_TOKENS)
+        found = trainer.update(samples, objective, ADAMW, MAX_TOKENS)
+        assert found.metrics == pytest.approx(wanted.metrics, rel=1e-4, abs=1e-5), name
+        assert loss.needs_entropy == ("entropy_mean" in found.metrics), name
+    weights = whole(open_checkpoint(trainer.checkpoint()).weights)
+    assert max((weights[name] - tensor).abs().max().item() for name, tensor in reference.weights()) <= 5e-5
+
+
+def test_what_is_no_pair_leaves_the_ranks_alive(two_ranks: Group, on_ranks: Load, tiny_folder: Path) -> None:
+    trainer = on_ranks(two_ranks, tiny_folder, zero_stage=3)
+    samples = samples_near(lambda bare: [-5.5] * bare.trained, scalar=False)
+    with pytest.raises(BadSpec, match=r"the group 'a' has 1 samples, preferred: \[False\]"):
+        trainer.update(samples[:2] + samples[3:], Objective(DPOSpec()), ADAMW, MAX_TOKENS)
+    assert trainer.update(samples, Objective(DPOSpec()), ADAMW, MAX_TOKENS).micro_batches >= 2

@@ -93,6 +93,8 @@ def _construct(target: type[EnvironmentFactory], spec: EnvironmentSpec) -> Envir
     _check_arguments(target, (), spec)
     try:
         return target(**spec.arguments)
+    except EnvironmentSpecError:
+        raise
     except Exception as error:
         raise EnvironmentSpecError(
             f"environment {spec.path!r} refused its arguments {spec.arguments}: {error}"

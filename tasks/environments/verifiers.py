@@ -1,0 +1,167 @@
+"""Environments of the `verifiers` library (0.1: those with `load_environment` and MultiTurnEnv), step by step.
+
+Its own loop asks a model over HTTP; here the policy is sampled by the engine, so this drives the pieces of that loop:
+set-up, stop conditions, responses, clean-up, rubric. The rubric's reward is the grade of the last turn. Its group
+rewards, which need all rollouts at once, are refused by the rubric itself. The state's client reaches nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import JsonValue
+
+from engine.text.fragments import ToolResponseFragment
+from engine.text.threads import StringThread
+from tasks.environments.base import Environment, EnvironmentFactory, Grades, Limit, Reaction
+from tasks.environments.spec import EnvironmentSpecError
+from tasks.environments.tools import listed_tools, parse_tool_calls
+from tasks.graders.base import Grade
+
+COLUMNS = ("answer", "info", "task", "example_id")
+"""Of a dataset row, besides the prompt: they travel in the metadata."""
+
+
+class VerifiersMissing(EnvironmentSpecError):
+    """The library is not installed, or another version of it."""
+
+
+def _library() -> Any:
+    try:
+        import verifiers
+        from verifiers import types
+    except ImportError as error:
+        raise VerifiersMissing(
+            f"environments of verifiers need the library, which is not usable here ({error}): pip install "
+            "'verifiers>=0.1.12,<0.2'"
+        ) from error
+    if not hasattr(verifiers, "load_environment") or not hasattr(types, "ClientConfig"):
+        raise VerifiersMissing(
+            f"verifiers {getattr(verifiers, '__version__', '')} has no load_environment; expected 0.1.12 up to 0.2: "
+            "pip install 'verifiers>=0.1.12,<0.2'"
+        )
+    return verifiers
+
+
+def load(name: str, arguments: Mapping[str, Any]) -> Any:
+    """The library's environment of that id. Raises VerifiersMissing, EnvironmentSpecError."""
+    library = _library()
+    try:
+        environment = library.load_environment(name, **arguments)
+    except Exception as error:
+        raise EnvironmentSpecError(f"verifiers could not load the environment {name!r}: {error!r}") from error
+    if not isinstance(environment, library.MultiTurnEnv):
+        raise EnvironmentSpecError(
+            f"the environment {name!r} of verifiers is a {type(environment).__name__}; expected a MultiTurnEnv, whose "
+            "turns can be played one by one"
+        )
+    return environment
+
+
+def verifiers_threads(name: str, arguments: Mapping[str, Any] | None = None, *, rows: int = -1) -> list[StringThread]:
+    """Prompts of the environment's own dataset, for `ENVGRPO(dataset=…)`; -1: all rows."""
+    found = []
+    for row in load(name, arguments or {}).get_dataset(rows):
+        metadata = {key: row[key] for key in COLUMNS if row.get(key) is not None}
+        found.append(StringThread([_turn(message) for message in row["prompt"]], metadata))
+    return found
+
+
+class VerifiersEnvironment(Environment):
+    """One rollout of an environment of verifiers."""
+
+    def __init__(self, environment: Any, metadata: Mapping[str, JsonValue]) -> None:
+        self.environment, self.metadata = environment, metadata
+        self.state: Any = None
+        self.prompt: list[Any] = []
+        """Messages that the assistant answers now."""
+
+    async def initialize_state(self, thread: StringThread) -> StringThread:
+        from verifiers.types import ClientConfig
+
+        row: dict[str, Any] = {"prompt": thread.messages(), "example_id": 0}
+        row |= {key: self.metadata[key] for key in COLUMNS if key in self.metadata}
+        nobody = ClientConfig(api_base_url="http://127.0.0.1:9", api_key_var="OSTINATO_NO_KEY", max_retries=0)
+        self.state = await self.environment.init_state(row, nobody, "policy")
+        await self.environment.setup_state(self.state)
+        self.prompt = await self._normal(await self.environment.get_prompt_messages(self.state))
+        tools = self.state.get("tool_defs") or []
+        first = StringThread([_turn(message) for message in self.prompt], thread.metadata)
+        return listed_tools(first, [_description(tool) for tool in tools]) if tools else first
+
+    async def react_to(self, thread: StringThread) -> Reaction:
+        from verifiers.types import TrajectoryStep
+
+        answered = [*self.prompt, self._answer(thread.last_content())]
+        step = TrajectoryStep(
+            prompt=self.prompt, completion=answered[-1:], response=None, tokens=None, reward=None,  # type: ignore[typeddict-item]
+            advantage=None, is_truncated=False, trajectory_id=self.state["trajectory_id"], extras={},
+        )  # fmt: skip
+        await self.environment.add_trajectory_step(self.state, step)
+        if await self.environment.is_completed(self.state):
+            return None, await self._reward()
+        following = await self._normal(await self.environment.get_prompt_messages(self.state))
+        if self.state.get("final_env_response") is not None or await self.environment.is_completed(self.state):
+            return None, await self._reward()
+        grown = following[: len(answered)] == answered
+        self.prompt = following
+        if not grown:
+            return StringThread([_turn(message) for message in following], thread.metadata), None
+        for message in following[len(answered) :]:
+            thread = thread.append(*_turn(message))
+        return thread, None
+
+    async def on_limit(self, thread: StringThread, limit: Limit) -> Grades | None:
+        return await self._reward()
+
+    async def _reward(self) -> Grade:
+        await self.environment.cleanup(self.state)
+        await self.environment.rubric.score_rollout(self.state)
+        return Grade(value=float(self.state["reward"]), grader_key="verifiers")
+
+    async def _normal(self, messages: Any) -> list[Any]:
+        from verifiers.utils.message_utils import normalize_messages
+
+        return list(normalize_messages(messages))
+
+    def _answer(self, text: str) -> Any:
+        """The assistant's message; calls in its text are tool calls of the message too."""
+        from verifiers.types import AssistantMessage, ToolCall
+
+        calls = [
+            ToolCall(id=f"call_{number}", name=call.name, arguments=json.dumps(call.arguments))
+            for number, call in enumerate(parse_tool_calls(text))
+            if call.problem is None
+        ]
+        return AssistantMessage(content=text, tool_calls=calls or None)
+
+
+class VerifiersFactory(EnvironmentFactory):
+    """`environment`: an id that `verifiers.load_environment` knows; `arguments` are passed to it."""
+
+    def __init__(self, environment: str, arguments: Mapping[str, Any] | None = None) -> None:
+        self.environment = load(environment, arguments or {})
+
+    def create_environment(self, metadata: Mapping[str, JsonValue]) -> Environment:
+        return VerifiersEnvironment(self.environment, metadata)
+
+
+def _turn(message: Any) -> tuple[str, Any]:
+    """(role, content) of a message, a dict or the library's record."""
+    read = message.get if isinstance(message, Mapping) else lambda name: getattr(message, name, None)
+    content = read("content")
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        content = "".join(part["text"] if isinstance(part, Mapping) else part.text for part in content)
+    role = "user" if read("role") == "text" else str(read("role"))
+    if role == "tool":
+        return role, [ToolResponseFragment(id=str(read("tool_call_id")), text=content or "")]
+    return role, content or ""
+
+
+def _description(tool: Any) -> dict[str, Any]:
+    """As OpenAI's API writes it."""
+    read = tool.get if isinstance(tool, Mapping) else lambda name: getattr(tool, name, None)
+    about = {name: read(name) for name in ("name", "description", "parameters")}
+    return {"type": "function", "function": about}

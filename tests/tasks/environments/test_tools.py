@@ -1,0 +1,130 @@
+"""Tool calls in text: what is one, what is told about one that is wrong, and what the environment answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any, Literal
+
+import pytest
+
+from engine.text.threads import StringThread
+from tasks.environments.base import Grades
+from tasks.environments.tools import Tool, ToolCall, ToolEnvironment, parse_tool_calls
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+async def add(a: int, b: int = 1) -> int:
+    """The sum of two numbers."""
+    return a + b
+
+
+def lookup(word: str) -> dict[str, str]:
+    """What a word means."""
+    if word == "nothing":
+        raise KeyError(word)
+    return {"word": word}
+
+
+class Desk(ToolEnvironment):
+    tools = (add, lookup)
+
+    async def finish(self, thread: StringThread) -> Grades | None:
+        return float("7" in thread.last_content())
+
+
+class PlainDesk(Desk):
+    answer_role: Literal["tool", "user"] = "user"
+
+
+def react(text: str, desk: ToolEnvironment | None = None) -> Any:
+    thread = StringThread([("user", "q")]).assistant(text)
+    return asyncio.run((desk or Desk()).react_to(thread))
+
+
+def answers(text: str) -> list[str]:
+    following, grade = react(text)
+    assert grade is None
+    return [part.text for part in following.turns[-1].content]
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ("no call here", []),
+        (f"I will. {call('add', a=1)}", [ToolCall("add", {"a": 1})]),
+        (call("add", a=1) + "\n" + call("now"), [ToolCall("add", {"a": 1}), ToolCall("now", {})]),
+        ('<tool_call>{"name": "now"}</tool_call>', [ToolCall("now", {})]),
+        ('<tool_call>{"name": "add", "arguments": {"a": 2}}', [ToolCall("add", {"a": 2})]),  # cut before its end
+        ("<tool_call></tool_call>", None),
+        ("<tool_call>[1]</tool_call>", None),
+        ('<tool_call>{"name": 1, "arguments": {}}</tool_call>', None),
+        ('<tool_call>{"name": "add", "arguments": "a=1"}</tool_call>', None),
+        ("<tool_call>" + "[" * 100_000 + "</tool_call>", None),
+    ],
+)  # fmt: skip
+def test_what_is_a_call(text: str, calls: list[ToolCall] | None) -> None:
+    found = parse_tool_calls(text)
+    if calls is None:
+        assert len(found) == 1 and found[0].problem
+    else:
+        assert found == calls
+
+
+def test_calls_are_answered_in_their_order_in_a_tool_turn() -> None:
+    following, grade = react(call("add", a=2, b=3) + call("lookup", word="sun"))
+    assert grade is None
+    (turn,) = following.turns[2:]
+    assert turn.role == "tool"
+    assert [(part.id, part.name, part.text) for part in turn.content] == [
+        ("call_0", "add", "5"), ("call_1", "lookup", '{"word":"sun"}'),
+    ]  # fmt: skip
+
+
+def test_what_is_wrong_with_a_call_is_told() -> None:
+    assert answers(call("add", a="two"))[0].startswith("error: a: Input should be a valid integer")
+    assert answers(call("add")) == ["error: a: Field required"]
+    assert answers(call("add", a=1, c=2)) == ["error: c: Extra inputs are not permitted"]
+    assert answers(call("subtract", a=1)) == ["error: there is no tool 'subtract'; there are add, lookup"]
+    assert answers(call("lookup", word="nothing")) == ["error: KeyError: 'nothing'"]
+    assert answers("<tool_call>oops</tool_call>")[0].startswith("error: not JSON: ")
+
+
+def test_an_answer_without_a_call_ends_the_episode() -> None:
+    assert react("it is 7") == (None, 1.0)
+
+
+def test_a_template_without_tool_turns_gets_the_answers_as_the_users() -> None:
+    following, _ = react(call("add", a=2), PlainDesk())
+    assert following.turns[-1] == ("user", "<tool_response>\n3\n</tool_response>")
+
+
+def test_the_system_turn_lists_the_tools() -> None:
+    first = asyncio.run(Desk().initialize_state(StringThread([("system", "Be brief."), ("user", "q")], {"m": 1})))
+    assert [turn.role for turn in first.turns] == ["system", "user"] and first.metadata == {"m": 1}
+    text = first.turns[0].text
+    assert text.startswith("Be brief.\n\n")
+    one, two = (json.loads(line) for line in text.splitlines()[-2:])
+    assert one["function"]["name"] == "add" and one["function"]["description"] == "The sum of two numbers."
+    assert one["function"]["parameters"]["required"] == ["a"]
+    assert one["function"]["parameters"]["properties"]["b"]["default"] == 1
+    assert two["function"]["name"] == "lookup"
+    bare = asyncio.run(Desk().initialize_state(StringThread([("user", "q")])))
+    assert [turn.role for turn in bare.turns] == ["system", "user"]
+
+
+def test_a_bound_method_is_a_tool() -> None:
+    class Counter:
+        def __init__(self) -> None:
+            self.total = 0
+
+        def count(self, by: int) -> str:
+            """Counts on."""
+            self.total += by
+            return f"now {self.total}"
+
+    tool = Tool(Counter().count)
+    assert [asyncio.run(tool.call({"by": 2})) for _ in range(2)] == ["now 2", "now 4"]

@@ -29,13 +29,7 @@ from engine.model_size import folder_parameter_count
 from engine.protocol import Completion, EngineInfo, GenerateRequest, LogprobsRequest, PolicySpec
 from engine.spec import LocalEngineSpec
 from engine.text.tokenizers import TOKENIZER_FILES, load_tokenizer
-from storage.artifacts import (
-    ArtifactRef,
-    Provenance,
-    digest_of,
-    file_entries,
-    materialise_files,
-)
+from storage.artifacts import ArtifactRef, Provenance, digest_of, file_entries, materialise_files
 from storage.chain import Chain, CommitRecord, PolicyRef, StepRequest, base_of
 from storage.errors import CorruptArtifact, StorageError, VersionConflict
 from storage.failpoints import failpoint
@@ -206,8 +200,11 @@ class LocalEngine:
 
     def _values(self, request: LogprobsRequest, epoch: int) -> list[list[float]]:
         self._fence(request.policy.run, epoch)
-        slot = self.policies.for_reading(request.policy)
-        return slot.trainer.values(request.sequences, max_tokens=self.spec.max_tokens_per_forward)
+        trainer = self.policies.for_reading(request.policy).trainer
+        limit = self.spec.max_tokens_per_forward
+        if self.spec.deterministic:  # scores become grades: no bit of one may depend on which were asked for with it
+            return [trainer.values([sequence], max_tokens=limit)[0] for sequence in request.sequences]
+        return trainer.values(request.sequences, max_tokens=limit)
 
     # -- the step ----------------------------------------------------------------------------------------------
 
@@ -226,13 +223,8 @@ class LocalEngine:
         failpoint("step.before_gradient")
         try:
             self.policies.rebaser.before_step(slot)
-            effect = apply_request(
-                slot.trainer,
-                request,
-                self.store,
-                max_tokens=self.spec.max_tokens_per_forward,
-                check=self.queue.check,
-            )
+            limit = self.spec.max_tokens_per_forward
+            effect = apply_request(slot.trainer, request, self.store, max_tokens=limit, check=self.queue.check)
             log_work("step", policy=request.result().uri, step=request.parent.step + 1)
             record = self._record(request, effect, slot)
             failpoint("step.before_commit")

@@ -10,6 +10,7 @@ from typing import Any
 
 from prefect import flow
 
+from engine.report_links import report_url
 from flows.config import GRPOConfig, SFTConfig
 from flows.grpo import grpo
 from flows.ops.attempts import check_attempts
@@ -46,7 +47,7 @@ async def sweep(config: SweepConfig) -> dict[str, Any]:
     store = open_store(training.config.storage.url)
     result = _compare(config, store, done) if done else {"sweep": config.name, "runs": []}
     await put_table("sweep", _rows(children, answers, result), description=f"Sweep `{config.name}`")
-    await put_markdown("sweep-report", f"The runs of `{config.name}` are compared at `{result.get('report')}`.")
+    await put_markdown("sweep-report", _said(config.name, result))
     failed = {child.run: problem for (_, child), problem in zip(children, answers, strict=True) if problem is not None}
     if failed:
         listed = "\n".join(f"  {run}: {problem}" for run, problem in failed.items())
@@ -67,6 +68,12 @@ async def _trial(
         return None if state.is_completed() else (state.message or state.name or "it did not complete")
 
 
+def _said(name: str, result: dict[str, Any]) -> str:
+    if result.get("page"):
+        return f"[The runs of `{name}` compared]({result['page']}), kept at `{result['report']}`."
+    return f"The runs of `{name}` are compared at `{result.get('report')}`."
+
+
 def _compare(config: SweepConfig, store: ObjectStore, runs: list[str]) -> dict[str, Any]:
     """Writes the page of these runs. Its own run is named by them: a larger sweep has another page."""
     compared = collect_runs(store, runs)
@@ -81,6 +88,7 @@ def _compare(config: SweepConfig, store: ObjectStore, runs: list[str]) -> dict[s
         "best": best,
         "ranked": [one.model_dump(mode="json") for one in ranked],
         "report": report,
+        "page": report_url(config.training.config.engine, store, own),
     }
     store.put_if_absent(keys.result_json(own), canonical_json(result))
     return result

@@ -8,6 +8,7 @@ import httpx
 from prefect import get_run_logger, task
 from prefect.artifacts import create_markdown_artifact
 
+from engine.report_links import report_url
 from engine.workspace import Workspace
 from storage import keys
 from storage.artifacts import ArtifactRef
@@ -33,7 +34,9 @@ def write_report(
     store.put(key, render_report(data).encode())
     where = store.address(key)
     try:
-        create_markdown_artifact(key="report", markdown=f"Run `{workspace.run}`: the report is at `{where}`.")
+        link = report_url(workspace.engine, store, workspace.run)
+        said = f"[The report of run `{workspace.run}`]({link}), kept at `{where}`." if link else ""
+        create_markdown_artifact(key="report", markdown=said or f"Run `{workspace.run}`: the report is at `{where}`.")
     except httpx.HTTPError as error:  # the run is trained, published and reported: a page of Prefect's is not worth it
         get_run_logger().warning("no link in Prefect to the report at %s: %s", where, error)
     return where

@@ -40,6 +40,7 @@ from engine.http.guard import Guard
 from engine.http.metrics import MEDIA_TYPE as METRICS_TYPE
 from engine.http.openai_api import openai_router
 from engine.http.openai_models import OpenAIErrorBody
+from engine.http.reports import report_routes
 from engine.http.service import ServerOptions, Service, error_answer, json_answer, response_of
 from engine.http.uploads import ServedEngine, import_upload
 from engine.model_folder import registered_model
@@ -96,6 +97,7 @@ def create_app(engine: ServedEngine, store: ObjectStore, options: ServerOptions 
     app.state.service = service
     for routes in (_pages, _policies, _writing, _about, _batches, _calls):
         app.include_router(routes(service), responses=_errors(ErrorBody, _ERRORS))
+    app.include_router(report_routes(service))
     app.include_router(openai_router(engine, store), responses=_errors(ErrorBody | OpenAIErrorBody, _DOOR))
     app.add_middleware(Guard, service=service)
     for kind in EXPECTED:

@@ -19,6 +19,7 @@ from engine.http.bodies import REQUEST_HEADER, VERSION, VERSION_HEADER
 from engine.http.errors import BodyTimeout, BodyTooLarge, ErrorBody, body_of, status_of
 from engine.http.service import Note, Service, error_answer, internal_error, response_of
 from engine.http.wire import MEDIA_TYPE
+from engine.report_links import PREFIX
 
 logger = logging.getLogger("ostinato.engine.http")
 
@@ -68,7 +69,8 @@ class Guard:
 
     async def _pass(self, scope: Scope, headers: Headers, receive: Receive, send: _Answered) -> None:
         id = scope["state"]["request_id"]
-        if scope["path"] not in OPEN_PATHS:
+        page = scope["method"] == "GET" and scope["path"].startswith(PREFIX)  # whose address proves itself
+        if scope["path"] not in OPEN_PATHS and not page:
             self._authenticate(headers, id)
         if scope["method"] == "POST" and self.service.state == "draining":
             raise Refused(EngineBusy("the engine is draining; call again when it is back"), id)

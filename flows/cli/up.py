@@ -18,7 +18,7 @@ from rich.console import Console
 
 from flows.cli.output import DEFAULT_STORAGE, AsJson, console, fill, messages, print_json, table, usage_error
 from flows.ops.processes import ProcessMark, end, marked
-from flows.ops.services import BUCKET, free_ports, weed_program
+from flows.ops.services import BUCKET, free_ports, is_free, weed_program
 from flows.ops.state import HOME, UpError, UpOptions, UpState, forget_state, load_state, save_state, status, supervising
 from flows.ops.supervisor import Supervisor, deploy_by_command, tail
 
@@ -172,10 +172,13 @@ def _options(
 
 
 def _new_state(options: UpOptions) -> UpState:
+    ports, beside = free_ports(with_s3=options.with_s3), options.port + 1
+    if is_free(beside):  # the same at every `up`: links to reports, in Prefect's history, go on working
+        ports = ports.model_copy(update={"engine": beside})
     return UpState(
         id=secrets.token_hex(6),
         options=options,
-        ports=free_ports(with_s3=options.with_s3),
+        ports=ports,
         token=secrets.token_hex(32),
         s3_key=secrets.token_hex(8),
         s3_secret=secrets.token_hex(20),

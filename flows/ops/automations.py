@@ -19,13 +19,10 @@ from prefect.events.schemas.automations import AutomationCore, EventTrigger, Pos
 from prefect.events.schemas.events import ResourceSpecification
 
 from flows.ops.attempts import max_attempts
-from flows.ops.services import HEARTBEAT_SECONDS
+from flows.ops.services import HEARTBEAT_SECONDS, QUIET_SECONDS, TAG
 
-TAG = "ostinato"
 SILENT_SECONDS = 3 * HEARTBEAT_SECONDS
 """A busy machine may miss a heartbeat, or two."""
-QUIET_SECONDS = 30
-"""Between a crash and the next attempt: every report of the crash is in by then."""
 ANY_EVENT = "prefect.flow-run.*"
 CRASHED = "prefect.flow-run.Crashed"
 REPORTS = 2

@@ -23,6 +23,10 @@ LOOPBACK = "127.0.0.1"
 BUCKET = "ostinato"
 HEARTBEAT_SECONDS = 30
 """How often a running flow says that it lives: Prefect's smallest."""
+QUIET_SECONDS = 30
+"""Between a crash and the next attempt: every report of the crash is in by then."""
+TAG = "ostinato"
+"""Of every deployment of ours, and its runs."""
 BATCHES = {
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "100",
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_READ_BATCH_SIZE": "100",

@@ -18,11 +18,13 @@ import httpx
 import psutil
 
 from flows.ops.processes import FLOW_RUN, ProcessMark, end, environment_of, kill, marked, reap, spawn
-from flows.ops.reconcile import reconcile
+from flows.ops.reconcile import bring_back, reconcile
 from flows.ops.services import Service, client_environment, is_free, services, worker_name
 from flows.ops.state import UpError, UpState, forget_state, save_state
 
 TICK_SECONDS = 1.0
+BRING_BACK_SECONDS = 30.0
+"""Between two looks at runs that crashed and that no automation brought back."""
 FIRST_BACKOFF_SECONDS = 1.0
 MAX_BACKOFF_SECONDS = 60.0
 STEADY_SECONDS = 60.0
@@ -64,6 +66,7 @@ class Supervisor:
         self._backoff = {service.name: Backoff() for service in self.services}
         self._lost_worker = not self._alive("worker")  # runs may wait for a worker that an earlier life lost
         self._seen: set[str] = set()
+        self._brought_back = time.monotonic()
         self._save(supervisor=ProcessMark.of(psutil.Process().pid), ready=False)
 
     def start(self) -> None:
@@ -96,6 +99,8 @@ class Supervisor:
         while not self.stop.wait(TICK_SECONDS):
             for service in self.services:
                 self._look(service)
+            if time.monotonic() - self._brought_back > BRING_BACK_SECONDS:
+                self._bring_back()
 
     def close(self) -> None:
         """Ends everything: first the flows, which leave their runs and go on at the next start; then the services."""
@@ -154,6 +159,18 @@ class Supervisor:
             self.say(f"the server is not told yet of the runs that the worker left: {error!r}")
             return
         self._lost_worker, self._seen = False, set()
+        for line in said:
+            self.say(line)
+
+    def _bring_back(self) -> None:
+        """Where the server is away, later."""
+        self._brought_back = time.monotonic()
+        if not self._alive("server") or not self._alive("worker"):
+            return
+        try:
+            said = bring_back(self.state.api_url, self.state.options.pool)
+        except httpx.HTTPError:
+            return
         for line in said:
             self.say(line)
 

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import httpx
 import pytest
 
 from flows.ops import reconcile as module
-from flows.ops.reconcile import reconcile
+from flows.ops.reconcile import bring_back, reconcile
 
 
-def a_run(number: int, state: str) -> dict[str, str]:
+def a_run(number: int, state: str) -> dict[str, Any]:
     return {"id": f"id-{number}", "name": f"run {number}", "state_type": state, "state_name": state.title()}
 
 
 class Server:
-    def __init__(self, runs: list[dict[str, str]], workers: list[str]) -> None:
+    def __init__(self, runs: list[dict[str, Any]], workers: list[str]) -> None:
         self.runs, self.workers = runs, workers
         self.states: dict[str, Any] = {}
         self.forced: set[bool] = set()
@@ -93,3 +94,23 @@ def test_a_server_that_refuses_is_an_error_to_try_again(played: Any) -> None:
     played(lambda request: httpx.Response(503))
     with pytest.raises(httpx.HTTPStatusError):
         reconcile("http://server/api", "pool", worker="mine", seen=set())
+
+
+@pytest.mark.parametrize(
+    ("seconds", "tag", "state", "back"),
+    [
+        (119, "ostinato", "CRASHED", False),  # its automation waits for 30 s of silence first
+        (121, "ostinato", "CRASHED", True),
+        (3601, "ostinato", "CRASHED", False),
+        (121, "other", "CRASHED", False),
+        (121, "ostinato", "FAILED", False),
+    ],
+)
+def test_a_crash_that_no_automation_answered(played: Any, seconds: int, tag: str, state: str, back: bool) -> None:
+    now = datetime(2026, 11, 21, tzinfo=UTC)
+    run = a_run(7, state) | {"tags": [tag], "state": {"timestamp": (now - timedelta(seconds=seconds)).isoformat()}}
+    server = Server([run], [])
+    played(server)
+    said = bring_back("http://server/api", "pool", now=now)
+    assert said == (["run 7: had crashed, is scheduled"] if back else [])
+    assert {run: state["name"] for run, state in server.states.items()} == ({"id-7": "AwaitingRetry"} if back else {})

@@ -14,6 +14,9 @@ from storage.errors import PermanentStorageError
 from storage.objects import ObjectStore
 
 CARD = "README.md"
+BUCKETS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss"})
+"""Protocols of object stores: a folder is nothing but the names of its files there, and fsspec's makedirs would create
+a bucket of a misspelled name."""
 
 
 class PushRefused(PermanentStorageError):
@@ -56,12 +59,18 @@ def _to_filesystem(url: str, manifest: Manifest, files: dict[str, Path], card: s
             if name == CARD:
                 continue
             target = f"{root}/{name}"
-            filesystem.makedirs(target.rpartition("/")[0], exist_ok=True)
+            _make_folder(filesystem, target.rpartition("/")[0])
             filesystem.put_file(str(path), target)
-        filesystem.makedirs(root, exist_ok=True)
+        _make_folder(filesystem, root)
         filesystem.pipe_file(f"{root}/{CARD}", card.encode())
     except OSError as error:
         raise PushRefused(f"{url} cannot be written: {error}") from error
+
+
+def _make_folder(filesystem: Any, folder: str) -> None:
+    protocols = {filesystem.protocol} if isinstance(filesystem.protocol, str) else set(filesystem.protocol)
+    if not protocols & BUCKETS:
+        filesystem.makedirs(folder, exist_ok=True)
 
 
 def _there(filesystem: Any, root: str) -> dict[str, int]:

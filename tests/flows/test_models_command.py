@@ -14,6 +14,7 @@ from flows.cli.main import app
 from storage import keys
 from storage.audit import audit_store
 from storage.registry import find_model, list_versions
+from tests.fixtures.s3 import KEY, SECRET
 from tests.fixtures.toy_run import ToyRun
 
 
@@ -162,6 +163,28 @@ def test_push_to_another_scheme(toy: ToyRun) -> None:
     done(toy, "push", "toy", "memory://bucket/toy")
     assert fsspec.filesystem("memory").exists("/bucket/toy/README.md")
     assert "nothing can be pushed to 'nonsense://x'" in refused(toy, "push", "toy", "nonsense://x")
+
+
+def test_push_to_s3_takes_its_server_and_credentials_from_the_environment(
+    toy: ToyRun, version: str, moto_endpoint: str, moto_bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import boto3
+
+    for name, value in {"ENDPOINT_URL": moto_endpoint, "ACCESS_KEY_ID": KEY, "SECRET_ACCESS_KEY": SECRET}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    for _ in range(2):  # again: the same files are no strangers
+        done(toy, "push", "toy", f"s3://{moto_bucket}/models/toy")
+    client = boto3.client("s3")
+    found = {each["Key"] for each in client.list_objects_v2(Bucket=moto_bucket)["Contents"]}
+    assert {f"models/toy/{name}" for name in ("README.md", "config.json", "model.safetensors")} <= found
+    source = toy.folder / "models" / "toy" / version / "model.safetensors"
+    copy = client.get_object(Bucket=moto_bucket, Key="models/toy/model.safetensors")["Body"].read()
+    assert copy == source.read_bytes()
+    client.put_object(Bucket=moto_bucket, Key="models/toy/thesis.txt", Body=b"years of work")
+    assert "holds other files (thesis.txt)" in refused(toy, "push", "toy", f"s3://{moto_bucket}/models/toy")
+    assert "cannot be written" in refused(toy, "push", "toy", "s3://no-such-bucket/toy")
+    assert "no-such-bucket" not in {bucket["Name"] for bucket in client.list_buckets()["Buckets"]}
 
 
 def test_push_to_a_hub_is_one_commit(toy: ToyRun, monkeypatch: pytest.MonkeyPatch) -> None:

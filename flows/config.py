@@ -28,7 +28,8 @@ from tasks.datasets.spec import FileDataset, ReasoningGymDataset
 from tasks.rollouts import Truncation
 
 SEMANTIC = (
-    "model", "data", "grader", "environment", "sampling", "algorithm", "regularisation", "rules", "optimizer", "seed"
+    "model", "value_model", "data", "grader", "environment", "sampling", "algorithm", "credit", "regularisation",
+    "rules", "optimizer", "seed",
 )  # fmt: skip
 LATER = ("regularisation", "rules")
 """Groups that runs may have begun without: at their defaults they decide nothing."""
@@ -264,9 +265,10 @@ class FlowConfig(Frozen):
     def semantic(self) -> dict[str, Any]:
         """What decides the result, without names and patience."""
         body = self.model_dump(mode="json", include=set(SEMANTIC))
-        body["model"].pop("publish_as")
-        if body["model"]["adapter"] is None:
-            body["model"].pop("adapter")  # what trains all weights is the run it was before there were adapters
+        for model in (body["model"], body.get("value_model", {})):
+            model.pop("publish_as", None)
+            if model.get("adapter") is None:
+                model.pop("adapter", None)  # what trains all weights is the run it was before there were adapters
         for name in LATER:
             if name in body and getattr(self, name) == type(getattr(self, name))():
                 body.pop(name)

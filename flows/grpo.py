@@ -256,9 +256,11 @@ class GRPO:
         )
         return Collector(batch, self._sample, self.refill)
 
-    def _shuffled(self, step: int) -> MinibatchPlan:
+    def _shuffled(self, step: int, *, updates: bool = True) -> MinibatchPlan:
+        """Without `updates`, the step leaves the weights as they are."""
         seed = self.model.workspace.seed_for("minibatches", step)
-        return self.minibatches.model_copy(update={"shuffle_seed": seed})
+        plan = self.minibatches.model_copy(update={"shuffle_seed": seed})
+        return plan if updates else plan.model_copy(update={"epochs": 0})
 
     def _loss(self, kl_beta: float) -> dict[str, JsonValue]:
         in_loss = self.loss.kl_beta > 0

@@ -69,7 +69,8 @@ class MinibatchPlan(Frozen):
 
     size: int | None = Field(None, ge=1)
     """Sequences per update; None is the whole batch."""
-    epochs: int = Field(1, ge=1)
+    epochs: int = Field(1, ge=0)
+    """Passes over the batch; 0: none, and the step leaves the weights as they are."""
     shuffle_seed: int = 0
 
 

@@ -116,11 +116,10 @@ def batch_table(
     return pa.table([(none | columns)[name] for name in schema.names], schema=schema)
 
 
-def with_advantages(table: pa.Table, advantages_T: np.ndarray) -> pa.Table:
-    """The batch with these advantages, one per trained token of all rows."""
-    lengths_N = _lengths(_whole(table["advantages"]))
-    lists = _lists(_offsets(lengths_N), advantages_T.astype(np.float32), pa.float32())
-    return table.set_column(table.column_names.index("advantages"), table.schema.field("advantages"), lists)
+def with_lists(table: pa.Table, name: str, values_T: np.ndarray) -> pa.Table:
+    """The batch with this column, one value per trained token of all rows."""
+    lists = _lists(_offsets(trained_lengths(table)), values_T.astype(np.float32), pa.float32())
+    return table.set_column(table.column_names.index(name), table.schema.field(name), lists)
 
 
 def trained_lengths(table: pa.Table) -> np.ndarray:

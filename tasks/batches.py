@@ -21,7 +21,7 @@ from storage.chain import OldLogprobs, PolicyRef
 from storage.models import Frozen
 from storage.objects import ObjectStore
 from storage.tables import SCHEMAS, TableWriter, commit_table, shared_rows
-from tasks.batch_rows import Grades, batch_table, gap_of, policy_gap, trained_lengths, with_advantages
+from tasks.batch_rows import Grades, batch_table, gap_of, policy_gap, trained_lengths, with_lists
 from tasks.clock import timed
 from tasks.rewards import (
     BATCH_ESTIMATORS,
@@ -81,14 +81,14 @@ async def rollout_batch(
             return made_from(found, policy.uri)
         columns = ["prompt_id", "completion", "reward", "status"]
         grades = Grades(pa.concat_tables(read_tables(store, graded, columns)))
-        _shape(store, rollouts, grades, plan)
+        shape_rewards(store, rollouts, grades, plan)
         unknown_N = np.zeros(len(grades.rewards), np.float32)
     advantages_N = unknown_N if plan.whole else grades.advantages(plan.advantage_estimator)
     held: list[pa.Table] = []
     extra: dict[str, JsonValue] = {}
     with TableWriter("batch") as writer:
         gap, gap_tokens = 0.0, 0
-        for shards in _chunks(store, rollouts, graded, grades, advantages_N):
+        for shards in kept_chunks(store, rollouts, graded, grades, advantages_N):
             table = await scored(workspace, policy, shards, plan)
             total, tokens = gap_of(table)
             gap, gap_tokens = gap + total, gap_tokens + tokens
@@ -101,11 +101,7 @@ async def rollout_batch(
             table, extra = whole_batch(pa.concat_tables(held), grades, plan)
             with timed("storage"):
                 writer.write(table)
-        if not writer.rows:
-            raise BadSpec(
-                f"step {step} has no gradable completion: {len(grades.rewards)} were sampled and every one was empty, "
-                "masked or ignored; look at the reasons in its graded table"
-            )
+        check_gradable(bool(writer.rows), grades, step)
         with timed("storage"):
             committed = writer.commit(
                 store,
@@ -121,7 +117,16 @@ async def rollout_batch(
     return made_from(committed, policy.uri)
 
 
-def _shape(store: ObjectStore, rollouts: list[ArtifactRef], grades: Grades, plan: BatchPlan) -> None:
+def check_gradable(any_kept: bool, grades: Grades, step: int) -> None:
+    """Raises BadSpec when nothing of a step is left to train."""
+    if not any_kept:
+        raise BadSpec(
+            f"step {step} has no gradable completion: {len(grades.rewards)} were sampled and every one was empty, "
+            "masked, ignored or left out by the rules of the batch; look at the reasons in its graded table"
+        )
+
+
+def shape_rewards(store: ObjectStore, rollouts: list[ArtifactRef], grades: Grades, plan: BatchPlan) -> None:
     """What is known of the answers' lengths and groups before any logprob."""
     if plan.overlong or plan.mask_truncated:
         tables = list(read_tables(store, rollouts, ["completion_ids", "stop_reason"]))
@@ -146,7 +151,7 @@ def whole_batch(table: pa.Table, grades: Grades, plan: BatchPlan) -> tuple[pa.Ta
         penalties_T, extra = plan.reward_kl.beta * kl_T, {"reward_kl": float(kl_T.mean())}
     if plan.advantage_estimator == "reinforce_plus_plus":
         advantages_T = reinforce_plus_plus(grades.shaped_N[rows], penalties_T, lengths_N)
-        return with_advantages(table, advantages_T), extra
+        return with_lists(table, "advantages", advantages_T), extra
     grades.shaped_N[rows] -= np.add.reduceat(penalties_T, np.cumsum(lengths_N) - lengths_N)
     if plan.advantage_estimator == "reinforce_plus_plus_baseline":
         valid = ~np.isnan(grades.shaped_N)
@@ -156,7 +161,7 @@ def whole_batch(table: pa.Table, grades: Grades, plan: BatchPlan) -> tuple[pa.Ta
         advantages_T = whiten(np.repeat(centred_N[rows], lengths_N))
     else:
         advantages_T = np.repeat(grades.advantages(plan.advantage_estimator)[rows], lengths_N)
-    return with_advantages(table, advantages_T), extra
+    return with_lists(table, "advantages", advantages_T), extra
 
 
 def teaching_prompts(store: ObjectStore, graded: list[ArtifactRef]) -> int:
@@ -167,7 +172,7 @@ def teaching_prompts(store: ObjectStore, graded: list[ArtifactRef]) -> int:
     return pc.sum(pc.not_equal(found["reward_min"], found["reward_max"])).as_py() or 0
 
 
-def _chunks(
+def kept_chunks(
     store: ObjectStore,
     rollouts: list[ArtifactRef],
     graded: list[ArtifactRef],

@@ -17,6 +17,16 @@ async def take_gradient_step(workspace: Workspace, request: StepRequest, *, step
     Raises:
         StepConflict: another request was committed for this step.
     """
+    return await _step(workspace, request)
+
+
+@task(**DURABLE, task_run_name="value-{step:06d}")
+async def take_value_step(workspace: Workspace, request: StepRequest, *, step: int) -> PolicyRef:
+    """The same of a value model."""
+    return await _step(workspace, request)
+
+
+async def _step(workspace: Workspace, request: StepRequest) -> PolicyRef:
     with timed("train"):
         record = await workspace.connect().take_gradient_step(request, epoch=workspace.epoch)
     return record.policy

@@ -1,0 +1,116 @@
+"""Plain code behind PPO's batch: graded rollouts with an advantage and a return at every token.
+
+Axes: N completion · T trained token of all completions
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import pyarrow as pa
+from pydantic import Field
+
+from engine.protocol import LogprobsRequest, TokenSequence
+from engine.workspace import Workspace
+from storage import keys
+from storage.artifacts import ArtifactRef, find_artifact, made_from
+from storage.chain import PolicyRef
+from storage.models import Frozen
+from storage.tables import TableWriter
+from tasks.batch_rows import Grades, gap_of, policy_gap, trained_lengths, with_lists
+from tasks.batches import BatchPlan, check_gradable, kept_chunks, scored, shape_rewards
+from tasks.clock import timed
+from tasks.gae import advantages_and_returns
+from tasks.rewards import KL_OF_GAP, whiten
+from tasks.shards import read_tables
+
+Returns = Literal["rewards", "advantages"]
+
+
+class ValuePlan(Frozen):
+    """How the tokens of a batch are credited."""
+
+    value: PolicyRef
+    """Whose values are the baseline."""
+    gamma: float = Field(1.0, gt=0, le=1)
+    lam: float = Field(0.95, ge=0, le=1)
+    returns: Returns = "rewards"
+    """What a value should be: the discounted sum of the rewards, or the advantage plus the value."""
+    whiten_advantages: bool = False
+    """Over all tokens of the batch, which is then held in memory."""
+
+
+async def value_batch(
+    workspace: Workspace,
+    policy: PolicyRef,
+    rollouts: list[ArtifactRef],
+    graded: list[ArtifactRef],
+    plan: BatchPlan,
+    values: ValuePlan,
+    *,
+    step: int,
+) -> ArtifactRef:
+    """The committed batch of a PPO step, prepared now if nobody did before. A token's reward is the KL penalty of
+    `plan.reward_kl` off it, and the completion's grade on the last one."""
+    store = workspace.open_store()
+    key = keys.step_artifact(policy.run, policy.stage, step, "batch", 0)
+    with timed("storage"):
+        found = find_artifact(store, key)
+        if found is not None:
+            return made_from(found, policy.uri)
+        grades = Grades(pa.concat_tables(read_tables(store, graded, ["prompt_id", "completion", "reward", "status"])))
+        shape_rewards(store, rollouts, grades, plan)
+    nothing_N = np.zeros(len(grades.rewards), np.float32)
+    tables: list[pa.Table] = []
+    taken = 0
+    for columns in kept_chunks(store, rollouts, graded, grades, nothing_N):
+        table = await scored(workspace, policy, columns, plan)
+        rows = grades.kept_rows[taken : taken + table.num_rows]
+        taken += table.num_rows
+        old_values = await _values(workspace, values.value, table)
+        tables.append(credited(table, grades.shaped_N[rows], old_values, plan, values))
+    check_gradable(bool(tables), grades, step)
+    whole = pa.concat_tables(tables)
+    if values.whiten_advantages:
+        whole = with_lists(whole, "advantages", whiten(whole["advantages"].combine_chunks().flatten().to_numpy()))
+    gap, tokens = gap_of(whole)
+    with TableWriter("batch") as writer, timed("storage"):
+        writer.write(whole)
+        committed = writer.commit(
+            store,
+            key,
+            parents=(policy.uri, values.value.uri, *(ref.uri for ref in (*rollouts, *graded))),
+            provenance=workspace.provenance,
+            extra={"prompts": grades.prompts_kept(), "logprob_gap": gap / tokens if tokens else None},
+        )
+    return made_from(committed, policy.uri)
+
+
+def credited(
+    table: pa.Table, rewards_N: np.ndarray, values_T: np.ndarray, plan: BatchPlan, values: ValuePlan
+) -> pa.Table:
+    """The batch with advantages, returns and old values."""
+    lengths_N = trained_lengths(table)
+    rewards_T = np.zeros(int(lengths_N.sum()))
+    if plan.reward_kl is not None:
+        old = "old_logprobs" if plan.old_logprobs == "trainer" else "sampler_logprobs"
+        rewards_T -= plan.reward_kl.beta * KL_OF_GAP[plan.reward_kl.estimator](policy_gap(table, old))
+    rewards_T[np.cumsum(lengths_N) - 1] += rewards_N
+    advantages_T, returns_T = advantages_and_returns(
+        rewards_T, values_T, lengths_N, gamma=values.gamma, lam=values.lam
+    )
+    if values.returns == "advantages":
+        returns_T = advantages_T + values_T
+    for name, column_T in (("advantages", advantages_T), ("returns", returns_T), ("old_values", values_T)):
+        table = with_lists(table, name, column_T)
+    return table
+
+
+async def _values(workspace: Workspace, value: PolicyRef, table: pa.Table) -> np.ndarray:
+    """(T,) float64: the value before each trained token."""
+    lists = (table[name].to_pylist() for name in ("token_ids", "weights", "group"))
+    sequences = [TokenSequence(ids, weights, group=group) for ids, weights, group in zip(*lists, strict=True)]
+    with timed("train"):
+        found = await workspace.connect().values(LogprobsRequest(value, sequences), epoch=workspace.epoch)
+    return np.array([one for values in found for one in values], dtype=np.float64)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.backends.causal_lm import CausalLM
@@ -24,7 +24,7 @@ from tests.engine.gradients import WHOLE, Grads, distance, update
 from tests.engine.losses.cases import SPECS, loss_of, samples_near
 
 EXACTLY = 1e-10
-FEW = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = settings(max_examples=20, deadline=None)
 MANY = settings(max_examples=60, deadline=None)
 
 

@@ -59,6 +59,7 @@ def test_a_deployment_is_complete(entry: dict[str, Any]) -> None:
     ("name", "config"),
     [
         ("grpo", "demo"), ("sft", "sft"), ("recurring", "recurring"),
+        ("env_grpo", "env_grpo"), ("env_gspo", "env_grpo"),
         *((name, name) for name in ("gspo", "dpo", "reward_model", "sft_to_gspo")),
     ],
 )  # fmt: skip

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from flows.verl_read import Verl
-from flows.verl_values import Conversion, Near, Nothing, Paths, Refused, local_path
+from flows.verl_values import ACTOR, Conversion, Near, Nothing, Paths, Refused, local_path
 
 # -- optimizer -------------------------------------------------------------------------------------------------
 
@@ -31,6 +31,16 @@ def _betas(verl: Verl, key: str, value: Any) -> Any:
     if verl.is_given(key):
         raise Refused(f"no such knob here yet: the moments decay by {BETAS[0]} and {BETAS[1]}")
     return Near(value, f"the moments decay by {BETAS[0]} and {BETAS[1]}")
+
+
+def _as_actor(verl: Verl, key: str, value: Any) -> Any:
+    """The value model has a rate of its own, and else the policy's optimizer."""
+    actors = key.replace("critic.", ACTOR)
+    if value == verl.get(actors):
+        return Nothing(f"it is the actor's {actors.removeprefix(ACTOR)}")
+    if verl.is_given(key):
+        raise Refused(f"the value model has its own rate, and else the policy's optimizer: {verl.get(actors)} here")
+    return Near(value, f"the value model follows the policy's optimizer: {verl.get(actors)}")
 
 
 def _named_schedule(verl: Verl, key: str, value: Any) -> Any:
@@ -148,7 +158,7 @@ def _keep_one(verl: Verl, key: str, value: Any) -> Any:
 
 
 ENGINE_CONVERSIONS: dict[str, Conversion] = {
-    "activation_offload": _activation_offload, "betas": _betas, "compute_dtype": _compute_dtype,
+    "activation_offload": _activation_offload, "as_actor": _as_actor, "betas": _betas, "compute_dtype": _compute_dtype,
     "cpu_offload": _cpu_offload, "critic_warmup": _critic_warmup, "device": _device, "epochs": _epochs,
     "folder": _folder, "keep_one": _keep_one, "offload": _offload, "recompute": _recompute, "run_key": _run_key,
     "sampler": _sampler, "save_every": _save_every, "schedule": _schedule, "schedule_alias": _schedule_alias,

@@ -13,6 +13,7 @@ from flows.config import GRPOConfig, SFTConfig
 from flows.evaluation_config import EvaluationFlowConfig
 from flows.gspo_config import GSPOConfig
 from flows.overrides import describe_validation, load_config
+from flows.ppo_config import PPOConfig
 from flows.verl_conditions import idle
 from flows.verl_convert import CONVERSIONS
 from flows.verl_keys import KeyTable, Mapped, Unmapped, key_tables
@@ -20,16 +21,19 @@ from flows.verl_read import Verl, VerlError, read_config
 from flows.verl_values import Near, Nothing, Paths, Refused, flow_of
 
 CONFIGS: dict[str, type[BaseModel]] = {
-    "grpo": GRPOConfig, "gspo": GSPOConfig, "sft": SFTConfig, "evaluation": EvaluationFlowConfig,
+    "grpo": GRPOConfig, "gspo": GSPOConfig, "ppo": PPOConfig, "sft": SFTConfig, "evaluation": EvaluationFlowConfig,
 }  # fmt: skip
 """Our config of each flow that a verl config can be."""
 
-SKELETON: dict[str, dict[str, Any]] = {
-    "sft": {"data.train.kind": "file", "engine.kind": "local"},
+TRAINING = {"data.train.kind": "file", "engine.kind": "local"}
+UNSAID: dict[str, dict[str, Any]] = {
+    "grpo": TRAINING, "gspo": TRAINING, "sft": TRAINING,
+    "ppo": TRAINING | {
+        "credit.returns": "advantages", "credit.whiten_advantages": True, "regularisation.kl_in": "loss",
+    },
     "evaluation": {"suite.datasets.0.source.kind": "file"},
-}
-RL_SKELETON = {"data.train.kind": "file", "engine.kind": "local"}
-"""What our config needs said that no verl key says."""
+}  # fmt: skip
+"""What verl does by itself, and no key of it says."""
 
 HELDOUT = "data.heldout."
 
@@ -94,7 +98,7 @@ def import_verl(
     _take_unmapped(verl, made)
     if made.refused and not force:
         raise VerlError(describe_refusals(made.refused))
-    values = SKELETON.get(made.flow, RL_SKELETON)
+    values = UNSAID[made.flow]
     for line in made.mapped:
         values = values | line.paths
     made.config = _validated(_nested(values), sets, made)
@@ -223,8 +227,6 @@ def _listed(value: Any) -> Any:
 
 def _validated(config: dict[str, Any], sets: Sequence[str], made: Imported) -> dict[str, Any]:
     """The config with the sets put in. Raises VerlError for what our config refuses."""
-    if made.flow not in CONFIGS:
-        raise VerlError(f"this is a config of the flow {made.flow}, which is not here yet")
     for name, value in load_config(None, sets).items():
         config[name] = _over(config.get(name), value)
     if made.flow not in ("sft", "evaluation") and "path" not in config.get("grader", {}):

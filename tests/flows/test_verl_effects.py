@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from flows.verl_import import CONFIGS, Imported, import_verl
+from flows.verl_import import Imported, import_verl
 from flows.verl_keys import Mapped, key_tables
 from flows.verl_read import VerlError
 
@@ -111,10 +111,6 @@ PPO: dict[str, tuple[str, list[str]]] = {
     "critic.model.lora_alpha": ("64", [*CRITIC, "critic.model.lora_rank=8"]),
     "critic.model.target_modules": ("[q_proj]", [*CRITIC, "critic.model.lora_rank=8"]),
     "critic.optim.lr": ("2e-6", CRITIC),
-    "critic.optim.weight_decay": ("0.1", CRITIC),
-    "critic.optim.lr_scheduler_type": ("cosine", CRITIC),
-    "critic.optim.warmup_style": ("cosine", CRITIC),
-    "critic.grad_clip": ("0.5", CRITIC),
     "critic.cliprange_value": ("0.2", CRITIC),
     "trainer.critic_warmup": ("10", [*CRITIC, "trainer.total_training_steps=100"]),
 }
@@ -234,7 +230,7 @@ def at(config: Any, path: str) -> Any:
 
 
 CASES = [(kind, key, entry) for kind, table in key_tables().items() for key, entry in table.mapped.items() if entry.to]
-HERE = [case for case in CASES if case[1] not in ELSEWHERE and (not case[2].flows or set(case[2].flows) & set(CONFIGS))]
+HERE = [case for case in CASES if case[1] not in ELSEWHERE]
 
 
 @pytest.mark.parametrize(("kind", "key", "entry"), HERE, ids=[f"{kind}-{key}" for kind, key, _ in HERE])
@@ -320,6 +316,26 @@ def test_groups_are_drawn_again_as_often_as_verl_draws_them(tmp_path: Path) -> N
 def test_the_kl_term_stands_in_one_place(tmp_path: Path) -> None:
     with pytest.raises(VerlError, match=r"use_kl_in_reward = True: .*not in both"):
         made(tmp_path, "ppo_trainer", [*KL_IN_REWARD, A + "use_kl_loss=true"])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("optim.weight_decay", "0.1"), ("optim.lr_scheduler_type", "cosine"), ("grad_clip", "0.5")]
+)
+def test_a_critic_has_the_policys_optimizer_but_its_own_rate(tmp_path: Path, name: str, value: str) -> None:
+    words = [*CRITIC, f"critic.{name}={value}"]
+    with pytest.raises(VerlError, match=f"critic.{name} = "):
+        made(tmp_path, "ppo_trainer", words)
+    assert made(tmp_path, "ppo_trainer", [*words, f"{A}{name}={value}"]).refused == []
+    found = made(tmp_path, "ppo_trainer", [*CRITIC, f"{A}{name}={value}"])
+    assert [line.difference != "" for line in found.mapped if line.key == f"critic.{name}"] == [True]
+
+
+def test_a_critics_warm_up_is_a_fraction_of_the_run(tmp_path: Path) -> None:
+    words = [*CRITIC, "trainer.critic_warmup=10"]
+    with pytest.raises(VerlError, match="trainer.critic_warmup = 10: .*total_training_steps"):
+        made(tmp_path, "ppo_trainer", words)
+    found = made(tmp_path, "ppo_trainer", [*words, "trainer.total_training_steps=40"])
+    assert found.config["credit"]["value_only_fraction"] == 0.25
 
 
 def test_steps_go_before_epochs_as_in_verl(tmp_path: Path) -> None:

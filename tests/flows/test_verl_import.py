@@ -13,6 +13,7 @@ from flows.config import GRPOConfig, SFTConfig
 from flows.evaluation_config import EvaluationFlowConfig
 from flows.gspo_config import GSPOConfig
 from flows.overrides import ConfigError, load_config, parse_config
+from flows.ppo_config import PPOConfig
 from flows.verl_import import import_verl, kind_of
 from flows.verl_read import VerlError
 from flows.verl_report import as_yaml, report
@@ -93,6 +94,33 @@ def test_a_gspo_config_is_the_grpo_one_with_its_loss_mode(tmp_path: Path) -> Non
     assert config.algorithm.clip_range == 3e-4
     assert config.algorithm.dual_clip is None
     assert config.algorithm.loss_norm == "sequence_mean"
+
+
+def test_a_ppo_config(tmp_path: Path) -> None:
+    config = imported(tmp_path, PPOConfig, DATA / "ppo.yaml")
+    assert (config.model.key, config.value_model.key) == ("models/deepseek-7b-chat", "models/deepseek-7b-chat")
+    assert (config.optimizer.lr, config.value_model.lr) == (1e-6, 1e-5)
+    credit = config.credit
+    assert (credit.gae_gamma, credit.gae_lambda) == (1.0, 1.0)
+    assert (credit.value_clip, credit.value_only_fraction) == (0.5, 0.0)
+    assert (credit.returns, credit.whiten_advantages) == ("advantages", True)
+    assert (config.algorithm.completions_per_sample, config.algorithm.samples_per_batch) == (1, 1024)
+    assert config.algorithm.advantage_estimator == "gae"
+    assert (config.algorithm.clip_range, config.algorithm.kl_beta) == (0.2, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("words", "place", "beta"),
+    [
+        (["actor_rollout_ref.actor.use_kl_loss=true"], "loss", 0.001),
+        (["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0.02"], "reward", 0.02),
+    ],
+)
+def test_the_kl_term_of_ppo_stands_where_verl_puts_it(
+    tmp_path: Path, words: list[str], place: str, beta: float
+) -> None:
+    config = imported(tmp_path, PPOConfig, DATA / "ppo.yaml", overrides=words)
+    assert (config.regularisation.kl_in, config.algorithm.kl_beta) == (place, beta)
 
 
 def test_an_sft_config(tmp_path: Path) -> None:

@@ -72,9 +72,11 @@ def one_rank() -> Iterator[Group]:
 def on_ranks(tmp_path: Path) -> Iterator[Callable[..., OnRanks]]:
     made: list[OnRanks] = []
 
-    def load(group: Group, folder: Path, *, dtype: str = "float32", **spec: Any) -> OnRanks:
+    def load(
+        group: Group, folder: Path, *, dtype: str = "float32", head: str = "lm", init_seed: int = 0, **spec: Any
+    ) -> OnRanks:
         trainer = OnRanks(group, next(NUMBERS), tmp_path)
-        trainer.call("load_with", lab_options(dtype, **spec), folder)
+        trainer.call("load_with", lab_options(dtype, **spec), folder, head, init_seed)
         made.append(trainer)
         return trainer
 

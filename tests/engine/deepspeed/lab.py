@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from engine.adapters import Head
 from engine.backends.attention import PackedLayout
 from engine.backends.deepspeed.options import ZeroOptions
 from engine.backends.deepspeed.ranks import RankTrainers
@@ -44,9 +45,11 @@ def wrong_attention() -> Iterator[None]:
 class Lab(RankTrainers):
     """`RankTrainers` whose next load has other options, with a look inside."""
 
-    def load_with(self, number: int, options: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    def load_with(
+        self, number: int, options: Mapping[str, Any], folder: Path, head: Head = "lm", init_seed: int = 0
+    ) -> dict[str, Any]:
         self._options = ZeroOptions.model_validate(options)
-        return self.load(number, folder)
+        return self.load(number, folder, head, init_seed)
 
     def facts(self, number: int) -> list[dict[str, Any]]:
         """Of each rank: the dtypes and elements of its masters and moments, and the dtype that computes."""

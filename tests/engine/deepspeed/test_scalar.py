@@ -4,21 +4,29 @@ checkpoint and export are whole."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from engine.backends.causal_lm import digest_weights
+from engine.backends.causal_lm import digest_tensors, digest_weights
+from engine.backends.deepspeed.hollow import open_hollow, probe, streamed
 from engine.backends.group.group import Group
 from engine.backends.packing import pack
 from engine.backends.protocol import Objective
-from engine.backends.scalar_lm import ScalarLM, load_model
+from engine.backends.scalar_lm import ScalarLM, is_scalar, load_model
+from engine.backends.torch_backend import TorchBackend
 from engine.backends.torch_trainer import TorchTrainer
 from engine.backends.updates import adamw_groups, set_adamw
 from engine.errors import BadModelFolder, BadSpec
-from engine.losses.spec import CrossEntropySpec
+from engine.losses.spec import CrossEntropySpec, MSESpec, RankingSpec
+from engine.protocol import TokenSequence
+from engine.samples import Sample
+from engine.spec import LocalEngineSpec
 from storage.chain import OptimizerSpec
 from tests.engine.deepspeed.conftest import OnRanks, same_bytes, some_samples, state_of
 
@@ -63,6 +71,73 @@ def test_a_scalar_head_goes_through_zero(
     assert all(torch.equal(tensor, own[name]) for name, tensor in state_of(trainer.checkpoint()).items())
     with pytest.raises(BadSpec, match="one number per token"):
         trainer.update(some_samples(), Objective(CrossEntropySpec()), OptimizerSpec(lr=1e-3), 30)
+
+
+def untied(tiny_folder: Path, folder: Path) -> Path:
+    """The tiny model with a head that is not the embedding."""
+    model: Any = AutoModelForCausalLM.from_pretrained(tiny_folder)
+    model.config.tie_word_embeddings = False
+    torch.manual_seed(1)
+    type(model)(model.config).save_pretrained(folder)
+    assert "lm_head.weight" in load_file(folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_new_head_is_drawn_and_the_decoder_alone_is_read(tied: bool, tiny_folder: Path, tmp_path: Path) -> None:
+    folder = tiny_folder if tied else untied(tiny_folder, tmp_path / "untied")
+    hollow = open_hollow(folder, dtype=torch.float32, held=torch.float32, device=CPU, head_seed=7)
+    assert not hollow.probed  # read from the files, not by way of transformers
+    found = {name: torch.empty(tensor.shape) for name, tensor in hollow.model.named_weights()}
+    for name, tensor in found.items():
+        half = tensor.numel() // 2  # in two pieces, as ranks read it
+        hollow.weights.read_into(name, tensor.view(-1)[:half])
+        hollow.weights.read_into(name, tensor.view(-1)[half:], start=half)
+    whole = new_trainer(folder).weights_digest()
+    assert digest_tensors(sorted(found.items())) == whole
+    with streamed(hollow):
+        probe(hollow.model, folder)
+    hollow.model.module.config.save_pretrained(tmp_path / "config")
+    assert is_scalar(tmp_path / "config")
+
+
+def new_trainer(folder: Path) -> TorchTrainer:
+    spec = LocalEngineSpec(device="cpu", compute_dtype="float32", threads=1)
+    return TorchBackend(spec).load(folder, head="scalar", init_seed=7)
+
+
+@pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1, 2))])
+def test_a_language_model_gets_the_torch_trainer_s_head_on_ranks(
+    stage: int, two_ranks: Group, on_ranks: Load, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """The same head, the same values; the steps on values, pairs too, are the torch trainer's within rounding."""
+    trainer = on_ranks(two_ranks, tiny_folder, head="scalar", init_seed=7, zero_stage=stage)
+    reference = new_trainer(tiny_folder)
+    assert trainer.digest() == reference.weights_digest()[0]
+    scored = [TokenSequence(s.token_ids, s.weights) for s in some_samples()]
+
+    def gap() -> float:
+        theirs, mine = trainer.call("values", scored, 30), reference.values(scored, max_tokens=30)
+        both = zip(sum(theirs, []), sum(mine, []), strict=True)
+        return max(abs(a - b) for a, b in both)
+
+    assert gap() <= 1e-5
+    fitted = [replace(s, returns=[1.0] * s.trained) for s in some_samples()]
+    ends = [
+        Sample([5, 6, token, 2], [0.0, 0.0, 0.0, 1.0], str(token // 2), preferred=token % 2 == 0)
+        for token in range(8, 14)
+    ]
+    optimizer = OptimizerSpec(lr=1e-4, eps=1e-3)
+    for samples, objective in ((fitted, Objective(MSESpec())), (ends, Objective(RankingSpec()))):
+        one = trainer.update(samples, objective, optimizer, 30)
+        other = reference.update(samples, objective, optimizer, max_tokens=30)
+        assert one.metrics["loss"] == pytest.approx(other.metrics["loss"], abs=1e-5)
+        assert one.metrics["grad_norm"] == pytest.approx(other.metrics["grad_norm"], rel=1e-3)
+    assert gap() <= 1e-3
+    with pytest.raises(BadSpec, match="no logprobs"):
+        trainer.call("logprobs", scored, 1.0, 30)
+    trainer.call("export", tmp_path / "export")
+    assert digest_weights(load_scalar(tmp_path / "export"))[0] == trainer.digest()
 
 
 @pytest.mark.parametrize(

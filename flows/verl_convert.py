@@ -125,9 +125,17 @@ def _multiturn(verl: Verl, key: str, value: Any) -> Any:
 # -- batches ---------------------------------------------------------------------------------------------------
 
 
+def _times(value: Any, factor: Any) -> int:
+    """Their product. Raises TypeError for what is no whole number: a text times a number would be a longer text."""
+    for one in (value, factor):
+        if not isinstance(one, int):
+            raise TypeError(f"{one!r} is no whole number")
+    return int(value * factor)
+
+
 def _completions(verl: Verl, key: str, value: Any) -> Any:
     """verl's batches count prompts, ours completions."""
-    return value * verl.get(ROLLOUT + "n")
+    return _times(value, verl.get(ROLLOUT + "n"))
 
 
 def _micro_batch(verl: Verl, key: str, value: Any) -> Any:
@@ -135,7 +143,7 @@ def _micro_batch(verl: Verl, key: str, value: Any) -> Any:
         return Nothing()
     if verl.get(ACTOR + "use_dynamic_bsz"):
         return Nothing("use_dynamic_bsz counts tokens instead")
-    return value * (verl.get("data.max_prompt_length") + verl.get("data.max_response_length"))
+    return _times(value, verl.get("data.max_prompt_length") + verl.get("data.max_response_length"))
 
 
 def _dynamic_batch(verl: Verl, key: str, value: Any) -> Any:
@@ -143,7 +151,7 @@ def _dynamic_batch(verl: Verl, key: str, value: Any) -> Any:
     group, engine = (ACTOR, ACTOR) if verl.kind == "ppo_trainer" else ("data.", "engine.")
     if not verl.get(group + "use_dynamic_bsz"):
         return Nothing("use_dynamic_bsz is false")
-    return value * verl.get(engine + "ulysses_sequence_parallel_size")
+    return _times(value, verl.get(engine + "ulysses_sequence_parallel_size"))
 
 
 def _conversations(verl: Verl, key: str, value: Any) -> Any:
@@ -151,7 +159,7 @@ def _conversations(verl: Verl, key: str, value: Any) -> Any:
         return Nothing()
     if verl.kind == "sft_trainer_engine" and verl.get("data.use_dynamic_bsz"):
         return Nothing("use_dynamic_bsz counts tokens instead")
-    return value * verl.get("data.max_length")
+    return _times(value, verl.get("data.max_length"))
 
 
 def _conversation_length(verl: Verl, key: str, value: Any) -> Any:

@@ -286,6 +286,8 @@ def test_what_our_config_refuses_is_said_by_our_keys(tmp_path: Path) -> None:
 def test_the_wrong_type_is_refused_by_key(tmp_path: Path) -> None:
     with pytest.raises(VerlError, match=r"data\.train_max_samples = 'many'"):
         import_verl(write(tmp_path, with_keys(data__train_max_samples="many")))
+    with pytest.raises(VerlError, match=r"data\.train_batch_size = '64': a str is no value"):
+        import_verl(write(tmp_path, with_keys(data__train_batch_size="64")))
 
 
 def test_a_set_of_ours_goes_over_the_import(tmp_path: Path) -> None:

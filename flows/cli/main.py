@@ -53,6 +53,7 @@ RUNS = {
     "reward_model": "A model that scores conversations, from preferences or ratings.",
     "grpo": "Reinforcement learning from graded rollouts (GRPO).",
     "gspo": "Reinforcement learning from graded rollouts, one ratio per completion (GSPO).",
+    "ppo": "Reinforcement learning from graded rollouts with a value model (PPO).",
     "sft_to_gspo": "SFT, then GSPO, on one model in one run.",
     "env_grpo": "Reinforcement learning from episodes with an environment (GRPO).",
     "env_gspo": "Reinforcement learning from episodes with an environment (GSPO).",

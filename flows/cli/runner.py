@@ -19,6 +19,7 @@ from flows.config import FlowConfig, GRPOConfig, SFTConfig
 from flows.env_config import ENVGRPOConfig, ENVGSPOConfig
 from flows.gspo_config import GSPOConfig
 from flows.overrides import ConfigError, parse_config
+from flows.ppo_config import PPOConfig
 from flows.preference_config import DPOConfig, RewardModelConfig
 from flows.server import ServerError, local_prefect_server, use_server
 from flows.sft_to_gspo_config import SFTToGSPOConfig
@@ -39,6 +40,7 @@ QUIET = {
 
 CONFIGS: dict[str, type[FlowConfig]] = {
     "sft": SFTConfig, "dpo": DPOConfig, "reward_model": RewardModelConfig, "grpo": GRPOConfig, "gspo": GSPOConfig,
+    "ppo": PPOConfig,
     "sft_to_gspo": SFTToGSPOConfig, "env_grpo": ENVGRPOConfig, "env_gspo": ENVGSPOConfig,
 }  # fmt: skip
 

@@ -105,6 +105,7 @@ TRAINING = {"kind": "grpo", "config": GRPO}
 GOOD: dict[str, dict[str, Any]] = {
     "grpo": GRPO,
     "gspo": GRPO,
+    "ppo": GRPO,
     "env_grpo": EPISODES,
     "env_gspo": EPISODES,
     "sft": SFT,

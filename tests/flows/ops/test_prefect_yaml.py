@@ -35,8 +35,8 @@ def test_there_is_one_deployment_per_flow() -> None:
     assert Path(__file__).parents[3] / "prefect.yaml" == FILE
     names = [entry["name"] for entry in ENTRIES]
     assert sorted(names) == [
-        "dpo", "env_grpo", "env_gspo", "evaluation", "grpo", "gspo", "recurring", "reward_model", "sft", "sft_to_gspo",
-        "sweep",
+        "dpo", "env_grpo", "env_gspo", "evaluation", "grpo", "gspo", "ppo", "recurring", "reward_model", "sft",
+        "sft_to_gspo", "sweep",
     ]  # fmt: skip
 
 

@@ -54,6 +54,9 @@ class ENVGRPOAlgorithm(GRPOAlgorithm):
 
     kl_beta: float = Field(0.1, ge=0)
     """Weight of the KL term; 0 skips the reference model altogether."""
+    advantage_estimator: Literal["group", "group_sample_std", "centred", "leave_one_out"] = "group"
+    """From the grades of all turns of one prompt's episodes. group: less their mean, over their standard deviation
+    (sample_std: with n - 1). centred: less their mean. leave_one_out: less the mean of the others."""
 
 
 class ENVGSPOAlgorithm(GSPOAlgorithm, ENVGRPOAlgorithm):
@@ -61,6 +64,9 @@ class ENVGSPOAlgorithm(GSPOAlgorithm, ENVGRPOAlgorithm):
 
     kl_beta: float = Field(0.1, ge=0)
     """Weight of the KL term; 0 skips the reference model altogether."""
+    advantage_estimator: Literal["group", "group_sample_std", "centred", "leave_one_out"] = "group"
+    """From the grades of one prompt's episodes. group: less their mean, over their standard deviation (sample_std: with
+    n - 1). centred: less their mean. leave_one_out: less the mean of the others."""
 
 
 class ENVGRPOConfig(TrainingConfig):

@@ -10,6 +10,7 @@ section 4.1, over turns). Only what the policy said is trained.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any
 
 from prefect import flow
@@ -27,6 +28,7 @@ from flows.session import RunSession, default_model_name, finish_run, open_run
 from storage.artifacts import ArtifactRef
 from storage.chain import PolicyRef
 from storage.registry import registered_key
+from tasks.advantages import ESTIMATORS
 from tasks.batches import BatchPlan
 from tasks.datasets.load import LoadedDataset
 from tasks.environments.base import EnvironmentFactory
@@ -67,6 +69,7 @@ class ENVGRPO(GRPO):
     ) -> None:
         """`max_tokens` is of one segment, `episode_seconds` and `reaction_seconds` are the environment's own time; see
         tasks.trajectories.EpisodePlan."""
+        _check_options(options)
         super().__init__(dataset, model, None, kl_beta=kl_beta, **options)
         if isinstance(environment_factory, EnvironmentFactory):
             environment_factory = in_process_spec(environment_factory)
@@ -96,6 +99,23 @@ class ENVGRPO(GRPO):
         """The step's batch: an advantage per turn, old and reference logprobs."""
         return await prepare_trajectories(
             self.model.workspace, policy, rollouts, plan, per_trajectory=self.per_trajectory, step=step
+        )
+
+
+NOT_OF_EPISODES = ("dynamic_sampling", "mask_truncated", "overlong_buffer")
+"""GRPO's rules about single answers."""
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Raises ValueError for what GRPO does with single answers, and would not be done here."""
+    if given := [name for name in NOT_OF_EPISODES if options.get(name)]:
+        raise ValueError(f"{given} act on single answers, and an episode has several; leave them out")
+    if options.get("kl_in", "loss") != "loss":
+        raise ValueError(f"kl_in={options['kl_in']!r}: in environments the KL term is in the loss; leave it out")
+    estimator = options.get("advantage_estimator", "group")
+    if estimator not in ESTIMATORS:
+        raise ValueError(
+            f"advantage_estimator={estimator!r} has no advantage per turn; take one of {', '.join(ESTIMATORS)}"
         )
 
 

@@ -17,6 +17,7 @@ from engine.losses.spec import GSPOSpec, LossNorm
 from engine.text.threads import StringThread
 from flows.env_config import ENVGSPOConfig
 from flows.env_grpo import ENVGRPO, env_arguments, train_in_environment
+from flows.gspo_config import check_has_gspo
 from flows.ops.hooks import ON_END
 from flows.progress import TerminalProgress
 from flows.session import open_run
@@ -45,8 +46,7 @@ class ENVGSPO(ENVGRPO):
         loss_norm: LossNorm = "sequence_mean",
         **options: Any,
     ) -> None:
-        if options.pop("dual_clip", None) is not None:
-            raise ValueError("dual_clip bounds a ratio per token, which GSPO does not have; leave it out")
+        check_has_gspo(options.pop("dual_clip", None), options.pop("policy_loss", "clip"))
         options |= {"clip_range": clip_range, "clip_range_high": clip_range_high, "loss_norm": loss_norm}
         super().__init__(dataset, model, environment_factory, max_num_grpo_steps=max_num_gspo_steps, **options)
         self.loss = GSPOSpec.model_validate(self.loss.model_dump(exclude={"kind", "dual_clip"}))

@@ -9,6 +9,7 @@ from typing import Any
 
 from engine.text.threads import StringThread
 from tasks.environments.base import Environment, EnvironmentFactory, Grades, Limit, Reaction
+from tests.toy import digit_share
 
 
 class Guess(Environment):
@@ -52,6 +53,18 @@ class Unlucky(Guess):
         if self.unlucky:
             raise RuntimeError("no more luck")
         return await super().react_to(thread)
+
+
+class SayAgain(Environment):
+    """Two turns, each graded by the share of its first characters that are the prompt's digit: what a tiny model learns
+    from random weights."""
+
+    def __init__(self, metadata: Mapping[str, Any]) -> None:
+        self.turns = 0
+
+    async def react_to(self, thread: StringThread) -> Reaction:
+        self.turns += 1
+        return (None if self.turns == 2 else thread.user("again")), digit_share(thread)
 
 
 class GuessFactory(EnvironmentFactory):

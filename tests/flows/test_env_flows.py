@@ -10,16 +10,20 @@ from typing import Any
 import pandas
 import pytest
 
+from engine.handles import Model, TrainingModel
+from engine.spec import LocalEngineSpec
+from engine.text.threads import StringThread
 from flows.env_config import ENVGRPOConfig, ENVGSPOConfig
-from flows.env_grpo import env_grpo
-from flows.env_gspo import env_gspo
+from flows.env_grpo import ENVGRPO, env_grpo
+from flows.env_gspo import ENVGSPO, env_gspo
+from flows.recipe import RecipeContext
 from storage.accounting import account, material_of
 from storage.chain import Chain
 from storage.objects import open_store
 from tasks.gradings import TooManyMasked
 from tasks.run_page import sample_rows
 from tasks.trajectory_batches import NotOneGrade
-from tests.guessing import guess_config
+from tests.guessing import GuessFactory, guess_config
 
 HELDOUT = 3
 
@@ -191,3 +195,75 @@ def test_a_few_failures_are_masked_and_counted(toy: Toy) -> None:
     trained = pandas.concat(toy.tables("some", "batch"))
     assert len(trained) == len(shards) - len(masked)
     assert not set(trained["group"]) & set(masked["prompt_id"])
+
+
+# -- the classes -------------------------------------------------------------------------------------------------
+
+SECRETS = [StringThread([("user", str(digit))], {"secret": digit}) for digit in range(4)]
+SMALL: dict[str, Any] = {"samples_per_batch": 8, "completions_per_sample": 2, "lr": 1e-3}
+
+
+async def spawned(folder: Path, tiny_folder: Path) -> TrainingModel:
+    spec = LocalEngineSpec(deterministic=True, threads=1)
+    context = RecipeContext.open("recipe", store=str(folder / "data"), engine=spec)
+    return (await Model(str(tiny_folder)).to_builder(context).spawn_train("policy")).max_gen_len(4)
+
+
+async def test_a_class_takes_a_factory_of_this_process_and_resumes(
+    prefect_server: str, tmp_path: Path, tiny_folder: Path, worklog: Path
+) -> None:
+    heads = []
+    for steps in (1, 2, 2):
+        trainer = ENVGRPO(
+            SECRETS, await spawned(tmp_path, tiny_folder), GuessFactory(guesses=2), max_num_grpo_steps=steps, **SMALL
+        )
+        heads.append(await trainer.run())
+    assert [head.step for head in heads] == [1, 2, 2] and heads[1] == heads[2]
+    events = [json.loads(line)["event"] for line in worklog.read_text().splitlines()]
+    assert events.count("shard") == events.count("step") == 2  # what was committed is not made again
+
+
+async def test_defaults_are_the_documents(prefect_server: str, tmp_path: Path, tiny_folder: Path) -> None:
+    model = await spawned(tmp_path, tiny_folder)
+    grpo, gspo = ENVGRPO(SECRETS, model, GuessFactory(), max_num_grpo_steps=1), ENVGSPO(
+        SECRETS, model, GuessFactory(), max_num_gspo_steps=1
+    )
+    assert (grpo.loss.kind, grpo.loss.kl_beta, grpo.loss.clip_low, grpo.loss.norm) == ("grpo", 0.1, 0.1, "token_mean")
+    assert (gspo.loss.kind, gspo.loss.kl_beta, gspo.loss.clip_low, gspo.loss.norm) == (
+        "gspo", 0.1, 0.01, "sequence_mean",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"dynamic_sampling": True}, r"\['dynamic_sampling'\] act on single answers"),
+        ({"overlong_buffer": 8}, r"\['overlong_buffer'\] act on single answers"),
+        ({"kl_in": "reward"}, "in environments the KL term is in the loss"),
+        ({"advantage_estimator": "reinforce_plus_plus"}, "has no advantage per turn; take one of group"),
+    ],
+)
+async def test_what_is_of_single_answers_is_refused(
+    options: dict[str, Any], said: str, prefect_server: str, tmp_path: Path, tiny_folder: Path
+) -> None:
+    model = await spawned(tmp_path, tiny_folder)
+    with pytest.raises(ValueError, match=said):
+        ENVGRPO(SECRETS, model, GuessFactory(), max_num_grpo_steps=1, **options)
+
+
+@pytest.mark.slow
+def test_a_task_of_two_turns_is_learnt_from_random_weights(toy: Toy) -> None:
+    toy.run(
+        "learn",
+        environment={"path": "tests.guessing:SayAgain", "max_turns": 2},
+        sampling={"max_new_tokens": 6, "min_new_tokens": 6},
+        algorithm={
+            "steps": 120, "samples_per_batch": 128, "samples_per_mini_batch": 128, "completions_per_sample": 8,
+            "kl_beta": 0.0, "clip_range": 0.2, "old_logprobs": "sampler",
+        },
+        checkpoints={"frequency": None},
+        engine={"deterministic": True, "threads": 1, "max_rows": 128},
+    )  # fmt: skip
+    rewards = [line["reward_mean"] for line in toy.metrics("learn")]  # of 2 at most
+    assert sum(rewards[:5]) / 5 < 0.2
+    assert sum(rewards[-10:]) / 10 > 1.0

@@ -12,11 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from engine.model_size import parameter_count
+from engine.model_folder import ModelFolder, local_folder, registered_model
+from engine.model_size import folder_parameter_count, parameter_count
 from engine.protocol import EngineInfo
 from flows.config import CheckpointConfig, GRPOConfig, ModelConfig, TrainingConfig
 from flows.env_config import ENVGRPOConfig
-from flows.preference_config import DPOConfig
+from flows.ppo_config import PPOConfig
+from flows.preference_config import DPOConfig, RewardModelConfig
 from flows.sft_to_gspo_config import SFTToGSPOConfig
 from storage.artifacts import ArtifactRef
 from storage.objects import ObjectStore
@@ -108,12 +110,32 @@ def estimate(
         kept = min(config.algorithm.samples_per_batch, data.rows) * tokens
         frozen = isinstance(config, DPOConfig)
         operations = parameters * kept * (6.0 + 2.0 * frozen)
+    compute = COMPUTE_BYTES[info.numerics.compute_dtype]
+    samples = not isinstance(config, RewardModelConfig)
+    memory = _memory(config.model, parameters, compute, frozen=frozen, samples=samples)
+    disk = None if steps is None else _disk(config, config.model, parameters, steps)
+    if isinstance(config, PPOConfig):  # reads every token, and trains as the policy does
+        value = config.value_model
+        there = parameters if value.key is None else _parameters(store, value.key)
+        memory += _memory(value, there, compute, frozen=False, samples=False)
+        if value.adapter is not None and config.model.adapter is not None and value.key is None:
+            memory -= parameters * compute  # one base for both
+        disk = None if steps is None or disk is None else disk + _disk(config, value, there, steps)
+        operations += there * kept * (2.0 + 6.0 * config.algorithm.mini_epochs_per_batch)
     speed = EFFICIENCY * info.operations_per_second
     return Estimate(
-        memory_bytes=_memory(config.model, parameters, COMPUTE_BYTES[info.numerics.compute_dtype], frozen=frozen),
-        disk_bytes=None if steps is None else _disk(config, parameters, steps) + steps * kept * BYTES_PER_STORED_TOKEN,
+        memory_bytes=memory,
+        disk_bytes=None if steps is None or disk is None else disk + steps * kept * BYTES_PER_STORED_TOKEN,
         seconds=None if steps is None else steps * operations / speed,
     )
+
+
+def _parameters(store: ObjectStore, key: str) -> int:
+    """Of a registered model, or a local folder. Raises BadModelFolder."""
+    folder = local_folder(key)
+    if folder is None:
+        return parameter_count(store, registered_model(store, key))
+    return folder_parameter_count(ModelFolder.of(folder).files)
 
 
 def _grpo_step(config: GRPOConfig | ENVGRPOConfig, parameters: int, prompt: int) -> tuple[float, int]:
@@ -126,19 +148,20 @@ def _grpo_step(config: GRPOConfig | ENVGRPOConfig, parameters: int, prompt: int)
     return parameters * tokens * float(passes + 6 * algorithm.mini_epochs_per_batch), tokens
 
 
-def _memory(model: ModelConfig, parameters: int, compute_bytes: int, *, frozen: bool) -> int:
-    """Weights, gradients and moments of what is trained, the sampler's copy where it computes in a lower precision,
-    and a frozen copy for the reference of a KL term; of an adapter's base there is one copy, in that precision."""
+def _memory(model: ModelConfig, parameters: int, compute_bytes: int, *, frozen: bool, samples: bool) -> int:
+    """Weights, gradients and moments of what is trained; where it `samples`, the sampler's copy if that computes in a
+    lower precision; and a frozen copy for the reference of a KL term. Of an adapter's base there is one copy, in that
+    precision."""
     if model.adapter is not None:
         return int(parameters * (compute_bytes + ADAPTER_SHARE * MASTER_BYTES * (2 + MOMENTS)))
-    sampler = compute_bytes if compute_bytes < MASTER_BYTES else 0
+    sampler = compute_bytes if samples and compute_bytes < MASTER_BYTES else 0
     return parameters * (max(MASTER_BYTES, compute_bytes) * (2 + MOMENTS + frozen) + sampler)
 
 
-def _disk(config: TrainingConfig, parameters: int, steps: int) -> int:
+def _disk(config: TrainingConfig, model: ModelConfig, parameters: int, steps: int) -> int:
     """Checkpoints that are kept, one on its way, and the published model."""
     saved = parameters * MASTER_BYTES * (1 + MOMENTS)
-    if config.model.adapter is not None:
+    if model.adapter is not None:
         saved = int(ADAPTER_SHARE * saved)
     return (_checkpoints(config.checkpoints, steps) + 1) * saved + parameters * MASTER_BYTES
 

@@ -13,6 +13,7 @@ from engine.protocol import EngineInfo
 from engine.spec import LocalEngineSpec
 from flows.config import GRPOConfig
 from flows.estimate import GIB, DoesNotFit, Estimate, estimate
+from flows.ppo_config import PPOConfig, ValueModelConfig
 from storage.artifacts import ArtifactRef, Provenance
 from storage.chain import Numerics
 from storage.objects import ObjectStore, open_store
@@ -53,9 +54,23 @@ async def test_memory_counts_weights_gradients_moments_and_the_reference(world: 
     assert with_reference.memory_bytes == parameters * 4 * 5
     config["algorithm"]["kl_beta"] = 0
     assert estimate(store, GRPOConfig.model_validate(config), base, data, info()).memory_bytes == parameters * 4 * 4
+    halves = info(numerics=info().numerics.model_copy(update={"compute_dtype": "bfloat16"}))
+    sampled = estimate(store, GRPOConfig.model_validate(config), base, data, halves)
+    assert sampled.memory_bytes == parameters * (4 * 4 + 2)  # the sampler's copy
+    valued = PPOConfig.model_validate(config)
+    assert estimate(store, valued, base, data, info()).memory_bytes == parameters * 4 * (4 + 4)
+    assert estimate(store, valued, base, data, halves).memory_bytes == parameters * (4 * (4 + 4) + 2)  # one samples
+    named = valued.model_copy(update={"value_model": ValueModelConfig(key=str(tiny_folder))})
+    assert estimate(store, named, base, data, info()) == estimate(store, valued, base, data, info())
+    one = estimate(store, GRPOConfig.model_validate(config), base, data, info())
+    two = estimate(store, valued, base, data, info())
+    assert two.disk_bytes is not None and one.disk_bytes is not None and two.disk_bytes > one.disk_bytes
+    assert two.seconds is not None and one.seconds is not None and two.seconds > 1.5 * one.seconds
     config["model"]["adapter"] = {}
     adapter = estimate(store, GRPOConfig.model_validate(config), base, data, info()).memory_bytes
     assert adapter < 1.5 * parameters * 4
+    both = PPOConfig.model_validate(config | {"value_model": {"adapter": {}}})
+    assert estimate(store, both, base, data, info()).memory_bytes < 2 * adapter - 0.9 * parameters * 4  # one base
 
 
 async def test_time_is_steps_times_passes_over_tokens(world: Any) -> None:

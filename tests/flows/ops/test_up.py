@@ -4,6 +4,7 @@ them. A minute to start, a minute for each."""
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import httpx
 import pytest
 
 from flows.ops.processes import marked
@@ -170,6 +172,14 @@ def test_postgres_and_s3_by_a_setting_each(postgres: str, place: Up) -> None:
     place.up("--database", postgres, "--with-s3")
     run = place.start("elsewhere", steps=4)
     place.until(run, "Completed")
+    (report,) = place.ask("POST", "/artifacts/filter", artifacts={"key": {"any_": ["report"]}})
+    link = re.search(r"\]\((http[^)]+)\)", report["data"])
+    assert link, report["data"]
+    page = httpx.get(link[1], trust_env=False)  # as a browser would: no token
+    assert (page.status_code, page.headers["content-type"].split(";")[0]) == (200, "text/html")
+    assert "elsewhere" in page.text
+    assert httpx.get(link[1][:-1], trust_env=False).status_code == 404
+    assert place.state.ports.engine == place.port + 1
     assert not (place.folder / "ostinato-data").exists()
     assert list((place.home / "prefect").glob("*.db")) == []
     assert set(place.state.services) == {"s3", "server", "engine", "worker"}

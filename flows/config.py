@@ -300,10 +300,10 @@ class GRPOConfig(TrainingConfig):
     grader: GraderConfig
     sampling: SamplingParams = SamplingParams(max_new_tokens=256)
     algorithm: GRPOAlgorithm = GRPOAlgorithm()
-    regularisation: Regularisation = Regularisation()
-    rules: BatchRules = BatchRules()
     optimizer: OptimizerConfig = OptimizerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    regularisation: Regularisation = Regularisation()
+    rules: BatchRules = BatchRules()
 
     @property
     def title(self) -> str:

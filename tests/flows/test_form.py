@@ -74,7 +74,7 @@ def test_the_form_of_grpo() -> None:
     """Spot checks, from the config's own text."""
     schema = schema_of("grpo")["definitions"]
     assert list(schema["GRPOConfig"]["properties"]) == [
-        "model", "data", "grader", "sampling", "algorithm", "optimizer", "evaluation",
+        "model", "data", "grader", "sampling", "algorithm", "optimizer", "evaluation", "regularisation", "rules",
         "run", "seed", "engine", "storage", "checkpoints",
     ]  # fmt: skip
     algorithm = schema["GRPOAlgorithm"]["properties"]
@@ -164,7 +164,7 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
     ("grpo", {"data": {"train": GYM}}, "config", "'model' is a required property"),
     ("sft", SFT | {"algorithm": {"samples_per_batch": 0}}, "config.algorithm.samples_per_batch", "minimum of 1"),
     ("dpo", PAIRS | {"algorithm": {"kl_beta": 0}}, "config.algorithm.kl_beta", "0"),
-    ("dpo", PAIRS | {"data": {"train": GYM}}, "config.data.train", "reasoning_gym"),
+    ("dpo", PAIRS | {"data": {"train": GYM}}, "config.data.train", "'name'"),
     ("sft_to_gspo", STAGES | {"sft": {"optimizer": {"lr": 0}}}, "config.sft.optimizer.lr", "0"),
     ("evaluation", {"models": [], "suite": SUITE}, "config.models", "[]"),
     ("recurring", GOOD["recurring"] | {"approval": {"timeout_seconds": 0}}, "config.approval.timeout_seconds", "0"),

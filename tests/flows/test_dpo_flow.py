@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,17 @@ def test_the_loss_of_the_first_step_is_ln_2(trained: tuple[Path, dict[str, Any]]
     assert first.metrics["loss"] == pytest.approx(math.log(2), abs=1e-5)
     assert first.metrics["reward_margin_mean"] == pytest.approx(0, abs=1e-5)
     assert second.metrics["loss"] != pytest.approx(math.log(2), abs=1e-4)
+
+
+def test_the_metrics_of_a_step_tell_how_the_pairs_stand(trained: tuple[Path, dict[str, Any]]) -> None:
+    folder, _ = trained
+    files = sorted((folder / "data" / "runs" / "d" / "stages" / STAGE / "metrics").glob("*.json"))
+    lines = [json.loads(file.read_text()) for file in files]
+    assert lines[0]["pair_margin"] == pytest.approx(0, abs=1e-5)
+    for line, record in zip(lines, records(folder), strict=True):
+        assert line["pair_margin"] == record.metrics["reward_margin_mean"]
+        assert 0 <= line["pair_accuracy"] <= 1 and line["prompts"] == 4
+        assert line["reward_mean"] is None
 
 
 def test_a_batch_is_pairs_with_the_reference_of_the_stage(trained: tuple[Path, dict[str, Any]]) -> None:

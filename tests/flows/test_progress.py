@@ -46,6 +46,11 @@ def test_an_sft_step_leaves_out_what_it_has_not() -> None:
     assert step_line(sft_step(0)) == "step 1  loss 2.5000  tok/s 900"
 
 
+def test_a_step_on_pairs_says_how_they_stand() -> None:
+    step = sft_step(0).model_copy(update={"pair_accuracy": 0.75, "pair_margin": -0.0125})
+    assert step_line(step) == "step 1  loss 2.5000  accuracy 0.75  margin -0.013  tok/s 900"
+
+
 def test_without_a_terminal_each_step_is_one_line_however_narrow() -> None:
     progress, out, clock = plain()
     with progress:

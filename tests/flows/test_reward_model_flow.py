@@ -79,11 +79,16 @@ def test_a_batch_scores_each_conversation_as_a_whole(ranked: tuple[Path, dict[st
 
 
 def test_the_loss_is_of_the_difference_of_scores(ranked: tuple[Path, dict[str, Any]]) -> None:
-    """-log σ of one pair's difference, computed from the metrics, which a batch of one pair has exactly."""
-    first = records(ranked[0])[0]
+    folder, _ = ranked
+    first = records(folder)[0]
     assert first.request.loss["kind"] == "ranking" and first.request.reference is None
-    assert 0 <= first.metrics["accuracy_mean"] <= 1
-    assert 0.2 < first.metrics["loss"] < 1.5  # near ln 2 for a new head
+    margin = first.metrics["score_chosen_mean"] - first.metrics["score_rejected_mean"]
+    # -log σ is convex: its mean is at least that of the mean
+    assert first.metrics["loss"] >= math.log1p(math.exp(-margin)) - 1e-5
+    (file,) = (folder / "data" / "runs" / "r" / "stages" / STAGE / "metrics").glob("*0.json")
+    line = json.loads(file.read_text())
+    assert line["pair_margin"] == pytest.approx(margin, abs=1e-6)
+    assert line["pair_accuracy"] == first.metrics["accuracy_mean"]
 
 
 def test_one_pair_a_step_has_the_loss_of_its_scores(prefect_server: str, tiny_folder: Path, tmp_path: Path) -> None:

@@ -35,10 +35,10 @@ class BatchRules(Frozen):
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
-        refill = {"max_refill_rounds", "refill_end"} & self.model_fields_set
+        refill = _changed(self, "max_refill_rounds", "refill_end")
         if refill and not self.dynamic_sampling:
-            raise ValueError(f"{sorted(refill)} act only with dynamic_sampling=true; set it, or leave them out")
-        if "overlong_penalty" in self.model_fields_set and self.overlong_buffer is None:
+            raise ValueError(f"{refill} act only with dynamic_sampling=true; set it, or leave them out")
+        if _changed(self, "overlong_penalty") and self.overlong_buffer is None:
             raise ValueError("overlong_penalty acts only with overlong_buffer; give it in tokens, or leave both out")
         return self
 
@@ -65,7 +65,14 @@ class Regularisation(Frozen):
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
-        adaptive = {"kl_target", "kl_horizon"} & self.model_fields_set
+        adaptive = _changed(self, "kl_target", "kl_horizon")
         if adaptive and self.kl_controller != "adaptive":
-            raise ValueError(f"{sorted(adaptive)} act only with kl_controller='adaptive'; set it, or leave them out")
+            raise ValueError(f"{adaptive} act only with kl_controller='adaptive'; set it, or leave them out")
         return self
+
+
+def _changed(group: Frozen, *names: str) -> list[str]:
+    """Those that differ from their defaults. A form, and a config written down whole, give every default: that a key
+    was given says nothing."""
+    fields = type(group).model_fields
+    return sorted(name for name in names if getattr(group, name) != fields[name].default)

@@ -14,6 +14,7 @@ import pytest
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
+import flows.cli.sweep
 import flows.grpo
 from flows.cli.main import app
 from flows.evaluation_config import EvaluationFlowConfig
@@ -165,3 +166,18 @@ def test_runs_compare_from_a_terminal(toy_run: ToyRun, tmp_path: Path) -> None:
     assert alone.exit_code == 2
     nobody = CliRunner().invoke(app, ["runs", "compare", "toy", "nobody", *storage])
     assert nobody.exit_code == 1 and "'nobody'" in nobody.output
+
+
+def test_a_sweep_whose_runs_failed_ends_with_their_reasons(
+    tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise TrialsFailed("1 of 4 runs of sweep search failed:\n  search/a: the device fell off")
+
+    monkeypatch.setattr(flows.cli.sweep, "attend", fails)
+    file = tmp_path / "sweep.json"
+    file.write_text(config_of(tmp_path, tiny_folder, GRID).model_dump_json())
+    done = CliRunner().invoke(app, ["sweep", "--config", str(file)])
+    assert done.exit_code == 1
+    assert "search/a: the device fell off\nthe same command tries these again" in done.stdout
+    assert "Traceback" not in done.output

@@ -66,7 +66,9 @@ def test_a_deployment_is_complete(entry: dict[str, Any]) -> None:
 def test_the_example_config_is_a_valid_parameter(name: str, config: str) -> None:
     (entry,) = [entry for entry in ENTRIES if entry["name"] == name]
     body = yaml.safe_load((FILE.parent / "examples" / f"{config}.yaml").read_text())
-    assert flow_of(entry).validate_parameters({"config": body})
+    config = flow_of(entry).validate_parameters({"config": body})["config"]
+    filled = config.model_dump(mode="json")  # as a form does: every default is given
+    assert flow_of(entry).validate_parameters({"config": filled})["config"] == config
     with pytest.raises(Exception, match="config"):
         flow_of(entry).validate_parameters({"config": body | {"modle": 1}})
 

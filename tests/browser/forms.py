@@ -1,0 +1,28 @@
+"""Filling in Prefect's forms, by the labels that a person reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def field(page: Any, title: str, within: str = "") -> Any:
+    """The innermost box of the form with this label; `within`: the label of a box around it."""
+    box = '//label[normalize-space()="{}"]/ancestor::*[contains(concat(" ", @class, " "), " p-label ")][1]'
+    inner = box.format(title)
+    return page.locator(f"xpath={box.format(within)}{inner}" if within else f"xpath={inner}").first
+
+
+def write(page: Any, title: str, value: str, within: str = "", *, kind: str = "") -> None:
+    """Types a value; `kind`: the tab to choose first where there are several."""
+    box = field(page, title, within)
+    if kind:
+        box.get_by_text(kind, exact=True).first.click()
+    box.locator("input, textarea").first.fill(value)
+
+
+def choose(page: Any, title: str, value: str, within: str = "") -> None:
+    """Chooses from a menu."""
+    menu = field(page, title, within).locator(".p-select-button__control")
+    menu.focus()
+    menu.press("ArrowDown")  # a synthetic click opens the menu and closes it again
+    page.get_by_role("option", name=value, exact=True).click()

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import inspect
-import json
-from collections.abc import Iterator
 from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from engine.errors import EngineError
-from engine.handles import InferenceModel, Model
+from engine.handles import InferenceModel, Model, OpenAIModel
 from engine.protocol import SamplingParams
 from engine.served import served_policy
+from engine.text.answers import MalformedAnswer, parse_answer
 from engine.text.threads import StringThread
 from engine.text.tokenizers import renderer_of
 from engine.workspace import Workspace, derive_seed
@@ -22,8 +21,6 @@ Answer = TypeVar("Answer", bound=BaseModel)
 
 ENDPOINT = "openai://"
 """How the key of a model behind an OpenAI-compatible endpoint begins."""
-CANDIDATES = 64
-"""Opening braces of an answer that are tried: text of nothing but braces must not take forever."""
 
 
 @runtime_checkable
@@ -85,24 +82,20 @@ async def ask(model: JudgeModel, thread: StringThread, schema: type[Answer]) -> 
     """
     try:
         return await _answer(model, thread, schema), False
-    except _Malformed as first:
+    except MalformedAnswer as first:
         again = thread.assistant(first.text or "(no answer)").user(
             f"That answer cannot be used: {first}. Answer again, with one JSON object and nothing else."
         )
     try:
         return await _answer(model, again, schema), True
-    except _Malformed as second:
+    except MalformedAnswer as second:
         raise UnusableAnswer(f"the judge gave no usable {schema.__name__}, even shown its error: {second}") from second
-
-
-class _Malformed(ValueError):
-    def __init__(self, text: str, error: str) -> None:
-        super().__init__(error)
-        self.text = text
 
 
 async def _answer(model: JudgeModel, thread: StringThread, schema: type[Answer]) -> Answer:
     view = seeded(model, thread)
+    if isinstance(view, InferenceModel | OpenAIModel):  # one try: `ask` shows what was wrong, and counts it
+        return await view.answer(thread, schema)
     given: Any
     if len(inspect.signature(view.generate).parameters) > 1:
         constrained: Any = view.generate
@@ -111,40 +104,12 @@ async def _answer(model: JudgeModel, thread: StringThread, schema: type[Answer])
         except EngineError:
             raise
         except ValueError as error:  # cut short, or not what the schema says
-            raise _Malformed("", str(error)) from error
+            raise MalformedAnswer("", str(error)) from error
     else:
         given = await view.generate(thread)
     if isinstance(given, schema):
         return given
     return parse_answer(given.last_content(), schema)
-
-
-def parse_answer(text: str, schema: type[Answer]) -> Answer:
-    """The first JSON object in `text` that is a `schema`: what a model says around it is skipped. Raises ValueError."""
-    problem = "no JSON object in it"
-    for found in _json_objects(text):
-        try:
-            return schema.model_validate(found)
-        except ValidationError as error:
-            first = error.errors()[0]
-            problem = f"{'.'.join(map(str, first['loc'])) or 'the object'}: {first['msg']}"
-    raise _Malformed(text, problem)
-
-
-def _json_objects(text: str) -> Iterator[dict[str, Any]]:
-    decoder = json.JSONDecoder()
-    start = text.find("{")
-    for _ in range(CANDIDATES):
-        if start < 0:
-            return
-        end = start + 1
-        try:
-            found, end = decoder.raw_decode(text, start)
-        except (ValueError, RecursionError):
-            found = None
-        if isinstance(found, dict):
-            yield found
-        start = text.find("{", end)
 
 
 def handle_of(model: JudgeModel | str, key: str) -> JudgeModel:

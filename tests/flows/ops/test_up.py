@@ -78,6 +78,8 @@ def place(tmp_path: Path, tiny_folder: Path) -> Iterator[Up]:
         state = load_state(made.home)
         made.cli("down", fine=False)
         if state is not None:
+            if state.supervisor is not None and state.supervisor.alive:  # it would start again what is killed below
+                os.kill(state.supervisor.pid, signal.SIGKILL)
             for process in marked(state.id):
                 process.kill()
 

@@ -156,11 +156,13 @@ class ScalarContract(EngineFixtures):
     async def test_an_exported_value_model_goes_on_as_it_was(
         self, engine: Engine, store: ObjectStore, value_policy: PolicyRef, tmp_path: Path
     ) -> None:
-        """Registered, it is the base of another chain with equal values."""
+        """Registered, it is the base of another chain with the same values; rounding may depend on how its file aligns
+        them."""
         batch = commit_batch(store, value_policy, [row(*UP, returns=1.0), row(*DOWN, returns=-1.0)])
         record = await engine.take_gradient_step(request_after(value_policy, batch, loss={"kind": "mse"}))
         values = await values_of(engine, record.policy)
         exported = await engine.export_model(record.policy, "critic", provenance=PROVENANCE)
         folder = plain_folder(store, exported, tmp_path / "exported")
         again = await new_policy(engine, folder, run="again", trainable=SCALAR)
-        assert await values_of(engine, again) == values
+        for found, expected in zip(await values_of(engine, again), values, strict=True):
+            assert close(found, expected, tolerance=1e-6)

@@ -12,7 +12,7 @@ VLLM_PIP := $(VLLM_BIN)/python -m pip install --disable-pip-version-check -q $(P
 export OMP_NUM_THREADS ?= 2
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: up demo demo-torch demo-vllm test test-slow test-vllm test-browser chaos lint bench clean
+.PHONY: up demo demo-torch demo-vllm test test-slow test-vllm test-browser chaos lint bench parity clean
 
 # SAMPLER=vllm: the same run, sampled by vLLM
 demo: demo-$(SAMPLER)
@@ -45,6 +45,10 @@ test-browser: $(VENV)/.test
 # processes killed, frozen and cut off at random: ten seeds; 100 faults: python -m tests.chaos.campaign
 chaos: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not vllm" tests/chaos
+
+# ours and TRL's losses on the same batches: bench/parity/README.md
+parity: $(VENV)/.test
+	OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python bench/parity/parity.py
 
 # needs the demo's model; figures of the last run: bench/README.md
 bench: $(VENV)/.test

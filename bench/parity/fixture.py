@@ -1,0 +1,58 @@
+"""The same samples for both sides: token ids, masks, advantages, old and reference logprobs, all from one seed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from engine.samples import Sample
+
+GROUPS, COMPLETIONS = 4, 4
+LONGEST = 24
+"""Tokens of the longest completion: what dr_grpo divides by."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One completion of a prompt."""
+
+    prompt: list[int]
+    completion: list[int]
+    advantage: float
+    old: list[float]
+    reference: list[float]
+
+    def sample(self, group: str, completion: int) -> Sample:
+        count = len(self.completion)
+        return Sample(
+            token_ids=self.prompt + self.completion,
+            weights=[0.0] * len(self.prompt) + [1.0] * count,
+            group=group,
+            completion=completion,
+            advantages=[self.advantage] * count,
+            old_logprobs=self.old,
+            reference_logprobs=self.reference,
+        )
+
+
+def token_rows(seed: int, vocabulary: int) -> list[list[tuple[list[int], list[int]]]]:
+    """[group][completion] -> prompt and completion, of unequal lengths."""
+    draw = random.Random(seed)
+    groups = []
+    for _ in range(GROUPS):
+        prompt = [draw.randrange(vocabulary) for _ in range(draw.randint(3, 12))]
+        lengths = [draw.randint(2, LONGEST) for _ in range(COMPLETIONS)]
+        groups.append([(prompt, [draw.randrange(vocabulary) for _ in range(length)]) for length in lengths])
+    groups[0][0] = (groups[0][0][0], [draw.randrange(vocabulary) for _ in range(LONGEST)])
+    return groups
+
+
+def sequence(prompt: list[int], completion: list[int], *, group: str) -> Sample:
+    """Prompt and completion without anything that a loss compares with."""
+    weights = [0.0] * len(prompt) + [1.0] * len(completion)
+    return Sample(token_ids=prompt + completion, weights=weights, group=group)
+
+
+def noise(seed: int, count: int, size: float) -> list[float]:
+    draw = random.Random(seed)
+    return [draw.uniform(-size, size) for _ in range(count)]

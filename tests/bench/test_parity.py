@@ -1,0 +1,24 @@
+"""Ours against TRL, installed beside: every loss that both have, over optimizer steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench.parity.parity import TOLERANCE, cases, difference
+from engine.backends.tiny import build_tiny_model
+
+pytestmark = pytest.mark.slow
+
+
+def test_ten_optimizer_steps_have_the_losses_of_trl(tmp_path: Path) -> None:
+    folder = build_tiny_model(tmp_path / "tiny", seed=0)
+    found = {}
+    for name, run in cases(folder, tmp_path / "trl", steps=10, lr=1e-3).items():
+        mine, theirs = run()
+        assert len(mine) == len(theirs) == 10
+        assert mine[0] != mine[-1]
+        found[name] = difference(mine, theirs)
+    assert len(found) >= 10
+    assert {name: gap for name, gap in found.items() if gap > TOLERANCE} == {}

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, GetJsonSchemaHandler, JsonValue, field_validator, model_validator
@@ -16,6 +17,7 @@ from engine.adapters import FullSpec, LoraSpec
 from engine.losses.spec import KLEstimator
 from engine.protocol import SamplingParams
 from engine.spec import EngineSpec, LocalEngineSpec
+from flows.optimizer_config import LATER_OPTIMIZER, OptimizerConfig, SFTOptimizer
 from flows.reinforcement_config import BatchRules, Regularisation
 from flows.titles import training_title
 from storage.chain import OldLogprobs
@@ -33,6 +35,8 @@ SEMANTIC = (
 )  # fmt: skip
 LATER = ("regularisation", "rules")
 """Groups that runs may have begun without: at their defaults they decide nothing."""
+LATER_FIELDS = {"optimizer": LATER_OPTIMIZER, "algorithm": ("norm_constant",)}
+"""The same of single settings, by their group."""
 
 DatasetSource = Annotated[FileDataset | ReasoningGymDataset, Field(discriminator="kind")]
 
@@ -167,28 +171,6 @@ class SFTAlgorithm(Frozen):
         return self
 
 
-class OptimizerConfig(Frozen):
-    """AdamW and its schedule."""
-
-    lr: float = Field(7.5e-7, gt=0)
-    """The highest of the schedule."""
-    schedule: Literal["cosine", "cosine_without_warmup", "linear", "constant"] = "cosine"
-    """cosine: warm-up over a tenth of the run, then down to a tenth of the rate. linear: down to 0."""
-    weight_decay: float = Field(0.0, ge=0)
-    """Decoupled (AdamW): each update also shrinks the weights by rate x this."""
-    max_grad_norm: float = Field(1.0, gt=0)
-    """A longer gradient is scaled down to this L2 norm."""
-    skip_nan_gradients: bool = False
-    """Leave an update with a non-finite gradient out (counted) instead of failing the step."""
-
-
-class SFTOptimizer(OptimizerConfig):
-    """AdamW and its schedule."""
-
-    lr: float = Field(1e-5, gt=0)
-    """The highest of the schedule."""
-
-
 class CheckpointConfig(Frozen):
     """When to write weights. No committed step is lost without any of them: a resume then redoes more."""
 
@@ -272,6 +254,8 @@ class FlowConfig(Frozen):
         for name in LATER:
             if name in body and getattr(self, name) == type(getattr(self, name))():
                 body.pop(name)
+        for name, settings in LATER_FIELDS.items():
+            body |= {name: drop_defaults(getattr(self, name), body[name], settings)} if name in body else {}
         body["data"].pop("heldout", None)
         for patience in ("timeout_seconds", "reaction_seconds", "retries", "concurrency", "max_masked_fraction"):
             body.get("grader", {}).pop(patience, None)
@@ -280,6 +264,13 @@ class FlowConfig(Frozen):
 
     def other(self) -> dict[str, Any]:
         return self.model_dump(mode="json", exclude=set(SEMANTIC))
+
+
+def drop_defaults(group: Frozen, body: dict[str, Any], settings: Sequence[str]) -> dict[str, Any]:
+    """The dumped group without those of the settings that are at their defaults."""
+    fields = type(group).model_fields
+    idle = {name for name in settings if name in fields and getattr(group, name) == fields[name].default}
+    return {name: value for name, value in body.items() if name not in idle}
 
 
 class TrainingConfig(FlowConfig):
@@ -322,10 +313,11 @@ def check_sampled_run(
     """A run without an end has nothing that depends on its progress, and completions of a group differ. Raises
     ValueError."""
     endless = algorithm.steps is None and algorithm.epochs is None
-    if endless and optimizer.schedule != "constant":
+    if endless and not optimizer.endless:
         raise ValueError(
             f"neither algorithm.steps nor algorithm.epochs is given, so the run ends only when it is stopped, and "
-            f"optimizer.schedule={optimizer.schedule!r} has no end to bend to; give steps, or use 'constant'"
+            f"optimizer.schedule={optimizer.schedule!r} has no end to bend to; give steps, or use 'constant', or "
+            "'inverse_sqrt' with warmup_steps, and a constant weight decay"
         )
     if endless and checkpoints.frequency is not None and checkpoints.every_steps is None:
         raise ValueError(

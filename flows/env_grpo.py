@@ -23,7 +23,7 @@ from flows.env_evaluation import HeldoutEpisodes
 from flows.grpo import GRPO
 from flows.ops.hooks import ON_END
 from flows.progress import TerminalProgress
-from flows.schedules import SCHEDULES
+from flows.schedules import optimizer_arguments
 from flows.session import RunSession, default_model_name, finish_run, open_run
 from storage.artifacts import ArtifactRef
 from storage.chain import PolicyRef
@@ -137,7 +137,7 @@ async def env_grpo(config: ENVGRPOConfig) -> dict[str, Any]:
 
 async def env_arguments(config: ENVGRPOConfig, session: RunSession, logger: TerminalProgress) -> dict[str, Any]:
     """What a training class in environments is made with, but for the number of steps."""
-    algorithm, optimizer, environment = config.algorithm, config.optimizer, config.environment
+    algorithm, environment = config.algorithm, config.environment
     builder = Model(registered_key(session.base)).to_builder(session).training(config.model.trainable)
     model = await builder.spawn_train(config.model.name)
     return {
@@ -146,10 +146,7 @@ async def env_arguments(config: ENVGRPOConfig, session: RunSession, logger: Term
         "environment_factory": environment_spec(environment.path, environment.arguments),
         **environment.model_dump(exclude={"path", "arguments"}),
         "logger": logger,
-        "lr_scheduler": SCHEDULES[optimizer.schedule](optimizer.lr),
-        "weight_decay": optimizer.weight_decay,
-        "max_grad_norm": optimizer.max_grad_norm,
-        "skip_nan_gradients": optimizer.skip_nan_gradients,
+        **optimizer_arguments(config.optimizer),
         "checkpoints": CheckpointSchedule(config.checkpoints),
         "data_seed": config.seed,
         "max_prompt_tokens": config.data.max_prompt_tokens,

@@ -21,14 +21,14 @@ from flows.checkpoints import CheckpointSchedule, Uploads
 from flows.collect import Collector, Lookahead, PromptBatch, Refill, RefillEnd
 from flows.config import GRPOConfig
 from flows.evaluation import Heldout
-from flows.loop import Journal, rate, steps
+from flows.loop import Journal, adamw, optimizer_at, steps
 from flows.ops.hooks import ON_END
 from flows.progress import TerminalProgress
 from flows.reinforcement_config import KLControl, KLPlace, PolicyLoss
-from flows.schedules import SCHEDULES
+from flows.schedules import optimizer_arguments
 from flows.session import RunSession, default_model_name, finish_run, open_run
 from storage.artifacts import ArtifactRef
-from storage.chain import MinibatchPlan, NanPolicy, OldLogprobs, OptimizerSpec, PolicyRef, StepRequest
+from storage.chain import MinibatchPlan, NanPolicy, OldLogprobs, PolicyRef, StepRequest
 from storage.registry import registered_key
 from tasks.batches import AdvantageEstimator, BatchPlan
 from tasks.controllers import AdaptiveKL, FixedKL
@@ -45,7 +45,7 @@ from tasks.report import write_report
 from tasks.rewards import Overlong, RewardKL
 from tasks.rollout import generate_rollouts
 from tasks.rollouts import PromptShard, Truncation
-from tasks.schedules import ConstantScheduler, CosineScheduler, Schedule
+from tasks.schedules import CosineScheduler, Schedule, is_endless
 from tasks.train import take_gradient_step
 
 POLICY_LOSSES: dict[PolicyLoss, type[GRPOSpec] | type[CISPOSpec]] = {"clip": GRPOSpec, "cispo": CISPOSpec}
@@ -87,7 +87,9 @@ class GRPO:
         norm_constant: float | None = None,
         advantage_estimator: AdvantageEstimator = "group",
         old_logprobs: OldLogprobs = "trainer",
-        weight_decay: float = 0.0,
+        weight_decay: float | Schedule = 0.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
         skip_nan_gradients: bool = False,
         checkpoint_frequency: float | None = 0.2,
         checkpoint_every_steps: int | None = None,
@@ -137,7 +139,7 @@ class GRPO:
         self.mask_truncated, self.overlong = mask_truncated, (overlong_buffer, overlong_penalty)
         size = None if samples_per_mini_batch >= samples_per_batch else samples_per_mini_batch
         self.minibatches = MinibatchPlan(size=size, epochs=mini_epochs_per_batch)
-        self.optimizer = {"weight_decay": weight_decay, "max_grad_norm": max_grad_norm}
+        self.optimizer = adamw(weight_decay, max_grad_norm, betas, eps)
         self.nan_policy: NanPolicy = "skip" if skip_nan_gradients else "fail"
         self._start: PolicyRef | None = None
         self._check_endless()
@@ -147,7 +149,9 @@ class GRPO:
         if self.max_steps is not None or self.epochs is not None:
             return
         by_fraction = self.checkpoints.config.frequency is not None and self.checkpoints.config.every_steps is None
-        if by_fraction or not isinstance(self.schedule, ConstantScheduler):
+        decay = self.optimizer["weight_decay"]
+        fixed = is_endless(self.schedule) and (isinstance(decay, float | int) or is_endless(decay))
+        if by_fraction or not fixed:
             raise ValueError(
                 f"neither {self.length} nor epochs was given, so the run has no progress that a schedule or a "
                 "checkpoint_frequency could follow; give one of them, or lr_scheduler=ConstantScheduler(lr) and "
@@ -188,7 +192,7 @@ class GRPO:
                     old_logprobs=self.old_logprobs,
                     loss=self._loss(kl_beta),
                     controllers_in=self.kl.state(kl_beta),
-                    optimizer=OptimizerSpec(lr=rate(self.schedule, step, total_steps), **self.optimizer),
+                    optimizer=optimizer_at(step, total_steps, lr=self.schedule, **self.optimizer),
                     minibatches=self._shuffled(step),
                     temperature=plan.temperature,
                     cursor_in=found.cursor_in.model_dump(),
@@ -331,7 +335,7 @@ async def grpo(config: GRPOConfig) -> dict[str, Any]:
 
 async def reward_arguments(config: GRPOConfig, session: RunSession, logger: TerminalProgress) -> dict[str, Any]:
     """What a training class on graded completions is made with, but for the number of steps."""
-    algorithm, optimizer, grader = config.algorithm, config.optimizer, config.grader
+    algorithm, grader = config.algorithm, config.grader
     builder = Model(registered_key(session.base)).to_builder(session).training(config.model.trainable)
     model = await builder.spawn_train(config.model.name)
     patience = grader.model_dump(exclude={"path", "arguments"})
@@ -340,10 +344,7 @@ async def reward_arguments(config: GRPOConfig, session: RunSession, logger: Term
         "model": model.with_sampling(config.sampling),
         "grader": Grading(grader=grader_spec(grader.path, grader.arguments), **patience),
         "logger": logger,
-        "lr_scheduler": SCHEDULES[optimizer.schedule](optimizer.lr),
-        "weight_decay": optimizer.weight_decay,
-        "max_grad_norm": optimizer.max_grad_norm,
-        "skip_nan_gradients": optimizer.skip_nan_gradients,
+        **optimizer_arguments(config.optimizer),
         "checkpoints": CheckpointSchedule(config.checkpoints),
         "data_seed": config.seed,
         "max_prompt_tokens": config.data.max_prompt_tokens,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from itertools import count
-from typing import Self
+from typing import Any, Self
 
 from engine.handles import TrainingModel
 from flows.progress import TerminalProgress
 from flows.run_page import RunPage
 from flows.watch import RunWatch
 from storage.artifacts import ArtifactRef
-from storage.chain import Chain, CommitRecord, PolicyRef
+from storage.chain import Chain, CommitRecord, OptimizerSpec, PolicyRef
 from storage.worklog import log_work
 from tasks.clock import StepClock
 from tasks.datasets.order import DataCursor
@@ -81,5 +81,22 @@ def steps(first: int, total_steps: int | None) -> Iterator[int]:
 
 
 def rate(schedule: Schedule, step: int, total_steps: int | None) -> float:
-    """The learning rate of a 0-based step. A run without an end takes the schedule's first, constant, rate."""
+    """What the schedule has at a 0-based step. Of a run without an end, it does not depend on the length."""
     return schedule.at(step, total_steps if total_steps is not None else step + 1)
+
+
+def optimizer_at(
+    step: int, total_steps: int | None, *, lr: Schedule, weight_decay: float | Schedule, **fixed: float
+) -> OptimizerSpec:
+    """The optimizer of a 0-based step."""
+    decay = weight_decay if isinstance(weight_decay, float | int) else rate(weight_decay, step, total_steps)
+    return OptimizerSpec(lr=rate(lr, step, total_steps), weight_decay=decay, **fixed)
+
+
+def adamw(
+    weight_decay: float | Schedule, max_grad_norm: float, betas: tuple[float, float], eps: float
+) -> dict[str, Any]:
+    """What `optimizer_at` is told besides the rate."""
+    return {
+        "weight_decay": weight_decay, "max_grad_norm": max_grad_norm, "beta1": betas[0], "beta2": betas[1], "eps": eps
+    }  # fmt: skip

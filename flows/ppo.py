@@ -19,12 +19,12 @@ from engine.text.threads import StringThread
 from flows.checkpoints import Uploads
 from flows.collect import Collected, Lookahead
 from flows.grpo import GRPO, reward_arguments, train_on_rewards
-from flows.loop import Journal, rate, steps
+from flows.loop import Journal, optimizer_at, steps
 from flows.ops.hooks import ON_END
 from flows.ppo_config import PPOConfig
 from flows.progress import TerminalProgress
 from flows.reinforcement_config import KLPlace
-from flows.schedules import SCHEDULES
+from flows.schedules import schedule_of
 from flows.session import open_run
 from storage.artifacts import ArtifactRef
 from storage.chain import OptimizerSpec, PolicyRef, StepRequest
@@ -148,7 +148,7 @@ class PPO(GRPO):
                     old_logprobs=self.old_logprobs,
                     loss=self._loss(kl_beta),
                     controllers_in=self.kl.state(kl_beta),
-                    optimizer=OptimizerSpec(lr=self._policy_rate(step, alone, total_steps), **self.optimizer),
+                    optimizer=self._policy_optimizer(step, alone, total_steps),
                     minibatches=self._shuffled(step, updates=step >= alone),
                     temperature=plan.temperature,
                     **common,
@@ -157,7 +157,7 @@ class PPO(GRPO):
                 request = StepRequest(
                     parent=value,
                     loss=self.value_loss.model_dump(),
-                    optimizer=OptimizerSpec(lr=rate(self.value_schedule, step, total_steps), **self.optimizer),
+                    optimizer=optimizer_at(step, total_steps, lr=self.value_schedule, **self.optimizer),
                     minibatches=self._shuffled(step),
                     **common,
                 )
@@ -172,10 +172,10 @@ class PPO(GRPO):
             await uploads.start(value)
         return policy
 
-    def _policy_rate(self, step: int, alone: int, total_steps: int | None) -> float:
-        """The policy's schedule runs over the iterations that train it."""
+    def _policy_optimizer(self, step: int, alone: int, total_steps: int | None) -> OptimizerSpec:
+        """The policy's schedules run over the iterations that train it."""
         rest = None if total_steps is None else total_steps - alone
-        return rate(self.schedule, max(0, step - alone), rest)
+        return optimizer_at(max(0, step - alone), rest, lr=self.schedule, **self.optimizer)
 
     async def _prepare_credited(
         self, policy: PolicyRef, value: PolicyRef, found: Collected, plan: BatchPlan, step: int
@@ -212,7 +212,7 @@ async def ppo(config: PPOConfig) -> dict[str, Any]:
         trainer = PPO(
             value_model=value_model,
             max_num_ppo_steps=config.algorithm.steps,
-            value_lr_scheduler=SCHEDULES[config.optimizer.schedule](value.lr),
+            value_lr_scheduler=schedule_of(config.optimizer, lr=value.lr),
             **arguments,
         )
         return await train_on_rewards(config, session, trainer)

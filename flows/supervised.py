@@ -10,12 +10,12 @@ from engine.handles import Model, TrainingModel
 from engine.losses.spec import LossSpec
 from flows.checkpoints import CheckpointSchedule, Uploads
 from flows.config import TrainingConfig
-from flows.loop import Journal, rate, steps
+from flows.loop import Journal, adamw, optimizer_at, steps
 from flows.progress import TerminalProgress
-from flows.schedules import SCHEDULES
+from flows.schedules import optimizer_arguments
 from flows.session import RunSession, default_model_name, finish_run
 from storage.artifacts import ArtifactRef
-from storage.chain import NanPolicy, OptimizerSpec, PolicyRef, StepRequest
+from storage.chain import NanPolicy, PolicyRef, StepRequest
 from storage.registry import registered_key
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.order import take
@@ -42,7 +42,9 @@ class Supervised:
         max_grad_norm: float = 1.0,
         epochs: int | None = None,
         max_steps: int | None = None,
-        weight_decay: float = 0.0,
+        weight_decay: float | Schedule = 0.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
         skip_nan_gradients: bool = False,
         checkpoint_frequency: float | None = 0.2,
         checkpoint_every_steps: int | None = None,
@@ -55,7 +57,7 @@ class Supervised:
         self.logger = logger or TerminalProgress()
         self.epochs, self.max_steps, self.samples_per_batch = epochs or 1, max_steps, samples_per_batch
         self.schedule = lr_scheduler or CosineScheduler(lr)
-        self.optimizer = {"weight_decay": weight_decay, "max_grad_norm": max_grad_norm}
+        self.optimizer = adamw(weight_decay, max_grad_norm, betas, eps)
         self.nan_policy: NanPolicy = "skip" if skip_nan_gradients else "fail"
         self.checkpoints = checkpoints or CheckpointSchedule.every(checkpoint_frequency, checkpoint_every_steps)
         self.data_seed = data_seed
@@ -90,7 +92,7 @@ class Supervised:
                     batch=batch,
                     reference=self._reference(start),
                     loss=self.loss.model_dump(),
-                    optimizer=OptimizerSpec(lr=rate(self.schedule, step, total_steps), **self.optimizer),
+                    optimizer=optimizer_at(step, total_steps, lr=self.schedule, **self.optimizer),
                     cursor_in=cursor.model_dump(),
                     cursor_out=cursor_out.model_dump(),
                     nan_policy=self.nan_policy,
@@ -120,7 +122,7 @@ async def supervised_arguments(
     config: TrainingConfig, session: RunSession, logger: TerminalProgress, *, scoring: bool = False
 ) -> dict[str, Any]:
     """What such a class is made with, from a config with `algorithm` and `optimizer`; `scoring`: a scalar model."""
-    algorithm, optimizer = config.algorithm, config.optimizer
+    algorithm = config.algorithm
     builder = Model(registered_key(session.base)).to_builder(session).training(config.model.trainable)
     if scoring:
         builder = builder.into_scoring_model()
@@ -128,10 +130,7 @@ async def supervised_arguments(
         "dataset": session.data,
         "model": await builder.spawn_train(config.model.name),
         "logger": logger,
-        "lr_scheduler": SCHEDULES[optimizer.schedule](optimizer.lr),
-        "max_grad_norm": optimizer.max_grad_norm,
-        "weight_decay": optimizer.weight_decay,
-        "skip_nan_gradients": optimizer.skip_nan_gradients,
+        **optimizer_arguments(config.optimizer),
         "checkpoints": CheckpointSchedule(config.checkpoints),
         "data_seed": config.seed,
         "max_steps": algorithm.steps,

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow]
 FREE_SECONDS = 10.0
 """The promise: a cancelled run has left the engine by then."""
 LONG_ROLLOUT = {
-    "sampling": {"max_new_tokens": 1000, "min_new_tokens": 1000},
+    "sampling": {"max_new_tokens": 600, "min_new_tokens": 600},
     "algorithm__samples_per_batch": 64,
     "algorithm__samples_per_mini_batch": 64,
     "algorithm__completions_per_sample": 8,
@@ -28,7 +28,7 @@ LONG_ROLLOUT = {
     "algorithm__kl_beta": 0.0,
 }
 """One call of the engine, for a quarter of a minute and more."""
-LONG_STEP = {"algorithm__mini_epochs_per_batch": 1500}
+LONG_STEP = {"algorithm__mini_epochs_per_batch": 500}
 """One gradient step of as many updates."""
 RUN_SECONDS = 400.0
 

@@ -264,6 +264,6 @@ def test_a_task_of_two_turns_is_learnt_from_random_weights(toy: Toy) -> None:
         checkpoints={"frequency": None},
         engine={"deterministic": True, "threads": 1, "max_rows": 128},
     )  # fmt: skip
-    rewards = [line["reward_mean"] for line in toy.metrics("learn")]  # of 2 at most
-    assert sum(rewards[:5]) / 5 < 0.2
-    assert sum(rewards[-10:]) / 10 > 1.0
+    rewards = [line["reward_mean"] for line in toy.metrics("learn")]  # of 2 at most; a random answer earns 2/256
+    assert sum(rewards[:5]) / 5 < 0.05
+    assert sum(rewards[-10:]) / 10 > 0.5

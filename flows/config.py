@@ -14,7 +14,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from engine.adapters import FullSpec, LoraSpec
-from engine.losses.spec import KLEstimator
+from engine.losses.spec import KLEstimator, LossNorm
 from engine.protocol import SamplingParams
 from engine.spec import EngineSpec, LocalEngineSpec
 from flows.optimizer_config import LATER_OPTIMIZER, OptimizerConfig, SFTOptimizer
@@ -127,8 +127,11 @@ class GRPOAlgorithm(Frozen):
     kl_estimator: KLEstimator = "k3"
     """Per token, with d the policy's log-probability less the reference's: k1 is d, abs |d|, k2 d²/2, k3 exp(-d) - 1 +
     d."""
-    loss_norm: Literal["token_mean", "sequence_mean", "token_sum"] = "token_mean"
-    """`GRPO(loss_norm="constant", norm_constant=…)` has one more."""
+    loss_norm: LossNorm = "token_mean"
+    """token_mean: over all tokens. sequence_mean: over each completion's tokens, then over completions. token_sum: not
+    at all. constant: by completions x norm_constant (Dr. GRPO, arXiv:2503.20783)."""
+    norm_constant: float | None = Field(None, gt=0)
+    """Tokens per completion that `constant` divides by, such as sampling.max_new_tokens."""
     advantage_estimator: AdvantageEstimator = "group"
     """From the rewards of one prompt's completions. group: less their mean, over their standard deviation (sample_std:
     with n - 1). centred: less their mean. leave_one_out: less the mean of the others."""
@@ -151,6 +154,11 @@ class GRPOAlgorithm(Frozen):
             )
         if self.steps is not None and self.epochs is not None:
             raise ValueError(f"both steps={self.steps} and epochs={self.epochs} were given; give one of them")
+        if (self.loss_norm == "constant") != (self.norm_constant is not None):
+            raise ValueError(
+                f"loss_norm={self.loss_norm!r} and norm_constant={self.norm_constant}; 'constant' needs the tokens per "
+                "completion to divide by, and no other norm has them"
+            )
         return self
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Self
 
 from pydantic import Field, model_validator
 
+from engine.losses.spec import LossNorm
 from flows.config import GRPOAlgorithm, GRPOConfig
 from flows.reinforcement_config import PolicyLoss
 from flows.titles import training_title
@@ -19,7 +20,7 @@ class GSPOAlgorithm(GRPOAlgorithm):
     gradient."""
     dual_clip: float | None = Field(None, gt=1)
     """Of GRPO alone: leave it empty."""
-    loss_norm: Literal["token_mean", "sequence_mean", "token_sum"] = "sequence_mean"
+    loss_norm: LossNorm = "sequence_mean"
     """Over what the loss is a mean. sequence_mean weighs every completion alike, however long."""
 
     @model_validator(mode="after")

@@ -199,9 +199,25 @@ LOSS_NORMS = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"
 def _loss_norm(verl: Verl, key: str, value: Any) -> Any:
     if flow_of(verl) == "gspo":
         return Nothing("verl's GSPO takes the mean of the sequences' means, as ours does")
+    if value == "seq-mean-token-sum-norm" and verl.get(ACTOR + "loss_scale_factor") is None:
+        return _divided_by(verl.get("data.max_response_length"))
+    if value in ("seq-mean-token-sum", "seq-mean-token-sum-norm"):
+        return _divided_by(1 if value == "seq-mean-token-sum" else verl.get(ACTOR + "loss_scale_factor"))
     if value not in LOSS_NORMS:
-        raise Refused(f"no such knob here yet: {value}; expected {', '.join(LOSS_NORMS)}")
-    return LOSS_NORMS[value]
+        known = ", ".join([*LOSS_NORMS, "seq-mean-token-sum", "seq-mean-token-sum-norm"])
+        raise Refused(f"there is no norm {value!r} here; expected {known}")
+    return Paths({"algorithm.loss_norm": LOSS_NORMS[value]})
+
+
+def _divided_by(tokens: Any) -> Paths:
+    """The sum over the tokens of each completion, as a mean over completions, by so many tokens each."""
+    return Paths({"algorithm.loss_norm": "constant", "algorithm.norm_constant": tokens})
+
+
+def _loss_scale(verl: Verl, key: str, value: Any) -> Any:
+    if verl.get(ACTOR + "loss_agg_mode") != "seq-mean-token-sum-norm" or flow_of(verl) == "gspo":
+        return Nothing("only loss_agg_mode=seq-mean-token-sum-norm reads it")
+    return Nothing("data.max_response_length says it") if value is None else value
 
 
 def _kl_loss(verl: Verl, key: str, value: Any) -> Any:
@@ -367,9 +383,9 @@ CONVERSIONS: dict[str, Conversion] = {
     "filter_metric": _filter_metric, "greedy_or_value": _greedy_or_value, "importance": _importance,
     "importance_cap": _importance_cap, "kl_controller": _kl_controller, "kl_estimator": _kl_estimator,
     "kl_in_reward": _kl_in_reward, "kl_loss": _kl_loss, "limit": _limit, "loss_mode": _loss_mode,
-    "loss_norm": _loss_norm, "metadata_columns": _metadata_columns, "micro_batch": _micro_batch, "model": _model,
-    "multiturn": _multiturn, "names": _names, "only_true": _only_true, "overlong": _overlong,
-    "overlong_part": _overlong_part, "positive": _positive, "prompt_column": _prompt_column,
+    "loss_norm": _loss_norm, "loss_scale": _loss_scale, "metadata_columns": _metadata_columns,
+    "micro_batch": _micro_batch, "model": _model, "multiturn": _multiturn, "names": _names, "only_true": _only_true,
+    "overlong": _overlong, "overlong_part": _overlong_part, "positive": _positive, "prompt_column": _prompt_column,
     "refill_rounds": _refill_rounds, "reward_file": _reward_file, "reward_model": _reward_model,
     "reward_model_switch": _reward_model_switch, "reward_name": _reward_name, "scale_by_std": _scale_by_std,
     "truncation": _truncation, "unless_multiturn": _unless_multiturn, "when_set": _when_set,

@@ -22,15 +22,46 @@ def _schedule_alias(verl: Verl, key: str, value: Any) -> Any:
     return Nothing() if value is None else _named_schedule(verl, key, value)
 
 
-BETAS = [0.9, 0.999]
+def _shape(verl: Verl, key: str) -> Any:
+    """verl's name of the schedule beside an optimizer's key."""
+    group = key.rpartition(".")[0]
+    if verl.kind == "sft_trainer":
+        return verl.get(group + ".lr_scheduler")
+    return verl.get(group + ".warmup_style") or verl.get(group + ".lr_scheduler_type")
+
+
+def _warmup_steps(verl: Verl, key: str, value: Any) -> Any:
+    return Nothing("lr_warmup_steps_ratio says it") if value is None or value < 0 else value
+
+
+def _warmup_ratio(verl: Verl, key: str, value: Any) -> Any:
+    group = key.rpartition(".")[0]
+    steps = verl.get(group + ".lr_warmup_steps")
+    if steps is not None and steps >= 0:
+        return Nothing("lr_warmup_steps says it")
+    older = group + ".warmup_steps_ratio"
+    if verl.kind == "sft_trainer" and key != older and verl.is_given(older) and not verl.is_given(key):
+        return Nothing("warmup_steps_ratio says it")
+    return Nothing() if value == 0 and _shape(verl, key) == "constant" else value
+
+
+def _older_warmup_ratio(verl: Verl, key: str, value: Any) -> Any:
+    newer = key.replace(".warmup_steps_ratio", ".lr_warmup_steps_ratio")
+    if not verl.is_given(key) or verl.is_given(newer):
+        return Nothing("lr_warmup_steps_ratio says it")
+    return _warmup_ratio(verl, key, value)
+
+
+def _lowest_rate(verl: Verl, key: str, value: Any) -> Any:
+    if _shape(verl, key) == "constant":
+        return Nothing("a constant rate does not fall")
+    return 0.0 if value is None else value
 
 
 def _betas(verl: Verl, key: str, value: Any) -> Any:
-    if value == BETAS:
-        return Nothing()
-    if verl.is_given(key):
-        raise Refused(f"no such knob here yet: the moments decay by {BETAS[0]} and {BETAS[1]}")
-    return Near(value, f"the moments decay by {BETAS[0]} and {BETAS[1]}")
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise TypeError(f"{value!r} is no pair")
+    return Paths({"optimizer.beta1": value[0], "optimizer.beta2": value[1]})
 
 
 def _as_actor(verl: Verl, key: str, value: Any) -> Any:
@@ -47,8 +78,13 @@ def _named_schedule(verl: Verl, key: str, value: Any) -> Any:
     if value == "constant":
         return "constant"
     if value == "cosine":
-        return Near("cosine", "ours warms up over a tenth of the run and ends at a tenth of the rate")
+        return Near("cosine", NOT_QUITE)
+    if value == "wsd" and verl.kind == "sft_trainer":
+        return Near("wsd", f"{NOT_QUITE}; over the last tenth of the run it falls in a straight line")
     raise Refused(f"there is no schedule {value!r} here; expected constant or cosine")
+
+
+NOT_QUITE = "ours begins at lr / W in a warm-up of W steps, where verl's begins at 0, and ends in the last step"
 
 
 # -- engine ----------------------------------------------------------------------------------------------------
@@ -158,9 +194,10 @@ def _keep_one(verl: Verl, key: str, value: Any) -> Any:
 
 
 ENGINE_CONVERSIONS: dict[str, Conversion] = {
-    "activation_offload": _activation_offload, "as_actor": _as_actor, "betas": _betas, "compute_dtype": _compute_dtype,
-    "cpu_offload": _cpu_offload, "critic_warmup": _critic_warmup, "device": _device, "epochs": _epochs,
-    "folder": _folder, "keep_one": _keep_one, "offload": _offload, "recompute": _recompute, "run_key": _run_key,
-    "sampler": _sampler, "save_every": _save_every, "schedule": _schedule, "schedule_alias": _schedule_alias,
-    "top_k": _top_k, "trainer": _trainer, "zero_stage": _zero_stage,
+    "activation_offload": _activation_offload, "as_actor": _as_actor, "betas": _betas,
+    "compute_dtype": _compute_dtype, "cpu_offload": _cpu_offload, "critic_warmup": _critic_warmup, "device": _device,
+    "epochs": _epochs, "folder": _folder, "keep_one": _keep_one, "lowest_rate": _lowest_rate, "offload": _offload,
+    "older_warmup_ratio": _older_warmup_ratio, "recompute": _recompute, "run_key": _run_key, "sampler": _sampler,
+    "save_every": _save_every, "schedule": _schedule, "schedule_alias": _schedule_alias, "top_k": _top_k,
+    "trainer": _trainer, "warmup_ratio": _warmup_ratio, "warmup_steps": _warmup_steps, "zero_stage": _zero_stage,
 }  # fmt: skip

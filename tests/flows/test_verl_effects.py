@@ -47,6 +47,7 @@ PPO: dict[str, tuple[str, list[str]]] = {
     A + "clip_ratio_high": ("0.28", []),
     A + "clip_ratio_c": ("4.0", []),
     A + "loss_agg_mode": ("seq-mean-token-mean", []),
+    A + "loss_scale_factor": ("100.0", [A + "loss_agg_mode=seq-mean-token-sum-norm"]),
     A + "use_kl_loss": ("true", []),
     A + "kl_loss_coef": ("0.02", [A + "use_kl_loss=true"]),
     A + "kl_loss_type": ("mse", [A + "use_kl_loss=true"]),
@@ -55,6 +56,10 @@ PPO: dict[str, tuple[str, list[str]]] = {
     A + "ulysses_sequence_parallel_size": ("2", []),
     A + "optim.lr": ("2e-6", []),
     A + "optim.weight_decay": ("0.1", []),
+    A + "optim.betas": ("[0.8, 0.9]", []),
+    A + "optim.lr_warmup_steps": ("20", []),
+    A + "optim.lr_warmup_steps_ratio": ("0.05", []),
+    A + "optim.min_lr_ratio": ("0.3", [A + "optim.lr_scheduler_type=cosine"]),
     A + "optim.lr_scheduler_type": ("cosine", []),
     A + "optim.warmup_style": ("cosine", []),
     A + "fsdp_config.param_offload": ("true", []),
@@ -121,6 +126,7 @@ for buffer in BUFFERS:
     PPO[f"{buffer}.len"] = ("128", [on, penalty])
     PPO[f"{buffer}.penalty_factor"] = ("0.5", [on, length])
 
+COSINE = ["optim.lr_scheduler_type=cosine"]  # of the new trainer; the old one has it by default
 SFT: dict[str, tuple[str, list[str]]] = {
     "data.train_files": ("other.parquet", []),
     "data.train_max_samples": ("100", []),
@@ -129,6 +135,10 @@ SFT: dict[str, tuple[str, list[str]]] = {
     "data.max_length": ("2048", []),
     "optim.lr": ("1e-4", []),
     "optim.weight_decay": ("0.1", []),
+    "optim.betas": ("[0.8, 0.9]", []),
+    "optim.lr_warmup_steps": ("20", []),
+    "optim.lr_warmup_steps_ratio": ("0.05", []),
+    "optim.min_lr_ratio": ("0.3", COSINE),
     "optim.clip_grad": ("0.5", []),
     "model.lora_rank": ("8", []),
     "model.lora_alpha": ("64", ["model.lora_rank=8"]),
@@ -154,6 +164,8 @@ OLD_SFT = SFT | {
     "data.multiturn.enable": ("true", []),
     "data.multiturn.messages_key": ("turns", ["data.multiturn.enable=true"]),
     "optim.lr_scheduler": ("constant", []),
+    "optim.warmup_steps_ratio": ("0.05", []),
+    "optim.min_lr_ratio": ("0.3", []),
     "model.strategy": ("fsdp", []),
     "model.fsdp_config.cpu_offload": ("true", []),
     "model.fsdp_config.offload_params": ("true", ["model.fsdp_config.cpu_offload=true"]),
@@ -261,6 +273,13 @@ def test_a_mapped_key_has_an_effect_in_its_path(tmp_path: Path, kind: str, key: 
         (A + "policy_loss.loss_mode", "cispo", "regularisation.policy_loss", "cispo"),
         (A + "policy_loss.loss_mode", "vanilla", "regularisation.policy_loss", "clip"),
         (A + "entropy_coeff", "0.01", "regularisation.entropy_coef", 0.01),
+        (A + "loss_agg_mode", "seq-mean-token-sum-norm", "algorithm.loss_norm", "constant"),
+        (A + "loss_agg_mode", "seq-mean-token-sum-norm", "algorithm.norm_constant", 512),
+        (A + "loss_agg_mode", "seq-mean-token-sum", "algorithm.norm_constant", 1),
+        (A + "optim.betas", "[0.8, 0.95]", "optimizer.beta2", 0.95),
+        (A + "optim.lr_scheduler_type", "cosine", "optimizer.warmup_ratio", 0.0),
+        (A + "optim.lr_scheduler_type", "cosine", "optimizer.min_lr_ratio", 0.0),
+        (A + "optim.lr_warmup_steps", "0", "optimizer.warmup_steps", 0),
         ("algorithm.adv_estimator", "reinforce_plus_plus", "algorithm.advantage_estimator", "reinforce_plus_plus"),
         ("algorithm.use_kl_in_reward", "true", "algorithm.kl_beta", 0.001),
         ("algorithm.use_kl_in_reward", "true", "algorithm.kl_estimator", "k1"),
@@ -319,7 +338,14 @@ def test_the_kl_term_stands_in_one_place(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("optim.weight_decay", "0.1"), ("optim.lr_scheduler_type", "cosine"), ("grad_clip", "0.5")]
+    ("name", "value"),
+    [
+        ("optim.weight_decay", "0.1"),
+        ("optim.lr_scheduler_type", "cosine"),
+        ("optim.lr_warmup_steps", "5"),
+        ("optim.betas", "[0.8, 0.9]"),
+        ("grad_clip", "0.5"),
+    ],
 )
 def test_a_critic_has_the_policys_optimizer_but_its_own_rate(tmp_path: Path, name: str, value: str) -> None:
     words = [*CRITIC, f"critic.{name}={value}"]
@@ -361,7 +387,6 @@ WITHOUT_COUNTERPART = [
     ("data.train_files", "[a.parquet, b.parquet]", "pattern"),
     (A + "strategy", "megatron", "megatron"),
     (A + "policy_loss.loss_mode", "sapo", "sapo"),
-    (A + "optim.betas", "[0.9, 0.95]", "0.999"),
     (A + "optim.lr_scheduler_type", "polynomial", "polynomial"),
     (A + "fsdp_config.dtype", "float16", "float16"),
     (R + "name", "sglang", "sglang"),

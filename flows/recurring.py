@@ -140,7 +140,8 @@ async def _answer(question: Question, logger: TerminalProgress) -> dict[str, Any
     config, rows = question.config, question.data.rows
     logger.note(f"{config.model}: new data, {rows} rows; training run {question.run} starts from {question.start}")
     trained = await _train(question)
-    challenger = trained["model"]
+    # a new string: Prefect would note the child run as an input of the evaluation, and its page takes that for an error
+    challenger = trained["model"].encode().decode()
     version = challenger.partition("@")[2]
     if challenger == question.champion_key:
         return _decide(question, version, "hold", ["the training gave the champion again, byte for byte"], None)

@@ -22,7 +22,8 @@ _REBASE = re.compile(r"runs/.+/stages/[^/]+/chains/[^/]+/rebases/(\d{6,})\.json"
 _REBASED = re.compile(r"runs/(.+)/stages/([^/]+)/rebased/([^/]+)/(\d{6,})\.([0-9a-f]{32})", re.ASCII)
 _CHECKPOINT = re.compile(r".*/checkpoints/[^/]+/(\d{6,})/manifest\.json", re.ASCII)
 _OF_RUN = re.compile(
-    r"runs/([^/]+(?:/(?!stages/|leases/)[^/]+)?)/(?:run\.json$|result\.json$|fork\.json$|report\.html$|leases/|stages/)",
+    r"runs/([^/]+(?:/(?!stages/|leases/|loops/)[^/]+)?)/"
+    r"(?:run\.json$|result\.json$|fork\.json$|report\.html$|leases/|stages/|loops/)",
     re.ASCII,
 )
 _OF_CHAIN = re.compile(r"runs/.*/stages/([^/]+)/chains/([^/]+)/(?:root|\d{6,})\.json", re.ASCII)
@@ -42,7 +43,8 @@ _DATA = re.compile(
 )
 _PLAIN = re.compile(
     r"store\.json|models/[^/]+/(?:claims/[^/]+|aliases/[^/]+/\d{6,})\.json"
-    r"|runs/.+/(?:run\.json|result\.json|fork\.json|report\.html|leases/\d{6,}(?:\.released)?\.json|stages/[^/]+/(?:stage\.json"
+    r"|runs/.+/(?:run\.json|result\.json|fork\.json|report\.html|leases/\d{6,}(?:\.released)?\.json"
+    r"|loops/\d{6,}/\d{6,}\.json|stages/[^/]+/(?:stage\.json"
     r"|metrics/\d{6,}\.json|chains/[^/]+/(?:root|(?:rebases/)?\d{6,})\.json"
     r"|checkpoints/[^/]+/\d{6,}/name\.json))",
     re.ASCII,
@@ -61,7 +63,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 KeyKind = Literal["manifest", "attempt", "published", "upload", "plain", "unknown"]
 """manifest: commits an artifact. attempt: data of one attempt, committed or not. published: a file of a registered
 model. upload: a model on its way in. plain: stands for itself. unknown: nothing that a store keeps."""
-_RESERVED_RUN_PARTS = frozenset({"stages", "leases"})
+_RESERVED_RUN_PARTS = frozenset({"stages", "leases", "loops"})
 _RESERVED_VERSIONS = frozenset({"aliases", "claims", "decisions", "cards"})
 
 
@@ -231,6 +233,16 @@ def lease(run: str, epoch: int) -> str:
 def lease_release(run: str, epoch: int) -> str:
     """Where the holder of an epoch says that it is done; not numbered: only leases count epochs."""
     return f"{leases_prefix(run)}{number(epoch)}.released.json"
+
+
+def loop_prefix(run: str, loop: int) -> str:
+    """Under which a recipe's n-th loop of steps says how far it came."""
+    return f"{run_prefix(run)}loops/{number(loop)}/"
+
+
+def loop_mark(run: str, loop: int, done: int) -> str:
+    """Where the models stood when that many iterations were done; a record, not an artifact."""
+    return f"{loop_prefix(run, loop)}{number(done)}.json"
 
 
 def stage_name(position: int, name: str) -> str:

@@ -110,7 +110,7 @@ def sft(folder: Path, rows: list[Row], work: Path, *, steps: int, lr: float) -> 
 def dpo(
     folder: Path, pairs: list[tuple[Row, Row]], work: Path, *, steps: int, lr: float, beta: float
 ) -> tuple[list[float], list[float], list[float]]:
-    """(losses, rewards of the preferred, rewards of the others) of each step; the reference is the model as it began."""
+    """(losses, rewards of the preferred, rewards of the others) by step; the reference is the model as it began."""
     model, tokenizer = load(folder)
     arguments = DPOConfig(
         output_dir=str(work), max_steps=steps, learning_rate=lr, per_device_train_batch_size=len(pairs), beta=beta,

@@ -1,0 +1,210 @@
+"""SFT, then GRPO, of one model by Ostinato and by TRL: the held-out reward that each reaches, seed by seed.
+
+    python bench/parity/learning.py [--seeds 3] [--sft-steps 4] [--steps 12]
+
+Both take the same base model, training and held-out sums, sampler settings, batch sizes, learning rates (constant),
+clip range, KL coefficient and normalisation, in bfloat16 over float32 weights; each side is a process of its own. The
+held-out reward of both is computed by one evaluator: greedy answers, graded by `tasks.graders.rules:LastNumber`. What
+differs by definition stands in README.md. Ends with status 1 when our mean is below TRL's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.handles import Model
+from engine.spec import LocalEngineSpec
+from engine.text.threads import StringThread
+from engine.workspace import Workspace
+from storage.artifacts import Provenance
+from tasks.graders.rules import LastNumber
+
+BASE = Path(".ostinato/models/smollm2-135m-instruct")
+DATA = Path("examples/data")
+SFT_LR, GRPO_LR, CLIP, BETA = 5e-6, 3e-5, 0.2, 0.01
+SAMPLES, COMPLETIONS, NEW_TOKENS = 48, 8, 20
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One run of one side."""
+
+    seed: int
+    sft_steps: int
+    steps: int
+
+
+def rows(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (DATA / f"sums-{name}.jsonl").read_text().splitlines()]
+
+
+# -- ours ----------------------------------------------------------------------------------------------------------
+
+
+def train_ours(plan: Plan, work: Path) -> Path:
+    """Two runs through the command line; returns the folder of the published model."""
+    common = {
+        "seed": plan.seed, "optimizer.schedule": "constant", "checkpoints.frequency": "null",
+        "storage.url": str(work / "data"), "engine.threads": 1,
+    }  # fmt: skip
+    model = str(BASE)
+    if plan.sft_steps:
+        sft = {
+            "model.key": model, "model.publish_as": "sft", "algorithm.steps": plan.sft_steps,
+            "algorithm.samples_per_batch": SAMPLES, "optimizer.lr": SFT_LR,
+        }  # fmt: skip
+        ostinato("sft", "examples/sft.yaml", common | sft)
+        model = "sft"
+    grpo = {
+        "model.key": model, "model.publish_as": "grpo", "data.heldout": "null", "algorithm.steps": plan.steps,
+        "algorithm.samples_per_batch": SAMPLES, "algorithm.samples_per_mini_batch": SAMPLES,
+        "algorithm.completions_per_sample": COMPLETIONS, "algorithm.clip_range": CLIP, "algorithm.kl_beta": BETA,
+        "algorithm.advantage_estimator": "group_sample_std", "optimizer.lr": GRPO_LR,
+        "sampling.max_new_tokens": NEW_TOKENS,
+    }  # fmt: skip
+    ostinato("grpo", "examples/demo.yaml", common | grpo)
+    (manifest,) = (work / "data" / "models" / "grpo").glob("*/config.json")
+    return manifest.parent
+
+
+def ostinato(flow: str, config: str, values: dict[str, Any]) -> None:
+    sets = [argument for name, value in values.items() for argument in ("--set", f"{name}={value}")]
+    command = [sys.executable, "-m", "flows.cli.main", "run", flow, "--config", config, *sets, "--new"]
+    subprocess.run(command, check=True, stdout=sys.stderr)
+
+
+# -- TRL -----------------------------------------------------------------------------------------------------------
+
+
+def train_trl(plan: Plan, work: Path) -> Path:
+    """The same by TRL's trainers; returns the folder of the saved model."""
+    import torch
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+
+    from bench.parity.peers import COMMON, load
+
+    torch.set_num_threads(1)
+    grader = LastNumber()
+    model, tokenizer = load(BASE)
+    common = COMMON | {"bf16": True, "seed": plan.seed, "output_dir": str(work / "trl")}
+    if plan.sft_steps:
+        chats = [
+            {"prompt": user(row["prompt"]), "completion": [{"role": "assistant", "content": row["completion"]}]}
+            for row in rows("completions")
+        ]
+        arguments = SFTConfig(
+            max_steps=plan.sft_steps, learning_rate=SFT_LR, per_device_train_batch_size=SAMPLES,
+            completion_only_loss=True, **common,
+        )  # fmt: skip
+        SFTTrainer(model, args=arguments, train_dataset=Dataset.from_list(chats), processing_class=tokenizer).train()
+
+    def reward(prompts: list[Any], completions: list[Any], answer: list[Any], **_: Any) -> list[float]:
+        return [
+            score(grader, prompt[0]["content"], completion[0]["content"], value)
+            for prompt, completion, value in zip(prompts, completions, answer, strict=True)
+        ]
+
+    prompts = [{"prompt": user(r["prompt"]), "answer": r["metadata"]["answer"]} for r in rows("train")]
+    arguments = GRPOConfig(
+        max_steps=plan.steps, learning_rate=GRPO_LR, per_device_train_batch_size=SAMPLES, num_generations=COMPLETIONS,
+        max_completion_length=NEW_TOKENS, temperature=1.0, epsilon=CLIP, beta=BETA, loss_type="bnpo", **common,
+    )  # fmt: skip
+    trainer = GRPOTrainer(
+        model, reward_funcs=reward, args=arguments, train_dataset=Dataset.from_list(prompts),
+        processing_class=tokenizer,
+    )  # fmt: skip
+    trainer.train()
+    trainer.save_model(str(work / "saved"))
+    tokenizer.save_pretrained(work / "saved")
+    return work / "saved"
+
+
+def user(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def score(grader: LastNumber, prompt: str, answer: str, expected: Any) -> float:
+    """The grade of one answer: the grader that our side trains with."""
+    thread = StringThread([("user", prompt)], metadata={"answer": expected}).assistant(answer)
+    return float(asyncio.run(grader.grade(thread)).value)
+
+
+# -- both ----------------------------------------------------------------------------------------------------------
+
+
+async def heldout_reward(folder: Path, work: Path) -> float:
+    """Mean reward of greedy answers to every held-out sum."""
+    provenance = Provenance(code_version="bench", config_digest="none", seed=0)
+    workspace = Workspace(
+        store=str(work / "evaluation"), engine=LocalEngineSpec(threads=1), run="evaluation", provenance=provenance
+    )
+
+    class Context:
+        pass
+
+    context = Context()
+    context.workspace = workspace  # type: ignore[attr-defined]
+    model = await Model(str(folder)).to_builder(context).spawn_inference("policy")  # type: ignore[arg-type]
+    greedy, grader = model.temperature(0.0).max_gen_len(NEW_TOKENS), LastNumber()
+    threads = [StringThread([("user", r["prompt"])], metadata=r["metadata"]) for r in rows("heldout")]
+    answers = await asyncio.gather(*(greedy.generate(thread) for thread in threads))
+    grades = [await grader.grade(answer) for answer in answers]
+    return statistics.mean(float(grade.value) for grade in grades)
+
+
+def one(side: str, plan: Plan) -> None:
+    """Prints the held-out reward and the CPU-seconds of training, as JSON, last line."""
+    with tempfile.TemporaryDirectory(prefix=f"ostinato-{side}-") as folder:
+        work = Path(folder)
+        trained = BASE if side == "base" else (train_ours if side == "ours" else train_trl)(plan, work)
+        spent = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        cpu = sum(usage.ru_utime + usage.ru_stime for usage in spent)
+        print(json.dumps({"reward": asyncio.run(heldout_reward(trained, work)), "cpu": cpu}))
+
+
+def measure(side: str, plan: Plan) -> dict[str, float]:
+    options = ["--side", side, "--seed", plan.seed, "--sft-steps", plan.sft_steps, "--steps", plan.steps]
+    command = [sys.executable, __file__, *map(str, options)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.strip().splitlines()[-1])  # type: ignore[no-any-return]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--sft-steps", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=12, help="of GRPO")
+    parser.add_argument("--side", choices=["base", "ours", "trl"], help=argparse.SUPPRESS)
+    parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.side:
+        return one(options.side, Plan(options.seed, options.sft_steps, options.steps))
+    before = measure("base", Plan(0, 0, 0))["reward"]
+    print(f"held-out reward before training {before:.3f}; {options.sft_steps} steps of SFT, {options.steps} of GRPO")
+    found: dict[str, list[float]] = {"ours": [], "trl": []}
+    for seed in range(options.seeds):
+        line = f"seed {seed}:"
+        for side, rewards in found.items():
+            measured = measure(side, Plan(seed, options.sft_steps, options.steps))
+            rewards.append(measured["reward"])
+            line += f"  {side} {measured['reward']:.3f} ({measured['cpu']:.0f} CPU-s)"
+        print(line, flush=True)
+    ours, trl = statistics.mean(found["ours"]), statistics.mean(found["trl"])
+    print(f"mean: ours {ours:.3f}, TRL {trl:.3f}")
+    if ours < trl:
+        sys.exit("our mean is below TRL's")
+
+
+if __name__ == "__main__":
+    main()

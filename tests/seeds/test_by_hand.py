@@ -1,0 +1,185 @@
+"""Hand-written GRPO learns, and a run of it that is cut off anywhere ends as one that was not."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from engine import connect as connecting
+from engine.handles import Model, TrainingModel
+from engine.local.engine import LocalEngine
+from engine.spec import EngineSpec
+from flows.recipe import RecipeContext
+from storage import keys
+from storage.chain import Chain, CommitRecord
+from storage.objects import open_store
+from tasks.batching import async_map
+from tasks.graders.base import BaseGrader
+from tests.chaos.proxy import proxied
+from tests.fixtures.engines import DETERMINISTIC
+from tests.fixtures.http_engine import running_server
+from tests.seeds.by_hand import ITERATIONS, MINI_BATCHES, PROMPTS, HandGRPO, recipe, reward
+from tests.spawning import own_engines
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = ITERATIONS * MINI_BATCHES
+PLACES = ["1:before_step_0", "1:after_step_0", "1:after_step_1"]
+
+
+class Cut(BaseException):
+    """The process is gone, as far as the recipe can tell."""
+
+
+@pytest.fixture(autouse=True)
+def engines() -> Iterator[None]:
+    with own_engines():
+        yield
+
+
+def dying_at(place: str) -> Callable[[str], None]:
+    def visit(here: str) -> None:
+        if here == place:
+            raise Cut(place)
+
+    return visit
+
+
+def nowhere(place: str) -> None: ...
+
+
+def opened(store: Path, engine: EngineSpec = DETERMINISTIC) -> RecipeContext:
+    connecting.connect.cache_clear()  # as another process
+    return RecipeContext.open("by-hand", store=str(store), engine=engine)
+
+
+def records(store: Path) -> list[CommitRecord]:
+    chain = Chain(open_store(store), "by-hand", "0-recipe", "policy")
+    return list(chain.records(0, chain.head().step))
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A run that nothing happened to."""
+
+    states: list[str]
+    digests: list[str | None]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Whole:
+    store = tmp_path_factory.mktemp("whole")
+    with own_engines():
+        asyncio.run(recipe(opened(store), str(tiny_folder), nowhere))
+    found = records(store)
+    assert len(found) == STEPS
+    return Whole([record.state for record in found], [record.weights_digest for record in found])
+
+
+async def test_the_listing_learns(tmp_path: Path, tiny_folder: Path) -> None:
+    """The plain loop: eight iterations over two prompts raise the mean reward of what the model draws."""
+    ctx = opened(tmp_path)
+    model: TrainingModel = await Model(str(tiny_folder)).to_builder(ctx, tokens_to_generate=6).spawn_train("policy")
+    algorithm = HandGRPO(model, BaseGrader.from_function("even", reward), group=8, lr=3e-3)
+    await algorithm.start()
+    first = await mean_reward(algorithm)
+    await algorithm.run(8)
+    assert (await model.policy()).step == 8 * MINI_BATCHES
+    last = await mean_reward(algorithm)
+    assert last > first + 0.1
+    assert algorithm.reference is not model and (await algorithm.reference.policy()).step == 0
+
+
+async def mean_reward(algorithm: HandGRPO) -> float:
+    seeded = algorithm.model.seed(5)
+    drawn = await async_map(seeded.generate, PROMPTS * 4)
+    return sum([await reward(thread) for thread in drawn]) / len(drawn)
+
+
+@pytest.mark.parametrize("place", PLACES)
+async def test_a_recipe_that_is_cut_off_ends_as_one_that_was_not(
+    tmp_path: Path, tiny_folder: Path, whole: Whole, place: str
+) -> None:
+    with pytest.raises(Cut):
+        await recipe(opened(tmp_path), str(tiny_folder), dying_at(place))
+    committed = records(tmp_path)
+    assert len(committed) == MINI_BATCHES + {"b": 0, "a": 1 + int(place[-1])}[place.partition(":")[2][0]]
+
+    passed: list[str] = []
+    await recipe(opened(tmp_path), str(tiny_folder), passed.append)
+    assert passed[0] == "1:before_step_0"  # the first iteration was not gone through again
+    found = records(tmp_path)
+    assert [record.attempt for record in found[: len(committed)]] == [record.attempt for record in committed]
+    assert [record.state for record in found] == whole.states
+    assert [record.weights_digest for record in found] == whole.digests
+
+    passed.clear()
+    await recipe(opened(tmp_path), str(tiny_folder), passed.append)
+    assert passed == [] and len(records(tmp_path)) == STEPS  # nothing is left to do
+
+
+async def test_the_reference_of_a_resumed_recipe_is_that_of_the_first_attempt(
+    tmp_path: Path, tiny_folder: Path
+) -> None:
+    with pytest.raises(Cut):
+        await recipe(opened(tmp_path), str(tiny_folder), dying_at("2:before_step_0"))
+    model = await Model(str(tiny_folder)).to_builder(opened(tmp_path)).spawn_train("policy")
+    frozen = await model.clone_inf()
+    assert (await frozen.policy()).step == 0
+    assert (await model.policy()).step == 0  # until the loop brings it to where it was
+
+
+async def test_a_loop_after_a_loop_begins_where_that_ended(tmp_path: Path, tiny_folder: Path) -> None:
+    async def two_loops(cut_at: int | None) -> list[tuple[int, int]]:
+        ctx, went = opened(tmp_path), []
+        model = await Model(str(tiny_folder)).to_builder(ctx).spawn_train("policy")
+        for loop in range(2):
+            async for step in ctx.steps(2):
+                model.train_language_modelling(await model.max_gen_len(3).generate(PROMPTS[0]))
+                if len(went) == cut_at:
+                    raise Cut
+                await model.optim_step(1e-4)
+                went.append((loop, step))
+        return went
+
+    with pytest.raises(Cut):
+        await two_loops(3)
+    assert await two_loops(None) == [(1, 1)]
+    assert len(records(tmp_path)) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", PLACES)
+def test_killed_for_real(tmp_path: Path, tiny_folder: Path, whole: Whole, place: str) -> None:
+    command = [sys.executable, "-m", "tests.seeds.by_hand", str(tmp_path), str(tiny_folder)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    killed = subprocess.run([*command, place], env=environment, cwd=ROOT, timeout=300, capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    again = subprocess.run(command, env=environment, cwd=ROOT, timeout=300, capture_output=True)
+    assert again.returncode == 0, again.stderr.decode()
+    assert [record.weights_digest for record in records(tmp_path)] == whole.digests
+
+
+@pytest.mark.slow
+async def test_every_answer_of_the_engine_may_be_lost_once(tmp_path: Path, tiny_folder: Path, whole: Whole) -> None:
+    """Over HTTP: each call is done at most once, and the chain is that of a line that loses nothing."""
+    url = f"file://{tmp_path}/store"
+    with running_server(LocalEngine(url, DETERMINISTIC)) as spec:
+        port = int(spec.url.rpartition(":")[2])
+        with proxied("engine", port) as line:
+            line.line.lose_each_once = True
+            through = spec.model_copy(update={"url": line.endpoint})
+            await recipe(opened(tmp_path / "store", through), str(tiny_folder), nowhere)
+        lost = {name for name, times in line.lost.items() if times}
+    found = records(tmp_path / "store")
+    assert [record.weights_digest for record in found] == whole.digests
+    assert any("steps" in name or "step" in name for name in lost), lost
+    batches = list(open_store(tmp_path / "store").list(keys.step_prefix("by-hand", "0-recipe", 0)))
+    assert sum(info.key.endswith(".json") for info in batches) == 1  # the batch of a step was committed once

@@ -20,6 +20,7 @@ from engine.spec import EngineSpec, LocalEngineSpec
 from flows.optimizer_config import LATER_OPTIMIZER, OptimizerConfig, SFTOptimizer
 from flows.reinforcement_config import BatchRules, Regularisation
 from flows.titles import training_title
+from flows.validation_config import EvaluationConfig
 from storage.chain import OldLogprobs
 from storage.errors import InvalidKey
 from storage.keys import validate_name
@@ -214,15 +215,6 @@ class CheckpointConfig(Frozen):
         return Retention(**self.model_dump(include=set(Retention.model_fields)))
 
 
-class EvaluationConfig(Frozen):
-    """The evaluation on held-out prompts before and after training."""
-
-    temperature: float = Field(0.0, ge=0)
-    """0 is greedy."""
-    samples_shown: int = Field(10, ge=0)
-    """Rollouts shown in the report, before and after."""
-
-
 class StorageConfig(Frozen):
     """Where artifacts are kept. In a deployment, the default stands for the deployment's store."""
 
@@ -311,12 +303,16 @@ class GRPOConfig(TrainingConfig):
 
     @model_validator(mode="after")
     def _endless_runs_are_constant(self) -> Self:
-        check_sampled_run(self.algorithm, self.optimizer, self.checkpoints, self.sampling)
+        check_sampled_run(self.algorithm, self.optimizer, self.checkpoints, self.sampling, self.evaluation)
         return self
 
 
 def check_sampled_run(
-    algorithm: GRPOAlgorithm, optimizer: OptimizerConfig, checkpoints: CheckpointConfig, sampling: SamplingParams
+    algorithm: GRPOAlgorithm,
+    optimizer: OptimizerConfig,
+    checkpoints: CheckpointConfig,
+    sampling: SamplingParams,
+    evaluation: EvaluationConfig,
 ) -> None:
     """A run without an end has nothing that depends on its progress, and completions of a group differ. Raises
     ValueError."""
@@ -332,6 +328,7 @@ def check_sampled_run(
             "a run without steps or epochs has no fractions; set checkpoints.frequency=null and, for named "
             "checkpoints, checkpoints.every_steps"
         )
+    evaluation.check_length("evaluation", endless=endless)
     if sampling.temperature == 0:
         raise ValueError("sampling.temperature=0 gives a group equal completions and no advantage; use e.g. 1.0")
 

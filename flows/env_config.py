@@ -86,7 +86,7 @@ class ENVGRPOConfig(TrainingConfig):
 
     @model_validator(mode="after")
     def _endless_runs_are_constant(self) -> Self:
-        check_sampled_run(self.algorithm, self.optimizer, self.checkpoints, self.sampling)
+        check_sampled_run(self.algorithm, self.optimizer, self.checkpoints, self.sampling, self.evaluation)
         return self
 
 

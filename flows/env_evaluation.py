@@ -19,7 +19,7 @@ from tasks.trajectories import EpisodePlan
 
 @dataclass(frozen=True)
 class HeldoutEpisodes(Heldout):
-    """The held-out prompts of a run in an environment, or none: one episode of each."""
+    """The held-out prompts of a run in an environment, or none: so many episodes of each."""
 
     episodes: EpisodeEvaluationPlan | None = None
 
@@ -35,12 +35,11 @@ class HeldoutEpisodes(Heldout):
             dataset=loaded.ref,
             index=0,
             rows=tuple(range(loaded.rows)),
-            completions=1,
+            completions=config.evaluation.samples_per_prompt,
             max_prompt_tokens=config.data.max_prompt_tokens,
             truncation=config.data.truncation,
         )
-        changes = {"temperature": config.evaluation.temperature, "top_p": 1.0, "top_k": 0}
-        sampling = SamplingParams.model_validate(config.sampling.model_dump() | changes)
+        sampling = SamplingParams.model_validate(config.sampling.model_dump() | config.evaluation.sampling)
         return cls(workspace, None, EpisodeEvaluationPlan(prompts=prompts, sampling=sampling, episodes=plan))
 
     async def evaluate(self, policy: PolicyRef) -> ArtifactRef | None:

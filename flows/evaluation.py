@@ -7,7 +7,9 @@ from typing import Any
 
 from engine.protocol import SamplingParams
 from engine.workspace import Workspace
+from flows.callbacks import Cadence, Callback, HeldoutEvaluation
 from flows.config import GRPOConfig
+from flows.validation_config import EvaluationConfig
 from storage.artifacts import ArtifactRef
 from storage.chain import PolicyRef
 from storage.tables import read_table
@@ -17,6 +19,7 @@ from tasks.gradings import Grading
 from tasks.load import load_prompts
 from tasks.rollouts import PromptShard
 from tasks.statistics import PairedDifference, paired_difference
+from tasks.validations import reward_by_prompt
 
 
 @dataclass(frozen=True)
@@ -36,17 +39,21 @@ class Heldout:
             dataset=loaded.ref,
             index=0,
             rows=tuple(range(loaded.rows)),
-            completions=1,
+            completions=config.evaluation.samples_per_prompt,
             max_prompt_tokens=config.data.max_prompt_tokens,
             truncation=config.data.truncation,
         )
-        changes = {"temperature": config.evaluation.temperature, "top_p": 1.0, "top_k": 0}
-        sampling = SamplingParams.model_validate(config.sampling.model_dump() | changes)
+        sampling = SamplingParams.model_validate(config.sampling.model_dump() | config.evaluation.sampling)
         return cls(workspace, EvaluationPlan(prompts=prompts, sampling=sampling, grading=grading))
 
     async def evaluate(self, policy: PolicyRef) -> ArtifactRef | None:
         """The evaluation of a policy; None when the run has no held-out prompts."""
         return None if self.plan is None else await evaluate_policy(self.workspace, policy, self.plan)
+
+    def callbacks(self, config: EvaluationConfig) -> list[Callback]:
+        """The evaluations on the way; those before and after are the flow's."""
+        cadence = Cadence.between(config)
+        return [HeldoutEvaluation(self.evaluate, cadence)] if cadence else []
 
     def compare(self, before: ArtifactRef | None, after: ArtifactRef | None) -> PairedDifference | None:
         """Rewards of the prompts that were graded both times, paired."""
@@ -63,5 +70,4 @@ class Heldout:
         return {"heldout": None if difference is None else difference.model_dump()}
 
     def _rewards(self, ref: ArtifactRef) -> dict[str, float | None]:
-        table = read_table(self.workspace.open_store(), ref, ["prompt_id", "reward"])
-        return dict(zip(table["prompt_id"].to_pylist(), table["reward"].to_pylist(), strict=True))
+        return reward_by_prompt(read_table(self.workspace.open_store(), ref, ["prompt_id", "reward"]).to_pylist())

@@ -9,6 +9,7 @@ logprobs are recomputed by the trainer, so that a sampler in another precision c
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from prefect import flow
@@ -17,6 +18,7 @@ from pydantic import JsonValue
 from engine.handles import Model, TrainingModel
 from engine.losses.spec import CISPOSpec, GRPOSpec, GSPOSpec, KLEstimator, LossNorm
 from engine.text.threads import StringThread
+from flows.callbacks import Callback
 from flows.checkpoints import CheckpointSchedule, Uploads
 from flows.collect import Collector, Lookahead, PromptBatch, Refill, RefillEnd
 from flows.config import GRPOConfig
@@ -112,6 +114,7 @@ class GRPO:
         max_refill_rounds: int = 4,
         refill_end: RefillEnd = "short",
         max_staleness: int = 0,
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         _check_sizes(self.length, max_num_grpo_steps, epochs, samples_per_batch, completions_per_sample)
         self.dataset, self.model = dataset, model
@@ -141,6 +144,7 @@ class GRPO:
         self.minibatches = MinibatchPlan(size=size, epochs=mini_epochs_per_batch)
         self.optimizer = adamw(weight_decay, max_grad_norm, betas, eps)
         self.nan_policy: NanPolicy = "skip" if skip_nan_gradients else "fail"
+        self.callbacks = list(callbacks)
         self._start: PolicyRef | None = None
         self._check_endless()
 
@@ -180,6 +184,7 @@ class GRPO:
         ):
             if due := self.checkpoints.missed(policy.step, total_steps, model=self.model.name):
                 await uploads.start(policy, name=due.named)
+            await journal.call(self.callbacks)
             for step in steps(policy.step, total_steps):
                 found = await rollouts.collected(policy)
                 kl_beta = self.kl.next(journal.last, samples=self.samples_per_batch)
@@ -202,6 +207,7 @@ class GRPO:
                 policy = await take_gradient_step(workspace, request, step=step)
                 self.model.stand_at(policy)
                 journal.record(policy, found.rollouts, found.graded)
+                await journal.call(self.callbacks, found.rollouts, found.graded)
                 if due := self.checkpoints.due(step, total_steps, model=self.model.name):
                     await uploads.start(policy, name=due.named)
             await uploads.start(policy)
@@ -282,6 +288,7 @@ class GRPO:
             overlong=Overlong(limit=limit, buffer=buffer, penalty=penalty) if buffer else None,
             mask_truncated=self.mask_truncated,
             drop_equal_groups=self.refill is not None,
+            max_staleness=self.max_staleness,
         )
 
 
@@ -359,7 +366,9 @@ async def train_on_rewards(config: GRPOConfig, session: RunSession, trainer: GRP
     """Evaluates, trains, evaluates, publishes and reports: what the flows of all classes on graded completions do."""
     workspace = session.workspace
     heldout = Heldout.load(workspace, config, session.base, trainer.grading)
-    before = await heldout.evaluate(await trainer.open())
+    trainer.callbacks += heldout.callbacks(config.evaluation)
+    start = await trainer.open()
+    before = await heldout.evaluate(start) if config.evaluation.before else None
     policy = await trainer.run()
     after = await heldout.evaluate(policy)
     published = await publish_model(workspace, policy, config.model.publish_as or default_model_name(session.run))

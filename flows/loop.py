@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any, Self
 
 from engine.handles import TrainingModel
+from flows.callbacks import Callback, Moment
 from flows.progress import TerminalProgress
 from flows.run_page import RunPage
 from flows.watch import RunWatch
@@ -18,6 +19,7 @@ from tasks.clock import StepClock
 from tasks.datasets.order import DataCursor
 from tasks.schedules import Schedule
 from tasks.step_metrics import measure_step, write_metrics
+from tasks.validations import Validation, validation_of
 
 
 class Journal:
@@ -37,6 +39,7 @@ class Journal:
         self.clock = StepClock()
         self.watch = RunWatch(policy.run, step=policy.step)
         self.page = RunPage(self.store, policy, total_steps=total_steps, engine=model.workspace.engine)
+        self.model = model
 
     def cursor(self) -> DataCursor:
         """Where the data stands after the last committed step."""
@@ -63,6 +66,28 @@ class Journal:
         self.logger.step(metrics)
         self.page.stepped(metrics, rollouts, graded)
         self.watch.stepped(policy.step - 1)
+
+    async def call(
+        self, callbacks: Sequence[Callback], rollouts: list[ArtifactRef] | None = None,
+        graded: list[ArtifactRef] | None = None,
+    ) -> None:  # fmt: skip
+        """Those of the callbacks that are due at the policy where the loop stands, also of a step that was committed
+        before a crash: each is done once, whoever asks. Their time is no step's."""
+        policy = await self.model.policy()
+        moment = Moment(self.model, policy, self.total_steps, tuple(rollouts or ()), tuple(graded or ()))
+        due = [one for one in callbacks if one.cadence.due(policy.step, self.total_steps)]
+        for callback in due:
+            found = await callback.at(moment)
+            said = None if found is None else validation_of(self.store, found)
+            if said is not None:
+                self._validated(said)
+        if due:
+            self.clock.lap()
+
+    def _validated(self, validation: Validation) -> None:
+        figures = "  ".join(f"{measure} {value:.4f}" for measure, value in validation.measures.items())
+        self.logger.note(f"{validation.name} after {validation.step} steps: {figures or 'nothing'}")
+        self.page.validated(validation)
 
     async def __aenter__(self) -> Self:
         self.watch.__enter__()

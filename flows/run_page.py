@@ -35,6 +35,7 @@ from storage.objects import ObjectStore
 from tasks.metrics import StepMetrics
 from tasks.run_page import run_markdown, sample_rows, thinned
 from tasks.step_metrics import read_metrics
+from tasks.validations import Validation, read_validations
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +77,7 @@ class RunPage:
         self._started, self._first = clock(), policy.step
         self._lock = threading.Lock()
         self._steps: list[StepMetrics] = []
+        self._validations: list[Validation] = []
         self._samples: tuple[int, ArtifactRef, ArtifactRef] | None = None
         self._changed, self._stop = threading.Event(), threading.Event()
         self._away = False
@@ -94,16 +96,22 @@ class RunPage:
                 self._samples = (metrics.step, rollouts[0], graded[0])
         self._changed.set()
 
+    def validated(self, validation: Validation) -> None:
+        """Something was measured on held-out rows. Returns at once."""
+        with self._lock:
+            self._validations.append(validation)
+        self._changed.set()
+
     def update(self) -> None:
         """Shows how the run stands."""
         with self._lock:
-            steps, samples = list(self._steps), self._samples
+            steps, samples, validations = list(self._steps), self._samples, list(self._validations)
         if not steps or self._page is None:
             return
         done, headline = steps[-1].step + 1, self._headline(steps[-1])
         if self._total:
             self._page.show("progress", self._key("progress"), 100.0 * done / self._total, headline)
-        page = run_markdown(self._policy.run, steps, headline=headline, links=self._links)
+        page = run_markdown(self._policy.run, steps, validations, headline=headline, links=self._links)
         self._page.show("markdown", self._key("training"), page, headline)
         if samples:
             step, rollouts, graded = samples
@@ -127,8 +135,11 @@ class RunPage:
         earlier: list[StepMetrics] = []
         policy = self._policy
         self._try(lambda: earlier.extend(read_metrics(self._store, policy.run, policy.stage, steps=policy.step)))
+        measured: list[Validation] = []
+        self._try(lambda: measured.extend(read_validations(self._store, policy.run, policy.stage, steps=policy.step)))
         with self._lock:
             self._steps = thinned([*earlier, *self._steps], STEPS_KEPT)
+            self._validations = [*measured, *self._validations]
 
     def _try(self, act: Callable[[], None]) -> None:
         """The boundary: whatever a page fails of is said once, and the run goes on."""

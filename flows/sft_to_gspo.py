@@ -44,7 +44,9 @@ async def sft_to_gspo(config: SFTToGSPOConfig) -> dict[str, Any]:
         workspace = session.workspace
         first, second = await _stages(config, session, logger)
         heldout = Heldout.load(workspace, config.second, session.base, second.grading)
-        before = await heldout.evaluate(await first.open())
+        second.callbacks += heldout.callbacks(config.evaluation)
+        start = await first.open()
+        before = await heldout.evaluate(start) if config.evaluation.before else None
         await first.run()
         between = await heldout.evaluate(await second.open())
         policy = await second.run()

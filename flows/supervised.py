@@ -4,10 +4,12 @@ says what a batch of rows is, and which loss is minimised.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from engine.handles import Model, TrainingModel
 from engine.losses.spec import LossSpec
+from flows.callbacks import Callback
 from flows.checkpoints import CheckpointSchedule, Uploads
 from flows.config import TrainingConfig
 from flows.loop import Journal, adamw, optimizer_at, steps
@@ -50,6 +52,7 @@ class Supervised:
         checkpoint_every_steps: int | None = None,
         checkpoints: CheckpointSchedule | None = None,
         data_seed: int = 42,
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         if epochs is not None and max_steps is not None:
             raise ValueError(f"both epochs={epochs} and max_steps={max_steps} were given; give one of them")
@@ -61,6 +64,7 @@ class Supervised:
         self.nan_policy: NanPolicy = "skip" if skip_nan_gradients else "fail"
         self.checkpoints = checkpoints or CheckpointSchedule.every(checkpoint_frequency, checkpoint_every_steps)
         self.data_seed = data_seed
+        self.callbacks = list(callbacks)
         self._start: PolicyRef | None = None
 
     async def open(self) -> PolicyRef:
@@ -84,6 +88,7 @@ class Supervised:
             cursor = journal.cursor()
             if due := self.checkpoints.missed(policy.step, total_steps, model=self.model.name):
                 await uploads.start(policy, name=due.named)
+            await journal.call(self.callbacks)
             for step in steps(policy.step, total_steps):
                 rows, cursor_out = take(cursor, size, rows=data.rows, seed=self.data_seed)
                 batch = await self._prepare(policy, data.ref, rows, step)
@@ -100,6 +105,7 @@ class Supervised:
                 policy, cursor = await take_gradient_step(workspace, request, step=step), cursor_out
                 self.model.stand_at(policy)
                 journal.record(policy)
+                await journal.call(self.callbacks)
                 if due := self.checkpoints.due(step, total_steps, model=self.model.name):
                     await uploads.start(policy, name=due.named)
             await uploads.start(policy)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.verl_convert_engine import ENGINE_CONVERSIONS
+from flows.verl_convert_validation import VALIDATION_CONVERSIONS
 from flows.verl_read import Verl
 from flows.verl_values import ACTOR, ROLLOUT, Conversion, Near, Nothing, Paths, Refused, flow_of, local_path
 
@@ -299,15 +300,7 @@ def _overlong_part(verl: Verl, key: str, value: Any) -> Any:
     return value
 
 
-# -- evaluation and rewards ------------------------------------------------------------------------------------
-
-
-def _greedy_or_value(verl: Verl, key: str, value: Any) -> Any:
-    return value if verl.get(ROLLOUT + "val_kwargs.do_sample") else Nothing("val_kwargs.do_sample is false: greedy")
-
-
-def _do_sample_validation(verl: Verl, key: str, value: Any) -> Any:
-    return Nothing("val_kwargs.temperature says how") if value else 0.0
+# -- rewards ------------------------------------------------------------------------------------
 
 
 def _reward_file(verl: Verl, key: str, value: Any) -> Any:
@@ -375,19 +368,19 @@ def _names(verl: Verl, key: str, value: Any) -> Any:
 
 
 CONVERSIONS: dict[str, Conversion] = {
-    **ENGINE_CONVERSIONS,
+    **ENGINE_CONVERSIONS, **VALIDATION_CONVERSIONS,
     "bypass": _bypass, "clip": _clip, "clip_high": _clip_high, "clip_low": _clip_low, "completions": _completions,
     "conversation_length": _conversation_length, "conversations": _conversations,
-    "do_sample_validation": _do_sample_validation, "drop_overlong": _drop_overlong, "dynamic_batch": _dynamic_batch,
+    "drop_overlong": _drop_overlong, "dynamic_batch": _dynamic_batch,
     "estimator": _estimator, "evaluation_metadata": _evaluation_metadata, "files": _files,
-    "filter_metric": _filter_metric, "greedy_or_value": _greedy_or_value, "importance": _importance,
-    "importance_cap": _importance_cap, "kl_controller": _kl_controller, "kl_estimator": _kl_estimator,
-    "kl_in_reward": _kl_in_reward, "kl_loss": _kl_loss, "limit": _limit, "loss_mode": _loss_mode,
-    "loss_norm": _loss_norm, "loss_scale": _loss_scale, "metadata_columns": _metadata_columns,
-    "micro_batch": _micro_batch, "model": _model, "multiturn": _multiturn, "names": _names, "only_true": _only_true,
-    "overlong": _overlong, "overlong_part": _overlong_part, "positive": _positive, "prompt_column": _prompt_column,
-    "refill_rounds": _refill_rounds, "reward_file": _reward_file, "reward_model": _reward_model,
-    "reward_model_switch": _reward_model_switch, "reward_name": _reward_name, "scale_by_std": _scale_by_std,
-    "truncation": _truncation, "unless_multiturn": _unless_multiturn, "when_set": _when_set,
+    "filter_metric": _filter_metric, "importance": _importance, "importance_cap": _importance_cap,
+    "kl_controller": _kl_controller, "kl_estimator": _kl_estimator, "kl_in_reward": _kl_in_reward,
+    "kl_loss": _kl_loss, "limit": _limit, "loss_mode": _loss_mode, "loss_norm": _loss_norm, "loss_scale": _loss_scale,
+    "metadata_columns": _metadata_columns, "micro_batch": _micro_batch, "model": _model, "multiturn": _multiturn,
+    "names": _names, "only_true": _only_true, "overlong": _overlong, "overlong_part": _overlong_part,
+    "positive": _positive, "prompt_column": _prompt_column, "refill_rounds": _refill_rounds,
+    "reward_file": _reward_file, "reward_model": _reward_model, "reward_model_switch": _reward_model_switch,
+    "reward_name": _reward_name, "scale_by_std": _scale_by_std, "truncation": _truncation,
+    "unless_multiturn": _unless_multiturn, "when_set": _when_set,
 }  # fmt: skip
 """By the names of verl_keys.toml."""

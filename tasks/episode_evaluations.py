@@ -20,6 +20,7 @@ from tasks.clock import timed
 from tasks.environments.episodes import Episode
 from tasks.rollouts import PromptShard
 from tasks.trajectories import EpisodePlan, play
+from tasks.validations import mean_reward, measured
 
 PATIENCE = {"reaction_seconds", "concurrency", "max_masked_fraction"}
 
@@ -37,7 +38,7 @@ class EpisodeEvaluationPlan(Frozen):
 
 
 async def evaluate_episodes(workspace: Workspace, policy: PolicyRef, plan: EpisodeEvaluationPlan) -> ArtifactRef:
-    """The committed `evaluation` table of a policy: one episode per prompt, its grades together are the reward."""
+    """The committed `evaluation` table of a policy: a row per episode, whose grades together are its reward."""
     store = workspace.open_store()
     key = keys.evaluation(policy.run, policy.stage, plan.name(policy))
     found = find_artifact(store, key)
@@ -55,6 +56,7 @@ async def evaluate_episodes(workspace: Workspace, policy: PolicyRef, plan: Episo
             kind="evaluation",
             parents=(policy.uri, shard.dataset.uri),
             provenance=workspace.provenance,
+            extra=measured("held-out", {"reward": mean_reward(rows)}),
         )
 
 

@@ -15,6 +15,7 @@ from storage.tables import SCHEMAS, commit_table, shared_rows
 from tasks.clock import timed
 from tasks.gradings import Grading, check_masked, grade_texts
 from tasks.rollouts import PromptShard, prompt_limit, render_prompts, rollout_table
+from tasks.validations import mean_reward, measured
 
 
 class EvaluationPlan(Frozen):
@@ -23,13 +24,15 @@ class EvaluationPlan(Frozen):
     prompts: PromptShard
     sampling: SamplingParams
     grading: Grading
+    label: str = "held-out"
+    """What a person calls it; decides nothing."""
 
     def name(self, policy: PolicyRef) -> str:
-        return f"{policy.step:06d}-{digest(canonical_json(self.model_dump(mode='json')))[:12]}"
+        return f"{policy.step:06d}-{digest(canonical_json(self.model_dump(mode='json', exclude={'label'})))[:12]}"
 
 
 async def evaluate(workspace: Workspace, policy: PolicyRef, plan: EvaluationPlan) -> ArtifactRef:
-    """The committed `evaluation` table of a policy: one completion and one grade per prompt."""
+    """The committed `evaluation` table of a policy: a row per completion, with its grade."""
     store = workspace.open_store()
     key = keys.evaluation(policy.run, policy.stage, plan.name(policy))
     found = find_artifact(store, key)
@@ -38,8 +41,9 @@ async def evaluate(workspace: Workspace, policy: PolicyRef, plan: EvaluationPlan
     shard = plan.prompts
     rows = shared_rows(store, shard.dataset, shard.rows)
     renderer, limit = renderer_of(store, shard.base), prompt_limit(store, shard, plan.sampling)
-    jobs = [(row, ids, 0) for row, ids in render_prompts(renderer, rows, limit, shard.truncation)]
-    seeds = [workspace.seed_for("evaluation", row["id"]) for row, _, _ in jobs]
+    prompts = render_prompts(renderer, rows, limit, shard.truncation)
+    jobs = [(row, ids, number) for row, ids in prompts for number in range(shard.completions)]
+    seeds = [workspace.seed_for("evaluation", row["id"], *([number] if number else [])) for row, _, number in jobs]
     with timed("rollout"):
         request = GenerateRequest(policy, [ids for _, ids, _ in jobs], seeds, plan.sampling)
         completions = await workspace.connect().generate(request, epoch=workspace.epoch)
@@ -48,19 +52,17 @@ async def evaluate(workspace: Workspace, policy: PolicyRef, plan: EvaluationPlan
         outcomes = await grade_texts(rollouts, plan.grading, workspace)
     check_masked(outcomes, plan.grading, where=key)
     columns = ("prompt_index", "prompt_id", "text", "thread")
-    table = pa.Table.from_pylist(
-        [
-            {name: row[name] for name in columns} | {"reward": outcome.reward, "status": outcome.status}
-            for row, outcome in zip(rollouts, outcomes, strict=True)
-        ],
-        schema=SCHEMAS["evaluation"],
-    )
+    graded = [
+        {name: row[name] for name in columns} | {"reward": outcome.reward, "status": outcome.status}
+        for row, outcome in zip(rollouts, outcomes, strict=True)
+    ]
     with timed("storage"):
         return commit_table(
             store,
             key,
-            table,
+            pa.Table.from_pylist(graded, schema=SCHEMAS["evaluation"]),
             kind="evaluation",
             parents=(policy.uri, shard.dataset.uri),
             provenance=workspace.provenance,
+            extra=measured(plan.label, {"reward": mean_reward(graded)}),
         )

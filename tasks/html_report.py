@@ -17,6 +17,7 @@ from storage.models import Frozen
 from tasks.metrics import EvaluationSummary, SampleRollout, StepMetrics
 from tasks.plots import Interval, curve_svg, intervals_svg, time_split_svg
 from tasks.statistics import PairedDifference, paired_difference
+from tasks.validations import Validation, curves
 
 TEXT_SHOWN = 4000
 """Characters of a prompt or completion; what is cut is said."""
@@ -32,6 +33,8 @@ class ReportData(Frozen):
     run: str
     """The run's key."""
     steps: tuple[StepMetrics, ...] = ()
+    validations: tuple[Validation, ...] = ()
+    """What was measured on held-out rows on the way."""
     before: tuple[EvaluationSummary, ...] = ()
     """Held-out evaluations of the starting policy."""
     after: tuple[EvaluationSummary, ...] = ()
@@ -70,7 +73,7 @@ def render_report(data: ReportData) -> str:
     return template.render(
         data=data,
         tiles=_tiles(data, comparisons),
-        charts=_charts(data.steps),
+        charts=[*_validation_charts(data.validations), *_charts(data.steps)],
         time_split=_time_split(data.steps),
         intervals=_intervals(data),
         comparisons=comparisons,
@@ -87,6 +90,17 @@ def shown(text: str, limit: int = TEXT_SHOWN) -> str:
     if cut > 0:
         text = f"{text[:limit]} … ({cut:,} more characters)"
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+def _validation_charts(validations: Sequence[Validation]) -> list[Chart]:
+    """A curve per measure, from the policy that the run began with, at 0, on; of one measurement there is none."""
+    charts = []
+    for title, points in curves(validations).items():
+        if len(points) > 1:
+            steps, values = [step - 1 for step, _ in points], [value for _, value in points]
+            svg = curve_svg(steps, values, label=f"{title} by step")
+            charts.append(Chart(title.capitalize(), "", Markup(svg)))
+    return charts
 
 
 def _charts(steps: Sequence[StepMetrics]) -> list[Chart]:

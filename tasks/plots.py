@@ -87,6 +87,8 @@ class Panel(NamedTuple):
     title: str
     values: Sequence[float | None]
     spread: Sequence[float | None] | None = None
+    steps: Sequence[int] | None = None
+    """Where it has values of its own steps."""
 
 
 def curves_png(steps: Sequence[int], panels: Sequence[Panel], *, resumed: Sequence[int] = ()) -> bytes:
@@ -98,7 +100,7 @@ def curves_png(steps: Sequence[int], panels: Sequence[Panel], *, resumed: Sequen
             axes = figure.add_subplot(rows, 2, place)
             _plain_frame(axes)
             axes.set_title(_verbatim(panel.title), loc="left", fontsize=9.5, color=INK)
-            _curve(axes, steps, panel.values, panel.spread, resumed)
+            _curve(axes, steps if panel.steps is None else panel.steps, panel.values, panel.spread, resumed)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", dpi=100, metadata={"Software": None})
     return buffer.getvalue()

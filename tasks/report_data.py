@@ -14,6 +14,7 @@ from storage.tables import read_table
 from tasks.html_report import ReportData
 from tasks.metrics import EvaluationSummary, SampleRollout, summarise_evaluation
 from tasks.step_metrics import read_metrics
+from tasks.validations import read_validations, reward_by_prompt
 
 
 def collect_report(
@@ -31,6 +32,7 @@ def collect_report(
         title=f"{policy.stage.partition('-')[2].replace('_', ' ').upper()} of {policy.model}",
         run=policy.run,
         steps=tuple(read_metrics(store, policy.run, policy.stage, steps=policy.step)),
+        validations=tuple(read_validations(store, policy.run, policy.stage, steps=policy.step)),
         before=_summaries(store, before),
         after=_summaries(store, after),
         samples_before=_samples(store, before, samples_shown),
@@ -54,7 +56,8 @@ def _numerics(store: ObjectStore, policy: PolicyRef) -> dict[str, Any]:
 def _summaries(store: ObjectStore, ref: ArtifactRef | None) -> tuple[EvaluationSummary, ...]:
     if ref is None:
         return ()
-    rewards = read_table(store, ref, ["reward"])["reward"].to_pylist()
+    rows = read_table(store, ref, ["prompt_index", "reward"]).to_pylist()
+    rewards = list(reward_by_prompt(rows, "prompt_index").values())
     # an evaluation without a single grade has no mean; its table and the masked count still tell
     return (summarise_evaluation("held-out reward", rewards),) if any(r is not None for r in rewards) else ()
 

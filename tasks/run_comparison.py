@@ -31,6 +31,7 @@ from tasks.metrics import StepMetrics
 from tasks.plots import Series, curves_svg, series_style
 from tasks.statistics import Mean, PairedDifference, mean_interval, paired_difference
 from tasks.step_metrics import read_metrics
+from tasks.validations import reward_by_prompt
 
 TEMPLATE = Path(__file__).with_name("comparison.html.j2")
 _EVALUATION = re.compile(r"(\d{6,})-([0-9a-f]{12})")
@@ -147,7 +148,8 @@ def _evaluation(store: ObjectStore, run: str, stage: str, step: int) -> tuple[st
         if ref is None or ref.kind != "evaluation":
             continue
         rows = read_table(store, ref, ["prompt_id", "reward"]).to_pylist()
-        return named[2], {row["prompt_id"]: row["reward"] for row in rows if row["reward"] is not None}
+        rewards = reward_by_prompt(rows)
+        return named[2], {prompt: reward for prompt, reward in rewards.items() if reward is not None}
     return None, {}
 
 

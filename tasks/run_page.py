@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from engine.text.threads import StringThread
@@ -18,6 +19,7 @@ from storage.tables import read_table
 from tasks.html_report import shown
 from tasks.metrics import ACTIVITIES, StepMetrics
 from tasks.plots import Panel, curves_png
+from tasks.validations import Validation, curves
 
 CURVE_POINTS = 1000
 SAMPLES_SHOWN = 8
@@ -26,23 +28,36 @@ TEXT_SHOWN = 600
 """Characters of a completion, or of a grader's reason."""
 
 
-def run_markdown(run: str, steps: Sequence[StepMetrics], *, headline: str, links: Mapping[str, str]) -> str:
+def run_markdown(
+    run: str,
+    steps: Sequence[StepMetrics],
+    validations: Sequence[Validation] = (),
+    *,
+    headline: str,
+    links: Mapping[str, str],
+) -> str:
     """The page of a run after `steps`, 1 or more in order. `headline`: one line on how far it is; `links`: caption ->
     url or path."""
-    picture = f"![{', '.join(_measures(steps))}]({curves_uri(steps)})"
-    parts = [f"### Run `{run}`", headline, picture, _figures(steps), _time_table(steps)]
+    heldout = curves(validations)
+    picture = f"![{', '.join([*heldout, *_measures(steps)])}]({curves_uri(steps, heldout)})"
+    parts = [f"### Run `{run}`", headline, picture, _figures(steps, heldout), _time_table(steps)]
     shown = [f"- {caption}: {_link(where)}" for caption, where in links.items()]
     if shown:
         parts.append("\n".join(shown))
     return "\n\n".join(parts) + "\n"
 
 
-def curves_uri(steps: Sequence[StepMetrics]) -> str:
+def curves_uri(
+    steps: Sequence[StepMetrics], heldout: Mapping[str, Sequence[tuple[int, float]]] = MappingProxyType({})
+) -> str:
     """The curves as a `data:` URI: Prefect's page needs no other server to show it, and no internet."""
     drawn = thinned(steps, CURVE_POINTS)
     measures = _measures(drawn)
     spread = [step.reward_std for step in drawn]
     panels = [
+        Panel(name, [value for _, value in points], steps=[step - 1 for step, _ in points])
+        for name, points in heldout.items()
+    ] + [
         Panel(name, values, spread if name == "reward" and any(spread) else None) for name, values in measures.items()
     ]
     png = curves_png([step.step for step in drawn], panels, resumed=[step.step for step in drawn if step.resumed])
@@ -118,10 +133,11 @@ def _measures(steps: Sequence[StepMetrics]) -> dict[str, list[float | None]]:
     return {name: values for name, values in measures.items() if any(value is not None for value in values)}
 
 
-def _figures(steps: Sequence[StepMetrics]) -> str:
+def _figures(steps: Sequence[StepMetrics], heldout: Mapping[str, Sequence[tuple[int, float]]]) -> str:
     """First, last, lowest and highest of each curve."""
     lines = ["| | first | last | lowest | highest |", "|:--|--:|--:|--:|--:|"]
-    for name, values in _measures(steps).items():
+    measured: dict[str, list[float | None]] = {name: [value for _, value in at] for name, at in heldout.items()}
+    for name, values in (measured | _measures(steps)).items():
         known = [value for value in values if value is not None and math.isfinite(value)]
         if known:
             cells = [f"{value:.4g}" for value in (known[0], known[-1], min(known), max(known))]

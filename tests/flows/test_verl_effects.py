@@ -13,6 +13,7 @@ A, R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 M = "actor_rollout_ref.model."
 KL_IN_REWARD = ["algorithm.use_kl_in_reward=true"]
 CRITIC = ["algorithm.adv_estimator=gae", "critic.model.path=models/critic"]
+DRAWN = [R + "val_kwargs.do_sample=true", R + "val_kwargs.temperature=0.6"]
 BUFFERS = [
     "reward.reward_kwargs.overlong_buffer_cfg", "reward_model.reward_kwargs.overlong_buffer_cfg",
     "reward_model.overlong_buffer",
@@ -78,6 +79,11 @@ PPO: dict[str, tuple[str, list[str]]] = {
     R + "max_model_len": ("4096", []),
     R + "max_num_seqs": ("64", []),
     R + "val_kwargs.temperature": ("0.6", [R + "val_kwargs.do_sample=true"]),
+    R + "val_kwargs.top_p": ("0.8", DRAWN),
+    R + "val_kwargs.top_k": ("20", DRAWN),
+    R + "val_kwargs.n": ("4", DRAWN),
+    "trainer.test_freq": ("5", ["data.val_files=val.parquet"]),
+    "trainer.val_before_train": ("false", ["data.val_files=val.parquet"]),
     R + "val_kwargs.do_sample": ("true", [R + "val_kwargs.temperature=0.6"]),
     "algorithm.adv_estimator": ("rloo", []),
     "algorithm.norm_adv_by_std_in_grpo": ("false", []),

@@ -1,0 +1,101 @@
+"""What a training class does besides training: at its beginning, at every so much of the run, at its end.
+
+    await GRPO(..., callbacks=[ValidationLoss(rows, every=0.1)]).run()
+
+A callback commits an artifact under a key that names the policy: after a crash it is done, or done once more for
+the same result; it never changes what the run learns. Cadences by fraction are computed on integers: 0.2 of 10 steps is
+after 2, 4, 6, 8 and 10.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Protocol, Self
+
+from engine.handles import TrainingModel
+from flows.validation_config import Every
+from storage.artifacts import ArtifactRef
+from storage.chain import PolicyRef
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """When: at every fraction of the run, or every so many steps, and at its beginning and its end."""
+
+    every: float | None = None
+    every_steps: int | None = None
+    at_start: bool = True
+    at_end: bool = True
+
+    def __post_init__(self) -> None:
+        if self.every is not None and self.every_steps is not None:
+            raise ValueError(f"both every={self.every} and every_steps={self.every_steps} were given; give one of them")
+        if self.every is not None and not 0 < self.every <= 1:
+            raise ValueError(f"every={self.every}, expected a share of the run above 0, at most 1")
+        if self.every_steps is not None and self.every_steps < 1:
+            raise ValueError(f"every_steps={self.every_steps}, expected 1 or more")
+
+    @classmethod
+    def between(cls, config: Every) -> Self | None:
+        """On the way only; None where the config asks for nothing there."""
+        if config.every is None and config.every_steps is None:
+            return None
+        return cls(config.every, config.every_steps, at_start=False, at_end=False)
+
+    @classmethod
+    def of(cls, config: Every) -> Self:
+        return cls(config.every, config.every_steps, at_start=config.before)
+
+    def due(self, steps_done: int, total_steps: int | None) -> bool:
+        """Whether now, after so many steps. Raises ValueError for a fraction of a run without an end."""
+        if self.every is not None and total_steps is None:
+            raise ValueError(
+                f"every={self.every} is a share of the run, and this one has no end; give every_steps, or a length"
+            )
+        if steps_done == 0:
+            return self.at_start
+        if steps_done == total_steps:
+            return self.at_end
+        if self.every_steps is not None:
+            return steps_done % self.every_steps == 0
+        if self.every is None or total_steps is None:
+            return False
+        share = Fraction(str(self.every)) * total_steps
+        return int(steps_done / share) > int((steps_done - 1) / share)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Where the run stands when a callback is called."""
+
+    model: TrainingModel
+    policy: PolicyRef
+    """After the last committed step."""
+    total_steps: int | None
+    rollouts: tuple[ArtifactRef, ...] = ()
+    """Of the last step; empty at the beginning, where nothing is sampled, and after a resume."""
+    graded: tuple[ArtifactRef, ...] = ()
+
+
+class Callback(Protocol):
+    """What the training classes take."""
+
+    @property
+    def cadence(self) -> Cadence: ...
+
+    async def at(self, moment: Moment) -> ArtifactRef | None:
+        """The artifact it committed, if it did. What its manifest says was measured is shown and drawn."""
+        ...
+
+
+@dataclass(frozen=True)
+class HeldoutEvaluation:
+    """Evaluates the policy: `evaluate` answers with the committed table of a policy, however often it is asked."""
+
+    evaluate: Callable[[PolicyRef], Awaitable[ArtifactRef | None]]
+    cadence: Cadence
+
+    async def at(self, moment: Moment) -> ArtifactRef | None:
+        return await self.evaluate(moment.policy)

@@ -1,0 +1,30 @@
+"""Conversions of verl's values into ours: validation on held-out rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flows.verl_read import Verl
+from flows.verl_values import ROLLOUT, Conversion, Nothing
+
+
+def _greedy_or_value(verl: Verl, key: str, value: Any) -> Any:
+    return value if verl.get(ROLLOUT + "val_kwargs.do_sample") else Nothing("val_kwargs.do_sample is false: greedy")
+
+
+def _do_sample_validation(verl: Verl, key: str, value: Any) -> Any:
+    return Nothing("val_kwargs.temperature says how") if value else 0.0
+
+
+def _drawn_validation(verl: Verl, key: str, value: Any) -> Any:
+    if not verl.get(ROLLOUT + "val_kwargs.do_sample"):
+        return Nothing("val_kwargs.do_sample is false: greedy")
+    if key.endswith(".n") and value > 1 and verl.get(ROLLOUT + "val_kwargs.temperature") == 0:
+        return Nothing("at temperature 0 they would be copies of one completion")
+    return max(0, value) if key.endswith(".top_k") else value
+
+
+VALIDATION_CONVERSIONS: dict[str, Conversion] = {
+    "do_sample_validation": _do_sample_validation, "drawn_validation": _drawn_validation,
+    "greedy_or_value": _greedy_or_value,
+}  # fmt: skip

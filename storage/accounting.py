@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import Field
 
 from storage.artifacts import ArtifactRef, Manifest, read_manifest
-from storage.chain import CommitRecord
+from storage.chain import Chain, CommitRecord
 from storage.errors import CorruptArtifact, SchemaMismatch, StorageError
 from storage.models import Frozen
 from storage.objects import ObjectStore
@@ -118,8 +118,21 @@ class _Accounts:
             if taken is not None and taken != prompts:
                 self.found.append(f"the cursor passed {taken} rows of {dataset.key}, the shards sampled {prompts}")
 
+    def _rules(self) -> dict[str, Any]:
+        """What the batch says that it may lack (tasks.batches.BatchPlan.rules)."""
+        rules = read_manifest(self.store, self.material.batch.key).extra.get("rules")
+        return rules if isinstance(rules, dict) else {}
+
+    def _sampler_state(self) -> str:
+        """Of the policy that must have sampled: the parent, or the one so many steps before it."""
+        parent = self.record.request.parent
+        staleness = int(self._rules().get("max_staleness", 0))
+        if not staleness:
+            return parent.state
+        return Chain.of(self.store, parent).policy(max(0, parent.step - staleness)).state
+
     def _check_sampled(self, manifests: list[Manifest], sampled: dict[str, list[dict[str, Any]]]) -> None:
-        state = self.record.request.parent.state
+        state = self._sampler_state()
         numbers: dict[tuple[int, str], list[int]] = defaultdict(list)
         for manifest in manifests:
             rows = sampled[manifest.ref.uri]
@@ -127,7 +140,7 @@ class _Accounts:
             if (prompts == 0 and rows) or (prompts and (not rows or len(rows) % prompts)):
                 self.found.append(f"{manifest.key} has {len(rows)} completions of {prompts} prompts")
             if any(row["policy_state"] != state for row in rows):
-                self.found.append(f"{manifest.key} was sampled by another policy than the one that the step improves")
+                self.found.append(f"{manifest.key} was sampled by another policy than the one that the step says")
             for row in rows:
                 numbers[row["prompt_index"], row["prompt_id"]].append(row["completion"])
         for (_, prompt), completions in numbers.items():
@@ -135,8 +148,9 @@ class _Accounts:
                 self.found.append(f"prompt {prompt!r} has the completions {sorted(completions)}, not each number once")
 
     def _check_graded(self, sampled: dict[str, list[dict[str, Any]]]) -> Counter[tuple[str, int]]:
-        """The completions that a batch must have: graded, and not empty."""
-        teaching: Counter[tuple[str, int]] = Counter()
+        """The completions that a batch must have: graded, not empty, and not left out by its rules."""
+        rules, teaching = self._rules(), Counter[tuple[str, int]]()
+        rewards: dict[str, set[float]] = defaultdict(set)
         by_parent: dict[str, list[ArtifactRef]] = defaultdict(list)
         for ref in self.material.graded:
             for uri in ref.parents:
@@ -146,12 +160,19 @@ class _Accounts:
             if len(refs) != 1:
                 self.found.append(f"{uri.partition('#')[0]} was graded {len(refs)} times, expected once")
                 continue
-            grades = self._rows(refs[0], ["prompt_id", "completion", "status"])
+            grades = self._rows(refs[0], ["prompt_id", "completion", "status", "reward"])
             if [_completion(grade) for grade in grades] != [_completion(row) for row in rows]:
                 self.found.append(f"{refs[0].key} does not grade the completions of {uri.partition('#')[0]}, one each")
                 continue
-            valid = (row for row, grade in zip(rows, grades, strict=True) if grade["status"] == "ok")
-            teaching.update(_completion(row) for row in valid if row["completion_ids"])
+            for row, grade in zip(rows, grades, strict=True):
+                if grade["status"] != "ok":
+                    continue
+                rewards[row["prompt_id"]].add(grade["reward"])
+                cut = rules.get("mask_truncated") and row["stop_reason"] == "length"
+                if row["completion_ids"] and not cut:
+                    teaching[_completion(row)] += 1
+        if rules.get("drop_equal_groups"):
+            teaching = Counter({name: count for name, count in teaching.items() if len(rewards[name[0]]) > 1})
         self.found.extend(f"{ref.key} grades no shard of this step" for refs in by_parent.values() for ref in refs)
         return teaching
 
@@ -172,13 +193,13 @@ class _EpisodeAccounts(_Accounts):
     def problems(self) -> list[str]:
         manifests = [read_manifest(self.store, ref.key) for ref in self.material.rollouts]
         self._check_taken(manifests)
-        state = self.record.request.parent.state
+        state = self._sampler_state()
         episodes: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
         for manifest in manifests:
             for row in self._rows(manifest.ref, _PLAYED):
                 episodes[_completion(row)].append(row)
                 if row["policy_state"] != state:
-                    self.found.append(f"{manifest.key} was played by another policy than that which the step improves")
+                    self.found.append(f"{manifest.key} was played by another policy than the one that the step says")
                     break
         for (prompt, number), rows in episodes.items():
             if [row["segment"] for row in rows] != list(range(len(rows))):
@@ -199,7 +220,7 @@ class _EpisodeAccounts(_Accounts):
 
 
 _PLAYED = ["prompt_id", "completion", "segment", "turn_tokens", "graded_turns", "status", "policy_state"]
-_SAMPLED = ["prompt_index", "prompt_id", "completion", "completion_ids", "policy_state"]
+_SAMPLED = ["prompt_index", "prompt_id", "completion", "completion_ids", "stop_reason", "policy_state"]
 
 
 def _completion(row: dict[str, Any]) -> tuple[str, int]:

@@ -56,6 +56,14 @@ class BatchPlan(Frozen):
     mask_truncated: bool = False
     """Leave answers that were cut at their longest out of the loss; their rewards count in their groups."""
     drop_equal_groups: bool = False
+    max_staleness: int = 0
+    """Of the policy that sampled, in steps."""
+
+    @property
+    def rules(self) -> dict[str, JsonValue]:
+        """What a batch's manifest says of the completions that it may lack, and of the policy that sampled them."""
+        given = self.model_dump(include={"mask_truncated", "drop_equal_groups", "max_staleness"}, exclude_defaults=True)
+        return {"rules": given} if given else {}
 
     @property
     def whole(self) -> bool:
@@ -111,6 +119,7 @@ async def rollout_batch(
                 extra={
                     "prompts": grades.prompts_kept(),
                     "logprob_gap": gap / gap_tokens if gap_tokens else None,
+                    **plan.rules,
                     **extra,
                 },
             )
@@ -128,6 +137,8 @@ def check_gradable(any_kept: bool, grades: Grades, step: int) -> None:
 
 def shape_rewards(store: ObjectStore, rollouts: list[ArtifactRef], grades: Grades, plan: BatchPlan) -> None:
     """What is known of the answers' lengths and groups before any logprob."""
+    if plan.drop_equal_groups:  # by the grades themselves, as teaching_prompts counts them
+        grades.mask_equal_groups()
     if plan.overlong or plan.mask_truncated:
         tables = list(read_tables(store, rollouts, ["completion_ids", "stop_reason"]))
         if plan.overlong:
@@ -135,8 +146,6 @@ def shape_rewards(store: ObjectStore, rollouts: list[ArtifactRef], grades: Grade
             grades.shaped_N -= plan.overlong.of(np.concatenate(lengths))
         if plan.mask_truncated:
             grades.masked_N |= np.concatenate([pc.equal(t["stop_reason"], "length").to_numpy() for t in tables])
-    if plan.drop_equal_groups:
-        grades.mask_equal_groups()
 
 
 def whole_batch(table: pa.Table, grades: Grades, plan: BatchPlan) -> tuple[pa.Table, dict[str, JsonValue]]:

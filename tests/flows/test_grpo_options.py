@@ -16,6 +16,7 @@ from flows.collect import NothingToLearn
 from flows.config import GRPOConfig
 from flows.grpo import GRPO, grpo, kl_control
 from storage import keys
+from storage.accounting import account
 from storage.artifacts import ArtifactRef, read_manifest
 from storage.chain import Chain, CommitRecord
 from storage.objects import open_store
@@ -174,6 +175,16 @@ def test_a_penalty_on_length_moves_the_group_and_not_the_reward(runs: Runs) -> N
             assert advantages[0] > 0 > advantages[-1]
             mixed += 1
     assert mixed
+
+
+def test_whatever_the_rules_leave_out_every_prompt_is_accounted_for(runs: Runs) -> None:
+    records = runs.run(
+        "rules", algorithm__steps=3, grader__path="tests.grading:only_even_prompts", sampling=OFTEN_SHORT,
+        rules={"max_staleness": 1, "mask_truncated": True, "dynamic_sampling": True, "overlong_buffer": 2},
+    )  # fmt: skip
+    assert [account(runs.store, record) for record in records] == [[], [], []]
+    left_out = [len(runs.rollouts("rules", step)) - len(runs.rows(r.request.batch)) for step, r in enumerate(records)]
+    assert min(left_out) > 0
 
 
 @pytest.mark.parametrize(

@@ -304,6 +304,7 @@ class GRPOConfig(TrainingConfig):
     @model_validator(mode="after")
     def _endless_runs_are_constant(self) -> Self:
         check_sampled_run(self.algorithm, self.optimizer, self.checkpoints, self.sampling, self.evaluation)
+        check_importance(self.regularisation.importance_cap, self.algorithm.old_logprobs)
         return self
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from inspect import signature
 from typing import Any
 
 from prefect import flow
@@ -41,16 +42,9 @@ from tasks.rollouts import PromptShard
 from tasks.trajectories import EpisodePlan
 
 
-class ENVGRPO(GRPO):
-    """Trains `model` in place on episodes that begin with the prompts of `dataset`. `samples_*` count episodes.
-
-    `environment_factory`: an EnvironmentFactory (in-process), or the spec of an importable one. Sampling follows the
-    model's view; `max_gen_len` bounds one answer. The other arguments are GRPO's.
-    """
-
-    stage = "env_grpo"
-    per_trajectory = False
-    """Whether every token of a trajectory has the advantage of its one grade."""
+class InEnvironment(GRPO):
+    """What the training classes in environments have in common: a step's material is whole episodes, graded as they are
+    played. It stands before the class whose loop it feeds: `class ENVPPO(InEnvironment, PPO)`."""
 
     def __init__(  # noqa: PLR0913  the limits of an episode are arguments of their own
         self,
@@ -67,10 +61,12 @@ class ENVGRPO(GRPO):
         kl_beta: float = 0.1,
         **options: Any,
     ) -> None:
-        """`max_tokens` is of one segment, `episode_seconds` and `reaction_seconds` are the environment's own time; see
+        """`environment_factory`: an EnvironmentFactory (in-process), or the spec of an importable one.
+
+        `max_tokens` is of one segment, `episode_seconds` and `reaction_seconds` are the environment's own time; see
         tasks.trajectories.EpisodePlan."""
         _check_options(options)
-        super().__init__(dataset, model, None, kl_beta=kl_beta, **options)
+        super().__init__(dataset, model, grader=None, kl_beta=kl_beta, **options)
         if isinstance(environment_factory, EnvironmentFactory):
             environment_factory = in_process_spec(environment_factory)
         self.episodes = EpisodePlan(
@@ -93,6 +89,28 @@ class ENVGRPO(GRPO):
         )
         return played, played
 
+
+class ENVGRPO(InEnvironment):
+    """Trains `model` in place on episodes that begin with the prompts of `dataset`. `samples_*` count episodes.
+
+    `environment_factory`: an EnvironmentFactory (in-process), or the spec of an importable one. Sampling follows the
+    model's view; `max_gen_len` bounds one answer. The other arguments are GRPO's.
+    """
+
+    stage = "env_grpo"
+    per_trajectory = False
+    """Whether every token of a trajectory has the advantage of its one grade."""
+
+    def __init__(
+        self,
+        dataset: list[StringThread] | LoadedDataset,
+        model: TrainingModel,
+        environment_factory: EnvironmentFactory | EnvironmentSpec,
+        **options: Any,
+    ) -> None:
+        _check_has_turns(options)
+        super().__init__(dataset, model, environment_factory, **options)
+
     async def _prepare(
         self, policy: PolicyRef, rollouts: list[ArtifactRef], graded: list[ArtifactRef], plan: BatchPlan, step: int
     ) -> ArtifactRef:
@@ -102,14 +120,22 @@ class ENVGRPO(GRPO):
         )
 
 
-NOT_OF_EPISODES = ("dynamic_sampling", "mask_truncated", "overlong_buffer")
+NOT_OF_EPISODES = ("dynamic_sampling", "mask_truncated", "overlong_buffer", "overlong_penalty",
+                   "max_refill_rounds", "refill_end")  # fmt: skip
 """GRPO's rules about single answers."""
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
     """Raises ValueError for what GRPO does with single answers, and would not be done here."""
-    if given := [name for name in NOT_OF_EPISODES if options.get(name)]:
+    defaults = signature(GRPO.__init__).parameters
+    if given := [name for name in NOT_OF_EPISODES if name in options and options[name] != defaults[name].default]:
         raise ValueError(f"{given} act on single answers, and an episode has several; leave them out")
+    if "grader" in options:
+        raise ValueError("the environment grades the turns of an episode; leave the grader out")
+
+
+def _check_has_turns(options: Mapping[str, Any]) -> None:
+    """Raises ValueError for what has no meaning where an advantage is of a turn."""
     if options.get("kl_in", "loss") != "loss":
         raise ValueError(f"kl_in={options['kl_in']!r}: in environments the KL term is in the loss; leave it out")
     estimator = options.get("advantage_estimator", "group")
@@ -155,11 +181,13 @@ async def env_arguments(config: ENVGRPOConfig, session: RunSession, logger: Term
     }
 
 
-async def train_in_environment(config: ENVGRPOConfig, session: RunSession, trainer: ENVGRPO) -> dict[str, Any]:
+async def train_in_environment(config: ENVGRPOConfig, session: RunSession, trainer: InEnvironment) -> dict[str, Any]:
     """Evaluates, trains, evaluates, publishes and reports: what the flows of all classes in environments do."""
     workspace = session.workspace
     heldout = HeldoutEpisodes.load_episodes(workspace, config, session.base, trainer.episodes)
-    before = await heldout.evaluate(await trainer.open())
+    trainer.callbacks += heldout.callbacks(config.evaluation)
+    start = await trainer.open()
+    before = await heldout.evaluate(start) if config.evaluation.before else None
     policy = await trainer.run()
     after = await heldout.evaluate(policy)
     published = await publish_model(workspace, policy, config.model.publish_as or default_model_name(session.run))

@@ -17,6 +17,7 @@ from engine.model_size import folder_parameter_count, parameter_count
 from engine.protocol import EngineInfo
 from flows.config import CheckpointConfig, GRPOConfig, ModelConfig, TrainingConfig
 from flows.env_config import ENVGRPOConfig
+from flows.env_ppo_config import ENVPPOConfig
 from flows.ppo_config import PPOConfig
 from flows.preference_config import DPOConfig, RewardModelConfig
 from flows.sft_to_gspo_config import SFTToGSPOConfig
@@ -114,7 +115,7 @@ def estimate(
     samples = not isinstance(config, RewardModelConfig)
     memory = _memory(config.model, parameters, compute, frozen=frozen, samples=samples)
     disk = None if steps is None else _disk(config, config.model, parameters, steps)
-    if isinstance(config, PPOConfig):  # reads every token, and trains as the policy does
+    if isinstance(config, PPOConfig | ENVPPOConfig):  # reads every token, and trains as the policy does
         value = config.value_model
         there = parameters if value.key is None else _parameters(store, value.key)
         memory += _memory(value, there, compute, frozen=False, samples=False)

@@ -26,7 +26,7 @@ from flows.evaluation import Heldout
 from flows.loop import Journal, adamw, optimizer_at, steps
 from flows.ops.hooks import ON_END
 from flows.progress import TerminalProgress
-from flows.reinforcement_config import KLControl, KLPlace, PolicyLoss
+from flows.reinforcement_config import KLControl, KLPlace, PolicyLoss, check_importance
 from flows.schedules import optimizer_arguments
 from flows.session import RunSession, default_model_name, finish_run, open_run
 from storage.artifacts import ArtifactRef
@@ -117,6 +117,7 @@ class GRPO:
         callbacks: Sequence[Callback] = (),
     ) -> None:
         _check_sizes(self.length, max_num_grpo_steps, epochs, samples_per_batch, completions_per_sample)
+        check_importance(importance_cap, old_logprobs)
         self.dataset, self.model = dataset, model
         self._grading = None if grader is None else _grading(grader)
         self.max_steps, self.epochs = max_num_grpo_steps, epochs

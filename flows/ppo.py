@@ -9,7 +9,7 @@ discounted sums of the rewards. While the value model alone is trained, the poli
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from prefect import flow
 
@@ -18,6 +18,7 @@ from engine.losses.spec import KLEstimator, LossSpec, MSESpec, TrustRegionMSESpe
 from engine.text.threads import StringThread
 from flows.checkpoints import Uploads
 from flows.collect import Collected, Lookahead
+from flows.env_ppo_config import ENVPPOConfig
 from flows.grpo import GRPO, reward_arguments, train_on_rewards
 from flows.loop import Journal, optimizer_at, steps
 from flows.ops.hooks import ON_END
@@ -25,7 +26,7 @@ from flows.ppo_config import PPOConfig
 from flows.progress import TerminalProgress
 from flows.reinforcement_config import KLPlace
 from flows.schedules import schedule_of
-from flows.session import open_run
+from flows.session import RunSession, open_run
 from storage.artifacts import ArtifactRef
 from storage.chain import OptimizerSpec, PolicyRef, StepRequest
 from storage.registry import registered_key
@@ -71,10 +72,13 @@ class PPO(GRPO):
         gae_gamma: float = 1.0,
         returns: Returns = "rewards",
         whiten_advantages: bool = False,
+        advantage_estimator: Literal["gae"] = "gae",
         **options: Any,
     ) -> None:
         if not 0 <= value_only_fraction < 1:
             raise ValueError(f"value_only_fraction={value_only_fraction}; give a share of the run, 0 or more, below 1")
+        if advantage_estimator != "gae":
+            raise ValueError(f"advantage_estimator={advantage_estimator!r}: PPO's are the value model's; leave it out")
         if options.get("dynamic_sampling"):
             raise ValueError("dynamic_sampling compares the completions of a group, and PPO has none; leave it out")
         if model.name == value_model.name:
@@ -136,6 +140,7 @@ class PPO(GRPO):
         ):
             if due := self.checkpoints.missed(done, total_steps, model=self.model.name):
                 await uploads.start(policy, name=due.named)
+            await journal.call(self.callbacks)
             for step in steps(done, total_steps):
                 found = await rollouts.collected(policy)
                 kl_beta = self.kl.next(journal.last, samples=self.samples_per_batch)
@@ -165,6 +170,7 @@ class PPO(GRPO):
                 self.model.stand_at(policy)
                 self.value_model.stand_at(value)
                 journal.record(policy, found.rollouts, found.graded)
+                await journal.call(self.callbacks, found.rollouts, found.graded)
                 if due := self.checkpoints.due(step, total_steps, model=self.model.name):
                     await uploads.start(policy, name=due.named)
                     await uploads.start(value)
@@ -181,10 +187,12 @@ class PPO(GRPO):
         self, policy: PolicyRef, value: PolicyRef, found: Collected, plan: BatchPlan, step: int
     ) -> ArtifactRef:
         """The step's batch: an advantage and a return at every token."""
-        values = ValuePlan(value=value, **self.credit)  # type: ignore[arg-type]
         return await prepare_credited(
-            self.model.workspace, policy, found.rollouts, found.graded, plan, values, step=step
+            self.model.workspace, policy, found.rollouts, found.graded, plan, self._value_plan(value), step=step
         )
+
+    def _value_plan(self, value: PolicyRef) -> ValuePlan:
+        return ValuePlan(value=value, **self.credit)  # type: ignore[arg-type]
 
 
 def _cursors(found: Collected) -> dict[str, dict[str, int]]:
@@ -203,16 +211,17 @@ async def ppo(config: PPOConfig) -> dict[str, Any]:
     async with open_run("ppo", config, logger, use="prompt") as session:
         if session.result is not None:
             return session.result
-        value = config.value_model
-        builder = Model(value.key or registered_key(session.base)).to_builder(session)
-        builder = builder.training(value.trainable).into_scoring_model()
-        value_model = await builder.spawn_train(value.name, init_seed=config.seed)
-        arguments = await reward_arguments(config, session, logger) | config.credit.model_dump()
-        del arguments["advantage_estimator"]  # the value model is
-        trainer = PPO(
-            value_model=value_model,
-            max_num_ppo_steps=config.algorithm.steps,
-            value_lr_scheduler=schedule_of(config.optimizer, lr=value.lr),
-            **arguments,
-        )
-        return await train_on_rewards(config, session, trainer)
+        arguments = await value_arguments(config, session) | await reward_arguments(config, session, logger)
+        return await train_on_rewards(config, session, PPO(**arguments, max_num_ppo_steps=config.algorithm.steps))
+
+
+async def value_arguments(config: PPOConfig | ENVPPOConfig, session: RunSession) -> dict[str, Any]:
+    """What a training class with a value model is made with besides; the value model is spawned."""
+    value = config.value_model
+    builder = Model(value.key or registered_key(session.base)).to_builder(session)
+    builder = builder.training(value.trainable).into_scoring_model()
+    return {
+        "value_model": await builder.spawn_train(value.name, init_seed=config.seed),
+        "value_lr_scheduler": schedule_of(config.optimizer, lr=value.lr),
+        **config.credit.model_dump(),
+    }

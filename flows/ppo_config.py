@@ -79,14 +79,20 @@ class PPOConfig(GRPOConfig):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        if self.model.name == self.value_model.name:
-            raise ValueError(f"model.name and value_model.name are both {self.model.name!r}; give them two names")
+        check_valued_run(self.model, self.value_model, self.algorithm, self.credit)
         if self.rules.dynamic_sampling:
             raise ValueError("rules.dynamic_sampling compares the completions of a group, and PPO has none; leave it")
-        endless = self.algorithm.steps is None and self.algorithm.epochs is None
-        if endless and self.credit.value_only_fraction > 0:
-            raise ValueError(
-                "without algorithm.steps or epochs, credit.value_only_fraction is a share of nothing; give a length, "
-                "or value_only_fraction=0"
-            )
         return self
+
+
+def check_valued_run(
+    model: ModelConfig, value_model: ValueModelConfig, algorithm: PPOAlgorithm, credit: CreditConfig
+) -> None:
+    """Two models have two names, and a share is of something. Raises ValueError."""
+    if model.name == value_model.name:
+        raise ValueError(f"model.name and value_model.name are both {model.name!r}; give them two names")
+    if algorithm.steps is None and algorithm.epochs is None and credit.value_only_fraction > 0:
+        raise ValueError(
+            "without algorithm.steps or epochs, credit.value_only_fraction is a share of nothing; give a length, or "
+            "value_only_fraction=0"
+        )

@@ -7,6 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from flows.collect import RefillEnd
+from storage.chain import OldLogprobs
 from storage.models import Frozen
 
 KLPlace = Literal["loss", "reward"]
@@ -69,6 +70,15 @@ class Regularisation(Frozen):
         if adaptive and self.kl_controller != "adaptive":
             raise ValueError(f"{adaptive} act only with kl_controller='adaptive'; set it, or leave them out")
         return self
+
+
+def check_importance(cap: float | None, old_logprobs: OldLogprobs) -> None:
+    """Raises ValueError for a cap on weights that are all 1."""
+    if cap is not None and old_logprobs == "sampler":
+        raise ValueError(
+            f"importance_cap={cap} has no effect with old_logprobs='sampler': it bounds the ratio of the trainer's and "
+            "the sampler's probability, and then both are the sampler's; leave it out, or use old_logprobs='trainer'"
+        )
 
 
 def _changed(group: Frozen, *names: str) -> list[str]:

@@ -8,6 +8,7 @@ from engine.workspace import Workspace
 from storage.artifacts import ArtifactRef
 from storage.chain import PolicyRef
 from tasks.batches import BatchPlan, completion_batch, rollout_batch
+from tasks.episode_values import episode_value_batch
 from tasks.preference_batches import pair_batch, rating_batch
 from tasks.retries import DURABLE
 from tasks.trajectory_batches import trajectory_batch
@@ -59,6 +60,21 @@ async def prepare_credited(
 ) -> ArtifactRef:
     """The `batch` table of a PPO step: as prepare_batch, with an advantage and a return at every token."""
     return await value_batch(workspace, policy, rollouts, graded, plan, values, step=step)
+
+
+@task(**DURABLE, task_run_name="batch-{step:06d}")
+async def prepare_credited_episodes(
+    workspace: Workspace,
+    policy: PolicyRef,
+    trajectories: list[ArtifactRef],
+    plan: BatchPlan,
+    values: ValuePlan,
+    *,
+    step: int,
+) -> ArtifactRef:
+    """The `batch` table of a PPO step in environments: as prepare_trajectories, with an advantage and a return at every
+    token."""
+    return await episode_value_batch(workspace, policy, trajectories, plan, values, step=step)
 
 
 @task(**DURABLE, task_run_name="batch-{step:06d}")

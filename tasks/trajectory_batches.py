@@ -55,18 +55,14 @@ async def trajectory_batch(
     prompts: set[str] = set()
     with TableWriter("batch") as writer:
         gap, gap_tokens = 0.0, 0
-        for columns in _chunks(store, trajectories, played, advantages):
+        for columns in graded_chunks(store, trajectories, played, advantages):
             prompts.update(columns["group"].to_pylist())
             table = await scored(workspace, policy, [columns], plan)
             total, tokens = gap_of(table)
             gap, gap_tokens = gap + total, gap_tokens + tokens
             with timed("storage"):
                 writer.write(table)
-        if not writer.rows:
-            raise BadSpec(
-                f"step {step} has no graded trajectory: of {len(played)} that came to an end none has a grade; look at "
-                "the reasons in its trajectories table, and grade episodes that a limit ends in Environment.on_limit"
-            )
+        check_graded(bool(writer.rows), len(played), step)
         with timed("storage"):
             committed = writer.commit(
                 store,
@@ -76,6 +72,15 @@ async def trajectory_batch(
                 extra={"prompts": len(prompts), "logprob_gap": gap / gap_tokens if gap_tokens else None},
             )
     return made_from(committed, policy.uri)
+
+
+def check_graded(any_graded: bool, played: int, step: int) -> None:
+    """Raises BadSpec when nothing of a step is left to train."""
+    if not any_graded:
+        raise BadSpec(
+            f"step {step} has no graded trajectory: of {played} that came to an end none has a grade; look at the "
+            "reasons in its trajectories table, and grade episodes that a limit ends in Environment.on_limit"
+        )
 
 
 def step_advantages(
@@ -125,13 +130,14 @@ def _check_one_grade(one: Trajectory) -> None:
     )
 
 
-def _chunks(
+def graded_chunks(
     store: ObjectStore,
     refs: list[ArtifactRef],
     played: Mapping[tuple[str, int], Trajectory],
     advantages: Mapping[tuple[str, int], list[float]],
 ) -> Iterator[dict[str, pa.Array]]:
-    """Columns of the batch but the trainer's logprobs: whole shards in their order, about CHUNK_TOKENS at a time."""
+    """Columns of the batch but the trainer's logprobs, of the trajectories that have advantages: whole shards in their
+    order, about CHUNK_TOKENS at a time. The segments of a trajectory stand together, in order."""
     rows: list[dict[str, Any]] = []
     tokens = 0
     columns = ["prompt_id", "completion", "token_ids", "weights", "logprobs", "first_turn", "turn_tokens"]

@@ -19,9 +19,14 @@ class Trajectory:
     prompt: str
     number: int
     ending: str = ""
-    turns: int = 0
+    turn_tokens: list[int] = field(default_factory=list)
+    """Sampled tokens of each turn."""
     grades: dict[int, float] = field(default_factory=dict)
     """Turn -> grade."""
+
+    @property
+    def turns(self) -> int:
+        return len(self.turn_tokens)
 
     @property
     def reward(self) -> float:
@@ -43,6 +48,6 @@ def read_trajectories(store: ObjectStore, refs: list[ArtifactRef]) -> dict[tuple
             name = row["prompt_id"], row["completion"]
             one = found.setdefault(name, Trajectory(*name))
             one.ending = row["ending"]
-            one.turns = row["first_turn"] + len(row["turn_tokens"])
+            one.turn_tokens += row["turn_tokens"]  # its segments stand in order
             one.grades |= dict(zip(row["graded_turns"], row["grades"], strict=True))
     return found

@@ -68,9 +68,24 @@ async def value_batch(
         table = await scored(workspace, policy, columns, plan)
         rows = grades.kept_rows[taken : taken + table.num_rows]
         taken += table.num_rows
-        old_values = await _values(workspace, values.value, table)
+        old_values = await values_before(workspace, values.value, table)
         tables.append(credited(table, grades.shaped_N[rows], old_values, plan, values))
     check_gradable(bool(tables), grades, step)
+    parents = (policy.uri, values.value.uri, *(ref.uri for ref in (*rollouts, *graded)))
+    return commit_credited(workspace, policy, key, tables, values, parents=parents, prompts=grades.prompts_kept())
+
+
+def commit_credited(
+    workspace: Workspace,
+    policy: PolicyRef,
+    key: str,
+    tables: list[pa.Table],
+    values: ValuePlan,
+    *,
+    parents: tuple[str, ...],
+    prompts: int,
+) -> ArtifactRef:
+    """The batch of these credited rows, whitened if that was asked for, under `key`."""
     whole = pa.concat_tables(tables)
     if values.whiten_advantages:
         whole = with_lists(whole, "advantages", whiten(whole["advantages"].combine_chunks().flatten().to_numpy()))
@@ -78,11 +93,13 @@ async def value_batch(
     with TableWriter("batch") as writer, timed("storage"):
         writer.write(whole)
         committed = writer.commit(
-            store,
+            workspace.open_store(),
             key,
-            parents=(policy.uri, values.value.uri, *(ref.uri for ref in (*rollouts, *graded))),
+            parents=parents,
             provenance=workspace.provenance,
-            extra={"prompts": grades.prompts_kept(), "logprob_gap": gap / tokens if tokens else None},
+            extra={
+                "prompts": prompts, "logprob_gap": gap / tokens if tokens else None, **plan.rules,
+            },  # fmt: skip
         )
     return made_from(committed, policy.uri)
 
@@ -90,13 +107,27 @@ async def value_batch(
 def credited(
     table: pa.Table, rewards_N: np.ndarray, values_T: np.ndarray, plan: BatchPlan, values: ValuePlan
 ) -> pa.Table:
-    """The batch with advantages, returns and old values."""
+    """The batch with advantages, returns and old values; a row's reward is on its last trained token."""
     lengths_N = trained_lengths(table)
-    rewards_T = np.zeros(int(lengths_N.sum()))
-    if plan.reward_kl is not None:
-        old = "old_logprobs" if plan.old_logprobs == "trainer" else "sampler_logprobs"
-        rewards_T -= plan.reward_kl.beta * KL_OF_GAP[plan.reward_kl.estimator](policy_gap(table, old))
+    rewards_T = -penalties(table, plan)
     rewards_T[np.cumsum(lengths_N) - 1] += rewards_N
+    return with_credit(table, rewards_T, values_T, lengths_N, values)
+
+
+def penalties(table: pa.Table, plan: BatchPlan) -> np.ndarray:
+    """(T,) float64: what the KL in the reward takes off each trained token's; zeros without one."""
+    if plan.reward_kl is None:
+        return np.zeros(int(trained_lengths(table).sum()))
+    old = "old_logprobs" if plan.old_logprobs == "trainer" else "sampler_logprobs"
+    kl_T: np.ndarray = KL_OF_GAP[plan.reward_kl.estimator](policy_gap(table, old))
+    return plan.reward_kl.beta * kl_T
+
+
+def with_credit(
+    table: pa.Table, rewards_T: np.ndarray, values_T: np.ndarray, lengths_N: np.ndarray, values: ValuePlan
+) -> pa.Table:
+    """The batch with advantages, returns and old values, from the reward of each trained token. `lengths_N`: trained
+    tokens of each sequence over which credit flows, which may be several rows."""
     advantages_T, returns_T = advantages_and_returns(
         rewards_T, values_T, lengths_N, gamma=values.gamma, lam=values.lam
     )
@@ -107,7 +138,7 @@ def credited(
     return table
 
 
-async def _values(workspace: Workspace, value: PolicyRef, table: pa.Table) -> np.ndarray:
+async def values_before(workspace: Workspace, value: PolicyRef, table: pa.Table) -> np.ndarray:
     """(T,) float64: the value before each trained token."""
     lists = (table[name].to_pylist() for name in ("token_ids", "weights", "group"))
     sequences = [TokenSequence(ids, weights, group=group) for ids, weights, group in zip(*lists, strict=True)]

@@ -57,6 +57,7 @@ RUNS = {
     "sft_to_gspo": "SFT, then GSPO, on one model in one run.",
     "env_grpo": "Reinforcement learning from episodes with an environment (GRPO).",
     "env_gspo": "Reinforcement learning from episodes with an environment (GSPO).",
+    "env_ppo": "Reinforcement learning from episodes with an environment and a value model (PPO).",
 }
 """Training flow -> what it does."""
 

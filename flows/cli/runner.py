@@ -17,6 +17,7 @@ from engine.errors import EngineError
 from flows.cli.memory import forget, remembered_run
 from flows.config import FlowConfig, GRPOConfig, SFTConfig
 from flows.env_config import ENVGRPOConfig, ENVGSPOConfig
+from flows.env_ppo_config import ENVPPOConfig
 from flows.gspo_config import GSPOConfig
 from flows.overrides import ConfigError, parse_config
 from flows.ppo_config import PPOConfig
@@ -41,7 +42,7 @@ QUIET = {
 CONFIGS: dict[str, type[FlowConfig]] = {
     "sft": SFTConfig, "dpo": DPOConfig, "reward_model": RewardModelConfig, "grpo": GRPOConfig, "gspo": GSPOConfig,
     "ppo": PPOConfig,
-    "sft_to_gspo": SFTToGSPOConfig, "env_grpo": ENVGRPOConfig, "env_gspo": ENVGSPOConfig,
+    "sft_to_gspo": SFTToGSPOConfig, "env_grpo": ENVGRPOConfig, "env_gspo": ENVGSPOConfig, "env_ppo": ENVPPOConfig,
 }  # fmt: skip
 
 REFUSED = (

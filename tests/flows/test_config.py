@@ -74,6 +74,10 @@ def refusal(model: type[FlowConfig], config: dict[str, Any], tmp_path: Path) -> 
             {"algorithm__steps": None, "optimizer__schedule": "constant"},
             ["without steps or epochs", "checkpoints.frequency=null", "checkpoints.every_steps"],
         ),
+        (
+            {"algorithm__old_logprobs": "sampler", "regularisation__importance_cap": 2.0},
+            ["importance_cap=2.0 has no effect", "old_logprobs='sampler'", "leave it out"],
+        ),
         ({"sampling__temperature": 0.0}, ["sampling.temperature=0", "use"]),
         ({"sampling__temperature": -1.0}, ["sampling.temperature", "greater than or equal to 0", "-1.0"]),
         ({"optimizer__lr": "fast"}, ["optimizer.lr", "number", "'fast'"]),

@@ -234,23 +234,6 @@ async def test_defaults_are_the_documents(prefect_server: str, tmp_path: Path, t
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"dynamic_sampling": True}, r"\['dynamic_sampling'\] act on single answers"),
-        ({"overlong_buffer": 8}, r"\['overlong_buffer'\] act on single answers"),
-        ({"kl_in": "reward"}, "in environments the KL term is in the loss"),
-        ({"advantage_estimator": "reinforce_plus_plus"}, "has no advantage per turn; take one of group"),
-    ],
-)
-async def test_what_is_of_single_answers_is_refused(
-    options: dict[str, Any], said: str, prefect_server: str, tmp_path: Path, tiny_folder: Path
-) -> None:
-    model = await spawned(tmp_path, tiny_folder)
-    with pytest.raises(ValueError, match=said):
-        ENVGRPO(SECRETS, model, GuessFactory(), max_num_grpo_steps=1, **options)
-
-
 @pytest.mark.slow
 def test_a_task_of_two_turns_is_learnt_from_random_weights(toy: Toy) -> None:
     toy.run(

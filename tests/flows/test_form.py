@@ -108,6 +108,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "ppo": GRPO,
     "env_grpo": EPISODES,
     "env_gspo": EPISODES,
+    "env_ppo": EPISODES,
     "sft": SFT,
     "dpo": PAIRS,
     "reward_model": PAIRS,

@@ -35,8 +35,8 @@ def test_there_is_one_deployment_per_flow() -> None:
     assert Path(__file__).parents[3] / "prefect.yaml" == FILE
     names = [entry["name"] for entry in ENTRIES]
     assert sorted(names) == [
-        "dpo", "env_grpo", "env_gspo", "evaluation", "grpo", "gspo", "ppo", "recurring", "reward_model", "sft",
-        "sft_to_gspo", "sweep",
+        "dpo", "env_grpo", "env_gspo", "env_ppo", "evaluation", "grpo", "gspo", "ppo", "recurring", "reward_model",
+        "sft", "sft_to_gspo", "sweep",
     ]  # fmt: skip
 
 
@@ -60,7 +60,7 @@ def test_a_deployment_is_complete(entry: dict[str, Any]) -> None:
     [
         ("grpo", "demo"), ("sft", "sft"), ("recurring", "recurring"),
         ("env_grpo", "env_grpo"), ("env_gspo", "env_grpo"),
-        *((name, name) for name in ("gspo", "dpo", "reward_model", "sft_to_gspo")),
+        *((name, name) for name in ("gspo", "ppo", "env_ppo", "dpo", "reward_model", "sft_to_gspo")),
     ],
 )  # fmt: skip
 def test_the_example_config_is_a_valid_parameter(name: str, config: str) -> None:

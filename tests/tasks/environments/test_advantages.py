@@ -11,7 +11,7 @@ from tasks.trajectory_rows import Trajectory
 
 
 def trajectory(number: int, turns: int, grades: dict[int, float], prompt: str = "p") -> Trajectory:
-    return Trajectory(prompt, number, ending="environment", turns=turns, grades=grades)
+    return Trajectory(prompt, number, ending="environment", turn_tokens=[1] * turns, grades=grades)
 
 
 def test_all_turns_of_a_group_are_normalised_together_and_summed_from_the_end() -> None:

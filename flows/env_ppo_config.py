@@ -1,0 +1,33 @@
+"""Config of the `env_ppo` flow: that of `env_grpo`, and a value model."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import model_validator
+
+from flows.env_config import ENVGRPOConfig
+from flows.ppo_config import CreditConfig, PPOAlgorithm, ValueModelConfig, check_valued_run
+from flows.titles import training_title
+
+
+class ENVPPOAlgorithm(PPOAlgorithm):
+    """PPO (arXiv:1707.06347) over the tokens that the policy says in an episode. `samples_*` count episodes."""
+
+
+class ENVPPOConfig(ENVGRPOConfig):
+    """`ostinato run env_ppo`: reinforcement learning from episodes with an environment, with a value model."""
+
+    value_model: ValueModelConfig = ValueModelConfig()
+    algorithm: ENVPPOAlgorithm = ENVPPOAlgorithm()  # type: ignore[assignment]  # its advantages are the value model's
+    credit: CreditConfig = CreditConfig()
+
+    @property
+    def title(self) -> str:
+        """The flow run's name."""
+        return training_title("env_ppo", self.model.key, self.data.train, self.seed)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        check_valued_run(self.model, self.value_model, self.algorithm, self.credit)
+        return self

@@ -18,7 +18,7 @@ from engine.losses.spec import KLEstimator, LossNorm
 from engine.protocol import SamplingParams
 from engine.spec import EngineSpec, LocalEngineSpec
 from flows.optimizer_config import LATER_OPTIMIZER, OptimizerConfig, SFTOptimizer
-from flows.reinforcement_config import BatchRules, Regularisation
+from flows.reinforcement_config import BatchRules, Regularisation, check_importance
 from flows.titles import training_title
 from flows.validation_config import EvaluationConfig
 from storage.chain import OldLogprobs

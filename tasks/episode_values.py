@@ -59,7 +59,7 @@ async def episode_value_batch(
     check_graded(bool(tables), len(played), step)
     prompts = {prompt for table in tables for prompt in table["group"].to_pylist()}
     parents = (policy.uri, values.value.uri, *(ref.uri for ref in trajectories))
-    return commit_credited(workspace, policy, key, tables, values, parents=parents, prompts=len(prompts))
+    return commit_credited(workspace, policy, key, tables, plan, values, parents=parents, prompts=len(prompts))
 
 
 def credited_episodes(

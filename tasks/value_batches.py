@@ -72,7 +72,8 @@ async def value_batch(
         tables.append(credited(table, grades.shaped_N[rows], old_values, plan, values))
     check_gradable(bool(tables), grades, step)
     parents = (policy.uri, values.value.uri, *(ref.uri for ref in (*rollouts, *graded)))
-    return commit_credited(workspace, policy, key, tables, values, parents=parents, prompts=grades.prompts_kept())
+    prompts = grades.prompts_kept()
+    return commit_credited(workspace, policy, key, tables, plan, values, parents=parents, prompts=prompts)
 
 
 def commit_credited(
@@ -80,6 +81,7 @@ def commit_credited(
     policy: PolicyRef,
     key: str,
     tables: list[pa.Table],
+    plan: BatchPlan,
     values: ValuePlan,
     *,
     parents: tuple[str, ...],
@@ -97,9 +99,7 @@ def commit_credited(
             key,
             parents=parents,
             provenance=workspace.provenance,
-            extra={
-                "prompts": prompts, "logprob_gap": gap / tokens if tokens else None, **plan.rules,
-            },  # fmt: skip
+            extra={"prompts": prompts, "logprob_gap": gap / tokens if tokens else None, **plan.rules},
         )
     return made_from(committed, policy.uri)
 

@@ -69,7 +69,7 @@ async def trajectory_batch(
                 key,
                 parents=(policy.uri, *(ref.uri for ref in trajectories)),
                 provenance=workspace.provenance,
-                extra={"prompts": len(prompts), "logprob_gap": gap / gap_tokens if gap_tokens else None},
+                extra={"prompts": len(prompts), "logprob_gap": gap / gap_tokens if gap_tokens else None, **plan.rules},
             )
     return made_from(committed, policy.uri)
 

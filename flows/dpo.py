@@ -16,6 +16,7 @@ from prefect import flow
 from engine.handles import TrainingModel
 from engine.losses.spec import DPOSpec, DPOVariant
 from engine.text.threads import StringThread
+from flows.names import takes_names
 from flows.ops.hooks import ON_END
 from flows.preference_config import DPOConfig
 from flows.progress import TerminalProgress
@@ -29,6 +30,7 @@ from tasks.load import load_prompts
 from tasks.prepare import prepare_pairs
 
 
+@takes_names()
 class DPO(Supervised):
     """Trains `model` in place on pairs (preferred, dispreferred) of threads that begin alike, or on a loaded preference
     dataset. `samples_per_batch` counts pairs. The other arguments are those of `Supervised`.

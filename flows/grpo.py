@@ -24,6 +24,7 @@ from flows.collect import Collector, Lookahead, PromptBatch, Refill, RefillEnd
 from flows.config import GRPOConfig
 from flows.evaluation import Heldout
 from flows.loop import Journal, adamw, optimizer_at, steps
+from flows.names import takes_names
 from flows.ops.hooks import ON_END
 from flows.progress import TerminalProgress
 from flows.reinforcement_config import KLControl, KLPlace, PolicyLoss, check_importance
@@ -53,6 +54,7 @@ from tasks.train import take_gradient_step
 POLICY_LOSSES: dict[PolicyLoss, type[GRPOSpec] | type[CISPOSpec]] = {"clip": GRPOSpec, "cispo": CISPOSpec}
 
 
+@takes_names()
 class GRPO:
     """Trains `model` in place on graded rollouts of `dataset`. `await GRPO(...).run()` resumes where the run stands.
 

@@ -15,6 +15,7 @@ from engine.losses.spec import GSPOSpec, LossNorm
 from engine.text.threads import StringThread
 from flows.grpo import GRPO, reward_arguments, train_on_rewards
 from flows.gspo_config import GSPOConfig, check_has_gspo
+from flows.names import takes_names
 from flows.ops.hooks import ON_END
 from flows.progress import TerminalProgress
 from flows.session import open_run
@@ -24,6 +25,7 @@ from tasks.graders.spec import GraderSpec
 from tasks.gradings import Grading
 
 
+@takes_names()
 class GSPO(GRPO):
     """Trains `model` in place on graded rollouts of `dataset`, as GRPO does; its other arguments are GRPO's.
 

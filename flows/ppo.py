@@ -21,6 +21,7 @@ from flows.collect import Collected, Lookahead
 from flows.env_ppo_config import ENVPPOConfig
 from flows.grpo import GRPO, reward_arguments, train_on_rewards
 from flows.loop import Journal, optimizer_at, steps
+from flows.names import takes_names
 from flows.ops.hooks import ON_END
 from flows.ppo_config import PPOConfig
 from flows.progress import TerminalProgress
@@ -41,6 +42,7 @@ from tasks.train import take_gradient_step, take_value_step
 from tasks.value_batches import Returns, ValuePlan
 
 
+@takes_names(also={"lr_scheduler_policy": "lr_scheduler", "lr_scheduler_value": "value_lr_scheduler"})
 class PPO(GRPO):
     """Trains `model` and `value_model` in place. `value_model` has a scalar head: `builder.into_scoring_model()`; its
     name within the run is not the policy's. Arguments that are not here are GRPO's; a prompt has one completion, unless

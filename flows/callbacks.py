@@ -1,6 +1,6 @@
 """What a training class does besides training: at its beginning, at every so much of the run, at its end.
 
-    await GRPO(..., callbacks=[ValidationLoss(rows, every=0.1)]).run()
+    await SFT(..., callbacks=[ValidationLoss(threads, Cadence(every=0.1))]).run()
 
 A callback commits an artifact under a key that names the policy: after a crash it is done, or done once more for
 the same result; it never changes what the run learns. Cadences by fraction are computed on integers: 0.2 of 10 steps is
@@ -9,15 +9,22 @@ after 2, 4, 6, 8 and 10.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Protocol, Self
 
 from engine.handles import TrainingModel
+from engine.losses.spec import CrossEntropySpec, DPOSpec, LossSpec
+from engine.text.threads import StringThread
 from flows.validation_config import Every
 from storage.artifacts import ArtifactRef
 from storage.chain import PolicyRef
+from tasks.datasets.load import LoadedDataset
+from tasks.datasets.spec import InlineDataset, InlinePairs
+from tasks.evaluate import validate_loss
+from tasks.load import load_prompts
+from tasks.validation_losses import ValidationLossPlan
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,10 @@ class Moment:
     policy: PolicyRef
     """After the last committed step."""
     total_steps: int | None
+    loss: LossSpec | None = None
+    """What supervised training minimises."""
+    reference: PolicyRef | None = None
+    """What that loss compares with."""
     rollouts: tuple[ArtifactRef, ...] = ()
     """Of the last step; empty at the beginning, where nothing is sampled, and after a resume."""
     graded: tuple[ArtifactRef, ...] = ()
@@ -99,3 +110,29 @@ class HeldoutEvaluation:
 
     async def at(self, moment: Moment) -> ArtifactRef | None:
         return await self.evaluate(moment.policy)
+
+
+@dataclass(frozen=True)
+class ValidationLoss:
+    """The loss of SFT or DPO on held-out rows: threads, pairs (preferred, dispreferred), or a loaded dataset."""
+
+    dataset: Sequence[StringThread] | Sequence[tuple[StringThread, StringThread]] | LoadedDataset
+    cadence: Cadence = Cadence(every=0.2)
+
+    async def at(self, moment: Moment) -> ArtifactRef | None:
+        """Raises ValueError in a class whose loss is not of rows."""
+        if not isinstance(moment.loss, CrossEntropySpec | DPOSpec):
+            raise ValueError("a validation loss is of SFT and DPO, and this class minimises another; leave it out")
+        model = moment.model
+        plan = ValidationLossPlan(
+            base=model.base, dataset=self._load(moment).ref, loss=moment.loss, reference=moment.reference
+        )
+        return await validate_loss(model.workspace, moment.policy, plan)
+
+    def _load(self, moment: Moment) -> LoadedDataset:
+        if isinstance(self.dataset, LoadedDataset):
+            return self.dataset
+        rows = list(self.dataset)
+        if isinstance(moment.loss, DPOSpec):
+            return load_prompts(moment.model.workspace, InlinePairs.of(rows), "preference")  # type: ignore[arg-type, call-overload]
+        return load_prompts(moment.model.workspace, InlineDataset.of(rows), "completion")  # type: ignore[arg-type, call-overload]

@@ -20,7 +20,7 @@ from engine.spec import EngineSpec, LocalEngineSpec
 from flows.optimizer_config import LATER_OPTIMIZER, OptimizerConfig, SFTOptimizer
 from flows.reinforcement_config import BatchRules, Regularisation, check_importance
 from flows.titles import training_title
-from flows.validation_config import EvaluationConfig
+from flows.validation_config import EvaluationConfig, ValidationConfig
 from storage.chain import OldLogprobs
 from storage.errors import InvalidKey
 from storage.keys import validate_name
@@ -334,11 +334,20 @@ def check_sampled_run(
         raise ValueError("sampling.temperature=0 gives a group equal completions and no advantage; use e.g. 1.0")
 
 
+class SFTDataConfig(DataConfig):
+    """Conversations to train on, and conversations never to train on."""
+
+    heldout: DatasetSource | None = None
+    """Conversations of the validation loss."""
+
+
 class SFTConfig(TrainingConfig):
     """`ostinato run sft`: supervised fine-tuning on conversations."""
 
+    data: SFTDataConfig
     algorithm: SFTAlgorithm = SFTAlgorithm()
     optimizer: SFTOptimizer = SFTOptimizer()
+    validation: ValidationConfig = ValidationConfig()
 
     @property
     def title(self) -> str:

@@ -8,6 +8,7 @@ from itertools import count
 from typing import Any, Self
 
 from engine.handles import TrainingModel
+from engine.losses.spec import LossSpec
 from flows.callbacks import Callback, Moment
 from flows.progress import TerminalProgress
 from flows.run_page import RunPage
@@ -26,7 +27,14 @@ class Journal:
     """The record of a running loop: one line of metrics per committed step."""
 
     def __init__(
-        self, model: TrainingModel, policy: PolicyRef, logger: TerminalProgress, *, total_steps: int | None
+        self,
+        model: TrainingModel,
+        policy: PolicyRef,
+        logger: TerminalProgress,
+        *,
+        total_steps: int | None,
+        loss: LossSpec | None = None,
+        reference: PolicyRef | None = None,
     ) -> None:
         self.store = model.workspace.open_store()
         self.chain = Chain.of(self.store, policy)
@@ -39,7 +47,7 @@ class Journal:
         self.clock = StepClock()
         self.watch = RunWatch(policy.run, step=policy.step)
         self.page = RunPage(self.store, policy, total_steps=total_steps, engine=model.workspace.engine)
-        self.model = model
+        self.model, self.loss, self.reference = model, loss, reference
 
     def cursor(self) -> DataCursor:
         """Where the data stands after the last committed step."""
@@ -74,7 +82,8 @@ class Journal:
         """Those of the callbacks that are due at the policy where the loop stands, also of a step that was committed
         before a crash: each is done once, whoever asks. Their time is no step's."""
         policy = await self.model.policy()
-        moment = Moment(self.model, policy, self.total_steps, tuple(rollouts or ()), tuple(graded or ()))
+        made = (self.loss, self.reference, tuple(rollouts or ()), tuple(graded or ()))
+        moment = Moment(self.model, policy, self.total_steps, *made)
         due = [one for one in callbacks if one.cadence.due(policy.step, self.total_steps)]
         for callback in due:
             found = await callback.at(moment)

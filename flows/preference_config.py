@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from engine.losses.spec import DPOSpec, DPOVariant
 from flows.config import DataConfig, OptimizerConfig, SFTAlgorithm, TrainingConfig
 from flows.titles import training_title
+from flows.validation_config import ValidationConfig
 from tasks.datasets.spec import FileDataset
 
 
@@ -24,6 +25,8 @@ class PreferenceDataConfig(DataConfig):
 
     train: FileDataset
     """Rows of `chosen` and `rejected`: messages, or texts beside a `prompt`."""
+    heldout: FileDataset | None = None
+    """Rows of the validation loss."""
 
 
 class RewardDataConfig(DataConfig):
@@ -70,6 +73,7 @@ class DPOConfig(TrainingConfig):
     data: PreferenceDataConfig
     algorithm: DPOAlgorithm = DPOAlgorithm()
     optimizer: PreferenceOptimizer = PreferenceOptimizer()
+    validation: ValidationConfig = ValidationConfig()
 
     @property
     def title(self) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from engine.handles import Model, TrainingModel
 from engine.losses.spec import LossSpec
-from flows.callbacks import Callback
+from flows.callbacks import Cadence, Callback, ValidationLoss
 from flows.checkpoints import CheckpointSchedule, Uploads
 from flows.config import TrainingConfig
 from flows.loop import Journal, adamw, optimizer_at, steps
@@ -21,6 +21,8 @@ from storage.chain import NanPolicy, PolicyRef, StepRequest
 from storage.registry import registered_key
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.order import take
+from tasks.datasets.spec import DatasetUse
+from tasks.load import load_prompts
 from tasks.publish import publish_model
 from tasks.report import write_report
 from tasks.schedules import CosineScheduler, Schedule
@@ -83,7 +85,10 @@ class Supervised:
         total_steps = self.max_steps or -(-self.epochs * data.rows // size)
         async with (
             Uploads(workspace, retention=self.checkpoints.retention) as uploads,
-            Journal(self.model, policy, self.logger, total_steps=total_steps) as journal,
+            Journal(
+                self.model, policy, self.logger, total_steps=total_steps,
+                loss=self.loss, reference=self._reference(start),
+            ) as journal,
         ):
             cursor = journal.cursor()
             if due := self.checkpoints.missed(policy.step, total_steps, model=self.model.name):
@@ -133,6 +138,7 @@ async def supervised_arguments(
     if scoring:
         builder = builder.into_scoring_model()
     return {
+        "callbacks": _validation(config, session),
         "dataset": session.data,
         "model": await builder.spawn_train(config.model.name),
         "logger": logger,
@@ -142,6 +148,15 @@ async def supervised_arguments(
         "max_steps": algorithm.steps,
         **algorithm.model_dump(exclude={"steps"}),
     }
+
+
+def _validation(config: TrainingConfig, session: RunSession) -> list[Callback]:
+    """The loss on the held-out rows that the config names, if it does."""
+    heldout, validation = getattr(config.data, "heldout", None), getattr(config, "validation", None)
+    if heldout is None or validation is None:
+        return []
+    use: DatasetUse = "preference" if session.data.ref.kind == "pairs" else "completion"
+    return [ValidationLoss(load_prompts(session.workspace, heldout, use), Cadence.of(validation))]
 
 
 async def train_on_dataset(config: TrainingConfig, session: RunSession, trainer: Supervised) -> dict[str, Any]:

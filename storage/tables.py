@@ -113,6 +113,13 @@ SCHEMAS: dict[str, pa.Schema] = {
             pa.field("thread", pa.string(), nullable=False),
         ]
     ),
+    "validation": _schema(  # one row per held-out conversation or pair
+        ("prompt_index", pa.int64()),
+        ("prompt_id", pa.string()),
+        ("tokens", pa.int64()),  # trained ones
+        ("loss", pa.float64()),  # of a conversation: summed over its tokens
+        nullable=[("margin", pa.float64())],  # of a pair: chosen less rejected, in implicit rewards
+    ),
     "comparison": _schema(
         ("model", pa.string()),
         ("dataset", pa.string()),

@@ -10,6 +10,7 @@ from storage.chain import PolicyRef
 from tasks.episode_evaluations import EpisodeEvaluationPlan, evaluate_episodes
 from tasks.evaluations import EvaluationPlan, evaluate
 from tasks.retries import DURABLE
+from tasks.validation_losses import ValidationLossPlan, validation_loss
 
 
 @task(**DURABLE, task_run_name="evaluate-{policy.step:06d}")
@@ -24,3 +25,9 @@ async def evaluate_in_environment(
 ) -> ArtifactRef:
     """The policy's `evaluation` table of episodes under `plan`; a second call returns the first one's."""
     return await evaluate_episodes(workspace, policy, plan)
+
+
+@task(**DURABLE, task_run_name="validate-{policy.step:06d}")
+async def validate_loss(workspace: Workspace, policy: PolicyRef, plan: ValidationLossPlan) -> ArtifactRef:
+    """The policy's `validation` table under `plan`; a second call returns the first one's."""
+    return await validation_loss(workspace, policy, plan)

@@ -1,0 +1,148 @@
+"""Plain code behind the loss on held-out rows: of conversations (SFT) and of pairs (DPO), by the trainer's weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow as pa
+
+from engine.errors import BadSpec
+from engine.losses.spec import CrossEntropySpec, DPOSpec
+from engine.protocol import LogprobsRequest, TokenSequence
+from engine.text.threads import StringThread
+from engine.text.tokenizers import renderer_of
+from engine.workspace import Workspace
+from storage import keys
+from storage.artifacts import ArtifactRef, find_artifact
+from storage.chain import PolicyRef
+from storage.models import Frozen, canonical_json, digest
+from storage.tables import SCHEMAS, commit_table, shared_rows
+from tasks.batches import CHUNK_TOKENS
+from tasks.clock import timed
+from tasks.validations import measured
+
+SIDES = {"threads": ("thread",), "pairs": ("chosen", "rejected")}
+"""Columns that hold conversations, by the kind of the dataset."""
+
+
+class ValidationLossPlan(Frozen):
+    """Which rows, under which loss. Equal plans of one policy are one artifact."""
+
+    base: ArtifactRef
+    """The model whose tokenizer renders the conversations."""
+    dataset: ArtifactRef
+    """Conversations for the cross-entropy, pairs for DPO."""
+    loss: CrossEntropySpec | DPOSpec
+    reference: PolicyRef | None = None
+    """What DPO compares with."""
+    label: str = "validation"
+    """What a person calls it; decides nothing."""
+
+    def name(self, policy: PolicyRef) -> str:
+        body = self.model_dump(mode="json", exclude={"label", "reference"})
+        reference = self.reference.state if self.reference else None
+        return f"{policy.step:06d}-{digest(canonical_json([body, reference]))[:12]}"
+
+
+async def validation_loss(workspace: Workspace, policy: PolicyRef, plan: ValidationLossPlan) -> ArtifactRef:
+    """The committed `validation` table of a policy: a row per conversation or pair. It measures `loss`, the mean over
+    all trained tokens (SFT) or over the pairs (DPO); of pairs also `accuracy` and `margin`, in implicit rewards.
+
+    Raises:
+        BadSpec: the rows are not what the loss is of, or there is nothing in them to learn.
+    """
+    store = workspace.open_store()
+    key = keys.evaluation(policy.run, policy.stage, plan.name(policy))
+    found = find_artifact(store, key)
+    if found is not None:
+        return found
+    wanted = "pairs" if isinstance(plan.loss, DPOSpec) else "threads"
+    if plan.dataset.kind != wanted:
+        raise BadSpec(f"{plan.dataset.key} holds {plan.dataset.kind}; the loss {plan.loss.kind} is of {wanted}")
+    rows = shared_rows(store, plan.dataset, range(plan.dataset.rows or 0))
+    sums = await _logprobs(workspace, policy, plan, rows)
+    if isinstance(plan.loss, DPOSpec):
+        assert plan.reference is not None
+        table, measures = _of_pairs(plan.loss, sums, await _logprobs(workspace, plan.reference, plan, rows))
+    else:
+        table, measures = _of_threads(sums)
+    for row, record in zip(table, rows, strict=True):
+        row |= {"prompt_index": record["index"], "prompt_id": record["id"]}
+    with timed("storage"):
+        return commit_table(
+            store,
+            key,
+            pa.Table.from_pylist(table, schema=SCHEMAS["validation"]),
+            kind="validation",
+            parents=(policy.uri, plan.dataset.uri),
+            provenance=workspace.provenance,
+            extra=measured(plan.label, measures),
+        )
+
+
+async def _logprobs(
+    workspace: Workspace, policy: PolicyRef, plan: ValidationLossPlan, rows: list[dict[str, Any]]
+) -> list[list[tuple[float, int]]]:
+    """Per row and side: summed logprob of the trained tokens, nats, and how many there are."""
+    renderer = renderer_of(workspace.open_store(), plan.base)
+    sides = SIDES[plan.dataset.kind]
+    conversations = [StringThread.from_json(str(row[side])) for row in rows for side in sides]
+    tokenised = [renderer.serialize(renderer.tokenize(thread)) for thread in conversations]
+    flat: list[tuple[float, int]] = []
+    for chunk in _chunks([TokenSequence(tokens, weights) for tokens, weights in tokenised]):
+        with timed("train"):
+            request = LogprobsRequest(policy, chunk)
+            found = await workspace.connect().logprobs(request, epoch=workspace.epoch)
+        flat += [(math.fsum(logprobs), len(logprobs)) for logprobs in found]
+    if not any(tokens for _, tokens in flat):
+        raise BadSpec(f"{plan.dataset.key}: none of its rows has an assistant turn, which a loss is of; give others")
+    return [flat[at : at + len(sides)] for at in range(0, len(flat), len(sides))]
+
+
+def _chunks(sequences: list[TokenSequence]) -> Iterator[list[TokenSequence]]:
+    chunk: list[TokenSequence] = []
+    tokens = 0
+    for one in sequences:
+        chunk.append(one)
+        tokens += len(one.token_ids)
+        if tokens >= CHUNK_TOKENS:
+            yield chunk
+            chunk, tokens = [], 0
+    if chunk:
+        yield chunk
+
+
+def _of_threads(sums: list[list[tuple[float, int]]]) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    table = [{"tokens": tokens, "loss": -logprob, "margin": None} for ((logprob, tokens),) in sums]
+    total = sum(int(row["tokens"] or 0) for row in table)
+    return table, {"loss": math.fsum(float(row["loss"] or 0.0) for row in table) / total}
+
+
+def _of_pairs(
+    loss: DPOSpec, sums: list[list[tuple[float, int]]], reference: list[list[tuple[float, int]]]
+) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    table = []
+    for (chosen, rejected), (old_chosen, old_rejected) in zip(sums, reference, strict=True):
+        margin = (chosen[0] - rejected[0]) - (old_chosen[0] - old_rejected[0])
+        value = dpo_loss(loss, margin)
+        table.append({"tokens": chosen[1] + rejected[1], "loss": value, "margin": loss.beta * margin})
+    count = len(table)
+    right = sum(row["margin"] > 0 for row in table)
+    means = {name: math.fsum(row[name] for row in table) / count for name in ("loss", "margin")}
+    return table, means | {"accuracy": right / count}
+
+
+def dpo_loss(loss: DPOSpec, margin: float) -> float:
+    """Of one pair, by how much the policy's summed logprobs are further apart than the reference's, nats."""
+    if loss.variant == "ipo":
+        return (margin - 1 / (2 * loss.beta)) ** 2
+    flipped = loss.label_smoothing or 0.0
+    scaled = loss.beta * margin
+    return (1 - flipped) * _softplus(-scaled) + flipped * _softplus(scaled)
+
+
+def _softplus(x: float) -> float:
+    """log(1 + e^x)."""
+    return max(x, 0.0) + math.log1p(math.exp(-abs(x)))

@@ -124,12 +124,17 @@ class _Accounts:
         return rules if isinstance(rules, dict) else {}
 
     def _sampler_state(self) -> str:
-        """Of the policy that must have sampled: the parent, or the one so many steps before it."""
+        """Of the policy that must have sampled: the parent, or, of a value model's step, the policy that the batch was
+        made for; or the one so many steps before it."""
         parent = self.record.request.parent
+        parents = read_manifest(self.store, self.material.batch.key).parents
+        made_for = next((uri for uri in parents if uri.startswith("policy:")), parent.uri)  # …/model@step#state
+        model, state = made_for.partition("@")[0].rpartition("/")[2], made_for.rpartition("#")[2]
         staleness = int(self._rules().get("max_staleness", 0))
-        if not staleness:
-            return parent.state
-        return Chain.of(self.store, parent).policy(max(0, parent.step - staleness)).state
+        if staleness:
+            chain = Chain(self.store, parent.run, parent.stage, model)
+            return chain.policy(max(0, parent.step - staleness)).state
+        return parent.state if model == parent.model else state
 
     def _check_sampled(self, manifests: list[Manifest], sampled: dict[str, list[dict[str, Any]]]) -> None:
         state = self._sampler_state()

@@ -92,7 +92,7 @@ def test_policy_and_value_step_over_one_batch_of_episodes(runs: Runs) -> None:
     assert digests[0] == digests[1] != digests[2] != digests[3]
     assert all(p.request.loss["kl_beta"] == 0 and p.request.reference is not None for p in policies)  # in the reward
     assert {ref.kind for record in policies for ref in material_of(runs.store, record).rollouts} == {"trajectories"}
-    assert [account(runs.store, record) for record in policies] == [[]] * 4
+    assert [account(runs.store, record) for record in (*policies, *values)] == [[]] * 8
 
 
 def assert_credited_by_the_definition(runs: Runs, record: CommitRecord) -> int:

@@ -14,6 +14,7 @@ import flows.ppo
 from engine.connect import connect
 from flows.ppo import PPO, ppo
 from flows.ppo_config import PPOConfig
+from storage.accounting import account
 from storage.artifacts import ArtifactRef
 from storage.chain import Chain, CommitRecord
 from storage.objects import open_store
@@ -69,6 +70,7 @@ def test_policy_and_value_step_over_one_batch(runs: Runs) -> None:
     assert [p.request.batch for p in policies] == [v.request.batch for v in values]
     assert [p.request.cursor_out for p in policies] == [v.request.cursor_out for v in values]
     assert {v.request.loss["kind"] for v in values} == {"mse"}
+    assert [account(runs.store, record) for record in (*policies, *values)] == [[]] * 8
     assert all(p.request.reference is not None and p.request.reference.step == 0 for p in policies)
 
 

@@ -1,0 +1,126 @@
+"""`kill -9`, twice, in a run of every training flow: the same command again ends with the bytes of a run that nobody
+killed, in every chain, and `ostinato verify` says of each that its history makes them."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from flows.cli.main import RUNS
+from storage.chain import CommitRecord
+from storage.objects import open_store
+from storage.runs_index import run_chains
+from tests.e2e.test_kill_nine import Folder
+from tests.guessing import guess_config
+from tests.preferences import preference_config, write_pairs
+from tests.toy import toy_config
+
+STEPS = 3
+IN_DATA, IN_SAMPLING, IN_EPISODES = "batch.after_data:2", "rollout.after_data:3", "trajectory.after_data:3"
+"""Of the second step: its batch; the first of its two shards."""
+IN_STEP = "step.before_commit:2"
+"""Of a process that goes on where the first was killed: with two chains, the value model's, over a committed policy."""
+
+FIRST = {
+    "sft": IN_DATA, "dpo": IN_DATA, "reward_model": IN_DATA, "sft_to_gspo": IN_DATA,
+    "grpo": IN_SAMPLING, "gspo": IN_SAMPLING, "ppo": IN_SAMPLING,
+    "env_grpo": IN_EPISODES, "env_gspo": IN_EPISODES, "env_ppo": IN_EPISODES,
+}  # fmt: skip
+"""Flow -> where its first process is killed; the second is at IN_STEP, in all of them."""
+
+
+@dataclass
+class Trained(Folder):
+    """A folder in which one run of a flow is driven by the command line."""
+
+    flow: str
+
+    def command(self) -> list[str]:
+        return [sys.executable, "-m", "flows.cli.main", "run", self.flow, "--config", "config.yaml", "--run", "kill"]
+
+    def records(self) -> dict[str, list[CommitRecord]]:
+        """Chain -> its records."""
+        chains = run_chains(open_store(str(self.path / "data")), "kill")
+        return {f"{one.stage}/{one.model}": list(one.records(after=0, until=one.head().step)) for one in chains}
+
+    def history(self) -> dict[str, list[tuple[str, str | None]]]:
+        """Chain -> state and digest of each of its policies."""
+        return {name: [(one.state, one.weights_digest) for one in found] for name, found in self.records().items()}
+
+    def weights(self) -> bytes:
+        (file,) = (self.path / "data" / "models" / "toy").glob("*/*.safetensors")
+        return file.read_bytes()
+
+    def verify(self) -> tuple[int, str]:
+        command = [sys.executable, "-m", "flows.cli.main", "verify", "kill", "--storage", "data"]
+        done = subprocess.run(
+            command, cwd=self.path, env=self.environment(), capture_output=True, text=True, timeout=300, check=False
+        )
+        return done.returncode, done.stdout + done.stderr
+
+
+def config_of(flow: str, path: Path, tiny_folder: Path) -> dict[str, Any]:
+    """Every step moves the weights; a step of reinforcement learning has two shards."""
+    if flow in ("dpo", "reward_model"):
+        return preference_config(path, tiny_folder, algorithm={"steps": STEPS, "samples_per_batch": 4})
+    value = {"value_model": {"lr": 1e-3}, "credit": {"value_only_fraction": 0.3}} if flow.endswith("ppo") else {}
+    if flow.startswith("env_"):
+        return guess_config(path, tiny_folder, algorithm__steps=STEPS, algorithm__samples_per_mini_batch=8) | value
+    toy = toy_config(
+        path, tiny_folder, grader__path="tests.grading:even_share", algorithm__steps=STEPS,
+        algorithm__samples_per_mini_batch=8,
+    ) | value  # fmt: skip
+    if not flow.startswith("sft"):
+        return toy
+    chats = {"kind": "file", "path": str(write_pairs(path / "chats.jsonl")), "columns": {"completion": "chosen"}}
+    if flow == "sft":
+        del toy["grader"], toy["sampling"]
+        return toy | {"data": {"train": chats}, "algorithm": {"steps": STEPS, "samples_per_batch": 4}}
+    algorithm, optimizer = toy.pop("algorithm"), toy.pop("optimizer")
+    return toy | {
+        "data": {"train": chats, "prompts": toy["data"]["train"]},
+        "sft": {"algorithm": {"steps": 2, "samples_per_batch": 4}, "optimizer": optimizer},
+        "gspo": {"algorithm": algorithm | {"steps": 2}, "optimizer": optimizer},
+    }
+
+
+def make_folder(flow: str, path: Path, tiny_folder: Path, server: str) -> Trained:
+    path.mkdir()
+    (path / "config.yaml").write_text(yaml.safe_dump(config_of(flow, path, tiny_folder)))
+    return Trained(path, server, flow)
+
+
+def test_every_training_flow_is_killed() -> None:
+    assert FIRST.keys() == RUNS.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flow", sorted(FIRST))
+def test_two_kills_change_nothing(flow: str, tmp_path: Path, tiny_folder: Path, prefect_server: str) -> None:
+    whole, killed = (make_folder(flow, tmp_path / name, tiny_folder, prefect_server) for name in ("whole", "killed"))
+    status, output = whole.run()
+    assert status == 0, output
+    for failpoint in (FIRST[flow], IN_STEP):
+        status, output = killed.run(failpoint)
+        assert status == -signal.SIGKILL, f"{failpoint} was not hit:\n{output}"
+        assert killed.events("step")  # it is a resumption, and not a second start
+    if flow.endswith("ppo"):
+        policies, values = (len(killed.records()[f"0-{flow}/{model}"]) for model in ("policy", "value"))
+        assert policies == values + 1  # killed between the two commits of an iteration
+    status, output = killed.run()
+    assert status == 0, output
+    assert killed.history() == whole.history()
+    assert killed.weights() == whole.weights()
+    for chain, found in whole.records().items():
+        taught = [one.weights_digest for one in found if one.updates]
+        assert taught and len(set(taught)) == len(taught), chain  # equal bytes mean something
+    for folder in (whole, killed):
+        status, output = folder.verify()
+        assert status == 0, output

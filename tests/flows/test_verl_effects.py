@@ -136,6 +136,9 @@ COSINE = ["optim.lr_scheduler_type=cosine"]  # of the new trainer; the old one h
 SFT: dict[str, tuple[str, list[str]]] = {
     "data.train_files": ("other.parquet", []),
     "data.train_max_samples": ("100", []),
+    "data.val_files": ("other.parquet", []),
+    "data.val_max_samples": ("10", ["data.val_files=val.parquet"]),
+    "trainer.test_freq": ("5", ["data.val_files=val.parquet"]),
     "data.train_batch_size": ("64", []),
     "data.micro_batch_size_per_gpu": ("2", []),
     "data.max_length": ("2048", []),

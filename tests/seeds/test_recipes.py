@@ -12,11 +12,11 @@ import pytest
 from pydantic import ValidationError
 
 from engine import connect as connecting
-from engine.inference_model import InferenceModel
+from engine.handles import InferenceModel, TrainingModel
 from engine.text.threads import StringThread
 from flows.parameters import Dataset, Grader, Model, dataset_kinds
 from flows.recipe import InputConfig, RecipeContext, recipe_main
-from storage.chain import Chain
+from storage.chain import Chain, PolicyRef
 from storage.errors import SemanticMismatch
 from storage.leases import is_held
 from storage.objects import open_store
@@ -102,20 +102,24 @@ async def test_fine_tuning_then_gspo_under_a_judge(
     """The judge's words are scripted, since an untrained model has none; how it is spawned and asked is not. The run is
     cut off in its second stage, and goes on there."""
     said, asked = InferenceModel._said, list[str]()
-    cut = [True]
+    stand_at, cut = TrainingModel.stand_at, list[PolicyRef]()
 
     async def judged(self: InferenceModel, thread: StringThread) -> StringThread:
         if self.name != "judge":
             return await said(self, thread)
         text = thread.last_content()
         asked.append(text)
-        if cut and len(asked) > 12:
-            cut.clear()
-            raise KeyboardInterrupt
         verdict = "PASS" if int(hashlib.sha256(text.encode()).hexdigest(), 16) % 2 else "FAIL"
         return thread.assistant(json.dumps({"reasoning": "so", "result": verdict}))
 
+    def cut_off(self: TrainingModel, policy: PolicyRef) -> None:
+        if (policy.stage, policy.step) == ("1-gspo", 1) and not cut:
+            cut.append(policy)
+            raise RuntimeError("cut")
+        stand_at(self, policy)
+
     monkeypatch.setattr(InferenceModel, "_said", judged)
+    monkeypatch.setattr(TrainingModel, "stand_at", cut_off)
     demonstrations = [{"prompt": str(n), "completion": str(n) * 3} for n in range(4)]
     config = TwoStageConfig.model_validate(
         place
@@ -125,9 +129,9 @@ async def test_fine_tuning_then_gspo_under_a_judge(
             "prompts": prompts(tmp_path),
         }
     )
-    with pytest.raises(BaseException):  # noqa: B017  however Prefect hands an interrupt on
+    with pytest.raises(RuntimeError, match="cut"):
         await two_stages(config)
-    assert not cut and steps(place, "0-sft", "sft_then_gspo") == [1, 2]
+    assert steps(place, "0-sft", "sft_then_gspo") == [1, 2]
     assert steps(place, "1-gspo", "sft_then_gspo") == [1]
 
     connecting.connect.cache_clear()

@@ -122,15 +122,20 @@ class OpenAIModel:
         }
         body |= {"stop": list(self.stops)} if self.stops else {}
         body |= {} if self.seed_value is None else {"seed": self.seed_value}
-        if schema is not None:
-            named = {"name": schema.__name__, "schema": schema.model_json_schema()}
-            body["response_format"] = {"type": "json_schema", "json_schema": named}
-        answer = await self._post(body)
+        answer = await self._post(body) if schema is None else await self._constrained(body, schema)
         try:
             said = answer["choices"][0]["message"]["content"]
         except (KeyError, IndexError, TypeError) as error:
             raise BadSpec(f"{self.url} answered {str(answer)[:200]}; expected an OpenAI chat completion") from error
         return thread.assistant(said or "")
+
+    async def _constrained(self, body: dict[str, Any], schema: type[BaseModel]) -> Any:
+        """The answer as JSON of the schema where the endpoint knows how to; else as it comes."""
+        named = {"name": schema.__name__, "schema": schema.model_json_schema()}
+        try:
+            return await self._post(body | {"response_format": {"type": "json_schema", "json_schema": named}})
+        except BadSpec:  # many an endpoint has no JSON schemas; what else is wrong is said again
+            return await self._post(body)
 
     async def _post(self, body: dict[str, Any]) -> Any:
         wait, error = self.first_wait_seconds, None

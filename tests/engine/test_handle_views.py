@@ -18,6 +18,7 @@ from engine.text.errors import UnsupportedFragment
 from engine.text.fragments import ImageFragment, TextFragment
 from engine.text.stops import text_until_stop, tokens_until_stop
 from engine.text.threads import StringThread
+from tests.fixtures.openai_server import served
 from tests.spawning import Context, context, language_model, own_engines
 
 PROMPT = StringThread(turns=[("user", "2+3?")])
@@ -273,6 +274,30 @@ async def test_an_endpoint_is_asked_for_json_and_once_more_when_it_gives_none(
     assert await (await behind(ctx)).generate(PROMPT, Sum) == Sum(total=4)
     schema = json.loads(requests[0].content)["response_format"]["json_schema"]
     assert schema == {"name": "Sum", "schema": Sum.model_json_schema()}
+
+
+async def test_an_endpoint_without_json_schemas_is_asked_without(
+    ctx: Context, endpoint: Callable[[Answers], list[httpx.Request]]
+) -> None:
+    endpoint(lambda body: (400, {}) if "response_format" in body else (200, says('{"total": 4}')))
+    assert await (await behind(ctx)).answer(PROMPT, Sum) == Sum(total=4)
+    endpoint(lambda _: (400, {"error": "no such model"}))
+    with pytest.raises(BadSpec, match="no such model"):
+        await (await behind(ctx)).answer(PROMPT, Sum)
+
+
+async def test_an_engine_of_ours_answers_as_an_endpoint(
+    ctx: Context, model: TrainingModel
+) -> None:
+    """Over a real server: the run's policy, greedily, says what its own handle says."""
+    own = (await model.temperature(0).generate(PROMPT)).last_content()
+    with served(model.engine, ctx.workspace.open_store()) as url:
+        there = (await behind(ctx, f"openai://r@{url}")).max_gen_len(6).temperature(0)
+        assert (await there.generate(PROMPT)).last_content() == own
+        with pytest.raises(MalformedAnswer):
+            await there.generate(PROMPT, Sum)
+        with pytest.raises(BadSpec, match="refused the request with 404"):
+            await (await behind(ctx, f"openai://nobody@{url}")).generate(PROMPT)
 
 
 async def test_an_endpoint_that_is_busy_is_asked_again_and_one_that_refuses_is_not(

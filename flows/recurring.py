@@ -35,7 +35,7 @@ from storage.decisions import Action, AliasEntry, Decision, champion_of, decide,
 from storage.errors import AliasMoved
 from storage.lineage import trained_on
 from storage.models import canonical_json, digest
-from tasks.comparisons import Comparison, comparison_markdown
+from tasks.comparisons import Comparison, comparison_sentences
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.spec import DatasetUse
 from tasks.load import load_prompts
@@ -186,7 +186,7 @@ async def _approved(
     seconds = question.config.approval.timeout_seconds
     title = f"## Promote `{challenger}` over `{question.champion_key or 'no champion'}`?\n\n"
     gate = "\n".join(f"- {reason}" for reason in reasons)
-    answer = await ask(f"{title}{gate}\n\n{comparison_markdown(comparison)}", timeout_seconds=seconds)
+    answer = await ask(f"{title}{gate}\n\n{comparison_sentences(comparison)}", timeout_seconds=seconds)
     if answer is None:
         return "hold", [*reasons, f"nobody approved within {seconds:g} s"], "flow recurring"
     said = [answer.reason] if answer.reason else []

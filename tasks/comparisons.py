@@ -179,6 +179,22 @@ def comparison_markdown(comparison: Comparison) -> str:
     return "\n".join(lines) + "\n"
 
 
+def comparison_sentences(comparison: Comparison) -> str:
+    """A sentence per difference, for where a table is too wide."""
+    return "\n".join(f"- {_sentence(d)}" for d in comparison.differences) + "\n"
+
+
+def _sentence(d: Difference) -> str:
+    """The means are of the prompts that both models have a grade for."""
+    cell = f"**{d.dataset}**, graded by **{d.grader}**"
+    if d.paired is None:
+        return f"{cell}: `{d.first}` and `{d.second}` have {d.verdict}."
+    models = f"`{d.first}` {d.paired.before_mean:.3f}, `{d.second}` {d.paired.after_mean:.3f}"
+    interval = _interval(d.paired.low, d.paired.high, sign="+")
+    change = f"change {d.paired.difference:+.3f} (95 % interval {interval})"
+    return f"{cell}: {models}, {change} on {d.paired.n} prompts: {d.verdict}."
+
+
 def _line(cells: Iterable[Any]) -> str:
     return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
 

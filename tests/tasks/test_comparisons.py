@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tasks.comparisons import Comparison, compare, comparison_markdown, score_table
+from tasks.comparisons import Comparison, compare, comparison_markdown, comparison_sentences, score_table
 from tasks.statistics import mean_interval, paired_difference
 
 
@@ -84,6 +84,18 @@ def test_a_clear_difference_says_its_direction() -> None:
     assert found.differences[0].verdict == "lower, beyond chance"
     assert "lower, beyond chance" in comparison_markdown(found)
     assert score_table(found)[0]["mean"] == pytest.approx(0.9667)
+
+
+def test_a_sentence_says_both_means_on_the_same_prompts_and_how_sure_their_difference_is() -> None:
+    # on a, b and c: (0 + 0.5 + 1) / 3, (0.5 + 1 + 1) / 3; the interval as above
+    assert comparison_sentences(compare(rows("m1", FIRST) + rows("m2", SECOND))) == (
+        "- **sums**, graded by **exact**: `m1` 0.500, `m2` 0.833, change +0.333 (95 % interval -0.384 to +1.050) "
+        "on 3 prompts: within chance.\n"
+    )
+    nothing = compare(rows("m1", {"a": 1.0, "b": None}) + rows("m2", {"a": None, "b": 1.0}))
+    assert comparison_sentences(nothing) == (
+        "- **sums**, graded by **exact**: `m1` and `m2` have no prompt in common.\n"
+    )
 
 
 def test_a_comparison_survives_json() -> None:

@@ -23,8 +23,9 @@ demo-torch: $(VENV)/.demo
 demo-vllm: $(VLLM_VENV)/.ready
 	OMP_NUM_THREADS=1 $(VLLM_BIN)/ostinato demo --seed $(SEED) --set engine.sampler.kind=vllm
 
-# one machine's Prefect server, worker and engine, until Ctrl-C
+# one machine's Prefect server, worker and engine, until Ctrl-C; the demo's model is there to be typed into a form
 up: $(VENV)/.demo
+	$(BIN)/ostinato demo --only-model
 	$(BIN)/ostinato up
 
 test: $(VENV)/.test lint

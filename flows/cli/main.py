@@ -9,13 +9,14 @@ import typer
 
 from flows.cli.chain import add_chain_commands
 from flows.cli.data import data_app
-from flows.cli.demo import run_demo
+from flows.cli.demo import run_demo, unpack_model
 from flows.cli.deploy import deploy_command
 from flows.cli.doctor import doctor
 from flows.cli.engine import engine_app
 from flows.cli.gc import gc
 from flows.cli.import_verl import import_app
 from flows.cli.models import models_app
+from flows.cli.output import console
 from flows.cli.runner import run_flow
 from flows.cli.runs import runs_app
 from flows.cli.sweep import add_search_commands
@@ -79,8 +80,11 @@ def demo(
     seed: Annotated[int, typer.Option(help="Seed of data order and sampling.")] = 0,
     sets: Sets = None,
     new: New = False,
+    only_model: Annotated[bool, typer.Option("--only-model", help="Make its model's folder, train nothing.")] = False,
 ) -> None:
     """GRPO on a real 135M chat model on this machine: evaluate, train, evaluate, report."""
+    if only_model:
+        raise typer.Exit(0 if unpack_model(console()) else 2)
     raise typer.Exit(run_demo(seed=seed, sets=sets or [], new=new))
 
 

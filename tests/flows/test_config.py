@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import yaml
 from pydantic import BaseModel, ValidationError
+from typer.testing import CliRunner
 
 from flows.checkpoints import CheckpointSchedule
 from flows.cli import demo
+from flows.cli.main import app
 from flows.cli.memory import forget, remembered_run
 from flows.config import CheckpointConfig, FlowConfig, GRPOConfig, SFTConfig
 from flows.overrides import ConfigError, parse_config
@@ -243,6 +245,17 @@ def test_the_demo_refuses_a_bad_set_without_a_traceback(here: Path, monkeypatch:
     monkeypatch.setattr(demo, "MODEL_FOLDER", here)
     (here / "config.json").touch()
     assert demo.run_demo(seed=0, sets=["algorithm.stepps=3"], new=False) == 2
+
+
+def test_only_the_model_of_the_demo_trains_nothing(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "find_spec", lambda _: None)
+    asked = ["demo", "--only-model"]
+    refused = CliRunner().invoke(app, asked)
+    assert refused.exit_code == 2 and "`make demo` installs them" in refused.output
+    monkeypatch.setattr(demo, "MODEL_FOLDER", here)
+    (here / "config.json").touch()
+    assert CliRunner().invoke(app, asked).exit_code == 0
+    assert [path.name for path in here.iterdir()] == ["config.json"]
 
 
 def test_without_git_the_code_version_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:

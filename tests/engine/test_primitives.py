@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from engine.errors import BadSpec, EngineUnreachable, SampleTooLong
-from engine.handles import TrainingModel
+from engine.handles import Model, TrainingModel
 from engine.text.errors import UnsupportedFragment
 from engine.text.threads import StringThread, TokenizedThread
 from tests.spawning import Context, context, language_model, own_engines, scoring_model
@@ -99,6 +99,20 @@ async def test_dpo_of_a_policy_that_is_its_reference_is_ln_2_and_then_falls(mode
     model.train_dpo(GOOD, BAD, *sums, 0.5)
     second = await model.optim_step(0.0)
     assert second["loss"] == pytest.approx(math.log1p(math.exp(-0.5 * margin)), abs=1e-5)
+
+
+async def test_an_adapter_is_trained_against_its_frozen_copy(ctx: Context, tiny_folder: Path) -> None:
+    builder = Model(str(tiny_folder)).to_builder(ctx).with_adapter(rank=4, alpha=8.0)
+    model = await builder.spawn_train("policy")
+    reference = await model.clone_inf()
+    sums = await reference.logprobs(GOOD), await reference.logprobs(BAD)
+    losses = []
+    for _ in range(3):
+        model.train_dpo(GOOD, BAD, *sums, 0.1)
+        losses.append((await model.optim_step(1e-2))["loss"])
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-5)
+    assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0] - 0.01
+    assert (await reference.logprobs(GOOD), await reference.logprobs(BAD)) == sums
 
 
 # -- tangents --------------------------------------------------------------------------------------------------

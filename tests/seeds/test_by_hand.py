@@ -19,7 +19,7 @@ from engine.local.engine import LocalEngine
 from engine.spec import EngineSpec
 from flows.recipe import RecipeContext
 from storage import keys
-from storage.chain import Chain, CommitRecord
+from storage.chain import Chain, CommitRecord, PolicyRef
 from storage.objects import open_store
 from tasks.batching import async_map
 from tasks.graders.base import BaseGrader
@@ -27,7 +27,7 @@ from tests.chaos.proxy import proxied
 from tests.fixtures.engines import DETERMINISTIC
 from tests.fixtures.http_engine import running_server
 from tests.seeds.by_hand import ITERATIONS, MINI_BATCHES, PROMPTS, HandGRPO, recipe, reward
-from tests.spawning import own_engines
+from tests.spawning import language_model, own_engines
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = ITERATIONS * MINI_BATCHES
@@ -153,6 +153,55 @@ async def test_a_loop_after_a_loop_begins_where_that_ended(tmp_path: Path, tiny_
         await two_loops(3)
     assert await two_loops(None) == [(1, 1)]
     assert len(records(tmp_path)) == 4
+
+
+async def test_two_models_that_were_cut_off_between_their_steps_take_one_each(
+    tmp_path: Path, tiny_folder: Path
+) -> None:
+    async def both(cut: bool) -> dict[str, list[str]]:
+        ctx = opened(tmp_path)
+        models = [await language_model(ctx, tiny_folder, name) for name in ("actor", "critic")]
+        async for step in ctx.steps(2):
+            for model in models:
+                model.train_language_modelling(PROMPTS[step].assistant(str(step)))
+                await model.optim_step(1e-3)
+                if cut and step == 1:
+                    raise Cut
+        heads = [await model.policy() for model in models]
+        return {head.model: [r.attempt for r in chain_of(tmp_path, head).records(0, head.step)] for head in heads}
+
+    with pytest.raises(Cut):
+        await both(cut=True)
+    actor = Chain(open_store(tmp_path), "by-hand", "0-recipe", "actor")
+    committed = [record.attempt for record in actor.records(0, 2)]
+    found = await both(cut=False)
+    assert found["actor"] == committed and len(found["critic"]) == 2
+
+
+def chain_of(store: Path, policy: PolicyRef) -> Chain:
+    return Chain.of(open_store(store), policy)
+
+
+async def test_a_committed_step_stands_whatever_the_next_attempt_would_train(
+    tmp_path: Path, tiny_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on an engine that does not draw the same tokens again."""
+
+    async def attempt(answer: str, cut: bool) -> float:
+        ctx = opened(tmp_path)
+        model, tokens = await language_model(ctx, tiny_folder), 0.0
+        async for _ in ctx.steps(1):
+            model.train_language_modelling(PROMPTS[0].assistant(answer))
+            tokens = (await model.optim_step(1e-3))["tokens"]
+            if cut:
+                raise Cut
+        return tokens
+
+    with pytest.raises(Cut):
+        await attempt("1", True)
+    with caplog.at_level("INFO"):
+        assert await attempt("12345", False) == 2  # "1" and the end of the turn
+    assert "was committed by an earlier attempt and stands" in caplog.text
 
 
 @pytest.mark.slow

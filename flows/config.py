@@ -17,6 +17,7 @@ from engine.adapters import FullSpec, LoraSpec
 from engine.losses.spec import KLEstimator, LossNorm
 from engine.protocol import SamplingParams
 from engine.spec import EngineSpec, LocalEngineSpec
+from flows.logging_config import LoggingConfig
 from flows.optimizer_config import LATER_OPTIMIZER, OptimizerConfig, SFTOptimizer
 from flows.reinforcement_config import BatchRules, Regularisation, check_importance
 from flows.titles import training_title
@@ -36,7 +37,7 @@ SEMANTIC = (
 )  # fmt: skip
 LATER = ("regularisation", "rules")
 """Groups that runs may have begun without: at their defaults they decide nothing."""
-LATER_FIELDS = {"optimizer": LATER_OPTIMIZER, "algorithm": ("norm_constant",)}
+LATER_FIELDS = {"optimizer": LATER_OPTIMIZER, "regularisation": ("norm_constant",)}
 """The same of single settings, by their group."""
 
 DatasetSource = Annotated[FileDataset | ReasoningGymDataset, Field(discriminator="kind")]
@@ -130,9 +131,7 @@ class GRPOAlgorithm(Frozen):
     d."""
     loss_norm: LossNorm = "token_mean"
     """token_mean: over all tokens. sequence_mean: over each completion's tokens, then over completions. token_sum: not
-    at all. constant: by completions x norm_constant (Dr. GRPO, arXiv:2503.20783)."""
-    norm_constant: float | None = Field(None, gt=0)
-    """Tokens per completion that `constant` divides by, such as sampling.max_new_tokens."""
+    at all. constant: by completions x the longest that one can be (Dr. GRPO, arXiv:2503.20783)."""
     advantage_estimator: AdvantageEstimator = "group"
     """From the rewards of one prompt's completions. group: less their mean, over their standard deviation (sample_std:
     with n - 1). centred: less their mean. leave_one_out: less the mean of the others."""
@@ -155,11 +154,6 @@ class GRPOAlgorithm(Frozen):
             )
         if self.steps is not None and self.epochs is not None:
             raise ValueError(f"both steps={self.steps} and epochs={self.epochs} were given; give one of them")
-        if (self.loss_norm == "constant") != (self.norm_constant is not None):
-            raise ValueError(
-                f"loss_norm={self.loss_norm!r} and norm_constant={self.norm_constant}; 'constant' needs the tokens per "
-                "completion to divide by, and no other norm has them"
-            )
         return self
 
 
@@ -233,6 +227,7 @@ class FlowConfig(Frozen):
     """Who trains and samples: this process, or a server. In a deployment, the default stands for the deployment's."""
     storage: StorageConfig = StorageConfig()
     checkpoints: CheckpointConfig = CheckpointConfig()
+    logging: LoggingConfig = LoggingConfig()
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
@@ -304,6 +299,7 @@ class GRPOConfig(TrainingConfig):
     @model_validator(mode="after")
     def _endless_runs_are_constant(self) -> Self:
         check_sampled_run(self.algorithm, self.optimizer, self.checkpoints, self.sampling, self.evaluation)
+        self.regularisation.check_norm(self.algorithm.loss_norm)
         check_importance(self.regularisation.importance_cap, self.algorithm.old_logprobs)
         return self
 

@@ -21,7 +21,7 @@ from engine.text.threads import StringThread
 from flows.checkpoints import CheckpointSchedule
 from flows.env_config import ENVGRPOConfig
 from flows.env_evaluation import HeldoutEpisodes
-from flows.grpo import GRPO
+from flows.grpo import GRPO, longest
 from flows.ops.hooks import ON_END
 from flows.progress import TerminalProgress
 from flows.schedules import optimizer_arguments
@@ -177,6 +177,7 @@ async def env_arguments(config: ENVGRPOConfig, session: RunSession, logger: Term
         "data_seed": config.seed,
         "max_prompt_tokens": config.data.max_prompt_tokens,
         "truncation": config.data.truncation,
+        "norm_constant": longest(config.sampling.max_new_tokens * environment.max_turns, algorithm),
         **algorithm.model_dump(exclude={"steps"}),
     }
 

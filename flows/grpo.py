@@ -21,7 +21,7 @@ from engine.text.threads import StringThread
 from flows.callbacks import Callback
 from flows.checkpoints import CheckpointSchedule, Uploads
 from flows.collect import Collector, Lookahead, PromptBatch, Refill, RefillEnd
-from flows.config import GRPOConfig
+from flows.config import GRPOAlgorithm, GRPOConfig
 from flows.evaluation import Heldout
 from flows.loop import Journal, adamw, optimizer_at, steps
 from flows.names import takes_names
@@ -343,6 +343,11 @@ async def grpo(config: GRPOConfig) -> dict[str, Any]:
         return await train_on_rewards(config, session, GRPO(**arguments, max_num_grpo_steps=config.algorithm.steps))
 
 
+def longest(tokens: float, algorithm: GRPOAlgorithm) -> float | None:
+    """What the constant norm divides by; None for another."""
+    return float(tokens) if algorithm.loss_norm == "constant" else None
+
+
 async def reward_arguments(config: GRPOConfig, session: RunSession, logger: TerminalProgress) -> dict[str, Any]:
     """What a training class on graded completions is made with, but for the number of steps."""
     algorithm, grader = config.algorithm, config.grader
@@ -361,6 +366,7 @@ async def reward_arguments(config: GRPOConfig, session: RunSession, logger: Term
         "truncation": config.data.truncation,
         **algorithm.model_dump(exclude={"steps"}),
         **config.regularisation.model_dump(),
+        "norm_constant": longest(config.regularisation.norm_constant or config.sampling.max_new_tokens, algorithm),
         **config.rules.model_dump(),
     }
 

@@ -10,14 +10,20 @@ from typing import Any, Self
 from engine.handles import TrainingModel
 from engine.losses.spec import LossSpec
 from flows.callbacks import Callback, Moment
+from flows.logging_config import LoggingConfig
 from flows.progress import TerminalProgress
 from flows.run_page import RunPage
 from flows.watch import RunWatch
 from storage.artifacts import ArtifactRef
 from storage.chain import Chain, CommitRecord, OptimizerSpec, PolicyRef
+from storage.errors import ObjectNotFound
+from storage.objects import ObjectStore
+from storage.runs import read_run
 from storage.worklog import log_work
 from tasks.clock import StepClock
 from tasks.datasets.order import DataCursor
+from tasks.loggers.base import Run
+from tasks.loggers.feed import Loggers
 from tasks.schedules import Schedule
 from tasks.step_metrics import measure_step, write_metrics
 from tasks.validations import Validation, validation_of
@@ -48,6 +54,7 @@ class Journal:
         self.watch = RunWatch(policy.run, step=policy.step)
         self.page = RunPage(self.store, policy, total_steps=total_steps, engine=model.workspace.engine)
         self.model, self.loss, self.reference = model, loss, reference
+        self.loggers = open_loggers(self.store, policy, logger.logging)
 
     def cursor(self) -> DataCursor:
         """Where the data stands after the last committed step."""
@@ -73,6 +80,7 @@ class Journal:
         write_metrics(self.store, policy, metrics)
         self.logger.step(metrics)
         self.page.stepped(metrics, rollouts, graded)
+        self.loggers.step(metrics)
         self.watch.stepped(policy.step - 1)
 
     async def call(
@@ -97,6 +105,7 @@ class Journal:
         figures = "  ".join(f"{measure} {value:.4f}" for measure, value in validation.measures.items())
         self.logger.note(f"{validation.name} after {validation.step} steps: {figures or 'nothing'}")
         self.page.validated(validation)
+        self.loggers.validation(validation)
 
     async def __aenter__(self) -> Self:
         self.watch.__enter__()
@@ -106,7 +115,21 @@ class Journal:
     async def __aexit__(self, *_: object) -> None:
         self.watch.__exit__(None, None, None)
         await asyncio.to_thread(self.page.__exit__, None, None, None)  # its last update takes a moment
+        await asyncio.to_thread(self.loggers.close)
         self.logger.close()  # however the loop ends, the terminal is given back
+
+
+def open_loggers(store: ObjectStore, policy: PolicyRef, config: LoggingConfig) -> Loggers:
+    """Those of the config, for the policy's stage. Raises LoggerMissing."""
+    try:
+        semantic = read_run(store, policy.run).semantic
+    except ObjectNotFound:
+        semantic = {}  # a loop without a flow
+    run = Run(
+        project=config.project, name=config.experiment or policy.run.replace("/", "-"), run=policy.run,
+        folder=config.folder, config=semantic,
+    )  # fmt: skip
+    return Loggers(store, policy, config.loggers, run)
 
 
 def steps(first: int, total_steps: int | None) -> Iterator[int]:

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from flows.logging_config import LoggingConfig
 from flows.run_log import quiet_tasks, say
 from tasks.metrics import ACTIVITIES, StepMetrics
 
@@ -28,7 +29,15 @@ class TerminalProgress:
     plain line, fit for a log file.
     """
 
-    def __init__(self, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        console: Console | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        logging: LoggingConfig | None = None,
+    ) -> None:
+        self.logging = logging or LoggingConfig()
+        """Where else the figures are sent."""
         self._console = console or Console(highlight=False)
         self._clock = clock
         quiet_tasks()

@@ -55,6 +55,8 @@ class Regularisation(Frozen):
     importance_cap: float | None = Field(None, gt=0)
     """Weigh the loss by the ratio of the trainer's and the sampler's probability, at most this (truncated importance
     weights)."""
+    norm_constant: float | None = Field(None, gt=0)
+    """Of loss_norm=constant: the tokens per completion to divide by. None: sampling.max_new_tokens."""
     kl_in: KLPlace = "loss"
     """Where the KL term stands: in the loss, or taken off the reward."""
     kl_controller: KLControl = "fixed"
@@ -70,6 +72,14 @@ class Regularisation(Frozen):
         if adaptive and self.kl_controller != "adaptive":
             raise ValueError(f"{adaptive} act only with kl_controller='adaptive'; set it, or leave them out")
         return self
+
+    def check_norm(self, loss_norm: str) -> None:
+        """Raises ValueError for a constant that the norm does not divide by."""
+        if self.norm_constant is not None and loss_norm != "constant":
+            raise ValueError(
+                f"regularisation.norm_constant={self.norm_constant} acts only with algorithm.loss_norm='constant', and "
+                f"that is {loss_norm!r}; set it, or leave the constant out"
+            )
 
 
 def check_importance(cap: float | None, old_logprobs: OldLogprobs) -> None:

@@ -123,6 +123,7 @@ async def open_run(
         code_version=workspace.provenance.code_version,
     )
     workspace = take_lease(workspace)
+    logger.logging = config.logging
     logger.note(expected.text(info))
     for warning in opening.warnings:
         logger.note(f"warning: {warning}")

@@ -95,7 +95,7 @@ class SFTToGSPOConfig(TrainingConfig):
         return {name: value for name, value in super().other().items() if name not in STAGES}
 
     def _common(self) -> dict[str, Any]:
-        names = ("model", "run", "seed", "engine", "storage", "checkpoints")
+        names = ("model", "run", "seed", "engine", "storage", "checkpoints", "logging")
         return {name: getattr(self, name) for name in names}
 
 

@@ -212,7 +212,7 @@ def _loss_norm(verl: Verl, key: str, value: Any) -> Any:
 
 def _divided_by(tokens: Any) -> Paths:
     """The sum over the tokens of each completion, as a mean over completions, by so many tokens each."""
-    return Paths({"algorithm.loss_norm": "constant", "algorithm.norm_constant": tokens})
+    return Paths({"algorithm.loss_norm": "constant", "regularisation.norm_constant": tokens})
 
 
 def _loss_scale(verl: Verl, key: str, value: Any) -> Any:

@@ -45,7 +45,7 @@ _PLAIN = re.compile(
     r"store\.json|models/[^/]+/(?:claims/[^/]+|aliases/[^/]+/\d{6,})\.json"
     r"|runs/.+/(?:run\.json|result\.json|fork\.json|report\.html|leases/\d{6,}(?:\.released)?\.json"
     r"|loops/\d{6,}/\d{6,}\.json|stages/[^/]+/(?:stage\.json"
-    r"|metrics/\d{6,}\.json|chains/[^/]+/(?:root|(?:rebases/)?\d{6,})\.json"
+    r"|metrics/\d{6,}\.json|logged/[^/]+\.json|chains/[^/]+/(?:root|(?:rebases/)?\d{6,})\.json"
     r"|checkpoints/[^/]+/\d{6,}/name\.json))",
     re.ASCII,
 )
@@ -276,6 +276,11 @@ def step_metrics(run: str, stage: str, step: int) -> str:
 
 def step_metrics_prefix(run: str, stage: str) -> str:
     return f"{stage_prefix(run, stage)}metrics/"
+
+
+def logged(run: str, stage: str, logger: str) -> str:
+    """What a logger was sent of a stage."""
+    return f"{stage_prefix(run, stage)}logged/{validate_name(logger)}.json"
 
 
 def chain_prefix(run: str, stage: str, policy: str) -> str:

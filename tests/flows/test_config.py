@@ -120,7 +120,7 @@ def test_sft_takes_steps_or_epochs(tmp_path: Path) -> None:
     assert "steps=4" in message and "epochs=2" in message and "give one" in message
 
 
-@pytest.mark.parametrize("key", ["heldout", "max_prompt_tokens", "truncation"])
+@pytest.mark.parametrize("key", ["max_prompt_tokens", "truncation"])
 def test_sft_refuses_what_it_has_no_use_for(key: str, tmp_path: Path) -> None:
     assert f"data.{key}: unknown key" in refusal(SFTConfig, changed(SFT, **{f"data__{key}": None}), tmp_path)
 

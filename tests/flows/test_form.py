@@ -75,7 +75,7 @@ def test_the_form_of_grpo() -> None:
     schema = schema_of("grpo")["definitions"]
     assert list(schema["GRPOConfig"]["properties"]) == [
         "model", "data", "grader", "sampling", "algorithm", "optimizer", "evaluation", "regularisation", "rules",
-        "run", "seed", "engine", "storage", "checkpoints",
+        "run", "seed", "engine", "storage", "checkpoints", "logging",
     ]  # fmt: skip
     algorithm = schema["GRPOAlgorithm"]["properties"]
     assert algorithm["kl_beta"]["description"] == "Weight of the KL term; 0 skips the reference model altogether."

@@ -1,4 +1,4 @@
-"""The norms of the loss in the configs of reinforcement learning."""
+"""The constant norm of the loss in the configs of reinforcement learning."""
 
 from __future__ import annotations
 
@@ -8,23 +8,31 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from flows.config import GRPOAlgorithm
+from flows.config import GRPOAlgorithm, GRPOConfig
 from flows.env_config import ENVGRPOAlgorithm, ENVGSPOAlgorithm
-from flows.grpo import GRPO
-from flows.gspo_config import GSPOAlgorithm
-from flows.ppo_config import PPOAlgorithm
+from flows.env_ppo_config import ENVPPOAlgorithm
+from flows.grpo import GRPO, longest
+from flows.gspo_config import GSPOAlgorithm, GSPOConfig
+from flows.ppo_config import PPOAlgorithm, PPOConfig
 
-ALGORITHMS = [GRPOAlgorithm, GSPOAlgorithm, PPOAlgorithm, ENVGRPOAlgorithm, ENVGSPOAlgorithm]
+ALGORITHMS = [GRPOAlgorithm, GSPOAlgorithm, PPOAlgorithm, ENVGRPOAlgorithm, ENVGSPOAlgorithm, ENVPPOAlgorithm]
+BODY: dict[str, Any] = {
+    "model": {"key": "m"}, "data": {"train": {"kind": "file", "path": "p.jsonl"}}, "grader": {"path": "a:b"},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_algorithm_has_the_constant_norm(algorithm: type[GRPOAlgorithm]) -> None:
-    assert algorithm(loss_norm="constant", norm_constant=512).norm_constant == 512
+    assert longest(512, algorithm(loss_norm="constant")) == 512
+    assert longest(512, algorithm()) is None
     assert set(algorithm.model_fields) - {"steps"} <= set(inspect.signature(GRPO.__init__).parameters)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("wrong", [{"loss_norm": "constant"}, {"norm_constant": 512}, {"norm_constant": -1}])
-def test_the_constant_goes_with_its_norm(algorithm: type[GRPOAlgorithm], wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError, match="norm_constant"):
-        algorithm(**wrong)
+@pytest.mark.parametrize("make", [GRPOConfig, GSPOConfig, PPOConfig])
+def test_the_constant_goes_with_its_norm(make: type[GRPOConfig]) -> None:
+    constant = {"algorithm": {"steps": 1, "loss_norm": "constant"}, "regularisation": {"norm_constant": 512}}
+    assert make.model_validate(BODY | constant).semantic()["regularisation"]["norm_constant"] == 512
+    with pytest.raises(ValidationError, match="acts only with"):
+        make.model_validate(BODY | constant | {"algorithm": {"steps": 1}})
+    plain = {"algorithm": {"steps": 1}, "regularisation": {"entropy_coef": 0.1}}
+    assert "norm_constant" not in make.model_validate(BODY | plain).semantic()["regularisation"]

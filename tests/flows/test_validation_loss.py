@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from pydantic import ValidationError
@@ -66,8 +68,9 @@ def test_the_validation_loss_of_dpo_is_that_of_a_step_on_the_same_rows(
 
 
 def test_the_validation_loss_of_sft_is_that_of_a_step_on_the_same_rows(
-    prefect_server: str, tmp_path: Path, tiny_folder: Path
+    prefect_server: str, tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And a logger is sent both, in their order."""
     rows = [{"prompt": str(n), "completion": str(n) * (1 + n)} for n in range(6)]  # of unequal lengths
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -76,14 +79,24 @@ def test_the_validation_loss_of_sft_is_that_of_a_step_on_the_same_rows(
         "model": {"key": str(tiny_folder)}, "data": {"train": source, "heldout": source}, "run": "v",
         "algorithm": {"steps": 3, "samples_per_batch": 6}, "optimizer": {"lr": 1e-3, "schedule": "constant"},
         "checkpoints": {"frequency": None}, "validation": {"every_steps": 1},
+        "logging": {"loggers": ["swanlab"], "folder": str(tmp_path / "logs")},
         "engine": {"deterministic": True, "threads": 1}, "storage": {"url": str(tmp_path / "data")},
     }  # fmt: skip
+    lines: list[tuple[int, dict[str, float]]] = []
+    module = ModuleType("swanlab")
+    module.__dict__["init"] = lambda **_: SimpleNamespace(
+        log=lambda figures, step: lines.append((step, figures)), finish=lambda: lines.append((-1, {}))
+    )
+    monkeypatch.setitem(sys.modules, "swanlab", module)
     asyncio.run(sft(SFTConfig.model_validate(body)))
     found = validations(tmp_path, "0-sft")
     chain = Chain(open_store(str(tmp_path / "data")), "v", "0-sft", "policy")
     losses = [chain.record(step).metrics["loss"] for step in (1, 2, 3)]  # of the policies before these steps
     assert [one.step for one in found] == [0, 1, 2, 3]
     assert [one.measures["loss"] for one in found[:3]] == pytest.approx(losses, rel=1e-5)
+    assert [step for step, _ in lines] == [0, 1, 1, 2, 2, 3, 3, -1]
+    assert [figures["train/loss"] for _, figures in lines if "train/loss" in figures] == losses
+    assert lines[0][1] == {"validation/loss": found[0].measures["loss"]}
 
 
 def test_held_out_rows_decide_nothing() -> None:

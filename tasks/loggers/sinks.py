@@ -1,0 +1,102 @@
+"""The loggers: each imports its package when it is opened, and goes on with the run that the service knows already."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from hashlib import sha256
+from typing import Any, Literal
+
+from tasks.loggers.base import Run, Sink, imported
+
+LoggerName = Literal["tensorboard", "wandb", "mlflow", "swanlab"]
+RUN_TAG = "ostinato.run"
+"""By which MLflow finds a run again."""
+
+
+def run_id(run: Run, length: int) -> str:
+    """The same for the same run of the same project, in hex digits."""
+    return sha256(f"{run.project}\n{run.run}".encode()).hexdigest()[:length]
+
+
+class TensorBoard:
+    """An event file of this attempt, in folder/project/name. It needs no torch."""
+
+    def __init__(self, run: Run) -> None:
+        writer = _module("tensorboard.summary.writer.event_file_writer", "tensorboard")
+        self._event = _module("tensorboard.compat.proto.event_pb2", "tensorboard").Event
+        self._summary = _module("tensorboard.compat.proto.summary_pb2", "tensorboard").Summary
+        self._writer = writer.EventFileWriter(os.path.join(run.folder, run.project, run.name))
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in figures.items()]
+        event = self._event(step=step, wall_time=time.time(), summary=self._summary(value=values))
+        self._writer.add_event(event)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandB:
+    """Weights & Biases; the account and the server are the environment's (WANDB_API_KEY, WANDB_BASE_URL)."""
+
+    def __init__(self, run: Run) -> None:
+        os.makedirs(run.folder, exist_ok=True)
+        self._run = _module("wandb", "wandb").init(
+            project=run.project, name=run.name, id=run_id(run, 32), resume="allow", dir=run.folder, config=run.config
+        )
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        self._run.log({**figures, "step": step})  # its own step cannot go back, and two stages both begin at 0
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MLflow:
+    """An MLflow run of the experiment that is named as the project; the server is MLFLOW_TRACKING_URI."""
+
+    def __init__(self, run: Run) -> None:
+        self._entities = _module("mlflow.entities", "mlflow")
+        self._client = client = _module("mlflow.tracking", "mlflow").MlflowClient()
+        experiment = client.get_experiment_by_name(run.project)
+        place = experiment.experiment_id if experiment else client.create_experiment(run.project)
+        known = client.search_runs([place], filter_string=f"tags.`{RUN_TAG}` = '{run.run}'", max_results=1)
+        made = known[0] if known else client.create_run(place, run_name=run.name, tags={RUN_TAG: run.run})
+        self._id = made.info.run_id
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        now = int(1000 * time.time())
+        metrics = [self._entities.Metric(name, value, now, step) for name, value in figures.items()]
+        self._client.log_batch(self._id, metrics=metrics)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+class SwanLab:
+    """SwanLab; the account is the environment's (SWANLAB_API_KEY)."""
+
+    def __init__(self, run: Run) -> None:
+        os.makedirs(run.folder, exist_ok=True)
+        self._run = _module("swanlab", "swanlab").init(
+            project=run.project, experiment_name=run.name, id=run_id(run, 21), resume="allow", logdir=run.folder,
+            config=run.config,
+        )  # fmt: skip
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        self._run.log(dict(figures), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _module(name: str, package: str) -> Any:
+    return imported(name, logger=package, package=package)
+
+
+SINKS: dict[LoggerName, Callable[[Run], Sink]] = {
+    "tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow, "swanlab": SwanLab,
+}  # fmt: skip

@@ -1,0 +1,234 @@
+"""Loggers: what each service is told, once per step whatever happened in between. The services are stand-ins; of
+TensorBoard, where it is installed, the event file is read back."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from storage import keys
+from storage.artifacts import Provenance, commit_bytes
+from storage.chain import PolicyRef
+from storage.objects import ObjectStore, open_store
+from tasks.loggers.base import LoggerMissing, Run, figures_of
+from tasks.loggers.feed import Loggers
+from tasks.loggers.sinks import SINKS, run_id
+from tasks.metrics import StepMetrics
+from tasks.step_metrics import write_metrics
+from tasks.validations import Validation, measured
+
+
+def policy(step: int, stage: str = "0-sft") -> PolicyRef:
+    return PolicyRef(run="r", stage=stage, model="policy", step=step, state=f"s{step}")
+
+
+def metrics(step: int) -> StepMetrics:
+    nan = float("nan")
+    return StepMetrics(step=step, loss=1.0 / (step + 1), grad_norm=nan, learning_rate=0.1, seconds={"train": 2.0})
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ObjectStore:
+    return open_store(str(tmp_path / "data"))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(project="p", name="n", run="r", folder=str(tmp_path / "logs"), config={"seed": 1})
+
+
+def fake(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
+    module = ModuleType(name)
+    module.__dict__.update(members)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+class Recorder:
+    """A run of wandb's or swanlab's."""
+
+    def __init__(self) -> None:
+        self.opened: list[dict[str, Any]] = []
+        self.lines: list[tuple[int | None, dict[str, float]]] = []
+        self.finished = 0
+
+    def init(self, **arguments: Any) -> Recorder:
+        self.opened.append(arguments)
+        return self
+
+    def log(self, figures: Mapping[str, float], step: int | None = None) -> None:
+        self.lines.append((step, dict(figures)))
+
+    def finish(self) -> None:
+        self.finished += 1
+
+
+def record(store: ObjectStore, loggers: Loggers, step: int) -> None:
+    """As a loop does: the metrics of a committed step are stored, and then logged."""
+    write_metrics(store, policy(step + 1), metrics(step))
+    loggers.step(metrics(step))
+
+
+def test_figures_are_the_finite_ones() -> None:
+    found = figures_of(metrics(1))
+    assert found["train/loss"] == 0.5 and found["train/learning_rate"] == 0.1 and found["seconds/train"] == 2.0
+    assert "train/grad_norm" not in found and "train/reward_mean" not in found and "train/step" not in found
+    assert figures_of(metrics(1).model_copy(update={"reward_mean": 0.0}))["train/reward_mean"] == 0.0
+
+
+def test_wandb_goes_on_with_the_run_it_knows(store: ObjectStore, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = Recorder()
+    fake(monkeypatch, "wandb", init=wandb.init)
+    for first in (0, 2):
+        loggers = Loggers(store, policy(first), ["wandb"], run)
+        for step in (first, first + 1):
+            record(store, loggers, step)
+        loggers.close()
+    assert [one["step"] for _, one in wandb.lines] == [1, 2, 3, 4]
+    assert [one["train/loss"] for _, one in wandb.lines] == pytest.approx([1, 1 / 2, 1 / 3, 1 / 4])
+    first, again = wandb.opened
+    assert first == again and first["id"] == run_id(run, 32) and first["resume"] == "allow"
+    assert (first["project"], first["name"], first["config"]) == ("p", "n", {"seed": 1})
+    assert wandb.finished == 2
+
+
+def test_a_resume_logs_no_step_twice_and_none_too_few(
+    store: ObjectStore, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed after the metrics of step 2 were stored and before they were logged; then the step is asked for again."""
+    swanlab = Recorder()
+    fake(monkeypatch, "swanlab", init=swanlab.init)
+    loggers = Loggers(store, policy(0), ["swanlab"], run)
+    record(store, loggers, 0)
+    write_metrics(store, policy(2), metrics(1))
+    resumed = Loggers(store, policy(2), ["swanlab"], run)
+    resumed.step(metrics(1))
+    record(store, resumed, 2)
+    assert [step for step, _ in swanlab.lines] == [1, 2, 3]
+    assert len(swanlab.opened[0]["id"]) == 21
+
+
+def test_what_was_measured_on_held_out_rows(store: ObjectStore, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    swanlab = Recorder()
+    fake(monkeypatch, "swanlab", init=swanlab.init)
+    key = keys.evaluation("r", "0-sft", "000000-abc")
+    provenance = Provenance(code_version="t", config_digest="d", seed=0)
+    commit_bytes(
+        store, key, b"x", kind="validation", suffix=".bin", provenance=provenance,
+        extra=measured("held-out", {"reward": 0.25, "none": None, "nan": float("nan")}),
+    )  # fmt: skip
+    for _ in range(2):  # and again after a restart
+        loggers = Loggers(store, policy(0), ["swanlab"], run)
+        loggers.validation(Validation(name="held-out", step=2, measures={"reward": 0.5}))
+        loggers.validation(Validation(name="empty", step=2))
+    assert swanlab.lines == [(0, {"held-out/reward": 0.25}), (2, {"held-out/reward": 0.5})]
+
+
+def test_a_further_stage_has_figures_of_its_own(
+    store: ObjectStore, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swanlab = Recorder()
+    fake(monkeypatch, "swanlab", init=swanlab.init)
+    record(store, Loggers(store, policy(0), ["swanlab"], run), 0)
+    later = Loggers(store, policy(0, "1-gspo"), ["swanlab"], run)
+    later.step(metrics(0))
+    assert "train/loss" in swanlab.lines[0][1] and "1-gspo/train/loss" in swanlab.lines[1][1]
+
+
+def test_mlflow_finds_its_run_again(store: ObjectStore, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[dict[str, Any]] = []
+    logged: list[tuple[str, str, float, int]] = []
+    ended: list[str] = []
+
+    class Client:
+        def get_experiment_by_name(self, name: str) -> Any:
+            return SimpleNamespace(experiment_id="7") if made else None
+
+        def create_experiment(self, name: str) -> str:
+            return "7"
+
+        def search_runs(self, places: list[str], filter_string: str, max_results: int) -> list[Any]:
+            assert places == ["7"] and filter_string == "tags.`ostinato.run` = 'r'"
+            return [SimpleNamespace(info=SimpleNamespace(run_id="m1"))] if made else []
+
+        def create_run(self, place: str, run_name: str, tags: dict[str, str]) -> Any:
+            made.append({"name": run_name, "tags": tags})
+            return SimpleNamespace(info=SimpleNamespace(run_id="m1"))
+
+        def log_batch(self, run_id: str, metrics: list[Any]) -> None:
+            logged.extend((run_id, one.key, one.value, one.step) for one in metrics)
+
+        def set_terminated(self, run_id: str) -> None:
+            ended.append(run_id)
+
+    def metric(key: str, value: float, timestamp: int, step: int) -> Any:
+        return SimpleNamespace(key=key, value=value, timestamp=timestamp, step=step)
+
+    fake(monkeypatch, "mlflow.entities", Metric=metric)
+    fake(monkeypatch, "mlflow.tracking", MlflowClient=Client)
+    for step in range(2):
+        loggers = Loggers(store, policy(step), ["mlflow"], run)
+        record(store, loggers, step)
+        loggers.close()
+    assert made == [{"name": "n", "tags": {"ostinato.run": "r"}}]
+    assert [line for line in logged if line[1] == "train/loss"] == [
+        ("m1", "train/loss", 1.0, 1), ("m1", "train/loss", 0.5, 2)
+    ]  # fmt: skip
+    assert ended == ["m1", "m1"]
+
+
+@pytest.mark.parametrize("name", SINKS)
+def test_a_missing_package_is_named(
+    name: Any, store: ObjectStore, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("tensorboard.summary.writer.event_file_writer", "wandb", "mlflow.entities", "swanlab"):
+        monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
+    with pytest.raises(LoggerMissing, match=rf"needs the package '{name}'.*pip install {name}"):
+        Loggers(store, policy(0), [name], run)
+
+
+def test_a_service_that_is_away_is_said_once(
+    store: ObjectStore, run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def away(*_: Any, **__: Any) -> None:
+        raise ConnectionError("no route")
+
+    fake(monkeypatch, "swanlab", init=lambda **_: SimpleNamespace(log=away, finish=away))
+    with caplog.at_level(logging.WARNING):
+        loggers = Loggers(store, policy(0), ["swanlab"], run)
+        for step in range(3):
+            record(store, loggers, step)
+        loggers.close()
+    assert [one.message for one in caplog.records if "swanlab" in one.message] == [
+        "the logger swanlab does not have all figures: ConnectionError: no route"
+    ]
+
+
+def test_nothing_is_kept_without_loggers(store: ObjectStore, run: Run) -> None:
+    loggers = Loggers(store, policy(0), [], run)
+    record(store, loggers, 0)
+    loggers.close()
+    assert not [info.key for info in store.list(keys.stage_prefix("r", "0-sft")) if "logged" in info.key]
+    assert keys.is_plain(keys.logged("r", "0-sft", "wandb"))
+
+
+def test_tensorboard_reads_back_what_was_logged(store: ObjectStore, run: Run) -> None:
+    loader = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
+    for first in (0, 1):
+        loggers = Loggers(store, policy(first), ["tensorboard"], run)
+        record(store, loggers, first)
+        loggers.close()
+    found = {}
+    for file in sorted((Path(run.folder) / "p" / "n").glob("events.*")):
+        for event in loader.EventFileLoader(str(file)).Load():
+            for value in event.summary.value:
+                assert (event.step, value.tag) not in found, "logged twice"
+                found[event.step, value.tag] = value.tensor.float_val[0]
+    assert {place: figure for place, figure in found.items() if place[1] == "train/loss"} == {
+        (1, "train/loss"): 1.0, (2, "train/loss"): 0.5
+    }  # fmt: skip

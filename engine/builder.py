@@ -13,7 +13,7 @@ from engine.openai_model import SCHEME, OpenAIModel
 from engine.protocol import SamplingParams
 from engine.scores import check_head
 from engine.text.rendering import Renderer
-from engine.text.tokenizers import renderer_of
+from engine.text.tokenizers import context_length_of, renderer_of
 from engine.training_model import TrainingModel
 from engine.workspace import Workspace
 from storage import keys
@@ -85,24 +85,26 @@ class ModelBuilder:
         yield
 
     async def spawn_train(self, name: str, max_batch_size: int | None = None, *, init_seed: int = 0) -> TrainingModel:
-        """A trainable instance. `max_batch_size`: longest trainable sequence, in tokens; at most the engine's
-        `max_tokens_per_forward`, which is also the default."""
+        """A trainable instance. `max_batch_size`: longest trainable sequence, in tokens; the engine's
+        `max_tokens_per_forward` by default, and at most that, unless no sequence of the model is longer."""
         keys.validate_name(name)
         if self.key.startswith(SCHEME):
             raise BadSpec(f"{self.key!r} is behind an endpoint, which gives no gradients; use spawn_inference")
         limit = (await self.workspace.connect().info()).numerics.max_tokens
-        if max_batch_size is not None and max_batch_size > limit:
+        base, renderer = await self._base()
+        context = context_length_of(self.workspace.open_store(), base)
+        longest = limit + 1 if context is None else context
+        if max_batch_size is not None and min(max_batch_size, longest) > limit:
             raise BadSpec(
                 f"max_batch_size={max_batch_size} tokens, but one packed forward of this engine takes {limit}; "
                 "raise engine.max_tokens_per_forward or lower max_batch_size"
             )
-        base, renderer = await self._base()
         check_head(self.workspace.open_store(), base, self.trainable.head)
         sampling = SamplingParams(max_new_tokens=self.tokens_to_generate)
         # a full dump: a default that is spelt out and one that is left out are the same chain
         trainable = self.trainable.model_dump(mode="json")
         root = Root(base=base, base_digest=base.sha256, trainable=trainable, init_seed=init_seed)
-        model = TrainingModel(self.workspace, name, renderer, sampling, base, max_batch_size or limit, root)
+        model = TrainingModel(self.workspace, name, renderer, sampling, base, min(max_batch_size or limit, limit), root)
         model.tensor_parallel = self.tensor_parallel
         if self.on_spawn is not None:
             self.on_spawn(model)

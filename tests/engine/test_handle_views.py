@@ -342,3 +342,11 @@ async def test_what_an_endpoint_cannot_do_is_refused(ctx: Context, monkeypatch: 
     for key in ("openai://", "openai://m@host/v1"):
         with pytest.raises(BadSpec, match="expected openai://NAME"):
             OpenAIModel.of(key, "judge", SamplingParams())
+
+
+async def test_a_sequence_limit_beyond_the_models_context_is_as_good_as_the_context(
+    ctx: Context, tiny_folder: Path
+) -> None:
+    # the tiny model's context is 4096 tokens: no sequence of it passes the engine's 8192
+    model = await Model(str(tiny_folder)).to_builder(ctx).spawn_train("policy", max_batch_size=10_000)
+    assert model.max_batch_size == 8192

@@ -45,7 +45,7 @@ def engines() -> Iterator[None]:
 @pytest.fixture
 def place(tmp_path: Path) -> dict[str, Any]:
     """Where a recipe works, as the config says it."""
-    engine = {"deterministic": True, "threads": 1, "max_tokens_per_forward": 10_000}
+    engine = {"deterministic": True, "threads": 1}
     return {"run": "mine", "engine": engine, "storage": {"url": str(tmp_path / "data")}}
 
 

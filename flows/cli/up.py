@@ -91,13 +91,18 @@ def _up(home: Path, options: UpOptions) -> int:
         _on_signals(supervisor.stop)
         try:
             supervisor.start()
-            print(f"Ostinato is up: {supervisor.state.url}", flush=True)
+            _say_ready(supervisor.state)
             print(f"artifacts in {options.storage}; Ctrl-C or `ostinato down` ends everything", flush=True)
             supervisor.watch()
         finally:
             say("ending everything: runs are left where they stand, and go on at the next `up`")
             supervisor.close()
     return 0
+
+
+def _say_ready(state: UpState) -> None:
+    print(f"Ostinato is up: {state.url}")
+    print("to begin: Deployments, a flow, Run, Custom run; examples/*.yaml have values for the forms", flush=True)
 
 
 def _up_detached(home: Path, options: UpOptions) -> int:
@@ -121,7 +126,7 @@ def _up_detached(home: Path, options: UpOptions) -> int:
             raise UpError(f"it did not come up; {tail(log)}")
         state = load_state(home)
         if state is not None and state.ready and state.supervisor == ProcessMark.of(child.pid):
-            print(f"Ostinato is up: {state.url}")
+            _say_ready(state)
             return 0
         time.sleep(0.3)
     raise UpError(f"it is not up after {DETACH_SECONDS:.0f} s; {tail(log)}")

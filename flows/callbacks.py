@@ -16,14 +16,23 @@ from typing import Protocol, Self
 
 from engine.handles import TrainingModel
 from engine.losses.spec import CrossEntropySpec, DPOSpec, LossSpec
+from engine.protocol import SamplingParams
 from engine.text.threads import StringThread
+from flows.grading import grading_of
 from flows.validation_config import Every
 from storage.artifacts import ArtifactRef
 from storage.chain import PolicyRef
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.spec import InlineDataset, InlinePairs
-from tasks.evaluate import validate_loss
+from tasks.episode_evaluations import EpisodeEvaluationPlan
+from tasks.evaluate import evaluate_in_environment, evaluate_policy, validate_loss
+from tasks.evaluations import EvaluationPlan
+from tasks.graders.base import BaseGrader
+from tasks.graders.spec import GraderSpec
+from tasks.gradings import Grading
 from tasks.load import load_prompts
+from tasks.rollouts import PromptShard
+from tasks.trajectories import EpisodePlan
 from tasks.validation_losses import ValidationLossPlan
 
 
@@ -136,3 +145,59 @@ class ValidationLoss:
         if isinstance(moment.loss, DPOSpec):
             return load_prompts(moment.model.workspace, InlinePairs.of(rows), "preference")  # type: ignore[arg-type, call-overload]
         return load_prompts(moment.model.workspace, InlineDataset.of(rows), "completion")  # type: ignore[arg-type, call-overload]
+
+
+@dataclass(frozen=True)
+class GraderEvaluation:
+    """The mean grade of the policy's answers to held-out prompts: threads, or a loaded prompt dataset."""
+
+    dataset: Sequence[StringThread] | LoadedDataset
+    grader: BaseGrader | GraderSpec | Grading
+    cadence: Cadence = Cadence(every=0.2)
+    name: str = "evaluation"
+    """What its curve is called."""
+    sampling: SamplingParams | None = None
+    """None: as for training, but greedy."""
+    completions: int = 1
+    """Of each prompt."""
+
+    async def at(self, moment: Moment) -> ArtifactRef:
+        model = moment.model
+        plan = EvaluationPlan(
+            prompts=_prompts(moment, self.dataset, self.completions),
+            sampling=self.sampling or model.sampling.model_copy(update=GREEDY),
+            grading=grading_of(self.grader),
+            label=self.name,
+        )
+        return await evaluate_policy(model.workspace, moment.policy, plan)
+
+
+@dataclass(frozen=True)
+class EnvironmentValidation:
+    """The mean reward of the policy's episodes that begin with held-out prompts."""
+
+    dataset: Sequence[StringThread] | LoadedDataset
+    episodes: EpisodePlan
+    """In which environment, how long; `ENVGRPO(...).episodes` is what it trains in."""
+    cadence: Cadence = Cadence(every=0.2)
+    sampling: SamplingParams | None = None
+    """None: as for training, but greedy."""
+
+    async def at(self, moment: Moment) -> ArtifactRef:
+        model = moment.model
+        plan = EpisodeEvaluationPlan(
+            prompts=_prompts(moment, self.dataset, 1),
+            sampling=self.sampling or model.sampling.model_copy(update=GREEDY),
+            episodes=self.episodes,
+        )
+        return await evaluate_in_environment(model.workspace, moment.policy, plan)
+
+
+GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
+
+
+def _prompts(moment: Moment, dataset: Sequence[StringThread] | LoadedDataset, completions: int) -> PromptShard:
+    if not isinstance(dataset, LoadedDataset):
+        dataset = load_prompts(moment.model.workspace, InlineDataset.of(list(dataset)), "prompt")
+    rows = tuple(range(dataset.rows))
+    return PromptShard(base=moment.model.base, dataset=dataset.ref, index=0, rows=rows, completions=completions)

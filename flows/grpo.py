@@ -23,6 +23,7 @@ from flows.checkpoints import CheckpointSchedule, Uploads
 from flows.collect import Collector, Lookahead, PromptBatch, Refill, RefillEnd
 from flows.config import GRPOAlgorithm, GRPOConfig
 from flows.evaluation import Heldout
+from flows.grading import grading_of
 from flows.loop import Journal, adamw, optimizer_at, steps
 from flows.names import takes_names
 from flows.ops.hooks import ON_END
@@ -38,8 +39,8 @@ from tasks.controllers import AdaptiveKL, FixedKL
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.spec import InlineDataset
 from tasks.grade import grade_rollouts
-from tasks.graders.base import BaseGrader, FunctionGrader
-from tasks.graders.spec import GraderSpec, grader_spec, in_process_spec, require_durable, source_digest
+from tasks.graders.base import BaseGrader
+from tasks.graders.spec import GraderSpec, grader_spec
 from tasks.gradings import Grading
 from tasks.load import load_prompts
 from tasks.prepare import prepare_batch
@@ -121,7 +122,7 @@ class GRPO:
         _check_sizes(self.length, max_num_grpo_steps, epochs, samples_per_batch, completions_per_sample)
         check_importance(importance_cap, old_logprobs)
         self.dataset, self.model = dataset, model
-        self._grading = None if grader is None else _grading(grader)
+        self._grading = None if grader is None else grading_of(grader)
         self.max_steps, self.epochs = max_num_grpo_steps, epochs
         self.logger = logger or TerminalProgress()
         self.completions_per_sample = completions_per_sample
@@ -313,19 +314,6 @@ def _check_sizes(length: str, steps: int | None, epochs: int | None, samples: in
         raise ValueError(
             f"samples_per_batch={samples} splits a group; use a multiple of completions_per_sample={completions}"
         )
-
-
-def _grading(grader: BaseGrader | GraderSpec | Grading) -> Grading:
-    if isinstance(grader, Grading):
-        return grader
-    if isinstance(grader, FunctionGrader):
-        grader = in_process_spec(grader, version=grader.version)
-    elif isinstance(grader, BaseGrader):
-        # a class has a source to answer for it; a closure has only the version its author gives
-        source = source_digest(f"{type(grader).__module__}:{type(grader).__qualname__}")
-        grader = in_process_spec(grader, version=source)
-    require_durable(grader)
-    return Grading(grader=grader)
 
 
 @flow(name="grpo", flow_run_name="{config.title}", **ON_END)

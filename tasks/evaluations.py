@@ -15,7 +15,7 @@ from storage.tables import SCHEMAS, commit_table, shared_rows
 from tasks.clock import timed
 from tasks.gradings import Grading, check_masked, grade_texts
 from tasks.rollouts import PromptShard, prompt_limit, render_prompts, rollout_table
-from tasks.validations import mean_reward, measured
+from tasks.validations import mean_reward, means_by_source, measured, sums_by_source
 
 
 class EvaluationPlan(Frozen):
@@ -64,5 +64,10 @@ async def evaluate(workspace: Workspace, policy: PolicyRef, plan: EvaluationPlan
             kind="evaluation",
             parents=(policy.uri, shard.dataset.uri),
             provenance=workspace.provenance,
-            extra=measured(plan.label, {"reward": mean_reward(graded)}),
+            extra=measured(plan.label, {"reward": mean_reward(graded)} | _by_source(graded)),
         )
+
+
+def _by_source(graded: list[dict[str, object]]) -> dict[str, float | None]:
+    sums = sums_by_source([row["thread"] for row in graded], [row["reward"] for row in graded])  # type: ignore[misc]
+    return {f"reward of {source}": mean for source, mean in means_by_source([sums]).items()}

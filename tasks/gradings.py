@@ -16,6 +16,7 @@ from tasks.graders.owner import grader_in_use
 from tasks.graders.run import GradeOutcome, grade_threads
 from tasks.graders.spec import GraderSpec
 from tasks.rollouts import answered_thread
+from tasks.validations import sums_by_source
 
 
 class TooManyMasked(Exception):
@@ -50,9 +51,16 @@ async def grade_shard(
     check_masked(outcomes, grading, where=rollouts.key)
     log_work("grade", stage=stage, step=step, shard=shard)
     table = graded_table(rows, outcomes)
+    by_source = sums_by_source([row["thread"] for row in rows], [one.reward for one in outcomes])
     with timed("storage"):
         committed = commit_table(
-            store, key, table, kind="graded", parents=(rollouts.uri,), provenance=workspace.provenance
+            store,
+            key,
+            table,
+            kind="graded",
+            parents=(rollouts.uri,),
+            provenance=workspace.provenance,
+            extra={"by_source": by_source},  # type: ignore[dict-item]
         )
     return made_from(committed, rollouts.uri)
 

@@ -122,6 +122,8 @@ def _charts(steps: Sequence[StepMetrics]) -> list[Chart]:
         ("Sampler and trainer apart", "mean |difference of log-probability| per token, nats",
          [step.logprob_gap for step in steps]),
     ]  # fmt: skip
+    sources = sorted({source for step in steps for source in step.by_source})
+    curves += [(f"Reward: {one}", "its data source", [step.by_source.get(one) for step in steps]) for one in sources]
     resumed = [step.step for step in steps if step.resumed]
     charts = []
     for title, note, values in curves:

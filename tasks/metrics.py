@@ -23,6 +23,8 @@ class StepMetrics(Frozen):
     reward_mean: float | None = None
     """Mean over the completions that were graded; masked ones are left out."""
     reward_std: float | None = None
+    by_source: dict[str, float] = {}
+    """The mean reward of each `data_source` that the prompts' metadata names."""
     kl_mean: float | None = None
     """Mean per-token KL to the reference, nats."""
     pair_accuracy: float | None = None

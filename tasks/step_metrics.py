@@ -19,6 +19,7 @@ from tasks.batch_rows import gap_of
 from tasks.metrics import StepMetrics
 from tasks.shards import AHEAD, read_tables
 from tasks.trajectory_rows import read_trajectories
+from tasks.validations import means_by_source
 
 T = TypeVar("T")
 
@@ -45,6 +46,7 @@ def measure_step(
         total_steps=total_steps,
         reward_mean=mean,
         reward_std=math.sqrt(sum((r - mean) ** 2 for r in rewards) / len(rewards)) if mean is not None else None,
+        by_source=means_by_source(_each(lambda ref: _sources(store, ref), graded)),
         kl_mean=record.metrics.get("kl_mean"),
         pair_accuracy=record.metrics.get("accuracy_mean"),
         pair_margin=_margin(record.metrics),
@@ -80,6 +82,12 @@ def _grades(store: ObjectStore, graded: list[ArtifactRef]) -> tuple[list[float],
         rewards += table.filter(pc.equal(table["status"], "ok"))["reward"].to_pylist()
         masked += pc.sum(pc.equal(table["status"], "masked")).as_py() or 0
     return rewards, masked
+
+
+def _sources(store: ObjectStore, graded: ArtifactRef) -> dict[str, list[float]]:
+    """Of a shard: rewards summed by source, as the manifest says; episodes have none."""
+    found = read_manifest(store, graded.key).extra.get("by_source") if graded.kind == "graded" else None
+    return found or {}  # type: ignore[return-value]
 
 
 def _played(store: ObjectStore, trajectories: list[ArtifactRef]) -> tuple[list[float], int]:

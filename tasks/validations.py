@@ -4,12 +4,13 @@ of them is the same after any resume.
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from storage import keys
+from storage import key_kinds, keys
 from storage.artifacts import ArtifactRef, read_manifest
 from storage.models import Frozen
 from storage.objects import ObjectStore
@@ -46,7 +47,7 @@ def read_validations(store: ObjectStore, run: str, stage: str, *, steps: int | N
     """All of a stage, up to the policy of `steps` steps, in the order of steps and names."""
     found = {}
     for info in store.list(f"{keys.stage_prefix(run, stage)}evaluations/"):
-        owner = keys.artifact_of(info.key)
+        owner = key_kinds.artifact_of(info.key)
         named = _NAMED.fullmatch(owner.rpartition("/")[2]) if owner else None
         if owner is None or named is None or (steps is not None and int(named[1]) > steps):
             continue
@@ -80,3 +81,27 @@ def mean_reward(rows: Iterable[Mapping[str, Any]]) -> float | None:
     """Over the prompts that have a grade."""
     known = [reward for reward in reward_by_prompt(rows, "prompt_index").values() if reward is not None]
     return math.fsum(known) / len(known) if known else None
+
+
+def sums_by_source(threads: Iterable[object], rewards: Iterable[float | None]) -> dict[str, list[float]]:
+    """Per `data_source` of the threads' metadata: the sum of the rewards and their number. Threads without one are left
+    out."""
+    sums: dict[str, list[float]] = {}
+    for thread, reward in zip(threads, rewards, strict=True):
+        source = json.loads(str(thread)).get("metadata", {}).get("data_source")
+        if source is not None and reward is not None:
+            known = sums.setdefault(str(source), [0.0, 0])
+            known[0] += reward
+            known[1] += 1
+    return sums
+
+
+def means_by_source(parts: Iterable[Mapping[str, Sequence[float]]]) -> dict[str, float]:
+    """The mean reward of each source over all parts."""
+    sums: dict[str, list[float]] = {}
+    for part in parts:
+        for source, (total, count) in part.items():
+            known = sums.setdefault(source, [0.0, 0])
+            known[0] += total
+            known[1] += count
+    return {source: total / count for source, (total, count) in sorted(sums.items())}

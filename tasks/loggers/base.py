@@ -70,6 +70,7 @@ def figures_of(metrics: StepMetrics) -> dict[str, float]:
         for name, value in metrics.model_dump(exclude=NO_FIGURES).items()
         if isinstance(value, int | float) and math.isfinite(value)
     }
+    found |= {f"reward/{source}": mean for source, mean in metrics.by_source.items()}
     found |= {f"seconds/{name}": value for name, value in metrics.seconds.items()}
     return found
 

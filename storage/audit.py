@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 
-from storage import keys
+from storage import key_kinds, keys
 from storage.artifacts import FileEntry, Manifest, read_manifest
 from storage.audit_chains import ChainAudit
 from storage.errors import CorruptArtifact, ObjectNotFound
@@ -65,7 +65,7 @@ class _Audit:
             if keys.rebase_step(info.key) is not None:
                 with suppress(CorruptArtifact, ObjectNotFound):  # the audit of its chain says so
                     self.needed.add(read_rebase(self.store, info.key).checkpoint.key)
-        owners = [key for info in objects if (key := keys.artifact_of(info.key)) is not None]
+        owners = [key for info in objects if (key := key_kinds.artifact_of(info.key)) is not None]
         for number, owner in enumerate(owners):
             self.on_progress("artifacts", number, len(owners))
             self._check_artifact(owner)
@@ -202,12 +202,12 @@ class _Audit:
         store at all stays for ever, and is a finding."""
         pending = []
         for info in objects:
-            if info.key in self.referenced or keys.artifact_of(info.key) or keys.is_plain(info.key):
+            if info.key in self.referenced or key_kinds.artifact_of(info.key) or key_kinds.is_plain(info.key):
                 continue
-            if keys.kind_of_key(info.key) == "published" and self.now - info.modified > OLD_SECONDS:
+            if key_kinds.kind_of_key(info.key) == "published" and self.now - info.modified > OLD_SECONDS:
                 what = "is of a version of a model that was never published whole, and collections leave it alone"
                 self.found.warning(info.key, what, "publish the model again, or collect it when nobody writes")
-            elif keys.is_data(info.key):
+            elif key_kinds.is_data(info.key):
                 pending.append(info.key)
             else:
                 self.found.warning(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from storage import keys
+from storage import key_kinds, keys
 from storage.accounting import account, material_of
 from storage.artifacts import find_artifact, read_manifest
 from storage.chain import Chain, CommitRecord, PolicyRef, RebaseMark, Root
@@ -181,6 +181,6 @@ class ChainAudit:
         if not record.request.batch.key.startswith(own):
             return  # shared with the run that this one was forked from
         for info in self.store.list(own):
-            owner = keys.artifact_of(info.key)
+            owner = key_kinds.artifact_of(info.key)
             if owner is not None and owner not in known:
                 self.found.error(owner, f"is of the step {record.policy.uri}, whose batch does not know it", RESTORE)

@@ -13,7 +13,7 @@ from typing import Literal
 
 from pydantic import JsonValue, ValidationError
 
-from storage import keys
+from storage import key_kinds, keys
 from storage.artifacts import Provenance, commit_bytes, find_artifact, read_bytes
 from storage.errors import AliasMoved, CorruptArtifact, ObjectNotFound
 from storage.models import Frozen, canonical_json, digest
@@ -166,7 +166,7 @@ def find_decision(store: ObjectStore, name: str, decision_id: str) -> Decision |
 
 def decisions_of(store: ObjectStore, name: str) -> list[Decision]:
     """Every decision about a model, oldest first. Raises CorruptArtifact."""
-    owners = (keys.artifact_of(info.key) for info in store.list(keys.model_part(name, "decisions")))
+    owners = (key_kinds.artifact_of(info.key) for info in store.list(keys.model_part(name, "decisions")))
     found = (find_decision(store, name, owner.rpartition("/")[2]) for owner in owners if owner is not None)
     return sorted((decision for decision in found if decision is not None), key=lambda decision: decision.created)
 

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Literal, NamedTuple, TypeVar
 
-from storage import keys
+from storage import key_kinds, keys
 from storage.artifacts import MANIFEST_VERSION, MAX_ATTEMPT_SECONDS, read_manifest
 from storage.chain import Chain
 from storage.errors import CorruptArtifact, ObjectNotFound, PermanentStorageError
@@ -165,14 +165,14 @@ class _Collection:
 
     def _named(self, objects: Iterable[ObjectInfo]) -> set[str]:
         """The keys that some manifest names."""
-        manifests = [info for info in objects if keys.kind_of_key(info.key) == "manifest"]
+        manifests = [info for info in objects if key_kinds.kind_of_key(info.key) == "manifest"]
         new = [info for info in manifests if (info.key, info.modified) not in self._files_of]
         for info, files in zip(new, self._each(lambda info: self._files(info.key), new), strict=True):
             self._files_of[info.key, info.modified] = files
         return {key for info in manifests for key in self._files_of[info.key, info.modified]}
 
     def _files(self, manifest_key: str) -> frozenset[str]:
-        artifact = keys.artifact_of(manifest_key)
+        artifact = key_kinds.artifact_of(manifest_key)
         assert artifact is not None
         try:
             return frozenset(entry.key for entry in read_manifest(self.store, artifact).files)
@@ -197,21 +197,21 @@ class _Collection:
     # -- sort --------------------------------------------------------------------------------------------------
 
     def _objects(self, objects: Iterable[ObjectInfo], named: set[str]) -> Iterator[Garbage]:
-        unreadable = {keys.artifact_of(key) for key in self.unreadable}
+        unreadable = {key_kinds.artifact_of(key) for key in self.unreadable}
         handed_over: defaultdict[str | None, float] = defaultdict(float)  # a model is handed over, and goes, as a whole
         unmade = set()
         for info in objects:
-            if keys.kind_of_key(info.key) == "upload":
-                owner = keys.owner_of(info.key)
+            if key_kinds.kind_of_key(info.key) == "upload":
+                owner = key_kinds.owner_of(info.key)
                 handed_over[owner] = max(handed_over[owner], info.modified)
-            elif not self._young(info.modified) and self._unmade(keys.artifact_of(info.key)):
-                unmade.add(keys.artifact_of(info.key))
+            elif not self._young(info.modified) and self._unmade(key_kinds.artifact_of(info.key)):
+                unmade.add(key_kinds.artifact_of(info.key))
         for info in objects:
-            kind = keys.kind_of_key(info.key)
+            kind = key_kinds.kind_of_key(info.key)
             if kind == "unknown":
                 self.unknown.append(info.key)
                 self._keep("not understood", info.size)
-            elif (owner := keys.owner_of(info.key)) in unmade:
+            elif (owner := key_kinds.owner_of(info.key)) in unmade:
                 yield Garbage(info.key, "checkpoint of a rebase that was not made", info.size, info.modified)
             elif kind in ("plain", "manifest") or info.key in named:
                 self._keep("live", info.size)
@@ -255,11 +255,11 @@ class _Collection:
     def _still_garbage(self, garbage: list[Garbage]) -> list[Garbage]:
         """Those that nothing came to name, and nobody wrote again, while the manifests were read."""
         objects, leftovers = list(self.store.list()), list(self.store.leftovers())
-        named, unreadable = self._named(objects), {keys.artifact_of(key) for key in self.unreadable}
+        named, unreadable = self._named(objects), {key_kinds.artifact_of(key) for key in self.unreadable}
         written = {info.key: info.modified for info in objects} | {left.name: left.modified for left in leftovers}
         still = []
         for found in garbage:
-            owner = keys.owner_of(found.name) if found.leftover is None else None
+            owner = key_kinds.owner_of(found.name) if found.leftover is None else None
             if found.reason == "checkpoint of a rebase that was not made":
                 lost = not self._unmade(owner)
             else:
@@ -274,7 +274,7 @@ class _Collection:
         """Deletes, one owner at a time; returns what was deleted."""
         groups: defaultdict[str, list[Garbage]] = defaultdict(list)
         for found in garbage:
-            groups[found.name if found.leftover else keys.owner_of(found.name) or found.name].append(found)
+            groups[found.name if found.leftover else key_kinds.owner_of(found.name) or found.name].append(found)
         deleted = [found for group in self._each(self._delete_group, sorted(groups.items())) for found in group]
         for found in set(garbage) - set(deleted):
             self._keep("named since it was looked at", found.size)
@@ -290,9 +290,9 @@ class _Collection:
             return []
         if found[0].reason in ("model handed over and not fetched", "checkpoint of a rebase that was not made"):
             # the manifest first: nobody follows one to data that is gone
-            found = sorted(found, key=lambda one: keys.artifact_of(one.name) is None)
+            found = sorted(found, key=lambda one: key_kinds.artifact_of(one.name) is None)
         else:
-            manifests = [k for k in (keys.manifest(owner), keys.manifest_of_files(owner)) if keys.artifact_of(k)]
+            manifests = [k for k in (keys.manifest(owner), keys.manifest_of_files(owner)) if key_kinds.artifact_of(k)]
             named = {key for manifest in manifests for key in self._files(manifest)}
             if self.unreadable.intersection(manifests):
                 return []
@@ -308,7 +308,7 @@ class _Collection:
             return list(pool.map(call, items))
 
 
-_REASONS: dict[keys.KeyKind, Reason] = {
+_REASONS: dict[key_kinds.KeyKind, Reason] = {
     "attempt": "attempt without a manifest",
     "published": "incomplete version of a model",
     "upload": "model handed over and not fetched",

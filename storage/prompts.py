@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from storage import keys
+from storage import key_kinds, keys
 from storage.accounting import material_of
 from storage.artifacts import ArtifactRef, read_manifest
 from storage.chain import Chain, CommitRecord
@@ -176,7 +176,7 @@ def _models(store: ObjectStore) -> list[tuple[ArtifactRef, str | None]]:
     """Every registered model, and the state that it is."""
     found = []
     for info in store.list(keys.models_prefix()):
-        key = keys.artifact_of(info.key)
+        key = key_kinds.artifact_of(info.key)
         if key is None:
             continue
         model = read_manifest(store, key).ref

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from storage import keys
+from storage import key_kinds, keys
 from storage.artifacts import read_manifest
 from storage.chain import Chain
 from storage.errors import ObjectNotFound
@@ -133,7 +133,7 @@ def _leases(store: ObjectStore, run: str) -> list[LeaseView]:
 def _models(store: ObjectStore, run: str) -> list[ModelView]:
     found = []
     for info in store.list(keys.models_prefix()):
-        key = keys.artifact_of(info.key)
+        key = key_kinds.artifact_of(info.key)
         if key is None:
             continue
         ref = read_manifest(store, key).ref

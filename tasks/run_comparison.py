@@ -17,7 +17,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from storage import keys
+from storage import key_kinds, keys
 from storage.artifacts import find_artifact
 from storage.errors import ObjectNotFound
 from storage.lineage import run_head
@@ -140,7 +140,7 @@ def _collect(store: ObjectStore, run: str) -> ComparedRun:
 def _evaluation(store: ObjectStore, run: str, stage: str, step: int) -> tuple[str | None, dict[str, float]]:
     """(digest of the plan, reward by prompt) of the evaluation of that step; the first by name where there are more."""
     for info in store.list(f"{keys.stage_prefix(run, stage)}evaluations/"):
-        owner = keys.artifact_of(info.key)
+        owner = key_kinds.artifact_of(info.key)
         named = _EVALUATION.fullmatch(owner.rpartition("/")[2]) if owner else None
         if owner is None or named is None or int(named[1]) != step:
             continue

@@ -35,7 +35,7 @@ from engine.http.bodies import (
     check_head,
 )
 from engine.http.calls import Answer
-from engine.http.errors import EXPECTED, ErrorBody, NoSuchRoute, body_of
+from engine.http.errors import DOOR, EXPECTED, STATUSES, ErrorBody, NoSuchRoute, body_of
 from engine.http.guard import Guard
 from engine.http.metrics import MEDIA_TYPE as METRICS_TYPE
 from engine.http.openai_api import openai_router
@@ -50,23 +50,11 @@ from storage.chain import CommitRecord, PolicyRef
 from storage.objects import ObjectStore
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 THREAD_BYTES = 1 << 20
 """Batches larger than this are decoded beside the event loop."""
 _ARROW = {wire.MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}
-_ERRORS = {
-    401: "no token, or another one",
-    403: "a host name that is not loopback, on a server without a token; or the store refuses",
-    404: "no such policy, object or call",
-    408: "the body did not arrive in time",
-    409: "the step, run or id is taken by something else; or a newer epoch acts for the run",
-    413: "the body is too large",
-    422: "the call contradicts itself or cannot succeed",
-    500: "a defect of the server",
-    503: "not now: busy, draining, or the store is away",
-}
-_DOOR = (401, 403, 404, 408, 413, 500, 503)
-"""What guard and router may answer on any route, before the route is asked."""
 Responses = dict[int | str, dict[str, Any]]
 Wait = Annotated[
     float, Query(ge=0, le=MAX_WAIT_SECONDS, description="Longest wait for the result, seconds; then 202.")
@@ -96,9 +84,9 @@ def create_app(engine: ServedEngine, store: ObjectStore, options: ServerOptions 
     )
     app.state.service = service
     for routes in (_pages, _policies, _writing, _about, _batches, _calls):
-        app.include_router(routes(service), responses=_errors(ErrorBody, _ERRORS))
+        app.include_router(routes(service), responses=_errors(ErrorBody, STATUSES))
     app.include_router(report_routes(service))
-    app.include_router(openai_router(engine, store), responses=_errors(ErrorBody | OpenAIErrorBody, _DOOR))
+    app.include_router(openai_router(engine, store), responses=_errors(ErrorBody | OpenAIErrorBody, DOOR))
     app.add_middleware(Guard, service=service)
     for kind in EXPECTED:
         app.add_exception_handler(kind, _on_expected)
@@ -326,29 +314,25 @@ def _batches(service: Service) -> APIRouter:
 
         return await call(request, "generate", work, wait)
 
-    @router.post("/logprobs", **documented)
-    async def logprobs(request: Request, wait: Wait = 10, request_id: RequestId = None) -> Response:
-        """Nats of each trained token. Columns: engine.http.wire.SEQUENCES, LOGPROBS."""
-
+    async def read(
+        request: Request, verb: str, ask: Callable[..., Awaitable[R]], encode: Callable[[R], bytes], wait: float
+    ) -> Response:
         async def work(body: bytes) -> bytes:
             decoded, epoch = await _off_loop(wire.decode_logprobs_request, body)
             service.runs(request, check_head(decoded.policy).run)
-            values = await service.engine.logprobs(decoded, epoch=epoch)
-            return await asyncio.to_thread(wire.encode_logprobs, values)
+            return await asyncio.to_thread(encode, await ask(decoded, epoch=epoch))
 
-        return await call(request, "logprobs", work, wait)
+        return await call(request, verb, work, wait)
+
+    @router.post("/logprobs", **documented)
+    async def logprobs(request: Request, wait: Wait = 10, request_id: RequestId = None) -> Response:
+        """Nats of each trained token. Columns: engine.http.wire.SEQUENCES, LOGPROBS."""
+        return await read(request, "logprobs", service.engine.logprobs, wire.encode_logprobs, wait)
 
     @router.post("/values", **documented)
     async def values(request: Request, wait: Wait = 10, request_id: RequestId = None) -> Response:
         """What a scalar head gives before each trained token. Columns: engine.http.wire.SEQUENCES, VALUES."""
-
-        async def work(body: bytes) -> bytes:
-            decoded, epoch = await _off_loop(wire.decode_logprobs_request, body)
-            service.runs(request, check_head(decoded.policy).run)
-            values = await service.engine.values(decoded, epoch=epoch)
-            return await asyncio.to_thread(wire.encode_values, values)
-
-        return await call(request, "values", work, wait)
+        return await read(request, "values", service.engine.values, wire.encode_values, wait)
 
     return router
 
@@ -381,7 +365,7 @@ def _calls(service: Service) -> APIRouter:
 
 
 def _errors(model: Any, statuses: Iterable[int]) -> Responses:
-    return {status: {"model": model, "description": _ERRORS[status]} for status in statuses}
+    return {status: {"model": model, "description": STATUSES[status]} for status in statuses}
 
 
 def _waiting() -> Responses:

@@ -20,6 +20,21 @@ INTERNAL = "InternalError"
 """A defect of the server; its log has the traceback under the request id."""
 RETRY_AFTER_SECONDS = 1
 
+STATUSES = {
+    401: "no token, or another one",
+    403: "a host name that is not loopback, on a server without a token; or the store refuses",
+    404: "no such policy, object or call",
+    408: "the body did not arrive in time",
+    409: "the step, run or id is taken by something else; or a newer epoch acts for the run",
+    413: "the body is too large",
+    422: "the call contradicts itself or cannot succeed",
+    500: "a defect of the server",
+    503: "not now: busy, draining, or the store is away",
+}
+"""What each status says."""
+DOOR = (401, 403, 404, 408, 413, 500, 503)
+"""What guard and router may answer on any route, before the route is asked."""
+
 
 class UnknownCall(PermanentEngineError):
     """No call of that id: the server restarted, or the answer was kept long enough. Submit it again."""

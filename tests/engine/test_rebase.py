@@ -19,7 +19,7 @@ from engine.local.replay import replay_step
 from engine.local.verify import verify_run
 from engine.protocol import GenerateRequest, PolicySpec, SamplingParams
 from engine.spec import LocalEngineSpec
-from storage import keys
+from storage import key_kinds, keys
 from storage.artifacts import find_artifact, read_manifest
 from storage.audit import audit_store
 from storage.chain import Chain, CommitRecord, PolicyRef, Root
@@ -352,7 +352,7 @@ async def test_the_loser_of_a_race_takes_the_winners_weights(
     assert rebase.after.device == "nudged by 0.001"
     assert record.rebase == rebase.mark
     assert digest(winner, chain.policy(STEPS)) == rebase.weights_digest
-    own = [key for info in chain.store.list("runs/r/stages/0-s/rebased/") if (key := keys.artifact_of(info.key))]
+    own = [key for info in chain.store.list("runs/r/stages/0-s/rebased/") if (key := key_kinds.artifact_of(info.key))]
     assert own == [rebase.checkpoint.key]  # the loser left nothing
     again = await step(winner, chain.head().model_copy(update={"step": STEPS, "state": chain.policy(STEPS).state}))
     assert again == record  # the step is taken: both have it

@@ -9,7 +9,7 @@ from uuid import uuid4
 
 import pytest
 
-from storage import keys
+from storage import key_kinds, keys
 from storage.artifacts import Provenance, read_manifest
 from storage.audit import audit_store
 from storage.decisions import (
@@ -177,8 +177,8 @@ def test_decisions_are_kept_by_collections_and_pass_the_audit(store: ObjectStore
     move(store, "v2", "hold")
     orphan = f"{keys.model_note('m', 'decisions', made.id)}.{'a' * 32}.json"
     store.put(orphan, b"of an attempt that was not committed")
-    assert keys.kind_of_key(orphan) == "attempt"
-    assert keys.owner_of(orphan) == keys.model_note("m", "decisions", made.id)
+    assert key_kinds.kind_of_key(orphan) == "attempt"
+    assert key_kinds.owner_of(orphan) == keys.model_note("m", "decisions", made.id)
     names = [garbage.name for garbage in garbage_candidates(store) if garbage.name != orphan]
     assert names == []
     report = audit_store(store)

@@ -10,7 +10,7 @@ from uuid import uuid4
 
 import pytest
 
-from storage import keys
+from storage import key_kinds, keys
 from storage.artifacts import (
     ArtifactRef,
     Provenance,
@@ -93,7 +93,7 @@ def seen(store: ObjectStore, scratch: Path) -> Seen:
     """
     found: Seen = {}
     for info in store.list():
-        owner = keys.artifact_of(info.key)
+        owner = key_kinds.artifact_of(info.key)
         if owner is not None:
             ref = find_artifact(store, owner)
             assert ref is not None

@@ -13,7 +13,7 @@ from uuid import uuid4
 
 import pytest
 
-from storage import artifacts, keys
+from storage import artifacts, key_kinds, keys
 from storage.artifacts import Provenance, commit_bytes, commit_files, find_artifact, read_manifest
 from storage.backends.memory import MemoryBackend
 from storage.errors import AttemptTooOld, PermanentStorageError
@@ -97,7 +97,7 @@ def names(store: ObjectStore) -> list[str]:
     ],
 )  # fmt: skip
 def test_the_kind_of_a_key(key: str, kind: str, owner: str | None) -> None:
-    assert (keys.kind_of_key(key), keys.owner_of(key)) == (kind, owner)
+    assert (key_kinds.kind_of_key(key), key_kinds.owner_of(key)) == (kind, owner)
 
 
 # -- what goes and what stays ----------------------------------------------------------------------------------
@@ -308,7 +308,7 @@ class TakingTurns(ObjectStore):
 
 def whole(store: ObjectStore) -> int:
     """How many artifacts are committed; each file of each is read and checked."""
-    owners = [key for info in store.list() if (key := keys.artifact_of(info.key)) is not None]
+    owners = [key for info in store.list() if (key := key_kinds.artifact_of(info.key)) is not None]
     for owner in owners:
         for entry in read_manifest(store, owner).files:
             assert store.exists(entry.key), f"{entry.key} was committed and is gone"
@@ -362,7 +362,7 @@ def interleave(seed: int, folder: Path, *, frozen: bool = False) -> tuple[int, i
     clock.now += 25 * HOUR
     collect_garbage(store)
     assert whole(store) == committed
-    named = sum(len(read_manifest(store, key).files) for key in map(keys.artifact_of, names(store)) if key)
+    named = sum(len(read_manifest(store, key).files) for key in map(key_kinds.artifact_of, names(store)) if key)
     assert len(names(store)) == committed + named  # nothing is left that nothing names
     return len(refused), committed
 

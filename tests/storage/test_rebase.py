@@ -8,7 +8,7 @@ from uuid import uuid4
 
 import pytest
 
-from storage import artifacts, keys
+from storage import artifacts, key_kinds, keys
 from storage.artifacts import ArtifactRef, Attempt, commit_files, find_artifact
 from storage.audit import audit_store
 from storage.chain import (
@@ -127,14 +127,14 @@ def reached_from(chain: Chain, step: int) -> list[str]:
 def test_the_keys() -> None:
     key, attempt = keys.rebase("d/t", "0-s", "p", 40), "a" * 32
     assert key == "runs/d/t/stages/0-s/chains/p/rebases/000040.json"
-    assert (keys.rebase_step(key), keys.record_step(key), keys.kind_of_key(key)) == (40, None, "plain")
+    assert (keys.rebase_step(key), keys.record_step(key), key_kinds.kind_of_key(key)) == (40, None, "plain")
     assert keys.rebase_step(keys.chain_record("d/t", "0-s", "p", 40)) is None
     own = keys.rebase_checkpoint("d/t", "0-s", "p", 40, attempt)
     assert keys.rebase_of_checkpoint(own) == ("d/t", "0-s", "p", 40, attempt)
     assert keys.rebase_of_checkpoint(keys.checkpoint("d/t", "0-s", "p", 40)) is None
     manifest, data = keys.manifest_of_files(own), f"{own}/{'b' * 32}/weights"
-    assert (keys.kind_of_key(manifest), keys.owner_of(manifest)) == ("manifest", own)
-    assert (keys.kind_of_key(data), keys.owner_of(data)) == ("attempt", own)
+    assert (key_kinds.kind_of_key(manifest), key_kinds.owner_of(manifest)) == ("manifest", own)
+    assert (key_kinds.kind_of_key(data), key_kinds.owner_of(data)) == ("attempt", own)
     assert keys.checkpoint_step(manifest) is None
 
 
@@ -288,7 +288,7 @@ def test_garbage_is_the_checkpoint_of_a_rebase_that_was_not_made(chain: Chain) -
     assert collect_garbage(chain.store, now=now + 23 * HOUR).names == ()
     report = collect_garbage(chain.store, now=now + 25 * HOUR)
     assert set(report.deleted) == {"checkpoint of a rebase that was not made"}
-    assert {keys.owner_of(name) for name in report.names} == {killed.checkpoint.key}
+    assert {key_kinds.owner_of(name) for name in report.names} == {killed.checkpoint.key}
     assert len(report.names) == 2  # its manifest and its file
     assert reached_from(chain, 3) == [stands_.checkpoint.key]
     assert audit_store(chain.store).problems == ()

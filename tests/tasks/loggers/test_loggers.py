@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from storage import keys
+from storage import key_kinds, keys
 from storage.artifacts import Provenance, commit_bytes
 from storage.chain import PolicyRef
 from storage.objects import ObjectStore, open_store
@@ -214,7 +214,7 @@ def test_nothing_is_kept_without_loggers(store: ObjectStore, run: Run) -> None:
     record(store, loggers, 0)
     loggers.close()
     assert not [info.key for info in store.list(keys.stage_prefix("r", "0-sft")) if "logged" in info.key]
-    assert keys.is_plain(keys.logged("r", "0-sft", "wandb"))
+    assert key_kinds.is_plain(keys.logged("r", "0-sft", "wandb"))
 
 
 def test_tensorboard_reads_back_what_was_logged(store: ObjectStore, run: Run) -> None:

@@ -163,7 +163,7 @@ def artifacts_of(run: str) -> dict[str, Artifact]:
 def test_thirty_updates_leave_one_version_of_each_artifact(
     tmp_path: Path, prefect_server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tasks.run_page.curves_uri", lambda steps, heldout: f"data:,{len(steps)}")  # drawing takes its time
+    monkeypatch.setattr("tasks.run_page.curves_uri", lambda steps, heldout: f"data:,{len(steps)}")  # drawing is slow
 
     @flow
     def watched() -> str:

@@ -26,6 +26,7 @@ from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRun
 from prefect.context import FlowRunContext
 from prefect.settings import PREFECT_API_URL
 
+from engine.report_links import report_url
 from engine.spec import EngineSpec, HttpEngineSpec
 from flows.progress import duration
 from storage import keys
@@ -183,7 +184,7 @@ class RunPage:
 
 def links_of(store: ObjectStore, run: str, engine: EngineSpec) -> dict[str, str]:
     """Where to look further: caption -> url or path."""
-    links = {"report, once the run has ended": store.address(keys.report(run))}
+    links = {"report, once the run has ended": report_url(engine, store, run) or store.address(keys.report(run))}
     if isinstance(engine, HttpEngineSpec):
         links["metrics of the engine"] = f"{engine.url.rstrip('/')}/metrics"
     return links

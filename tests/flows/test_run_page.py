@@ -17,9 +17,11 @@ from prefect.client.schemas.objects import Artifact
 from prefect.events import emit_event
 from prefect.runtime import flow_run
 
+from engine.report_links import proof_of
 from engine.spec import HttpEngineSpec, LocalEngineSpec
 from flows.run_page import STEPS_KEPT, FlowRunPage, RunPage, links_of
 from storage.chain import PolicyRef
+from storage.identity import store_id
 from storage.objects import open_store
 from tasks.metrics import StepMetrics
 from tasks.step_metrics import write_metrics
@@ -147,9 +149,14 @@ def test_a_long_run_keeps_a_bounded_number_of_steps(tmp_path: Path) -> None:
 def test_links(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     engine = HttpEngineSpec(url="http://127.0.0.1:9/")
-    report = {"report, once the run has ended": str(tmp_path / "runs" / "r" / "report.html")}
-    assert links_of(store, "r", engine) == report | {"metrics of the engine": "http://127.0.0.1:9/metrics"}
-    assert links_of(store, "r", LocalEngineSpec()) == report
+    proof = proof_of(store_id(store), "r")
+    assert links_of(store, "r", engine) == {
+        "report, once the run has ended": f"http://127.0.0.1:9/reports/r?proof={proof}",
+        "metrics of the engine": "http://127.0.0.1:9/metrics",
+    }
+    assert links_of(store, "r", LocalEngineSpec()) == {
+        "report, once the run has ended": str(tmp_path / "runs" / "r" / "report.html")
+    }
 
 
 def artifacts_of(run: str) -> dict[str, Artifact]:

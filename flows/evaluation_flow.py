@@ -22,6 +22,7 @@ from flows.ops.attempts import check_attempts
 from flows.ops.hooks import ON_END
 from flows.ops.place import placed
 from flows.ops.run_keys import EVALUATION_BEGINS
+from flows.ops.termination import termination_kept
 from flows.pages import put_markdown, put_table
 from flows.progress import TerminalProgress
 from flows.recipe import RecipeContext
@@ -75,6 +76,11 @@ async def evaluation(config: EvaluationFlowConfig) -> dict[str, Any]:
     Args:
         config: which models, on which datasets, graded by whom.
     """
+    with termination_kept():
+        return await _compared(config)
+
+
+async def _compared(config: EvaluationFlowConfig) -> dict[str, Any]:
     check_attempts(config.run or config.title)
     config, logger = placed(config), TerminalProgress()
     workspace = _workspace(config)

@@ -29,6 +29,7 @@ from flows.ops.attempts import check_attempts
 from flows.ops.hooks import ON_END
 from flows.ops.place import placed
 from flows.ops.run_keys import current_key
+from flows.ops.termination import termination_kept
 from flows.recipe_context import RecipeContext
 from flows.session import leave, read_result, write_result
 from storage.models import Frozen, canonical_json
@@ -80,20 +81,21 @@ def recipe_main(function: Recipe) -> Flow[..., Any]:
     name = function.__name__
 
     async def run(config: InputConfig) -> Any:
-        config = placed(config)
-        key = config.run or current_key(name)
-        check_attempts(key)
-        semantic, store = {"config": config.semantic()}, config.storage.url
-        ctx = RecipeContext.open(key, store=store, seed=config.seed, engine=config.engine, semantic=semantic)
-        try:
-            known = read_result(ctx.workspace)
-            if known is not None:
-                return known["returned"]
-            with grading_in(ctx):
-                returned = await function(**{config_name: config} | ({ctx_name: ctx} if ctx_name else {}))
-            return write_result(ctx.workspace, {"run": key, "returned": _as_json(name, returned)})["returned"]
-        finally:
-            await leave(ctx.workspace)
+        with termination_kept():
+            config = placed(config)
+            key = config.run or current_key(name)
+            check_attempts(key)
+            semantic, store = {"config": config.semantic()}, config.storage.url
+            ctx = RecipeContext.open(key, store=store, seed=config.seed, engine=config.engine, semantic=semantic)
+            try:
+                known = read_result(ctx.workspace)
+                if known is not None:
+                    return known["returned"]
+                with grading_in(ctx):
+                    returned = await function(**{config_name: config} | ({ctx_name: ctx} if ctx_name else {}))
+                return write_result(ctx.workspace, {"run": key, "returned": _as_json(name, returned)})["returned"]
+            finally:
+                await leave(ctx.workspace)
 
     run.__name__, run.__qualname__, run.__module__ = name, function.__qualname__, function.__module__
     run.__doc__ = function.__doc__

@@ -25,6 +25,7 @@ from flows.model_card import commit_card, find_card
 from flows.ops.attempts import check_attempts
 from flows.ops.hooks import ON_END
 from flows.ops.place import placed
+from flows.ops.termination import termination_kept
 from flows.pages import put_markdown
 from flows.progress import TerminalProgress
 from flows.promotion import announce
@@ -91,17 +92,18 @@ async def recurring(config: RecurringConfig) -> dict[str, Any]:
     Args:
         config: which model, trained how, judged by what.
     """
-    logger = TerminalProgress()
-    training = config.training.model_copy(update={"config": placed(config.training.config)})
-    config = config.model_copy(update={"training": training})
-    check_attempts(f"recurring-{config.model}")
-    question = _question(config)
-    known = _known(question)
-    if known is None:
-        known = await _answer(question, logger)
-    logger.note(f"{config.model}: {known['outcome']}: {'; '.join(known['reasons'])}")
-    await put_markdown("recurring", _page(config.model, known))
-    return known
+    with termination_kept():
+        logger = TerminalProgress()
+        training = config.training.model_copy(update={"config": placed(config.training.config)})
+        config = config.model_copy(update={"training": training})
+        check_attempts(f"recurring-{config.model}")
+        question = _question(config)
+        known = _known(question)
+        if known is None:
+            known = await _answer(question, logger)
+        logger.note(f"{config.model}: {known['outcome']}: {'; '.join(known['reasons'])}")
+        await put_markdown("recurring", _page(config.model, known))
+        return known
 
 
 def _question(config: RecurringConfig) -> Question:

@@ -21,6 +21,7 @@ from flows.estimate import estimate
 from flows.ops.attempts import check_attempts
 from flows.ops.place import placed
 from flows.ops.run_keys import current_key
+from flows.ops.termination import termination_kept
 from flows.progress import TerminalProgress
 from flows.registration import tell_registered
 from flows.version import code_version
@@ -105,38 +106,39 @@ async def open_run(
         DoesNotFit: the engine's memory or the store's disk cannot hold it.
         ForkRefused: the run is a fork whose copy was interrupted.
     """
-    config = placed(config)
-    workspace = open_workspace(flow_name, config)
-    check_fork(workspace.open_store(), workspace.run)
-    data = _load(workspace, config.data.train, use)
-    more = {name: _load(workspace, *source) for name, source in (further or {}).items()}
-    base = await workspace.connect().import_model(config.model.key, provenance=workspace.provenance)
-    info = await workspace.connect().info()
-    expected = estimate(workspace.open_store(), config, base, data, info, more)
-    expected.check(info, resumed=workspace.open_store().exists(keys.run_json(workspace.run)))
-    opening = create_or_check_run(
-        workspace.open_store(),
-        workspace.run,
-        # the config only names its inputs: what they hold is semantic too
-        semantic=config.semantic() | {"inputs": _inputs(data, more) | {"model": base.sha256}},
-        other=config.other(),
-        code_version=workspace.provenance.code_version,
-    )
-    workspace = take_lease(workspace)
-    logger.logging = config.logging
-    logger.note(expected.text(info))
-    for warning in opening.warnings:
-        logger.note(f"warning: {warning}")
-    try:
-        session = RunSession(workspace, config, read_result(workspace), data, base, more)
-        if session.result is not None:
-            logger.note(f"run {session.run} is finished already; its result is returned as it was")
-        yield session
-    except Pause:
-        say_left()
-        raise
-    finally:
-        await leave(workspace)
+    with termination_kept():
+        config = placed(config)
+        workspace = open_workspace(flow_name, config)
+        check_fork(workspace.open_store(), workspace.run)
+        data = _load(workspace, config.data.train, use)
+        more = {name: _load(workspace, *source) for name, source in (further or {}).items()}
+        base = await workspace.connect().import_model(config.model.key, provenance=workspace.provenance)
+        info = await workspace.connect().info()
+        expected = estimate(workspace.open_store(), config, base, data, info, more)
+        expected.check(info, resumed=workspace.open_store().exists(keys.run_json(workspace.run)))
+        opening = create_or_check_run(
+            workspace.open_store(),
+            workspace.run,
+            # the config only names its inputs: what they hold is semantic too
+            semantic=config.semantic() | {"inputs": _inputs(data, more) | {"model": base.sha256}},
+            other=config.other(),
+            code_version=workspace.provenance.code_version,
+        )
+        workspace = take_lease(workspace)
+        logger.logging = config.logging
+        logger.note(expected.text(info))
+        for warning in opening.warnings:
+            logger.note(f"warning: {warning}")
+        try:
+            session = RunSession(workspace, config, read_result(workspace), data, base, more)
+            if session.result is not None:
+                logger.note(f"run {session.run} is finished already; its result is returned as it was")
+            yield session
+        except Pause:
+            say_left()
+            raise
+        finally:
+            await leave(workspace)
 
 
 def _load(workspace: Workspace, source: DatasetSource, use: DatasetUse) -> LoadedDataset:

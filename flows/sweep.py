@@ -16,6 +16,7 @@ from flows.grpo import grpo
 from flows.ops.attempts import check_attempts
 from flows.ops.hooks import ON_END
 from flows.ops.place import placed
+from flows.ops.termination import termination_kept
 from flows.pages import put_markdown, put_table
 from flows.progress import TerminalProgress
 from flows.sft import sft
@@ -35,6 +36,11 @@ async def sweep(config: SweepConfig) -> dict[str, Any]:
     Args:
         config: what is trained, and over which keys is searched.
     """
+    with termination_kept():
+        return await _search(config)
+
+
+async def _search(config: SweepConfig) -> dict[str, Any]:
     logger = TerminalProgress()
     check_attempts(config.name)
     training = config.training.model_copy(update={"config": placed(config.training.config)})

@@ -44,7 +44,7 @@ REACHED = sorted(name for name in FAILPOINTS if not name.startswith(("rebase.", 
 """No numerics change in a run of one engine, and it plays no episodes: tests/engine/test_rebase.py and
 tests/e2e/test_kill_episodes.py kill at the others."""
 
-QUICK = {"rollout.after_data", "step.before_commit", "checkpoint.mid_upload"}
+QUICK = ("step.before_commit",)
 
 
 @dataclass
@@ -155,6 +155,7 @@ def test_a_kill_at_every_failpoint_changes_nothing(
     assert [event["resumed_from"] > 0 for event in folder.events("start")] == [False, True]
 
 
+@pytest.mark.slow
 def test_sigterm_leaves_a_checkpoint_and_no_lease(tmp_path: Path, tiny_folder: Path, prefect_server: str) -> None:
     changes = {"algorithm__steps": 12, "checkpoints__recovery_steps": None}
     folder = make_folder(tmp_path, tiny_folder, prefect_server, **changes)

@@ -145,8 +145,18 @@ class Interrupted(BaseException):
     """Ends a run as a kill does."""
 
 
-@pytest.mark.parametrize("where", ["take_gradient_step", "take_value_step", "prepare_credited_episodes"])
-@pytest.mark.parametrize("at", [1, 3])
+@pytest.mark.parametrize(
+    ("at", "where"),
+    [
+        (3, "take_value_step"),  # the policy's record is there, the value model's is not
+        *(
+            pytest.param(at, where, marks=pytest.mark.slow)
+            for at in (1, 3)
+            for where in ("take_gradient_step", "take_value_step", "prepare_credited_episodes")
+            if (at, where) != (3, "take_value_step")
+        ),
+    ],
+)
 def test_a_run_that_ends_between_two_commits_resumes_to_the_same_bytes(
     runs: Runs, monkeypatch: pytest.MonkeyPatch, where: str, at: int
 ) -> None:

@@ -48,6 +48,7 @@ def learnt(
     return rewards, published
 
 
+@pytest.mark.slow
 def test_grpo_learns_the_toy_from_random_weights(learnt: tuple[list[float], Path]) -> None:
     rewards, _ = learnt
     assert statistics.mean(rewards[:5]) < 0.1

@@ -6,6 +6,7 @@ import pytest
 
 from tasks.advantages import ESTIMATORS, centred, group, group_sample_std, leave_one_out
 from tasks.batches import AdvantageEstimator
+from tasks.rewards import BATCH_ESTIMATORS
 
 
 @pytest.mark.parametrize(
@@ -63,4 +64,4 @@ def test_the_population_std_is_scale_free_and_centred_is_not() -> None:
 
 
 def test_every_estimator_can_be_configured() -> None:
-    assert set(ESTIMATORS) == set(AdvantageEstimator.__args__)
+    assert set(ESTIMATORS) | set(BATCH_ESTIMATORS) == set(AdvantageEstimator.__args__)

@@ -19,6 +19,7 @@ from storage.artifacts import ArtifactRef
 from storage.chain import Chain, CommitRecord
 from storage.objects import open_store
 from storage.tables import read_table
+from tasks.step_metrics import read_metrics
 from tests.toy import toy_config
 
 STAGE = "0-ppo"
@@ -172,10 +173,11 @@ def test_what_cannot_be_is_refused_before_a_model_loads(tmp_path: Path, wrong: d
 
 @pytest.mark.slow
 def test_ppo_learns_the_toy_task(runs: Runs) -> None:
-    heldout = {"kind": "file", "path": str(runs.folder / "prompts.jsonl")}
-    result = runs.run(
+    runs.run(
         "learns", algorithm__steps=60, algorithm__samples_per_batch=80, algorithm__samples_per_mini_batch=80,
         algorithm__completions_per_sample=8, algorithm__kl_beta=0.0, optimizer__lr=3e-3, value_model__lr=3e-3,
-        credit__value_only_fraction=0.1, data__heldout=heldout, checkpoints={"frequency": None},
+        credit__value_only_fraction=0.1, checkpoints={"frequency": None},
     )  # fmt: skip
-    assert result["heldout"]["after_mean"] > 0.95 > 0.7 > result["heldout"]["before_mean"]
+    rewards = [metrics.reward_mean or 0.0 for metrics in read_metrics(runs.store, "learns", STAGE, steps=60)]
+    # chance is a half: an even code point or an odd one
+    assert np.mean(rewards[:6]) < 0.7 and np.mean(rewards[-5:]) > 0.9

@@ -121,8 +121,8 @@ def test_a_part_that_hangs_is_stopped_with_what_it_started(tmp_path: Path) -> No
         f"print({ROW.line()!r}, flush=True)\n"
         "child.wait()\n"
     )
-    found = run_part("p", script(text), 2, lambda line: None)
-    assert found == [ROW, Row("p", "stopped", "after 2 s", "", "", False)]
+    found = run_part("p", script(text), 8, lambda line: None)
+    assert found == [ROW, Row("p", "stopped", "after 8 s", "", "", False)]
     state = Path(f"/proc/{(tmp_path / 'pid').read_text()}/stat")
     assert not state.exists() or state.read_text().split()[2] in "ZX"  # gone, or only waiting to be reaped
 

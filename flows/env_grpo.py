@@ -21,11 +21,11 @@ from engine.text.threads import StringThread
 from flows.checkpoints import CheckpointSchedule
 from flows.env_config import ENVGRPOConfig
 from flows.env_evaluation import HeldoutEpisodes
-from flows.grpo import GRPO, longest
+from flows.grpo import GRPO, longest, train_and_report
 from flows.ops.hooks import ON_END
 from flows.progress import TerminalProgress
 from flows.schedules import optimizer_arguments
-from flows.session import RunSession, default_model_name, finish_run, open_run
+from flows.session import RunSession, open_run
 from storage.artifacts import ArtifactRef
 from storage.chain import PolicyRef
 from storage.registry import registered_key
@@ -35,8 +35,6 @@ from tasks.datasets.load import LoadedDataset
 from tasks.environments.base import EnvironmentFactory
 from tasks.environments.spec import EnvironmentSpec, environment_spec, in_process_spec
 from tasks.prepare import prepare_trajectories
-from tasks.publish import publish_model
-from tasks.report import write_report
 from tasks.rollout import play_episodes
 from tasks.rollouts import PromptShard
 from tasks.trajectories import EpisodePlan
@@ -183,19 +181,6 @@ async def env_arguments(config: ENVGRPOConfig, session: RunSession, logger: Term
 
 
 async def train_in_environment(config: ENVGRPOConfig, session: RunSession, trainer: InEnvironment) -> dict[str, Any]:
-    """Evaluates, trains, evaluates, publishes and reports: what the flows of all classes in environments do."""
-    workspace = session.workspace
-    heldout = HeldoutEpisodes.load_episodes(workspace, config, session.base, trainer.episodes)
-    trainer.callbacks += heldout.callbacks(config.evaluation)
-    start = await trainer.open()
-    before = await heldout.evaluate(start) if config.evaluation.before else None
-    policy = await trainer.run()
-    after = await heldout.evaluate(policy)
-    published = await publish_model(workspace, policy, config.model.publish_as or default_model_name(session.run))
-    result = heldout.result(before, after) | {
-        "run": session.run,
-        "policy": policy.uri,
-        "model": registered_key(published),
-    }
-    report = write_report(workspace, policy, before, after, result, samples_shown=config.evaluation.samples_shown)
-    return finish_run(session, result | {"report": report})
+    """What the flows of all classes in environments do."""
+    heldout = HeldoutEpisodes.load_episodes(session.workspace, config, session.base, trainer.episodes)
+    return await train_and_report(config, session, trainer, heldout)

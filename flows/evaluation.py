@@ -9,6 +9,7 @@ from engine.protocol import SamplingParams
 from engine.workspace import Workspace
 from flows.callbacks import Cadence, Callback, HeldoutEvaluation
 from flows.config import GRPOConfig
+from flows.env_config import ENVGRPOConfig
 from flows.validation_config import EvaluationConfig
 from storage.artifacts import ArtifactRef
 from storage.chain import PolicyRef
@@ -22,6 +23,25 @@ from tasks.statistics import PairedDifference, paired_difference
 from tasks.validations import reward_by_prompt
 
 
+def heldout_prompts(
+    workspace: Workspace, config: GRPOConfig | ENVGRPOConfig, base: ArtifactRef
+) -> tuple[PromptShard, SamplingParams] | None:
+    """The held-out prompts of a config and how their answers are drawn; None when it has none."""
+    if config.data.heldout is None:
+        return None
+    loaded = load_prompts(workspace, config.data.heldout, "prompt")
+    prompts = PromptShard(
+        base=base,
+        dataset=loaded.ref,
+        index=0,
+        rows=tuple(range(loaded.rows)),
+        completions=config.evaluation.samples_per_prompt,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        truncation=config.data.truncation,
+    )
+    return prompts, SamplingParams.model_validate(config.sampling.model_dump() | config.evaluation.sampling)
+
+
 @dataclass(frozen=True)
 class Heldout:
     """The held-out prompts of a run, or none."""
@@ -31,19 +51,10 @@ class Heldout:
 
     @classmethod
     def load(cls, workspace: Workspace, config: GRPOConfig, base: ArtifactRef, grading: Grading) -> Heldout:
-        if config.data.heldout is None:
+        drawn = heldout_prompts(workspace, config, base)
+        if drawn is None:
             return cls(workspace, None)
-        loaded = load_prompts(workspace, config.data.heldout, "prompt")
-        prompts = PromptShard(
-            base=base,
-            dataset=loaded.ref,
-            index=0,
-            rows=tuple(range(loaded.rows)),
-            completions=config.evaluation.samples_per_prompt,
-            max_prompt_tokens=config.data.max_prompt_tokens,
-            truncation=config.data.truncation,
-        )
-        sampling = SamplingParams.model_validate(config.sampling.model_dump() | config.evaluation.sampling)
+        prompts, sampling = drawn
         return cls(workspace, EvaluationPlan(prompts=prompts, sampling=sampling, grading=grading))
 
     async def evaluate(self, policy: PolicyRef) -> ArtifactRef | None:

@@ -22,6 +22,7 @@ from flows.callbacks import Callback
 from flows.checkpoints import CheckpointSchedule, Uploads
 from flows.collect import Collector, Lookahead, PromptBatch, Refill, RefillEnd
 from flows.config import GRPOAlgorithm, GRPOConfig
+from flows.env_config import ENVGRPOConfig
 from flows.evaluation import Heldout
 from flows.grading import grading_of
 from flows.loop import Journal, adamw, optimizer_at, steps
@@ -360,9 +361,16 @@ async def reward_arguments(config: GRPOConfig, session: RunSession, logger: Term
 
 
 async def train_on_rewards(config: GRPOConfig, session: RunSession, trainer: GRPO) -> dict[str, Any]:
-    """Evaluates, trains, evaluates, publishes and reports: what the flows of all classes on graded completions do."""
+    """What the flows of all classes on graded completions do."""
+    heldout = Heldout.load(session.workspace, config, session.base, trainer.grading)
+    return await train_and_report(config, session, trainer, heldout)
+
+
+async def train_and_report(
+    config: GRPOConfig | ENVGRPOConfig, session: RunSession, trainer: GRPO, heldout: Heldout
+) -> dict[str, Any]:
+    """Evaluates, trains, evaluates, publishes and reports; in environments too."""
     workspace = session.workspace
-    heldout = Heldout.load(workspace, config, session.base, trainer.grading)
     trainer.callbacks += heldout.callbacks(config.evaluation)
     start = await trainer.open()
     before = await heldout.evaluate(start) if config.evaluation.before else None

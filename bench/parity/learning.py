@@ -1,11 +1,12 @@
 """SFT, then GRPO, of one model by Ostinato and by TRL: the held-out reward that each reaches, seed by seed.
 
-    python bench/parity/learning.py [--seeds 3] [--sft-steps 4] [--steps 12]
+    python bench/parity/learning.py [--seeds 3] [--sft-steps 2] [--steps 30]
 
-Both take the same base model, training and held-out sums, sampler settings, batch sizes, learning rates (constant),
-clip range, KL coefficient and normalisation, in bfloat16 over float32 weights; each side is a process of its own. The
-held-out reward of both is computed by one evaluator: greedy answers, graded by `tasks.graders.rules:LastNumber`. What
-differs by definition stands in README.md. Ends with status 1 when our mean is below TRL's.
+Both take the same base model, training and held-out sums, sampler settings, batch sizes, learning rates and their
+schedule (warm-up, cosine), clip range, KL coefficient and normalisation, in bfloat16 over float32 weights; each side is
+a process of its own, the two sides of a seed at once. The held-out reward of both is computed by one evaluator: greedy
+answers, graded by `tasks.graders.rules:LastNumber`. What differs by definition stands in README.md. Ends with status 1
+when our mean is below TRL's.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from engine.text.threads import StringThread
 from engine.workspace import Workspace
 from storage.artifacts import Provenance
 from tasks.graders.rules import LastNumber
+from tasks.schedules import CosineScheduler
 
 BASE = Path(".ostinato/models/smollm2-135m-instruct")
 DATA = Path("examples/data")
@@ -54,7 +57,7 @@ def rows(name: str) -> list[dict[str, Any]]:
 def train_ours(plan: Plan, work: Path) -> Path:
     """Two runs through the command line; returns the folder of the published model."""
     common = {
-        "seed": plan.seed, "optimizer.schedule": "constant", "checkpoints.frequency": "null",
+        "seed": plan.seed, "optimizer.schedule": "cosine", "checkpoints.frequency": "null",
         "storage.url": str(work / "data"), "engine.threads": 1,
     }  # fmt: skip
     model = str(BASE)
@@ -107,7 +110,13 @@ def train_trl(plan: Plan, work: Path) -> Path:
             max_steps=plan.sft_steps, learning_rate=SFT_LR, per_device_train_batch_size=SAMPLES,
             completion_only_loss=True, **common,
         )  # fmt: skip
-        SFTTrainer(model, args=arguments, train_dataset=Dataset.from_list(chats), processing_class=tokenizer).train()
+        sft = SFTTrainer(
+            model, args=arguments, train_dataset=Dataset.from_list(chats), processing_class=tokenizer,
+            optimizers=optimizer_and_schedule(model, SFT_LR, plan.sft_steps),
+        )  # fmt: skip
+        sft.train()
+        sft.save_model(str(work / "sft"))
+        model, tokenizer = load(work / "sft")  # TRL's reference of the KL is the folder that the model came from
 
     def reward(prompts: list[Any], completions: list[Any], answer: list[Any], **_: Any) -> list[float]:
         return [
@@ -118,16 +127,26 @@ def train_trl(plan: Plan, work: Path) -> Path:
     prompts = [{"prompt": user(r["prompt"]), "answer": r["metadata"]["answer"]} for r in rows("train")]
     arguments = GRPOConfig(
         max_steps=plan.steps, learning_rate=GRPO_LR, per_device_train_batch_size=SAMPLES, num_generations=COMPLETIONS,
-        max_completion_length=NEW_TOKENS, temperature=1.0, epsilon=CLIP, beta=BETA, loss_type="bnpo", **common,
+        max_completion_length=NEW_TOKENS, temperature=1.0, epsilon=CLIP, beta=BETA, loss_type="bnpo",
+        use_bias_correction_kl=False, **common,
     )  # fmt: skip
     trainer = GRPOTrainer(
         model, reward_funcs=reward, args=arguments, train_dataset=Dataset.from_list(prompts),
-        processing_class=tokenizer,
+        processing_class=tokenizer, optimizers=optimizer_and_schedule(model, GRPO_LR, plan.steps),
     )  # fmt: skip
     trainer.train()
     trainer.save_model(str(work / "saved"))
     tokenizer.save_pretrained(work / "saved")
     return work / "saved"
+
+
+def optimizer_and_schedule(model: Any, lr: float, steps: int) -> tuple[Any, Any]:
+    """AdamW with the rates that our side has: warm-up over a tenth, then a cosine."""
+    import torch
+
+    shape = CosineScheduler(1.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: shape.at(min(k, steps - 1), steps))
 
 
 def user(text: str) -> list[dict[str, str]]:
@@ -183,8 +202,8 @@ def measure(side: str, plan: Plan) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--sft-steps", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=12, help="of GRPO")
+    parser.add_argument("--sft-steps", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=30, help="of GRPO")
     parser.add_argument("--side", choices=["base", "ours", "trl"], help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -194,12 +213,13 @@ def main() -> None:
     print(f"held-out reward before training {before:.3f}; {options.sft_steps} steps of SFT, {options.steps} of GRPO")
     found: dict[str, list[float]] = {"ours": [], "trl": []}
     for seed in range(options.seeds):
-        line = f"seed {seed}:"
+        plan = Plan(seed, options.sft_steps, options.steps)
+        with ThreadPoolExecutor() as sides:
+            measured = dict(zip(found, sides.map(measure, found, [plan] * len(found)), strict=True))
         for side, rewards in found.items():
-            measured = measure(side, Plan(seed, options.sft_steps, options.steps))
-            rewards.append(measured["reward"])
-            line += f"  {side} {measured['reward']:.3f} ({measured['cpu']:.0f} CPU-s)"
-        print(line, flush=True)
+            rewards.append(measured[side]["reward"])
+        cells = [f"{side} {cell['reward']:.3f} ({cell['cpu']:.0f} CPU-s)" for side, cell in measured.items()]
+        print(f"seed {seed}:", *cells, sep="  ", flush=True)
     ours, trl = statistics.mean(found["ours"]), statistics.mean(found["trl"])
     print(f"mean: ours {ours:.3f}, TRL {trl:.3f}")
     if ours < trl:

@@ -25,6 +25,7 @@ from flows.config import GRPOAlgorithm, GRPOConfig
 from flows.env_config import ENVGRPOConfig
 from flows.evaluation import Heldout
 from flows.grading import grading_of
+from flows.loggers import StageNotifier
 from flows.loop import Journal, adamw, optimizer_at, steps
 from flows.names import takes_names
 from flows.ops.hooks import ON_END
@@ -119,6 +120,7 @@ class GRPO:
         refill_end: RefillEnd = "short",
         max_staleness: int = 0,
         callbacks: Sequence[Callback] = (),
+        stage_notifier: StageNotifier | None = None,
     ) -> None:
         _check_sizes(self.length, max_num_grpo_steps, epochs, samples_per_batch, completions_per_sample)
         check_importance(importance_cap, old_logprobs)
@@ -149,7 +151,7 @@ class GRPO:
         self.minibatches = MinibatchPlan(size=size, epochs=mini_epochs_per_batch)
         self.optimizer = adamw(weight_decay, max_grad_norm, betas, eps)
         self.nan_policy: NanPolicy = "skip" if skip_nan_gradients else "fail"
-        self.callbacks = list(callbacks)
+        self.callbacks, self.notifier = list(callbacks), stage_notifier
         self._start: PolicyRef | None = None
         self._check_endless()
 
@@ -184,7 +186,7 @@ class GRPO:
         total_steps = self._total_steps(data)
         async with (
             Uploads(workspace, retention=self.checkpoints.retention) as uploads,
-            Journal(self.model, policy, self.logger, total_steps=total_steps) as journal,
+            Journal(self.model, policy, self.logger, total_steps=total_steps, notifier=self.notifier) as journal,
             Lookahead(self._collector(data), journal.cursor(), total_steps, self.max_staleness) as rollouts,
         ):
             if due := self.checkpoints.missed(policy.step, total_steps, model=self.model.name):

@@ -1,12 +1,23 @@
-"""Where the numbers and the progress of a recipe go: a terminal, and the log of the flow run that runs here."""
+"""Where the numbers and the progress of a recipe go: a terminal, and the log and the page of the flow run that runs
+here."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextvars
+import logging
+import re
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
+
+import httpx
 
 from flows.progress import TerminalProgress
 from flows.run_log import say
+from flows.run_page import EVERY_SECONDS, Page, flow_run_page
+
+log = logging.getLogger(__name__)
 
 
 class StdoutLogger(TerminalProgress):
@@ -24,18 +35,56 @@ def get_prod_logger(ctx: object = None) -> StdoutLogger:
 
 
 class StageNotifier:
-    """Says how far a stage of a job is."""
+    """Says how far a stage of a job is: a line in the flow run's log at every new percent, and a progress bar of the
+    stage's name on the flow run's page. Without a flow run or a server it only remembers.
 
-    def __init__(self, name: str) -> None:
+    Training classes take one as `stage_notifier` and report after each step. The bar is changed in a thread, at most
+    every few seconds and at the end: a server that is away costs nothing.
+    """
+
+    def __init__(
+        self, name: str, *, page: Page | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.name = name
         self.progress = 0.0
+        """Share that is done."""
+        self._page, self._clock = page, clock
+        self._said: int | None = None
+        self._shown_at: float | None = None
+        self._sender = ThreadPoolExecutor(1, thread_name_prefix="stage-notifier")  # starts no thread before it is used
+        self._under_way: Future[None] | None = None
 
     def report_progress(self, done: float, total: float = 1.0) -> None:
         """`done` of `total`, whatever they count. Raises ValueError for a share outside 0 to 1."""
         if not total > 0 or not 0 <= done <= total:
             raise ValueError(f"{done} of {total} was reported of {self.name!r}; expected a share between 0 and 1")
         self.progress = done / total
-        say(f"{self.name}: {100 * self.progress:.0f} %")
+        if self._said != (percent := int(100 * self.progress)):
+            self._said = percent
+            say(f"{self.name}: {100 * self.progress:.0f} %")
+        self._draw()
+
+    def _draw(self) -> None:
+        page = self._page or flow_run_page()
+        ended = self.progress == 1
+        early = self._shown_at is not None and self._clock() - self._shown_at < EVERY_SECONDS
+        busy = self._under_way is not None and not self._under_way.done()
+        if page is None or ((early or busy) and not ended):
+            return
+        self._page, self._shown_at = page, self._clock()
+        context = contextvars.copy_context()  # Prefect finds its settings in it
+        self._under_way = self._sender.submit(context.run, self._show, page, 100 * self.progress)
+
+    def _show(self, page: Page, percent: float) -> None:
+        try:
+            page.show("progress", self._key, percent, self.name)
+        except httpx.HTTPError as error:
+            log.warning("the progress of %s is not in Prefect: %s", self.name, error)
+
+    @property
+    def _key(self) -> str:
+        """Of the artifact: lower case with hyphens."""
+        return re.sub(r"[^a-z0-9]+", "-", f"stage {self.name}".lower()).strip("-")
 
 
 class JobNotifier:

@@ -10,6 +10,7 @@ from typing import Any, Self
 from engine.handles import TrainingModel
 from engine.losses.spec import LossSpec
 from flows.callbacks import Callback, Moment
+from flows.loggers import StageNotifier
 from flows.logging_config import LoggingConfig
 from flows.progress import TerminalProgress
 from flows.run_page import RunPage
@@ -41,6 +42,7 @@ class Journal:
         total_steps: int | None,
         loss: LossSpec | None = None,
         reference: PolicyRef | None = None,
+        notifier: StageNotifier | None = None,
     ) -> None:
         self.store = model.workspace.open_store()
         self.chain = Chain.of(self.store, policy)
@@ -54,6 +56,8 @@ class Journal:
         self.watch = RunWatch(policy.run, step=policy.step)
         self.page = RunPage(self.store, policy, total_steps=total_steps, engine=model.workspace.engine)
         self.model, self.loss, self.reference = model, loss, reference
+        self.notifier = notifier
+        self._notify(policy.step)
         self.loggers = open_loggers(self.store, policy, logger.logging)
 
     def cursor(self) -> DataCursor:
@@ -81,6 +85,7 @@ class Journal:
         self.logger.step(metrics)
         self.page.stepped(metrics, rollouts, graded)
         self.loggers.step(metrics)
+        self._notify(policy.step)
         self.watch.stepped(policy.step - 1)
 
     async def call(
@@ -100,6 +105,11 @@ class Journal:
                 self._validated(said)
         if due:
             self.clock.lap()
+
+    def _notify(self, steps_done: int) -> None:
+        """A run without an end has no share that is done."""
+        if self.notifier is not None and self.total_steps is not None:
+            self.notifier.report_progress(min(steps_done, self.total_steps), self.total_steps)
 
     def _validated(self, validation: Validation) -> None:
         figures = "  ".join(f"{measure} {value:.4f}" for measure, value in validation.measures.items())

@@ -137,7 +137,7 @@ class PPO(GRPO):
         policy, value = policies.policy(done), values.policy(done)
         async with (
             Uploads(workspace, retention=self.checkpoints.retention) as uploads,
-            Journal(self.model, policy, self.logger, total_steps=total_steps) as journal,
+            Journal(self.model, policy, self.logger, total_steps=total_steps, notifier=self.notifier) as journal,
             Lookahead(self._collector(data), journal.cursor(), total_steps, self.max_staleness) as rollouts,
         ):
             if due := self.checkpoints.missed(done, total_steps, model=self.model.name):

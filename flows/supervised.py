@@ -12,6 +12,7 @@ from engine.losses.spec import LossSpec
 from flows.callbacks import Cadence, Callback, ValidationLoss
 from flows.checkpoints import CheckpointSchedule, Uploads
 from flows.config import TrainingConfig
+from flows.loggers import StageNotifier
 from flows.loop import Journal, adamw, optimizer_at, steps
 from flows.progress import TerminalProgress
 from flows.schedules import optimizer_arguments
@@ -55,6 +56,7 @@ class Supervised:
         checkpoints: CheckpointSchedule | None = None,
         data_seed: int = 42,
         callbacks: Sequence[Callback] = (),
+        stage_notifier: StageNotifier | None = None,
     ) -> None:
         if epochs is not None and max_steps is not None:
             raise ValueError(f"both epochs={epochs} and max_steps={max_steps} were given; give one of them")
@@ -66,7 +68,7 @@ class Supervised:
         self.nan_policy: NanPolicy = "skip" if skip_nan_gradients else "fail"
         self.checkpoints = checkpoints or CheckpointSchedule.every(checkpoint_frequency, checkpoint_every_steps)
         self.data_seed = data_seed
-        self.callbacks = list(callbacks)
+        self.callbacks, self.notifier = list(callbacks), stage_notifier
         self._start: PolicyRef | None = None
 
     async def open(self) -> PolicyRef:
@@ -87,7 +89,7 @@ class Supervised:
             Uploads(workspace, retention=self.checkpoints.retention) as uploads,
             Journal(
                 self.model, policy, self.logger, total_steps=total_steps,
-                loss=self.loss, reference=self._reference(start),
+                loss=self.loss, reference=self._reference(start), notifier=self.notifier,
             ) as journal,
         ):
             cursor = journal.cursor()

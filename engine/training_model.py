@@ -19,8 +19,9 @@ from engine.text.tokenizers import renderer_of
 from engine.workspace import Workspace
 from storage import keys
 from storage.artifacts import ArtifactRef
-from storage.chain import Chain, CommitRecord, OptimizerSpec, PolicyRef, Root, StepRequest
+from storage.chain import Chain, CommitRecord, OptimizerSpec, PolicyRef, Root, StepRequest, base_of
 from storage.models import canonical_json
+from storage.named_checkpoints import restart_point
 from storage.registry import free_name, registered_key
 
 log = logging.getLogger(__name__)
@@ -80,24 +81,38 @@ class TrainingModel(InferenceModel, Primitives):
         assert self._at.policy is not None
         return self._at.policy
 
-    async def begin_stage(self, name: str) -> PolicyRef:
-        """Opens the next stage and returns its policy 0: the base model, or where the stage before ended.
+    async def begin_stage(
+        self, name: str, *, checkpoint: str | None = None, start: PolicyRef | None = None
+    ) -> PolicyRef:
+        """Opens the next stage and returns its policy 0: the base model, or where the stage before ended; where a named
+        `checkpoint` (storage.named_checkpoints) or the policy `start` is, of this run or another, if one is given. Its
+        optimizer is a new one in any case.
 
-        The handle then stands at the stage's last committed step, so that a resumed run goes on from there.
+        The handle then stands at the stage's last committed step, so that a resumed run goes on from there. Raises
+        NoSuchCheckpoint, and BadSpec for one of another base model or with another trained part.
         """
-        position = self._at.stages
+        store, run, position = self.workspace.open_store(), self.workspace.run, self._at.stages
         stage = f"{position}-{keys.validate_name(name)}"
-        root = self._at.root
-        if self._at.policy is not None:
-            start_at = self._at.policy
+        root, start_at = self._at.root, start or self._at.policy
+        if checkpoint is not None:
+            start_at = restart_point(store, checkpoint, run=run, stage=stage, model=self.name)
+        if start_at is not None:
+            if start_at is not self._at.policy:
+                self._check_goes_on_from(start_at)
             root = Root(start=start_at, base_digest=start_at.state, trainable=root.trainable)
-        run = self.workspace.run
-        start = await self.engine.create_policy(PolicySpec(run=run, stage=stage, model=self.name, root=root))
-        body = {"start": start.model_dump(), "reference": start.model_dump(), "optimizer": "reset"}
-        self.workspace.open_store().put_if_absent(keys.stage_json(run, stage), canonical_json(body))
-        self._at.policy = self.chain_of(start).head()
+        opened = await self.engine.create_policy(PolicySpec(run=run, stage=stage, model=self.name, root=root))
+        body = {"start": opened.model_dump(), "reference": opened.model_dump(), "optimizer": "reset"}
+        store.put_if_absent(keys.stage_json(run, stage), canonical_json(body))
+        self._at.policy = self.chain_of(opened).head()
         self._at.stages = position + 1  # calls that open the same stage concurrently open it once
-        return start
+        return opened
+
+    def _check_goes_on_from(self, start: PolicyRef) -> None:
+        base, root = base_of(self.workspace.open_store(), start), self.chain_of(start).root()
+        if base.sha256 != self.base.sha256:
+            raise BadSpec(f"{start.uri} descends from {base.key}, and {self.name!r} was spawned from {self.base.key}")
+        if root is not None and root.trainable != self.trainable:
+            raise BadSpec(f"{start.uri} trained {root.trainable}, and {self.name!r} trains {self.trainable}")
 
     def chain_of(self, policy: PolicyRef) -> Chain:
         return Chain.of(self.workspace.open_store(), policy)

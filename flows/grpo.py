@@ -121,6 +121,7 @@ class GRPO:
         max_staleness: int = 0,
         callbacks: Sequence[Callback] = (),
         stage_notifier: StageNotifier | None = None,
+        restart_from_checkpoint: str | None = None,
     ) -> None:
         _check_sizes(self.length, max_num_grpo_steps, epochs, samples_per_batch, completions_per_sample)
         check_importance(importance_cap, old_logprobs)
@@ -152,6 +153,7 @@ class GRPO:
         self.optimizer = adamw(weight_decay, max_grad_norm, betas, eps)
         self.nan_policy: NanPolicy = "skip" if skip_nan_gradients else "fail"
         self.callbacks, self.notifier = list(callbacks), stage_notifier
+        self.restart_from = restart_from_checkpoint
         self._start: PolicyRef | None = None
         self._check_endless()
 
@@ -172,7 +174,7 @@ class GRPO:
     async def open(self) -> PolicyRef:
         """Opens the stage, once, and returns the policy it starts from: the reference of the KL term."""
         if self._start is None:
-            self._start = await self.model.begin_stage(self.stage)
+            self._start = await self.model.begin_stage(self.stage, checkpoint=self.restart_from)
         return self._start
 
     async def run(self) -> PolicyRef:

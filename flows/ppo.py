@@ -29,7 +29,7 @@ from flows.reinforcement_config import KLPlace
 from flows.schedules import schedule_of
 from flows.session import RunSession, open_run
 from storage.artifacts import ArtifactRef
-from storage.chain import OptimizerSpec, PolicyRef, StepRequest
+from storage.chain import Chain, OptimizerSpec, PolicyRef, StepRequest
 from storage.registry import registered_key
 from tasks.batches import BatchPlan
 from tasks.datasets.load import LoadedDataset
@@ -110,6 +110,14 @@ class PPO(GRPO):
                 "of nothing; give one of them, or value_only_fraction=0"
             )
 
+    def _value_start(self, start: PolicyRef) -> PolicyRef | None:
+        """Where the policy restarts from a checkpoint of PPO: the value model of the same iteration."""
+        root = self.model.chain_of(start).root()
+        if self.restart_from is None or root is None or root.start is None:
+            return None
+        values = Chain(self.model.workspace.open_store(), root.start.run, root.start.stage, self.value_model.name)
+        return None if values.root() is None else values.policy(root.start.step)
+
     def value_only_steps(self, total_steps: int | None) -> int:
         """Iterations that train the value model alone: while k / N < value_only_fraction. Raises ValueError when none
         is left for the policy."""
@@ -127,7 +135,7 @@ class PPO(GRPO):
         """The loop. Every line's result is committed before the next begins; a crash costs at most one line."""
         workspace = self.model.workspace
         start = await self.open()
-        await self.value_model.begin_stage(self.stage)
+        await self.value_model.begin_stage(self.stage, start=self._value_start(start))
         policy, value = await self.model.policy(), await self.value_model.policy()
         policies, values = self.model.chain_of(policy), self.value_model.chain_of(value)
         data = self._load()

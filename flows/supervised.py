@@ -57,6 +57,7 @@ class Supervised:
         data_seed: int = 42,
         callbacks: Sequence[Callback] = (),
         stage_notifier: StageNotifier | None = None,
+        restart_from_checkpoint: str | None = None,
     ) -> None:
         if epochs is not None and max_steps is not None:
             raise ValueError(f"both epochs={epochs} and max_steps={max_steps} were given; give one of them")
@@ -69,12 +70,13 @@ class Supervised:
         self.checkpoints = checkpoints or CheckpointSchedule.every(checkpoint_frequency, checkpoint_every_steps)
         self.data_seed = data_seed
         self.callbacks, self.notifier = list(callbacks), stage_notifier
+        self.restart_from = restart_from_checkpoint
         self._start: PolicyRef | None = None
 
     async def open(self) -> PolicyRef:
         """Opens the stage, once, and returns the policy it starts from."""
         if self._start is None:
-            self._start = await self.model.begin_stage(self.stage)
+            self._start = await self.model.begin_stage(self.stage, checkpoint=self.restart_from)
         return self._start
 
     async def run(self) -> PolicyRef:

@@ -4,6 +4,7 @@ StorageError
 ├── TransientStorageError      StorageUnavailable  StorageFull  AttemptTooOld
 └── PermanentStorageError      ObjectNotFound  AccessDenied  CorruptArtifact  UnsupportedFilesystem  InvalidKey
                                SchemaMismatch  SemanticMismatch  VersionConflict  ArtifactConflict  ForkRefused
+                               NoSuchCheckpoint
 """
 
 from __future__ import annotations
@@ -81,3 +82,7 @@ class AliasMoved(PermanentStorageError):
 
 class ForkRefused(PermanentStorageError):
     """A fork onto a key that is taken, or a run whose fork is not finished."""
+
+
+class NoSuchCheckpoint(PermanentStorageError):
+    """A name that no checkpoint bears, or more than one."""

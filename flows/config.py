@@ -28,7 +28,7 @@ from storage.keys import validate_name
 from storage.models import Frozen
 from storage.retention import Retention
 from tasks.batches import AdvantageEstimator
-from tasks.datasets.spec import FileDataset, ReasoningGymDataset
+from tasks.datasets.spec import FileDataset, PythonDataset, ReasoningGymDataset
 from tasks.rollouts import Truncation
 
 SEMANTIC = (
@@ -40,7 +40,8 @@ LATER = ("regularisation", "rules")
 LATER_FIELDS = {"optimizer": LATER_OPTIMIZER, "regularisation": ("norm_constant",)}
 """The same of single settings, by their group."""
 
-DatasetSource = Annotated[FileDataset | ReasoningGymDataset, Field(discriminator="kind")]
+DatasetSource = Annotated[FileDataset | PythonDataset | ReasoningGymDataset, Field(discriminator="kind")]
+RowsSource = Annotated[FileDataset | PythonDataset, Field(discriminator="kind")]
 
 
 class ModelConfig(Frozen):

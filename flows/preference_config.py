@@ -7,10 +7,9 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from engine.losses.spec import DPOSpec, DPOVariant
-from flows.config import DataConfig, OptimizerConfig, SFTAlgorithm, TrainingConfig
+from flows.config import DataConfig, OptimizerConfig, RowsSource, SFTAlgorithm, TrainingConfig
 from flows.titles import training_title
 from flows.validation_config import ValidationConfig
-from tasks.datasets.spec import FileDataset
 
 
 class PreferenceOptimizer(OptimizerConfig):
@@ -23,16 +22,16 @@ class PreferenceOptimizer(OptimizerConfig):
 class PreferenceDataConfig(DataConfig):
     """Preferences to train on."""
 
-    train: FileDataset
+    train: RowsSource
     """Rows of `chosen` and `rejected`: messages, or texts beside a `prompt`."""
-    heldout: FileDataset | None = None
+    heldout: RowsSource | None = None
     """Rows of the validation loss."""
 
 
 class RewardDataConfig(DataConfig):
     """What a reward model learns from."""
 
-    train: FileDataset
+    train: RowsSource
     """Rows of `chosen` and `rejected`, or rated conversations."""
     use: Literal["preference", "rating"] = "preference"
     """preference: the chosen answer is to score higher than the rejected one. rating: an answer is to score what its

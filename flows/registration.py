@@ -5,12 +5,12 @@ from __future__ import annotations
 from flows.events import dataset_registered
 from storage import keys
 from tasks.datasets.load import LoadedDataset
-from tasks.datasets.spec import DatasetSpec, DatasetUse, FileDataset
+from tasks.datasets.spec import DatasetSpec, DatasetUse, FileDataset, PythonDataset
 
 
 def tell_registered(data: LoadedDataset, spec: DatasetSpec, use: DatasetUse) -> None:
     """Sends `ostinato.dataset.registered` for a version that is new; without a Prefect server nothing is sent."""
     if data.new:
-        source = spec.path if isinstance(spec, FileDataset) else spec.kind
+        source = spec.path if isinstance(spec, FileDataset | PythonDataset) else spec.kind
         name, version = keys.dataset_of(data.ref.key)
         dataset_registered(name, version, use=use, rows=data.rows, source=source, uri=data.ref.uri)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import PurePath
 
-from tasks.datasets.spec import FileDataset, ReasoningGymDataset
+from tasks.datasets.spec import FileDataset, PythonDataset, ReasoningGymDataset
 
 VERSION_LETTERS = 8
 
@@ -15,16 +15,18 @@ def model_title(key: str) -> str:
     return f"{name}{at}{version[:VERSION_LETTERS] if len(version) > 2 * VERSION_LETTERS else version}" or key
 
 
-def dataset_title(source: FileDataset | ReasoningGymDataset) -> str:
-    """The generator's name, or the file's without folder and ending; of a pattern, the folder's."""
+def dataset_title(source: FileDataset | PythonDataset | ReasoningGymDataset) -> str:
+    """The generator's name, the function's, or the file's without folder and ending; of a pattern, the folder's."""
     if isinstance(source, ReasoningGymDataset):
         return source.name
+    if isinstance(source, PythonDataset):
+        return source.path.partition(":")[2]
     path = PurePath(source.path)
     if any(letter in path.name for letter in "*?[") and path.parent.name:
         return path.parent.name
     return path.stem
 
 
-def training_title(flow: str, key: str, source: FileDataset | ReasoningGymDataset, seed: int) -> str:
+def training_title(flow: str, key: str, source: FileDataset | PythonDataset | ReasoningGymDataset, seed: int) -> str:
     """`grpo smollm2-135m on chain_sum, seed 3`."""
     return f"{flow} {model_title(key)} on {dataset_title(source)}, seed {seed}"

@@ -8,7 +8,7 @@ from engine.text.errors import ThreadError
 from engine.text.threads import StringThread
 from storage.models import canonical_json
 from tasks.datasets.errors import BadRow
-from tasks.datasets.spec import ColumnRole, DatasetUse, FileDataset
+from tasks.datasets.spec import ColumnRole, DatasetUse, RowsDataset
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -26,7 +26,7 @@ class Place:
         return BadRow(self.source, self.row, column, given=given, expected=expected, todo=todo)
 
 
-def thread_from_row(values: dict[str, Any], place: Place, spec: FileDataset, kind: DatasetUse) -> StringThread:
+def thread_from_row(values: dict[str, Any], place: Place, spec: RowsDataset, kind: DatasetUse) -> StringThread:
     """The thread of one row. Raises BadRow.
 
     kind prompt: the last turn is not the assistant's. kind completion: it is, and the assistant turns to learn have
@@ -66,11 +66,11 @@ def check_rating(thread: StringThread, place: Place) -> None:
         )
 
 
-def column_of(role: ColumnRole, spec: FileDataset) -> str:
+def column_of(role: ColumnRole, spec: RowsDataset) -> str:
     return spec.columns.get(role, role)
 
 
-def _layout(values: dict[str, Any], place: Place, spec: FileDataset) -> ColumnRole:
+def _layout(values: dict[str, Any], place: Place, spec: RowsDataset) -> ColumnRole:
     """Which of the two layouts the row has. Naming one in `columns` decides; having both does not."""
     named = [role for role in ("messages", "prompt") if role in spec.columns]
     if named:
@@ -164,7 +164,7 @@ def _text(value: str, column: str, place: Place) -> str:
     return value
 
 
-def metadata_of(values: dict[str, Any], place: Place, spec: FileDataset) -> dict[str, Any]:
+def metadata_of(values: dict[str, Any], place: Place, spec: RowsDataset) -> dict[str, Any]:
     column = column_of("metadata", spec)
     value = _value(values, column, place) if "metadata" in spec.columns else values.get(column)
     if isinstance(value, str):

@@ -1,4 +1,5 @@
-"""Threads out of JSON lines and Parquet files, streamed; bad rows are errors, or are skipped and counted."""
+"""Threads out of JSON lines and Parquet files, and out of a user's own code, streamed; bad rows are errors, or are
+skipped and counted."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -9,8 +10,9 @@ from engine.text.threads import StringThread
 from tasks.datasets.convert import Place, column_of, thread_from_row
 from tasks.datasets.errors import BadRow, DatasetError
 from tasks.datasets.preferences import Pair, pair_from_row
+from tasks.datasets.python import raw_rows
 from tasks.datasets.readers import find_files, format_of, json_lines, parquet_rows, parse_json_line
-from tasks.datasets.spec import ColumnRole, DatasetUse, FileDataset
+from tasks.datasets.spec import ColumnRole, DatasetUse, FileDataset, PythonDataset
 
 T = TypeVar("T")
 
@@ -38,9 +40,9 @@ class SkippedRows:
 
 
 def rows(
-    spec: FileDataset, *, kind: DatasetUse = "prompt", skipped: SkippedRows | None = None
+    spec: FileDataset | PythonDataset, *, kind: DatasetUse = "prompt", skipped: SkippedRows | None = None
 ) -> Iterator[StringThread]:
-    """The file's threads in its order, at most `spec.limit`.
+    """The source's threads in its order, at most `spec.limit`.
 
     Raises DatasetNotFound, DatasetError (not the declared format, a required column is absent), and BadRow, unless
     on_bad_row is 'skip': then bad rows are added to `skipped`.
@@ -53,21 +55,26 @@ def rows(
     yield from _converted(spec, kind, skipped, lambda values, place: thread_from_row(values, place, spec, kind))
 
 
-def pairs(spec: FileDataset, *, skipped: SkippedRows | None = None) -> Iterator[Pair]:
-    """The file's preferences in its order, at most `spec.limit`. Raises as `rows` does."""
+def pairs(spec: FileDataset | PythonDataset, *, skipped: SkippedRows | None = None) -> Iterator[Pair]:
+    """The source's preferences in its order, at most `spec.limit`. Raises as `rows` does."""
     yield from _converted(spec, "preference", skipped, lambda values, place: pair_from_row(values, place, spec))
 
 
 def _converted(
-    spec: FileDataset, kind: DatasetUse, skipped: SkippedRows | None, convert: Callable[[dict[str, Any], Place], T]
+    spec: FileDataset | PythonDataset,
+    kind: DatasetUse,
+    skipped: SkippedRows | None,
+    convert: Callable[[dict[str, Any], Place], T],
 ) -> Iterator[T]:
     skipped = SkippedRows() if skipped is None else skipped
     made = 0
-    for place, raw in _raw_rows(spec, kind):
+    for place, raw in _raw_rows(spec, kind) if isinstance(spec, FileDataset) else raw_rows(spec):
         if made == spec.limit:
             return
         try:
             values = parse_json_line(place.source, place.row, raw) if isinstance(raw, bytes) else raw
+            if not isinstance(values, dict):
+                raise place.bad(None, given=f"a {type(values).__name__}", expected="a dict of columns")
             found = convert(values, place)
         except BadRow as error:
             if spec.on_bad_row == "error":

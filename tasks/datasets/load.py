@@ -23,9 +23,16 @@ from tasks.datasets.errors import BadRow, DatasetError, EmptyDataset
 from tasks.datasets.files import SkippedRows
 from tasks.datasets.preferences import Pair, checked_pair
 from tasks.datasets.seen import SeenBefore
-from tasks.datasets.spec import DatasetUse, FileDataset, InlineDataset, InlinePairs, ReasoningGymDataset
+from tasks.datasets.spec import (
+    DatasetUse,
+    FileDataset,
+    InlineDataset,
+    InlinePairs,
+    PythonDataset,
+    ReasoningGymDataset,
+)
 
-Source = FileDataset | ReasoningGymDataset | InlineDataset | InlinePairs
+Source = FileDataset | PythonDataset | ReasoningGymDataset | InlineDataset | InlinePairs
 
 BLOCK_ROWS = 256
 THREADS_OF = {"threads": ("thread",), "pairs": ("chosen", "rejected")}
@@ -76,7 +83,7 @@ def load_dataset(
             extra={
                 "use": kind,
                 "spec": meaning(spec),
-                "source": spec.path if isinstance(spec, FileDataset) else spec.kind,
+                "source": spec.path if isinstance(spec, FileDataset | PythonDataset) else spec.kind,
                 "skipped": skipped.count,
                 "skipped_reasons": list(skipped.reasons),
             },
@@ -87,7 +94,7 @@ def load_dataset(
 
 def items(spec: Source, *, kind: DatasetUse, skipped: SkippedRows) -> Iterator[StringThread | Pair]:
     """The threads, or pairs of them, of any spec, in order, streamed. Raises DatasetError where there are none."""
-    if isinstance(spec, FileDataset):
+    if isinstance(spec, FileDataset | PythonDataset):
         if kind == "preference":
             return files.pairs(spec, skipped=skipped)
         return files.rows(spec, kind=kind, skipped=skipped)
@@ -105,14 +112,14 @@ def items(spec: Source, *, kind: DatasetUse, skipped: SkippedRows) -> Iterator[S
 
 def meaning(spec: Source) -> dict[str, Any]:
     """The part of a spec that changes which rows there are. A file moved, or written as Parquet, is the same data."""
-    return spec.model_dump(mode="json", exclude={"path", "format", "threads", "pairs"})
+    return spec.model_dump(mode="json", exclude={"path", "arguments", "format", "threads", "pairs"})
 
 
 def dataset_name(spec: Source) -> str:
     """The folder of the dataset's versions: the file's name, or reasoning-gym's."""
-    if isinstance(spec, FileDataset):
-        plain = re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(spec.path).stem).strip("-.")[:100]
-        return plain or "file"
+    if isinstance(spec, FileDataset | PythonDataset):
+        name = Path(spec.path).stem if isinstance(spec, FileDataset) else spec.path
+        return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.")[:100] or "file"
     return f"reasoning_gym-{spec.name}" if isinstance(spec, ReasoningGymDataset) else "inline"
 
 
@@ -167,7 +174,7 @@ def _inline_pairs(spec: InlinePairs) -> Iterator[Pair]:
 
 
 def _why_empty(spec: Source, skipped: SkippedRows) -> str:
-    where = spec.path if isinstance(spec, FileDataset) else dataset_name(spec)
+    where = spec.path if isinstance(spec, FileDataset | PythonDataset) else dataset_name(spec)
     if skipped.count:
         return f"{where}: all {skipped.count} rows were skipped; expected at least one usable. {skipped.reasons[0]}"
     return f"{where}: given no rows; expected at least one"

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from engine.text.errors import ThreadError
 from engine.text.threads import StringThread
 from tasks.datasets.convert import Place, Turn, answer_turns, column_of, metadata_of, prompt_turns
-from tasks.datasets.spec import FileDataset
+from tasks.datasets.spec import RowsDataset
 
 
 class Pair(NamedTuple):
@@ -17,7 +17,7 @@ class Pair(NamedTuple):
     rejected: StringThread
 
 
-def pair_from_row(values: dict[str, Any], place: Place, spec: FileDataset) -> Pair:
+def pair_from_row(values: dict[str, Any], place: Place, spec: RowsDataset) -> Pair:
     """The pair of one row. Raises BadRow.
 
     With a prompt, `chosen` and `rejected` are what follows it: a text is one assistant turn, a list messages. Without

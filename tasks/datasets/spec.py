@@ -1,12 +1,13 @@
 """What a dataset is declared to be: a small frozen spec per kind of source."""
 
 from collections.abc import Iterable
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import ConfigDict, Field, JsonValue, field_validator, model_validator
 
 from engine.text.threads import StringThread
 from storage.models import Frozen
+from tasks import import_paths
 
 DatasetUse = Literal["prompt", "completion", "preference", "rating"]
 """prompt: the model continues the thread. completion: the thread ends with the turn to learn. preference: two threads
@@ -15,15 +16,18 @@ that go on differently, one of them preferred. rating: a completion with a numbe
 ColumnRole = Literal["messages", "prompt", "completion", "chosen", "rejected", "metadata"]
 
 
-class FileDataset(Frozen):
-    """Rows of a JSON lines or Parquet file. A row has either `messages` or `prompt` (and `completion`); one of
+def _source_first(schema: dict[str, Any]) -> None:
+    """In a form, what a dataset is comes before what is done with its rows."""
+    common = {name: schema["properties"].pop(name) for name in RowsDataset.model_fields}
+    schema["properties"].update(common)
+
+
+class RowsDataset(Frozen):
+    """What is said of rows, wherever they are from. A row has either `messages` or `prompt` (and `completion`); one of
     preferences has `chosen` and `rejected`, and `prompt` where they are only what follows it."""
 
-    kind: Literal["file"] = "file"
-    path: str = Field(min_length=1)
-    """A file, or a pattern such as data/*.parquet (the files are read in sorted order)."""
-    format: Literal["auto", "jsonl", "parquet"] = "auto"
-    """Of the file. auto: by how its name ends."""
+    model_config = ConfigDict(json_schema_extra=_source_first)
+
     columns: dict[ColumnRole, str] = {}
     """Which column plays which role, where it is not named after it: {"prompt": "question"}."""
     metadata_columns: tuple[str, ...] = ()
@@ -43,6 +47,27 @@ class FileDataset(Frozen):
                 "rejected (and prompt)"
             )
         return self
+
+
+class FileDataset(RowsDataset):
+    """Rows of a JSON lines or Parquet file."""
+
+    kind: Literal["file"] = "file"
+    path: str = Field(min_length=1)
+    """A file, or a pattern such as data/*.parquet (the files are read in sorted order)."""
+    format: Literal["auto", "jsonl", "parquet"] = "auto"
+    """Of the file. auto: by how its name ends."""
+
+
+class PythonDataset(RowsDataset):
+    """Rows that a function or a class of the user's own gives: whatever can be iterated over, of dicts with the columns
+    of a file, or of StringThreads."""
+
+    kind: Literal["python"] = "python"
+    path: str = Field(pattern=import_paths.PATTERN)
+    """package.module:name of the function or class, which is called with `arguments`."""
+    arguments: dict[str, JsonValue] = {}
+    """Its keyword arguments."""
 
 
 class ReasoningGymDataset(Frozen):
@@ -108,4 +133,6 @@ class InlinePairs(Frozen):
         return cls(pairs=tuple(pairs))
 
 
-DatasetSpec = Annotated[FileDataset | ReasoningGymDataset | InlineDataset | InlinePairs, Field(discriminator="kind")]
+DatasetSpec = Annotated[
+    FileDataset | PythonDataset | ReasoningGymDataset | InlineDataset | InlinePairs, Field(discriminator="kind")
+]

@@ -1,6 +1,6 @@
 """SFT, then GRPO, of one model by Ostinato and by TRL: the held-out reward that each reaches, seed by seed.
 
-    python bench/parity/learning.py [--seeds 3] [--sft-steps 2] [--steps 30]
+    python bench/parity/learning.py [--seeds 3] [--sft-steps 2] [--steps 20]
 
 Both take the same base model, training and held-out sums, sampler settings, batch sizes, learning rates and their
 schedule (warm-up, cosine), clip range, KL coefficient and normalisation, in bfloat16 over float32 weights; each side is
@@ -203,7 +203,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--sft-steps", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=30, help="of GRPO")
+    parser.add_argument("--steps", type=int, default=20, help="of GRPO")
     parser.add_argument("--side", choices=["base", "ours", "trl"], help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()

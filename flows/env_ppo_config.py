@@ -29,5 +29,5 @@ class ENVPPOConfig(ENVGRPOConfig):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        check_valued_run(self.model, self.value_model, self.algorithm, self.credit)
+        check_valued_run(self.model, self.value_model, self.algorithm, self.credit, self.optimizer)
         return self

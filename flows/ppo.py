@@ -26,7 +26,7 @@ from flows.ops.hooks import ON_END
 from flows.ppo_config import PPOConfig
 from flows.progress import TerminalProgress
 from flows.reinforcement_config import KLPlace
-from flows.schedules import schedule_of
+from flows.schedules import optimizer_arguments
 from flows.session import RunSession, open_run
 from storage.artifacts import ArtifactRef
 from storage.chain import Chain, OptimizerSpec, PolicyRef, StepRequest
@@ -37,7 +37,7 @@ from tasks.graders.base import BaseGrader
 from tasks.graders.spec import GraderSpec
 from tasks.gradings import Grading
 from tasks.prepare import prepare_credited
-from tasks.schedules import CosineScheduler, Schedule
+from tasks.schedules import CosineScheduler, Schedule, is_endless
 from tasks.train import take_gradient_step, take_value_step
 from tasks.value_batches import Returns, ValuePlan
 
@@ -65,6 +65,9 @@ class PPO(GRPO):
         lr_value: float = 1e-6,
         lr_scheduler: Schedule | None = None,
         value_lr_scheduler: Schedule | None = None,
+        value_weight_decay: float | Schedule | None = None,
+        value_betas: tuple[float, float] | None = None,
+        value_max_grad_norm: float | None = None,
         completions_per_sample: int = 1,
         kl_beta: float = 0.1,
         kl_estimator: KLEstimator = "k1",
@@ -77,6 +80,7 @@ class PPO(GRPO):
         advantage_estimator: Literal["gae"] = "gae",
         **options: Any,
     ) -> None:
+        """`value_weight_decay`, `value_betas`, `value_max_grad_norm`: None is as the policy's."""
         if not 0 <= value_only_fraction < 1:
             raise ValueError(f"value_only_fraction={value_only_fraction}; give a share of the run, 0 or more, below 1")
         if advantage_estimator != "gae":
@@ -99,12 +103,23 @@ class PPO(GRPO):
         )
         self.value_model = value_model
         self.value_schedule = value_lr_scheduler or CosineScheduler(lr_value)
+        self.value_optimizer = self.optimizer | _given(
+            weight_decay=value_weight_decay, max_grad_norm=value_max_grad_norm,
+            beta1=value_betas and value_betas[0], beta2=value_betas and value_betas[1],
+        )  # fmt: skip
         self.value_loss: LossSpec = MSESpec() if value_clip is None else TrustRegionMSESpec(clip=value_clip)
         self.value_only_fraction = value_only_fraction
         self.credit = {
             "gamma": gae_gamma, "lam": gae_lambda, "returns": returns, "whiten_advantages": whiten_advantages
         }  # fmt: skip
-        if self.max_steps is None and self.epochs is None and value_only_fraction > 0:
+        endless = self.max_steps is None and self.epochs is None
+        decay = self.value_optimizer["weight_decay"]
+        if endless and not (is_endless(self.value_schedule) and (isinstance(decay, float | int) or is_endless(decay))):
+            raise ValueError(
+                f"neither {self.length} nor epochs was given, so the run has no progress that the value model's "
+                "schedule could follow; give one of them, or value_lr_scheduler=ConstantScheduler(lr)"
+            )
+        if endless and value_only_fraction > 0:
             raise ValueError(
                 f"neither {self.length} nor epochs was given, so value_only_fraction={value_only_fraction} is a share "
                 "of nothing; give one of them, or value_only_fraction=0"
@@ -172,7 +187,7 @@ class PPO(GRPO):
                 request = StepRequest(
                     parent=value,
                     loss=self.value_loss.model_dump(),
-                    optimizer=optimizer_at(step, total_steps, lr=self.value_schedule, **self.optimizer),
+                    optimizer=optimizer_at(step, total_steps, lr=self.value_schedule, **self.value_optimizer),
                     minibatches=self._shuffled(step),
                     **common,
                 )
@@ -205,6 +220,11 @@ class PPO(GRPO):
         return ValuePlan(value=value, **self.credit)  # type: ignore[arg-type]
 
 
+def _given(**settings: Any) -> dict[str, Any]:
+    """Those that are not None."""
+    return {name: value for name, value in settings.items() if value is not None}
+
+
 def _cursors(found: Collected) -> dict[str, dict[str, int]]:
     return {"cursor_in": found.cursor_in.model_dump(), "cursor_out": found.cursor_out.model_dump()}
 
@@ -228,10 +248,12 @@ async def ppo(config: PPOConfig) -> dict[str, Any]:
 async def value_arguments(config: PPOConfig | ENVPPOConfig, session: RunSession) -> dict[str, Any]:
     """What a training class with a value model is made with besides; the value model is spawned."""
     value = config.value_model
+    own = optimizer_arguments(value.optimizer_over(config.optimizer))
     builder = Model(value.key or registered_key(session.base)).to_builder(session)
     builder = builder.training(value.trainable).into_scoring_model()
     return {
         "value_model": await builder.spawn_train(value.name, init_seed=config.seed),
-        "value_lr_scheduler": schedule_of(config.optimizer, lr=value.lr),
+        "value_lr_scheduler": own["lr_scheduler"],
+        **{f"value_{name}": own[name] for name in ("weight_decay", "betas", "max_grad_norm")},
         **config.credit.model_dump(),
     }

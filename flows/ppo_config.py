@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from engine.losses.spec import KLEstimator
 from flows.config import GRPOAlgorithm, GRPOConfig, ModelConfig
+from flows.optimizer_config import OptimizerConfig, ScheduleName
 from flows.reinforcement_config import BatchRules, KLPlace, Regularisation
 from flows.titles import training_title
 from storage.models import Frozen
@@ -45,6 +46,51 @@ class CreditConfig(Frozen):
     """Shift and scale the advantages of a batch to mean 0 and variance 1 over its tokens."""
 
 
+OF_SCHEDULE = ("warmup_steps", "warmup_ratio", "min_lr_ratio")
+"""Settings of the value model's optimizer that go with a schedule of its own."""
+
+
+class ValueOptimizer(Frozen):
+    """Where the value model's AdamW and schedule are not those of the policy (`optimizer`)."""
+
+    schedule: ScheduleName | None = None
+    """None: the policy's, with its warm-up and its lowest rate."""
+    warmup_steps: int | None = Field(None, ge=0)
+    """Steps over which the rate rises to value_model.lr. None: as the schedule says, or warmup_ratio."""
+    warmup_ratio: float | None = Field(None, ge=0, le=1)
+    """The same as a share of the run."""
+    min_lr_ratio: float | None = Field(None, ge=0, le=1)
+    """The lowest rate, as a share of value_model.lr. None: as the schedule says."""
+    weight_decay: float | None = Field(None, ge=0)
+    """Decoupled (AdamW), the same in every step. None: the policy's."""
+    beta1: float | None = Field(None, ge=0, lt=1)
+    """Share that the mean of the gradients keeps per update. None: the policy's."""
+    beta2: float | None = Field(None, ge=0, lt=1)
+    """Share that the mean of their squares keeps per update. None: the policy's."""
+    max_grad_norm: float | None = Field(None, gt=0)
+    """A longer gradient is scaled down to this L2 norm. None: the policy's."""
+
+    @model_validator(mode="after")
+    def _fits_the_schedule(self) -> Self:
+        if self.schedule is None and (given := [name for name in OF_SCHEDULE if getattr(self, name) is not None]):
+            raise ValueError(f"{', '.join(given)} without a schedule, which is then the policy's; give schedule too")
+        try:
+            self.over(OptimizerConfig(), 1.0)
+        except ValidationError as error:
+            raise ValueError("; ".join(one["msg"].removeprefix("Value error, ") for one in error.errors())) from None
+        return self
+
+    def over(self, policy: OptimizerConfig, lr: float) -> OptimizerConfig:
+        """The value model's, with what is not said here from the policy's."""
+        body = policy.model_dump() | {"lr": lr}
+        if self.schedule is not None:
+            for name in (*OF_SCHEDULE, "cycles", "decay_ratio"):
+                del body[name]
+        if self.weight_decay is not None:
+            body |= {"weight_decay_schedule": "constant", "weight_decay_end": None}
+        return OptimizerConfig.model_validate(body | self.model_dump(exclude_none=True))
+
+
 class ValueModelConfig(ModelConfig):
     """The value model: a scalar head on its own weights."""
 
@@ -53,7 +99,13 @@ class ValueModelConfig(ModelConfig):
     name: str = "value"
     """The model's name within the run; not the policy's."""
     lr: float = Field(1e-6, gt=0)
-    """The highest of its schedule, which is the optimizer's."""
+    """The highest of its schedule, which is the optimizer's unless `optimizer` here says another."""
+    optimizer: ValueOptimizer | None = Field(None, exclude_if=lambda own: own is None)
+    """None: AdamW and schedule as the policy's."""
+
+    def optimizer_over(self, policy: OptimizerConfig) -> OptimizerConfig:
+        """The value model's AdamW and schedule."""
+        return (self.optimizer or ValueOptimizer()).over(policy, self.lr)
 
 
 class PPORegularisation(Regularisation):
@@ -79,19 +131,30 @@ class PPOConfig(GRPOConfig):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        check_valued_run(self.model, self.value_model, self.algorithm, self.credit)
+        check_valued_run(self.model, self.value_model, self.algorithm, self.credit, self.optimizer)
         if self.rules.dynamic_sampling:
             raise ValueError("rules.dynamic_sampling compares the completions of a group, and PPO has none; leave it")
         return self
 
 
 def check_valued_run(
-    model: ModelConfig, value_model: ValueModelConfig, algorithm: PPOAlgorithm, credit: CreditConfig
+    model: ModelConfig,
+    value_model: ValueModelConfig,
+    algorithm: PPOAlgorithm,
+    credit: CreditConfig,
+    optimizer: OptimizerConfig,
 ) -> None:
-    """Two models have two names, and a share is of something. Raises ValueError."""
+    """Two models have two names, a share is of something, and a schedule that bends has an end. Raises ValueError."""
     if model.name == value_model.name:
         raise ValueError(f"model.name and value_model.name are both {model.name!r}; give them two names")
-    if algorithm.steps is None and algorithm.epochs is None and credit.value_only_fraction > 0:
+    endless = algorithm.steps is None and algorithm.epochs is None
+    own = value_model.optimizer_over(optimizer)
+    if endless and not own.endless:
+        raise ValueError(
+            f"neither algorithm.steps nor algorithm.epochs is given, and value_model.optimizer.schedule="
+            f"{own.schedule!r} has no end to bend to; give steps, or use 'constant'"
+        )
+    if endless and credit.value_only_fraction > 0:
         raise ValueError(
             "without algorithm.steps or epochs, credit.value_only_fraction is a share of nothing; give a length, or "
             "value_only_fraction=0"

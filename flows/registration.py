@@ -11,6 +11,6 @@ from tasks.datasets.spec import DatasetSpec, DatasetUse, FileDataset, PythonData
 def tell_registered(data: LoadedDataset, spec: DatasetSpec, use: DatasetUse) -> None:
     """Sends `ostinato.dataset.registered` for a version that is new; without a Prefect server nothing is sent."""
     if data.new:
-        source = spec.path if isinstance(spec, FileDataset | PythonDataset) else spec.kind
+        source = spec.source if isinstance(spec, FileDataset | PythonDataset) else spec.kind
         name, version = keys.dataset_of(data.ref.key)
         dataset_registered(name, version, use=use, rows=data.rows, source=source, uri=data.ref.uri)

@@ -16,15 +16,16 @@ def model_title(key: str) -> str:
 
 
 def dataset_title(source: FileDataset | PythonDataset | ReasoningGymDataset) -> str:
-    """The generator's name, the function's, or the file's without folder and ending; of a pattern, the folder's."""
+    """The generator's name, the function's, or the file's without folder and ending; of a pattern, the folder's. Of
+    several files, the first's, and how many more there are."""
     if isinstance(source, ReasoningGymDataset):
         return source.name
     if isinstance(source, PythonDataset):
         return source.path.partition(":")[2]
     path = PurePath(source.path)
-    if any(letter in path.name for letter in "*?[") and path.parent.name:
-        return path.parent.name
-    return path.stem
+    of_folder = any(letter in path.name for letter in "*?[") and path.parent.name
+    name = path.parent.name if of_folder else path.stem
+    return f"{name} and {len(source.further_paths)} more" if source.further_paths else name
 
 
 def training_title(flow: str, key: str, source: FileDataset | PythonDataset | ReasoningGymDataset, seed: int) -> str:

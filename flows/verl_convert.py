@@ -58,10 +58,12 @@ def _scale_by_std(verl: Verl, key: str, value: Any) -> Any:
 def _files(verl: Verl, key: str, value: Any) -> Any:
     if value is None or value == []:
         return Nothing()
-    if isinstance(value, list) and len(value) > 1:
-        raise Refused("several files: put them in one folder and give a pattern, such as folder/*.parquet")
-    path = value[0] if isinstance(value, list) else value
-    return local_path(path)
+    first, *further = map(local_path, value if isinstance(value, list) else [value])
+    if verl.kind == "evaluation":
+        source = "suite.datasets.0.source"
+    else:
+        source = "data.heldout" if key == "data.val_files" else "data.train"
+    return Paths({f"{source}.path": first} | ({f"{source}.further_paths": further} if further else {}))
 
 
 def _model(verl: Verl, key: str, value: Any) -> Any:
@@ -76,11 +78,11 @@ def _prompt_column(verl: Verl, key: str, value: Any) -> Any:
 
 
 def _metadata_columns(verl: Verl, key: str, value: Any) -> Any:
-    """What verl hands to a reward function; `extra_info` only where the file has it, since verl can do without."""
+    """What verl hands to a reward function; `extra_info` only where each file has it, since verl can do without."""
     columns = [value, "reward_model"]
     files = verl.get("data.train_files")
-    path = Path(str(files[0] if isinstance(files, list) and files else files)).expanduser()
-    return [*columns, "extra_info"] if "extra_info" in _parquet_columns(path) else columns
+    paths = [Path(str(file)).expanduser() for file in (files if isinstance(files, list) else [files])]
+    return [*columns, "extra_info"] if all("extra_info" in _parquet_columns(path) for path in paths) else columns
 
 
 def _parquet_columns(path: Path) -> list[str]:

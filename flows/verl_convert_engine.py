@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from flows.verl_read import Verl
-from flows.verl_values import ACTOR, Conversion, Near, Nothing, Paths, Refused, local_path
+from flows.verl_values import Conversion, Near, Nothing, Paths, Refused, local_path
 
 # -- optimizer -------------------------------------------------------------------------------------------------
 
@@ -61,17 +61,8 @@ def _lowest_rate(verl: Verl, key: str, value: Any) -> Any:
 def _betas(verl: Verl, key: str, value: Any) -> Any:
     if not isinstance(value, list | tuple) or len(value) != 2:
         raise TypeError(f"{value!r} is no pair")
-    return Paths({"optimizer.beta1": value[0], "optimizer.beta2": value[1]})
-
-
-def _as_actor(verl: Verl, key: str, value: Any) -> Any:
-    """The value model has a rate of its own, and else the policy's optimizer."""
-    actors = key.replace("critic.", ACTOR)
-    if value == verl.get(actors):
-        return Nothing(f"it is the actor's {actors.removeprefix(ACTOR)}")
-    if verl.is_given(key):
-        raise Refused(f"the value model has its own rate, and else the policy's optimizer: {verl.get(actors)} here")
-    return Near(value, f"the value model follows the policy's optimizer: {verl.get(actors)}")
+    group = "value_model.optimizer" if key.startswith("critic.") else "optimizer"
+    return Paths({f"{group}.beta1": value[0], f"{group}.beta2": value[1]})
 
 
 def _named_schedule(verl: Verl, key: str, value: Any) -> Any:
@@ -194,7 +185,7 @@ def _keep_one(verl: Verl, key: str, value: Any) -> Any:
 
 
 ENGINE_CONVERSIONS: dict[str, Conversion] = {
-    "activation_offload": _activation_offload, "as_actor": _as_actor, "betas": _betas,
+    "activation_offload": _activation_offload, "betas": _betas,
     "compute_dtype": _compute_dtype, "cpu_offload": _cpu_offload, "critic_warmup": _critic_warmup, "device": _device,
     "epochs": _epochs, "folder": _folder, "keep_one": _keep_one, "lowest_rate": _lowest_rate, "offload": _offload,
     "older_warmup_ratio": _older_warmup_ratio, "recompute": _recompute, "run_key": _run_key, "sampler": _sampler,

@@ -49,8 +49,8 @@ def rows(
     """
     if kind == "prompt" and "completion" in spec.columns:
         raise DatasetError(
-            f"{spec.path}: given a completion column, {spec.columns['completion']!r}, for a dataset of prompts, which "
-            f"has no use for it. To keep it for graders: metadata_columns=({spec.columns['completion']!r},)."
+            f"{spec.source}: given a completion column, {spec.columns['completion']!r}, for a dataset of prompts, "
+            f"which has no use for it. To keep it for graders: metadata_columns=({spec.columns['completion']!r},)."
         )
     yield from _converted(spec, kind, skipped, lambda values, place: thread_from_row(values, place, spec, kind))
 
@@ -86,7 +86,7 @@ def _converted(
 
 
 def _raw_rows(spec: FileDataset, kind: DatasetUse) -> Iterator[tuple[Place, bytes | dict[str, Any]]]:
-    for file in find_files(spec.path):
+    for file in [file for path in spec.paths for file in find_files(path)]:  # a missing one is told before any is read
         if format_of(file, spec.format) == "parquet":
             for row, values in _parquet_rows(file, spec, kind):
                 yield Place(str(file), row), values

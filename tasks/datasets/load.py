@@ -83,7 +83,7 @@ def load_dataset(
             extra={
                 "use": kind,
                 "spec": meaning(spec),
-                "source": spec.path if isinstance(spec, FileDataset | PythonDataset) else spec.kind,
+                "source": spec.source if isinstance(spec, FileDataset | PythonDataset) else spec.kind,
                 "skipped": skipped.count,
                 "skipped_reasons": list(skipped.reasons),
             },
@@ -111,12 +111,13 @@ def items(spec: Source, *, kind: DatasetUse, skipped: SkippedRows) -> Iterator[S
 
 
 def meaning(spec: Source) -> dict[str, Any]:
-    """The part of a spec that changes which rows there are. A file moved, or written as Parquet, is the same data."""
-    return spec.model_dump(mode="json", exclude={"path", "arguments", "format", "threads", "pairs"})
+    """The part of a spec that changes which rows there are. Files that are moved,
+    written as Parquet, or cut into parts that are read in order, are the same data."""
+    return spec.model_dump(mode="json", exclude={"path", "further_paths", "arguments", "format", "threads", "pairs"})
 
 
 def dataset_name(spec: Source) -> str:
-    """The folder of the dataset's versions: the file's name, or reasoning-gym's."""
+    """The folder of the dataset's versions: the (first) file's name, or reasoning-gym's."""
     if isinstance(spec, FileDataset | PythonDataset):
         name = Path(spec.path).stem if isinstance(spec, FileDataset) else spec.path
         return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.")[:100] or "file"
@@ -174,7 +175,7 @@ def _inline_pairs(spec: InlinePairs) -> Iterator[Pair]:
 
 
 def _why_empty(spec: Source, skipped: SkippedRows) -> str:
-    where = spec.path if isinstance(spec, FileDataset | PythonDataset) else dataset_name(spec)
+    where = spec.source if isinstance(spec, FileDataset | PythonDataset) else dataset_name(spec)
     if skipped.count:
         return f"{where}: all {skipped.count} rows were skipped; expected at least one usable. {skipped.reasons[0]}"
     return f"{where}: given no rows; expected at least one"

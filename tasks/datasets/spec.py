@@ -50,13 +50,25 @@ class RowsDataset(Frozen):
 
 
 class FileDataset(RowsDataset):
-    """Rows of a JSON lines or Parquet file."""
+    """Rows of JSON lines or Parquet files."""
 
     kind: Literal["file"] = "file"
     path: str = Field(min_length=1)
     """A file, or a pattern such as data/*.parquet (the files are read in sorted order)."""
+    further_paths: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), exclude_if=lambda paths: not paths)
+    """More files or patterns, in the order in which they are read after the first."""
     format: Literal["auto", "jsonl", "parquet"] = "auto"
-    """Of the file. auto: by how its name ends."""
+    """Of the files. auto: by how their names end."""
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """All files and patterns, in reading order."""
+        return self.path, *self.further_paths
+
+    @property
+    def source(self) -> str:
+        """Where the rows come from, for people."""
+        return ", ".join(self.paths)
 
 
 class PythonDataset(RowsDataset):
@@ -68,6 +80,11 @@ class PythonDataset(RowsDataset):
     """package.module:name of the function or class, which is called with `arguments`."""
     arguments: dict[str, JsonValue] = {}
     """Its keyword arguments."""
+
+    @property
+    def source(self) -> str:
+        """Where the rows come from, for people."""
+        return self.path
 
 
 class ReasoningGymDataset(Frozen):

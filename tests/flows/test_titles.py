@@ -34,4 +34,5 @@ def test_a_digest_is_cut_and_a_word_is_not() -> None:
 def test_a_pattern_is_called_by_its_folder() -> None:
     assert dataset_title(FileDataset(path="data/train/*.parquet")) == "train"
     assert dataset_title(FileDataset(path="*.parquet")) == "*"
+    assert dataset_title(FileDataset(path="a/x.parquet", further_paths=("a/y.parquet", "b"))) == "x and 2 more"
     assert dataset_title(ReasoningGymDataset.model_validate(GYM)) == "chain_sum"

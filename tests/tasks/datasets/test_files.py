@@ -105,6 +105,31 @@ def test_a_pattern_reads_the_files_in_order_and_limit_counts_usable_rows(tmp_pat
     assert len(turns(spec.model_copy(update={"limit": None}))) == 3
 
 
+def test_further_files_are_read_in_the_order_given_as_if_they_were_one(tmp_path: Path) -> None:
+    c, a = jsonl(tmp_path, {"prompt": "c"}, name="c.jsonl"), parquet(tmp_path, [{"prompt": "a"}], name="a.parquet")
+    (tmp_path / "more").mkdir()
+    for name in ("y", "x"):
+        jsonl(tmp_path / "more", {"prompt": name}, {"prompt": name * 2}, name=f"{name}.jsonl")
+    spec = FileDataset(path=c, further_paths=(str(tmp_path / "more" / "*.jsonl"), a))
+    said = [thread[0][1] for thread in turns(spec)]
+    assert said == ["c", "x", "xx", "y", "yy", "a"]
+    assert [thread[0][1] for thread in turns(spec.model_copy(update={"limit": 3}))] == said[:3]
+
+
+def test_a_missing_further_file_is_told_before_a_row_is_read(tmp_path: Path) -> None:
+    first = jsonl(tmp_path, {"prompt": "a"})
+    with pytest.raises(DatasetNotFound, match="absent"):
+        next(rows(FileDataset(path=first, further_paths=(str(tmp_path / "absent.jsonl"),))))
+    with pytest.raises(ValidationError):
+        FileDataset(path=first, further_paths=("",))
+
+
+def test_a_dataset_of_one_file_is_written_down_as_before() -> None:
+    assert "further_paths" not in FileDataset(path="a").model_dump(mode="json")
+    several = FileDataset(path="a", further_paths=("b",))
+    assert FileDataset.model_validate(several.model_dump(mode="json")) == several
+
+
 GOOD = {"prompt": "fine"}
 
 

@@ -68,6 +68,17 @@ def test_loading_again_anywhere_gives_the_same_artifact(store: ObjectStore, tmp_
     assert [info.key for info in store.list()] == before
 
 
+def test_parts_read_in_order_are_the_same_data_as_the_whole(store: ObjectStore, tmp_path: Path) -> None:
+    whole = load(store, FileDataset(path=write(tmp_path / "sums.jsonl", QUESTIONS)))
+    (tmp_path / "parts").mkdir()
+    first = write(tmp_path / "parts" / "sums.jsonl", QUESTIONS[:1])
+    rest = write(tmp_path / "parts" / "rest.jsonl", QUESTIONS[1:])
+    assert load(store, FileDataset(path=first, further_paths=(rest,))).ref == whole.ref
+    turned = load(store, FileDataset(path=rest, further_paths=(first,)))
+    assert turned.ref.sha256 != whole.ref.sha256
+    assert read_manifest(store, turned.ref.key).extra["source"] == f"{rest}, {first}"
+
+
 def test_two_loads_at_once_agree(store: ObjectStore, tmp_path: Path) -> None:
     spec = FileDataset(path=write(tmp_path / "sums.jsonl", QUESTIONS))
     with ThreadPoolExecutor(4) as pool:

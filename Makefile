@@ -28,8 +28,9 @@ up: $(VENV)/.demo
 	$(BIN)/ostinato demo --only-model
 	$(BIN)/ostinato up
 
+# two processes of one thread; a file's tests share their fixtures, and the files with the longest come early
 test: $(VENV)/.test lint
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m "slow and not gpu and not vllm and not browser"

@@ -310,8 +310,12 @@ def test_a_run_that_fails_gives_its_lease_back_and_leaves_nothing_to_redo(
     ("at", "recovery_steps", "restored", "redone", "shards_again"),
     [
         ("prepare_batch", 2, 2, [3], {0}),  # from the checkpoint after step 2; the shards of step 4 are there
-        ("take_gradient_step", None, 0, [1, 2, 3], {0}),  # from the base model: no step is lost without a checkpoint
-        ("generate_rollouts", 1, 3, [], {1, 2}),  # of the two shards, one never ran, and one was on its way
+        pytest.param(  # from the base model: no step is lost without a checkpoint
+            "take_gradient_step", None, 0, [1, 2, 3], {0}, marks=pytest.mark.slow
+        ),
+        pytest.param(  # of the two shards, one never ran, and one was on its way
+            "generate_rollouts", 1, 3, [], {1, 2}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_an_interrupted_run_resumes_and_ends_in_the_same_bytes(
@@ -346,6 +350,7 @@ def test_an_interrupted_run_resumes_and_ends_in_the_same_bytes(
     assert [line["resumed"] for line in metrics] == [False, False, False, True, False]
 
 
+@pytest.mark.slow
 def test_a_run_of_an_adapter_publishes_a_whole_model_and_resumes_to_the_same_bytes(
     toy: Toy, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,6 +82,7 @@ def line(prefect_server: str, tmp_path: Path, tiny_folder: Path) -> Line:
     return line
 
 
+@pytest.mark.slow
 def test_promote_then_nothing_then_hold_then_nothing(line: Line, worklog: Path) -> None:
     first = line.run()
     assert (first["outcome"], first["reasons"]) == ("promoted", ["there is no champion yet"])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from prefect import flow, get_client, task
+from prefect.client.schemas.filters import FlowFilter, FlowFilterName
 from prefect.exceptions import TerminationSignal
 from prefect.flow_runs import FlowRun
 
@@ -34,9 +35,11 @@ async def arrives(*_: Any, **__: Any) -> None:
     raise TerminationSignal(signal=signal.SIGTERM)
 
 
-async def last_run() -> FlowRun:
+async def last_run(name: str) -> FlowRun:
+    """Of the flow of that name."""
     async with get_client() as client:
-        return (await client.read_flow_runs(sort="START_TIME_DESC", limit=1))[0]  # type: ignore[arg-type]
+        of_flow = FlowFilter(name=FlowFilterName(any_=[name]))
+        return (await client.read_flow_runs(flow_filter=of_flow, sort="START_TIME_DESC", limit=1))[0]  # type: ignore[arg-type]
 
 
 def test_a_flow_that_sigterm_ends_while_a_task_run_is_created_has_crashed(
@@ -50,10 +53,10 @@ def test_a_flow_that_sigterm_ends_while_a_task_run_is_created_has_crashed(
     try:
         with pytest.raises(ValueError, match="Task run is not set"):
             asyncio.run(left_alone())
-        assert asyncio.run(last_run()).state_name == "Failed"
+        assert asyncio.run(last_run("left-alone")).state_name == "Failed"
         with pytest.raises(TerminationSignal):
             asyncio.run(ended())
-        assert asyncio.run(last_run()).state_name == "Crashed"
+        assert asyncio.run(last_run("ended")).state_name == "Crashed"
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 from engine.coalesce import Coalescer
 from engine.errors import BadSpec
+from engine.images import Images, image_digests, images_or_none
 from engine.protocol import Completion, GenerateRequest, LogprobsRequest, SamplingParams, TokenSequence
 from engine.scores import Scores
 from engine.structured import answer_once, answer_repaired
@@ -54,7 +55,7 @@ class InferenceModel(Scores):
         self.engine = workspace.connect()
         self._policy = policy
         self._calls: Counter[tuple[str, str]] = Counter()
-        self._generations: Coalescer[tuple[list[int], int], Completion] = Coalescer(self._generate)
+        self._generations: Coalescer[tuple[TokenSequence, int], Completion] = Coalescer(self._generate)
         self._scorings: Coalescer[TokenSequence, list[float]] = Coalescer(self._score)
         self._values: Coalescer[TokenSequence, list[float]] = Coalescer(self._read_values)
         self._seed: int | None = None
@@ -121,14 +122,18 @@ class InferenceModel(Scores):
     async def detokenize_thread(self, tokenized: TokenizedThread) -> StringThread:
         return self.renderer.detokenize(tokenized)
 
-    async def serialize_thread(self, thread: StringThread) -> tuple[list[int], None, list[float]]:
+    async def serialize_thread(self, thread: StringThread) -> tuple[list[int], Images | None, list[float]]:
         """(token ids, image patches, weights) of a conversation in text."""
         return await self.serialize_tokenized_thread(self.renderer.tokenize(thread))
 
-    async def serialize_tokenized_thread(self, tokenized: TokenizedThread) -> tuple[list[int], None, list[float]]:
-        """(token ids, image patches, weights): equal lengths; this engine has no images yet."""
-        tokens, weights = self.renderer.serialize(tokenized)
-        return tokens, None, weights
+    async def serialize_tokenized_thread(
+        self, tokenized: TokenizedThread
+    ) -> tuple[list[int], Images | None, list[float]]:
+        """(token ids, image patches, weights). Tokens and weights have equal lengths. Image patches are None, or one
+        engine.images.PlacedImage per image: its placeholder tokens are [start, start + tokens), `data` its bytes as
+        they were given; the engine turns them into pixels."""
+        sequence = self.renderer.sequence(tokenized)
+        return sequence.token_ids, sequence.images or None, sequence.weights
 
     # -- reading -----------------------------------------------------------------------------------------------
 
@@ -162,13 +167,14 @@ class InferenceModel(Scores):
     async def generate_tokens(self, thread: StringThread | TokenizedThread) -> TokenizedThread:
         """The tokenized thread with one sampled turn appended: its ids are the sampler's, never re-tokenised."""
         prompt = self.renderer.prompt(thread)
-        prompt_ids = self.renderer.serialize(prompt)[0]
+        whole = self.renderer.sequence(prompt)
+        asked = str(whole.token_ids) if not whole.images else str([whole.token_ids, *image_digests(whole.images)])
         policy = await self.policy()
-        call = (policy.state, str(prompt_ids))
+        call = (policy.state, asked)
         self._calls[call] += 1
-        parts = (policy.stage, policy.step, str(prompt_ids), self._calls[call])
+        parts = (policy.stage, policy.step, asked, self._calls[call])
         seed = derive_seed(self.workspace.seed if self._seed is None else self._seed, *parts)
-        done = await self._generations.submit((policy, self.sampling), (prompt_ids, seed))
+        done = await self._generations.submit((policy, self.sampling), (whole, seed))
         kept = tokens_until_stop(
             self.renderer.tokenizer, done.token_ids, self.stops, at_least=self.sampling.min_new_tokens
         )
@@ -176,7 +182,7 @@ class InferenceModel(Scores):
 
     async def logprobs_per_token(self, tokenized: TokenizedThread) -> list[float]:
         """Nats of each trained token (weight > 0), by the trainer's weights, at the view's temperature."""
-        sequence = TokenSequence(*self.renderer.serialize(tokenized))
+        sequence = self.renderer.sequence(tokenized)
         key = (await self.policy(), self.sampling.temperature or 1.0)
         return await self._scorings.submit(key, replace(sequence, group=prompt_group(sequence)))
 
@@ -184,10 +190,11 @@ class InferenceModel(Scores):
         """Summed nats of the thread's trained tokens."""
         return math.fsum(await self.logprobs_per_token(self.renderer.tokenize(thread)))
 
-    async def _generate(self, key: Hashable, items: list[tuple[list[int], int]]) -> list[Completion]:
+    async def _generate(self, key: Hashable, items: list[tuple[TokenSequence, int]]) -> list[Completion]:
         policy, sampling = cast(tuple[PolicyRef, SamplingParams], key)
-        prompts, seeds = [prompt for prompt, _ in items], [seed for _, seed in items]
-        request = GenerateRequest(policy, prompts, seeds, sampling, self.tensor_parallel)
+        prompts, seeds = [prompt.token_ids for prompt, _ in items], [seed for _, seed in items]
+        images = images_or_none(prompt.images for prompt, _ in items)
+        request = GenerateRequest(policy, prompts, seeds, sampling, self.tensor_parallel, images)
         return await self.engine.generate(request, epoch=self.workspace.epoch)
 
     async def _score(self, key: Hashable, items: list[TokenSequence]) -> list[list[float]]:

@@ -8,6 +8,7 @@ import re
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from engine.adapters import Head
 from engine.errors import BadModelFolder
@@ -90,6 +91,15 @@ def head_in_config(path: Path) -> Head:
     except (OSError, ValueError, AttributeError):
         return "lm"
     return "scalar" if any(str(name).endswith(SCALAR_ARCHITECTURE) for name in names) else "lm"
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    """What the folder's config.json says; empty where there is none to read."""
+    try:
+        found = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def no_language_head(name: str) -> str:

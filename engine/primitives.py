@@ -16,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from engine.adapters import trainable_of
 from engine.errors import BadSpec, SampleTooLong
+from engine.images import check_images, check_taken
 from engine.losses.spec import LossSpec
 from engine.protocol import TokenSequence
 from engine.scores import scored_whole
@@ -110,10 +111,15 @@ class Primitives:
         The value that `optim_step` reports as the loss is the sum of tangent x logprob, and means nothing.
 
         `inp_tokens` and `tgt_tokens` are a serialized thread without its last, and without its first token. Tokens of
-        tangent 0 have no part. Raises UnsupportedFragment for image patches.
+        tangent 0 have no part. `image_patches` are those of the same call of serialize_thread: None, or a tuple of
+        engine.images.PlacedImage. Raises UnsupportedFragment for images of a model that takes text only.
         """
-        if image_patches is not None:
-            raise UnsupportedFragment("image patches were given, and this engine trains on text only; give None")
+        images = tuple(image_patches or ())
+        if images and self.renderer.tokenizer.images is None:
+            raise UnsupportedFragment(
+                f"{len(images)} image patches were given, and {self.name!r} takes text only; give None, or train a "
+                "vision-language model"
+            )
         inputs, targets = [int(token) for token in inp_tokens], [int(token) for token in tgt_tokens]
         if not targets or inputs[1:] != targets[:-1] or len(inputs) != len(targets):
             raise BadSpec(
@@ -125,7 +131,9 @@ class Primitives:
         if not any(weights):
             weights[-1] = 1.0  # a sample of no gradient is no error
         found = [number for number, weight in zip(numbers, weights[1:], strict=True) if weight]
-        return self._add({"kind": "tangents"}, TokenSequence([inputs[0], *targets], weights), tangents=found)
+        check_images(images, len(weights))
+        sequence = TokenSequence([inputs[0], *targets], weights, images=images)
+        return self._add({"kind": "tangents"}, sequence, tangents=found)
 
     # -- scalar models -----------------------------------------------------------------------------------------
 
@@ -175,10 +183,12 @@ class Primitives:
 
     def _sequence(self, thread: Thread) -> TokenSequence:
         tokenized = self.renderer.tokenize(thread) if isinstance(thread, StringThread) else thread
-        return TokenSequence(*self.renderer.serialize(tokenized))
+        return self.renderer.sequence(tokenized)
 
     def _scored(self, thread: Thread) -> TokenSequence:
-        return scored_whole(self._sequence(thread).token_ids, end=self.renderer.tokenizer.eos_token_ids[0])
+        sequence = self._sequence(thread)
+        check_taken(None, [sequence.images], "scored threads")  # no architecture with a scalar head takes them
+        return scored_whole(sequence.token_ids, end=self.renderer.tokenizer.eos_token_ids[0])
 
     def _add(self, loss: Loss, sequence: TokenSequence, **columns: Numbers | float) -> Enqueued:
         self._check(loss, sequence)

@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 
 from pydantic import Field
 
+from engine.images import Images
 from storage.artifacts import ArtifactRef, Provenance
 from storage.chain import CommitRecord, Numerics, PolicyRef, Root, StepRequest
 from storage.models import Frozen
@@ -52,6 +53,8 @@ class GenerateRequest:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     tensor_parallel: int | None = None
     """Devices that should share one copy of the model while it samples; None: as the engine's config says."""
+    images: list[Images] | None = None
+    """Those of each prompt; None: no prompt has any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,7 @@ class TokenSequence:
     weights: list[float]
     group: str = ""
     """Sequences of one group share a prompt; the engine computes it once."""
+    images: Images = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,11 @@ class LogprobsRequest:
     policy: PolicyRef
     sequences: list[TokenSequence]
     temperature: float = 1.0
+
+    @property
+    def images(self) -> list[Images]:
+        """Those of each sequence."""
+        return [sequence.images for sequence in self.sequences]
 
 
 class PolicySpec(Frozen):

@@ -10,6 +10,7 @@ from random import Random
 import pyarrow as pa
 
 from engine.errors import BadSpec
+from engine.images import Images, check_images, images_of
 from storage.chain import MinibatchPlan
 
 PER_TOKEN = (
@@ -42,6 +43,7 @@ class Sample:
     tangents: list[float] | None = None
     preferred: bool | None = None
     """Of a pair: a group of two samples, of which one is preferred."""
+    images: Images = ()
     trained: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -49,6 +51,8 @@ class Sample:
             raise BadSpec(f"a sample has {len(self.token_ids)} tokens and {len(self.weights)} weights; give one each")
         if self.weights and self.weights[0] > 0:
             raise BadSpec("the first token of a sample is trained, but nothing predicts it; give it weight 0")
+        if self.images:
+            check_images(self.images, len(self.token_ids))
         object.__setattr__(self, "trained", sum(w > 0 for w in self.weights))
         for name in PER_TOKEN:
             values = getattr(self, name)
@@ -63,6 +67,9 @@ def samples_of(table: pa.Table) -> list[Sample]:
     """The rows of a batch table, in their order. A column that an older table does not have is None in every row."""
     names = [field.name for field in fields(Sample) if field.init and field.name in table.column_names]
     columns = [table.column(name).to_pylist() for name in names]
+    if "images" in names:
+        at = names.index("images")
+        columns[at] = list(map(images_of, columns[at]))
     return [Sample(**dict(zip(names, row, strict=True))) for row in zip(*columns, strict=True)]
 
 

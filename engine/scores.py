@@ -54,7 +54,7 @@ class Scores:
     async def score(self, tokenized: TokenizedThread) -> list[float]:
         """The value at the position before each trained token (weight > 0), as `logprobs_per_token` lists them. Raises
         BadSpec for a language model."""
-        return await self._values.submit(await self.policy(), TokenSequence(*self.renderer.serialize(tokenized)))
+        return await self._values.submit(await self.policy(), self.renderer.sequence(tokenized))
 
     async def score_last_token(self, thread: StringThread | TokenizedThread) -> float:
         """The value at the last token: what a reward model says of the whole conversation."""

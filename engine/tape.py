@@ -13,13 +13,14 @@ import pyarrow as pa
 from pydantic import JsonValue
 
 from engine.errors import BadSpec
+from engine.images import image_digests, image_rows, images_of
 from engine.protocol import TokenSequence
 from engine.workspace import Workspace
 from storage import keys
 from storage.artifacts import ArtifactRef
 from storage.chain import PolicyRef
 from storage.models import canonical_json, digest
-from storage.tables import SCHEMAS, commit_table, read_table
+from storage.tables import SCHEMAS, commit_table, read_table, table_schema
 
 Loss = dict[str, JsonValue]
 Row = dict[str, Any]
@@ -95,7 +96,9 @@ def commit_calls(calls: Sequence[Call], workspace: Workspace, policy: PolicyRef)
     loss = calls[0].loss
     if other := [call.loss for call in calls if call.loss != loss]:
         raise _two_losses(loss, other[0])
-    store, table = workspace.open_store(), pa.Table.from_pylist(_in_order(calls), schema=SCHEMAS["batch"])
+    rows = _in_order(calls)
+    schema = table_schema("batch", {name for row in rows for name in row})
+    store, table = workspace.open_store(), pa.Table.from_pylist(rows, schema=schema)
     shard = 0
     while True:
         batch = commit_table(
@@ -112,10 +115,11 @@ def commit_calls(calls: Sequence[Call], workspace: Workspace, policy: PolicyRef)
 
 
 def prompt_group(sequence: TokenSequence) -> str:
-    """A name that sequences share when they begin with the same tokens up to their first trained one: the engine
-    computes those once."""
+    """A name that sequences share when they begin with the same tokens up to their first trained one, and have the same
+    images: the engine computes those once."""
     first = next((place for place, weight in enumerate(sequence.weights) if weight > 0), len(sequence.token_ids))
-    return digest(canonical_json(sequence.token_ids[:first]))[:16]
+    name = digest(canonical_json(sequence.token_ids[:first]))
+    return (digest(canonical_json([name, *image_digests(sequence.images)])) if sequence.images else name)[:16]
 
 
 def per_token(name: str, values: Iterable[float] | float, trained: int) -> list[float]:
@@ -147,21 +151,29 @@ def _row(sequence: TokenSequence, columns: dict[str, Sequence[float]]) -> Row:
     trained = sum(weight > 0 for weight in sequence.weights)
     checked = {name: per_token(name, values, trained) for name, values in columns.items()}
     empty: Row = dict.fromkeys(SCHEMAS["batch"].names)
-    return empty | checked | {"token_ids": list(sequence.token_ids), "weights": list(sequence.weights)}
+    row = empty | checked | {"token_ids": list(sequence.token_ids), "weights": list(sequence.weights)}
+    return row | {"images": image_rows(sequence.images)} if sequence.images else row
 
 
 def _in_order(calls: Sequence[Call]) -> list[Row]:
     """The rows of all calls, by content. A pair has a group of its own, also beside an equal pair."""
     found: list[Row] = []
     equal: Counter[str] = Counter()
-    for call in sorted(calls, key=lambda call: canonical_json(list(call.rows))):
+    for call in sorted(calls, key=lambda call: _content(call.rows)):
         rows: tuple[Row, ...] = call.rows
         if len(rows) > 1:
-            name = digest(canonical_json(list(rows)))[:16]
+            name = digest(_content(rows))[:16]
             group, equal[name] = f"{name}/{equal[name]}", equal[name] + 1
             rows = tuple(row | {"group": group} for row in rows)
         found += rows
     return [row | {"completion": number} for number, row in enumerate(found)]
+
+
+def _content(rows: Sequence[Row]) -> bytes:
+    """What orders rows; images by their digests."""
+    return canonical_json(
+        [row | {"images": image_digests(images_of(row["images"]))} if "images" in row else row for row in rows]
+    )
 
 
 def _two_losses(first: Loss, second: Loss) -> BadSpec:

@@ -24,114 +24,25 @@ from storage.artifacts import ArtifactRef, FileEntry, Provenance, commit_bytes, 
 from storage.errors import CorruptArtifact, SchemaMismatch
 from storage.models import digest_file
 from storage.objects import ObjectStore
+from storage.schemas import OPTIONAL, SCHEMAS, table_schema
+
+__all__ = [
+    "ROW_GROUP",
+    "SCHEMAS",
+    "RowReader",
+    "TableWriter",
+    "checked",
+    "commit_table",
+    "read_table",
+    "shared_rows",
+    "table_schema",
+]
 
 ROW_GROUP = 256
 """Rows that are compressed together: the unit of random access, and of memory when writing."""
 CACHED_GROUPS = 8
 COPIED_BYTES = 1 << 30
 """Tables up to this are copied to the machine that reads many of their rows."""
-_LISTS_INT, _LISTS_FLOAT, _LISTS_DOUBLE = pa.list_(pa.int32()), pa.list_(pa.float32()), pa.list_(pa.float64())
-
-
-def _schema(*required: tuple[str, pa.DataType], nullable: Sequence[tuple[str, pa.DataType]] = ()) -> pa.Schema:
-    return pa.schema([*(pa.field(n, t, nullable=False) for n, t in required), *(pa.field(n, t) for n, t in nullable)])
-
-
-SCHEMAS: dict[str, pa.Schema] = {
-    "threads": _schema(
-        ("index", pa.int64()), ("id", pa.string()), ("thread", pa.string()), nullable=[("metadata", pa.string())]
-    ),
-    "pairs": _schema(  # of conversations, which differ in how they go on
-        ("index", pa.int64()), ("id", pa.string()), ("chosen", pa.string()), ("rejected", pa.string()),
-        nullable=[("metadata", pa.string())],
-    ),
-    "rollouts": _schema(
-        ("prompt_index", pa.int64()),
-        ("prompt_id", pa.string()),
-        ("completion", pa.int32()),
-        ("seed", pa.uint64()),
-        ("prompt_ids", _LISTS_INT),
-        ("completion_ids", _LISTS_INT),
-        ("logprobs", _LISTS_FLOAT),
-        ("stop_reason", pa.string()),
-        ("text", pa.string()),
-        ("thread", pa.string()),
-        ("policy_state", pa.string()),
-    ),
-    "trajectories": _schema(  # one row per segment of an episode, the segments of an episode one after the other
-        ("prompt_index", pa.int64()),
-        ("prompt_id", pa.string()),
-        ("completion", pa.int32()),  # number of the episode among those of its prompt
-        ("segment", pa.int32()),
-        ("token_ids", _LISTS_INT),
-        ("weights", _LISTS_FLOAT),  # above 0: sampled in this segment
-        ("logprobs", _LISTS_FLOAT),  # of the sampler, one per token of weight above 0
-        ("first_turn", pa.int32()),  # the assistant's turns are counted over the whole episode, from 0
-        ("turn_tokens", _LISTS_INT),  # sampled tokens of each of this segment's turns
-        ("graded_turns", _LISTS_INT),  # which of them have a grade, and which
-        ("grades", _LISTS_DOUBLE),
-        ("status", pa.string()),  # of the whole episode: ok, masked, ignored
-        ("ending", pa.string()),  # environment, turns, tokens, time, masked, ignored
-        ("thread", pa.string()),
-        ("policy_state", pa.string()),
-        nullable=[("reason", pa.string())],
-    ),
-    "graded": pa.schema(
-        [
-            pa.field("prompt_index", pa.int64(), nullable=False),
-            pa.field("prompt_id", pa.string(), nullable=False),
-            pa.field("completion", pa.int32(), nullable=False),
-            pa.field("reward", pa.float64()),  # null: masked
-            pa.field("status", pa.string(), nullable=False),  # ok, masked, ignored
-            pa.field("reason", pa.string()),
-        ]
-    ),
-    "batch": _schema(
-        ("group", pa.string()),
-        ("completion", pa.int32()),
-        ("token_ids", _LISTS_INT),
-        ("weights", _LISTS_FLOAT),  # one per token; above 0: trained
-        nullable=[
-            ("advantages", _LISTS_FLOAT),  # this and the next three: one per trained token
-            ("old_logprobs", _LISTS_FLOAT),
-            ("reference_logprobs", _LISTS_FLOAT),
-            ("sampler_logprobs", _LISTS_FLOAT),
-            ("reward", pa.float64()),
-            ("returns", _LISTS_FLOAT),  # this and the next two: one per trained token
-            ("old_values", _LISTS_FLOAT),
-            ("tangents", _LISTS_FLOAT),
-            ("preferred", pa.bool_()),  # of the two rows of a group that are a pair
-        ],
-    ),
-    "evaluation": pa.schema(
-        [
-            pa.field("prompt_index", pa.int64(), nullable=False),
-            pa.field("prompt_id", pa.string(), nullable=False),
-            pa.field("reward", pa.float64()),
-            pa.field("status", pa.string(), nullable=False),
-            pa.field("text", pa.string(), nullable=False),
-            pa.field("thread", pa.string(), nullable=False),
-        ]
-    ),
-    "validation": _schema(  # one row per held-out conversation or pair
-        ("prompt_index", pa.int64()),
-        ("prompt_id", pa.string()),
-        ("tokens", pa.int64()),  # trained ones
-        ("loss", pa.float64()),  # of a conversation: summed over its tokens
-        nullable=[("margin", pa.float64())],  # of a pair: chosen less rejected, in implicit rewards
-    ),
-    "comparison": _schema(
-        ("model", pa.string()),
-        ("dataset", pa.string()),
-        ("grader", pa.string()),
-        ("prompt_index", pa.int64()),
-        ("prompt_id", pa.string()),
-        ("graded", pa.int64()),
-        ("completions", pa.int64()),
-        nullable=[("reward", pa.float64())],  # mean over the graded completions; null: there is none
-    ),
-}
-"""kind -> columns."""
 
 
 def commit_table(
@@ -147,7 +58,7 @@ def commit_table(
     """Commits a table of one of the SCHEMAS. Raises SchemaMismatch, naming the column."""
     table = checked(table, kind)
     buffer = io.BytesIO()
-    with _parquet_writer(buffer, kind) as writer:
+    with _parquet_writer(buffer, table.schema) as writer:
         _write_groups(writer, table)
     return commit_bytes(
         store, key, buffer.getvalue(), kind=kind, suffix=".parquet", rows=table.num_rows, parents=parents,
@@ -156,10 +67,14 @@ def commit_table(
 
 
 def read_table(store: ObjectStore, ref: ArtifactRef, columns: Sequence[str] | None = None) -> pa.Table:
-    """The table, or some of its columns. Raises ObjectNotFound, CorruptArtifact, SchemaMismatch for another column."""
+    """The table, or some of its columns; of OPTIONAL ones those that it has. Raises ObjectNotFound, CorruptArtifact,
+    SchemaMismatch for another column."""
     data = read_bytes(store, ref)
     try:
         file = pq.ParquetFile(pa.BufferReader(data))
+        if columns is not None and ref.kind in OPTIONAL:
+            absent = set(OPTIONAL[ref.kind].names) - set(file.schema_arrow.names)
+            columns = [name for name in columns if name not in absent]
         _columns_exist(file, columns, ref)
         return file.read(columns=None if columns is None else list(columns))
     except (pa.ArrowException, OSError) as error:
@@ -183,7 +98,9 @@ class TableWriter:
         self.rows = 0
         self._folder = tempfile.TemporaryDirectory(prefix="ostinato-table-")
         self.path = Path(self._folder.name) / "table.parquet"
-        self._writer: pq.ParquetWriter | None = _parquet_writer(self.path, kind)
+        self._schema = table_schema(kind)
+        self._writer: pq.ParquetWriter | None = None
+        self._finished = False
         self._pending: list[pa.Table] = []
         self._pending_rows = 0
 
@@ -197,16 +114,18 @@ class TableWriter:
 
     def write(self, rows: pa.Table | Sequence[Mapping[str, Any]]) -> None:
         """Appends rows. Raises SchemaMismatch, ValueError after digest or commit."""
-        if self._writer is None:
+        if self._finished:
             raise ValueError("this table is finished: write before digest() and commit()")
-        table = rows if isinstance(rows, pa.Table) else _table_of_rows(rows, self.kind)
-        self._pending.append(checked(table, self.kind))
+        table = checked(rows if isinstance(rows, pa.Table) else _table_of_rows(rows, self.kind), self.kind)
+        if not self.rows:
+            self._schema = table.schema
+        self._pending.append(_fitted(table, self._schema, self.kind))
         self._pending_rows += table.num_rows
         self.rows += table.num_rows
         if self._pending_rows >= ROW_GROUP:
             pending = pa.concat_tables(self._pending)
             whole = pending.num_rows // ROW_GROUP * ROW_GROUP
-            _write_groups(self._writer, pending.slice(0, whole))
+            _write_groups(self._open(), pending.slice(0, whole))
             self._pending, self._pending_rows = [pending.slice(whole)], pending.num_rows - whole
 
     def digest(self) -> str:
@@ -234,17 +153,23 @@ class TableWriter:
 
     def close(self) -> None:
         """Drops the local file."""
+        self._finished = True
         if self._writer is not None:
             self._writer.close()
             self._writer = None
         self._folder.cleanup()
 
+    def _open(self) -> pq.ParquetWriter:
+        if self._writer is None:
+            self._writer = _parquet_writer(self.path, self._schema)
+        return self._writer
+
     def _finish(self) -> None:
-        if self._writer is not None:
+        if not self._finished:
             if self._pending:
-                _write_groups(self._writer, pa.concat_tables(self._pending))
-            self._writer.close()
-            self._writer, self._pending = None, []
+                _write_groups(self._open(), pa.concat_tables(self._pending))
+            self._open().close()
+            self._writer, self._pending, self._finished = None, [], True
 
 
 class RowReader:
@@ -344,7 +269,7 @@ def _copied(store: ObjectStore, entry: FileEntry) -> BinaryIO:
 
 def checked(table: pa.Table, kind: str) -> pa.Table:
     """The table in its declared order of columns and without foreign metadata. Raises SchemaMismatch."""
-    schema = _schema_of(kind)
+    schema = table_schema(kind, table.column_names)
     for name in table.column_names:
         if name not in schema.names or table.column_names.count(name) > 1:
             raise SchemaMismatch(f"column {name!r} does not belong in a {kind} table; its columns are {schema.names}")
@@ -361,14 +286,18 @@ def checked(table: pa.Table, kind: str) -> pa.Table:
     return pa.table([table.column(name) for name in schema.names], schema=schema)
 
 
-def _schema_of(kind: str) -> pa.Schema:
-    if kind not in SCHEMAS:
-        raise SchemaMismatch(f"no table is called {kind!r}; there are {sorted(SCHEMAS)}")
-    return SCHEMAS[kind]
+def _fitted(table: pa.Table, schema: pa.Schema, kind: str) -> pa.Table:
+    """The table with the columns of the rows before it. Raises SchemaMismatch for an optional one that those lack."""
+    for field in schema:
+        if field.name not in table.column_names:
+            table = table.append_column(field, pa.nulls(table.num_rows, field.type))
+    if table.schema != schema:
+        raise SchemaMismatch(f"rows of a {kind} table have {table.column_names}, those before them {schema.names}")
+    return table
 
 
 def _table_of_rows(rows: Sequence[Mapping[str, Any]], kind: str) -> pa.Table:
-    schema = _schema_of(kind)
+    schema = table_schema(kind, {name for row in rows for name in row})
     for row in rows:
         if odd := set(row) ^ set(schema.names):
             raise SchemaMismatch(f"a row of a {kind} table has the columns {sorted(row)}: {sorted(odd)} differ")
@@ -381,9 +310,9 @@ def _table_of_rows(rows: Sequence[Mapping[str, Any]], kind: str) -> pa.Table:
     return pa.table(columns, schema=schema)
 
 
-def _parquet_writer(where: Path | io.BytesIO, kind: str) -> pq.ParquetWriter:
+def _parquet_writer(where: Path | io.BytesIO, schema: pa.Schema) -> pq.ParquetWriter:
     return pq.ParquetWriter(
-        where, _schema_of(kind), compression="zstd", compression_level=3, version="2.6", write_page_checksum=True
+        where, schema, compression="zstd", compression_level=3, version="2.6", write_page_checksum=True
     )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from storage.tables import SCHEMAS
+from storage.tables import table_schema
 from tasks.advantages import ESTIMATORS, Rewards
 
 
@@ -93,6 +93,7 @@ def batch_columns(rollouts: pa.Table, advantages_N: np.ndarray, rewards_N: pa.Ar
     prompts, completions = (_whole(rollouts.column(name)) for name in ("prompt_ids", "completion_ids"))
     ids, trained_T, offsets = _joined(prompts, completions)
     lengths_N = _lengths(completions)
+    images = {"images": _whole(rollouts.column("images"))} if "images" in rollouts.column_names else {}
     return {
         "group": _whole(rollouts.column("prompt_id")),
         "completion": _whole(rollouts.column("completion")),
@@ -101,6 +102,7 @@ def batch_columns(rollouts: pa.Table, advantages_N: np.ndarray, rewards_N: pa.Ar
         "advantages": _lists(_offsets(lengths_N), np.repeat(advantages_N, lengths_N), pa.float32()),
         "sampler_logprobs": _whole(rollouts.column("logprobs")),
         "reward": rewards_N,
+        **images,  # which stand in the prompt: their places are those of the whole sequence
     }
 
 
@@ -108,7 +110,7 @@ def batch_table(
     columns: dict[str, pa.Array], old: Sequence[Sequence[float]] | None, reference: Sequence[Sequence[float]] | None
 ) -> pa.Table:
     """The rows of a batch with the logprobs that its loss compares with; None: it compares with none."""
-    schema, rows = SCHEMAS["batch"], len(columns["group"])
+    schema, rows = table_schema("batch", columns), len(columns["group"])
     for name, values in (("old_logprobs", old), ("reference_logprobs", reference)):
         if values is not None:
             columns = columns | {name: pa.array(values, schema.field(name).type)}

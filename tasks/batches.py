@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import repeat
 from typing import Any, Literal
 
 import numpy as np
@@ -11,6 +12,7 @@ import pyarrow.compute as pc
 from pydantic import JsonValue
 
 from engine.errors import BadSpec
+from engine.images import image_rows, images_of
 from engine.protocol import LogprobsRequest, TokenSequence
 from engine.text.threads import StringThread
 from engine.text.tokenizers import renderer_of
@@ -20,7 +22,7 @@ from storage.artifacts import ArtifactRef, find_artifact, made_from
 from storage.chain import OldLogprobs, PolicyRef
 from storage.models import Frozen
 from storage.objects import ObjectStore
-from storage.tables import SCHEMAS, TableWriter, commit_table, shared_rows
+from storage.tables import TableWriter, commit_table, shared_rows, table_schema
 from tasks.batch_rows import Grades, batch_table, gap_of, policy_gap, trained_lengths, with_lists
 from tasks.clock import timed
 from tasks.rewards import (
@@ -37,6 +39,8 @@ from tasks.shards import read_tables
 AdvantageEstimator = Literal[
     "group", "group_sample_std", "centred", "leave_one_out", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
 ]
+ROLLOUT_COLUMNS = ("prompt_id", "completion", "prompt_ids", "completion_ids", "logprobs", "images")
+"""What a batch takes of its rollouts; images where the model takes them."""
 CHUNK_TOKENS = 1 << 20
 """Tokens that are scored and written together: what a batch takes of the coordinator's memory, and of one call to the
 engine, does not grow with the batch."""
@@ -189,7 +193,7 @@ def kept_chunks(
     advantages_N: np.ndarray,
 ) -> Iterator[list[dict[str, pa.Array]]]:
     """The kept rows of whole shards, in their order, about CHUNK_TOKENS at a time."""
-    tables = read_tables(store, rollouts, ["prompt_id", "completion", "prompt_ids", "completion_ids", "logprobs"])
+    tables = read_tables(store, rollouts, ROLLOUT_COLUMNS)
     start, chunk, tokens = 0, [], 0
     for ref, grade_ref in zip(rollouts, graded, strict=True):
         with timed("storage"):
@@ -215,13 +219,20 @@ async def scored(
     policies = (policy if plan.old_logprobs == "trainer" else None, plan.reference)
     sequences = []
     if any(policies) and len(columns["group"]):
-        lists = (columns[name].to_pylist() for name in ("token_ids", "weights", "group"))
-        sequences = [TokenSequence(ids, weights, group=group) for ids, weights, group in zip(*lists, strict=True)]
+        sequences = sequences_of(columns)
     old, reference = [
         None if one is None else (await _logprobs(workspace, one, sequences, plan.temperature) if sequences else [])
         for one in policies
     ]
     return batch_table(columns, old, reference)
+
+
+def sequences_of(table: pa.Table | Mapping[str, pa.Array]) -> list[TokenSequence]:
+    """Rows of a batch, as the engine scores them."""
+    names = table.column_names if isinstance(table, pa.Table) else table
+    lists = [table[name].to_pylist() for name in ("token_ids", "weights", "group")]
+    images = map(images_of, table["images"].to_pylist() if "images" in names else repeat(None, len(lists[0])))
+    return [TokenSequence(*row) for row in zip(*lists, images, strict=True)]
 
 
 async def _logprobs(
@@ -244,13 +255,13 @@ async def completion_batch(
             return made_from(found, policy.uri)
         records = shared_rows(store, dataset, rows)
     renderer = renderer_of(store, base)
-    empty: dict[str, Any] = {name: None for name in SCHEMAS["batch"].names}
+    schema = table_schema("batch", ["images"] if renderer.tokenizer.images else [])
+    empty: dict[str, Any] = {name: None for name in schema.names}
     table_rows = []
     for record in records:
-        tokens, weights = renderer.serialize(renderer.tokenize(StringThread.from_json(record["thread"])))
-        table_rows.append(
-            empty | {"group": record["id"], "completion": 0, "token_ids": tokens, "weights": weights}
-        )
+        whole = renderer.sequence(renderer.tokenize(StringThread.from_json(record["thread"])))
+        row = {"group": record["id"], "completion": 0, "token_ids": whole.token_ids, "weights": whole.weights}
+        table_rows.append(empty | row | ({"images": image_rows(whole.images)} if "images" in schema.names else {}))
     if not any(weight > 0 for row in table_rows for weight in row["weights"]):
         raise BadSpec(
             f"step {step}: none of the rows {rows[:5]}… has an assistant turn to learn; SFT needs completions"
@@ -259,7 +270,7 @@ async def completion_batch(
         committed = commit_table(
             store,
             key,
-            pa.Table.from_pylist(table_rows, schema=SCHEMAS["batch"]),
+            pa.Table.from_pylist(table_rows, schema=schema),
             kind="batch",
             parents=(policy.uri, dataset.uri),
             provenance=workspace.provenance,

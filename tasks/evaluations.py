@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-from engine.protocol import GenerateRequest, SamplingParams
+from engine.protocol import SamplingParams
 from engine.text.tokenizers import renderer_of
 from engine.workspace import Workspace
 from storage import keys
@@ -14,7 +14,7 @@ from storage.models import Frozen, canonical_json, digest
 from storage.tables import SCHEMAS, commit_table, shared_rows
 from tasks.clock import timed
 from tasks.gradings import Grading, check_masked, grade_texts
-from tasks.rollouts import PromptShard, prompt_limit, render_prompts, rollout_table
+from tasks.rollouts import PromptShard, generate_request, prompt_limit, render_prompts, rollout_table
 from tasks.validations import mean_reward, means_by_source, measured, sums_by_source
 
 
@@ -42,10 +42,10 @@ async def evaluate(workspace: Workspace, policy: PolicyRef, plan: EvaluationPlan
     rows = shared_rows(store, shard.dataset, shard.rows)
     renderer, limit = renderer_of(store, shard.base), prompt_limit(store, shard, plan.sampling)
     prompts = render_prompts(renderer, rows, limit, shard.truncation)
-    jobs = [(row, ids, number) for row, ids in prompts for number in range(shard.completions)]
+    jobs = [(row, prompt, number) for row, prompt in prompts for number in range(shard.completions)]
     seeds = [workspace.seed_for("evaluation", row["id"], *([number] if number else [])) for row, _, number in jobs]
     with timed("rollout"):
-        request = GenerateRequest(policy, [ids for _, ids, _ in jobs], seeds, plan.sampling)
+        request = generate_request(policy, [prompt for _, prompt, _ in jobs], seeds, plan.sampling)
         completions = await workspace.connect().generate(request, epoch=workspace.epoch)
     rollouts = rollout_table(renderer, policy, jobs, seeds, completions).to_pylist()
     with timed("grade"):

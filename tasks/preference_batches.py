@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from engine.errors import BadSpec
+from engine.images import image_rows, images_of
 from engine.protocol import LogprobsRequest, TokenSequence
 from engine.scores import scored_whole
 from engine.text.rendering import Renderer
@@ -111,11 +112,14 @@ def _groups(records: Sequence[Row], rows: list[int]) -> list[str]:
 
 
 def _row(renderer: Renderer, thread: str, group: str, number: int, *, whole: bool) -> Row:
-    tokens, weights = renderer.serialize(renderer.tokenize(StringThread.from_json(thread)))
-    if whole:
-        scored = scored_whole(tokens, end=renderer.tokenizer.eos_token_ids[0])
-        tokens, weights = scored.token_ids, scored.weights
-    return _EMPTY | {"group": group, "completion": number, "token_ids": tokens, "weights": weights}
+    tokenized = renderer.tokenize(StringThread.from_json(thread))
+    if whole:  # no architecture with a scalar head takes images: serialize refuses them
+        sequence = scored_whole(renderer.serialize(tokenized)[0], end=renderer.tokenizer.eos_token_ids[0])
+    else:
+        sequence = renderer.sequence(tokenized)
+    row = {"group": group, "completion": number, "token_ids": sequence.token_ids, "weights": sequence.weights}
+    images = {"images": image_rows(sequence.images)} if renderer.tokenizer.images else {}
+    return _EMPTY | row | images
 
 
 def _chunks(units: Iterator[list[Row]]) -> Iterator[list[Row]]:
@@ -134,7 +138,9 @@ def _chunks(units: Iterator[list[Row]]) -> Iterator[list[Row]]:
 
 async def _compare(workspace: Workspace, reference: PolicyRef, rows: list[Row]) -> None:
     """Adds the reference's logprobs to the rows."""
-    sequences = [TokenSequence(row["token_ids"], row["weights"], group=row["group"]) for row in rows]
+    sequences = [
+        TokenSequence(row["token_ids"], row["weights"], row["group"], images_of(row.get("images"))) for row in rows
+    ]
     with timed("train"):
         request = LogprobsRequest(reference, sequences)
         logprobs = await workspace.connect().logprobs(request, epoch=workspace.epoch)

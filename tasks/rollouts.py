@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import pyarrow as pa
 from pydantic import Field
 
 from engine.errors import BadSpec, SampleTooLong
-from engine.protocol import Completion, GenerateRequest, SamplingParams
+from engine.images import image_rows, images_or_none
+from engine.protocol import Completion, GenerateRequest, SamplingParams, TokenSequence
+from engine.text.errors import UnsupportedFragment
 from engine.text.rendering import Renderer
 from engine.text.threads import StringThread
 from engine.text.tokenizers import context_length_of, renderer_of
@@ -19,7 +22,7 @@ from storage.chain import PolicyRef
 from storage.failpoints import failpoint
 from storage.models import Frozen
 from storage.objects import ObjectStore
-from storage.tables import SCHEMAS, commit_table, shared_rows
+from storage.tables import commit_table, shared_rows, table_schema
 from storage.worklog import log_work
 from tasks.clock import timed
 
@@ -57,11 +60,11 @@ async def sample_shard(
     rows = [row | {"first": n * shard.completions} for row, n in zip(rows, earlier, strict=True)]
     limit = prompt_limit(store, shard, sampling)
     prompts = render_prompts(renderer_of(store, shard.base), rows, limit, shard.truncation)
-    jobs = [(row, ids, row["first"] + c) for row, ids in prompts for c in range(shard.completions)]
+    jobs = [(row, prompt, row["first"] + c) for row, prompt in prompts for c in range(shard.completions)]
     seeds = [workspace.seed_for(policy.stage, step, row["id"], c) for row, _, c in jobs]
     failpoint("rollout.sampling")
     with timed("rollout"):
-        request = GenerateRequest(policy, [ids for _, ids, _ in jobs], seeds, sampling)
+        request = generate_request(policy, [prompt for _, prompt, _ in jobs], seeds, sampling)
         completions = await workspace.connect().generate(request, epoch=workspace.epoch)
     table = rollout_table(renderer_of(store, shard.base), policy, jobs, seeds, completions)
     log_work("shard", stage=policy.stage, step=step, shard=shard.index)
@@ -82,6 +85,14 @@ async def sample_shard(
     return made_from(committed, policy.uri)
 
 
+def generate_request(
+    policy: PolicyRef, prompts: list[TokenSequence], seeds: list[int], sampling: SamplingParams
+) -> GenerateRequest:
+    """One completion of each prompt."""
+    ids, images = [prompt.token_ids for prompt in prompts], images_or_none(prompt.images for prompt in prompts)
+    return GenerateRequest(policy, ids, seeds, sampling, images=images)
+
+
 def prompt_limit(store: ObjectStore, shard: PromptShard, sampling: SamplingParams) -> int | None:
     """Tokens a prompt may have: as configured, and with its completion no more than the model's context."""
     context = context_length_of(store, shard.base)
@@ -98,11 +109,13 @@ def prompt_limit(store: ObjectStore, shard: PromptShard, sampling: SamplingParam
 
 def render_prompts(
     renderer: Renderer, rows: list[dict[str, Any]], limit: int | None, truncation: Truncation
-) -> list[tuple[dict[str, Any], list[int]]]:
-    """Token ids of each row's prompt; one of more than `limit` tokens is refused, cut or dropped."""
+) -> list[tuple[dict[str, Any], TokenSequence]]:
+    """Tokens and images of each row's prompt; one of more than `limit` tokens is refused, cut or dropped. One with
+    images is never cut: raises UnsupportedFragment."""
     rendered = []
     for row in rows:
-        ids = renderer.prompt_ids(StringThread.from_json(str(row["thread"])))
+        prompt = renderer.prompt_sequence(StringThread.from_json(str(row["thread"])))
+        ids = prompt.token_ids
         if limit is not None and len(ids) > limit:
             if truncation == "drop":
                 continue
@@ -112,36 +125,45 @@ def render_prompts(
                     "(max_prompt_tokens, or the model's context less max_new_tokens); set truncation to left, right "
                     "or drop, or raise max_prompt_tokens"
                 )
+            if prompt.images:
+                raise UnsupportedFragment(
+                    f"prompt {row['id']} (row {row['index']}) has {len(ids)} tokens, at most {limit} are allowed, and "
+                    "it holds images, which cannot be cut; set truncation to drop or error, or raise max_prompt_tokens"
+                )
             ids = ids[-limit:] if truncation == "left" else ids[:limit]
-        rendered.append((row, ids))
+            prompt = replace(prompt, token_ids=ids, weights=[0.0] * len(ids))
+        rendered.append((row, prompt))
     return rendered
 
 
 def rollout_table(
     renderer: Renderer,
     policy: PolicyRef,
-    jobs: list[tuple[dict[str, Any], list[int], int]],
+    jobs: list[tuple[dict[str, Any], TokenSequence, int]],
     seeds: list[int],
     completions: list[Completion],
 ) -> pa.Table:
-    """One row per completion, readable as it is: the text stands beside the tokens."""
+    """One row per completion, readable as it is: the text stands beside the tokens. Of a model that takes images, the
+    prompt's stand there too; null where it has none."""
     rows = [
         {
             "prompt_index": row["index"],
             "prompt_id": row["id"],
             "completion": number,
             "seed": seed,
-            "prompt_ids": ids,
+            "prompt_ids": prompt.token_ids,
             "completion_ids": done.token_ids,
             "logprobs": done.logprobs,
             "stop_reason": done.stop_reason,
             "text": renderer.decode_completion(done.token_ids),
             "thread": row["thread"],
             "policy_state": policy.state,
+            **({"images": image_rows(prompt.images)} if renderer.tokenizer.images else {}),
         }
-        for (row, ids, number), seed, done in zip(jobs, seeds, completions, strict=True)
+        for (row, prompt, number), seed, done in zip(jobs, seeds, completions, strict=True)
     ]
-    return pa.Table.from_pylist(rows, schema=SCHEMAS["rollouts"])
+    columns = ["images"] if renderer.tokenizer.images else []
+    return pa.Table.from_pylist(rows, schema=table_schema("rollouts", columns))
 
 
 def answered_thread(row: dict[str, object]) -> StringThread:

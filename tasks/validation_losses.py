@@ -89,9 +89,9 @@ async def _logprobs(
     renderer = renderer_of(workspace.open_store(), plan.base)
     sides = SIDES[plan.dataset.kind]
     conversations = [StringThread.from_json(str(row[side])) for row in rows for side in sides]
-    tokenised = [renderer.serialize(renderer.tokenize(thread)) for thread in conversations]
+    sequences = [renderer.sequence(renderer.tokenize(thread)) for thread in conversations]
     flat: list[tuple[float, int]] = []
-    for chunk in _chunks([TokenSequence(tokens, weights) for tokens, weights in tokenised]):
+    for chunk in _chunks(sequences):
         with timed("train"):
             request = LogprobsRequest(policy, chunk)
             found = await workspace.connect().logprobs(request, epoch=workspace.epoch)

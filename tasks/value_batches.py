@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 from pydantic import Field
 
-from engine.protocol import LogprobsRequest, TokenSequence
+from engine.protocol import LogprobsRequest
 from engine.workspace import Workspace
 from storage import keys
 from storage.artifacts import ArtifactRef, find_artifact, made_from
@@ -19,7 +19,7 @@ from storage.chain import PolicyRef
 from storage.models import Frozen
 from storage.tables import TableWriter
 from tasks.batch_rows import Grades, gap_of, policy_gap, trained_lengths, with_lists
-from tasks.batches import BatchPlan, check_gradable, kept_chunks, scored, shape_rewards
+from tasks.batches import BatchPlan, check_gradable, kept_chunks, scored, sequences_of, shape_rewards
 from tasks.clock import timed
 from tasks.gae import advantages_and_returns
 from tasks.rewards import KL_OF_GAP, whiten
@@ -140,8 +140,7 @@ def with_credit(
 
 async def values_before(workspace: Workspace, value: PolicyRef, table: pa.Table) -> np.ndarray:
     """(T,) float64: the value before each trained token."""
-    lists = (table[name].to_pylist() for name in ("token_ids", "weights", "group"))
-    sequences = [TokenSequence(ids, weights, group=group) for ids, weights, group in zip(*lists, strict=True)]
+    sequences = sequences_of(table)
     with timed("train"):
         found = await workspace.connect().values(LogprobsRequest(value, sequences), epoch=workspace.epoch)
     return np.array([one for values in found for one in values], dtype=np.float64)

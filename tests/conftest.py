@@ -8,5 +8,6 @@ pytest_plugins = [
     "tests.fixtures.prefect",
     "tests.fixtures.s3",
     "tests.fixtures.toy_run",
+    "tests.fixtures.vision",
     "tests.fixtures.worklog",
 ]

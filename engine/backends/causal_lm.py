@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,10 @@ from engine.backends.attention import IMPLEMENTATION, Layout, PackedLayout, regi
 from engine.backends.packing import Packed
 from engine.backends.tensor_files import tensor_bytes
 from engine.errors import BadModelFolder, BadSpec
-from engine.model_folder import check_model_folder
+from engine.images import Images
+from engine.model_folder import check_model_folder, config_of
+from engine.text.errors import UnsupportedFragment
+from engine.text.images import FAMILIES
 
 CHUNK_ELEMENTS = 1 << 26
 """Logits (trained tokens x vocabulary) held at once; more than twice this are computed in chunks (256 MiB each in
@@ -43,6 +46,8 @@ class CausalLM:
 
     scalar = False
     """Whether its head gives one number per token, not logits."""
+    takes_images = False
+    """Whether sequences may hold images (engine.backends.vision_lm)."""
 
     def __init__(
         self, module: nn.Module, *, compute_dtype: torch.dtype, master_dtype: torch.dtype | None = None
@@ -71,17 +76,37 @@ class CausalLM:
                 return tuple(eos) if isinstance(eos, list | tuple) else (int(eos),)
         return ()
 
+    def like(self, module: nn.Module, *, compute_dtype: torch.dtype, master_dtype: torch.dtype | None = None) -> Self:
+        """A model of the same kind over another module of the same architecture."""
+        return type(self)(module, compute_dtype=compute_dtype, master_dtype=master_dtype)
+
+    def use_attention(self, implementation: str) -> None:
+        """Of the decoder, by the name that transformers knows it under."""
+        self.module.set_attn_implementation(implementation)  # type: ignore[operator]
+
     def autocast(self) -> AbstractContextManager[object]:
         """Lower-precision compute over master weights, where the two dtypes differ."""
         if self.compute_dtype == self.dtype:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.compute_dtype)
 
-    def hidden(self, token_ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
-        """(B, T) twice -> (B, T, H), final norm included."""
+    def hidden(self, token_ids: Tensor, positions: Tensor, layout: Layout, images: Images = ()) -> Tensor:
+        """(B, T) twice -> (B, T, H), final norm included. `images` are those of the one row. Raises UnsupportedFragment
+        for images that the model does not take."""
+        if images:
+            raise UnsupportedFragment(
+                f"{len(images)} images were given, and {type(self.module).__name__} takes text only; leave them out, "
+                "or take a vision-language model"
+            )
         return self.decoder(
             input_ids=token_ids, position_ids=positions, use_cache=False, layout=layout
         ).last_hidden_state
+
+    def packed_hidden(self, packed: Packed) -> Tensor:
+        """(T, H) of a packed row."""
+        layout = PackedLayout(packed.fans, device=self.device)
+        ids, positions = packed.token_ids_T.unsqueeze(0), packed.positions_T.unsqueeze(0)
+        return self.hidden(ids, positions, layout, packed.images)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(…, H) -> (…, V) in float32 at least."""
@@ -91,17 +116,15 @@ class CausalLM:
 
     def logprobs(self, packed: Packed, *, temperature: float = 1.0) -> Tensor:
         """log p of each trained token, nats, (N,). Differentiable when gradients are on."""
-        layout = PackedLayout(packed.fans, device=self.device)
         with self.autocast():
-            hidden_TH = self.hidden(packed.token_ids_T.unsqueeze(0), packed.positions_T.unsqueeze(0), layout)[0]
+            hidden_TH = self.packed_hidden(packed)
             hidden_NH = hidden_TH.index_select(0, packed.source_N)
             return self._token_logprobs(hidden_NH, packed.target_N, temperature)
 
     def logprobs_and_entropy(self, packed: Packed, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """The same, and the entropy of the distribution that each trained token was drawn from, nats: both (N,)."""
-        layout = PackedLayout(packed.fans, device=self.device)
         with self.autocast():
-            hidden_TH = self.hidden(packed.token_ids_T.unsqueeze(0), packed.positions_T.unsqueeze(0), layout)[0]
+            hidden_TH = self.packed_hidden(packed)
             hidden_NH = hidden_TH.index_select(0, packed.source_N)
             both_N2 = self._in_chunks(partial(self._logprob_and_entropy, temperature), hidden_NH, packed.target_N)
             return both_N2[:, 0], both_N2[:, 1]
@@ -215,6 +238,10 @@ def load_causal_lm(folder: Path, *, dtype: torch.dtype, compute_dtype: torch.dty
     """
     from transformers import AutoModelForCausalLM
 
+    if config_of(folder).get("model_type") in FAMILIES:
+        from engine.backends.vision_lm import load_vision_lm
+
+        return load_vision_lm(folder, dtype=dtype, compute_dtype=compute_dtype, device=device)
     module = load_module(AutoModelForCausalLM, folder, dtype=dtype)
     module.to(device)
     if dtype == torch.float64:
@@ -240,9 +267,9 @@ def probe_packed_forward(model: CausalLM, folder: Path) -> None:
 
     length = min(8, model.context_length)
     ids_T = torch.arange(length, device=model.device) * 7 % model.vocab_size
-    model.module.set_attn_implementation("eager")  # type: ignore[operator]
+    model.use_attention("eager")
     own = model.module(input_ids=ids_T.unsqueeze(0), use_cache=False).logits[0].float()
-    model.module.set_attn_implementation(IMPLEMENTATION)  # type: ignore[operator]
+    model.use_attention(IMPLEMENTATION)
     layout = PackedLayout([Fan(0, length)], device=model.device)
     hidden = model.hidden(ids_T.unsqueeze(0), torch.arange(length, device=model.device).unsqueeze(0), layout)
     gap = (model.logits(hidden)[0].log_softmax(-1) - own.log_softmax(-1)).abs().mean().item()

@@ -9,8 +9,8 @@ Axes: T packed token · N trained token · S sequence · G branch of a fan · Q 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Protocol
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import SampleTooLong
+from engine.images import Images, PlacedImage, common_images
 
 
 class Packable(Protocol):
@@ -29,6 +30,8 @@ class Packable(Protocol):
     def weights(self) -> list[float]: ...
     @property
     def group(self) -> str: ...
+    @property
+    def images(self) -> Images: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +58,18 @@ class Packed:
     source_N: Tensor
     target_N: Tensor
     trained_S: tuple[int, ...]
+    images: Images = ()
+    """Those of all samples, placed in the packed row."""
 
 
 def shared_prefix(samples: Sequence[Packable]) -> int:
-    """Tokens that all samples begin with and none trains, leaving each at least one token of its own."""
+    """Tokens that all samples begin with and none trains, images included, leaving each at least one token of its
+    own."""
+    shared = _shared_tokens(samples)
+    return common_images([sample.images for sample in samples], shared) if any(s.images for s in samples) else shared
+
+
+def _shared_tokens(samples: Sequence[Packable]) -> int:
     shortest = min(len(sample.token_ids) for sample in samples) - 1
     first = samples[0]
     for position in range(shortest):
@@ -140,12 +151,16 @@ def pack(samples: Sequence[Packable], *, device: torch.device) -> Packed:
     fans: list[Fan] = []
     sources: list[int] = []
     targets: list[int] = []
+    images: list[PlacedImage] = []
     for _, members in groupby(range(len(samples)), key=lambda i: samples[i].group or f"#{i}"):
         rows = [samples[i] for i in members]
         fan = _lay_out(rows, tokens, positions)
         fans.append(fan)
+        if fan.branches:
+            images += _moved([image for image in rows[0].images if image.start < fan.prefix], fan.start)
         for row, (start, _) in zip(rows, fan.branches or ((fan.start, fan.prefix),), strict=True):
             prefix = fan.prefix if fan.branches else 0
+            images += _moved(row.images, start, after=prefix)
             for position, weight in enumerate(row.weights):
                 if weight > 0:
                     offset = position - prefix
@@ -159,7 +174,13 @@ def pack(samples: Sequence[Packable], *, device: torch.device) -> Packed:
         source_N=as_tensor(sources),
         target_N=as_tensor(targets),
         trained_S=tuple(sum(w > 0 for w in sample.weights) for sample in samples),
+        images=tuple(images),
     )
+
+
+def _moved(images: Iterable[PlacedImage], start: int, *, after: int = 0) -> list[PlacedImage]:
+    """The images from token `after` of a sequence on, whose token `after` stands at `start` of the packed row."""
+    return [replace(image, start=start + image.start - after) for image in images if image.start >= after]
 
 
 def _lay_out(rows: list[Packable], tokens: list[int], positions: list[int]) -> Fan:

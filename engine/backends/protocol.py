@@ -142,7 +142,10 @@ class Sampler(Protocol):
         seeds: Sequence[int],
         params: SamplingParams,
         on_token: OnToken | None = None,
-    ) -> list[Completion]: ...
+    ) -> list[Completion]:
+        """One that has `takes_images` also takes `images`, those of each prompt; no other is given any
+        (engine.images.check_taken). The same holds of trainers and their sequences."""
+        ...
 
     def nbytes(self) -> int:
         """Bytes of the engine's memory that it alone holds: 0 where it shares the trainer's weights, or has a memory

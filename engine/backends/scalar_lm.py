@@ -61,9 +61,8 @@ class ScalarLM(CausalLM):
 
     def values(self, packed: Packed) -> Tensor:
         """The head's number (N,) at the position before each trained token. With gradient when gradients are on."""
-        layout = PackedLayout(packed.fans, device=self.device)
         with self.autocast():
-            hidden_TH = self.hidden(packed.token_ids_T.unsqueeze(0), packed.positions_T.unsqueeze(0), layout)[0]
+            hidden_TH = self.packed_hidden(packed)
         return values_of(self.head, hidden_TH.index_select(0, packed.source_N))
 
 

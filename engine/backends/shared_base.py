@@ -53,7 +53,7 @@ class SharedBase:
         self.layers = replace_linears(model)
         module = model.module.requires_grad_(False)
         _lower_linears(module, model.compute_dtype)
-        self.model = type(model)(module.to(device), compute_dtype=model.compute_dtype, master_dtype=model.dtype)
+        self.model = model.like(module.to(device), compute_dtype=model.compute_dtype, master_dtype=model.dtype)
         self._sampling: CausalLM | None = None
 
     def scalar_model(self, *, init_seed: int) -> ScalarLM:
@@ -69,7 +69,7 @@ class SharedBase:
             return self.model
         if self._sampling is None:
             module = frozen_copy(self.model.module, self.model.compute_dtype)
-            self._sampling = CausalLM(module, compute_dtype=self.model.compute_dtype)
+            self._sampling = self.model.like(module, compute_dtype=self.model.compute_dtype)
         return self._sampling
 
     def nbytes(self) -> int:

@@ -10,7 +10,8 @@ Axes: B row still decoding · T packed prompt token · V vocabulary · H hidden
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,10 +20,18 @@ from engine.backends.attention import DecodeLayout, PrefillLayout
 from engine.backends.causal_lm import CausalLM
 from engine.backends.packing import Fan
 from engine.backends.prompts import check_prompts
+from engine.images import Images
 from engine.protocol import Completion, OnToken, SamplingParams, StopReason, TokenIds
 
 COMPACT_BELOW = 0.75
 """Finished rows are dropped from the batch once fewer than this share of it still decodes."""
+
+
+class _Prompt(NamedTuple):
+    """What is continued: equal ones are computed once."""
+
+    ids: tuple[int, ...]
+    images: Images
 
 
 @dataclass(slots=True)
@@ -53,37 +62,47 @@ class TorchSampler:
         seeds: Sequence[int],
         params: SamplingParams,
         on_token: OnToken | None = None,
+        images: Sequence[Images] | None = None,
     ) -> list[Completion]:
-        """One completion per (prompt, seed), in order. `on_token` hears of each token as it is drawn, in this thread;
-        what it raises ends the call.
+        """One completion per (prompt, seed), in order; `images` are those of each prompt. `on_token` hears of each
+        token as it is drawn, in this thread; what it raises ends the call.
 
         Raises:
-            BadSpec: empty prompts, ids outside the vocabulary, or unequal numbers of prompts and seeds.
+            BadSpec: empty prompts, ids outside the vocabulary, or unequal numbers of prompts and seeds or images.
             SampleTooLong: a prompt and `max_new_tokens` do not fit the model's context.
+            UnsupportedFragment: images, and the model takes text only.
         """
         check_prompts(
             prompts, seeds, params, vocab_size=self.model.vocab_size, context_length=self.model.context_length
         )
+        whole = [
+            _Prompt(tuple(ids), own) for ids, own in zip(prompts, images or [()] * len(prompts), strict=True)
+        ]
         done: list[Completion] = []
         for start in range(0, len(prompts), self.max_rows):
             chunk = slice(start, start + self.max_rows)
             hear = None if on_token is None else _from_row(on_token, start)
-            done += self._sample_rows(prompts[chunk], seeds[chunk], params, hear)
+            done += self._sample_rows(whole[chunk], seeds[chunk], params, hear)
         return done
+
+    @property
+    def takes_images(self) -> bool:
+        return self.model.takes_images
 
     def close(self) -> None:
         """The weights go with the object."""
 
     def _sample_rows(
         self,
-        prompts: Sequence[TokenIds],
+        prompts: Sequence[_Prompt],
         seeds: Sequence[int],
         params: SamplingParams,
         on_token: OnToken | None,
     ) -> list[Completion]:
         device = self.model.device
         rows = [_Row(place, torch.Generator(device=device).manual_seed(seed)) for place, seed in enumerate(seeds)]
-        layout = DecodeLayout(rows=len(rows), capacity=max(map(len, prompts)) + params.max_new_tokens, device=device)
+        longest = max(len(prompt.ids) for prompt in prompts)
+        layout = DecodeLayout(rows=len(rows), capacity=longest + params.max_new_tokens, device=device)
         logits_BV = self._prefill(prompts, layout)
         live = list(rows)
         while True:
@@ -100,30 +119,32 @@ class TorchSampler:
             logits_BV = self.model.logits(hidden_B1H[:, 0])
         return [Completion(row.tokens, row.logprobs, row.stop or "length") for row in rows]
 
-    def _prefill(self, prompts: Sequence[TokenIds], layout: DecodeLayout) -> Tensor:
+    def _prefill(self, prompts: Sequence[_Prompt], layout: DecodeLayout) -> Tensor:
         """Runs every distinct prompt once and fills the cache; returns the first logits of every row (B, V)."""
-        rows_of: dict[tuple[int, ...], list[int]] = {}
+        rows_of: dict[_Prompt, list[int]] = {}
         for row, prompt in enumerate(prompts):
-            rows_of.setdefault(tuple(prompt), []).append(row)
+            rows_of.setdefault(prompt, []).append(row)
         logits_BV: Tensor | None = None
         for batch in _batches(list(rows_of), self.max_tokens):
-            fans, start = [], 0
-            for ids in batch:
+            fans, images, start = [], [], 0
+            for ids, own in batch:
                 fans.append(Fan(start, len(ids)))
+                images += [replace(image, start=start + image.start) for image in own]
                 start += len(ids)
             device = self.model.device
             prefill = PrefillLayout(fans, device=device)
-            tokens_T = torch.tensor([t for ids in batch for t in ids], device=device)
-            positions_T = torch.tensor([p for ids in batch for p in range(len(ids))], device=device)
-            hidden_TH = self.model.hidden(tokens_T.unsqueeze(0), positions_T.unsqueeze(0), prefill)[0]
+            tokens_T = torch.tensor([t for ids, _ in batch for t in ids], device=device)
+            positions_T = torch.tensor([p for ids, _ in batch for p in range(len(ids))], device=device)
+            ids_1T, positions_1T = tokens_T.unsqueeze(0), positions_T.unsqueeze(0)
+            hidden_TH = self.model.hidden(ids_1T, positions_1T, prefill, tuple(images))[0]
             last = torch.tensor([fan.start + fan.prefix - 1 for fan in fans], device=device)
             first_logits = self.model.logits(hidden_TH[last])
             spans = {row: (f.start, f.prefix) for p, f in zip(batch, fans, strict=True) for row in rows_of[p]}
             layout.fill(prefill, spans)
             if logits_BV is None:
                 logits_BV = first_logits.new_empty(len(prompts), first_logits.shape[1])
-            for index, ids in enumerate(batch):
-                logits_BV[rows_of[ids]] = first_logits[index]
+            for index, prompt in enumerate(batch):
+                logits_BV[rows_of[prompt]] = first_logits[index]
         assert logits_BV is not None  # _check refused empty prompts; sample() never passes an empty chunk
         return logits_BV
 
@@ -186,14 +207,14 @@ def _running_sum(x_BV: Tensor) -> Tensor:
     return x_BV.cumsum(-1)
 
 
-def _batches(prompts: list[tuple[int, ...]], max_tokens: int) -> list[list[tuple[int, ...]]]:
+def _batches(prompts: list[_Prompt], max_tokens: int) -> list[list[_Prompt]]:
     """Prompts in runs of at most `max_tokens` tokens (a longer prompt runs alone)."""
-    runs: list[list[tuple[int, ...]]] = [[]]
+    runs: list[list[_Prompt]] = [[]]
     used = 0
     for prompt in prompts:
-        if runs[-1] and used + len(prompt) > max_tokens:
+        if runs[-1] and used + len(prompt.ids) > max_tokens:
             runs.append([])
             used = 0
         runs[-1].append(prompt)
-        used += len(prompt)
+        used += len(prompt.ids)
     return runs

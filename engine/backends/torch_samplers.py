@@ -68,7 +68,7 @@ class FollowingSampler(TorchSampler):
         model = trainer.model
         self._owns = compute_dtype != model.dtype
         if self._owns:
-            model = CausalLM(frozen_copy(model.module, compute_dtype), compute_dtype=compute_dtype)
+            model = model.like(frozen_copy(model.module, compute_dtype), compute_dtype=compute_dtype)
         super().__init__(model, **limits)
 
     def sync(self, trainer: Trainer, state: str) -> None:

@@ -86,6 +86,10 @@ class TorchTrainer:
         return True
 
     @property
+    def takes_images(self) -> bool:
+        return self.model.takes_images
+
+    @property
     def scalar(self) -> bool:
         return self.model.scalar
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any, TypeVar, cast
 
@@ -16,6 +16,7 @@ import pyarrow as pa
 from pydantic import Field, ValidationError
 
 from engine.errors import BadSpec
+from engine.images import Images
 from engine.protocol import (
     Completion,
     GenerateRequest,
@@ -24,6 +25,7 @@ from engine.protocol import (
     StopReason,
     TokenSequence,
 )
+from engine.text.errors import UnsupportedFragment
 from storage.chain import PolicyRef
 from storage.models import Frozen
 
@@ -76,6 +78,7 @@ VALUES = _schema(values=_FLOATS)
 
 def encode_generate(request: GenerateRequest, *, epoch: int) -> bytes:
     """Raises BadSpec: prompts and seeds of unequal number, ids outside int32, seeds outside int64."""
+    check_no_images(request.images or ())
     prompts, seeds = request.prompts, request.seeds
     if len(prompts) != len(seeds):
         raise BadSpec(f"{len(prompts)} prompts were given with {len(seeds)} seeds; give one seed per prompt")
@@ -84,6 +87,15 @@ def encode_generate(request: GenerateRequest, *, epoch: int) -> bytes:
         policy=request.policy, sampling=request.sampling, tensor_parallel=request.tensor_parallel, epoch=epoch
     )
     return _write(GENERATE, columns, head)
+
+
+def check_no_images(images: Iterable[Images]) -> None:
+    """Raises UnsupportedFragment: these messages have no place for them."""
+    if any(images):
+        raise UnsupportedFragment(
+            "images do not travel to an engine server; use an engine in this process (leave engine.url out), or leave "
+            "the images out"
+        )
 
 
 def decode_generate(data: bytes) -> tuple[GenerateRequest, int]:
@@ -110,6 +122,7 @@ def decode_completions(data: bytes) -> list[Completion]:
 
 def encode_logprobs_request(request: LogprobsRequest, *, epoch: int) -> bytes:
     """Raises BadSpec: ids outside int32."""
+    check_no_images(request.images)
     columns = [
         _ids([s.token_ids for s in request.sequences], "sequence"),
         _floats([s.weights for s in request.sequences], "weights of sequence"),

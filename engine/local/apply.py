@@ -12,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from engine.backends.protocol import Objective, Trainer, UpdateReport
 from engine.errors import BadSpec, NonFiniteGradient, StepConflict
+from engine.images import check_taken
 from engine.losses.spec import LossSpec
 from engine.samples import Sample, minibatches, samples_of
 from storage.chain import CommitRecord, StepRequest
@@ -49,6 +50,7 @@ def apply_request(
     Raises:
         BadSpec: the loss is unknown, or the batch lacks a column the loss needs.
         SampleTooLong: a sample of the batch exceeds `max_tokens`.
+        UnsupportedFragment: rows with images, and the trainer takes text only.
         NonFiniteGradient: NaN or Inf, when the request does not ask to skip such updates.
     """
     try:
@@ -67,6 +69,7 @@ def apply_request(
         check()
 
     samples = samples_of(read_table(store, request.batch))
+    check_taken(trainer, (sample.images for sample in samples), f"rows of the batch {request.batch.key}")
     if not loss.pairwise:
         samples = _trained(samples)
     updates = minibatches(samples, request.minibatches, whole_groups=loss.pairwise)

@@ -16,6 +16,7 @@ from engine.backends.compose import sampler_backend, trainer_backend
 from engine.backends.protocol import OnToken
 from engine.backends.shared_base import AdapterTrainer
 from engine.errors import BadModelFolder, EngineBusy, EngineError, Fenced, PermanentEngineError, StepConflict
+from engine.images import check_taken
 from engine.local.apply import Effect, apply_request, same_step
 from engine.local.materialise import Materialiser
 from engine.local.queue import FairQueue
@@ -23,7 +24,7 @@ from engine.local.rebase import Rebaser
 from engine.local.saving import Saver, find_checkpoint, provenance_of
 from engine.local.scratch import scratch, scratch_folder
 from engine.local.slots import NoRoomYet, Slot, Slots
-from engine.local.together import Call, Together
+from engine.local.together import Call, Together, draw
 from engine.model_folder import ModelFolder, local_folder, registered_model, version_of
 from engine.model_size import folder_parameter_count
 from engine.protocol import Completion, EngineInfo, GenerateRequest, LogprobsRequest, PolicySpec
@@ -183,7 +184,7 @@ class LocalEngine:
         slot = self.policies.for_reading(request.policy)
         sampler = self.policies.sampler_of(slot, request.policy, tensor_parallel=request.tensor_parallel)
         log_work("generate", policy=request.policy.uri, completions=len(request.prompts))
-        return sampler.sample(request.prompts, request.seeds, request.sampling, hear)
+        return draw(sampler, request, hear)
 
     async def logprobs(self, request: LogprobsRequest, *, epoch: int = 0) -> list[list[float]]:
         return await self._compute(request.policy.run, partial(self._logprobs, request, epoch))
@@ -191,6 +192,7 @@ class LocalEngine:
     def _logprobs(self, request: LogprobsRequest, epoch: int) -> list[list[float]]:
         self._fence(request.policy.run, epoch)
         slot = self.policies.for_reading(request.policy)
+        check_taken(slot.trainer, request.images, "sequences")
         return slot.trainer.logprobs(
             request.sequences, temperature=request.temperature, max_tokens=self.spec.max_tokens_per_forward
         )
@@ -201,6 +203,7 @@ class LocalEngine:
     def _values(self, request: LogprobsRequest, epoch: int) -> list[list[float]]:
         self._fence(request.policy.run, epoch)
         trainer = self.policies.for_reading(request.policy).trainer
+        check_taken(trainer, request.images, "sequences")
         limit = self.spec.max_tokens_per_forward
         if self.spec.deterministic:  # scores become grades: no bit of one may depend on which were asked for with it
             return [trainer.values([sequence], max_tokens=limit)[0] for sequence in request.sequences]

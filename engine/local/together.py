@@ -5,10 +5,13 @@ an engine that promises equal bytes does not do it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+from engine.backends.protocol import Sampler
 from engine.errors import PermanentEngineError
+from engine.images import Images, check_taken
 from engine.local.queue import Abandoned
 from engine.protocol import Completion, GenerateRequest, OnToken
 
@@ -25,6 +28,22 @@ class Call:
 
 
 Draw = Callable[[GenerateRequest, OnToken], list[Completion]]
+
+
+def _images_of(calls: Sequence[Call]) -> list[Images] | None:
+    """Of all their prompts, one after the other; None where no call has any."""
+    if all(call.request.images is None for call in calls):
+        return None
+    return [own for call in calls for own in call.request.images or [()] * len(call.request.prompts)]
+
+
+def draw(sampler: Sampler, request: GenerateRequest, on_token: OnToken) -> list[Completion]:
+    """The sampler's completions. Raises UnsupportedFragment for images that it does not take."""
+    sample = partial(sampler.sample, request.prompts, request.seeds, request.sampling, on_token)
+    if request.images is None or not any(request.images):
+        return sample()
+    check_taken(sampler, request.images, "prompts")
+    return sample(images=request.images)
 
 
 class Together:
@@ -75,6 +94,7 @@ class Together:
             [seed for call in batch for seed in call.request.seeds],
             own.sampling,
             own.tensor_parallel,
+            _images_of(batch),
         )
 
         def hear(index: int, token: int, logprob: float) -> None:

@@ -6,7 +6,7 @@ TextError
   ChatTemplateMissing       the tokenizer has no chat template
   TemplateRefused           the chat template raised on these messages
   TemplateNotPrefixStable   a longer conversation rewrites what a shorter one wrote, so no turn has tokens of its own
-  UnsupportedFragment       content this text-only renderer cannot turn into tokens
+  UnsupportedFragment       content that this model, or this part of the engine, cannot take
 """
 
 from __future__ import annotations
@@ -39,4 +39,4 @@ class TemplateNotPrefixStable(TextError):
 
 
 class UnsupportedFragment(TextError):
-    """Content that this text-only renderer cannot turn into tokens."""
+    """Content that this model, or this part of the engine, cannot take."""

@@ -19,11 +19,12 @@ class TextFragment(Frozen):
 
 
 class ImageFragment(Frozen):
-    """An image, by reference."""
+    """An image, for a vision-language model (engine.text.images)."""
 
     kind: Literal["image"] = "image"
     url: str
-    """Where it is: an URL, or a `data:` URL that carries it."""
+    """A `data:` URL that carries it, or the path of a local file, which becomes one when the thread enters a dataset or
+    is rendered. Other URLs are refused then: images are never fetched."""
 
 
 class ReasoningFragment(Frozen):

@@ -14,7 +14,9 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
-from engine.text.errors import ChatTemplateMissing, ThreadError
+from engine.protocol import TokenSequence
+from engine.text.errors import ChatTemplateMissing, ThreadError, UnsupportedFragment
+from engine.text.images import images_in, placed_images
 from engine.text.template import Piece, generation_header, template_pieces, template_text
 from engine.text.threads import StringThread, TokenizedThread, TokenizedTurn
 from engine.text.turns import Turn
@@ -39,10 +41,20 @@ class Renderer:
     def prompt_ids(self, thread: StringThread) -> list[int]:
         """The ids a model is to continue: the whole thread and the header of the assistant's next turn.
 
-        Raises ThreadError when the thread is empty or ends with the assistant's turn.
+        Raises ThreadError when the thread is empty or ends with the assistant's turn, UnsupportedFragment when it holds
+        an image: `prompt_sequence` takes one.
         """
         _check_prompt(thread.turns)
+        self._check_text_only(thread.turns)
         return self.tokenizer.encode(template_text(self.tokenizer, thread.turns, generation_prompt=True))
+
+    def prompt_sequence(self, thread: StringThread) -> TokenSequence:
+        """The same with the thread's images, and no token trained."""
+        _check_prompt(thread.turns)
+        if not images_in(thread.turns):
+            ids = self.prompt_ids(thread)
+            return TokenSequence(ids, [0.0] * len(ids))
+        return self.sequence(self.prompt(thread))
 
     def prompt(self, thread: StringThread | TokenizedThread) -> TokenizedThread:
         """The thread with the assistant's next turn opened (only its header): what `with_completion` completes.
@@ -137,10 +149,22 @@ class Renderer:
         return self.tokenizer.decode(token_ids[:-1] if ended else token_ids, skip_special=True)
 
     def serialize(self, tokenized: TokenizedThread) -> tuple[list[int], list[float]]:
-        """(token ids, weights), flat and of equal length; weight > 0 is trained."""
+        """(token ids, weights), flat and of equal length; weight > 0 is trained. Raises UnsupportedFragment for a
+        thread with images, of which these would say nothing: see `sequence`."""
+        self._check_text_only(tokenized.turns)
         return tokenized.token_ids, tokenized.weights
 
+    def sequence(self, tokenized: TokenizedThread) -> TokenSequence:
+        """Token ids, weights and images, as the engine takes them."""
+        images = placed_images(tokenized.turns, self.tokenizer.images)
+        return TokenSequence(tokenized.token_ids, tokenized.weights, images=images)
+
     # -- parts ------------------------------------------------------------------------------------------
+
+    def _check_text_only(self, turns: Sequence[Turn] | Sequence[TokenizedTurn]) -> None:
+        if found := images_in(turns):
+            takes = "this call takes" if self.tokenizer.images else f"{self.tokenizer.name} takes"
+            raise UnsupportedFragment(f"turn {found[0][0]} holds an image; {takes} text only: remove it")
 
     def _content(self, turn: TokenizedTurn) -> Any:
         return turn.content if turn.logprobs is None else self.decode_completion(turn.token_ids[turn.header :])

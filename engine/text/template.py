@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.text.errors import TemplateNotPrefixStable, TemplateRefused, ThreadError, UnsupportedFragment
-from engine.text.fragments import ImageFragment, ReasoningFragment, ToolCallFragment
+from engine.text.fragments import ReasoningFragment, ToolCallFragment
+from engine.text.images import images_in
 from engine.text.turns import Turn, turn_messages
 
 if TYPE_CHECKING:
@@ -21,22 +22,32 @@ class Piece(NamedTuple):
 
 
 def template_text(tokenizer: Tokenizer, turns: Sequence[Turn], *, generation_prompt: bool) -> str:
-    """What the template writes for the turns. Raises UnsupportedFragment for what it could only lose."""
-    calls = []
-    for index, turn in enumerate(turns):
-        for part in turn.content if not isinstance(turn.content, str) else ():
-            if isinstance(part, ImageFragment):
-                raise UnsupportedFragment(f"turn {index} holds an image; this renderer takes text only: remove it")
-            if isinstance(part, ToolCallFragment):
-                calls.append(part.name)
+    """What the template writes for the turns, with room for each image where the model takes them. Raises
+    UnsupportedFragment for what it could only lose, ThreadError for text that spells an image."""
+    images = images_in(turns)
+    if images and tokenizer.images is None:
+        raise UnsupportedFragment(
+            f"turn {images[0][0]} holds an image; {tokenizer.name} takes text only: remove it, or take a "
+            "vision-language model (idefics3, smolvlm)"
+        )
+    parts = [part for turn in turns if not isinstance(turn.content, str) for part in turn.content]
+    calls = [part.name for part in parts if isinstance(part, ToolCallFragment)]
     messages = [message for turn in turns for message in turn_messages(turn)]
+    if tokenizer.images is not None:  # templates of these models take lists of parts only
+        messages = [message | {"content": _as_parts(message["content"])} for message in messages]
     text = tokenizer.apply_chat_template(messages, generation_prompt=generation_prompt)
+    if tokenizer.images is not None:
+        text = tokenizer.images.expanded(text, len(images))
     if lost := [name for name in calls if name not in text]:
         raise UnsupportedFragment(
             f"the chat template of {tokenizer.name} does not write the tool call {lost[0]!r}; take a model "
             "whose template knows tools, or write the call as text"
         )
     return text
+
+
+def _as_parts(content: str | list[dict[str, str]]) -> list[dict[str, str]]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def generation_header(tokenizer: Tokenizer, turns: Sequence[Turn]) -> str:

@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from engine.text.errors import ChatTemplateMissing, TemplateRefused, TokenizerMissing
+from engine.text.images import PROCESSOR_FILES, ImageTokens, image_tokens_of
 from engine.text.rendering import Renderer
 
 if TYPE_CHECKING:
@@ -32,8 +33,10 @@ TOKENIZER_FILES: tuple[str, ...] = (
     "tokenizer_config.json",
     "vocab.json",
     "vocab.txt",
+    *PROCESSOR_FILES,
 )
-"""What of a model folder a tokenizer needs; generation_config.json names all the ids that end a turn."""
+"""What of a model folder a tokenizer needs; generation_config.json names all the ids that end a turn, the processor's
+files how many tokens an image takes."""
 
 CONFIG_FILE = "config.json"
 """Names the tokenizer's class where tokenizer_config.json does not. The model's own, so no tokenizer file."""
@@ -44,9 +47,18 @@ CACHED_RENDERERS = 8
 class Tokenizer:
     """A Hugging Face tokenizer behind the few calls the engine makes."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, name: str, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        name: str,
+        eos_token_ids: Sequence[int],
+        images: ImageTokens | None = None,
+    ) -> None:
         self._tokenizer: Any = tokenizer
         self.name = name
+        self.images = images
+        """How prompts make room for images; None: the model takes text only."""
         self.eos_token_ids: tuple[int, ...] = tuple(eos_token_ids)
         """The ids that end a turn; never empty."""
         self.vocab_size: int = len(tokenizer)
@@ -108,7 +120,8 @@ def load_tokenizer(folder: Path, *, name: str | None = None) -> Tokenizer:
             f"the tokenizer of {name} cannot be loaded ({type(error).__name__}: {error}); expected the files "
             "save_pretrained writes: save them again"
         ) from error
-    return Tokenizer(tokenizer, name=name, eos_token_ids=_eos_token_ids(tokenizer, folder, name))
+    images = image_tokens_of(folder, tokenizer, name)
+    return Tokenizer(tokenizer, name=name, eos_token_ids=_eos_token_ids(tokenizer, folder, name), images=images)
 
 
 def renderer_of(store: ObjectStore, model: ArtifactRef) -> Renderer:
@@ -164,7 +177,9 @@ def _context_length_of(stored: _ByDigest) -> int | None:
 
     with TemporaryDirectory() as scratch:
         path = materialise_files(stored.store, stored.model.key, Path(scratch), names=(CONFIG_FILE,)).get(CONFIG_FILE)
-        given = None if path is None else json.loads(path.read_text(encoding="utf-8")).get("max_position_embeddings")
+        config = {} if path is None else json.loads(path.read_text(encoding="utf-8"))
+    text = config.get("text_config") or {}  # of a vision-language model
+    given = config.get("max_position_embeddings", text.get("max_position_embeddings"))
     return given if isinstance(given, int) else None
 
 

@@ -20,6 +20,7 @@ from engine.backends.deepspeed.ulysses import SequenceGroup, UlyssesLayout
 from engine.backends.packing import Packed
 from engine.backends.scalar_lm import values_of
 from engine.errors import BadSpec
+from engine.images import Images
 
 
 class RankModel(CausalLM):
@@ -51,9 +52,9 @@ class RankModel(CausalLM):
     def vocab_size(self) -> int:
         return int(self.module.config.vocab_size) if self.scalar else super().vocab_size  # type: ignore[union-attr, arg-type]
 
-    def hidden(self, token_ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
+    def hidden(self, token_ids: Tensor, positions: Tensor, layout: Layout, images: Images = ()) -> Tensor:
         with self._kept_activations():
-            return super().hidden(token_ids, positions, layout)
+            return super().hidden(token_ids, positions, layout, images)
 
     def logprobs(self, packed: Packed, *, temperature: float = 1.0) -> Tensor:
         """Of all trained tokens, also where other ranks compute some of them; those come without gradient."""
@@ -75,16 +76,15 @@ class RankModel(CausalLM):
     def _at_sources(self, packed: Packed, head: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """`head` of the hidden states (n, H) before trained tokens and of those tokens (n,): (N, …) over all ranks."""
         if self._sequence is None:
-            layout = PackedLayout(packed.fans, device=self.device)
             with self.autocast():
-                hidden_TH = self.hidden(packed.token_ids_T.unsqueeze(0), packed.positions_T.unsqueeze(0), layout)[0]
+                hidden_TH = self.packed_hidden(packed)
                 return head(hidden_TH.index_select(0, packed.source_N), packed.target_N)
         row = len(packed.token_ids_T)
         ulysses = UlyssesLayout(PackedLayout(packed.fans, device=self.device), self._sequence, row=row)
         index_N, own_N = self._sequence.own(packed.source_N, row=row)
         with self.autocast():
             ids_C, positions_C = self._sequence.run(packed.token_ids_T), self._sequence.run(packed.positions_T)
-            hidden_CH = self.hidden(ids_C.unsqueeze(0), positions_C.unsqueeze(0), ulysses)[0]
+            hidden_CH = self.hidden(ids_C.unsqueeze(0), positions_C.unsqueeze(0), ulysses, packed.images)[0]
             own = head(hidden_CH.index_select(0, own_N), packed.target_N[index_N])
             return self._sequence.gather(own, index_N, total=len(packed.source_N))
 

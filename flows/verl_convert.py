@@ -1,12 +1,12 @@
-"""Conversions of verl's values into ours, by the names that verl_keys.toml gives them: data, batches, loss, rewards."""
+"""Conversions of verl's values into ours, by the names that verl_keys.toml gives them: batches, loss, rewards."""
 
 from __future__ import annotations
 
-import re
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from flows.verl_convert_data import DATA_CONVERSIONS
 from flows.verl_convert_engine import ENGINE_CONVERSIONS
 from flows.verl_convert_validation import VALIDATION_CONVERSIONS
 from flows.verl_read import Verl
@@ -52,79 +52,6 @@ def _scale_by_std(verl: Verl, key: str, value: Any) -> Any:
     return "group_sample_std" if value else "centred"
 
 
-# -- data ------------------------------------------------------------------------------------------------------
-
-
-def _files(verl: Verl, key: str, value: Any) -> Any:
-    if value is None or value == []:
-        return Nothing()
-    first, *further = map(local_path, value if isinstance(value, list) else [value])
-    if verl.kind == "evaluation":
-        source = "suite.datasets.0.source"
-    else:
-        source = "data.heldout" if key == "data.val_files" else "data.train"
-    return Paths({f"{source}.path": first} | ({f"{source}.further_paths": further} if further else {}))
-
-
-def _model(verl: Verl, key: str, value: Any) -> Any:
-    path = local_path(value)
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not Path(path).is_dir():
-        return Near(path, "no folder here has this name: download the model, and give its folder by --set model.key=…")
-    return path
-
-
-def _prompt_column(verl: Verl, key: str, value: Any) -> Any:
-    return {"prompt": value}
-
-
-def _metadata_columns(verl: Verl, key: str, value: Any) -> Any:
-    """What verl hands to a reward function; `extra_info` only where each file has it, since verl can do without."""
-    columns = [value, "reward_model"]
-    files = verl.get("data.train_files")
-    paths = [Path(str(file)).expanduser() for file in (files if isinstance(files, list) else [files])]
-    return [*columns, "extra_info"] if all("extra_info" in _parquet_columns(path) for path in paths) else columns
-
-
-def _parquet_columns(path: Path) -> list[str]:
-    if path.suffix != ".parquet" or not path.is_file():
-        return []
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        return list(pq.read_schema(path).names)
-    except (OSError, pa.ArrowInvalid):  # the run will say what is wrong with the file
-        return []
-
-
-def _evaluation_metadata(verl: Verl, key: str, value: Any) -> Any:
-    return [verl.get("data.data_source_key"), verl.get("data.reward_model_key")]
-
-
-def _limit(verl: Verl, key: str, value: Any) -> Any:
-    if value is None or value < 0:
-        return Nothing()
-    return Near(value, "the first so many rows, where verl draws them when it shuffles") if value else Nothing()
-
-
-def _truncation(verl: Verl, key: str, value: Any) -> Any:
-    if value not in ("error", "left", "right"):
-        raise Refused(f"a prompt is not cut in the {value}; expected error, left, right, or filter_overlong_prompts")
-    return Nothing("filter_overlong_prompts drops them") if verl.get("data.filter_overlong_prompts") else value
-
-
-def _drop_overlong(verl: Verl, key: str, value: Any) -> Any:
-    return "drop" if value else Nothing()
-
-
-def _unless_multiturn(verl: Verl, key: str, value: Any) -> Any:
-    return Nothing("multiturn.messages_key says it") if verl.get("data.multiturn.enable") else value
-
-
-def _multiturn(verl: Verl, key: str, value: Any) -> Any:
-    return verl.get("data.multiturn.messages_key") if value else Nothing()
-
-
 # -- batches ---------------------------------------------------------------------------------------------------
 
 
@@ -166,7 +93,17 @@ def _conversations(verl: Verl, key: str, value: Any) -> Any:
 
 
 def _conversation_length(verl: Verl, key: str, value: Any) -> Any:
-    return _conversations(verl, key, verl.get("data.micro_batch_size_per_gpu"))
+    pack = _conversations(verl, key, verl.get("data.micro_batch_size_per_gpu"))
+    packs = {} if isinstance(pack, Nothing) else {"engine.max_tokens_per_forward": pack}
+    return Paths({"algorithm.max_tokens": value} | packs)
+
+
+def _conversation_truncation(verl: Verl, key: str, value: Any) -> Any:
+    if verl.kind == "sft_trainer_engine" and verl.get("data.pad_mode") == "no_padding":
+        return "right"  # whatever truncation says
+    if value not in ("error", "left", "right"):
+        raise Refused(f"a conversation is not cut in the {value}; expected error, left or right")
+    return value
 
 
 # -- loss ------------------------------------------------------------------------------------------------------
@@ -370,19 +307,15 @@ def _names(verl: Verl, key: str, value: Any) -> Any:
 
 
 CONVERSIONS: dict[str, Conversion] = {
-    **ENGINE_CONVERSIONS, **VALIDATION_CONVERSIONS,
+    **DATA_CONVERSIONS, **ENGINE_CONVERSIONS, **VALIDATION_CONVERSIONS,
     "bypass": _bypass, "clip": _clip, "clip_high": _clip_high, "clip_low": _clip_low, "completions": _completions,
-    "conversation_length": _conversation_length, "conversations": _conversations,
-    "drop_overlong": _drop_overlong, "dynamic_batch": _dynamic_batch,
-    "estimator": _estimator, "evaluation_metadata": _evaluation_metadata, "files": _files,
-    "filter_metric": _filter_metric, "importance": _importance, "importance_cap": _importance_cap,
-    "kl_controller": _kl_controller, "kl_estimator": _kl_estimator, "kl_in_reward": _kl_in_reward,
-    "kl_loss": _kl_loss, "limit": _limit, "loss_mode": _loss_mode, "loss_norm": _loss_norm, "loss_scale": _loss_scale,
-    "metadata_columns": _metadata_columns, "micro_batch": _micro_batch, "model": _model, "multiturn": _multiturn,
-    "names": _names, "only_true": _only_true, "overlong": _overlong, "overlong_part": _overlong_part,
-    "positive": _positive, "prompt_column": _prompt_column, "refill_rounds": _refill_rounds,
+    "conversation_length": _conversation_length, "conversation_truncation": _conversation_truncation, "conversations": _conversations, "dynamic_batch": _dynamic_batch,
+    "estimator": _estimator, "filter_metric": _filter_metric, "importance": _importance,
+    "importance_cap": _importance_cap, "kl_controller": _kl_controller, "kl_estimator": _kl_estimator,
+    "kl_in_reward": _kl_in_reward, "kl_loss": _kl_loss, "loss_mode": _loss_mode, "loss_norm": _loss_norm,
+    "loss_scale": _loss_scale, "micro_batch": _micro_batch, "names": _names, "only_true": _only_true,
+    "overlong": _overlong, "overlong_part": _overlong_part, "positive": _positive, "refill_rounds": _refill_rounds,
     "reward_file": _reward_file, "reward_model": _reward_model, "reward_model_switch": _reward_model_switch,
-    "reward_name": _reward_name, "scale_by_std": _scale_by_std, "truncation": _truncation,
-    "unless_multiturn": _unless_multiturn, "when_set": _when_set,
+    "reward_name": _reward_name, "scale_by_std": _scale_by_std, "when_set": _when_set,
 }  # fmt: skip
 """By the names of verl_keys.toml."""

@@ -1,18 +1,13 @@
 """Reward functions written for verl, as graders."""
 
-import importlib.util
 import inspect
-import logging
-from collections.abc import Callable, Mapping
-from hashlib import sha256 as digest_of
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from engine.text.threads import StringThread
 from tasks.graders.base import BaseGrader, Grade, GraderError, as_number, in_thread
 from tasks.graders.rules import from_metadata
-
-logger = logging.getLogger("ostinato.graders")
+from tasks.import_paths import load_from_file
 
 
 class VerlReward(BaseGrader):
@@ -34,7 +29,7 @@ class VerlReward(BaseGrader):
         reward_model_column: str = "reward_model",
     ) -> None:
         super().__init__(grader_key)
-        self.function = _function(Path(path).expanduser(), name, sha256)
+        self.function = load_from_file(path, name, sha256=sha256, what="reward function")
         self.data_source_column, self.reward_model_column = data_source_column, reward_model_column
 
     async def grade(self, thread: StringThread) -> Grade:
@@ -63,23 +58,3 @@ class VerlReward(BaseGrader):
         rest = {key: value for key, value in found.items() if key != "score" and isinstance(value, int | float)}
         self.add_log({key: float(value) for key, value in rest.items()})
         return as_number(found["score"])
-
-
-def _function(path: Path, name: str, sha256: str | None) -> Callable[..., Any]:
-    if not path.is_file():
-        raise ValueError(f"given path={str(path)!r}, which is no file; expected the Python file of a reward function")
-    found = digest_of(path.read_bytes()).hexdigest()
-    if sha256 is not None and sha256 != found:
-        logger.warning(
-            "the reward function %s changed since the run was declared: sha256 %s then, %s now", path, sha256[:12],
-            found[:12],
-        )  # fmt: skip
-    spec = importlib.util.spec_from_file_location(f"ostinato_verl_{found[:12]}", path)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"given path={str(path)!r}, which is no Python file; expected one that ends in .py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise ValueError(f"{path} has no function {name!r}; give its name as name=…")
-    return function  # type: ignore[no-any-return]

@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from flows.config import SFTConfig
 from flows.ppo_config import PPOConfig
 from flows.verl_import import Imported, import_verl
 from flows.verl_keys import Mapped, key_tables
@@ -26,6 +27,8 @@ BUFFERS = [
 PPO: dict[str, tuple[str, list[str]]] = {
     "data.train_files": ("other.parquet", []),
     "data.val_files": ("other.parquet", []),
+    "data.custom_cls.path": ("rows.py", ["data.custom_cls.name=Rows"]),
+    "data.custom_cls.name": ("Others", ["data.custom_cls.path=rows.py", "data.custom_cls.name=Rows"]),
     "data.prompt_key": ("question", []),
     "data.reward_fn_key": ("source", []),
     "data.train_max_samples": ("100", []),
@@ -76,6 +79,7 @@ PPO: dict[str, tuple[str, list[str]]] = {
     R + "top_k": ("50", []),
     R + "top_p": ("0.9", []),
     R + "n": ("4", []),
+    R + "ignore_eos": ("true", []),
     R + "gpu_memory_utilization": ("0.7", []),
     R + "enforce_eager": ("true", []),
     R + "free_cache_engine": ("false", []),
@@ -156,6 +160,7 @@ SFT: dict[str, tuple[str, list[str]]] = {
     "data.train_batch_size": ("64", []),
     "data.micro_batch_size_per_gpu": ("2", []),
     "data.max_length": ("2048", []),
+    "data.truncation": ("left", []),
     "optim.lr": ("1e-4", []),
     "optim.weight_decay": ("0.1", []),
     "optim.betas": ("[0.8, 0.9]", []),
@@ -204,6 +209,7 @@ NEW_SFT = SFT | {
     "data.messages_key": ("turns", []),
     "data.micro_batch_size_per_gpu": ("2", COUNTED),
     "data.max_length": ("2048", COUNTED),
+    "data.truncation": ("left", ["data.pad_mode=right"]),
     "data.max_token_len_per_gpu": ("20000", []),
     "model.enable_activation_offload": ("true", []),
     "optim.lr_scheduler_type": ("cosine", []),
@@ -373,6 +379,26 @@ def test_extra_info_is_kept_where_each_file_has_it(tmp_path: Path) -> None:
     assert kept("a", "c") == kept("c", "a") == ["data_source", "reward_model"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "words", "ours"),
+    [
+        ("sft_trainer", [], (1024, "error")),
+        ("sft_trainer", ["data.max_length=64", "data.truncation=left"], (64, "left")),
+        ("sft_trainer_engine", ["data.max_length=64", "data.pad_mode=right"], (64, "error")),
+        # verl cuts rows that it does not pad at their ends, whatever else it is told
+        ("sft_trainer_engine", ["data.max_length=64"], (64, "right")),
+        ("sft_trainer_engine", ["data.truncation=left"], (1024, "right")),
+    ],
+)
+def test_conversations_are_as_long_as_in_verl(
+    tmp_path: Path, kind: str, words: list[str], ours: tuple[int, str]
+) -> None:
+    algorithm = SFTConfig.model_validate(made(tmp_path, kind, words).config).algorithm
+    assert (algorithm.max_tokens, algorithm.truncation) == ours
+    with pytest.raises(VerlError, match=r"data\.truncation = 'middle'"):
+        made(tmp_path, kind, ["data.truncation=middle", *(["data.pad_mode=right"] if "engine" in kind else [])])
+
+
 def test_gpus_that_share_a_sequence_share_the_pack(tmp_path: Path) -> None:
     words = [A + "use_dynamic_bsz=true", A + "ppo_max_token_len_per_gpu=9000", A + "ulysses_sequence_parallel_size=2"]
     assert made(tmp_path, "ppo_trainer", words).config["engine"]["max_tokens_per_forward"] == 18000
@@ -465,3 +491,12 @@ def test_the_kl_over_the_whole_vocabulary_is_refused(tmp_path: Path) -> None:
         made(tmp_path, "ppo_trainer", [A + "use_kl_loss=true", A + "kl_loss_type=full"])
 
 
+
+
+def test_a_dataset_class_makes_both_datasets(tmp_path: Path) -> None:
+    words = ["data.custom_cls.path=rows.py", "data.custom_cls.name=Rows", "data.val_files=val.parquet"]
+    data = made(tmp_path, "ppo_trainer", words).config["data"]
+    for part, file in (("train", "train.parquet"), ("heldout", "val.parquet")):
+        assert (data[part]["kind"], data[part]["path"]) == ("python", "tasks.datasets.verl:rows")
+        given = {"path": "rows.py", "name": "Rows", "files": [file], "prompt_key": "prompt", "tokenizer": "models/m"}
+        assert data[part]["arguments"] == given

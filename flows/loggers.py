@@ -64,6 +64,11 @@ class StageNotifier:
             say(f"{self.name}: {100 * self.progress:.0f} %")
         self._draw()
 
+    def settle(self) -> None:
+        """Waits until the bar shows what it was last told to."""
+        if self._under_way is not None:
+            self._under_way.result()
+
     def _draw(self) -> None:
         page = self._page or flow_run_page()
         ended = self.progress == 1

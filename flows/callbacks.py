@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from engine.handles import TrainingModel
 from engine.losses.spec import CrossEntropySpec, DPOSpec, LossSpec
@@ -20,6 +20,7 @@ from engine.protocol import SamplingParams
 from engine.text.threads import StringThread
 from flows.grading import grading_of
 from flows.validation_config import Every
+from storage.accounting import material_of
 from storage.artifacts import ArtifactRef
 from storage.chain import PolicyRef
 from tasks.datasets.load import LoadedDataset
@@ -31,7 +32,9 @@ from tasks.graders.base import BaseGrader
 from tasks.graders.spec import GraderSpec
 from tasks.gradings import Grading
 from tasks.load import load_prompts
+from tasks.loggers.tables import Table
 from tasks.rollouts import PromptShard
+from tasks.run_page import sample_rows
 from tasks.trajectories import EpisodePlan
 from tasks.validation_losses import ValidationLossPlan
 
@@ -97,6 +100,8 @@ class Moment:
     rollouts: tuple[ArtifactRef, ...] = ()
     """Of the last step; empty at the beginning, where nothing is sampled, and after a resume."""
     graded: tuple[ArtifactRef, ...] = ()
+    show: Callable[[Table], Awaitable[None]] | None = None
+    """Shows a table wherever the loop's figures go."""
 
 
 class Callback(Protocol):
@@ -191,6 +196,33 @@ class EnvironmentValidation:
             episodes=self.episodes,
         )
         return await evaluate_in_environment(model.workspace, moment.policy, plan)
+
+
+@dataclass(frozen=True)
+class SamplesTable:
+    """A table of what the last step sampled: prompts, completions (of episodes: conversations) and grades. It is given
+    to the loggers and to the terminal, and in a flow it is an artifact of the flow run, a version per moment. At the
+    beginning there is nothing to show yet."""
+
+    cadence: Cadence = Cadence(every=0.2)
+    samples: int = 8
+    """Rows, evenly chosen from the step's shards."""
+    name: str = "samples table"
+
+    async def at(self, moment: Moment) -> None:
+        """Raises ValueError in a class that samples nothing."""
+        store, policy = moment.model.workspace.open_store(), moment.policy
+        record = moment.model.chain_of(policy).record(policy.step) if policy.step else None
+        if record is None or moment.show is None:
+            return
+        made = material_of(store, record)  # not the moment's own: after a resume it has none
+        if not made.rollouts:
+            raise ValueError("a samples table is of what a step samples, and this class samples nothing; leave it out")
+        rows: list[dict[str, Any]] = []
+        each = -(-self.samples // len(made.rollouts))
+        for drawn, graded in zip(made.rollouts, made.graded or made.rollouts, strict=True):  # episodes have grades
+            rows += sample_rows(store, policy.step - 1, drawn, graded, count=each)
+        await moment.show(Table(name=self.name, step=policy.step, rows=tuple(rows[: self.samples])))
 
 
 GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any, Self
@@ -12,8 +13,9 @@ from engine.losses.spec import LossSpec
 from flows.callbacks import Callback, Moment
 from flows.loggers import StageNotifier
 from flows.logging_config import LoggingConfig
+from flows.pages import put_table
 from flows.progress import TerminalProgress
-from flows.run_page import RunPage
+from flows.run_page import RunPage, flow_run_page
 from flows.watch import RunWatch
 from storage.artifacts import ArtifactRef
 from storage.chain import Chain, CommitRecord, OptimizerSpec, PolicyRef
@@ -23,8 +25,9 @@ from storage.runs import read_run
 from storage.worklog import log_work
 from tasks.clock import StepClock
 from tasks.datasets.order import DataCursor
-from tasks.loggers.base import Run
+from tasks.loggers.base import Once, Run
 from tasks.loggers.feed import Loggers
+from tasks.loggers.tables import Table
 from tasks.schedules import Schedule
 from tasks.step_metrics import measure_step, write_metrics
 from tasks.validations import Validation, validation_of
@@ -96,7 +99,7 @@ class Journal:
         before a crash: each is done once, whoever asks. Their time is no step's."""
         policy = await self.model.policy()
         made = (self.loss, self.reference, tuple(rollouts or ()), tuple(graded or ()))
-        moment = Moment(self.model, policy, self.total_steps, *made)
+        moment = Moment(self.model, policy, self.total_steps, *made, show=self._show)
         due = [one for one in callbacks if one.cadence.due(policy.step, self.total_steps)]
         for callback in due:
             found = await callback.at(moment)
@@ -105,6 +108,15 @@ class Journal:
                 self._validated(said)
         if due:
             self.clock.lap()
+
+    async def _show(self, table: Table) -> None:
+        """Once per moment in each logger and in Prefect; on the terminal of whoever asks."""
+        self.logger.note(table.text())
+        self.loggers.table(table)
+        stage = self.chain.run, self.chain.stage
+        if flow_run_page() is not None and Once(self.store, *stage, "prefect").take_table(table):
+            key = re.sub(r"[^a-z0-9]+", "-", table.name.lower())
+            await put_table(key, [dict(row) for row in table.rows], description=f"{stage[1]} after {table.step} steps")
 
     def _notify(self, steps_done: int) -> None:
         """A run without an end has no share that is done."""

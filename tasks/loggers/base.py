@@ -17,6 +17,7 @@ from storage import keys
 from storage.errors import ObjectNotFound
 from storage.models import Frozen
 from storage.objects import ObjectStore
+from tasks.loggers.tables import Table
 from tasks.metrics import StepMetrics
 from tasks.validations import Validation
 
@@ -43,6 +44,10 @@ class Sink(Protocol):
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         """`step` is 1-based, 0 for what was measured before the first."""
+        ...
+
+    def show(self, table: Table) -> None:
+        """As the service shows tables."""
         ...
 
     def close(self) -> None: ...
@@ -81,6 +86,7 @@ class Logged(Frozen):
     steps: int = 0
     """Committed steps from the first on."""
     validations: tuple[str, ...] = ()
+    tables: tuple[str, ...] = ()
 
 
 class Once:
@@ -111,6 +117,14 @@ class Once:
         if name in self._logged.validations:
             return False
         self._write(self._logged.model_copy(update={"validations": (*self._logged.validations, name)}))
+        return True
+
+    def take_table(self, table: Table) -> bool:
+        """The same of a table."""
+        name = f"{table.step} {table.name}"
+        if name in self._logged.tables:
+            return False
+        self._write(self._logged.model_copy(update={"tables": (*self._logged.tables, name)}))
         return True
 
     def _write(self, logged: Logged) -> None:

@@ -10,6 +10,7 @@ from storage.chain import PolicyRef
 from storage.objects import ObjectStore
 from tasks.loggers.base import LoggerMissing, Once, Run, Sink, figures_of
 from tasks.loggers.sinks import SINKS, LoggerName
+from tasks.loggers.tables import Table
 from tasks.metrics import StepMetrics
 from tasks.step_metrics import read_metrics
 from tasks.validations import Validation, read_validations
@@ -46,6 +47,14 @@ class Loggers:
         for name, (sink, once) in self._sinks.items():
             if figures and once.take_validation(validation):
                 self._send(name, sink, validation.step, figures)
+
+    def table(self, table: Table) -> None:
+        """Once per name and step."""
+        later = not self._stage.startswith("0-")
+        named = table.model_copy(update={"name": f"{self._stage}/{table.name}"}) if later else table
+        for name, (sink, once) in self._sinks.items():
+            if table.rows and once.take_table(table):
+                self._try(name, lambda sink=sink: sink.show(named))  # type: ignore[misc]
 
     def close(self) -> None:
         for name, (sink, _) in self._sinks.items():

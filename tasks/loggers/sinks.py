@@ -9,6 +9,7 @@ from hashlib import sha256
 from typing import Any, Literal
 
 from tasks.loggers.base import Run, Sink, imported
+from tasks.loggers.tables import Table
 
 LoggerName = Literal["tensorboard", "wandb", "mlflow", "swanlab"]
 RUN_TAG = "ostinato.run"
@@ -31,6 +32,22 @@ class TensorBoard:
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in figures.items()]
+        self._write(step, values)
+
+    def show(self, table: Table) -> None:
+        """Under "Text"."""
+        tensor = _module("tensorboard.compat.proto.tensor_pb2", "tensorboard").TensorProto
+        shape = _module("tensorboard.compat.proto.tensor_shape_pb2", "tensorboard").TensorShapeProto
+        types = _module("tensorboard.compat.proto.types_pb2", "tensorboard")
+        metadata = _module("tensorboard.compat.proto.summary_pb2", "tensorboard").SummaryMetadata
+        text = tensor(
+            dtype=types.DT_STRING, string_val=[table.markdown().encode()],
+            tensor_shape=shape(dim=[shape.Dim(size=1)]),
+        )  # fmt: skip
+        plugin = metadata(plugin_data=metadata.PluginData(plugin_name="text"))
+        self._write(table.step, [self._summary.Value(tag=table.name, tensor=text, metadata=plugin)])
+
+    def _write(self, step: int, values: list[Any]) -> None:
         event = self._event(step=step, wall_time=time.time(), summary=self._summary(value=values))
         self._writer.add_event(event)
         self._writer.flush()
@@ -50,6 +67,10 @@ class WandB:
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         self._run.log({**figures, "step": step})  # its own step cannot go back, and two stages both begin at 0
+
+    def show(self, table: Table) -> None:
+        made = _module("wandb", "wandb").Table(columns=table.columns, data=table.cells)
+        self._run.log({table.name: made, "step": table.step})
 
     def close(self) -> None:
         self._run.finish()
@@ -72,6 +93,11 @@ class MLflow:
         metrics = [self._entities.Metric(name, value, now, step) for name, value in figures.items()]
         self._client.log_batch(self._id, metrics=metrics)
 
+    def show(self, table: Table) -> None:
+        """A file of the run's artifacts."""
+        columns = {name: [row[name] for row in table.rows] for name in table.columns}
+        self._client.log_table(self._id, columns, f"{table.name}/{table.step:06d}.json")
+
     def close(self) -> None:
         self._client.set_terminated(self._id)
 
@@ -88,6 +114,9 @@ class SwanLab:
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         self._run.log(dict(figures), step=step)
+
+    def show(self, table: Table) -> None:
+        self._run.log({table.name: _module("swanlab", "swanlab").Text(table.markdown())}, step=table.step)
 
     def close(self) -> None:
         self._run.finish()

@@ -19,6 +19,7 @@ from storage.objects import ObjectStore, open_store
 from tasks.loggers.base import LoggerMissing, Run, figures_of
 from tasks.loggers.feed import Loggers
 from tasks.loggers.sinks import SINKS, run_id
+from tasks.loggers.tables import Table
 from tasks.metrics import StepMetrics
 from tasks.step_metrics import write_metrics
 from tasks.validations import Validation, measured
@@ -207,6 +208,49 @@ def test_a_service_that_is_away_is_said_once(
     assert [one.message for one in caplog.records if "swanlab" in one.message] == [
         "the logger swanlab does not have all figures: ConnectionError: no route"
     ]
+
+
+TABLE = Table(name="samples", step=2, rows=({"prompt": "a|b", "grade": 0.5}, {"prompt": "c\nd", "grade": None}))
+
+
+def test_a_table_of_markdown_keeps_its_cells() -> None:
+    assert TABLE.markdown() == "| prompt | grade |\n| --- | --- |\n| a\\|b | 0.5 |\n| c<br>d |  |"
+    assert TABLE.text() == "samples after 2 steps\n  prompt 'a|b'  grade 0.5\n  prompt 'c\\nd'  grade None"
+
+
+def test_a_table_is_given_to_each_service_once(store: ObjectStore, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb, swanlab = Recorder(), Recorder()
+    files: list[tuple[str, dict[str, list[Any]], str]] = []
+    fake(monkeypatch, "wandb", init=wandb.init, Table=lambda columns, data: (columns, data))
+    fake(monkeypatch, "swanlab", init=swanlab.init, Text=lambda text: text)
+    client = SimpleNamespace(
+        get_experiment_by_name=lambda name: SimpleNamespace(experiment_id="7"),
+        search_runs=lambda *_, **__: [SimpleNamespace(info=SimpleNamespace(run_id="m1"))],
+        log_table=lambda run_id, data, file: files.append((run_id, data, file)),
+    )
+    fake(monkeypatch, "mlflow.entities")
+    fake(monkeypatch, "mlflow.tracking", MlflowClient=lambda: client)
+    for _ in range(2):  # and again after a restart
+        loggers = Loggers(store, policy(2), ["wandb", "swanlab", "mlflow"], run)
+        loggers.table(TABLE)
+        loggers.table(TABLE.model_copy(update={"rows": (), "step": 3}))
+    columns, cells = ["prompt", "grade"], [["a|b", 0.5], ["c\nd", None]]
+    assert wandb.lines == [(None, {"samples": (columns, cells), "step": 2})]
+    assert swanlab.lines == [(2, {"samples": TABLE.markdown()})]
+    assert files == [("m1", {"prompt": ["a|b", "c\nd"], "grade": [0.5, None]}, "samples/000002.json")]
+    Loggers(store, policy(0, "1-gspo"), ["swanlab"], run).table(TABLE)
+    assert list(swanlab.lines[-1][1]) == ["1-gspo/samples"]
+
+
+def test_tensorboard_has_tables_as_text(store: ObjectStore, run: Run) -> None:
+    loader = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
+    loggers = Loggers(store, policy(2), ["tensorboard"], run)
+    loggers.table(TABLE)
+    loggers.close()
+    (file,) = (Path(run.folder) / "p" / "n").glob("events.*")
+    (value,) = [value for event in loader.EventFileLoader(str(file)).Load() for value in event.summary.value]
+    assert (value.tag, value.metadata.plugin_data.plugin_name) == ("samples", "text")
+    assert value.tensor.string_val == [TABLE.markdown().encode()]
 
 
 def test_nothing_is_kept_without_loggers(store: ObjectStore, run: Run) -> None:

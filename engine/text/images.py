@@ -132,7 +132,7 @@ def with_images_embedded(thread: StringThread) -> StringThread:
     for turn in thread.turns:
         content = turn.content
         if not isinstance(content, str) and any(isinstance(part, ImageFragment) for part in content):
-            content = tuple(_embedded(part) if isinstance(part, ImageFragment) else part for part in content)
+            content = tuple(embedded_image(part) if isinstance(part, ImageFragment) else part for part in content)
             changed = changed or content != turn.content
         turns.append((turn.role, content))
     return type(thread)(turns, thread.metadata, thread.weights) if changed else thread
@@ -171,7 +171,8 @@ def placed_images(turns: Iterable[TokenizedTurn], kind: ImageTokens | None) -> t
     return tuple(found)
 
 
-def _embedded(part: ImageFragment) -> ImageFragment:
+def embedded_image(part: ImageFragment) -> ImageFragment:
+    """The image as a `data:` URL. Raises as `image_bytes`."""
     data = image_bytes(part.url)
     if part.url.startswith("data:"):
         return part

@@ -2,9 +2,12 @@
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from engine.text.errors import ThreadError
+from engine.text.errors import TextError, ThreadError
+from engine.text.fragments import ImageFragment, TextFragment
+from engine.text.images import embedded_image
 from engine.text.threads import StringThread
 from storage.models import canonical_json
 from tasks.datasets.errors import BadRow
@@ -12,7 +15,7 @@ from tasks.datasets.spec import ColumnRole, DatasetUse, RowsDataset
 
 ROLES = ("system", "user", "assistant", "tool")
 
-Turn = tuple[str, str]
+Turn = tuple[str, str | tuple[TextFragment | ImageFragment, ...]]
 
 
 @dataclass(frozen=True)
@@ -148,9 +151,34 @@ def _message(message: Any, column: str, place: Place) -> Turn:
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
         raise place.bad(f"{column}.role", given=_shown(role), expected=f"one of {', '.join(ROLES)}")
+    if isinstance(content, list) and content:
+        return role, tuple(_part(part, f"{column}.content[{n}]", place) for n, part in enumerate(content))
     if not isinstance(content, str):
-        raise place.bad(f"{column}.content", given=_shown(content), expected="a text")
+        raise place.bad(f"{column}.content", given=_shown(content), expected="a text, or a list of parts")
     return role, _text(content, f"{column}.content", place)
+
+
+def _part(part: Any, column: str, place: Place) -> TextFragment | ImageFragment:
+    """{'type': 'text', 'text': …} or {'type': 'image', 'url': …}: a data: URL, or a file, whose path begins where the
+    dataset's own file lies."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "text" and isinstance(part.get("text"), str):
+        return TextFragment(text=_text(part["text"], column, place))
+    if kind != "image" or not isinstance(part.get("url"), str):
+        raise place.bad(
+            column, given=_shown(part), expected="{'type': 'text', 'text': …} or {'type': 'image', 'url': …}"
+        )
+    url = part["url"] if "://" in part["url"][:20] or part["url"].startswith("data:") else _beside(part["url"], place)
+    try:
+        return embedded_image(ImageFragment(url=url))
+    except TextError as error:
+        raise place.bad(
+            f"{column}.url", given=_shown(part["url"]), expected="a data: URL or a file", todo=str(error)
+        ) from error
+
+
+def _beside(path: str, place: Place) -> str:
+    return str(Path(place.source).parent / Path(path).expanduser())
 
 
 def _text(value: str, column: str, place: Place) -> str:

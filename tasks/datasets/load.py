@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from engine.text.images import with_images_embedded
 from engine.text.threads import StringThread
 from storage import keys
 from storage.artifacts import ArtifactRef, Provenance, find_artifact
@@ -130,10 +131,15 @@ def prompt_id(thread: StringThread) -> str:
 
 
 def _identity(item: StringThread | Pair) -> tuple[str, dict[str, str]]:
-    """What names an item, and its columns."""
+    """What names an item, and its columns, which hold the images themselves. Raises UnsupportedFragment for one that
+    would have to be fetched, ThreadError for one that cannot be read."""
     if isinstance(item, StringThread):
-        return prompt_id(item), {"thread": item.to_json()}
-    columns = {"chosen": item.chosen.to_json(), "rejected": item.rejected.to_json()}
+        whole = with_images_embedded(item)
+        return prompt_id(whole), {"thread": whole.to_json()}
+    columns = {
+        "chosen": with_images_embedded(item.chosen).to_json(),
+        "rejected": with_images_embedded(item.rejected).to_json(),
+    }
     return digest(canonical_json(list(columns.values())))[:ID_CHARACTERS], columns
 
 

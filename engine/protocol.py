@@ -41,6 +41,9 @@ class SamplingParams(Frozen):
     are not: a gap of -ln(1 - p(end)) per held-back token, to mind with old_logprobs="sampler"."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a completion besides the model's own end-of-sequence ids."""
+    ignore_eos: bool = Field(False, exclude_if=lambda ignored: not ignored)
+    """Go on past the model's own end-of-sequence ids, which are drawn like any other token: completions of one length,
+    for benchmarks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from tasks.evaluations import EvaluationPlan
 from tasks.graders.base import BaseGrader
 from tasks.graders.spec import GraderSpec
 from tasks.gradings import Grading
+from tasks.lengths import ANY_LENGTH, LengthPlan
 from tasks.load import load_prompts
 from tasks.loggers.tables import Table
 from tasks.rollouts import PromptShard
@@ -132,6 +133,8 @@ class ValidationLoss:
 
     dataset: Sequence[StringThread] | Sequence[tuple[StringThread, StringThread]] | LoadedDataset
     cadence: Cadence = Cadence(every=0.2)
+    lengths: LengthPlan = ANY_LENGTH
+    """As the class that is trained has it."""
 
     async def at(self, moment: Moment) -> ArtifactRef | None:
         """Raises ValueError in a class whose loss is not of rows."""
@@ -139,8 +142,9 @@ class ValidationLoss:
             raise ValueError("a validation loss is of SFT and DPO, and this class minimises another; leave it out")
         model = moment.model
         plan = ValidationLossPlan(
-            base=model.base, dataset=self._load(moment).ref, loss=moment.loss, reference=moment.reference
-        )
+            base=model.base, dataset=self._load(moment).ref, loss=moment.loss, reference=moment.reference,
+            lengths=self.lengths,
+        )  # fmt: skip
         return await validate_loss(model.workspace, moment.policy, plan)
 
     def _load(self, moment: Moment) -> LoadedDataset:

@@ -29,6 +29,7 @@ from storage.models import Frozen
 from storage.retention import Retention
 from tasks.batches import AdvantageEstimator
 from tasks.datasets.spec import FileDataset, PythonDataset, ReasoningGymDataset
+from tasks.lengths import Cut, LengthPlan
 from tasks.rollouts import Truncation
 
 SEMANTIC = (
@@ -167,6 +168,14 @@ class SFTAlgorithm(Frozen):
     """Passes over the conversations."""
     samples_per_batch: int = Field(512, ge=1)
     """Conversations of one step."""
+    max_tokens: int | None = Field(None, ge=1, exclude_if=lambda tokens: tokens is None)
+    """Longest conversation. None: the model's context."""
+    truncation: Cut = Field("error", exclude_if=lambda cut: cut == "error")
+    """What happens to a longer one: error, left (its last tokens are kept), right (its first)."""
+
+    @property
+    def lengths(self) -> LengthPlan:
+        return LengthPlan(max_tokens=self.max_tokens, truncation=self.truncation)
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:

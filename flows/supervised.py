@@ -23,6 +23,7 @@ from storage.registry import registered_key
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.order import take
 from tasks.datasets.spec import DatasetUse
+from tasks.lengths import ANY_LENGTH
 from tasks.load import load_prompts
 from tasks.publish import publish_model
 from tasks.report import write_report
@@ -160,7 +161,8 @@ def _validation(config: TrainingConfig, session: RunSession) -> list[Callback]:
     if heldout is None or validation is None:
         return []
     use: DatasetUse = "preference" if session.data.ref.kind == "pairs" else "completion"
-    return [ValidationLoss(load_prompts(session.workspace, heldout, use), Cadence.of(validation))]
+    lengths = getattr(config.algorithm, "lengths", ANY_LENGTH)
+    return [ValidationLoss(load_prompts(session.workspace, heldout, use), Cadence.of(validation), lengths)]
 
 
 async def train_on_dataset(config: TrainingConfig, session: RunSession, trainer: Supervised) -> dict[str, Any]:

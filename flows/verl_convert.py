@@ -309,7 +309,8 @@ def _names(verl: Verl, key: str, value: Any) -> Any:
 CONVERSIONS: dict[str, Conversion] = {
     **DATA_CONVERSIONS, **ENGINE_CONVERSIONS, **VALIDATION_CONVERSIONS,
     "bypass": _bypass, "clip": _clip, "clip_high": _clip_high, "clip_low": _clip_low, "completions": _completions,
-    "conversation_length": _conversation_length, "conversation_truncation": _conversation_truncation, "conversations": _conversations, "dynamic_batch": _dynamic_batch,
+    "conversation_length": _conversation_length, "conversation_truncation": _conversation_truncation,
+    "conversations": _conversations, "dynamic_batch": _dynamic_batch,
     "estimator": _estimator, "filter_metric": _filter_metric, "importance": _importance,
     "importance_cap": _importance_cap, "kl_controller": _kl_controller, "kl_estimator": _kl_estimator,
     "kl_in_reward": _kl_in_reward, "kl_loss": _kl_loss, "loss_mode": _loss_mode, "loss_norm": _loss_norm,

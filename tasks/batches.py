@@ -25,6 +25,7 @@ from storage.objects import ObjectStore
 from storage.tables import TableWriter, commit_table, shared_rows, table_schema
 from tasks.batch_rows import Grades, batch_table, gap_of, policy_gap, trained_lengths, with_lists
 from tasks.clock import timed
+from tasks.lengths import ANY_LENGTH, LengthPlan, cut
 from tasks.rewards import (
     BATCH_ESTIMATORS,
     KL_OF_GAP,
@@ -244,9 +245,17 @@ async def _logprobs(
 
 
 async def completion_batch(
-    workspace: Workspace, policy: PolicyRef, base: ArtifactRef, dataset: ArtifactRef, rows: list[int], *, step: int
+    workspace: Workspace,
+    policy: PolicyRef,
+    base: ArtifactRef,
+    dataset: ArtifactRef,
+    rows: list[int],
+    *,
+    lengths: LengthPlan = ANY_LENGTH,
+    step: int,
 ) -> ArtifactRef:
-    """The committed batch of an SFT step."""
+    """The committed batch of an SFT step; its manifest counts the conversations that were cut. Raises SampleTooLong,
+    and BadSpec where there is nothing to learn."""
     store = workspace.open_store()
     key = keys.step_artifact(policy.run, policy.stage, step, "batch", 0)
     with timed("storage"):
@@ -257,14 +266,18 @@ async def completion_batch(
     renderer = renderer_of(store, base)
     schema = table_schema("batch", ["images"] if renderer.tokenizer.images else [])
     empty: dict[str, Any] = {name: None for name in schema.names}
-    table_rows = []
+    limit = lengths.limit(store, base)
+    table_rows, cuts = [], 0
     for record in records:
         whole = renderer.sequence(renderer.tokenize(StringThread.from_json(record["thread"])))
-        row = {"group": record["id"], "completion": 0, "token_ids": whole.token_ids, "weights": whole.weights}
-        table_rows.append(empty | row | ({"images": image_rows(whole.images)} if "images" in schema.names else {}))
+        kept = cut(whole, lengths, limit, row=f"conversation {record['id']} (row {record['index']})")
+        cuts += kept is not whole
+        row = {"group": record["id"], "completion": 0, "token_ids": kept.token_ids, "weights": kept.weights}
+        table_rows.append(empty | row | ({"images": image_rows(kept.images)} if "images" in schema.names else {}))
     if not any(weight > 0 for row in table_rows for weight in row["weights"]):
         raise BadSpec(
-            f"step {step}: none of the rows {rows[:5]}… has an assistant turn to learn; SFT needs completions"
+            f"step {step}: none of the rows {rows[:5]}… has an assistant turn to learn"
+            + (f", and {cuts} of them were cut; raise algorithm.max_tokens" if cuts else "; SFT needs completions")
         )
     with timed("storage"):
         committed = commit_table(
@@ -274,6 +287,7 @@ async def completion_batch(
             kind="batch",
             parents=(policy.uri, dataset.uri),
             provenance=workspace.provenance,
-            extra={"prompts": len({record["id"] for record in records}), "logprob_gap": None},
+            extra={"prompts": len({record["id"] for record in records}), "logprob_gap": None}
+            | ({"cut": cuts} if cuts else {}),
         )
     return made_from(committed, policy.uri)

@@ -9,6 +9,7 @@ from storage.artifacts import ArtifactRef
 from storage.chain import PolicyRef
 from tasks.batches import BatchPlan, completion_batch, rollout_batch
 from tasks.episode_values import episode_value_batch
+from tasks.lengths import ANY_LENGTH, LengthPlan
 from tasks.preference_batches import pair_batch, rating_batch
 from tasks.retries import DURABLE
 from tasks.trajectory_batches import trajectory_batch
@@ -79,10 +80,17 @@ async def prepare_credited_episodes(
 
 @task(**DURABLE, task_run_name="batch-{step:06d}")
 async def prepare_completions(
-    workspace: Workspace, policy: PolicyRef, base: ArtifactRef, dataset: ArtifactRef, rows: list[int], *, step: int
+    workspace: Workspace,
+    policy: PolicyRef,
+    base: ArtifactRef,
+    dataset: ArtifactRef,
+    rows: list[int],
+    *,
+    lengths: LengthPlan = ANY_LENGTH,
+    step: int,
 ) -> ArtifactRef:
     """The `batch` table of an SFT step: the dataset rows, tokenised, assistant turns trained."""
-    return await completion_batch(workspace, policy, base, dataset, rows, step=step)
+    return await completion_batch(workspace, policy, base, dataset, rows, lengths=lengths, step=step)
 
 
 @task(**DURABLE, task_run_name="batch-{step:06d}")

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pyarrow as pa
+from pydantic import Field
 
 from engine.errors import BadSpec
 from engine.losses.spec import CrossEntropySpec, DPOSpec
@@ -21,6 +22,7 @@ from storage.models import Frozen, canonical_json, digest
 from storage.tables import SCHEMAS, commit_table, shared_rows
 from tasks.batches import CHUNK_TOKENS
 from tasks.clock import timed
+from tasks.lengths import ANY_LENGTH, LengthPlan, cut
 from tasks.validations import measured
 
 SIDES = {"threads": ("thread",), "pairs": ("chosen", "rejected")}
@@ -37,6 +39,8 @@ class ValidationLossPlan(Frozen):
     loss: CrossEntropySpec | DPOSpec
     reference: PolicyRef | None = None
     """What DPO compares with."""
+    lengths: LengthPlan = Field(ANY_LENGTH, exclude_if=lambda lengths: lengths == ANY_LENGTH)
+    """How long a conversation may be."""
     label: str = "validation"
     """What a person calls it; decides nothing."""
 
@@ -89,7 +93,9 @@ async def _logprobs(
     renderer = renderer_of(workspace.open_store(), plan.base)
     sides = SIDES[plan.dataset.kind]
     conversations = [StringThread.from_json(str(row[side])) for row in rows for side in sides]
-    sequences = [renderer.sequence(renderer.tokenize(thread)) for thread in conversations]
+    whole = [renderer.sequence(renderer.tokenize(thread)) for thread in conversations]
+    limit = plan.lengths.limit(workspace.open_store(), plan.base)
+    sequences = [cut(one, plan.lengths, limit, row=f"held-out row {at // len(sides)}") for at, one in enumerate(whole)]
     flat: list[tuple[float, int]] = []
     for chunk in _chunks(sequences):
         with timed("train"):

@@ -173,7 +173,7 @@ class TorchSampler:
             row.logprobs.append(logprob)
             if on_token is not None:
                 on_token(row.place, token, logprob)
-            if token in eos:
+            if token in eos and not params.ignore_eos:
                 row.stop = "eos"
             elif token in params.stop_token_ids:
                 row.stop = "stop"

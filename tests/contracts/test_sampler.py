@@ -192,6 +192,25 @@ class SamplerContract:
         assert stopped.token_ids == free[: first + 1]
         assert stopped.stop_reason == "stop"
 
+    def test_an_ignored_end_of_sequence_is_a_token_like_any_other(self, sampler: Sampler, model: Any) -> None:
+        params = SamplingParams(max_new_tokens=64)
+        prompts, seeds = [[40]] * 32, list(range(32))
+        ended = sampler.sample(prompts, seeds, params)
+        ignoring = params.model_copy(update={"ignore_eos": True})
+        drawn = sampler.sample(prompts, seeds, ignoring)
+        assert [(len(one.token_ids), one.stop_reason) for one in drawn] == [(64, "length")] * 32
+        passed = [at for at, one in enumerate(ended) if one.stop_reason == "eos" and len(one.token_ids) < 64]
+        assert passed  # one of 32 at least, of about one end in 259 tokens
+        for at in passed:
+            before = ended[at].token_ids
+            assert drawn[at].token_ids[: len(before)] == before and before[-1] == END
+            assert_drawn_from(model, prompts[at], drawn[at], ignoring)
+        stop = drawn[passed[0]].token_ids[len(ended[passed[0]].token_ids)]
+        stopping = ignoring.model_copy(update={"stop_token_ids": (stop,)})
+        (one,) = sampler.sample([[40]], [seeds[passed[0]]], stopping)
+        assert one.stop_reason == "stop" and one.token_ids[-1] == stop
+        assert one.token_ids == drawn[passed[0]].token_ids[: drawn[passed[0]].token_ids.index(stop) + 1]
+
     def test_before_min_new_tokens_nothing_ends(self, sampler: Sampler) -> None:
         greedy = SamplingParams(temperature=0, max_new_tokens=6)
         free = sampler.sample([[5, 6, 7]], [0], greedy)[0].token_ids

@@ -197,13 +197,19 @@ class _Drawn:
         self.logprobs += [logprob for _, logprob in fresh]
 
     def completion(self, eos: Sequence[int], params: SamplingParams) -> Completion:
-        last = self.tokens[-1]
-        stop: StopReason = "eos" if last in eos else "stop" if last in params.stop_token_ids else "length"
-        return Completion(self.tokens, self.logprobs, stop)
+        return Completion(self.tokens, self.logprobs, stop_reason(self.tokens[-1], eos, params))
+
+
+def stop_reason(last: int, eos: Sequence[int], params: SamplingParams) -> StopReason:
+    """Why a completion ended with this token."""
+    if last in eos and not params.ignore_eos:
+        return "eos"
+    return "stop" if last in params.stop_token_ids else "length"
 
 
 def vllm_params(params: SamplingParams, seed: int, options: EngineOptions, *, stream: bool) -> Any:
-    """Our meaning in vLLM's words. Ends of sequence are given as stop tokens, so that one rule holds for both.
+    """Our meaning in vLLM's words. Ends of sequence are given as stop tokens, so that one rule holds for both, where
+    they are not to be ignored.
 
     Raises:
         BadSpec: a temperature that vLLM would change.
@@ -224,7 +230,7 @@ def vllm_params(params: SamplingParams, seed: int, options: EngineOptions, *, st
         seed=seed & ((1 << 63) - 1),
         max_tokens=params.max_new_tokens,
         min_tokens=min(params.min_new_tokens, params.max_new_tokens),
-        stop_token_ids=sorted({*options.eos_token_ids, *params.stop_token_ids}),
+        stop_token_ids=sorted({*(() if params.ignore_eos else options.eos_token_ids), *params.stop_token_ids}),
         ignore_eos=True,
         logprobs=-1 if _filters_greedy(params) else 0,
         detokenize=False,

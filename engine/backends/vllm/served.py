@@ -13,7 +13,7 @@ from typing import Any
 from engine.backends.vllm import adapter
 from engine.backends.vllm.runtime import EngineOptions
 from engine.errors import WorkerDied
-from engine.protocol import SamplingParams, StopReason, TokenIds
+from engine.protocol import SamplingParams, TokenIds
 
 Chunk = list[Any]
 """[index of the completion, token ids, logprobs, stop reason or None]: what was drawn since the chunk before."""
@@ -64,7 +64,7 @@ class Served:
                     raise WorkerDied("vLLM aborted a completion")
                 drawn = adapter.sampled(output.outputs[0], params)
                 tokens = [token for token, _ in drawn]
-                stop = self._stop(tokens[-1], params) if output.finished else None
+                stop = adapter.stop_reason(tokens[-1], self.options.eos_token_ids, params) if output.finished else None
                 chunks.put_nowait([index, tokens, [logprob for _, logprob in drawn], stop])
 
         asked = enumerate(zip(body["of"], body["seeds"], strict=True))
@@ -101,9 +101,6 @@ class Served:
         if name not in self.adapters:
             raise ValueError(f"adapter {name!r} was not loaded here")
         return self.adapters[name]
-
-    def _stop(self, last: int, params: SamplingParams) -> StopReason:
-        return "eos" if last in self.options.eos_token_ids else "stop" if last in params.stop_token_ids else "length"
 
     async def do(self, what: str) -> Any:
         """One of the engine's own calls. Raises ValueError for one that is not known."""

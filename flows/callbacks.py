@@ -15,7 +15,7 @@ from fractions import Fraction
 from typing import Any, Protocol, Self
 
 from engine.handles import TrainingModel
-from engine.losses.spec import CrossEntropySpec, DPOSpec, LossSpec
+from engine.losses.spec import CrossEntropySpec, DPOSpec, LossSpec, MSESpec, RankingSpec
 from engine.protocol import SamplingParams
 from engine.text.threads import StringThread
 from flows.grading import grading_of
@@ -24,9 +24,9 @@ from storage.accounting import material_of
 from storage.artifacts import ArtifactRef
 from storage.chain import PolicyRef
 from tasks.datasets.load import LoadedDataset
-from tasks.datasets.spec import InlineDataset, InlinePairs
+from tasks.datasets.spec import DatasetUse, InlineDataset, InlinePairs
 from tasks.episode_evaluations import EpisodeEvaluationPlan
-from tasks.evaluate import evaluate_in_environment, evaluate_policy, validate_loss
+from tasks.evaluate import evaluate_in_environment, evaluate_policy, validate_loss, validate_scores
 from tasks.evaluations import EvaluationPlan
 from tasks.graders.base import BaseGrader
 from tasks.graders.spec import GraderSpec
@@ -38,6 +38,7 @@ from tasks.rollouts import PromptShard
 from tasks.run_page import sample_rows
 from tasks.trajectories import EpisodePlan
 from tasks.validation_losses import ValidationLossPlan
+from tasks.validation_scores import ScoreValidationPlan
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,8 @@ class HeldoutEvaluation:
 
 @dataclass(frozen=True)
 class ValidationLoss:
-    """The loss of SFT or DPO on held-out rows: threads, pairs (preferred, dispreferred), or a loaded dataset."""
+    """The loss of SFT, DPO or RewardModelling on held-out rows: threads, pairs (preferred, dispreferred), or a loaded
+    dataset. Of pairs also how many are told apart, and by how much."""
 
     dataset: Sequence[StringThread] | Sequence[tuple[StringThread, StringThread]] | LoadedDataset
     cadence: Cadence = Cadence(every=0.2)
@@ -138,9 +140,14 @@ class ValidationLoss:
 
     async def at(self, moment: Moment) -> ArtifactRef | None:
         """Raises ValueError in a class whose loss is not of rows."""
-        if not isinstance(moment.loss, CrossEntropySpec | DPOSpec):
-            raise ValueError("a validation loss is of SFT and DPO, and this class minimises another; leave it out")
         model = moment.model
+        if isinstance(moment.loss, RankingSpec | MSESpec):
+            of_scores = ScoreValidationPlan(base=model.base, dataset=self._load(moment).ref, loss=moment.loss)
+            return await validate_scores(model.workspace, moment.policy, of_scores)
+        if not isinstance(moment.loss, CrossEntropySpec | DPOSpec):
+            raise ValueError(
+                "a validation loss is of SFT, DPO and RewardModelling, and this class minimises another; leave it out"
+            )
         plan = ValidationLossPlan(
             base=model.base, dataset=self._load(moment).ref, loss=moment.loss, reference=moment.reference,
             lengths=self.lengths,
@@ -151,9 +158,10 @@ class ValidationLoss:
         if isinstance(self.dataset, LoadedDataset):
             return self.dataset
         rows = list(self.dataset)
-        if isinstance(moment.loss, DPOSpec):
+        if isinstance(moment.loss, DPOSpec | RankingSpec):
             return load_prompts(moment.model.workspace, InlinePairs.of(rows), "preference")  # type: ignore[arg-type, call-overload]
-        return load_prompts(moment.model.workspace, InlineDataset.of(rows), "completion")  # type: ignore[arg-type, call-overload]
+        use: DatasetUse = "rating" if isinstance(moment.loss, MSESpec) else "completion"
+        return load_prompts(moment.model.workspace, InlineDataset.of(rows), use)  # type: ignore[arg-type, call-overload]
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,8 @@ class RewardDataConfig(DataConfig):
 
     train: RowsSource
     """Rows of `chosen` and `rejected`, or rated conversations."""
+    heldout: RowsSource | None = None
+    """Rows of the validation loss; of the same kind."""
     use: Literal["preference", "rating"] = "preference"
     """preference: the chosen answer is to score higher than the rejected one. rating: an answer is to score what its
     metadata says in `res` (metadata_columns: [res], where it is a column)."""
@@ -86,6 +88,7 @@ class RewardModelConfig(TrainingConfig):
     data: RewardDataConfig
     algorithm: RewardModelAlgorithm = RewardModelAlgorithm()
     optimizer: PreferenceOptimizer = PreferenceOptimizer()
+    validation: ValidationConfig = ValidationConfig()
 
     @property
     def title(self) -> str:

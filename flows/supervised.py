@@ -160,7 +160,7 @@ def _validation(config: TrainingConfig, session: RunSession) -> list[Callback]:
     heldout, validation = getattr(config.data, "heldout", None), getattr(config, "validation", None)
     if heldout is None or validation is None:
         return []
-    use: DatasetUse = "preference" if session.data.ref.kind == "pairs" else "completion"
+    use: DatasetUse = "preference" if session.data.ref.kind == "pairs" else getattr(config.data, "use", "completion")
     lengths = getattr(config.algorithm, "lengths", ANY_LENGTH)
     return [ValidationLoss(load_prompts(session.workspace, heldout, use), Cadence.of(validation), lengths)]
 

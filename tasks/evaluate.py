@@ -11,6 +11,7 @@ from tasks.episode_evaluations import EpisodeEvaluationPlan, evaluate_episodes
 from tasks.evaluations import EvaluationPlan, evaluate
 from tasks.retries import DURABLE
 from tasks.validation_losses import ValidationLossPlan, validation_loss
+from tasks.validation_scores import ScoreValidationPlan, score_validation
 
 
 @task(**DURABLE, task_run_name="evaluate-{policy.step:06d}")
@@ -31,3 +32,9 @@ async def evaluate_in_environment(
 async def validate_loss(workspace: Workspace, policy: PolicyRef, plan: ValidationLossPlan) -> ArtifactRef:
     """The policy's `validation` table under `plan`; a second call returns the first one's."""
     return await validation_loss(workspace, policy, plan)
+
+
+@task(**DURABLE, task_run_name="validate-{policy.step:06d}")
+async def validate_scores(workspace: Workspace, policy: PolicyRef, plan: ScoreValidationPlan) -> ArtifactRef:
+    """The `validation` table of a policy with a scalar head under `plan`; a second call returns the first one's."""
+    return await score_validation(workspace, policy, plan)

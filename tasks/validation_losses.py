@@ -97,7 +97,7 @@ async def _logprobs(
     limit = plan.lengths.limit(workspace.open_store(), plan.base)
     sequences = [cut(one, plan.lengths, limit, row=f"held-out row {at // len(sides)}") for at, one in enumerate(whole)]
     flat: list[tuple[float, int]] = []
-    for chunk in _chunks(sequences):
+    for chunk in chunks(sequences):
         with timed("train"):
             request = LogprobsRequest(policy, chunk)
             found = await workspace.connect().logprobs(request, epoch=workspace.epoch)
@@ -107,7 +107,8 @@ async def _logprobs(
     return [flat[at : at + len(sides)] for at in range(0, len(flat), len(sides))]
 
 
-def _chunks(sequences: list[TokenSequence]) -> Iterator[list[TokenSequence]]:
+def chunks(sequences: list[TokenSequence]) -> Iterator[list[TokenSequence]]:
+    """About CHUNK_TOKENS at a time."""
     chunk: list[TokenSequence] = []
     tokens = 0
     for one in sequences:
@@ -146,9 +147,9 @@ def dpo_loss(loss: DPOSpec, margin: float) -> float:
         return (margin - 1 / (2 * loss.beta)) ** 2
     flipped = loss.label_smoothing or 0.0
     scaled = loss.beta * margin
-    return (1 - flipped) * _softplus(-scaled) + flipped * _softplus(scaled)
+    return (1 - flipped) * softplus(-scaled) + flipped * softplus(scaled)
 
 
-def _softplus(x: float) -> float:
+def softplus(x: float) -> float:
     """log(1 + e^x)."""
     return max(x, 0.0) + math.log1p(math.exp(-abs(x)))

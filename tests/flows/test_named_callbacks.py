@@ -129,5 +129,5 @@ async def test_a_validation_loss_is_not_of_rewards(prefect_server: str, tmp_path
         prompts, model.max_gen_len(6), grader_spec("tests.grading:even_share", None), max_num_grpo_steps=1,
         samples_per_batch=4, completions_per_sample=4, callbacks=[ValidationLoss(prompts)],
     )  # fmt: skip
-    with pytest.raises(ValueError, match="a validation loss is of SFT and DPO"):
+    with pytest.raises(ValueError, match="a validation loss is of SFT, DPO and RewardModelling"):
         await trainer.run()

@@ -15,13 +15,15 @@ from pydantic import ValidationError
 from engine.losses.spec import DPOSpec
 from flows.config import SFTConfig
 from flows.dpo import dpo
-from flows.preference_config import DPOConfig
+from flows.preference_config import DPOConfig, RewardModelConfig
+from flows.reward_model import reward_model
 from flows.sft import sft
 from storage.chain import Chain
 from storage.objects import open_store
 from tasks.validation_losses import dpo_loss
+from tasks.validation_scores import ranked, rated
 from tasks.validations import Validation, read_validations
-from tests.preferences import preference_config
+from tests.preferences import preference_config, write_ratings
 
 
 @pytest.mark.parametrize(
@@ -40,6 +42,44 @@ def test_the_loss_of_a_pair(loss: DPOSpec, expected: float) -> None:
         assert dpo_loss(loss, 0.0) == pytest.approx(math.log(2))
         assert dpo_loss(loss, 1e6) == 0.0
         assert dpo_loss(loss, -1e6) == pytest.approx(loss.beta * 1e6)
+
+
+def test_the_loss_of_scores() -> None:
+    """By hand: -log σ(1) = 0.31326169, -log σ(-0.5) = 0.97407698; (1 - 3)² = 4, (0.5 - 0)² = 0.25."""
+    table, measures = ranked([(2.0, 1.0), (-1.0, -0.5), (0.0, 0.0)])
+    assert [row["loss"] for row in table] == pytest.approx([0.31326169, 0.97407698, math.log(2)], abs=1e-8)
+    assert [row["margin"] for row in table] == [1.0, -0.5, 0.0]
+    assert measures["accuracy"] == pytest.approx(1 / 3)  # equal scores tell nothing apart
+    assert measures["margin"] == pytest.approx(0.5 / 3)
+    assert measures["loss"] == pytest.approx((0.31326169 + 0.97407698 + math.log(2)) / 3, abs=1e-8)
+    table, measures = rated([1.0, 0.5], [3.0, 0.0])
+    assert [row["loss"] for row in table] == [4.0, 0.25] and measures == {"loss": 2.125}
+
+
+@pytest.mark.parametrize("use", ["preference", "rating"])
+def test_the_validation_loss_of_a_reward_model_is_that_of_a_step_on_the_same_rows(
+    use: str, prefect_server: str, tmp_path: Path, tiny_folder: Path
+) -> None:
+    rows = 10 if use == "preference" else 20
+    body = preference_config(
+        tmp_path, tiny_folder, run="v", validation={"every_steps": 1},
+        algorithm={"steps": 2, "samples_per_batch": rows},
+    )  # fmt: skip
+    if use == "rating":
+        body["data"]["train"]["path"] = str(write_ratings(tmp_path / "ratings.jsonl"))
+    body["data"] |= {"heldout": body["data"]["train"], "use": use}
+    asyncio.run(reward_model(RewardModelConfig.model_validate(body)))
+    found = validations(tmp_path, "0-reward_model")
+    assert [(one.step, one.name) for one in found] == [(step, "validation") for step in range(3)]
+    chain = Chain(open_store(str(tmp_path / "data")), "v", "0-reward_model", "policy")
+    for one in found[:2]:
+        step = chain.record(one.step + 1).metrics  # of the policy before that step
+        assert one.measures["loss"] == pytest.approx(step["loss"], rel=1e-5)
+        if use == "preference":
+            assert one.measures["accuracy"] == pytest.approx(step["accuracy_mean"])
+            apart = step["score_chosen_mean"] - step["score_rejected_mean"]
+            assert one.measures["margin"] == pytest.approx(apart, abs=1e-5)
+    assert found[-1].measures["loss"] < found[0].measures["loss"]
 
 
 def validations(folder: Path, stage: str) -> list[Validation]:
@@ -102,7 +142,7 @@ def test_the_validation_loss_of_sft_is_that_of_a_step_on_the_same_rows(
 def test_held_out_rows_decide_nothing() -> None:
     body = {"model": {"key": "m"}, "data": {"train": {"kind": "file", "path": "p.jsonl"}}}
     with_rows = body | {"data": body["data"] | {"heldout": {"kind": "file", "path": "h.jsonl"}}}
-    for make in (SFTConfig, DPOConfig):
+    for make in (SFTConfig, DPOConfig, RewardModelConfig):
         plain = make.model_validate(body).semantic()
         assert make.model_validate(with_rows | {"validation": {"every": 0.1}}).semantic() == plain
         with pytest.raises(ValidationError, match="give one of them"):

@@ -1,0 +1,123 @@
+"""Plain code behind the loss of a reward model on held-out rows: of pairs, or of rated conversations."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pyarrow as pa
+
+from engine.errors import BadSpec
+from engine.losses.spec import MSESpec, RankingSpec
+from engine.protocol import LogprobsRequest
+from engine.scores import scored_whole
+from engine.text.threads import StringThread
+from engine.text.tokenizers import renderer_of
+from engine.workspace import Workspace
+from storage import keys
+from storage.artifacts import ArtifactRef, find_artifact
+from storage.chain import PolicyRef
+from storage.models import Frozen, canonical_json, digest
+from storage.tables import SCHEMAS, commit_table, shared_rows
+from tasks.clock import timed
+from tasks.validation_losses import SIDES, chunks, softplus
+from tasks.validations import measured
+
+Row = dict[str, Any]
+
+
+class ScoreValidationPlan(Frozen):
+    """Which rows, under which loss of scores. Equal plans of one policy are one artifact."""
+
+    base: ArtifactRef
+    """The model whose tokenizer renders the conversations."""
+    dataset: ArtifactRef
+    """Pairs to rank, or conversations with their rating in metadata["res"]."""
+    loss: RankingSpec | MSESpec
+    label: str = "validation"
+    """What a person calls it; decides nothing."""
+
+    def name(self, policy: PolicyRef) -> str:
+        body = self.model_dump(mode="json", exclude={"label"})
+        return f"{policy.step:06d}-{digest(canonical_json(body))[:12]}"
+
+
+async def score_validation(workspace: Workspace, policy: PolicyRef, plan: ScoreValidationPlan) -> ArtifactRef:
+    """The committed `validation` table of a policy with a scalar head: a row per pair or conversation. It measures
+    `loss`, as a mean over the rows; of pairs also `accuracy`, the share whose chosen answer scores higher, and
+    `margin`, by how much on average.
+
+    Raises:
+        BadSpec: the rows are not what the loss is of.
+    """
+    store = workspace.open_store()
+    key = keys.evaluation(policy.run, policy.stage, plan.name(policy))
+    found = find_artifact(store, key)
+    if found is not None:
+        return found
+    wanted = "pairs" if isinstance(plan.loss, RankingSpec) else "threads"
+    if plan.dataset.kind != wanted:
+        raise BadSpec(f"{plan.dataset.key} holds {plan.dataset.kind}; the loss {plan.loss.kind} is of {wanted}")
+    rows = shared_rows(store, plan.dataset, range(plan.dataset.rows or 0))
+    scores = await _scores(workspace, policy, plan, rows)
+    if isinstance(plan.loss, RankingSpec):
+        table, measures = ranked([(chosen, rejected) for chosen, rejected in scores])
+    else:
+        table, measures = rated([score for (score,) in scores], [_rating(plan.dataset, row) for row in rows])
+    for row, record in zip(table, rows, strict=True):
+        row |= {"prompt_index": record["index"], "prompt_id": record["id"]}
+    with timed("storage"):
+        return commit_table(
+            store,
+            key,
+            pa.Table.from_pylist(table, schema=SCHEMAS["validation"]),
+            kind="validation",
+            parents=(policy.uri, plan.dataset.uri),
+            provenance=workspace.provenance,
+            extra=measured(plan.label, measures),
+        )
+
+
+def ranked(scores: list[tuple[float, float]]) -> tuple[list[Row], dict[str, float]]:
+    """Rows and measures of pairs (score of the chosen, of the rejected): -log σ(s⁺ - s⁻)."""
+    margins = [chosen - rejected for chosen, rejected in scores]
+    table = [{"tokens": 2, "loss": softplus(-margin), "margin": margin} for margin in margins]
+    return table, {
+        "loss": math.fsum(row["loss"] for row in table) / len(table),
+        "margin": math.fsum(margins) / len(margins),
+        "accuracy": sum(margin > 0 for margin in margins) / len(margins),
+    }
+
+
+def rated(scores: list[float], ratings: list[float]) -> tuple[list[Row], dict[str, float]]:
+    """Rows and measures of scores beside the ratings that they should be: the squared error."""
+    losses = [(score - rating) ** 2 for score, rating in zip(scores, ratings, strict=True)]
+    table: list[Row] = [{"tokens": 1, "loss": loss, "margin": None} for loss in losses]
+    return table, {"loss": math.fsum(losses) / len(losses)}
+
+
+def _rating(dataset: ArtifactRef, row: Row) -> float:
+    rating = json.loads(row["metadata"] or "{}").get("res")
+    if isinstance(rating, bool) or not isinstance(rating, int | float):
+        raise BadSpec(f"row {row['index']} of {dataset.key} has metadata res={rating!r}; expected a number, its rating")
+    return float(rating)
+
+
+async def _scores(
+    workspace: Workspace, policy: PolicyRef, plan: ScoreValidationPlan, rows: list[Row]
+) -> list[list[float]]:
+    """Per row and side: the scalar head's number at the last token."""
+    renderer = renderer_of(workspace.open_store(), plan.base)
+    sides, end = SIDES[plan.dataset.kind], renderer.tokenizer.eos_token_ids[0]
+    whole = [
+        scored_whole(renderer.serialize(renderer.tokenize(StringThread.from_json(str(row[side]))))[0], end=end)
+        for row in rows
+        for side in sides
+    ]
+    flat: list[float] = []
+    for chunk in chunks(whole):
+        with timed("train"):
+            found = await workspace.connect().values(LogprobsRequest(policy, chunk), epoch=workspace.epoch)
+        flat += [score for (score,) in found]
+    return [flat[at : at + len(sides)] for at in range(0, len(flat), len(sides))]

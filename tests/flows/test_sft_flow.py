@@ -12,10 +12,13 @@ import pytest
 
 import flows.supervised
 from engine.connect import connect
+from engine.errors import BadSpec, SampleTooLong
 from flows.config import SFTConfig
 from flows.sft import SFT, sft
+from storage.artifacts import read_manifest
 from storage.chain import Chain
 from storage.objects import open_store
+from storage.tables import read_table
 
 STAGE = "0-sft"
 ANSWER = "yes"
@@ -102,6 +105,53 @@ def test_the_published_model_says_the_answer_and_stops(learnt: tuple[Path, dict[
     answer = model.generate(**prompt, max_new_tokens=20, do_sample=False)[0, prompt["input_ids"].shape[1] :]
     assert tokenizer.decode(answer, skip_special_tokens=True) == ANSWER
     assert len(answer) == len(ANSWER) + 1 and int(answer[-1]) == tokenizer.eos_token_id
+
+
+def first_batch(folder: Path, run: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Its rows, and what its manifest says of them."""
+    store = open_store(str(folder / "data"))
+    record = chain(folder, run).record(1)
+    assert record is not None
+    batch = record.request.batch
+    return read_table(store, batch).to_pylist(), dict(read_manifest(store, batch.key).extra)
+
+
+@pytest.mark.parametrize("truncation", ["left", "right"])
+def test_conversations_that_are_too_long_are_cut(
+    learnt: tuple[Path, dict[str, Any]], tiny_folder: Path, truncation: str
+) -> None:
+    folder, _ = learnt
+    whole, said = first_batch(folder, "learnt")
+    length = len(whole[0]["token_ids"])
+    assert {len(row["token_ids"]) for row in whole} == {length} and "cut" not in said
+    limit = length - 2
+    config = config_of(folder, tiny_folder, truncation, steps=1, max_tokens=limit, truncation=truncation)
+    data = config.data.model_copy(update={"heldout": config.data.train})
+    asyncio.run(sft(config.model_copy(update={"data": data})))
+    rows, said = first_batch(folder, truncation)
+    kept = slice(2, None) if truncation == "left" else slice(limit)
+    assert [row["token_ids"] for row in rows] == [row["token_ids"][kept] for row in whole]
+    assert [row["weights"] for row in rows] == [row["weights"][kept] for row in whole]
+    assert said["cut"] == 4
+    losses = sorted((folder / "data" / "runs" / truncation / "stages" / STAGE / "evaluations").glob("*.parquet"))
+    trained = sum(rows[0]["weights"])
+    assert losses and all(set(pandas.read_parquet(file)["tokens"]) == {trained} for file in losses)
+
+
+def test_a_conversation_that_is_too_long_fails_the_run_by_its_row(
+    prefect_server: str, tiny_folder: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(SampleTooLong, match=r"conversation [\w#]+ \(row \d\) has \d+ tokens, and at most 9 fit"):
+        asyncio.run(sft(config_of(tmp_path, tiny_folder, "long", max_tokens=9)))
+    with pytest.raises(BadSpec, match="4 of them were cut"):  # the prompt alone is longer
+        asyncio.run(sft(config_of(tmp_path, tiny_folder, "short", max_tokens=9, truncation="right")))
+
+
+def test_runs_of_any_length_are_the_runs_that_they_were(tiny_folder: Path, tmp_path: Path) -> None:
+    plain = config_of(tmp_path, tiny_folder, "a")
+    assert not {"max_tokens", "truncation"} & set(plain.semantic()["algorithm"])
+    cut = config_of(tmp_path, tiny_folder, "a", max_tokens=64, truncation="left")
+    assert cut.semantic()["algorithm"] == plain.semantic()["algorithm"] | {"max_tokens": 64, "truncation": "left"}
 
 
 class Interrupted(Exception):

@@ -1,6 +1,7 @@
 """A run that shares another one's history up to a step, like a git branch.
 
-States leave run names out, so the root and the records are copied under the new name and stay equal in state. Batches
+States leave run names out, so the root and the records are copied under the new name and stay equal in state, and so
+are the marks of a recipe's loops: the new run goes on in its loop, at the first iteration that is not shared. Batches
 stay references to the old run's immutable artifacts; the nearest checkpoint is copied, and every rebase with the
 checkpoint it goes on from, so that what is pruned in one run is not missed in the other. `fork.json` is committed
 first and says what the copy will be: an interrupted fork is finished by the same command, and the run is not opened
@@ -80,6 +81,7 @@ def fork_run(
     stage = _stage(store, run, stages, stage)
     info = _claim(store, new, _plan(store, run, stage, step, code_version))
     last = {policy.model: policy.step for policy in info.shared}
+    _copy_loops(store, run, new, info, stages)
     for at in stages[: stages.index(stage) + 1]:
         chains = [chain for chain in run_chains(store, run) if chain.stage == at]
         _copy_stage(store, run, new, at, until=step if at == stage else None)
@@ -177,6 +179,25 @@ def _copy_stage(store: ObjectStore, run: str, new: str, stage: str, *, until: in
         step = keys.numbered(info.key)
         if step is not None and (until is None or step < until):
             store.put_if_absent(keys.step_metrics(new, stage, step), store.get(info.key))
+
+
+def _copy_loops(store: ObjectStore, run: str, new: str, info: ForkInfo, stages: list[str]) -> None:
+    """Of a recipe's loops, the marks of iterations that ended within the shared history: the new run goes on at the
+    first that did not. Before the chains: `check_fork` finds no fork whole that lacks them."""
+    last = {policy.model: policy.step for policy in info.shared}
+    place = stages.index(info.stage)
+
+    def is_shared(policy: PolicyRef) -> bool:
+        at = stages.index(policy.stage) if policy.stage in stages else place + 1
+        return at < place or (at == place and policy.step <= last.get(policy.model, -1))
+
+    for mark in store.list(keys.loops_prefix(run)):
+        body = read_json(store, mark.key) or {}
+        policies = {name: PolicyRef.model_validate(one) for name, one in body.get("policies", {}).items()}
+        if all(is_shared(policy) for policy in policies.values()):
+            body |= {"policies": {name: _renamed(one, run, new).model_dump() for name, one in policies.items()}}
+            key = keys.loops_prefix(new) + mark.key.removeprefix(keys.loops_prefix(run))
+            store.put_if_absent(key, canonical_json(body))
 
 
 def _copy_chain(chain: Chain, new: str, until: int) -> None:

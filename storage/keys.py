@@ -166,9 +166,14 @@ def lease_release(run: str, epoch: int) -> str:
     return f"{leases_prefix(run)}{number(epoch)}.released.json"
 
 
+def loops_prefix(run: str) -> str:
+    """Before what a recipe's loops say."""
+    return f"{run_prefix(run)}loops/"
+
+
 def loop_prefix(run: str, loop: int) -> str:
     """Under which a recipe's n-th loop of steps says how far it came."""
-    return f"{run_prefix(run)}loops/{number(loop)}/"
+    return f"{loops_prefix(run)}{number(loop)}/"
 
 
 def loop_mark(run: str, loop: int, done: int) -> str:

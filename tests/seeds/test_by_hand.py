@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,9 @@ from engine.local.engine import LocalEngine
 from engine.spec import EngineSpec
 from flows.recipe import RecipeContext
 from storage import keys
+from storage.audit import audit_store
 from storage.chain import Chain, CommitRecord, PolicyRef
+from storage.fork import fork_run
 from storage.objects import open_store
 from tasks.batching import async_map
 from tasks.graders.base import BaseGrader
@@ -55,13 +58,13 @@ def dying_at(place: str) -> Callable[[str], None]:
 def nowhere(place: str) -> None: ...
 
 
-def opened(store: Path, engine: EngineSpec = DETERMINISTIC) -> RecipeContext:
+def opened(store: Path, engine: EngineSpec = DETERMINISTIC, run: str = "by-hand") -> RecipeContext:
     connecting.connect.cache_clear()  # as another process
-    return RecipeContext.open("by-hand", store=str(store), engine=engine)
+    return RecipeContext.open(run, store=str(store), engine=engine)
 
 
-def records(store: Path) -> list[CommitRecord]:
-    chain = Chain(open_store(store), "by-hand", "0-recipe", "policy")
+def records(store: Path, run: str = "by-hand") -> list[CommitRecord]:
+    chain = Chain(open_store(store), run, "0-recipe", "policy")
     return list(chain.records(0, chain.head().step))
 
 
@@ -71,6 +74,7 @@ class Whole:
 
     states: list[str]
     digests: list[str | None]
+    store: Path
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +84,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Whole:
         asyncio.run(recipe(opened(store), str(tiny_folder), nowhere))
     found = records(store)
     assert len(found) == STEPS
-    return Whole([record.state for record in found], [record.weights_digest for record in found])
+    return Whole([record.state for record in found], [record.weights_digest for record in found], store)
 
 
 async def test_the_listing_learns(tmp_path: Path, tiny_folder: Path) -> None:
@@ -123,6 +127,25 @@ async def test_a_recipe_that_is_cut_off_ends_as_one_that_was_not(
     passed.clear()
     await recipe(opened(tmp_path), str(tiny_folder), passed.append)
     assert passed == [] and len(records(tmp_path)) == STEPS  # nothing is left to do
+
+
+@pytest.mark.parametrize(("step", "begins"), [(2, "1:before_step_0"), (3, "1:before_step_0"), (4, "2:before_step_0")])
+async def test_a_fork_goes_on_in_its_loop(
+    tmp_path: Path, tiny_folder: Path, whole: Whole, step: int, begins: str
+) -> None:
+    """At the first iteration that is not shared as a whole; what is shared of it stands."""
+    store = shutil.copytree(whole.store, tmp_path / "data")
+    fork_run(open_store(store), "by-hand", "forked", step=step, code_version="test")
+    shared = [record.attempt for record in records(store, "forked")]
+    assert len(shared) == step
+    passed: list[str] = []
+    await recipe(opened(store, run="forked"), str(tiny_folder), passed.append)
+    assert passed[0] == begins
+    found = records(store, "forked")
+    assert [record.attempt for record in found[:step]] == shared
+    assert [record.state for record in found] == whole.states
+    assert [record.weights_digest for record in found] == whole.digests
+    assert audit_store(open_store(store)).problems == ()
 
 
 async def test_the_reference_of_a_resumed_recipe_is_that_of_the_first_attempt(

@@ -90,6 +90,30 @@ def test_the_audit_finds_nothing_in_a_fork_of_a_fork(toy: ToyRun) -> None:
     assert info.shared == (Chain(toy.store, "new", "0-grpo", "policy").policy(2),)
 
 
+def test_the_marks_of_loops_are_copied_up_to_the_fork(toy: ToyRun) -> None:
+    """Of two loops, marks at the policies 0, 2 and 2, 4."""
+    for loop, done, step in ((0, 0, 0), (0, 1, 2), (1, 0, 2), (1, 1, 4)):
+        body = {"policies": {"policy": toy.chain.policy(step).model_dump()}, "cursors": [10 * step]}
+        toy.store.put(keys.loop_mark("toy", loop, done), json.dumps(body).encode())
+
+    def marks(run: str) -> dict[str, tuple[str, int, list[int]]]:
+        prefix = keys.loops_prefix(run)
+        bodies = {info.key.removeprefix(prefix): json.loads(toy.store.get(info.key)) for info in toy.store.list(prefix)}
+        at = {key: body["policies"]["policy"] for key, body in bodies.items()}
+        return {key: (at[key]["run"], at[key]["step"], body["cursors"]) for key, body in bodies.items()}
+
+    fork(toy.store, 3)
+    assert marks("new") == {
+        "000000/000000.json": ("new", 0, [0]), "000000/000001.json": ("new", 2, [20]),
+        "000001/000000.json": ("new", 2, [20]),
+    }  # fmt: skip
+    fork(toy.store, 1, new="early")
+    assert marks("early") == {"000000/000000.json": ("early", 0, [0])}
+    fork(toy.store, 4, new="late")
+    assert {key: ("toy", *rest) for key, (_, *rest) in marks("late").items()} == marks("toy")
+    assert audit_store(toy.store).problems == ()
+
+
 class Killed(BaseException):
     """What SIGKILL is to a fork: no code of it runs any more."""
 

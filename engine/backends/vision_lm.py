@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from PIL import Image, UnidentifiedImageError
@@ -45,8 +45,8 @@ class VisionLM(CausalLM):
         """`processor`: transformers' image processor of the model's folder."""
         super().__init__(module, compute_dtype=compute_dtype, master_dtype=master_dtype)
         self.processor = processor
-        self.whole: Any = module.base_model
-        self.decoder = self.whole.text_model
+        self.whole = cast(Any, module.base_model)
+        self.decoder: nn.Module = self.whole.text_model
 
     def like(self, module: nn.Module, *, compute_dtype: torch.dtype, master_dtype: torch.dtype | None = None) -> Self:
         return type(self)(module, processor=self.processor, compute_dtype=compute_dtype, master_dtype=master_dtype)

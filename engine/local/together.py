@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 from engine.backends.protocol import Sampler
 from engine.errors import PermanentEngineError
@@ -39,11 +39,11 @@ def _images_of(calls: Sequence[Call]) -> list[Images] | None:
 
 def draw(sampler: Sampler, request: GenerateRequest, on_token: OnToken) -> list[Completion]:
     """The sampler's completions. Raises UnsupportedFragment for images that it does not take."""
-    sample = partial(sampler.sample, request.prompts, request.seeds, request.sampling, on_token)
-    if request.images is None or not any(request.images):
-        return sample()
-    check_taken(sampler, request.images, "prompts")
-    return sample(images=request.images)
+    images: dict[str, Any] = {}
+    if request.images is not None and any(request.images):
+        check_taken(sampler, request.images, "prompts")
+        images = {"images": request.images}
+    return sampler.sample(request.prompts, request.seeds, request.sampling, on_token, **images)
 
 
 class Together:

@@ -32,8 +32,9 @@ from engine.backends.scalar_lm import (
     scalar_head,
     with_scalar_head,
 )
-from engine.errors import BadSpec
-from engine.model_folder import check_model_folder
+from engine.errors import BadModelFolder, BadSpec
+from engine.model_folder import check_model_folder, config_of
+from engine.text.images import FAMILIES
 
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
@@ -68,9 +69,14 @@ def open_hollow(
     read whole into the machine's memory first.
 
     Raises:
-        BadModelFolder: as `load_model`.
+        BadModelFolder: as `load_model`, and for a vision-language model.
     """
     check_model_folder(folder)
+    if config_of(folder).get("model_type") in FAMILIES:
+        raise BadModelFolder(
+            f"{folder.name} is a vision-language model, and DeepSpeed trains models of text here; set "
+            "engine.trainer.kind='torch'"
+        )
     register_attention()
     found = None if dtype == torch.float64 else _from_files(folder, dtype, head_seed)
     if found is None:

@@ -46,7 +46,11 @@ CONDITIONS: dict[str, Condition] = {
     "distillation": Condition(_on("distillation.enabled"), "distillation is off"),
     "filter_groups": Condition(_on("algorithm.filter_groups.enable"), "filter_groups is off"),
     "importance": Condition(
-        lambda verl: verl.get("algorithm.rollout_correction.rollout_is") == "token", "rollout_is is null"
+        lambda verl: (
+            verl.get("algorithm.rollout_correction.rollout_is") == "token"
+            and not verl.get("algorithm.rollout_correction.bypass_mode")
+        ),
+        "rollout_is is null, or bypass_mode is true, which needs no weights",
     ),
     "kl_in_reward": Condition(_on("algorithm.use_kl_in_reward"), "use_kl_in_reward is false"),
     "kl_loss": Condition(_on(ACTOR + "use_kl_loss"), "use_kl_loss is false"),

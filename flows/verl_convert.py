@@ -23,6 +23,8 @@ LOSS_MODES = {"vanilla": "clip", "cispo": "cispo"}
 
 
 def _loss_mode(verl: Verl, key: str, value: Any) -> Any:
+    if value != "vanilla" and verl.get("algorithm.rollout_correction.bypass_mode"):
+        raise Refused("verl's bypass_mode replaces it by the clipped ratio; take one of the two out")
     if value == "gspo":
         if flow_of(verl) == "gspo":
             return Paths({})
@@ -181,6 +183,8 @@ def _kl_controller(verl: Verl, key: str, value: Any) -> Any:
 def _importance(verl: Verl, key: str, value: Any) -> Any:
     if value is None:
         return Nothing()
+    if verl.get("algorithm.rollout_correction.bypass_mode"):
+        return Nothing("bypass_mode's ratio is against the sampler's probability, and verl adds no weights to it")
     if value != "token":
         raise Refused(f"importance weights are per token here, not per {value}")
     return Nothing("rollout_is_threshold is the cap")

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from flows.config import SFTConfig
+from flows.config import GRPOConfig, SFTConfig
 from flows.ppo_config import PPOConfig
 from flows.verl_import import Imported, import_verl
 from flows.verl_keys import Mapped, key_tables
@@ -413,6 +413,27 @@ def test_groups_are_drawn_again_as_often_as_verl_draws_them(tmp_path: Path) -> N
     words = ["algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=10"]
     rules = made(tmp_path, "ppo_trainer", words).config["rules"]
     assert rules == {"dynamic_sampling": True, "max_refill_rounds": 9, "refill_end": "fail"}
+
+
+CORRECTION = "algorithm.rollout_correction."
+
+
+def test_a_bypassed_trainer_needs_no_importance_weights(tmp_path: Path) -> None:
+    """verl's ratio is then against the sampler's probability, and its loss adds no weights to it; ours likewise."""
+    words = [CORRECTION + "bypass_mode=true", CORRECTION + "rollout_is=token", CORRECTION + "rollout_is_threshold=3.0"]
+    found = made(tmp_path, "ppo_trainer", words)
+    config = GRPOConfig.model_validate(found.config)
+    assert (config.algorithm.old_logprobs, config.regularisation.importance_cap) == ("sampler", None)
+    unread = [key for keys in found.unread.values() for key in keys]
+    assert {CORRECTION + "rollout_is", CORRECTION + "rollout_is_threshold"} <= set(unread)
+    weighted = GRPOConfig.model_validate(made(tmp_path, "ppo_trainer", words[1:]).config)
+    assert (weighted.algorithm.old_logprobs, weighted.regularisation.importance_cap) == ("trainer", 3.0)
+
+
+@pytest.mark.parametrize("mode", ["gspo", "cispo"])
+def test_a_bypass_does_not_silently_replace_the_loss(tmp_path: Path, mode: str) -> None:
+    with pytest.raises(VerlError, match=f"loss_mode = '{mode}': verl's bypass_mode replaces it"):
+        made(tmp_path, "ppo_trainer", [CORRECTION + "bypass_mode=true", f"{A}policy_loss.loss_mode={mode}"])
 
 
 def test_the_kl_term_stands_in_one_place(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.protocol import TokenSequence
 from engine.text.errors import ChatTemplateMissing, ThreadError, UnsupportedFragment
-from engine.text.images import images_in, placed_images
+from engine.text.images import images_in, placed_images, with_images_embedded
 from engine.text.template import Piece, generation_header, template_pieces, template_text
 from engine.text.threads import StringThread, TokenizedThread, TokenizedTurn
 from engine.text.turns import Turn
@@ -70,6 +70,7 @@ class Renderer:
             turns, header_ids = list(thread.turns), self.tokenizer.encode(header)
         else:
             _check_prompt(thread.turns)
+            thread = with_images_embedded(thread)
             pieces = [
                 *template_pieces(self.tokenizer, thread.turns),
                 Piece(generation_header(self.tokenizer, thread.turns), ""),
@@ -84,10 +85,11 @@ class Renderer:
 
     def tokenize(self, thread: StringThread) -> TokenizedThread:
         """Ids and weights of every turn. A trained turn trains its content and its end-of-turn token, not what the
-        template writes before (header) or after (a line break).
+        template writes before (header) or after (a line break). Image files are read here, once.
 
         Raises ThreadError (no turns), TemplateRefused, TemplateNotPrefixStable, UnsupportedFragment.
         """
+        thread = with_images_embedded(thread)
         ids = self._split(template_pieces(self.tokenizer, thread.turns))
         return TokenizedThread(tuple(_tokenized_turns(thread, ids, self.tokenizer)), thread.metadata)
 
@@ -95,7 +97,7 @@ class Renderer:
         """One more turn of text after ids that are kept as they are: how a sampled conversation goes on."""
         if tokenized.turns and tokenized.turns[-1].is_open:
             raise ThreadError("the last turn is open; complete it with with_completion before appending another")
-        after = self.detokenize(tokenized).append(role, content)
+        after = with_images_embedded(self.detokenize(tokenized).append(role, content))
         pieces = template_pieces(self.tokenizer, after.turns)
         header_ids, body_ids = (self.tokenizer.encode(text) for text in pieces[-1])
         weight = after.get_turn_weights()[-1]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import torch
 
@@ -14,18 +15,19 @@ from engine import connect as connecting
 from engine.errors import BadModelFolder
 from engine.handles import Model, TrainingModel
 from engine.http.wire import encode_generate, encode_logprobs_request
-from engine.images import PlacedImage, common_images
+from engine.images import Images, PlacedImage, common_images, image_rows
+from engine.local.together import Call, Together
 from engine.openai_model import OpenAIModel
-from engine.protocol import GenerateRequest, LogprobsRequest, SamplingParams
+from engine.protocol import Completion, GenerateRequest, LogprobsRequest, OnToken, SamplingParams, TokenSequence
 from engine.text.errors import TextError, ThreadError, TokenizerMissing, UnsupportedFragment
 from engine.text.fragments import ImageFragment, TextFragment
 from engine.text.images import with_images_embedded
 from engine.text.threads import StringThread
 from engine.text.tokenizers import load_tokenizer
 from engine.workspace import Workspace
-from storage.chain import Chain
-from storage.tables import read_table
-from tests.fixtures.engines import DETERMINISTIC, PROVENANCE
+from storage.chain import Chain, PolicyRef
+from storage.tables import commit_table, read_table, table_schema
+from tests.fixtures.engines import DETERMINISTIC, PROVENANCE, new_policy, request_after, row
 from tests.fixtures.vision import BLUE, RED, TOKENS, data_url, plain_inputs, plain_model
 
 
@@ -85,6 +87,10 @@ async def test_a_file_is_read_when_the_thread_is_rendered(model: TrainingModel, 
     by_path = question(str(tmp_path / "red.png")).assistant("red")
     assert await model.serialize_thread(by_path) == await model.serialize_thread(ANSWERED)
     assert with_images_embedded(by_path) == ANSWERED
+    drawn = await model.generate_tokens(question(str(tmp_path / "red.png")))
+    (tmp_path / "red.png").write_bytes(BLUE)
+    _, images, _ = await model.serialize_tokenized_thread(drawn)
+    assert images is not None and images[0].data == RED  # what the answer was drawn for
     assert with_images_embedded(ANSWERED) is ANSWERED
 
 
@@ -225,6 +231,47 @@ async def test_a_vision_model_has_no_score(ctx: Context, vision_folder: Path) ->
         await model.score_last_token(StringThread([("user", "2+3?")]))
     with pytest.raises(UnsupportedFragment, match="images"):
         model.train_mse(ANSWERED, 1.0)
+
+
+async def test_an_engine_whose_model_takes_text_refuses_images(ctx: Context, tiny_folder: Path) -> None:
+    """Whoever calls it without a renderer, too."""
+    engine = ctx.workspace.connect()
+    policy = await new_policy(engine, tiny_folder)
+    images = (PlacedImage(1, 1, RED),)
+    with pytest.raises(UnsupportedFragment, match="prompts hold images, and FollowingSampler takes text only"):
+        await engine.generate(GenerateRequest(policy, [[1, 5]], [0], SamplingParams(max_new_tokens=1), images=[images]))
+    sequence = TokenSequence([1, 5, 6], [0.0, 0.0, 1.0], images=images)
+    for read in (engine.logprobs, engine.values):
+        with pytest.raises(UnsupportedFragment, match="sequences hold images, and TorchTrainer takes text only"):
+            await read(LogprobsRequest(policy, [sequence]))
+    rows = [row([1, 5], [6]) | {"images": image_rows(images)}]
+    batch = commit_table(
+        ctx.workspace.open_store(), "batch", pa.Table.from_pylist(rows, schema=table_schema("batch", ["images"])),
+        kind="batch", provenance=PROVENANCE,
+    )  # fmt: skip
+    with pytest.raises(UnsupportedFragment, match="rows of the batch"):
+        await engine.take_gradient_step(request_after(policy, batch))
+
+
+def test_a_call_with_images_is_drawn_together_with_one_of_text() -> None:
+    heard: list[list[Images] | None] = []
+    policy = PolicyRef(run="r", stage="s", model="m", step=0, state="0" * 64)
+    images = (PlacedImage(1, 1, RED),)
+    calls = [
+        Call(GenerateRequest(policy, [[1, 5]], [0])),
+        Call(GenerateRequest(policy, [[1, 6], [1, 7]], [1, 2], images=[images, ()])),
+    ]
+    together = Together(max_rows=8)
+    for call in calls:
+        together.add(call)
+
+    def draw(request: GenerateRequest, _on_token: OnToken) -> list[Completion]:
+        heard.append(request.images)
+        return [Completion([prompt[-1]], [0.0], "length") for prompt in request.prompts]
+
+    assert [done.token_ids for done in together.answer(calls[0], draw)] == [[5]]
+    assert [done.token_ids for done in together.answer(calls[1], draw)] == [[6], [7]]
+    assert heard == [[(), images, ()]]
 
 
 async def test_what_leaves_this_process_takes_no_images(model: TrainingModel) -> None:

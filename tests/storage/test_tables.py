@@ -15,7 +15,7 @@ from storage import tables
 from storage.artifacts import Provenance, read_manifest
 from storage.errors import CorruptArtifact, SchemaMismatch
 from storage.objects import ObjectStore, open_store
-from storage.tables import ROW_GROUP, SCHEMAS, RowReader, TableWriter, commit_table, read_table
+from storage.tables import ROW_GROUP, SCHEMAS, RowReader, TableWriter, commit_table, read_table, table_schema
 
 PROVENANCE = Provenance(code_version="abc", config_digest="0" * 64, seed=7)
 VALUES: dict[Any, Any] = {
@@ -55,6 +55,43 @@ def test_every_kind_comes_back_as_it_was(store: ObjectStore, kind: str) -> None:
     assert read_manifest(store, "t").extra == {"a": 1}
     path = store.local_path(read_manifest(store, "t").files[0].key)
     assert pq.read_table(path).to_pylist() == [full, bare]  # any Parquet reader opens it
+
+
+IMAGES = [{"start": 2, "tokens": 4, "data": b"png"}]
+
+
+def test_optional_columns_are_there_where_they_are_given(store: ObjectStore) -> None:
+    row = {name: None for name in SCHEMAS["batch"].names} | {
+        "group": "a", "completion": 0, "token_ids": [1, 2], "weights": [0.0, 1.0]
+    }  # fmt: skip
+    with TableWriter("batch") as writer:
+        writer.write([row])
+        bare = writer.digest()
+    with_images = pa.Table.from_pylist([row | {"images": IMAGES}, row], schema=table_schema("batch", ["images"]))
+    ref = commit_table(store, "t", with_images, kind="batch", provenance=PROVENANCE)
+    assert [found["images"] for found in read_table(store, ref).to_pylist()] == [IMAGES, None]
+    assert read_table(store, ref, ["group", "images"]).column_names == ["group", "images"]
+    text = commit_table(store, "u", as_table([row], "batch"), kind="batch", provenance=PROVENANCE)
+    assert text.sha256 == bare and read_table(store, text).column_names == SCHEMAS["batch"].names
+    assert read_table(store, text, ["group", "images"]).column_names == ["group"]
+    elsewhere = as_table(threads(1)).append_column("images", with_images["images"][:1])
+    with pytest.raises(SchemaMismatch, match="images"):
+        commit_table(store, "v", elsewhere, kind="threads", provenance=PROVENANCE)
+
+
+def test_the_first_rows_say_which_optional_columns_a_streamed_table_has(store: ObjectStore) -> None:
+    row = {name: None for name in SCHEMAS["batch"].names} | {
+        "group": "a", "completion": 0, "token_ids": [1, 2], "weights": [0.0, 1.0]
+    }  # fmt: skip
+    with TableWriter("batch") as writer:
+        writer.write([row | {"images": IMAGES}])
+        writer.write([row])
+        ref = writer.commit(store, "t", provenance=PROVENANCE)
+    assert [found["images"] for found in read_table(store, ref).to_pylist()] == [IMAGES, None]
+    with TableWriter("batch") as writer:
+        writer.write([row])
+        with pytest.raises(SchemaMismatch, match="those before them"):
+            writer.write([row | {"images": IMAGES}])
 
 
 def test_some_columns(store: ObjectStore) -> None:

@@ -54,6 +54,11 @@ def variant(kind: str, tiny_folder: Path, folder: Path) -> Path:
     return folder
 
 
+def test_a_vision_language_model_is_refused(vision_folder: Path) -> None:
+    with pytest.raises(BadModelFolder, match=r"set engine\.trainer\.kind='torch'"):
+        hollow_of(vision_folder)
+
+
 @pytest.mark.parametrize("kind", ["plain", "tied", "many files", "bfloat16", "a file beside"])
 def test_a_hollow_model_is_the_loaded_one_without_its_weights(kind: str, tiny_folder: Path, tmp_path: Path) -> None:
     folder = variant(kind, tiny_folder, tmp_path / "model")

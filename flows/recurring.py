@@ -16,11 +16,9 @@ from prefect import flow
 
 from engine.workspace import Workspace
 from flows.approval import ask
-from flows.config import GRPOConfig, SFTConfig
 from flows.evaluation_config import EvaluationFlowConfig
 from flows.evaluation_flow import LoadedSuite, evaluation
 from flows.gate import Verdict, judge
-from flows.grpo import grpo
 from flows.model_card import commit_card, find_card
 from flows.ops.attempts import check_attempts
 from flows.ops.hooks import ON_END
@@ -31,14 +29,13 @@ from flows.progress import TerminalProgress
 from flows.promotion import announce
 from flows.recurring_config import RecurringConfig
 from flows.session import workspace_of
-from flows.sft import sft
+from flows.training import flow_of, inputs_of
 from storage.decisions import Action, AliasEntry, Decision, champion_of, decide, enforce, find_decision
 from storage.errors import AliasMoved
 from storage.lineage import trained_on
 from storage.models import canonical_json, digest
 from tasks.comparisons import Comparison, comparison_sentences
 from tasks.datasets.load import LoadedDataset
-from tasks.datasets.spec import DatasetUse
 from tasks.load import load_prompts
 
 Outcome = Literal["unchanged", "decided before", "promoted", "held", "overtaken"]
@@ -55,13 +52,16 @@ class Question:
     champion: AliasEntry | None
     data: LoadedDataset
     suite: LoadedSuite
+    further: tuple[LoadedDataset, ...] = ()
+    """What it trains on besides `data`."""
 
     @property
     def training_key(self) -> str:
         """Of the training run: what the gate and the suite say does not make another one."""
         body = self.config.training.config.semantic()
         body["model"] = body["model"] | {"key": self.start}
-        return digest(canonical_json([self.config.training.kind, body, self.data.ref.sha256]))[:16]
+        further = [one.ref.sha256 for one in self.further]
+        return digest(canonical_json([self.config.training.kind, body, self.data.ref.sha256, *further]))[:16]
 
     @property
     def key(self) -> str:
@@ -109,10 +109,9 @@ async def recurring(config: RecurringConfig) -> dict[str, Any]:
 def _question(config: RecurringConfig) -> Question:
     """Loads data and graders: storage only, no engine."""
     workspace = workspace_of(config.place, f"recurring-{config.model}")
-    use: DatasetUse = "prompt" if config.training.kind == "grpo" else "completion"
-    data = load_prompts(workspace, config.place.data.train, use)  # type: ignore[attr-defined]
+    data, *further = (load_prompts(workspace, *source) for source in inputs_of(config.training).values())
     champion = champion_of(workspace.open_store(), config.model)
-    return Question(config, workspace, champion, data, LoadedSuite.load(workspace, config.suite))
+    return Question(config, workspace, champion, data, LoadedSuite.load(workspace, config.suite), tuple(further))
 
 
 def _known(question: Question) -> dict[str, Any] | None:
@@ -120,7 +119,8 @@ def _known(question: Question) -> dict[str, Any] | None:
     store, data = question.workspace.open_store(), question.data.ref
     champion = question.champion_key
     _finish_promotion(question)
-    if champion is not None and data.sha256 in trained_on(store, champion):
+    known_data = set() if champion is None else trained_on(store, champion)
+    if known_data.issuperset(one.ref.sha256 for one in (question.data, *question.further)):
         said = f"no new data: the champion {champion} was trained on dataset {data.sha256[:12]} already"
         return _outcome(question, "unchanged", [said])
     decision = find_decision(store, question.config.model, question.key)
@@ -167,10 +167,7 @@ async def _train(question: Question) -> dict[str, Any]:
     training = question.config.training
     model = training.config.model.model_copy(update={"key": question.start, "publish_as": question.config.model})
     changes = {"run": question.run, "model": model}
-    if isinstance(training.config, GRPOConfig):
-        return await grpo(training.config.model_copy(update=changes))
-    assert isinstance(training.config, SFTConfig)  # the union has no third
-    return await sft(training.config.model_copy(update=changes))
+    return await flow_of(training.kind)(training.config.model_copy(update=changes))  # type: ignore[no-any-return]
 
 
 def _first(question: Question, verdict: Verdict) -> tuple[Action, list[str], str]:

@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from flows.config import FlowConfig, GRPOConfig, SFTConfig
+from flows.config import FlowConfig
 from flows.evaluation_config import Suite, checked_name
 from flows.gate import GateConfig, checked_target
+from flows.training_config import LanguageTraining
 from storage.models import Frozen
-
-
-class GRPOTraining(Frozen):
-    """Fine-tuning by reinforcement learning from graded rollouts."""
-
-    kind: Literal["grpo"] = "grpo"
-    config: GRPOConfig
-
-
-class SFTTraining(Frozen):
-    """Fine-tuning on conversations."""
-
-    kind: Literal["sft"] = "sft"
-    config: SFTConfig
 
 
 class ApprovalConfig(Frozen):
@@ -40,9 +27,9 @@ class RecurringConfig(Frozen):
 
     model: str
     """Registry name whose champion this flow looks after. What it trains is published under it."""
-    training: Annotated[GRPOTraining | SFTTraining, Field(discriminator="kind")]
-    """How a challenger is trained: the flow and its config. `config.run` and `config.model.publish_as` stay empty; its
-    store and engine are those of the whole flow."""
+    training: LanguageTraining
+    """How a challenger is trained: the flow (any but reward_model, whose model answers no prompt) and its config.
+    `config.run` and `config.model.publish_as` stay empty; its store and engine are those of the whole flow."""
     start_from: Literal["champion", "base"] = "champion"
     """What a challenger is trained from: the champion (the first one: the base), or always `training.config.model`."""
     suite: Suite

@@ -11,16 +11,15 @@ from typing import Any
 from prefect import flow
 
 from engine.report_links import report_url
-from flows.config import GRPOConfig, SFTConfig
-from flows.grpo import grpo
+from flows.config import TrainingConfig
 from flows.ops.attempts import check_attempts
 from flows.ops.hooks import ON_END
 from flows.ops.place import placed
 from flows.ops.termination import termination_kept
 from flows.pages import put_markdown, put_table
 from flows.progress import TerminalProgress
-from flows.sft import sft
 from flows.sweep_config import SweepConfig, TrialsFailed
+from flows.training import flow_of
 from flows.version import code_version
 from storage import keys
 from storage.models import canonical_json, digest
@@ -48,7 +47,9 @@ async def _search(config: SweepConfig) -> dict[str, Any]:
     children = config.children()
     gate = asyncio.Semaphore(config.parallel)
     logger.note(f"sweep {config.name}: {len(children)} runs, {config.parallel} at a time")
-    answers = await asyncio.gather(*(_trial(values, child, gate, logger) for values, child in children))
+    answers = await asyncio.gather(
+        *(_trial(training.kind, values, child, gate, logger) for values, child in children)
+    )
     done = [child.run for (_, child), problem in zip(children, answers, strict=True) if problem is None]
     store = open_store(training.config.storage.url)
     result = _compare(config, store, done) if done else {"sweep": config.name, "runs": []}
@@ -62,15 +63,12 @@ async def _search(config: SweepConfig) -> dict[str, Any]:
 
 
 async def _trial(
-    values: dict[str, Any], child: GRPOConfig | SFTConfig, gate: asyncio.Semaphore, logger: TerminalProgress
+    kind: str, values: dict[str, Any], child: TrainingConfig, gate: asyncio.Semaphore, logger: TerminalProgress
 ) -> str | None:
     """Runs one child; what it failed of, or None."""
     async with gate:
         logger.note(f"run {child.run}: {values}")
-        if isinstance(child, GRPOConfig):
-            state = await grpo(child, return_state=True)
-        else:
-            state = await sft(child, return_state=True)
+        state = await flow_of(kind)(child, return_state=True)
         return None if state.is_completed() else (state.message or state.name or "it did not complete")
 
 
@@ -108,7 +106,7 @@ def write_page(store: ObjectStore, run: str, page: str) -> str:
 
 
 def _rows(
-    children: list[tuple[dict[str, Any], GRPOConfig | SFTConfig]], answers: list[str | None], result: dict[str, Any]
+    children: list[tuple[dict[str, Any], TrainingConfig]], answers: list[str | None], result: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """A line per trial, for the table artifact."""
     ranked = {one["run"]: Ranked.model_validate(one) for one in result.get("ranked", [])}

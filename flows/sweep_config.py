@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, JsonValue, ValidationError, field_validator, model_validator
 
-from flows.config import GRPOConfig, SFTConfig
+from flows.config import TrainingConfig
 from flows.evaluation_config import checked_name
 from flows.overrides import describe_validation
-from flows.recurring_config import GRPOTraining, SFTTraining
+from flows.training_config import AnyTraining
 from storage.models import Frozen, canonical_json, digest
 
 MAX_TRIALS = 1000
@@ -111,7 +111,7 @@ class SweepConfig(Frozen):
 
     name: str
     """Child runs are `name/<digest of their config>`: the same sweep again resumes, a larger one adds to it."""
-    training: Annotated[GRPOTraining | SFTTraining, Field(discriminator="kind")]
+    training: AnyTraining
     """The flow, and the config that every child has but for the keys searched over."""
     search: Annotated[GridSearch | RandomSearch, Field(discriminator="kind")]
     """grid: every combination. random: so many draws."""
@@ -127,10 +127,10 @@ class SweepConfig(Frozen):
         self.children()
         return self
 
-    def children(self) -> list[tuple[dict[str, Any], GRPOConfig | SFTConfig]]:
+    def children(self) -> list[tuple[dict[str, Any], TrainingConfig]]:
         """(values, config with its run key) of every child, each once. Raises ValueError naming the trial."""
-        kind = type(self.training.config)
-        found: dict[str, tuple[dict[str, Any], GRPOConfig | SFTConfig]] = {}
+        kind: type[TrainingConfig] = type(self.training.config)
+        found: dict[str, tuple[dict[str, Any], TrainingConfig]] = {}
         for values in self.search.trials():
             body = self.training.config.model_dump(mode="json")
             for key, value in values.items():

@@ -125,7 +125,7 @@ def trained_on(store: ObjectStore, target: str) -> set[str]:
         except ObjectNotFound:
             inputs = None  # a fork that did not run yet
         if isinstance(inputs, dict) and isinstance(inputs.get("dataset"), str):
-            found.add(str(inputs["dataset"]))
+            found |= {str(sha256) for name, sha256 in inputs.items() if name != "model"}
         else:  # a recipe does not say: its steps do
             steps = (step_lineage(store, record) for record in chain.records(after=0, until=until))
             found |= {uri.rpartition("#")[2] for step in steps for uri in step.datasets}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, TypeVar, cast
 
@@ -16,7 +16,7 @@ import pyarrow as pa
 from pydantic import Field, ValidationError
 
 from engine.errors import BadSpec
-from engine.images import Images
+from engine.images import Images, PlacedImage, check_images
 from engine.protocol import (
     Completion,
     GenerateRequest,
@@ -25,7 +25,6 @@ from engine.protocol import (
     StopReason,
     TokenSequence,
 )
-from engine.text.errors import UnsupportedFragment
 from storage.chain import PolicyRef
 from storage.models import Frozen
 
@@ -78,7 +77,6 @@ VALUES = _schema(values=_FLOATS)
 
 def encode_generate(request: GenerateRequest, *, epoch: int) -> bytes:
     """Raises BadSpec: prompts and seeds of unequal number, ids outside int32, seeds outside int64."""
-    check_no_images(request.images or ())
     prompts, seeds = request.prompts, request.seeds
     if len(prompts) != len(seeds):
         raise BadSpec(f"{len(prompts)} prompts were given with {len(seeds)} seeds; give one seed per prompt")
@@ -86,22 +84,15 @@ def encode_generate(request: GenerateRequest, *, epoch: int) -> bytes:
     head = GenerateHead(
         policy=request.policy, sampling=request.sampling, tensor_parallel=request.tensor_parallel, epoch=epoch
     )
-    return _write(GENERATE, columns, head)
-
-
-def check_no_images(images: Iterable[Images]) -> None:
-    """Raises UnsupportedFragment: these messages have no place for them."""
-    if any(images):
-        raise UnsupportedFragment(
-            "images do not travel to an engine server; use an engine in this process (leave engine.url out), or leave "
-            "the images out"
-        )
+    images = _image_columns(request.images or ())
+    return _write(_with_images(GENERATE) if images else GENERATE, columns + images, head)
 
 
 def decode_generate(data: bytes) -> tuple[GenerateRequest, int]:
     """The request and the caller's epoch. Raises BadSpec."""
-    head, (prompts, seeds) = _read(data, GENERATE, GenerateHead)
-    return GenerateRequest(head.policy, prompts, seeds, head.sampling, head.tensor_parallel), head.epoch
+    head, (prompts, seeds, *rest) = _read(data, GENERATE, GenerateHead)
+    images = _images(prompts, rest) if rest else None
+    return GenerateRequest(head.policy, prompts, seeds, head.sampling, head.tensor_parallel, images), head.epoch
 
 
 def encode_completions(completions: Sequence[Completion]) -> bytes:
@@ -122,20 +113,21 @@ def decode_completions(data: bytes) -> list[Completion]:
 
 def encode_logprobs_request(request: LogprobsRequest, *, epoch: int) -> bytes:
     """Raises BadSpec: ids outside int32."""
-    check_no_images(request.images)
     columns = [
         _ids([s.token_ids for s in request.sequences], "sequence"),
         _floats([s.weights for s in request.sequences], "weights of sequence"),
         pa.array([s.group for s in request.sequences], pa.string()),
     ]
     head = _head_of(LogprobsHead, policy=request.policy, temperature=request.temperature, epoch=epoch)
-    return _write(SEQUENCES, columns, head)
+    images = _image_columns(request.images)
+    return _write(_with_images(SEQUENCES) if images else SEQUENCES, columns + images, head)
 
 
 def decode_logprobs_request(data: bytes) -> tuple[LogprobsRequest, int]:
     """The request and the caller's epoch. Raises BadSpec."""
-    head, columns = _read(data, SEQUENCES, LogprobsHead)
-    sequences = [TokenSequence(ids, weights, group) for ids, weights, group in zip(*columns, strict=True)]
+    head, (ids, weights, groups, *rest) = _read(data, SEQUENCES, LogprobsHead)
+    images = _images(ids, rest) if rest else [()] * len(ids)
+    sequences = [TokenSequence(*row) for row in zip(ids, weights, groups, images, strict=True)]
     return LogprobsRequest(head.policy, sequences, head.temperature), head.epoch
 
 
@@ -157,6 +149,39 @@ def decode_values(data: bytes) -> list[list[float]]:
     """Raises BadSpec."""
     _, (values,) = _read(data, VALUES, AnswerHead)
     return values
+
+
+# -- images ----------------------------------------------------------------------------------------------------
+
+IMAGE_COLUMNS = _schema(image_start=_IDS, image_tokens=_IDS, image_data=pa.list_(pa.binary()))
+"""Of each row's images; a message has them only where a row has an image."""
+
+
+def _with_images(schema: pa.Schema) -> pa.Schema:
+    return pa.schema([*schema, *IMAGE_COLUMNS])
+
+
+def _image_columns(images: Sequence[Images]) -> list[pa.Array]:
+    """Nothing where no row has an image. Raises BadSpec for more bytes than one message takes."""
+    if not any(images):
+        return []
+    if (size := sum(len(image.data) for row in images for image in row)) > MAX_DECODED_BYTES // 2:
+        raise BadSpec(f"the images of one call have {size >> 20} MiB; send it in several calls")
+    starts, counts = ([[getattr(i, name) for i in row] for row in images] for name in ("start", "tokens"))
+    data = pa.array([[image.data for image in row] for row in images], IMAGE_COLUMNS.field("image_data").type)
+    return [_ids(starts, "image of sequence"), _ids(counts, "image of sequence"), data]
+
+
+def _images(sequences: Sequence[Sequence[int]], columns: Sequence[list[Any]]) -> list[Images]:
+    """Those of each row. Raises BadSpec for places that are none."""
+    found = []
+    for ids, *row in zip(sequences, *columns, strict=True):
+        if len(set(map(len, row))) != 1:
+            raise BadSpec(f"a row has {', '.join(str(len(one)) for one in row)} starts, counts and images; one each")
+        images = tuple(PlacedImage(*one) for one in zip(*row, strict=True))
+        check_images(images, len(ids))
+        found.append(images)
+    return found
 
 
 # -- columns ---------------------------------------------------------------------------------------------------
@@ -228,6 +253,8 @@ def _read(data: bytes, schema: pa.Schema, kind: type[Head]) -> tuple[Head, list[
 def _read_stream(data: bytes, schema: pa.Schema, kind: type[Head]) -> tuple[Head, list[list[Any]]]:
     messages = iter(pa.ipc.MessageReader.open_stream(pa.py_buffer(data)))
     found = pa.ipc.read_schema(next(messages, None) or _refuse("it is empty"))
+    if schema in (GENERATE, SEQUENCES) and len(found) > len(schema):
+        schema = _with_images(schema)
     if not found.equals(schema, check_metadata=False):
         _refuse(f"its columns are {', '.join(f'{f.name}: {f.type}' for f in found)[:300]}")
     try:

@@ -14,7 +14,6 @@ import torch
 from engine import connect as connecting
 from engine.errors import BadModelFolder
 from engine.handles import Model, TrainingModel
-from engine.http.wire import encode_generate, encode_logprobs_request
 from engine.images import Images, PlacedImage, common_images, image_rows
 from engine.local.together import Call, Together
 from engine.openai_model import OpenAIModel
@@ -274,13 +273,7 @@ def test_a_call_with_images_is_drawn_together_with_one_of_text() -> None:
     assert heard == [[(), images, ()]]
 
 
-async def test_what_leaves_this_process_takes_no_images(model: TrainingModel) -> None:
-    sequence = model.renderer.sequence(model.renderer.tokenize(ANSWERED))
-    policy = await model.policy()
-    with pytest.raises(UnsupportedFragment, match="engine server"):
-        encode_generate(GenerateRequest(policy, [sequence.token_ids], [0], images=[sequence.images]), epoch=0)
-    with pytest.raises(UnsupportedFragment, match="engine server"):
-        encode_logprobs_request(LogprobsRequest(policy, [sequence]), epoch=0)
+async def test_an_endpoint_takes_no_images() -> None:
     with pytest.raises(UnsupportedFragment, match="turn 0 holds an image"):
         await OpenAIModel.of("openai://127.0.0.1:9/v1#m", "judge", SamplingParams()).generate(SEEN)
 

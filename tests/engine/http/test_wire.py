@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from engine.errors import BadSpec
 from engine.http import wire
+from engine.images import Images, PlacedImage, images_or_none
 from engine.protocol import Completion, GenerateRequest, LogprobsRequest, SamplingParams, TokenSequence
 from storage.chain import PolicyRef
 
@@ -53,6 +54,49 @@ def test_sequences_come_back_as_they_were(given_rows: list, temperature: float) 
         return
     request = LogprobsRequest(POLICY, sequences, temperature)
     assert wire.decode_logprobs_request(wire.encode_logprobs_request(request, epoch=1)) == (request, 1)
+
+
+IMAGES = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4), st.binary(min_size=1, max_size=9)), max_size=3)
+
+
+def placed(gaps: list[tuple[int, int, bytes]]) -> tuple[Images, int]:
+    """Images with these gaps before them, and the tokens that they all need."""
+    found, end = [], 0
+    for gap, tokens, data in gaps:
+        found.append(PlacedImage(end + gap, tokens, data))
+        end += gap + tokens
+    return tuple(found), end
+
+
+@given(st.lists(IMAGES, max_size=6))
+def test_images_come_back_as_they_were(given_rows: list) -> None:
+    images = [placed(gaps) for gaps in given_rows]
+    sequences = [TokenSequence([7] * n, [0.0] * n, "g", own) for own, n in images]
+    request = LogprobsRequest(POLICY, sequences)
+    assert wire.decode_logprobs_request(wire.encode_logprobs_request(request, epoch=1)) == (request, 1)
+    asked = GenerateRequest(
+        POLICY, [s.token_ids for s in sequences], list(range(len(sequences))), images=images_or_none(request.images)
+    )
+    assert wire.decode_generate(wire.encode_generate(asked, epoch=1)) == (asked, 1)
+
+
+@pytest.mark.parametrize(
+    ("starts", "tokens", "data", "said"),
+    [
+        ([[1]], [[2]], [[b"a", b"b"]], "1, 1, 2 starts"),
+        ([[2]], [[2]], [[b"a"]], "sample of 3 tokens"),
+        ([[0, 1]], [[2, 1]], [[b"a", b"b"]], "the one before it ends at 2"),
+        ([[0]], [[0]], [[b"a"]], "stands at tokens"),
+    ],
+)
+def test_images_out_of_place_are_refused(starts: list, tokens: list, data: list, said: str) -> None:
+    valid = wire.encode_generate(
+        GenerateRequest(POLICY, [[1, 2, 3]], [0], images=[(PlacedImage(0, 1, b"a"),)]), epoch=0
+    )
+    schema = pa.ipc.open_stream(valid).schema
+    columns = {"prompt": [[1, 2, 3]], "seed": [0], "image_start": starts, "image_tokens": tokens, "image_data": data}
+    with pytest.raises(BadSpec, match=said):
+        wire.decode_generate(stream(schema, pa.RecordBatch.from_pydict(columns, schema)))
 
 
 @given(st.lists(st.lists(st.floats(width=64), max_size=20), max_size=12))

@@ -13,6 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from engine import errors as engine_errors
 from engine.errors import EngineError, PermanentEngineError, TransientEngineError
+from engine.text import errors as text_errors
+from engine.text.errors import TextError
 from storage import errors as storage_errors
 from storage.errors import StorageError, TransientStorageError
 
@@ -99,6 +101,7 @@ CLASSES: dict[str, type[Exception]] = dict(
     [
         *_classes(engine_errors, EngineError),
         *_classes(storage_errors, StorageError),
+        *_classes(text_errors, TextError),
         *((cls.__name__, cls) for cls in _OWN),
     ]
 )

@@ -3,7 +3,7 @@
 An episode whose conversation was rewritten is several sequences, each with a ratio of its own and the episode's
 advantage.
 
-    ostinato run env_gspo --config examples/env_grpo.yaml
+    ostinato run env_gspo --config examples/env_gspo.yaml
 """
 
 from __future__ import annotations

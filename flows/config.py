@@ -38,7 +38,7 @@ SEMANTIC = (
 )  # fmt: skip
 LATER = ("regularisation", "rules")
 """Groups that runs may have begun without: at their defaults they decide nothing."""
-LATER_FIELDS = {"optimizer": LATER_OPTIMIZER, "regularisation": ("norm_constant",)}
+LATER_FIELDS = {"optimizer": LATER_OPTIMIZER, "regularisation": ("norm_constant", "kl_importance")}
 """The same of single settings, by their group."""
 
 DatasetSource = Annotated[FileDataset | PythonDataset | ReasoningGymDataset, Field(discriminator="kind")]
@@ -310,6 +310,7 @@ class GRPOConfig(TrainingConfig):
     def _endless_runs_are_constant(self) -> Self:
         check_sampled_run(self.algorithm, self.optimizer, self.checkpoints, self.sampling, self.evaluation)
         self.regularisation.check_norm(self.algorithm.loss_norm)
+        self.regularisation.check_kl(self.algorithm.kl_beta)
         check_importance(self.regularisation.importance_cap, self.algorithm.old_logprobs)
         return self
 

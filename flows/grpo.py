@@ -109,6 +109,7 @@ class GRPO:
         entropy_coef: float = 0.0,
         importance_cap: float | None = None,
         kl_in: KLPlace = "loss",
+        kl_importance: bool = False,
         kl_controller: KLControl = "fixed",
         kl_target: float = 0.1,
         kl_horizon: float = 10_000,
@@ -143,6 +144,7 @@ class GRPO:
         norm = {"norm": loss_norm, "norm_constant": norm_constant}
         weights = {"entropy_coef": entropy_coef, "importance_cap": importance_cap}
         in_loss = {"kl_beta": kl_beta if kl_in == "loss" else 0.0, "kl_estimator": kl_estimator}
+        in_loss |= {"kl_importance": kl_importance}
         self.loss: GRPOSpec | GSPOSpec | CISPOSpec = POLICY_LOSSES[policy_loss](**clip, **norm, **weights, **in_loss)
         self.old_logprobs, self.advantage_estimator = old_logprobs, advantage_estimator
         self.kl = kl_control(kl_controller, kl_beta, kl_target, kl_horizon)

@@ -59,6 +59,9 @@ class Regularisation(Frozen):
     """Of loss_norm=constant: the tokens per completion to divide by. None: sampling.max_new_tokens."""
     kl_in: KLPlace = "loss"
     """Where the KL term stands: in the loss, or taken off the reward."""
+    kl_importance: bool = False
+    """Multiply the loss's KL term by the ratio of new and old probability: with k3, its gradient is then that of the
+    KL divergence without bias (arXiv:2512.02556)."""
     kl_controller: KLControl = "fixed"
     """adaptive: kl_beta follows kl_target (arXiv:1909.08593)."""
     kl_target: float = Field(0.1, gt=0)
@@ -71,7 +74,14 @@ class Regularisation(Frozen):
         adaptive = _changed(self, "kl_target", "kl_horizon")
         if adaptive and self.kl_controller != "adaptive":
             raise ValueError(f"{adaptive} act only with kl_controller='adaptive'; set it, or leave them out")
+        if self.kl_importance and self.kl_in != "loss":
+            raise ValueError(f"kl_importance acts only with kl_in='loss', and that is {self.kl_in!r}; leave it out")
         return self
+
+    def check_kl(self, kl_beta: float) -> None:
+        """Raises ValueError for a weight on a term that is not there."""
+        if self.kl_importance and kl_beta == 0:
+            raise ValueError("regularisation.kl_importance acts only with algorithm.kl_beta above 0; leave it out")
 
     def check_norm(self, loss_norm: str) -> None:
         """Raises ValueError for a constant that the norm does not divide by."""

@@ -80,6 +80,10 @@ GRPO_CASES: dict[str, tuple[LossSpec, dict[str, object]]] = {
         GRPOSpec(clip_low=0.2, clip_high=0.2, kl_beta=0.04),
         {"loss_type": "bnpo", "epsilon": 0.2, "beta": 0.04, "use_bias_correction_kl": False},
     ),
+    "grpo, loss_type bnpo, KL under the ratio": (
+        GRPOSpec(clip_low=0.2, clip_high=0.2, kl_beta=0.04, kl_importance=True),
+        {"loss_type": "bnpo", "epsilon": 0.2, "beta": 0.04},  # use_bias_correction_kl is on by default
+    ),
     "grpo, loss_type dapo, clip-higher": (
         GRPOSpec(clip_low=0.2, clip_high=0.28, kl_beta=0.0),
         {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28, "beta": 0.0},

@@ -27,7 +27,7 @@ def grpo_loss(inputs: LossInputs, spec: GRPOSpec) -> TokenLoss:
         worst_N = -spec.dual_clip * advantages_N
         values_N = torch.where(advantages_N < 0, torch.minimum(values_N, worst_N), values_N)
     sums = {"clip_fraction_sum": clipped_N.sum(), "ratio_sum": ratio_N.detach().sum()}
-    return _with_terms(values_N, sums, inputs, spec)
+    return _with_terms(values_N, ratio_N, sums, inputs, spec)
 
 
 def gspo_loss(inputs: LossInputs, spec: GSPOSpec) -> TokenLoss:
@@ -40,16 +40,17 @@ def gspo_loss(inputs: LossInputs, spec: GSPOSpec) -> TokenLoss:
     ratio_N = spread(ratio_S, inputs.lengths_S)
     values_N, clipped_N = _clipped(ratio_N, advantages_N, spec)
     sums = {"clip_fraction_sum": clipped_N.sum(), "ratio_sum": ratio_N.detach().sum()}
-    return _with_terms(values_N, sums, inputs, spec)
+    return _with_terms(values_N, ratio_N, sums, inputs, spec)
 
 
 def cispo_loss(inputs: LossInputs, spec: CISPOSpec) -> TokenLoss:
     """-clip(ρ, 1-ε, 1+ε')·A·l, the clipped ratio without gradient (arXiv:2506.13585)."""
     logprobs_N, old_N, advantages_N = (inputs.needed(name) for name in ("logprobs_N", "old_N", "advantages_N"))
-    ratio_N = (logprobs_N.detach() - old_N).exp()
-    weight_N = ratio_N.clamp(1 - spec.clip_low, 1 + spec.clip_high)
-    sums = {"clip_fraction_sum": (weight_N != ratio_N).sum(), "ratio_sum": ratio_N.sum()}
-    return _with_terms(-weight_N * advantages_N * logprobs_N, sums, inputs, spec)
+    ratio_N = (logprobs_N - old_N).exp()
+    held_N = ratio_N.detach()
+    weight_N = held_N.clamp(1 - spec.clip_low, 1 + spec.clip_high)
+    sums = {"clip_fraction_sum": (weight_N != held_N).sum(), "ratio_sum": held_N.sum()}
+    return _with_terms(-weight_N * advantages_N * logprobs_N, ratio_N, sums, inputs, spec)
 
 
 def _clipped(ratio_N: Tensor, advantages_N: Tensor, spec: GRPOSpec | GSPOSpec) -> tuple[Tensor, Tensor]:
@@ -60,9 +61,14 @@ def _clipped(ratio_N: Tensor, advantages_N: Tensor, spec: GRPOSpec | GSPOSpec) -
 
 
 def _with_terms(
-    values_N: Tensor, sums: dict[str, Tensor], inputs: LossInputs, spec: GRPOSpec | GSPOSpec | CISPOSpec
+    values_N: Tensor,
+    ratio_N: Tensor,
+    sums: dict[str, Tensor],
+    inputs: LossInputs,
+    spec: GRPOSpec | GSPOSpec | CISPOSpec,
 ) -> TokenLoss:
-    """What every policy gradient may add: truncated importance weights on its own part, then KL, then entropy."""
+    """What every policy gradient may add: truncated importance weights on its own part, then KL (under the ratio, if
+    asked), then entropy."""
     logprobs_N = inputs.needed("logprobs_N")
     if spec.importance_cap is not None:
         weight_N = (inputs.needed("old_N") - inputs.needed("sampler_N")).exp().clamp(max=spec.importance_cap)
@@ -72,7 +78,7 @@ def _with_terms(
         kl_N = KL_ESTIMATORS[spec.kl_estimator](logprobs_N, inputs.needed("reference_N"))
         sums["kl_sum"] = kl_N.detach().sum()
         if spec.kl_beta > 0:  # 0 times an overflow would be NaN
-            values_N = values_N + spec.kl_beta * kl_N
+            values_N = values_N + spec.kl_beta * (ratio_N * kl_N if spec.kl_importance else kl_N)
     if spec.entropy_coef > 0:
         entropy_N = inputs.needed("entropy_N")
         sums["entropy_sum"] = entropy_N.detach().sum()

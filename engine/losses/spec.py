@@ -73,11 +73,23 @@ class _PolicyGradient(_Normalised):
     kl_beta: float = Field(0.01, ge=0)
     """Coefficient of the KL term; 0 needs no reference logprobs."""
     kl_estimator: KLEstimator = "k3"
+    kl_importance: bool = Field(False, exclude_if=lambda weighted: not weighted)  # absent from requests made before it
+    """The KL term is multiplied by the ratio (of a sequence: GSPO), whose gradient counts: with k3 it is then an
+    unbiased estimate, and so is its gradient, of the KL to the reference (arXiv:2512.02556)."""
     entropy_coef: float = Field(0.0, ge=0)
     """Each token's entropy times this is taken off its loss."""
     importance_cap: float | None = Field(None, gt=0)
     """The policy's part of the loss is weighted by min(exp(o - sampler), cap), without gradient: truncated importance
     weights against the distribution that was sampled from (fengyao.notion.site/off-policy-rl)."""
+
+    @model_validator(mode="after")
+    def _importance_goes_with_a_kl_term(self) -> Self:
+        if self.kl_importance and self.kl_beta == 0:
+            raise ValueError(
+                "kl_importance weighs the KL term of the loss, which has none with kl_beta=0 or kl_in='reward'; leave "
+                "it out, or give kl_beta"
+            )
+        return self
 
     @property
     def needs_entropy(self) -> bool:

@@ -14,6 +14,7 @@ from flows.env_ppo_config import ENVPPOAlgorithm
 from flows.grpo import GRPO, longest
 from flows.gspo_config import GSPOAlgorithm, GSPOConfig
 from flows.ppo_config import PPOAlgorithm, PPOConfig
+from flows.reinforcement_config import Regularisation
 
 ALGORITHMS = [GRPOAlgorithm, GSPOAlgorithm, PPOAlgorithm, ENVGRPOAlgorithm, ENVGSPOAlgorithm, ENVPPOAlgorithm]
 BODY: dict[str, Any] = {
@@ -36,3 +37,30 @@ def test_the_constant_goes_with_its_norm(make: type[GRPOConfig]) -> None:
         make.model_validate(BODY | constant | {"algorithm": {"steps": 1}})
     plain = {"algorithm": {"steps": 1}, "regularisation": {"entropy_coef": 0.1}}
     assert "norm_constant" not in make.model_validate(BODY | plain).semantic()["regularisation"]
+
+
+@pytest.mark.parametrize("make", [GRPOConfig, GSPOConfig])
+def test_a_kl_term_under_the_ratio(make: type[GRPOConfig]) -> None:
+    body = BODY | {"algorithm": {"steps": 1}}
+    plain = make.model_validate(body).semantic()
+    on = body | {"regularisation": {"kl_importance": True}}
+    assert make.model_validate(on).semantic() == plain | {
+        "regularisation": {**Regularisation().model_dump(exclude={"norm_constant"}), "kl_importance": True}
+    }
+    # runs from before it, with another setting of the group
+    entropy = make.model_validate(body | {"regularisation": {"entropy_coef": 0.1}}).semantic()
+    assert "kl_importance" not in entropy["regularisation"]
+    with pytest.raises(ValidationError, match="kl_importance acts only with kl_in='loss'"):
+        make.model_validate(body | {"regularisation": {"kl_importance": True, "kl_in": "reward"}})
+    with pytest.raises(ValidationError, match="kl_importance acts only with algorithm.kl_beta above 0"):
+        make.model_validate(on | {"algorithm": {"steps": 1, "kl_beta": 0}})
+
+
+def test_a_class_weighs_its_kl_term() -> None:
+    def loss(**options: Any) -> Any:
+        return GRPO([], None, None, max_num_grpo_steps=1, **options).loss  # type: ignore[arg-type]
+
+    assert loss(kl_importance=True).kl_importance and not loss().kl_importance
+    assert loss(kl_importance=True, policy_loss="cispo").kl_importance
+    with pytest.raises(ValidationError, match="kl_in='reward'"):
+        loss(kl_importance=True, kl_in="reward")

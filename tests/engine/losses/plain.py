@@ -153,6 +153,8 @@ def _policy(spec: Any, samples: Sequence[Sample], outs: Sequence[Out]) -> Tensor
             if spec.importance_cap:
                 gained = gained * min(math.exp(s.old_logprobs[i] - s.sampler_logprobs[i]), spec.importance_cap)
             kl = _kl(spec, logprob, s.reference_logprobs[i])
+            if spec.kl_importance:
+                kl = kl * torch.exp(sum(gaps) / len(gaps) if spec.kind == "gspo" else gaps[i])
             mine.append(-gained + spec.kl_beta * kl - spec.entropy_coef * out.entropies[i])
         values.append(torch.stack(mine))
     return normalised(spec, values)

@@ -6,6 +6,7 @@ checked there against independent implementations; none comes from this code.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -115,6 +116,55 @@ def test_the_kl_term_pulls_towards_the_reference() -> None:
     token.values_N.sum().backward()
     assert logprob.grad.item() == pytest.approx(0.5 * (1 - 0.36787944), abs=1e-8)
     assert token.sums["kl_sum"].item() == pytest.approx(0.36787944 + 1 - 1, abs=1e-8)
+
+
+KL_GAPS = (0.2, -0.1, 0.1, 0.1, 0, 0.05)
+"""l - q of the golden KL values."""
+
+
+@pytest.mark.parametrize(
+    ("spec", "values"),
+    [
+        # by hand: k3 is 0.01873075, 0.00517092, 0.00483742 (twice), 0, 0.00122942; the ratios are e^ of 0.22, -0.1,
+        # 1.5, -0.4, 0, -0.05, and of the sequences' means, 0.06 and 0.2625
+        (GRPOSpec(kl_beta=0.5, kl_importance=True), [0.02333996, 0.00467884, 0.02167980, 0.00324262, 0, 0.00116946]),
+        (CISPOSpec(kl_beta=0.5, kl_importance=True), [0.02333996, 0.00467884, 0.02167980, 0.00324262, 0, 0.00116946]),
+        (GSPOSpec(kl_beta=0.5, kl_importance=True), [0.01988900, 0.00549067, 0.00628950, 0.00628950, 0, 0.00159847]),
+    ],
+    ids=["grpo", "cispo", "gspo"],
+)
+def test_a_kl_term_under_the_ratio(spec: PolicySpec, values: list[float]) -> None:
+    """Of tokens without advantages: nothing else is left of the loss."""
+    reference_N = NEW - f64(*KL_GAPS)
+    logprobs_N = NEW.clone().requires_grad_()
+    inputs = replace(fixture_inputs(logprobs_N, reference_N), advantages_N=torch.zeros(6, dtype=torch.float64))
+    token = token_loss(inputs, spec)
+    assert token.values_N.tolist() == pytest.approx([0.5 * value for value in values], abs=5.1e-9)
+    assert token.sums["kl_sum"].item() == pytest.approx(6 * 0.00580099, abs=5e-8)  # what is measured has no weights
+    token.values_N.sum().backward()
+    if spec.kind != "gspo":  # d rho k3 / d l = rho (k3 + 1 - exp(q - l)) = rho (l - q)
+        slopes = [0.24921535, -0.09048374, 0.44816891, 0.06703200, 0, 0.04756147]
+        assert logprobs_N.grad.tolist() == pytest.approx([0.5 * slope for slope in slopes], abs=5.1e-9)
+
+
+def test_under_the_ratio_the_expected_kl_term_is_the_kl_divergence_and_so_is_its_gradient() -> None:
+    """Over a vocabulary of four: the mean of a token's loss under the old policy, of which samples are drawn."""
+    logits_V = f64(0.3, -0.5, 1.2, 0.1).requires_grad_()
+    old_V, reference_V = f64(0.1, 0.4, 0.3, 0.2), f64(0.25, 0.25, 0.3, 0.2)
+    log_p_V = logits_V.log_softmax(0)
+    divergence = (log_p_V.exp() * (log_p_V - reference_V.log())).sum()
+    (exact_V,) = torch.autograd.grad(divergence, logits_V, retain_graph=True)
+    found = {}
+    for weighted in (True, False):
+        inputs = LossInputs(
+            Outputs(log_p_V), (4,), old_N=old_V.log(), reference_N=reference_V.log(), advantages_N=torch.zeros(4),
+        )  # fmt: skip
+        token = token_loss(inputs, GRPOSpec(kl_beta=1.0, kl_importance=weighted))
+        mean = (old_V * token.values_N).sum()
+        found[weighted] = mean.item(), torch.autograd.grad(mean, logits_V, retain_graph=True)[0].tolist()
+    assert found[True][0] == pytest.approx(divergence.item(), rel=1e-12)
+    assert found[True][1] == pytest.approx(exact_V.tolist(), rel=1e-12)
+    assert found[False][1] != pytest.approx(exact_V.tolist(), rel=0.1)  # the plain term's is another direction
 
 
 def test_kl_without_a_reference_is_refused() -> None:

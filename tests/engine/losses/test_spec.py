@@ -52,6 +52,14 @@ def test_the_defaults_of_the_algorithm_notes() -> None:
     assert off == (0.0, None, False)
 
 
+@pytest.mark.parametrize("make", [GRPOSpec, GSPOSpec, CISPOSpec])
+def test_requests_of_before_there_was_a_kl_term_under_the_ratio_are_the_same(make: type[GRPOSpec]) -> None:
+    assert "kl_importance" not in make().model_dump() and "kl_importance" not in json.loads(canonical_json(make()))
+    assert make(kl_importance=True).model_dump()["kl_importance"] is True
+    with pytest.raises(ValidationError, match="has none with kl_beta=0"):
+        make(kl_beta=0, kl_importance=True)
+
+
 def test_what_a_loss_says_about_itself() -> None:
     """Of the algorithm notes: which read a scalar head, and which are of pairs."""
     assert {spec.kind for spec in SPECS.values() if spec.reads == "values"} == {"ranking", "mse", "trust_region_mse"}

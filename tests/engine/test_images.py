@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +12,25 @@ import pytest
 import torch
 
 from engine import connect as connecting
-from engine.errors import BadModelFolder
+from engine.errors import BadModelFolder, BadSpec
 from engine.handles import Model, TrainingModel
+from engine.http.client import EngineClient
 from engine.images import Images, PlacedImage, common_images, image_rows
+from engine.local.engine import LocalEngine
 from engine.local.together import Call, Together
 from engine.openai_model import OpenAIModel
 from engine.protocol import Completion, GenerateRequest, LogprobsRequest, OnToken, SamplingParams, TokenSequence
 from engine.text.errors import TextError, ThreadError, TokenizerMissing, UnsupportedFragment
 from engine.text.fragments import ImageFragment, TextFragment
 from engine.text.images import with_images_embedded
+from engine.text.rendering import Renderer
 from engine.text.threads import StringThread
 from engine.text.tokenizers import load_tokenizer
 from engine.workspace import Workspace
 from storage.chain import Chain, PolicyRef
 from storage.tables import commit_table, read_table, table_schema
 from tests.fixtures.engines import DETERMINISTIC, PROVENANCE, new_policy, request_after, row
+from tests.fixtures.http_engine import running_server
 from tests.fixtures.vision import BLUE, RED, TOKENS, data_url, plain_inputs, plain_model
 
 
@@ -314,3 +318,27 @@ def test_a_prefix_is_shared_with_its_images(
 ) -> None:
     images = [tuple(PlacedImage(start, 4, data) for start, data in row) for row in places]
     assert common_images(images, prefix) == expected
+
+
+# -- over HTTP -----------------------------------------------------------------------------------------------------
+
+
+async def test_a_server_answers_as_the_engine_in_this_process(tmp_path: Path, vision_folder: Path) -> None:
+    local = LocalEngine(f"file://{tmp_path}/store", DETERMINISTIC)
+    policy = await new_policy(local, vision_folder)
+    renderer = Renderer(load_tokenizer(vision_folder))
+    prompt, other = renderer.prompt_sequence(SEEN), renderer.prompt_sequence(StringThread([("user", "2+3?")]))
+    asked = GenerateRequest(
+        policy, [prompt.token_ids, other.token_ids], [0, 1], SamplingParams(max_new_tokens=4),
+        images=[prompt.images, ()],
+    )  # fmt: skip
+    scored = LogprobsRequest(policy, [renderer.sequence(renderer.tokenize(ANSWERED))])
+    with running_server(local) as url:
+        client = EngineClient(f"file://{tmp_path}/store", url)
+        assert await client.generate(asked) == await local.generate(asked)
+        assert await client.logprobs(scored) == await local.logprobs(scored)
+        broken = replace(scored.sequences[0], images=(replace(scored.sequences[0].images[0], data=b"no image"),))
+        with pytest.raises(BadSpec, match="cannot be decoded"):
+            await client.logprobs(LogprobsRequest(policy, [broken]))
+        await client.close()
+    await local.close()

@@ -84,7 +84,8 @@ def test_the_form_of_grpo() -> None:
     assert algorithm["kl_estimator"]["enum"] == ["k1", "abs", "k2", "k3"]
     assert schema["OptimizerConfig"]["properties"]["lr"]["title"] == "Learning rate"
     train = schema["PromptDataConfig"]["properties"]["train"]
-    assert [option["$ref"].rpartition("/")[2] for option in train["anyOf"]] == ["FileDataset", "ReasoningGymDataset"]
+    kinds = ["FileDataset", "PythonDataset", "ReasoningGymDataset"]
+    assert [option["$ref"].rpartition("/")[2] for option in train["anyOf"]] == kinds
     assert schema["FileDataset"]["title"] == "File dataset"
     assert schema["FileDataset"]["properties"]["kind"]["enum"] == ["file"]
 

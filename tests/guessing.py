@@ -67,6 +67,29 @@ class SayAgain(Environment):
         return (None if self.turns == 2 else thread.user("again")), digit_share(thread)
 
 
+class TellApart(Environment):
+    """Two turns, each graded from 0 to 1 by its first six characters: a sixth for each that is the prompt's digit, a
+    ninth of that for each other digit. To say digits pays, and over the ten prompts no digit pays more than another: a
+    policy that does not look at the prompt earns 0.2 a turn at most, whatever it says. `once`: both turns are graded
+    together, with the last."""
+
+    def __init__(self, metadata: Mapping[str, Any], *, once: bool = False) -> None:
+        self.once, self.grades = once, list[float]()
+
+    async def react_to(self, thread: StringThread) -> Reaction:
+        self.grades.append(digits_told_apart(thread))
+        if len(self.grades) == 1:
+            return thread.user("again"), None if self.once else self.grades[0]
+        return None, sum(self.grades) if self.once else self.grades[1]
+
+
+def digits_told_apart(thread: StringThread) -> float:
+    """From 0 to 1; on average over the ten prompts 0.2 for six digits that are the same for all, whichever."""
+    said = [letter for letter in thread.last_content()[:6] if letter in "0123456789"]
+    right = said.count(thread.turns[0].text[-1])
+    return (right + (len(said) - right) / 9) / 6
+
+
 class GuessFactory(EnvironmentFactory):
     """Makes `Guess` with the same arguments each time."""
 

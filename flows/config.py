@@ -19,7 +19,7 @@ from engine.protocol import SamplingParams
 from engine.spec import EngineSpec, LocalEngineSpec
 from flows.logging_config import LoggingConfig
 from flows.optimizer_config import LATER_OPTIMIZER, OptimizerConfig, SFTOptimizer
-from flows.reinforcement_config import BatchRules, Regularisation, check_importance
+from flows.reinforcement_config import BatchRules, Regularisation
 from flows.titles import training_title
 from flows.validation_config import EvaluationConfig, ValidationConfig
 from storage.chain import OldLogprobs
@@ -309,9 +309,8 @@ class GRPOConfig(TrainingConfig):
     @model_validator(mode="after")
     def _endless_runs_are_constant(self) -> Self:
         check_sampled_run(self.algorithm, self.optimizer, self.checkpoints, self.sampling, self.evaluation)
-        self.regularisation.check_norm(self.algorithm.loss_norm)
-        self.regularisation.check_kl(self.algorithm.kl_beta)
-        check_importance(self.regularisation.importance_cap, self.algorithm.old_logprobs)
+        algorithm = self.algorithm
+        self.regularisation.check(algorithm.loss_norm, algorithm.kl_beta, algorithm.old_logprobs)
         return self
 
 

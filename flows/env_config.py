@@ -15,7 +15,8 @@ from flows.config import (
     TrainingConfig,
     check_sampled_run,
 )
-from flows.gspo_config import GSPOAlgorithm
+from flows.gspo_config import GSPOAlgorithm, check_has_gspo
+from flows.reinforcement_config import Regularisation
 from flows.titles import training_title
 from storage.models import Frozen
 
@@ -69,6 +70,24 @@ class ENVGSPOAlgorithm(GSPOAlgorithm, ENVGRPOAlgorithm):
     n - 1). centred: less their mean. leave_one_out: less the mean of the others."""
 
 
+class EpisodeRegularisation(Regularisation):
+    """What the policy's loss has besides the clipped ratio."""
+
+    norm_constant: float | None = Field(None, gt=0)
+    """Of loss_norm=constant: the tokens per episode to divide by. None: sampling.max_new_tokens of each turn."""
+    kl_in: Literal["loss"] = "loss"
+    """Where the KL term stands: a turn's advantage has no place for it."""
+    kl_horizon: float = Field(10_000, gt=0)
+    """Episodes over which kl_beta may change by a fifth."""
+
+
+class EpisodeRules(Frozen):
+    """From which policy the episodes of a step come."""
+
+    max_staleness: int = Field(0, ge=0)
+    """Episodes come from the policy of so many steps before, so that they are played while other steps train."""
+
+
 class ENVGRPOConfig(TrainingConfig):
     """`ostinato run env_grpo`: reinforcement learning from episodes with an environment."""
 
@@ -78,6 +97,8 @@ class ENVGRPOConfig(TrainingConfig):
     algorithm: ENVGRPOAlgorithm = ENVGRPOAlgorithm()
     optimizer: OptimizerConfig = OptimizerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    regularisation: EpisodeRegularisation = EpisodeRegularisation()
+    rules: EpisodeRules = EpisodeRules()
 
     @property
     def title(self) -> str:
@@ -86,7 +107,9 @@ class ENVGRPOConfig(TrainingConfig):
 
     @model_validator(mode="after")
     def _endless_runs_are_constant(self) -> Self:
-        check_sampled_run(self.algorithm, self.optimizer, self.checkpoints, self.sampling, self.evaluation)
+        algorithm = self.algorithm
+        check_sampled_run(algorithm, self.optimizer, self.checkpoints, self.sampling, self.evaluation)
+        self.regularisation.check(algorithm.loss_norm, algorithm.kl_beta, algorithm.old_logprobs)
         return self
 
 
@@ -99,3 +122,8 @@ class ENVGSPOConfig(ENVGRPOConfig):
     def title(self) -> str:
         """The flow run's name."""
         return training_title("env_gspo", self.model.key, self.data.train, self.seed)
+
+    @model_validator(mode="after")
+    def _no_loss_per_token(self) -> Self:
+        check_has_gspo(None, self.regularisation.policy_loss)
+        return self

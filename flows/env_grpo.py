@@ -162,6 +162,7 @@ async def env_grpo(config: ENVGRPOConfig) -> dict[str, Any]:
 async def env_arguments(config: ENVGRPOConfig, session: RunSession, logger: TerminalProgress) -> dict[str, Any]:
     """What a training class in environments is made with, but for the number of steps."""
     algorithm, environment = config.algorithm, config.environment
+    episode_tokens = config.sampling.max_new_tokens * environment.max_turns
     builder = Model(registered_key(session.base)).to_builder(session).training(config.model.trainable)
     model = await builder.spawn_train(config.model.name)
     return {
@@ -175,8 +176,10 @@ async def env_arguments(config: ENVGRPOConfig, session: RunSession, logger: Term
         "data_seed": config.seed,
         "max_prompt_tokens": config.data.max_prompt_tokens,
         "truncation": config.data.truncation,
-        "norm_constant": longest(config.sampling.max_new_tokens * environment.max_turns, algorithm),
         **algorithm.model_dump(exclude={"steps"}),
+        **config.regularisation.model_dump(),
+        "norm_constant": longest(config.regularisation.norm_constant or episode_tokens, algorithm),
+        **config.rules.model_dump(),
     }
 
 

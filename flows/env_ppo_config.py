@@ -6,13 +6,21 @@ from typing import Self
 
 from pydantic import model_validator
 
-from flows.env_config import ENVGRPOConfig
+from flows.env_config import ENVGRPOConfig, EpisodeRegularisation
 from flows.ppo_config import CreditConfig, PPOAlgorithm, ValueModelConfig, check_valued_run
+from flows.reinforcement_config import KLPlace
 from flows.titles import training_title
 
 
 class ENVPPOAlgorithm(PPOAlgorithm):
     """PPO (arXiv:1707.06347) over the tokens that the policy says in an episode. `samples_*` count episodes."""
+
+
+class ENVPPORegularisation(EpisodeRegularisation):
+    """What the policy's loss has besides the clipped ratio."""
+
+    kl_in: KLPlace = "reward"  # type: ignore[assignment]  # every token has a reward of its own
+    """Where the KL term stands: taken off the reward, token by token, or in the loss."""
 
 
 class ENVPPOConfig(ENVGRPOConfig):
@@ -21,6 +29,7 @@ class ENVPPOConfig(ENVGRPOConfig):
     value_model: ValueModelConfig = ValueModelConfig()
     algorithm: ENVPPOAlgorithm = ENVPPOAlgorithm()  # type: ignore[assignment]  # its advantages are the value model's
     credit: CreditConfig = CreditConfig()
+    regularisation: ENVPPORegularisation = ENVPPORegularisation()
 
     @property
     def title(self) -> str:

@@ -83,6 +83,12 @@ class Regularisation(Frozen):
         if self.kl_importance and kl_beta == 0:
             raise ValueError("regularisation.kl_importance acts only with algorithm.kl_beta above 0; leave it out")
 
+    def check(self, loss_norm: str, kl_beta: float, old_logprobs: OldLogprobs) -> None:
+        """Raises ValueError for what has no effect beside the algorithm's own settings."""
+        self.check_norm(loss_norm)
+        self.check_kl(kl_beta)
+        check_importance(self.importance_cap, old_logprobs)
+
     def check_norm(self, loss_norm: str) -> None:
         """Raises ValueError for a constant that the norm does not divide by."""
         if self.norm_constant is not None and loss_norm != "constant":

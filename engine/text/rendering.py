@@ -70,7 +70,7 @@ class Renderer:
             turns, header_ids = list(thread.turns), self.tokenizer.encode(header)
         else:
             _check_prompt(thread.turns)
-            thread = with_images_embedded(thread)
+            thread = self._with_images(thread)
             pieces = [
                 *template_pieces(self.tokenizer, thread.turns),
                 Piece(generation_header(self.tokenizer, thread.turns), ""),
@@ -89,7 +89,7 @@ class Renderer:
 
         Raises ThreadError (no turns), TemplateRefused, TemplateNotPrefixStable, UnsupportedFragment.
         """
-        thread = with_images_embedded(thread)
+        thread = self._with_images(thread)
         ids = self._split(template_pieces(self.tokenizer, thread.turns))
         return TokenizedThread(tuple(_tokenized_turns(thread, ids, self.tokenizer)), thread.metadata)
 
@@ -97,7 +97,7 @@ class Renderer:
         """One more turn of text after ids that are kept as they are: how a sampled conversation goes on."""
         if tokenized.turns and tokenized.turns[-1].is_open:
             raise ThreadError("the last turn is open; complete it with with_completion before appending another")
-        after = with_images_embedded(self.detokenize(tokenized).append(role, content))
+        after = self._with_images(self.detokenize(tokenized).append(role, content))
         pieces = template_pieces(self.tokenizer, after.turns)
         header_ids, body_ids = (self.tokenizer.encode(text) for text in pieces[-1])
         weight = after.get_turn_weights()[-1]
@@ -167,6 +167,12 @@ class Renderer:
         if found := images_in(turns):
             takes = "this call takes" if self.tokenizer.images else f"{self.tokenizer.name} takes"
             raise UnsupportedFragment(f"turn {found[0][0]} holds an image; {takes} text only: remove it")
+
+    def _with_images(self, thread: StringThread) -> StringThread:
+        """The thread with the bytes of its images. No file is read for a model that takes none."""
+        if self.tokenizer.images is None:
+            self._check_text_only(thread.turns)
+        return with_images_embedded(thread)
 
     def _content(self, turn: TokenizedTurn) -> Any:
         return turn.content if turn.logprobs is None else self.decode_completion(turn.token_ids[turn.header :])

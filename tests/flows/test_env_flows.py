@@ -165,11 +165,12 @@ def test_a_rewritten_history_is_a_row_of_its_own(toy: Toy) -> None:
 
 def test_gspo_takes_one_grade_per_episode(toy: Toy) -> None:
     toy.run("one", "env_gspo", algorithm={"steps": 2, "samples_per_batch": 16, "samples_per_mini_batch": 16,
-            "completions_per_sample": 4, "prompts_per_shard": 4})  # fmt: skip
+            "completions_per_sample": 4, "prompts_per_shard": 4},
+            regularisation={"entropy_coef": 0.05}, rules={"max_staleness": 1})  # fmt: skip
     records = list(toy.chain("one", "env_gspo").records(0, 2))
     assert [record.request.loss["kind"] for record in records] == ["gspo"] * 2
     assert records[0].request.loss["clip_low"] == 0.01 and records[0].request.loss["kl_beta"] == 0.1
-    assert records[0].request.loss["norm"] == "sequence_mean"
+    assert (records[0].request.loss["norm"], records[0].request.loss["entropy_coef"]) == ("sequence_mean", 0.05)
     for batch in toy.tables("one", "batch", "env_gspo"):
         assert all(len(set(row)) == 1 for row in batch["advantages"])
 

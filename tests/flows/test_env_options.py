@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from pydantic import ValidationError
 
 from engine.handles import TrainingModel
 from engine.text.threads import StringThread
+from flows.env_config import ENVGRPOConfig, ENVGSPOConfig
 from flows.env_grpo import ENVGRPO, NOT_OF_EPISODES
 from flows.env_gspo import ENVGSPO
 from flows.env_ppo import ENVPPO
+from flows.env_ppo_config import ENVPPOConfig
 from flows.grpo import GRPO
 from flows.gspo import GSPO
 from flows.ppo import PPO
-from tests.guessing import GuessFactory
+from tests.guessing import GuessFactory, guess_config
 
 PROMPTS = [StringThread([("user", "1")], {"secret": 1})]
 POLICY, VALUE = (cast(TrainingModel, SimpleNamespace(name=name)) for name in ("policy", "value"))
@@ -105,3 +109,33 @@ def test_a_penalty_of_ppo_may_stand_in_the_loss() -> None:
     inside, outside = env_ppo(kl_in="loss"), env_ppo()
     assert (inside.loss.kl_beta, inside.reward_kl) == (0.1, None)
     assert outside.loss.kl_beta == 0.0 and outside.reward_kl is not None and outside.reward_kl.beta == 0.1
+
+
+def config_of(flow: type[ENVGRPOConfig], tmp_path: Path, **groups: Any) -> ENVGRPOConfig:
+    return flow.model_validate(guess_config(tmp_path, tmp_path, run="r") | groups)
+
+
+def test_configs_have_the_options_of_the_classes(tmp_path: Path) -> None:
+    plain = config_of(ENVGRPOConfig, tmp_path)
+    assert not {"regularisation", "rules"} & set(plain.semantic())  # a run without them is the run it was before
+    given = config_of(ENVGRPOConfig, tmp_path, regularisation={"entropy_coef": 0.1}, rules={"max_staleness": 1})
+    assert given.semantic()["regularisation"]["entropy_coef"] == 0.1
+    assert given.semantic()["rules"] == {"max_staleness": 1}
+    assert plain.regularisation.kl_in == "loss"
+    assert ENVPPOConfig.model_fields["regularisation"].default.kl_in == "reward"
+
+
+@pytest.mark.parametrize(
+    ("flow", "groups", "said"),
+    [
+        (ENVGRPOConfig, {"regularisation": {"kl_in": "reward"}}, "regularisation.kl_in"),
+        (ENVGRPOConfig, {"regularisation": {"norm_constant": 9.0}}, "loss_norm"),
+        (ENVGRPOConfig, {"rules": {"dynamic_sampling": True}}, "rules.dynamic_sampling"),
+        (ENVGSPOConfig, {"regularisation": {"policy_loss": "cispo"}}, "GSPO does not have"),
+    ],
+)
+def test_options_without_a_meaning_in_an_environment_are_no_config(
+    tmp_path: Path, flow: type[ENVGRPOConfig], groups: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValidationError, match=said):
+        config_of(flow, tmp_path, **groups)

@@ -293,10 +293,11 @@ class LocalRanks:
         self._on_event(Died(tuple(RankDeath(number, code, logs[number]) for number, code in codes.items())))
 
     def _activities(self) -> tuple[Activity, ...]:
-        return tuple(
+        seen = [
             Activity(rank.number, *self._progress.read(slot), stopped=rank.stopped())
             for slot, rank in enumerate(self._ranks)
-        )
+        ]
+        return tuple(seen)  # one made of a generator grows, and CPython fails where gc.get_objects lists it meanwhile
 
 
 def rank_env(env: Mapping[str, str], first: Launch, address: str) -> dict[str, str]:

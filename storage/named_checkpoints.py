@@ -49,12 +49,11 @@ def restart_point(store: ObjectStore, text: str, *, run: str, stage: str, model:
     Raises:
         NoSuchCheckpoint: nothing is called so, or more than one thing is; the names that there are are listed.
     """
-    chain = Chain(store, run, stage, model)
-    root = chain.root()
-    if root is not None and root.start is not None:
-        began = [one for one in _of_chain(Chain.of(store, root.start)) if one.policy == root.start]
-        if any(one.is_called(text, run) for one in began):
-            return root.start
+    root = Chain(store, run, stage, model).root()
+    start = None if root is None else root.start
+    began = [] if start is None else [one for one in _of_chain(Chain.of(store, start)) if one.policy == start]
+    if start is not None and any(one.is_called(text, run) for one in began):
+        return start
     known = [
         one
         for at in dict.fromkeys((run, *_runs_in(text)))
@@ -67,6 +66,8 @@ def restart_point(store: ObjectStore, text: str, *, run: str, stage: str, model:
     if found:
         titles = ", ".join(one.title for one in found.values())
         raise NoSuchCheckpoint(f"{text!r} names {len(found)} checkpoints: {titles}; give the whole of one of these")
+    if start is not None and not began:
+        return start  # it was pruned since the stage began there
     raise NoSuchCheckpoint(f"there is no checkpoint {text!r} to restart {stage} of {run} from; {_listed(known)}")
 
 

@@ -16,6 +16,7 @@ from flows.loggers import StageNotifier
 from flows.ppo import PPO
 from flows.recipe import RecipeContext
 from flows.sft import SFT
+from storage import keys
 from storage.chain import Chain, PolicyRef
 from storage.errors import NoSuchCheckpoint
 from storage.fork import fork_run
@@ -153,6 +154,19 @@ async def test_what_does_not_exist_is_an_error_that_lists_what_does(runs: Runs) 
     with pytest.raises(NoSuchCheckpoint, match="no run that it may mean"):
         await runs.sft("second", restart_from_checkpoint="policy-2")  # of another run: it is named with it
     assert Chain(runs.store, "second", first.stage, "policy").root() is None
+
+
+async def test_a_stage_that_began_outlives_the_checkpoint_it_began_with(runs: Runs) -> None:
+    first = await runs.sft("first")
+    restart = {"restart_from_checkpoint": "first/policy-2"}
+    again = await runs.sft("again", max_steps=2, **restart)
+    pruned = keys.checkpoint(first.run, first.stage, first.model, 2)
+    for info in list(runs.store.list(f"{pruned}/")):
+        runs.store.delete(info.key)
+    assert [one.name for one in named_checkpoints(runs.store, "first")] == ["policy-4"]
+    assert await runs.sft("again", max_steps=2, **restart) == again
+    with pytest.raises(NoSuchCheckpoint):
+        await runs.sft("late", max_steps=2, **restart)
 
 
 async def test_a_checkpoint_of_another_base_or_trained_part_is_refused(runs: Runs) -> None:

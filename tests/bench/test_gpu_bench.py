@@ -112,6 +112,7 @@ def test_rows_of_a_part_that_fails_are_kept_with_its_last_words() -> None:
     assert heard == [ROW.line(), "not a row", "out of luck"]
 
 
+@pytest.mark.slow
 def test_a_part_that_hangs_is_stopped_with_what_it_started(tmp_path: Path) -> None:
     child = "import time; time.sleep(600)"
     text = (

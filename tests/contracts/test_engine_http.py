@@ -39,6 +39,7 @@ class TestEngineClient(EngineContract):
             server.__exit__(None, None, None)
 
 
+@pytest.mark.slow
 class TestEngineClientInMemory(TestEngineClient):
     @pytest.fixture
     def store_url(self, tmp_path: Path) -> str:

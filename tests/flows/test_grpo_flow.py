@@ -370,6 +370,7 @@ def test_a_run_of_an_adapter_publishes_a_whole_model_and_resumes_to_the_same_byt
         toy.run("adapter", **changes | {"model__adapter": {"rank": 4}})
 
 
+@pytest.mark.slow
 def test_another_seed_is_another_run(toy: Toy) -> None:
     toy.run("seed-0", algorithm__steps=1)
     toy.run("seed-1", algorithm__steps=1, seed=1)

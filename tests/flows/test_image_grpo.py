@@ -70,6 +70,7 @@ def run(prefect_server: str, tmp_path: Path, vision_folder: Path) -> Run:
     return Run(tmp_path, vision_folder)
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_over_images_ends_in_the_same_bytes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupt_at(monkeypatch, "take_gradient_step", step=1)
     for module in (flows.session, flows.ops.hooks):  # as who is killed does

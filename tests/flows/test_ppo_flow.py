@@ -143,6 +143,7 @@ def test_a_run_that_ends_between_two_commits_resumes_to_the_same_bytes(
         assert [r.state for r in runs.records(run, model)] == [r.state for r in runs.records("whole", model)]
 
 
+@pytest.mark.slow
 def test_adapters_clipped_values_and_whitening(runs: Runs) -> None:
     lora = {"rank": 2}
     runs.run(

@@ -190,6 +190,7 @@ async def test_a_fork_of_a_restarted_run_begins_where_it_began(runs: Runs) -> No
     assert runs.digests(forked) == runs.digests(restarted)
 
 
+@pytest.mark.slow
 async def test_ppo_takes_the_value_model_of_the_same_iteration(runs: Runs) -> None:
     prompts = [StringThread([("user", str(digit))]) for digit in range(4)]
 

@@ -89,6 +89,7 @@ def recorded(handle: ServerHandle) -> tuple[set[str], int, set[str]]:
     return flows, tasks, said
 
 
+@pytest.mark.slow
 def test_flows_are_recorded_on_a_server_that_stops_with_its_block(tmp_path: Path) -> None:
     before = dict(os.environ)
     with local_prefect_server(tmp_path) as handle:

@@ -93,8 +93,9 @@ def test_names_that_transformers_translates_are_read_by_it(tiny_folder: Path, tm
     assert digest_tensors(read_all(hollow).items()) == digest_tensors(loaded.named_weights())
 
 
-@pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [3, 2, 1])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_each_rank_reads_its_part_and_no_more(
     stage: int, dtype: str, two_ranks: Group, on_ranks: Load, tiny_folder: Path, tmp_path: Path
 ) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from inspect import signature
 from typing import Any
 
 from prefect import flow
@@ -24,6 +23,7 @@ from flows.env_evaluation import HeldoutEpisodes
 from flows.grpo import GRPO, longest, train_and_report
 from flows.ops.hooks import ON_END
 from flows.progress import TerminalProgress
+from flows.reinforcement_config import BatchRules
 from flows.schedules import optimizer_arguments
 from flows.session import RunSession, open_run
 from storage.artifacts import ArtifactRef
@@ -125,8 +125,8 @@ NOT_OF_EPISODES = ("dynamic_sampling", "mask_truncated", "overlong_buffer", "ove
 
 def _check_options(options: Mapping[str, Any]) -> None:
     """Raises ValueError for what GRPO does with single answers, and would not be done here."""
-    defaults = signature(GRPO.__init__).parameters
-    if given := [name for name in NOT_OF_EPISODES if name in options and options[name] != defaults[name].default]:
+    fields = BatchRules.model_fields
+    if given := [name for name in NOT_OF_EPISODES if name in options and options[name] != fields[name].default]:
         raise ValueError(f"{given} act on single answers, and an episode has several; leave them out")
     if "grader" in options:
         raise ValueError("the environment grades the turns of an episode; leave the grader out")

@@ -9,7 +9,6 @@ logprobs are recomputed by the trainer, so that a sampler in another precision c
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from typing import Any
 
 from prefect import flow
@@ -18,23 +17,22 @@ from pydantic import JsonValue
 from engine.handles import Model, TrainingModel
 from engine.losses.spec import CISPOSpec, GRPOSpec, GSPOSpec, KLEstimator, LossNorm
 from engine.text.threads import StringThread
-from flows.callbacks import Callback
 from flows.checkpoints import CheckpointSchedule, Uploads
-from flows.collect import Collector, Lookahead, PromptBatch, Refill, RefillEnd
+from flows.collect import Collector, Lookahead, PromptBatch, Refill
 from flows.config import GRPOAlgorithm, GRPOConfig
 from flows.env_config import ENVGRPOConfig
 from flows.evaluation import Heldout
 from flows.grading import grading_of
-from flows.loggers import StageNotifier
-from flows.loop import Journal, adamw, optimizer_at, steps
+from flows.loop import Journal, optimizer_at, steps
 from flows.names import takes_names
 from flows.ops.hooks import ON_END
 from flows.progress import TerminalProgress
-from flows.reinforcement_config import KLControl, KLPlace, PolicyLoss, check_importance
+from flows.reinforcement_config import PolicyLoss, Regularisation, groups_of
 from flows.schedules import optimizer_arguments
 from flows.session import RunSession, default_model_name, finish_run, open_run
+from flows.trainer import Trainer
 from storage.artifacts import ArtifactRef
-from storage.chain import MinibatchPlan, NanPolicy, OldLogprobs, PolicyRef, StepRequest
+from storage.chain import MinibatchPlan, OldLogprobs, PolicyRef, StepRequest
 from storage.registry import registered_key
 from tasks.batches import AdvantageEstimator, BatchPlan
 from tasks.controllers import AdaptiveKL, FixedKL
@@ -51,18 +49,21 @@ from tasks.report import write_report
 from tasks.rewards import Overlong, RewardKL
 from tasks.rollout import generate_rollouts
 from tasks.rollouts import PromptShard, Truncation
-from tasks.schedules import CosineScheduler, Schedule, is_endless
+from tasks.schedules import is_endless
 from tasks.train import take_gradient_step
 
 POLICY_LOSSES: dict[PolicyLoss, type[GRPOSpec] | type[CISPOSpec]] = {"clip": GRPOSpec, "cispo": CISPOSpec}
 
 
 @takes_names()
-class GRPO:
+class GRPO(Trainer):
     """Trains `model` in place on graded rollouts of `dataset`. `await GRPO(...).run()` resumes where the run stands.
 
     `dataset`: threads, or a loaded prompt dataset. `grader`: a BaseGrader (in-process) or the spec of an importable
     one. Sampling follows the model's view (`model.temperature(0.7).max_gen_len(64)`). `samples_*` count completions.
+
+    The other arguments are those of `Trainer`, and the fields of `Regularisation` and `BatchRules`
+    (flows.reinforcement_config).
     """
 
     stage = "grpo"
@@ -75,88 +76,49 @@ class GRPO:
         model: TrainingModel,
         grader: BaseGrader | GraderSpec | Grading | None,
         *,
-        logger: TerminalProgress | None = None,
         max_num_grpo_steps: int | None = None,
         epochs: int | None = None,
         completions_per_sample: int = 8,
         lr: float = 7.5e-7,
-        lr_scheduler: Schedule | None = None,
         samples_per_batch: int = 128,
         samples_per_mini_batch: int = 128,
         mini_epochs_per_batch: int = 1,
-        max_grad_norm: float = 1.0,
         clip_range: float = 0.1,
         clip_range_high: float | None = None,
         dual_clip: float | None = None,
         kl_beta: float = 0.01,
         kl_estimator: KLEstimator = "k3",
         loss_norm: LossNorm = "token_mean",
-        norm_constant: float | None = None,
         advantage_estimator: AdvantageEstimator = "group",
         old_logprobs: OldLogprobs = "trainer",
-        weight_decay: float | Schedule = 0.0,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        skip_nan_gradients: bool = False,
-        checkpoint_frequency: float | None = 0.2,
-        checkpoint_every_steps: int | None = None,
-        checkpoints: CheckpointSchedule | None = None,
-        data_seed: int = 42,
         prompts_per_shard: int = 16,
         max_prompt_tokens: int | None = None,
         truncation: Truncation = "error",
-        policy_loss: PolicyLoss = "clip",
-        entropy_coef: float = 0.0,
-        importance_cap: float | None = None,
-        kl_in: KLPlace = "loss",
-        kl_importance: bool = False,
-        kl_controller: KLControl = "fixed",
-        kl_target: float = 0.1,
-        kl_horizon: float = 10_000,
-        mask_truncated: bool = False,
-        overlong_buffer: int | None = None,
-        overlong_penalty: float = 1.0,
-        dynamic_sampling: bool = False,
-        max_refill_rounds: int = 4,
-        refill_end: RefillEnd = "short",
-        max_staleness: int = 0,
-        callbacks: Sequence[Callback] = (),
-        stage_notifier: StageNotifier | None = None,
-        restart_from_checkpoint: str | None = None,
+        **options: Any,
     ) -> None:
         _check_sizes(self.length, max_num_grpo_steps, epochs, samples_per_batch, completions_per_sample)
-        check_importance(importance_cap, old_logprobs)
-        self.dataset, self.model = dataset, model
+        regularisation, self.rules = groups_of(options)
+        regularisation.check(loss_norm, kl_beta, old_logprobs)
+        super().__init__(model, lr=lr, **options)
+        self.dataset = dataset
         self._grading = None if grader is None else grading_of(grader)
         self.max_steps, self.epochs = max_num_grpo_steps, epochs
-        self.logger = logger or TerminalProgress()
         self.completions_per_sample = completions_per_sample
         self.samples_per_batch = samples_per_batch
         self.prompts_per_batch = samples_per_batch // completions_per_sample
-        self.schedule = lr_scheduler or CosineScheduler(lr)
-        self.checkpoints = checkpoints or CheckpointSchedule.every(checkpoint_frequency, checkpoint_every_steps)
-        self.data_seed, self.prompts_per_shard = data_seed, prompts_per_shard
+        self.prompts_per_shard = prompts_per_shard
         self.max_prompt_tokens, self.truncation = max_prompt_tokens, truncation
-        self.refill = Refill(max_refill_rounds, refill_end) if dynamic_sampling else None
-        self.max_staleness = max_staleness
         high = clip_range if clip_range_high is None else clip_range_high
         clip = {"clip_low": clip_range, "clip_high": high} | ({"dual_clip": dual_clip} if dual_clip else {})
-        norm = {"norm": loss_norm, "norm_constant": norm_constant}
-        weights = {"entropy_coef": entropy_coef, "importance_cap": importance_cap}
-        in_loss = {"kl_beta": kl_beta if kl_in == "loss" else 0.0, "kl_estimator": kl_estimator}
-        in_loss |= {"kl_importance": kl_importance}
-        self.loss: GRPOSpec | GSPOSpec | CISPOSpec = POLICY_LOSSES[policy_loss](**clip, **norm, **weights, **in_loss)
+        self.loss = policy_loss_of(
+            regularisation, kl_beta=kl_beta, kl_estimator=kl_estimator, norm=loss_norm, **clip
+        )  # fmt: skip
+        self.kl = kl_control(regularisation, kl_beta)
+        kl_off_reward = regularisation.kl_in == "reward" and kl_beta > 0
+        self.reward_kl = RewardKL(beta=kl_beta, estimator=kl_estimator) if kl_off_reward else None
         self.old_logprobs, self.advantage_estimator = old_logprobs, advantage_estimator
-        self.kl = kl_control(kl_controller, kl_beta, kl_target, kl_horizon)
-        self.reward_kl = RewardKL(beta=kl_beta, estimator=kl_estimator) if kl_in == "reward" and kl_beta else None
-        self.mask_truncated, self.overlong = mask_truncated, (overlong_buffer, overlong_penalty)
         size = None if samples_per_mini_batch >= samples_per_batch else samples_per_mini_batch
         self.minibatches = MinibatchPlan(size=size, epochs=mini_epochs_per_batch)
-        self.optimizer = adamw(weight_decay, max_grad_norm, betas, eps)
-        self.nan_policy: NanPolicy = "skip" if skip_nan_gradients else "fail"
-        self.callbacks, self.notifier = list(callbacks), stage_notifier
-        self.restart_from = restart_from_checkpoint
-        self._start: PolicyRef | None = None
         self._check_endless()
 
     def _check_endless(self) -> None:
@@ -173,12 +135,6 @@ class GRPO:
                 "checkpoint_every_steps"
             )
 
-    async def open(self) -> PolicyRef:
-        """Opens the stage, once, and returns the policy it starts from: the reference of the KL term."""
-        if self._start is None:
-            self._start = await self.model.begin_stage(self.stage, checkpoint=self.restart_from)
-        return self._start
-
     async def run(self) -> PolicyRef:
         """The loop. Every line's result is committed before the next begins; a crash costs at most one line."""
         workspace = self.model.workspace
@@ -191,7 +147,7 @@ class GRPO:
         async with (
             Uploads(workspace, retention=self.checkpoints.retention) as uploads,
             Journal(self.model, policy, self.logger, total_steps=total_steps, notifier=self.notifier) as journal,
-            Lookahead(self._collector(data), journal.cursor(), total_steps, self.max_staleness) as rollouts,
+            Lookahead(self._collector(data), journal.cursor(), total_steps, self.rules.max_staleness) as rollouts,
         ):
             if due := self.checkpoints.missed(policy.step, total_steps, model=self.model.name):
                 await uploads.start(policy, name=due.named)
@@ -275,7 +231,9 @@ class GRPO:
             max_prompt_tokens=self.max_prompt_tokens,
             truncation=self.truncation,
         )
-        return Collector(batch, self._sample, self.refill)
+        rules = self.rules
+        refill = Refill(rules.max_refill_rounds, rules.refill_end) if rules.dynamic_sampling else None
+        return Collector(batch, self._sample, refill)
 
     def _shuffled(self, step: int, *, updates: bool = True) -> MinibatchPlan:
         """Without `updates`, the step leaves the weights as they are."""
@@ -288,7 +246,7 @@ class GRPO:
         return self.loss.model_copy(update={"kl_beta": kl_beta}).model_dump() if in_loss else self.loss.model_dump()
 
     def _batch_plan(self, start: PolicyRef, kl_beta: float) -> BatchPlan:
-        buffer, penalty = self.overlong
+        rules, buffer = self.rules, self.rules.overlong_buffer
         limit = self.model.sampling.max_new_tokens
         return BatchPlan(
             reference=start if self.loss.kl_beta > 0 or self.reward_kl else None,
@@ -296,20 +254,28 @@ class GRPO:
             old_logprobs=self.old_logprobs,
             temperature=self.model.sampling.temperature,
             reward_kl=self.reward_kl and self.reward_kl.model_copy(update={"beta": kl_beta}),
-            overlong=Overlong(limit=limit, buffer=buffer, penalty=penalty) if buffer else None,
-            mask_truncated=self.mask_truncated,
-            drop_equal_groups=self.refill is not None,
-            max_staleness=self.max_staleness,
+            overlong=Overlong(limit=limit, buffer=buffer, penalty=rules.overlong_penalty) if buffer else None,
+            mask_truncated=rules.mask_truncated,
+            drop_equal_groups=rules.dynamic_sampling,
+            max_staleness=rules.max_staleness,
         )
 
 
-def kl_control(kind: KLControl, beta: float, target: float, horizon: float) -> FixedKL | AdaptiveKL:
-    """The controller of that name. Raises ValueError when it has nothing to control."""
-    if kind == "fixed":
+def policy_loss_of(regularisation: Regularisation, *, kl_beta: float, **terms: Any) -> GRPOSpec | GSPOSpec | CISPOSpec:
+    """The loss that these settings and `terms` of every policy loss make."""
+    names = ("entropy_coef", "importance_cap", "norm_constant", "kl_importance")
+    own = {name: getattr(regularisation, name) for name in names}
+    in_loss = kl_beta if regularisation.kl_in == "loss" else 0.0
+    return POLICY_LOSSES[regularisation.policy_loss](**own, **terms, kl_beta=in_loss)
+
+
+def kl_control(regularisation: Regularisation, beta: float) -> FixedKL | AdaptiveKL:
+    """Raises ValueError when a controller has nothing to control."""
+    if regularisation.kl_controller == "fixed":
         return FixedKL(beta=beta)
     if beta == 0:
         raise ValueError("kl_controller='adaptive' multiplies kl_beta, and kl_beta=0 stays 0; give it a start")
-    return AdaptiveKL(beta=beta, target=target, horizon=horizon)
+    return AdaptiveKL(beta=beta, target=regularisation.kl_target, horizon=regularisation.kl_horizon)
 
 
 def _check_sizes(length: str, steps: int | None, epochs: int | None, samples: int, completions: int) -> None:

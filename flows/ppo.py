@@ -109,9 +109,12 @@ class PPO(GRPO):
         )  # fmt: skip
         self.value_loss: LossSpec = MSESpec() if value_clip is None else TrustRegionMSESpec(clip=value_clip)
         self.value_only_fraction = value_only_fraction
-        self.credit = {
-            "gamma": gae_gamma, "lam": gae_lambda, "returns": returns, "whiten_advantages": whiten_advantages
-        }  # fmt: skip
+        self.credit = {"gamma": gae_gamma, "lam": gae_lambda, "returns": returns}
+        self.credit |= {"whiten_advantages": whiten_advantages}
+        self._check_endless_values()
+
+    def _check_endless_values(self) -> None:
+        """As `_check_endless`, of what the value model adds."""
         endless = self.max_steps is None and self.epochs is None
         decay = self.value_optimizer["weight_decay"]
         if endless and not (is_endless(self.value_schedule) and (isinstance(decay, float | int) or is_endless(decay))):
@@ -119,10 +122,10 @@ class PPO(GRPO):
                 f"neither {self.length} nor epochs was given, so the run has no progress that the value model's "
                 "schedule could follow; give one of them, or value_lr_scheduler=ConstantScheduler(lr)"
             )
-        if endless and value_only_fraction > 0:
+        if endless and self.value_only_fraction > 0:
             raise ValueError(
-                f"neither {self.length} nor epochs was given, so value_only_fraction={value_only_fraction} is a share "
-                "of nothing; give one of them, or value_only_fraction=0"
+                f"neither {self.length} nor epochs was given, so value_only_fraction={self.value_only_fraction} is a "
+                "share of nothing; give one of them, or value_only_fraction=0"
             )
 
     def _value_start(self, start: PolicyRef) -> PolicyRef | None:
@@ -161,7 +164,7 @@ class PPO(GRPO):
         async with (
             Uploads(workspace, retention=self.checkpoints.retention) as uploads,
             Journal(self.model, policy, self.logger, total_steps=total_steps, notifier=self.notifier) as journal,
-            Lookahead(self._collector(data), journal.cursor(), total_steps, self.max_staleness) as rollouts,
+            Lookahead(self._collector(data), journal.cursor(), total_steps, self.rules.max_staleness) as rollouts,
         ):
             if due := self.checkpoints.missed(done, total_steps, model=self.model.name):
                 await uploads.start(policy, name=due.named)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -96,6 +96,16 @@ class Regularisation(Frozen):
                 f"regularisation.norm_constant={self.norm_constant} acts only with algorithm.loss_norm='constant', and "
                 f"that is {loss_norm!r}; set it, or leave the constant out"
             )
+
+
+def groups_of(options: dict[str, Any]) -> tuple[Regularisation, BatchRules]:
+    """The groups that the fields among the arguments of a class make; these are taken out of `options`. Raises
+    ValueError for what a group refuses."""
+    of_loss, of_batch = (
+        {name: options.pop(name) for name in group.model_fields if name in options}
+        for group in (Regularisation, BatchRules)
+    )
+    return Regularisation.model_validate(of_loss), BatchRules.model_validate(of_batch)
 
 
 def check_importance(cap: float | None, old_logprobs: OldLogprobs) -> None:

@@ -4,7 +4,6 @@ says what a batch of rows is, and which loss is minimised.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from engine.handles import Model, TrainingModel
@@ -12,13 +11,13 @@ from engine.losses.spec import LossSpec
 from flows.callbacks import Cadence, Callback, ValidationLoss
 from flows.checkpoints import CheckpointSchedule, Uploads
 from flows.config import TrainingConfig
-from flows.loggers import StageNotifier
-from flows.loop import Journal, adamw, optimizer_at, steps
+from flows.loop import Journal, optimizer_at, steps
 from flows.progress import TerminalProgress
 from flows.schedules import optimizer_arguments
 from flows.session import RunSession, default_model_name, finish_run
+from flows.trainer import Trainer
 from storage.artifacts import ArtifactRef
-from storage.chain import NanPolicy, PolicyRef, StepRequest
+from storage.chain import PolicyRef, StepRequest
 from storage.registry import registered_key
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.order import take
@@ -27,58 +26,28 @@ from tasks.lengths import ANY_LENGTH
 from tasks.load import load_prompts
 from tasks.publish import publish_model
 from tasks.report import write_report
-from tasks.schedules import CosineScheduler, Schedule
 from tasks.train import take_gradient_step
 
 
-class Supervised:
-    """Trains `model` in place. `await X(...).run()` resumes where the run stands."""
+class Supervised(Trainer):
+    """Trains `model` in place. `await X(...).run()` resumes where the run stands. The other arguments are those of
+    `Trainer`."""
 
-    stage: str
     loss: LossSpec
 
     def __init__(
         self,
         model: TrainingModel,
         *,
-        lr: float,
         samples_per_batch: int,
-        logger: TerminalProgress | None = None,
-        lr_scheduler: Schedule | None = None,
-        max_grad_norm: float = 1.0,
         epochs: int | None = None,
         max_steps: int | None = None,
-        weight_decay: float | Schedule = 0.0,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        skip_nan_gradients: bool = False,
-        checkpoint_frequency: float | None = 0.2,
-        checkpoint_every_steps: int | None = None,
-        checkpoints: CheckpointSchedule | None = None,
-        data_seed: int = 42,
-        callbacks: Sequence[Callback] = (),
-        stage_notifier: StageNotifier | None = None,
-        restart_from_checkpoint: str | None = None,
+        **options: Any,
     ) -> None:
         if epochs is not None and max_steps is not None:
             raise ValueError(f"both epochs={epochs} and max_steps={max_steps} were given; give one of them")
-        self.model = model
-        self.logger = logger or TerminalProgress()
+        super().__init__(model, **options)
         self.epochs, self.max_steps, self.samples_per_batch = epochs or 1, max_steps, samples_per_batch
-        self.schedule = lr_scheduler or CosineScheduler(lr)
-        self.optimizer = adamw(weight_decay, max_grad_norm, betas, eps)
-        self.nan_policy: NanPolicy = "skip" if skip_nan_gradients else "fail"
-        self.checkpoints = checkpoints or CheckpointSchedule.every(checkpoint_frequency, checkpoint_every_steps)
-        self.data_seed = data_seed
-        self.callbacks, self.notifier = list(callbacks), stage_notifier
-        self.restart_from = restart_from_checkpoint
-        self._start: PolicyRef | None = None
-
-    async def open(self) -> PolicyRef:
-        """Opens the stage, once, and returns the policy it starts from."""
-        if self._start is None:
-            self._start = await self.model.begin_stage(self.stage, checkpoint=self.restart_from)
-        return self._start
 
     async def run(self) -> PolicyRef:
         """The loop. Every line's result is committed before the next begins; a crash costs at most one line."""

@@ -15,6 +15,7 @@ from engine.connect import connect
 from flows.collect import NothingToLearn
 from flows.config import GRPOConfig
 from flows.grpo import GRPO, grpo, kl_control
+from flows.reinforcement_config import Regularisation
 from storage import keys
 from storage.accounting import account
 from storage.artifacts import ArtifactRef, read_manifest
@@ -203,7 +204,7 @@ def test_options_that_would_do_nothing_are_refused(tmp_path: Path, wrong: dict[s
 
 def test_an_adaptive_coefficient_of_zero_is_refused() -> None:
     with pytest.raises(ValueError, match="stays 0"):
-        kl_control("adaptive", 0.0, 0.1, 100.0)
+        kl_control(Regularisation(kl_controller="adaptive"), 0.0)
 
 
 def test_a_run_that_began_before_there_were_these_groups_is_the_same_run(tmp_path: Path) -> None:

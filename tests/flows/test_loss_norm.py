@@ -62,5 +62,5 @@ def test_a_class_weighs_its_kl_term() -> None:
 
     assert loss(kl_importance=True).kl_importance and not loss().kl_importance
     assert loss(kl_importance=True, policy_loss="cispo").kl_importance
-    with pytest.raises(ValidationError, match="kl_in='reward'"):
+    with pytest.raises(ValidationError, match="kl_importance acts only with kl_in='loss', and that is 'reward'"):
         loss(kl_importance=True, kl_in="reward")

@@ -123,6 +123,7 @@ def test_evaluation_on_the_way(tmp_path: Path, tiny_folder: Path, monkeypatch: p
 
 
 @served
+@pytest.mark.slow
 def test_without_the_evaluation_before(tmp_path: Path, tiny_folder: Path) -> None:
     toy = Toy(tmp_path, tiny_folder)
     result = asyncio.run(grpo(toy.config("late", before=False, every=0.5)))

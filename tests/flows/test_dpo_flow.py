@@ -130,6 +130,7 @@ def test_a_batch_larger_than_the_data_is_the_data(prefect_server: str, tiny_fold
     assert len(batch_of(tmp_path, 0)) == 20
 
 
+@pytest.mark.slow
 def test_a_batch_that_reaches_into_the_next_epoch(prefect_server: str, tiny_folder: Path, tmp_path: Path) -> None:
     """It may have the same pair twice: two pairs, and not a group of four."""
     asyncio.run(dpo(config_of(tmp_path, tiny_folder, algorithm={"samples_per_batch": 8, "epochs": 2})))

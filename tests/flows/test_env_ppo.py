@@ -201,6 +201,7 @@ async def spawned(folder: Path, tiny_folder: Path) -> tuple[TrainingModel, Train
     return policy.max_gen_len(4), value
 
 
+@pytest.mark.slow
 async def test_the_class_takes_a_factory_of_this_process_and_resumes(
     prefect_server: str, tmp_path: Path, tiny_folder: Path
 ) -> None:

@@ -47,6 +47,7 @@ async def test_the_same_config_ends_with_the_same_bytes(
     assert audit_store(toy.store).problems == ()
 
 
+@pytest.mark.slow
 async def test_another_rate_changes_what_comes_after_the_fork(
     toy: ToyRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -193,6 +193,7 @@ def test_the_report_stands_beside_the_run(finished: tuple[Toy, dict[str, Any]]) 
     assert "done" in page and "<html" in page.lower()
 
 
+@pytest.mark.slow
 def test_the_report_shows_as_many_samples_as_asked_for(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     heldout = {"kind": "file", "path": str(write_prompts(toy.folder / "heldout.jsonl")), "limit": HELDOUT_PROMPTS}
     seen = []

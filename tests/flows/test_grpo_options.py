@@ -106,7 +106,9 @@ def test_a_penalty_in_the_reward_leaves_the_loss_and_changes_the_advantages(runs
         assert [rows[i]["advantages"][0] for i in members] == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.parametrize("estimator", ["reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+@pytest.mark.parametrize(
+    "estimator", [pytest.param("reinforce_plus_plus", marks=pytest.mark.slow), "reinforce_plus_plus_baseline"]
+)
 def test_advantages_over_the_whole_batch_have_mean_0_and_variance_1_over_its_tokens(
     runs: Runs, estimator: str
 ) -> None:

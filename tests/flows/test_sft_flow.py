@@ -186,10 +186,10 @@ def test_an_interrupted_run_resumes_and_ends_in_the_same_bytes(
     ("algorithm", "steps"),
     [
         ({"epochs": 2}, 4),  # 16 rows in batches of 4
-        ({"epochs": 1, "samples_per_batch": 3}, 3),  # 8 rows: the last batch goes into the next epoch
+        pytest.param({"epochs": 1, "samples_per_batch": 3}, 3, marks=pytest.mark.slow),  # 8 rows: and one of the next
         ({}, 2),  # neither: one epoch
         ({"samples_per_batch": 512}, 1),  # a batch larger than the dataset is the dataset
-        ({"steps": 3}, 3),
+        pytest.param({"steps": 3}, 3, marks=pytest.mark.slow),
     ],
 )
 def test_how_many_steps_a_run_has(

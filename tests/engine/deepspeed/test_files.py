@@ -29,6 +29,7 @@ def moved(trainer: OnRanks, files: dict[str, Path]) -> dict[str, Path]:
     return trainer.checkpoint()
 
 
+@pytest.mark.slow
 def test_zero_3_on_two_ranks_and_the_torch_trainer_read_each_other(
     two_ranks: Group, on_ranks: Load, tiny_folder: Path, tmp_path: Path
 ) -> None:

@@ -63,7 +63,7 @@ def three_updates(
     assert_equal_weights(trainer, reference)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_two_ranks_train_as_the_torch_trainer_does(
     stage: int, expected: Expected, two_ranks: Group, on_ranks: Load, tiny_folder: Path
 ) -> None:

@@ -137,6 +137,7 @@ def test_a_server_that_never_gets_healthy_is_killed(tmp_path: Path) -> None:
     run(main())
 
 
+@pytest.mark.slow
 def test_a_hung_server_dies_by_fail_even_when_it_is_stopped(tmp_path: Path) -> None:
     async def main() -> None:
         async with kept(launch_of(tmp_path)) as server:

@@ -35,6 +35,7 @@ def test_rows_are_reasoning_gyms_own() -> None:
     assert first["reasoning_gym"]["config"] == SUMS
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bytes_in_another_process() -> None:
     code = (
         "from tasks.datasets.gym import rows; from tasks.datasets.spec import ReasoningGymDataset as D\n"

@@ -49,7 +49,7 @@ from tasks.report import write_report
 from tasks.rewards import Overlong, RewardKL
 from tasks.rollout import generate_rollouts
 from tasks.rollouts import PromptShard, Truncation
-from tasks.schedules import is_endless
+from tasks.schedules import is_fixed
 from tasks.train import take_gradient_step
 
 POLICY_LOSSES: dict[PolicyLoss, type[GRPOSpec] | type[CISPOSpec]] = {"clip": GRPOSpec, "cispo": CISPOSpec}
@@ -126,9 +126,7 @@ class GRPO(Trainer):
         if self.max_steps is not None or self.epochs is not None:
             return
         by_fraction = self.checkpoints.config.frequency is not None and self.checkpoints.config.every_steps is None
-        decay = self.optimizer["weight_decay"]
-        fixed = is_endless(self.schedule) and (isinstance(decay, float | int) or is_endless(decay))
-        if by_fraction or not fixed:
+        if by_fraction or not is_fixed(self.schedule, self.optimizer["weight_decay"]):
             raise ValueError(
                 f"neither {self.length} nor epochs was given, so the run has no progress that a schedule or a "
                 "checkpoint_frequency could follow; give one of them, or lr_scheduler=ConstantScheduler(lr) and "

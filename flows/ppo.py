@@ -37,7 +37,7 @@ from tasks.graders.base import BaseGrader
 from tasks.graders.spec import GraderSpec
 from tasks.gradings import Grading
 from tasks.prepare import prepare_credited
-from tasks.schedules import CosineScheduler, Schedule, is_endless
+from tasks.schedules import CosineScheduler, Schedule, is_fixed
 from tasks.train import take_gradient_step, take_value_step
 from tasks.value_batches import Returns, ValuePlan
 
@@ -109,15 +109,13 @@ class PPO(GRPO):
         )  # fmt: skip
         self.value_loss: LossSpec = MSESpec() if value_clip is None else TrustRegionMSESpec(clip=value_clip)
         self.value_only_fraction = value_only_fraction
-        self.credit = {"gamma": gae_gamma, "lam": gae_lambda, "returns": returns}
-        self.credit |= {"whiten_advantages": whiten_advantages}
+        self.credit = dict(gamma=gae_gamma, lam=gae_lambda, returns=returns, whiten_advantages=whiten_advantages)
         self._check_endless_values()
 
     def _check_endless_values(self) -> None:
         """As `_check_endless`, of what the value model adds."""
         endless = self.max_steps is None and self.epochs is None
-        decay = self.value_optimizer["weight_decay"]
-        if endless and not (is_endless(self.value_schedule) and (isinstance(decay, float | int) or is_endless(decay))):
+        if endless and not is_fixed(self.value_schedule, self.value_optimizer["weight_decay"]):
             raise ValueError(
                 f"neither {self.length} nor epochs was given, so the run has no progress that the value model's "
                 "schedule could follow; give one of them, or value_lr_scheduler=ConstantScheduler(lr)"

@@ -31,6 +31,11 @@ def is_endless(schedule: Schedule) -> bool:
     return bool(getattr(schedule, "endless", False))
 
 
+def is_fixed(schedule: Schedule, weight_decay: float | Schedule) -> bool:
+    """Whether neither the rate nor the weight decay depends on the length of the run."""
+    return is_endless(schedule) and (isinstance(weight_decay, float | int) or is_endless(weight_decay))
+
+
 @dataclass(frozen=True)
 class _Warmed:
     """A warm-up, then a shape: `_after` at an integer, `_share` in the continuous form. Both in units of `lr`'s."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, Protocol
 
 import pyarrow as pa
 from pydantic import Field
 
 from engine.errors import BadSpec
-from engine.losses.spec import CrossEntropySpec, DPOSpec
+from engine.losses.spec import CrossEntropySpec, DPOSpec, LossSpec
 from engine.protocol import LogprobsRequest, TokenSequence
 from engine.text.threads import StringThread
 from engine.text.tokenizers import renderer_of
@@ -24,6 +24,8 @@ from tasks.batches import CHUNK_TOKENS
 from tasks.clock import timed
 from tasks.lengths import ANY_LENGTH, LengthPlan, cut
 from tasks.validations import measured
+
+Row = dict[str, Any]
 
 SIDES = {"threads": ("thread",), "pairs": ("chosen", "rejected")}
 """Columns that hold conversations, by the kind of the dataset."""
@@ -57,21 +59,49 @@ async def validation_loss(workspace: Workspace, policy: PolicyRef, plan: Validat
     Raises:
         BadSpec: the rows are not what the loss is of, or there is nothing in them to learn.
     """
+
+    async def measure(rows: list[Row]) -> tuple[list[Row], dict[str, float]]:
+        sums = await _logprobs(workspace, policy, plan, rows)
+        if not isinstance(plan.loss, DPOSpec):
+            return _of_threads(sums)
+        assert plan.reference is not None
+        return _of_pairs(plan.loss, sums, await _logprobs(workspace, plan.reference, plan, rows))
+
+    return await committed_validation(workspace, policy, plan, measure, of_pairs=isinstance(plan.loss, DPOSpec))
+
+
+class Plan(Protocol):
+    """What a validation is planned to be, in the words that all have."""
+
+    @property
+    def dataset(self) -> ArtifactRef: ...
+    @property
+    def label(self) -> str: ...
+    @property
+    def loss(self) -> LossSpec: ...
+    def name(self, policy: PolicyRef) -> str: ...
+
+
+async def committed_validation(
+    workspace: Workspace,
+    policy: PolicyRef,
+    plan: Plan,
+    measure: Callable[[list[Row]], Awaitable[tuple[list[Row], dict[str, float]]]],
+    *,
+    of_pairs: bool,
+) -> ArtifactRef:
+    """The committed table of what `measure` makes of the dataset's rows: a row each, and the measures of them all.
+    Raises BadSpec for a dataset of the other kind."""
     store = workspace.open_store()
     key = keys.evaluation(policy.run, policy.stage, plan.name(policy))
     found = find_artifact(store, key)
     if found is not None:
         return found
-    wanted = "pairs" if isinstance(plan.loss, DPOSpec) else "threads"
+    wanted = "pairs" if of_pairs else "threads"
     if plan.dataset.kind != wanted:
         raise BadSpec(f"{plan.dataset.key} holds {plan.dataset.kind}; the loss {plan.loss.kind} is of {wanted}")
     rows = shared_rows(store, plan.dataset, range(plan.dataset.rows or 0))
-    sums = await _logprobs(workspace, policy, plan, rows)
-    if isinstance(plan.loss, DPOSpec):
-        assert plan.reference is not None
-        table, measures = _of_pairs(plan.loss, sums, await _logprobs(workspace, plan.reference, plan, rows))
-    else:
-        table, measures = _of_threads(sums)
+    table, measures = await measure(rows)
     for row, record in zip(table, rows, strict=True):
         row |= {"prompt_index": record["index"], "prompt_id": record["id"]}
     with timed("storage"):

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
-
-import pyarrow as pa
 
 from engine.errors import BadSpec
 from engine.losses.spec import MSESpec, RankingSpec
@@ -15,16 +12,11 @@ from engine.scores import scored_whole
 from engine.text.threads import StringThread
 from engine.text.tokenizers import renderer_of
 from engine.workspace import Workspace
-from storage import keys
-from storage.artifacts import ArtifactRef, find_artifact
+from storage.artifacts import ArtifactRef
 from storage.chain import PolicyRef
 from storage.models import Frozen, canonical_json, digest
-from storage.tables import SCHEMAS, commit_table, shared_rows
 from tasks.clock import timed
-from tasks.validation_losses import SIDES, chunks, softplus
-from tasks.validations import measured
-
-Row = dict[str, Any]
+from tasks.validation_losses import SIDES, Row, chunks, committed_validation, softplus
 
 
 class ScoreValidationPlan(Frozen):
@@ -51,32 +43,14 @@ async def score_validation(workspace: Workspace, policy: PolicyRef, plan: ScoreV
     Raises:
         BadSpec: the rows are not what the loss is of.
     """
-    store = workspace.open_store()
-    key = keys.evaluation(policy.run, policy.stage, plan.name(policy))
-    found = find_artifact(store, key)
-    if found is not None:
-        return found
-    wanted = "pairs" if isinstance(plan.loss, RankingSpec) else "threads"
-    if plan.dataset.kind != wanted:
-        raise BadSpec(f"{plan.dataset.key} holds {plan.dataset.kind}; the loss {plan.loss.kind} is of {wanted}")
-    rows = shared_rows(store, plan.dataset, range(plan.dataset.rows or 0))
-    scores = await _scores(workspace, policy, plan, rows)
-    if isinstance(plan.loss, RankingSpec):
-        table, measures = ranked([(chosen, rejected) for chosen, rejected in scores])
-    else:
-        table, measures = rated([score for (score,) in scores], [_rating(plan.dataset, row) for row in rows])
-    for row, record in zip(table, rows, strict=True):
-        row |= {"prompt_index": record["index"], "prompt_id": record["id"]}
-    with timed("storage"):
-        return commit_table(
-            store,
-            key,
-            pa.Table.from_pylist(table, schema=SCHEMAS["validation"]),
-            kind="validation",
-            parents=(policy.uri, plan.dataset.uri),
-            provenance=workspace.provenance,
-            extra=measured(plan.label, measures),
-        )
+
+    async def measure(rows: list[Row]) -> tuple[list[Row], dict[str, float]]:
+        scores = await _scores(workspace, policy, plan, rows)
+        if isinstance(plan.loss, RankingSpec):
+            return ranked([(chosen, rejected) for chosen, rejected in scores])
+        return rated([score for (score,) in scores], [_rating(plan.dataset, row) for row in rows])
+
+    return await committed_validation(workspace, policy, plan, measure, of_pairs=isinstance(plan.loss, RankingSpec))
 
 
 def ranked(scores: list[tuple[float, float]]) -> tuple[list[Row], dict[str, float]]:

@@ -272,12 +272,17 @@ def probe_packed_forward(model: CausalLM, folder: Path) -> None:
     model.use_attention(IMPLEMENTATION)
     layout = PackedLayout([Fan(0, length)], device=model.device)
     hidden = model.hidden(ids_T.unsqueeze(0), torch.arange(length, device=model.device).unsqueeze(0), layout)
+    check_probe(model, hidden, own, f"{folder}: packed attention changes this architecture's logprobs", "an attention")
+
+
+def check_probe(model: CausalLM, hidden: Tensor, own: Tensor, what: str, used: str) -> None:
+    """Raises BadModelFolder unless the packed forward's `hidden` (1, T, H) mean the logits `own` (T, V) of the model's
+    own forward."""
     gap = (model.logits(hidden)[0].log_softmax(-1) - own.log_softmax(-1)).abs().mean().item()
     tolerance = PROBE_TOLERANCE if model.dtype in (torch.float32, torch.float64) else 100 * PROBE_TOLERANCE
     if not gap <= tolerance:
         raise BadModelFolder(
-            f"{folder}: packed attention changes this architecture's logprobs by {gap:.2g} nats (at most "
-            f"{tolerance:g} expected); it uses an attention that is not supported yet"
+            f"{what} by {gap:.2g} nats (at most {tolerance:g} expected); it uses {used} that is not supported yet"
         )
 
 

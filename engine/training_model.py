@@ -20,9 +20,9 @@ from engine.workspace import Workspace
 from storage import keys
 from storage.artifacts import ArtifactRef
 from storage.chain import Chain, CommitRecord, OptimizerSpec, PolicyRef, Root, StepRequest, base_of
-from storage.models import canonical_json
 from storage.named_checkpoints import restart_point
 from storage.registry import free_name, registered_key
+from storage.stages import claim_stage, stage_owner
 
 log = logging.getLogger(__name__)
 
@@ -82,30 +82,42 @@ class TrainingModel(InferenceModel, Primitives):
         return self._at.policy
 
     async def begin_stage(
-        self, name: str, *, checkpoint: str | None = None, start: PolicyRef | None = None
+        self, name: str, *, checkpoint: str | None = None, start: PolicyRef | None = None, exclusive: bool = False
     ) -> PolicyRef:
         """Opens the next stage and returns its policy 0: the base model, or where the stage before ended; where a named
         `checkpoint` (storage.named_checkpoints) or the policy `start` is, of this run or another, if one is given. Its
         optimizer is a new one in any case.
 
+        `exclusive`: the artifacts of the stage's steps are this model's only. If another model of the run has begun a
+        stage of this name, the stage is called `NAME.MODEL`. The choice is kept in the store, so a resumed run makes
+        the same one.
+
         The handle then stands at the stage's last committed step, so that a resumed run goes on from there. Raises
         NoSuchCheckpoint, and BadSpec for one of another base model or with another trained part.
         """
         store, run, position = self.workspace.open_store(), self.workspace.run, self._at.stages
-        stage = f"{position}-{keys.validate_name(name)}"
-        root, start_at = self._at.root, start or self._at.policy
-        if checkpoint is not None:
-            start_at = restart_point(store, checkpoint, run=run, stage=stage, model=self.name)
-        if start_at is not None:
-            if start_at is not self._at.policy:
-                self._check_goes_on_from(start_at)
-            root = Root(start=start_at, base_digest=start_at.state, trainable=root.trainable)
+        stage = keys.stage_name(position, name)
+        while exclusive and stage_owner(store, run, stage) not in (None, self.name):
+            stage = f"{stage}.{self.name}"
+        root = self._stage_root(stage, checkpoint, start)
+        # nothing is awaited between the question whose stage it is and this answer
+        claim_stage(store, PolicyRef(run=run, stage=stage, model=self.name, step=0, state=root.state()))
         opened = await self.engine.create_policy(PolicySpec(run=run, stage=stage, model=self.name, root=root))
-        body = {"start": opened.model_dump(), "reference": opened.model_dump(), "optimizer": "reset"}
-        store.put_if_absent(keys.stage_json(run, stage), canonical_json(body))
         self._at.policy = self.chain_of(opened).head()
         self._at.stages = position + 1  # calls that open the same stage concurrently open it once
         return opened
+
+    def _stage_root(self, stage: str, checkpoint: str | None, start: PolicyRef | None) -> Root:
+        """Where the stage's chain starts."""
+        root, start_at = self._at.root, start or self._at.policy
+        if checkpoint is not None:
+            store, run = self.workspace.open_store(), self.workspace.run
+            start_at = restart_point(store, checkpoint, run=run, stage=stage, model=self.name)
+        if start_at is None:
+            return root
+        if start_at is not self._at.policy:
+            self._check_goes_on_from(start_at)
+        return Root(start=start_at, base_digest=start_at.state, trainable=root.trainable)
 
     def _check_goes_on_from(self, start: PolicyRef) -> None:
         base, root = base_of(self.workspace.open_store(), start), self.chain_of(start).root()

@@ -63,7 +63,7 @@ def _stage(store: ObjectStore, chain: Chain, until: int) -> dict[str, Any]:
     return {
         "run": chain.run,
         "stage": chain.stage,
-        "algorithm": chain.stage.partition("-")[2],
+        "algorithm": keys.stage_kind(chain.stage),
         "steps": until,
         "head": chain.policy(until).state,
         "record": record,

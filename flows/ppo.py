@@ -151,7 +151,8 @@ class PPO(GRPO):
         """The loop. Every line's result is committed before the next begins; a crash costs at most one line."""
         workspace = self.model.workspace
         start = await self.open()
-        await self.value_model.begin_stage(self.stage, start=self._value_start(start))
+        stage = start.stage.partition("-")[2]  # with the policy's name, where another model has the stage's plain name
+        await self.value_model.begin_stage(stage, start=self._value_start(start))
         policy, value = await self.model.policy(), await self.value_model.policy()
         policies, values = self.model.chain_of(policy), self.value_model.chain_of(value)
         data = self._load()

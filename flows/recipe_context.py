@@ -105,7 +105,10 @@ class RecipeContext:
         return 1 if isinstance(spec, HttpEngineSpec) else getattr(spec.sampler, "tensor_parallel", 1)
 
     def spawned(self, model: TrainingModel) -> None:
-        """Builders tell of the models that they spawn for training."""
+        """Called by a builder for each model that it spawns for training. Raises ValueError for a name that another
+        model of the recipe has: both would write to the same chain."""
+        if any(other.name == model.name for other in self._loops.models):
+            raise ValueError(f"a model named {model.name!r} was spawned already in this recipe; give it another name")
         if self._marks(0):
             model.make_again()
         self._loops.models.append(model)

@@ -58,5 +58,6 @@ class Trainer:
     async def open(self) -> PolicyRef:
         """Opens the stage, once, and returns the policy it starts from: the reference of a KL term."""
         if self._start is None:
-            self._start = await self.model.begin_stage(self.stage, checkpoint=self.restart_from)
+            checkpoint = self.restart_from
+            self._start = await self.model.begin_stage(self.stage, checkpoint=checkpoint, exclusive=True)
         return self._start

@@ -186,6 +186,11 @@ def stage_name(position: int, name: str) -> str:
     return f"{int(position)}-{validate_name(name)}"
 
 
+def stage_kind(stage: str) -> str:
+    """What a stage does, by its name: sft of 0-sft, and of 0-sft.critic, where a second model is trained."""
+    return stage.partition("-")[2].partition(".")[0]
+
+
 def stage_prefix(run: str, stage: str) -> str:
     return f"{run_prefix(run)}stages/{validate_name(stage)}/"
 

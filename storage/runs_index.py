@@ -89,7 +89,7 @@ def summarise_run(store: ObjectStore, run: str) -> RunRow:
     finished = store.exists(keys.result_json(run))
     return RunRow(
         run=run,
-        kind=" ".join(stage.partition("-")[2] for stage in stages) or "-",
+        kind=" ".join(map(keys.stage_kind, stages)) or "-",
         created=info.created if info else None,
         state=_state(store, run, finished=finished, opened=info is not None),
         stages=stages,

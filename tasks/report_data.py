@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from engine.text.threads import StringThread
+from storage import keys
 from storage.artifacts import ArtifactRef
 from storage.chain import Chain, PolicyRef
 from storage.objects import ObjectStore
@@ -29,7 +30,7 @@ def collect_report(
     """The report of a run as it stands at `policy`."""
     info = read_run(store, policy.run)
     return ReportData(
-        title=f"{policy.stage.partition('-')[2].replace('_', ' ').upper()} of {policy.model}",
+        title=f"{keys.stage_kind(policy.stage).replace('_', ' ').upper()} of {policy.model}",
         run=policy.run,
         steps=tuple(read_metrics(store, policy.run, policy.stage, steps=policy.step)),
         validations=tuple(read_validations(store, policy.run, policy.stage, steps=policy.step)),

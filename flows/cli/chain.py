@@ -25,6 +25,7 @@ from flows.cli.output import (
 from flows.cli.runs import RunArgument, runs_app
 from flows.overrides import ConfigError, load_config
 from flows.version import code_version
+from storage import keys
 from storage.chain import Chain
 from storage.errors import ObjectNotFound
 from storage.fork import fork_run
@@ -197,7 +198,7 @@ def fork(
         return
     to = console()
     to.print(f"run {new} shares {info.stage} of {run} up to step {info.step}", markup=False, highlight=False)
-    kind = info.stage.partition("-")[2]
+    kind = keys.stage_kind(info.stage)
     to.print(f"go on with: ostinato run {kind} --config FILE --run {new}", markup=False, highlight=False)
     to.print("its data cursor goes on at the same epoch and row of the order that FILE's data and seed give")
 

@@ -28,6 +28,7 @@ def test_the_layout_of_the_store() -> None:
     assert keys.lease("r", 3) == "runs/r/leases/000003.json"
     assert keys.stage_json("r", "0-sft") == "runs/r/stages/0-sft/stage.json"
     assert keys.stage_name(0, "sft") == "0-sft"
+    assert [keys.stage_kind(stage) for stage in ("0-sft", "0-env_ppo.critic")] == ["sft", "env_ppo"]
     assert keys.step_artifact("r", "0-sft", 42, "rollouts", 3) == "runs/r/stages/0-sft/steps/000042/rollouts/00003"
     assert keys.step_metrics("r", "0-sft", 42) == "runs/r/stages/0-sft/metrics/000042.json"
     assert keys.chain_root("r", "0-sft", "policy") == "runs/r/stages/0-sft/chains/policy/root.json"

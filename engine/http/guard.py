@@ -27,7 +27,9 @@ OPEN_PATHS = frozenset({"/health", "/ready"})
 MAX_JSON_BYTES = 8 << 20
 """Bodies that are not Arrow hold references and messages, never batches."""
 BODY_SECONDS = 60.0
-"""Longest silence within a body."""
+"""Longest silence within a body, and how long a body may take beside what `BODY_RATE` allows for its bytes."""
+BODY_RATE = 8 << 10
+"""Bytes a second that a body must bring on average after its first `BODY_SECONDS`."""
 LINGER_SECONDS = 1.0
 LINGER_BYTES = 8 << 20
 """What a refused caller may go on sending, so that it reads the refusal before the connection is cut."""
@@ -99,9 +101,11 @@ class Guard:
         if not announced.isdecimal() or int(announced) > most:
             raise Refused(_too_large(most), id)
         calls, chunks, size = self.service.calls, [], 0
+        started = time.monotonic()
         try:
             while True:
-                message = await asyncio.wait_for(receive(), BODY_SECONDS)
+                left = started + BODY_SECONDS + size / BODY_RATE - time.monotonic()
+                message = await asyncio.wait_for(receive(), min(BODY_SECONDS, left))
                 if message["type"] == "http.disconnect":
                     raise Refused(BodyTimeout("the connection was lost within the body"), id)
                 chunk = message.get("body", b"")
@@ -115,7 +119,11 @@ class Guard:
                 if not message.get("more_body", False):
                     return b"".join(chunks)
         except TimeoutError:
-            raise Refused(BodyTimeout(f"no byte of the body came for {BODY_SECONDS:g} s"), id) from None
+            late = BodyTimeout(
+                f"{size} bytes of the body came in {time.monotonic() - started:.0f} s; send the next within "
+                f"{BODY_SECONDS:g} s, and {BODY_RATE} bytes a second on average"
+            )
+            raise Refused(late, id) from None
         finally:
             calls.hold(-size)
 

@@ -15,6 +15,15 @@ import uvicorn
 from fastapi import FastAPI
 
 from engine.errors import BadSpec
+from engine.http.connections import (
+    ACCEPT_BATCH,
+    LISTEN_QUEUE,
+    AcceptErrors,
+    BoundedProtocol,
+    ConnectionLimits,
+    Connections,
+    limits_of_process,
+)
 from engine.http.guard import is_loopback
 from engine.http.service import Service
 
@@ -47,7 +56,7 @@ class Binding:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((self.host, self.port))
-            listener.listen(1024)
+            listener.listen(LISTEN_QUEUE)
         except OSError:
             listener.close()
             raise
@@ -55,13 +64,15 @@ class Binding:
 
 
 class EngineServer(uvicorn.Server):
-    """uvicorn without its signal handlers: a signal drains first, see `serve_until_signal`."""
+    """uvicorn with limits on connections, and without its signal handlers: a signal drains first, see
+    `serve_until_signal`."""
 
-    def __init__(self, app: FastAPI) -> None:
+    def __init__(self, app: FastAPI, limits: ConnectionLimits | None = None) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
-                http="h11",
+                http=BoundedProtocol,
+                backlog=ACCEPT_BATCH,
                 ws="none",
                 loop="asyncio",
                 lifespan="on",
@@ -75,6 +86,18 @@ class EngineServer(uvicorn.Server):
                 h11_max_incomplete_event_size=MAX_HEAD_BYTES,
             )
         )
+        self.server_state: Connections = Connections(limits or ConnectionLimits())
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(AcceptErrors())
+        await super().startup(sockets)
+        for listener in sockets or []:
+            # asyncio made the kernel's queue as short as its own batch
+            listener.listen(LISTEN_QUEUE)
+
+    async def on_tick(self, counter: int) -> bool:
+        self.server_state.cut_slow_heads()
+        return await super().on_tick(counter)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -87,7 +110,7 @@ async def serve_until_signal(
     """Serves until SIGTERM or SIGINT, then drains: the running call ends or is rolled back, and the engine closes.
     A second signal ends the process at once. False when the engine did not close within `grace_seconds`."""
     service: Service = app.state.service
-    server = EngineServer(app)
+    server = EngineServer(app, limits_of_process())
     stop = asyncio.Event()
     _on_signals(stop)
     serving = asyncio.create_task(server.serve([listener]))

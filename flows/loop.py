@@ -72,8 +72,7 @@ class Journal:
     ) -> None:
         """Measures the step that made `policy`, stores its metrics and shows them. Raises prefect.exceptions.Pause when
         a person wants the run to wait."""
-        record = self.chain.record(policy.step)
-        assert record is not None  # take_gradient_step returned its policy
+        record = self.chain.taken(policy.step)
         self.last = record
         metrics = measure_step(
             self.store,

@@ -30,6 +30,7 @@ from storage import keys
 from storage.artifacts import ArtifactRef, Provenance
 from storage.errors import ObjectNotFound, StorageError
 from storage.fork import check_fork
+from storage.identity import find_store_id
 from storage.leases import acquire, release
 from storage.models import canonical_json, digest
 from storage.runs import create_or_check_run, machine_info
@@ -113,6 +114,8 @@ async def open_run(
         data = _load(workspace, config.data.train, use)
         more = {name: _load(workspace, *source) for name, source in (further or {}).items()}
         base = await workspace.connect().import_model(config.model.key, provenance=workspace.provenance)
+        if find_store_id(workspace.open_store()) is None:
+            logger.note(f"a new store begins at {workspace.open_store().url}")
         info = await workspace.connect().info()
         expected = estimate(workspace.open_store(), config, base, data, info, more)
         expected.check(info, resumed=workspace.open_store().exists(keys.run_json(workspace.run)))

@@ -209,6 +209,17 @@ class Chain:
         data = self._get(key)
         return None if data is None else _parse(CommitRecord, data, key)
 
+    def taken(self, step: int) -> CommitRecord:
+        """The record of a step (>= 1) that is known to be committed. Raises ObjectNotFound when it is not there."""
+        record = self.record(step)
+        if record is None:
+            key = keys.chain_record(self.run, self.stage, self.model, step)
+            raise ObjectNotFound(
+                f"step {step} was taken, but its record {key} is not in {self.store.url}; restore it from a backup, or "
+                "give this process the store that the engine works on"
+            )
+        return record
+
     def commit(self, record: CommitRecord) -> CommitRecord:
         """Commits `record`; returns the record that stands, which is another's if that came first."""
         key = keys.chain_record(self.run, self.stage, self.model, record.policy.step)

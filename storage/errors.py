@@ -1,10 +1,10 @@
 """What can go wrong with bytes, split by the only question a caller asks: may I try again?
 
 StorageError
-├── TransientStorageError      StorageUnavailable  StorageFull  AttemptTooOld
-└── PermanentStorageError      ObjectNotFound  AccessDenied  CorruptArtifact  UnsupportedFilesystem  InvalidKey
-                               SchemaMismatch  SemanticMismatch  VersionConflict  ArtifactConflict  ForkRefused
-                               NoSuchCheckpoint
+├── TransientStorageError      StorageUnavailable  StoreGone  StorageFull  AttemptTooOld
+└── PermanentStorageError      ObjectNotFound  NoSuchBucket  OtherStore  AccessDenied  CorruptArtifact
+                               UnsupportedFilesystem  InvalidKey  SchemaMismatch  SemanticMismatch  VersionConflict
+                               ArtifactConflict  AliasMoved  ForkRefused  NoSuchCheckpoint
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ class StorageUnavailable(TransientStorageError):
     """The store did not answer, or answered with an error of its own, more often than the retries allow."""
 
 
+class StoreGone(StorageUnavailable):
+    """The folder of a store, or its store.json, was there and is gone: an unmounted disk may come back."""
+
+
 class StorageFull(TransientStorageError):
     """No space or quota is left. Nothing of the object is visible."""
 
@@ -41,7 +45,15 @@ class PermanentStorageError(StorageError):
 
 
 class ObjectNotFound(PermanentStorageError):
-    """There is no such object (or no such bucket)."""
+    """There is no such object."""
+
+
+class NoSuchBucket(PermanentStorageError):
+    """There is no such bucket, so nothing is known about its objects."""
+
+
+class OtherStore(PermanentStorageError):
+    """Another store lies where the store of this process was."""
 
 
 class AccessDenied(PermanentStorageError):

@@ -33,7 +33,7 @@ class RetryPolicy:
 def retried(call: Callable[[], T], what: str, policy: RetryPolicy) -> T:
     """The result of `call`. A full store is not tried again here: seconds do not make room.
 
-    Raises StorageUnavailable after the last attempt; StorageFull and permanent errors at once.
+    Raises StorageUnavailable, or a subclass of it, after the last attempt; StorageFull and permanent errors at once.
     """
     for attempt in range(policy.attempts):
         try:
@@ -42,7 +42,7 @@ def retried(call: Callable[[], T], what: str, policy: RetryPolicy) -> T:
             raise
         except TransientStorageError as error:
             if attempt + 1 == policy.attempts:
-                raise StorageUnavailable(f"{what} failed {policy.attempts} times: {error}") from error
+                raise _given_up(error, what, policy) from error
             time.sleep(policy.delay(attempt))
     raise ValueError(f"a retry policy needs at least one attempt, {policy.attempts} given")
 
@@ -56,6 +56,11 @@ async def retried_async(call: Callable[[], Awaitable[T]], what: str, policy: Ret
             raise
         except TransientStorageError as error:
             if attempt + 1 == policy.attempts:
-                raise StorageUnavailable(f"{what} failed {policy.attempts} times: {error}") from error
+                raise _given_up(error, what, policy) from error
             await asyncio.sleep(policy.delay(attempt))
     raise ValueError(f"a retry policy needs at least one attempt, {policy.attempts} given")
+
+
+def _given_up(error: TransientStorageError, what: str, policy: RetryPolicy) -> StorageUnavailable:
+    kind = type(error) if isinstance(error, StorageUnavailable) else StorageUnavailable
+    return kind(f"{what} failed {policy.attempts} times: {error}")

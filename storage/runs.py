@@ -14,6 +14,7 @@ from pydantic import JsonValue, ValidationError
 
 from storage import keys
 from storage.errors import CorruptArtifact, SemanticMismatch
+from storage.identity import store_id
 from storage.models import Frozen, canonical_json
 from storage.objects import ObjectStore
 
@@ -67,6 +68,7 @@ def create_or_check_run(
         attempt=uuid4().hex,
         created=datetime.now(UTC).isoformat(),
     )
+    store_id(store)  # a store with an id is recognised again after its disk was away
     put = store.put_if_absent(keys.run_json(run), canonical_json(mine))
     if put.won:
         return RunOpening(created=True, warnings=(), info=mine)

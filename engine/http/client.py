@@ -28,7 +28,7 @@ from engine.spec import HttpEngineSpec
 from storage.artifacts import ArtifactRef, Provenance
 from storage.chain import CommitRecord, PolicyRef, StepRequest
 from storage.errors import ObjectNotFound
-from storage.identity import store_id
+from storage.identity import find_store_id
 from storage.objects import open_store
 
 M = TypeVar("M", bound=BaseModel)
@@ -141,11 +141,16 @@ class EngineClient:
         """What the server is. Raises BadSpec when it works on another store, or speaks another version."""
         if self._server is None:
             server = _parse(ServerInfo, await self._transport.get("/v1/server"))
-            mine = await asyncio.to_thread(store_id, self.store)
+            mine = await asyncio.to_thread(find_store_id, self.store)
             if server.version != VERSION:
                 raise BadSpec(
                     f"the engine at {self.spec.url} speaks version {server.version} of the interface, this client "
                     f"{VERSION}: upgrade the older of the two"
+                )
+            if mine is None:
+                raise BadSpec(
+                    f"the engine at {self.spec.url} works on store {server.store_id}, and this process finds no store "
+                    f"at {self.store.url}; mount its disk here, or give the storage.url of the engine's store"
                 )
             if server.store_id != mine:
                 raise BadSpec(

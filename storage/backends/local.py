@@ -9,32 +9,19 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, Literal
 from uuid import uuid4
 
+from storage.backends.local_errors import typed
+from storage.backends.local_folder import StoreFolder
 from storage.backends.protocol import HIDDEN, Leftover, ObjectInfo, PutResult
-from storage.errors import (
-    AccessDenied,
-    InvalidKey,
-    ObjectNotFound,
-    PermanentStorageError,
-    StorageError,
-    StorageFull,
-    StorageUnavailable,
-    UnsupportedFilesystem,
-)
+from storage.errors import InvalidKey, ObjectNotFound, StorageUnavailable, UnsupportedFilesystem
 from storage.keys import is_key
 
-_FULL = {errno.ENOSPC, errno.EDQUOT}
-_DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
-_PASSING = {
-    errno.EIO, errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE,
-    errno.ENOMEM, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN,
-    errno.ENOENT,  # a folder was removed under a writer
-}  # fmt: skip
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EXDEV, errno.EINVAL}
 
 
@@ -44,25 +31,30 @@ class LocalBackend:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.url = f"file://{root}"
+        self._folder = StoreFolder(root, self.url)
         self._durable: set[Path] = set()  # folders whose name is known to be synced; a cache
 
     def get(self, key: str) -> bytes:
-        with _reading(key, self.url):
+        with self._reading(key):
             return self._path(key).read_bytes()
 
     def open(self, key: str) -> BinaryIO:
-        with _reading(key, self.url):
+        with self._reading(key):
             return open(self._path(key), "rb")
 
     def exists(self, key: str) -> bool:
-        return self._path(key).is_file()
+        try:
+            with self._reading(key):
+                return stat.S_ISREG(os.stat(self._path(key)).st_mode)
+        except ObjectNotFound:
+            return False
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         return self._walk(prefix[: prefix.rfind("/") + 1], prefix)
 
     def put(self, key: str, data: bytes) -> None:
         target = self._path(key)
-        with _writing(key, self.url):
+        with self._writing(key):
             with self._temporary(target.parent) as temporary:
                 _write(temporary, data)
                 os.replace(temporary, target)
@@ -75,7 +67,7 @@ class LocalBackend:
         """
         target = self._path(key)
         ours = path.resolve().is_relative_to(self.root.resolve())
-        with _writing(key, self.url):
+        with self._writing(key):
             with self._temporary(target.parent) as temporary:
                 if not ((move or ours) and _linked(path, temporary, shared=ours)):
                     shutil.copyfile(path, temporary)
@@ -87,17 +79,22 @@ class LocalBackend:
 
     def put_if_absent(self, key: str, data: bytes, attempt: str) -> PutResult:
         target = self._path(key)
-        with _writing(key, self.url):
+        with self._writing(key):
             if target.is_dir():
                 raise IsADirectoryError(errno.EISDIR, "is a folder", str(target))
             won = not target.exists() and self._link_if_absent(target, data)
             _sync_folder(target.parent)  # the loser too: it is about to rely on a name that may not be synced yet
-        return PutResult(won, data if won else self.get(key))
+        if won:
+            return PutResult(True, data)
+        try:
+            return PutResult(False, self.get(key))
+        except ObjectNotFound as error:
+            raise StorageUnavailable(f"{key!r} was there and is gone again in {self.url}") from error
 
     def delete(self, key: str) -> None:
         """Synced: whoever deletes a manifest and then its data must not find the manifest again after a power cut."""
         target = self._path(key)
-        with _writing(key, self.url):
+        with self._writing(key):
             try:
                 target.unlink()
             except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -105,14 +102,15 @@ class LocalBackend:
             _sync_folder(target.parent)
 
     def download(self, key: str, to: Path) -> None:
-        with _reading(key, self.url):
+        with self._reading(key):
             shutil.copyfile(self._path(key), to)
 
     def local_path(self, key: str) -> Path | None:
+        self._folder.check()  # the caller may make the folders on the way
         return self._path(key)
 
     def now(self) -> float:
-        with _writing("the store's clock", self.url), self._temporary(self.root) as temporary:
+        with self._writing("the store's clock"), self._temporary(self.root) as temporary:
             _write(temporary, b"")
             return _changed(temporary.stat())
 
@@ -125,6 +123,8 @@ class LocalBackend:
                     size, changed = _size_and_change(path)
                 except FileNotFoundError:
                     continue  # finished since the folder was read
+                except OSError as error:
+                    raise typed(error, str(path), self.url) from error
                 kind: Literal["scratch folder", "temporary file"] = (
                     "scratch folder" if name in folders else "temporary file"
                 )
@@ -135,7 +135,7 @@ class LocalBackend:
         path = self.root / name
         if not path.name.startswith(HIDDEN) or not path.parent.resolve().is_relative_to(self.root.resolve()):
             raise InvalidKey(f"{name!r} is no leftover of {self.url}; its name would begin with {HIDDEN}")
-        with _writing(name, self.url):
+        with self._writing(name):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
@@ -143,6 +143,31 @@ class LocalBackend:
 
     def _path(self, key: str) -> Path:
         return self.root / key
+
+    @contextmanager
+    def _reading(self, key: str) -> Iterator[None]:
+        """Types the errors of a read. The folder is checked after it: what is not found may be on a lost disk."""
+        try:
+            yield
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+            self._folder.check()
+            raise ObjectNotFound(f"no object {key!r} in {self.url}") from error
+        except OSError as error:
+            raise typed(error, key, self.url) from error
+        self._folder.check()
+
+    @contextmanager
+    def _writing(self, key: str) -> Iterator[None]:
+        """Types the errors of a write. The folder is checked before it, so that none is made in place of a lost one,
+        and after it."""
+        self._folder.check()
+        try:
+            yield
+        except (IsADirectoryError, NotADirectoryError, FileExistsError) as error:
+            raise InvalidKey(f"{key!r} cannot be an object of {self.url}: {error.filename} is in its way") from error
+        except OSError as error:
+            raise typed(error, key, self.url) from error
+        self._folder.check()
 
     def _link_if_absent(self, target: Path, data: bytes) -> bool:
         with self._temporary(target.parent) as temporary:
@@ -185,20 +210,22 @@ class LocalBackend:
 
     def _walk(self, at: str, prefix: str) -> Iterator[ObjectInfo]:
         try:
-            with _reading(at, self.url), os.scandir(self.root / at) as entries:
-                named = [(f"{at}{entry.name}", entry) for entry in entries]
+            with self._reading(at), os.scandir(self.root / at) as entries:
+                named = [(f"{at}{entry.name}", entry, entry.is_dir()) for entry in entries]
         except ObjectNotFound:
             return
-        for name, entry in named:
-            if entry.is_dir():
+        for name, entry, is_folder in named:
+            if is_folder:
                 if f"{name}/".startswith(prefix) or prefix.startswith(f"{name}/"):
                     yield from self._walk(f"{name}/", prefix)
             elif name.startswith(prefix) and is_key(name):  # not a temporary or foreign file
                 try:
-                    stat = entry.stat()
+                    status = entry.stat()
                 except FileNotFoundError:
                     continue  # deleted since the folder was read
-                yield ObjectInfo(name, stat.st_size, _changed(stat))
+                except OSError as error:
+                    raise typed(error, name, self.url) from error
+                yield ObjectInfo(name, status.st_size, _changed(status))
 
 
 def _linked(path: Path, temporary: Path, *, shared: bool) -> bool:
@@ -247,33 +274,3 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-@contextmanager
-def _reading(key: str, url: str) -> Iterator[None]:
-    try:
-        yield
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
-        raise ObjectNotFound(f"no object {key!r} in {url}") from error
-    except OSError as error:
-        raise _typed(error, key, url) from error
-
-
-@contextmanager
-def _writing(key: str, url: str) -> Iterator[None]:
-    try:
-        yield
-    except (IsADirectoryError, NotADirectoryError, FileExistsError) as error:
-        raise InvalidKey(f"{key!r} cannot be an object of {url}: {error.filename} is in its way") from error
-    except OSError as error:
-        raise _typed(error, key, url) from error
-
-
-def _typed(error: OSError, key: str, url: str) -> StorageError:
-    if error.errno in _FULL:
-        return StorageFull(f"no space for {key!r} in {url}: {error.strerror}; free some, nothing was written")
-    if error.errno in _DENIED:
-        return AccessDenied(f"{key!r} in {url}: {error}; give this user the right, or choose another folder")
-    if error.errno in _PASSING:
-        return StorageUnavailable(f"{key!r} in {url}: {error}")
-    return PermanentStorageError(f"{key!r} in {url}: {error}")

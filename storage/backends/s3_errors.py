@@ -21,6 +21,7 @@ from fsspec.exceptions import FSTimeoutError
 from storage.errors import (
     AccessDenied,
     CorruptArtifact,
+    NoSuchBucket,
     ObjectNotFound,
     PermanentStorageError,
     StorageError,
@@ -66,7 +67,7 @@ def _storage_error(error: BaseException, where: str) -> StorageError:
 def _refusal(answer: ClientError, where: str) -> StorageError:
     status, code = status_of(answer), answer.response.get("Error", {}).get("Code", "")
     if code == "NoSuchBucket":
-        return ObjectNotFound(f"{where}: there is no such bucket; make it first, or mend the URL")
+        return NoSuchBucket(f"{where}: there is no such bucket; make it first, or mend the URL")
     if code == "NoSuchUpload":
         return StorageUnavailable(f"{where}: the multipart upload was aborted by another hand: {answer}")
     if status == 404:

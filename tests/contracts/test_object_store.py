@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -26,6 +27,10 @@ BAD_KEYS = [
 
 
 class ObjectStoreContract(ABC):
+    reads_the_winner: str | None = "get"
+    """The method of the backend by which the loser of a conditional put reads the object that is there; None where
+    nothing can come between the put and the reading."""
+
     @pytest.fixture
     @abstractmethod
     def opener(self) -> Opener:
@@ -141,6 +146,24 @@ class ObjectStoreContract(ABC):
         store.delete("a/b")
         assert store.put_if_absent("a/b", b"3") == (True, b"3")
 
+    def test_a_winner_that_is_deleted_before_the_loser_reads_it(
+        self, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        backend, name = store.backend, self.reads_the_winner
+        if name is None:
+            pytest.skip("put and reading are under one lock")
+        store.put_if_absent("a/b", b"1")
+        read = getattr(backend, name)
+
+        def read_too_late(*args: Any, **kwargs: Any) -> Any:
+            monkeypatch.setattr(backend, name, read)
+            backend.delete("a/b")
+            return read(*args, **kwargs)
+
+        monkeypatch.setattr(backend, name, read_too_late)
+        assert store.put_if_absent("a/b", b"2") == (True, b"2")
+        assert store.get("a/b") == b"2"
+
     def test_of_many_writers_one_wins_and_all_know_it(self, opener: Opener) -> None:
         writers, rounds = 6, 8
         stores = [opener() for _ in range(writers)]
@@ -252,6 +275,8 @@ class TestFile(ObjectStoreContract):
 
 
 class TestMemory(ObjectStoreContract):
+    reads_the_winner = None
+
     @pytest.fixture
     def opener(self) -> Opener:
         name = f"contract-{uuid4().hex}"
@@ -259,6 +284,8 @@ class TestMemory(ObjectStoreContract):
 
 
 class TestS3OnMoto(ObjectStoreContract):
+    reads_the_winner = "_get_with_metadata"
+
     @pytest.fixture
     def opener(self, moto_endpoint: str, moto_bucket: str) -> Opener:
         return lambda: open_store(f"s3://{moto_bucket}/some/prefix", s3_options(moto_endpoint))
@@ -266,6 +293,8 @@ class TestS3OnMoto(ObjectStoreContract):
 
 @pytest.mark.slow
 class TestS3OnSeaweed(ObjectStoreContract):
+    reads_the_winner = "_get_with_metadata"
+
     @pytest.fixture
     def opener(self, seaweed_endpoint: str, seaweed_bucket: str) -> Opener:
         prefix = uuid4().hex

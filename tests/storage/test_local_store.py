@@ -241,9 +241,9 @@ def test_an_object_in_the_way_of_a_key(store: ObjectStore) -> None:
     assert store.get("a/b") == b"1"
 
 
-def test_a_folder_removed_by_hand_is_made_again(store: ObjectStore, tmp_path: Path) -> None:
+def test_a_folder_in_the_store_that_was_removed_by_hand_is_made_again(store: ObjectStore, tmp_path: Path) -> None:
     store.put("a/b", b"1")
-    shutil.rmtree(tmp_path / "store")
+    shutil.rmtree(tmp_path / "store" / "a")
     store.put("a/b", b"2")
     assert store.get("a/b") == b"2"
 

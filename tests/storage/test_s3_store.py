@@ -13,7 +13,7 @@ from storage.errors import (
     AccessDenied,
     CorruptArtifact,
     InvalidKey,
-    ObjectNotFound,
+    NoSuchBucket,
     StorageFull,
     StorageUnavailable,
     UnsupportedFilesystem,
@@ -156,7 +156,7 @@ def test_a_server_that_lets_both_writers_win_is_refused(faulty: FaultProxy, moto
 def test_a_bucket_that_does_not_exist(moto_endpoint: str) -> None:
     store = store_at(moto_endpoint, "no-such-bucket")
     for call in (lambda: store.put("a", b"1"), lambda: list(store.list()), lambda: store.put_if_absent("a", b"1")):
-        with pytest.raises(ObjectNotFound, match="there is no such bucket; make it first"):
+        with pytest.raises(NoSuchBucket, match="there is no such bucket; make it first"):
             call()
 
 

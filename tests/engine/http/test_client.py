@@ -201,6 +201,15 @@ async def test_a_server_over_another_store_that_takes_the_address_is_refused(
     assert not stranger.begun
 
 
+async def test_a_process_that_does_not_see_the_engines_store_begins_none(
+    line: Line, store: ObjectStore, tmp_path: Path
+) -> None:
+    away = open_store(f"file://{tmp_path}/not mounted here")
+    with pytest.raises(BadSpec, match="this process finds no store at file://.*not mounted here; mount its disk here"):
+        await client_over(line, away).release("r")
+    assert not (tmp_path / "not mounted here").exists()
+
+
 async def test_a_cancelled_call_is_taken_back(line: Line, engine: ScriptedEngine, store: ObjectStore) -> None:
     engine.gate.clear()
     calling = asyncio.create_task(VERBS["generate"](client_over(line, store)))

@@ -5,25 +5,31 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from storage.keys import RESERVED_VERSIONS
+from storage.keys import RESERVED_VERSIONS, RUN_FILES
+
+_NO_VERSION = "|".join(f"{part}/" for part in sorted(RESERVED_VERSIONS))
+_OF_RUN = "|".join(map(re.escape, RUN_FILES))
 
 _MANIFEST = re.compile(
     r"(runs/.+/stages/[^/]+/(?:steps/\d{6,}/[^/]+/\d{5,}|evaluations/[^/]+)|datasets/[^/]+/[^/]+/threads"
     r"|models/[^/]+/(?:decisions|cards)/[^/.]+)\.json"
     r"|(runs/.+/stages/[^/]+/(?:checkpoints/[^/]+/\d{6,}|rebased/[^/]+/\d{6,}\.[0-9a-f]{32})"
-    r"|models/[^/]+/(?!aliases/|claims/|decisions/|cards/)[^/]+|uploads/[^/]+/[0-9a-f]{64})/manifest\.json",
+    rf"|models/[^/]+/(?!{_NO_VERSION})[^/]+"
+    r"|uploads/[^/]+/[0-9a-f]{64})/manifest\.json",
     re.ASCII,
 )
 _DATA = re.compile(
     r"runs/.+/stages/[^/]+/(?:steps/\d{6,}/[^/]+|evaluations)/[^/]+\.[0-9a-f]{32}\.[^/]+"
     r"|runs/.+/stages/[^/]+/(?:checkpoints/[^/]+/\d{6,}|rebased/[^/]+/\d{6,}\.[0-9a-f]{32})/[0-9a-f]{32}/.+"
-    r"|datasets/[^/]+/[^/]+/threads\.[0-9a-f]{32}\.[^/]+|models/[^/]+/(?!aliases/|claims/|decisions/|cards/)[^/]+/.+"
+    r"|datasets/[^/]+/[^/]+/threads\.[0-9a-f]{32}\.[^/]+"
+    rf"|models/[^/]+/(?!{_NO_VERSION})[^/]+/.+"
     r"|models/[^/]+/(?:decisions|cards)/[^/.]+\.[0-9a-f]{32}\.[^/]+|uploads/[^/]+/[0-9a-f]{64}/[0-9a-f]{32}/.+",
     re.ASCII,
 )
 _PLAIN = re.compile(
     r"store\.json|models/[^/]+/(?:claims/[^/]+|aliases/[^/]+/\d{6,})\.json"
-    r"|runs/.+/(?:run\.json|result\.json|fork\.json|report\.html|leases/\d{6,}(?:\.released)?\.json"
+    rf"|runs/.+/(?:{_OF_RUN}"
+    r"|leases/\d{6,}(?:\.released)?\.json"
     r"|loops/\d{6,}/\d{6,}\.json|stages/[^/]+/(?:stage\.json"
     r"|metrics/\d{6,}\.json|logged/[^/]+\.json|chains/[^/]+/(?:root|(?:rebases/)?\d{6,})\.json"
     r"|checkpoints/[^/]+/\d{6,}/name\.json))",

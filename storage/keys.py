@@ -7,7 +7,7 @@ that begin with it, its manifest at `manifest(key)` or `manifest_of_files(key)`.
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Literal, get_args
 
 from storage.errors import InvalidKey
 
@@ -21,17 +21,19 @@ _RECORD = re.compile(r"runs/.+/stages/[^/]+/chains/[^/]+/(\d{6,})\.json", re.ASC
 _REBASE = re.compile(r"runs/.+/stages/[^/]+/chains/[^/]+/rebases/(\d{6,})\.json", re.ASCII)
 _REBASED = re.compile(r"runs/(.+)/stages/([^/]+)/rebased/([^/]+)/(\d{6,})\.([0-9a-f]{32})", re.ASCII)
 _CHECKPOINT = re.compile(r".*/checkpoints/[^/]+/(\d{6,})/manifest\.json", re.ASCII)
-_OF_RUN = re.compile(
-    r"runs/([^/]+(?:/(?!stages/|leases/|loops/)[^/]+)?)/"
-    r"(?:run\.json$|result\.json$|fork\.json$|report\.html$|leases/|stages/|loops/)",
-    re.ASCII,
-)
 _OF_CHAIN = re.compile(r"runs/.*/stages/([^/]+)/chains/([^/]+)/(?:root|\d{6,})\.json", re.ASCII)
 _CHECKPOINT_KEY = re.compile(r"runs/(.+)/stages/([^/]+)/checkpoints/([^/]+)/\d{6,}", re.ASCII)
 _ALIAS = re.compile(r"models/([^/]+)/aliases/([^/]+)/\d{6,}\.json", re.ASCII)
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
-_RESERVED_RUN_PARTS = frozenset({"stages", "leases", "loops"})
-RESERVED_VERSIONS = frozenset({"aliases", "claims", "decisions", "cards"})
+RunPart = Literal["run.json", "result.json", "fork.json", "report.html", "leases", "loops", "stages"]
+"""What lies directly in a run's folder. The folder of a run `x/y` lies there too, so `y` may be none of it."""
+RUN_PARTS: tuple[RunPart, ...] = get_args(RunPart)
+RUN_FILES = tuple(part for part in RUN_PARTS if "." in part)
+_A_RUN_PART = "|".join(map(re.escape, RUN_PARTS))
+_OF_RUN = re.compile(rf"runs/([^/]+(?:/(?!(?:{_A_RUN_PART})/)[^/]+)?)/(?:{_A_RUN_PART})(?=/|$)", re.ASCII)
+ModelPart = Literal["aliases", "claims", "decisions", "cards"]
+"""What the registry keeps directly in a model's folder, beside the folders of its versions."""
+RESERVED_VERSIONS = frozenset(get_args(ModelPart))
 
 
 def is_key(key: str) -> bool:
@@ -75,15 +77,17 @@ def is_name(name: str) -> bool:
 def is_run(run: str) -> bool:
     """Whether validate_run takes it."""
     first, *rest = run.split("/")
-    return len(rest) <= 1 and all(map(is_name, (first, *rest))) and not _RESERVED_RUN_PARTS & set(rest)
+    return len(rest) <= 1 and all(map(is_name, (first, *rest))) and not set(RUN_PARTS) & set(rest)
 
 
 def validate_run(run: str) -> str:
     """A run key: a name, or deployment/time. Raises InvalidKey."""
     first, *rest = str(run).split("/")
     validate_name(first)
-    if len(rest) > 1 or (rest and validate_name(rest[0]) in _RESERVED_RUN_PARTS):
+    if len(rest) > 1:
         raise InvalidKey(f"{str(run)[:200]!r} is not a run key; give a name, or deployment/time")
+    if rest and validate_name(rest[0]) in RUN_PARTS:
+        raise InvalidKey(f"{str(run)[:200]!r} is not a run key: run {first!r} keeps its own {rest[0]} there; rename it")
     return run
 
 
@@ -123,22 +127,26 @@ def run_prefix(run: str) -> str:
     return f"{runs_prefix()}{validate_run(run)}/"
 
 
+def _of_run(run: str, part: RunPart) -> str:
+    return f"{run_prefix(run)}{part}"
+
+
 def run_json(run: str) -> str:
-    return f"{run_prefix(run)}run.json"
+    return _of_run(run, "run.json")
 
 
 def result_json(run: str) -> str:
-    return f"{run_prefix(run)}result.json"
+    return _of_run(run, "result.json")
 
 
 def report(run: str) -> str:
     """The HTML page about the run; an object that each report replaces, not an artifact."""
-    return f"{run_prefix(run)}report.html"
+    return _of_run(run, "report.html")
 
 
 def fork_json(run: str) -> str:
     """Which run this one was forked from, and where."""
-    return f"{run_prefix(run)}fork.json"
+    return _of_run(run, "fork.json")
 
 
 def run_of(key: str) -> str | None:
@@ -154,7 +162,7 @@ def chain_of(key: str) -> tuple[str, str, str] | None:
 
 
 def leases_prefix(run: str) -> str:
-    return f"{run_prefix(run)}leases/"
+    return f"{_of_run(run, 'leases')}/"
 
 
 def lease(run: str, epoch: int) -> str:
@@ -168,7 +176,7 @@ def lease_release(run: str, epoch: int) -> str:
 
 def loops_prefix(run: str) -> str:
     """Before what a recipe's loops say."""
-    return f"{run_prefix(run)}loops/"
+    return f"{_of_run(run, 'loops')}/"
 
 
 def loop_prefix(run: str, loop: int) -> str:
@@ -191,8 +199,13 @@ def stage_kind(stage: str) -> str:
     return stage.partition("-")[2].partition(".")[0]
 
 
+def stages_prefix(run: str) -> str:
+    """Before everything that belongs to a stage of the run."""
+    return f"{_of_run(run, 'stages')}/"
+
+
 def stage_prefix(run: str, stage: str) -> str:
-    return f"{run_prefix(run)}stages/{validate_name(stage)}/"
+    return f"{stages_prefix(run)}{validate_name(stage)}/"
 
 
 def stage_json(run: str, stage: str) -> str:
@@ -327,7 +340,7 @@ def model_version(key: str, version: str) -> str:
     return f"{model_prefix(key)}{version}"
 
 
-def model_part(key: str, part: Literal["claims", "decisions", "cards"]) -> str:
+def model_part(key: str, part: ModelPart) -> str:
     """Under which the registry keeps what it says about a model."""
     return f"{model_prefix(key)}{part}/"
 
@@ -338,7 +351,7 @@ def model_claim(key: str, version: str) -> str:
 
 
 def model_aliases_prefix(key: str, alias: str) -> str:
-    return f"{model_prefix(key)}aliases/{validate_name(alias)}/"
+    return f"{model_part(key, 'aliases')}{validate_name(alias)}/"
 
 
 def model_alias(key: str, alias: str, number_in_log: int) -> str:

@@ -67,7 +67,7 @@ def all_chains(store: ObjectStore) -> list[Chain]:
 
 def run_chains(store: ObjectStore, run: str) -> list[Chain]:
     """The chains of a run, in the order of its stages."""
-    names = {keys.chain_of(info.key) for info in store.list(f"{keys.run_prefix(run)}stages/")}
+    names = {keys.chain_of(info.key) for info in store.list(keys.stages_prefix(run))}
     found = sorted((name for name in names if name is not None), key=lambda name: (_position(name[1]), name))
     return [Chain(store, *name) for name in found]
 

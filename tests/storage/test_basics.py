@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -64,6 +65,39 @@ def test_bad_names(name: str) -> None:
 def test_bad_runs(run: str) -> None:
     with pytest.raises(InvalidKey):
         keys.run_json(run)
+
+
+def keys_of_a_run(run: str) -> list[str]:
+    """What every function of keys that takes a run spells for `run`."""
+    values = {"int": 1, "str": "a"}
+    spelled = []
+    for name, function in inspect.getmembers(keys, inspect.isfunction):
+        parameters = list(inspect.signature(function).parameters.values())
+        if function.__module__ == keys.__name__ and parameters and parameters[0].name == "run" and "_run" not in name:
+            spelled.append(function(run, *(values[str(parameter.annotation)] for parameter in parameters[1:])))
+    return [key for key in spelled if isinstance(key, str)]
+
+
+def test_no_run_lies_where_another_run_keeps_its_own_objects() -> None:
+    own = {key.split("/")[2] for key in keys_of_a_run("x") if key.count("/") >= 2} - {""}
+    assert {"run.json", "result.json", "fork.json", "report.html", "leases", "loops", "stages"} <= own
+    for part in own:
+        with pytest.raises(InvalidKey, match=f"run 'x' keeps its own {part} there; rename it"):
+            keys.validate_run(f"x/{part}")
+        assert not keys.is_run(f"x/{part}")
+        assert keys.is_run(part) and keys.is_run(f"x/{part}s")
+    for run in ("x", "x/y", "run.json", "run.json/y", "stages/y", "x/run.jsons"):
+        assert {keys.run_of(key) for key in keys_of_a_run(run) if key.count("/") > run.count("/") + 1} - {None} == {run}
+
+
+def test_no_version_of_a_model_lies_where_the_registry_keeps_its_own_objects() -> None:
+    own = [
+        keys.model_claim("m", "1"), keys.model_alias("m", "latest", 1), keys.model_note("m", "decisions", "d"),
+        keys.model_note("m", "cards", "d"),
+    ]  # fmt: skip
+    for part in (key.split("/")[2] for key in own):
+        with pytest.raises(InvalidKey, match="the registry keeps its own objects there"):
+            keys.model_version("m", part)
 
 
 def test_numbers_below_zero() -> None:

@@ -85,26 +85,28 @@ class ModelBuilder:
         yield
 
     async def spawn_train(self, name: str, max_batch_size: int | None = None, *, init_seed: int = 0) -> TrainingModel:
-        """A trainable instance. `max_batch_size`: longest trainable sequence, in tokens; the engine's
-        `max_tokens_per_forward` by default, and at most that, unless no sequence of the model is longer."""
+        """A trainable instance. `max_batch_size`: tokens of one packed forward, and so of the longest trainable
+        sequence; the engine's `max_tokens_per_forward` by default. A larger one is followed as far as the model's
+        context; a pass that the device's memory does not hold is an OutOfMemory when it is made."""
         keys.validate_name(name)
         if self.key.startswith(SCHEME):
             raise BadSpec(f"{self.key!r} is behind an endpoint, which gives no gradients; use spawn_inference")
+        if max_batch_size is not None and max_batch_size < 1:
+            raise BadSpec(f"max_batch_size={max_batch_size}; give a number of tokens, 1 or more")
         limit = (await self.workspace.connect().info()).numerics.max_tokens
         base, renderer = await self._base()
-        context = context_length_of(self.workspace.open_store(), base)
-        longest = limit + 1 if context is None else context
-        if max_batch_size is not None and min(max_batch_size, longest) > limit:
-            raise BadSpec(
-                f"max_batch_size={max_batch_size} tokens, but one packed forward of this engine takes {limit}; "
-                "raise engine.max_tokens_per_forward or lower max_batch_size"
-            )
+        workspace = self.workspace
+        if max_batch_size is not None:
+            context = context_length_of(workspace.open_store(), base) or max_batch_size
+            # beyond the engine's own limit only as far as a sequence of the model can reach
+            size = min(max_batch_size, max(limit, context))
+            workspace = workspace.model_copy(update={"max_tokens": size})
         check_head(self.workspace.open_store(), base, self.trainable.head)
         sampling = SamplingParams(max_new_tokens=self.tokens_to_generate)
         # a full dump: a default that is spelt out and one that is left out are the same chain
         trainable = self.trainable.model_dump(mode="json")
         root = Root(base=base, base_digest=base.sha256, trainable=trainable, init_seed=init_seed)
-        model = TrainingModel(self.workspace, name, renderer, sampling, base, min(max_batch_size or limit, limit), root)
+        model = TrainingModel(workspace, name, renderer, sampling, base, workspace.max_tokens or limit, root)
         model.tensor_parallel = self.tensor_parallel
         if self.on_spawn is not None:
             self.on_spawn(model)

@@ -199,7 +199,7 @@ class InferenceModel(Scores):
 
     async def _score(self, key: Hashable, items: list[TokenSequence]) -> list[list[float]]:
         policy, temperature = cast(tuple[PolicyRef, float], key)
-        request = LogprobsRequest(policy, items, temperature=temperature)
+        request = LogprobsRequest(policy, items, temperature=temperature, max_tokens=self.workspace.max_tokens)
         return await self.engine.logprobs(request, epoch=self.workspace.epoch)
 
 

@@ -86,6 +86,8 @@ class LogprobsRequest:
     policy: PolicyRef
     sequences: list[TokenSequence]
     temperature: float = 1.0
+    max_tokens: int | None = None
+    """Packed tokens of one forward pass, at most. None: as the engine is configured."""
 
     @property
     def images(self) -> list[Images]:

@@ -65,5 +65,5 @@ class Scores:
         return score
 
     async def _read_values(self, key: Hashable, items: list[TokenSequence]) -> list[list[float]]:
-        request = LogprobsRequest(cast(PolicyRef, key), items)
+        request = LogprobsRequest(cast(PolicyRef, key), items, max_tokens=self.workspace.max_tokens)
         return await self.engine.values(request, epoch=self.workspace.epoch)

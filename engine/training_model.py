@@ -203,6 +203,7 @@ class TrainingModel(InferenceModel, Primitives):
             optimizer=optimizer,
             temperature=self.sampling.temperature or 1.0 if loss["kind"] in AT_TEMPERATURE else 1.0,
             nan_policy="skip" if skip_nan_gradients else "fail",
+            max_tokens=self.workspace.max_tokens,
         )
         return await self.take_step(request)
 

@@ -23,6 +23,9 @@ class Workspace(Frozen):
     """Fencing epoch of this process's lease on the run."""
     seed: int = 0
     provenance: Provenance
+    max_tokens: int | None = None
+    """Packed tokens of one forward pass in calls for one model, at most: the max_batch_size that it was spawned with.
+    None: as the engine is configured."""
 
     def open_store(self) -> ObjectStore:
         return _open_store(self.store)

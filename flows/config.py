@@ -171,7 +171,8 @@ class SFTAlgorithm(Frozen):
     max_tokens: int | None = Field(None, ge=1, exclude_if=lambda tokens: tokens is None)
     """Longest conversation. None: the model's context."""
     truncation: Cut = Field("error", exclude_if=lambda cut: cut == "error")
-    """What happens to a longer one: error, left (its last tokens are kept), right (its first)."""
+    """What happens to a longer one: error, left (its last tokens are kept), right (its first), drop (it is left out and
+    counted)."""
 
     @property
     def lengths(self) -> LengthPlan:

@@ -26,6 +26,7 @@ from storage.artifacts import ArtifactRef
 from storage.chain import PolicyRef
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.spec import InlinePairs
+from tasks.lengths import check_uncut
 from tasks.load import load_prompts
 from tasks.prepare import prepare_pairs
 
@@ -53,12 +54,14 @@ class DPO(Supervised):
         **options: Any,
     ) -> None:
         super().__init__(model, lr=lr, samples_per_batch=samples_per_batch, **options)
+        check_uncut(self.lengths)
         self.dataset = dataset
         self.loss = DPOSpec(beta=kl_beta, variant=loss_variant, label_smoothing=label_smoothing)
 
     async def _prepare(self, policy: PolicyRef, dataset: ArtifactRef, rows: list[int], step: int) -> ArtifactRef:
+        workspace, reference = self.model.workspace, await self.open()
         return await prepare_pairs(
-            self.model.workspace, policy, self.model.base, dataset, rows, reference=await self.open(), step=step
+            workspace, policy, self.model.base, dataset, rows, reference=reference, lengths=self.lengths, step=step
         )
 
     def _load(self) -> LoadedDataset:

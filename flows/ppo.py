@@ -193,7 +193,7 @@ class PPO(GRPO):
                     minibatches=self._shuffled(step),
                     **common,
                 )
-                value = await take_value_step(workspace, request, step=step)
+                value = await take_value_step(self.value_model.workspace, request, step=step)
                 self.model.stand_at(policy)
                 self.value_model.stand_at(value)
                 journal.record(policy, found.rollouts, found.graded)

@@ -10,6 +10,7 @@ from engine.losses.spec import DPOSpec, DPOVariant
 from flows.config import DataConfig, OptimizerConfig, RowsSource, SFTAlgorithm, TrainingConfig
 from flows.titles import training_title
 from flows.validation_config import ValidationConfig
+from tasks.lengths import check_uncut
 
 
 class PreferenceOptimizer(OptimizerConfig):
@@ -56,6 +57,11 @@ class DPOAlgorithm(SFTAlgorithm):
     """Of cdpo alone."""
 
     @model_validator(mode="after")
+    def _pairs_are_not_cut(self) -> Self:
+        check_uncut(self.lengths)
+        return self
+
+    @model_validator(mode="after")
     def _smoothing_goes_with_cdpo(self) -> Self:
         DPOSpec(beta=self.kl_beta, variant=self.loss_variant, label_smoothing=self.label_smoothing)
         return self
@@ -66,6 +72,11 @@ class RewardModelAlgorithm(SFTAlgorithm):
 
     samples_per_batch: int = Field(64, ge=1)
     """Pairs, or rated conversations, of one step."""
+
+    @model_validator(mode="after")
+    def _conversations_are_not_cut(self) -> Self:
+        check_uncut(self.lengths)
+        return self
 
 
 class DPOConfig(TrainingConfig):

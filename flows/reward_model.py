@@ -24,6 +24,7 @@ from storage.artifacts import ArtifactRef
 from storage.chain import PolicyRef
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.spec import InlineDataset, InlinePairs
+from tasks.lengths import check_uncut
 from tasks.load import load_prompts
 from tasks.prepare import prepare_pairs, prepare_ratings
 
@@ -48,6 +49,7 @@ class RewardModelling(Supervised):
         **options: Any,
     ) -> None:
         super().__init__(model, lr=lr, samples_per_batch=samples_per_batch, **options)
+        check_uncut(self.lengths)
         self.dataset = dataset
         self.ranks = _ranks(dataset)
         """Whether it learns from pairs."""
@@ -56,8 +58,10 @@ class RewardModelling(Supervised):
     async def _prepare(self, policy: PolicyRef, dataset: ArtifactRef, rows: list[int], step: int) -> ArtifactRef:
         workspace, base = self.model.workspace, self.model.base
         if self.ranks:
-            return await prepare_pairs(workspace, policy, base, dataset, rows, reference=None, step=step)
-        return await prepare_ratings(workspace, policy, base, dataset, rows, step=step)
+            return await prepare_pairs(
+                workspace, policy, base, dataset, rows, reference=None, lengths=self.lengths, step=step
+            )
+        return await prepare_ratings(workspace, policy, base, dataset, rows, lengths=self.lengths, step=step)
 
     def _load(self) -> LoadedDataset:
         if isinstance(self.dataset, LoadedDataset):

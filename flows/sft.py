@@ -24,7 +24,6 @@ from storage.artifacts import ArtifactRef
 from storage.chain import PolicyRef
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.spec import InlineDataset
-from tasks.lengths import Cut, LengthPlan
 from tasks.load import load_prompts
 from tasks.prepare import prepare_completions
 
@@ -43,15 +42,11 @@ class SFT(Supervised):
         *,
         lr: float = 1e-5,
         samples_per_batch: int = 512,
-        max_tokens: int | None = None,
-        truncation: Cut = "error",
         **options: Any,
     ) -> None:
-        """`max_tokens`: of a conversation (None: the model's context); of a longer one `truncation` keeps the last
-        tokens (left) or the first (right), or the step fails."""
+        """`truncation` may also be left or right: of a longer conversation its last or first tokens are trained."""
         super().__init__(model, lr=lr, samples_per_batch=samples_per_batch, **options)
         self.dataset = dataset
-        self.lengths = LengthPlan(max_tokens=max_tokens, truncation=truncation)
 
     async def _prepare(self, policy: PolicyRef, dataset: ArtifactRef, rows: list[int], step: int) -> ArtifactRef:
         return await prepare_completions(

@@ -22,7 +22,7 @@ from storage.registry import registered_key
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.order import take
 from tasks.datasets.spec import DatasetUse
-from tasks.lengths import ANY_LENGTH
+from tasks.lengths import ANY_LENGTH, Cut, LengthPlan
 from tasks.load import load_prompts
 from tasks.publish import publish_model
 from tasks.report import write_report
@@ -42,12 +42,17 @@ class Supervised(Trainer):
         samples_per_batch: int,
         epochs: int | None = None,
         max_steps: int | None = None,
+        max_tokens: int | None = None,
+        truncation: Cut = "error",
         **options: Any,
     ) -> None:
+        """`max_tokens`: of a conversation (None: the model's context, and the max_batch_size that it was spawned with).
+        A longer one is an error, or dropped and counted (`truncation="drop"`)."""
         if epochs is not None and max_steps is not None:
             raise ValueError(f"both epochs={epochs} and max_steps={max_steps} were given; give one of them")
         super().__init__(model, **options)
         self.epochs, self.max_steps, self.samples_per_batch = epochs or 1, max_steps, samples_per_batch
+        self.lengths = LengthPlan(max_tokens=max_tokens, truncation=truncation)
 
     async def run(self) -> PolicyRef:
         """The loop. Every line's result is committed before the next begins; a crash costs at most one line."""

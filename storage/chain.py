@@ -91,10 +91,13 @@ class StepRequest(Frozen):
     cursor_in: dict[str, int] = {}
     cursor_out: dict[str, int] = {}
     nan_policy: NanPolicy = "fail"
+    max_tokens: int | None = Field(None, ge=1, exclude_if=lambda tokens: tokens is None)
+    """Packed tokens of one forward pass, at most. None: as the engine is configured. It decides the micro-batches and
+    never the loss, so it is no part of the state."""
 
     def content(self) -> dict[str, Any]:
         """The request without the names of runs and objects: what decides the next weights."""
-        body = self.model_dump(mode="json", exclude={"parent", "batch", "reference"})
+        body = self.model_dump(mode="json", exclude={"parent", "batch", "reference", "max_tokens"})
         return body | {
             "parent": self.parent.state,
             "batch": self.batch.sha256,

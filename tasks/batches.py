@@ -240,7 +240,7 @@ async def _logprobs(
     workspace: Workspace, policy: PolicyRef, sequences: list[TokenSequence], temperature: float
 ) -> list[list[float]]:
     with timed("train"):
-        request = LogprobsRequest(policy, sequences, temperature=temperature)
+        request = LogprobsRequest(policy, sequences, temperature=temperature, max_tokens=workspace.max_tokens)
         return await workspace.connect().logprobs(request, epoch=workspace.epoch)
 
 
@@ -254,8 +254,8 @@ async def completion_batch(
     lengths: LengthPlan = ANY_LENGTH,
     step: int,
 ) -> ArtifactRef:
-    """The committed batch of an SFT step; its manifest counts the conversations that were cut. Raises SampleTooLong,
-    and BadSpec where there is nothing to learn."""
+    """The committed batch of an SFT step; its manifest counts the conversations that were cut or dropped. Raises
+    SampleTooLong, and BadSpec where there is nothing to learn."""
     store = workspace.open_store()
     key = keys.step_artifact(policy.run, policy.stage, step, "batch", 0)
     with timed("storage"):
@@ -266,18 +266,21 @@ async def completion_batch(
     renderer = renderer_of(store, base)
     schema = table_schema("batch", ["images"] if renderer.tokenizer.images else [])
     empty: dict[str, Any] = {name: None for name in schema.names}
-    limit = lengths.limit(store, base)
-    table_rows, cuts = [], 0
+    limit = lengths.limit(workspace, base)
+    table_rows, cuts, dropped = [], 0, 0
     for record in records:
         whole = renderer.sequence(renderer.tokenize(StringThread.from_json(record["thread"])))
         kept = cut(whole, lengths, limit, row=f"conversation {record['id']} (row {record['index']})")
+        if kept is None:
+            dropped += 1
+            continue
         cuts += kept is not whole
         row = {"group": record["id"], "completion": 0, "token_ids": kept.token_ids, "weights": kept.weights}
         table_rows.append(empty | row | ({"images": image_rows(kept.images)} if "images" in schema.names else {}))
     if not any(weight > 0 for row in table_rows for weight in row["weights"]):
         raise BadSpec(
             f"step {step}: none of the rows {rows[:5]}… has an assistant turn to learn"
-            + (f", and {cuts} of them were cut; raise algorithm.max_tokens" if cuts else "; SFT needs completions")
+            + _why_nothing(cuts, dropped)
         )
     with timed("storage"):
         committed = commit_table(
@@ -287,7 +290,14 @@ async def completion_batch(
             kind="batch",
             parents=(policy.uri, dataset.uri),
             provenance=workspace.provenance,
-            extra={"prompts": len({record["id"] for record in records}), "logprob_gap": None}
-            | ({"cut": cuts} if cuts else {}),
+            extra={"prompts": len({row["group"] for row in table_rows}), "logprob_gap": None}
+            | {name: count for name, count in (("cut", cuts), ("dropped", dropped)) if count},
         )
     return made_from(committed, policy.uri)
+
+
+def _why_nothing(cuts: int, dropped: int) -> str:
+    """What to do about a batch without anything to learn."""
+    if not cuts and not dropped:
+        return "; SFT needs completions"
+    return f", and {cuts} of them were cut, {dropped} dropped; raise algorithm.max_tokens (max_batch_size)"

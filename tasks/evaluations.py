@@ -40,7 +40,7 @@ async def evaluate(workspace: Workspace, policy: PolicyRef, plan: EvaluationPlan
         return found
     shard = plan.prompts
     rows = shared_rows(store, shard.dataset, shard.rows)
-    renderer, limit = renderer_of(store, shard.base), prompt_limit(store, shard, plan.sampling)
+    renderer, limit = renderer_of(store, shard.base), prompt_limit(workspace, shard, plan.sampling)
     prompts = render_prompts(renderer, rows, limit, shard.truncation)
     jobs = [(row, prompt, number) for row, prompt in prompts for number in range(shard.completions)]
     seeds = [workspace.seed_for("evaluation", row["id"], *([number] if number else [])) for row, _, number in jobs]

@@ -21,6 +21,7 @@ from storage.tables import SCHEMAS, TableWriter, shared_rows
 from tasks.batches import CHUNK_TOKENS
 from tasks.clock import timed
 from tasks.datasets.order import repetitions
+from tasks.lengths import ANY_LENGTH, LengthPlan, too_long
 
 Row = dict[str, Any]
 _EMPTY: Row = dict.fromkeys(SCHEMAS["batch"].names)
@@ -34,9 +35,11 @@ async def pair_batch(
     rows: list[int],
     *,
     reference: PolicyRef | None,
+    lengths: LengthPlan = ANY_LENGTH,
     step: int,
 ) -> ArtifactRef:
-    """The committed batch of pairs of a step, prepared now if nobody did before: two rows of one group each.
+    """The committed batch of pairs of a step, prepared now if nobody did before: two rows of one group each. A pair of
+    more tokens than `lengths` allows is an error, or dropped and counted in the manifest.
 
     `reference`: whose logprobs each trained token is compared with. None: the rows are for a scalar model, which scores
     each conversation as a whole.
@@ -48,13 +51,23 @@ async def pair_batch(
             for number, column in enumerate(("chosen", "rejected"))
         ]
 
-    return await _batch(workspace, policy, base, dataset, rows, of_pair, reference=reference, step=step)
+    return await _batch(
+        workspace, policy, base, dataset, rows, of_pair, reference=reference, lengths=lengths, step=step
+    )
 
 
 async def rating_batch(
-    workspace: Workspace, policy: PolicyRef, base: ArtifactRef, dataset: ArtifactRef, rows: list[int], *, step: int
+    workspace: Workspace,
+    policy: PolicyRef,
+    base: ArtifactRef,
+    dataset: ArtifactRef,
+    rows: list[int],
+    *,
+    lengths: LengthPlan = ANY_LENGTH,
+    step: int,
 ) -> ArtifactRef:
-    """The committed batch of rated conversations of a step: a row each, whose one return is `res` of its metadata."""
+    """The committed batch of rated conversations of a step: a row each, whose one return is `res` of its metadata. One
+    of more tokens than `lengths` allows is an error, or dropped and counted in the manifest."""
 
     def of_thread(record: Row, group: str, renderer: Renderer) -> list[Row]:
         rating = json.loads(record["metadata"] or "{}").get("res")
@@ -65,10 +78,10 @@ async def rating_batch(
             )
         return [_row(renderer, record["thread"], group, 0, whole=True) | {"returns": [rating], "reward": rating}]
 
-    return await _batch(workspace, policy, base, dataset, rows, of_thread, reference=None, step=step)
+    return await _batch(workspace, policy, base, dataset, rows, of_thread, reference=None, lengths=lengths, step=step)
 
 
-async def _batch(
+async def _batch(  # noqa: PLR0913  what its two callers are told, and how they read a row
     workspace: Workspace,
     policy: PolicyRef,
     base: ArtifactRef,
@@ -77,6 +90,7 @@ async def _batch(
     convert: Callable[[Row, str, Renderer], list[Row]],
     *,
     reference: PolicyRef | None,
+    lengths: LengthPlan,
     step: int,
 ) -> ArtifactRef:
     store = workspace.open_store()
@@ -87,22 +101,61 @@ async def _batch(
             return made_from(found, policy.uri)
         records = shared_rows(store, dataset, rows)
     renderer = renderer_of(store, base)
-    units = (convert(record, group, renderer) for record, group in zip(records, _groups(records, rows), strict=True))
+    fits = _Fits(workspace, base, lengths)
+    units = (
+        unit
+        for record, group in zip(records, _groups(records, rows), strict=True)
+        if fits(unit := convert(record, group, renderer), record)
+    )
     with TableWriter("batch") as writer:
         for chunk in _chunks(units):
             if reference is not None:
                 await _compare(workspace, reference, chunk)
             with timed("storage"):
                 writer.write(chunk)
+        if not writer.rows:
+            raise BadSpec(f"step {step}: all {fits.dropped} rows of the batch were dropped for their length; raise the "
+                          "limit (max_tokens, max_batch_size)")  # fmt: skip
         with timed("storage"):
             committed = writer.commit(
                 store,
                 key,
                 parents=(policy.uri, dataset.uri),
                 provenance=workspace.provenance,
-                extra={"prompts": len(rows), "logprob_gap": None},
+                extra={"prompts": len(rows) - fits.dropped, "logprob_gap": None}
+                | ({"dropped": fits.dropped} if fits.dropped else {}),
             )
     return made_from(committed, policy.uri)
+
+
+class _Fits:
+    """Tells whether a pair, or a rated conversation, is short enough; counts those that are not."""
+
+    def __init__(self, workspace: Workspace, base: ArtifactRef, lengths: LengthPlan) -> None:
+        self.drops, self.dropped = lengths.truncation == "drop", 0
+        self.longest, self.forward = lengths.limit(workspace, base), workspace.max_tokens
+
+    def __call__(self, unit: list[Row], record: Row) -> bool:
+        """Raises SampleTooLong where nothing is to be dropped."""
+        longest = max(len(row["token_ids"]) for row in unit)
+        # both conversations of a pair are in one forward pass, where their common beginning stands once
+        for length, limit in ((longest, self.longest), (_packed_tokens(unit), self.forward)):
+            if limit is not None and length > limit:
+                if not self.drops:
+                    what = "pair" if len(unit) > 1 else "conversation"
+                    raise too_long(f"{what} {record['id']} (row {record['index']})", length, limit, remedy="drop")
+                self.dropped += 1
+                return False
+        return True
+
+
+def _packed_tokens(unit: list[Row]) -> int:
+    """Tokens of the rows in one forward pass: the beginning that they share is computed once."""
+    lists = [row["token_ids"] for row in unit]
+    shared, most = 0, min(map(len, lists)) - 1
+    while shared < most and len({tokens[shared] for tokens in lists}) == 1:
+        shared += 1
+    return sum(map(len, lists)) - shared * (len(lists) - 1)
 
 
 def _groups(records: Sequence[Row], rows: list[int]) -> list[str]:
@@ -142,7 +195,7 @@ async def _compare(workspace: Workspace, reference: PolicyRef, rows: list[Row]) 
         TokenSequence(row["token_ids"], row["weights"], row["group"], images_of(row.get("images"))) for row in rows
     ]
     with timed("train"):
-        request = LogprobsRequest(reference, sequences)
+        request = LogprobsRequest(reference, sequences, max_tokens=workspace.max_tokens)
         logprobs = await workspace.connect().logprobs(request, epoch=workspace.epoch)
     for row, found in zip(rows, logprobs, strict=True):
         row["reference_logprobs"] = found

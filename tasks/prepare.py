@@ -102,16 +102,24 @@ async def prepare_pairs(
     rows: list[int],
     *,
     reference: PolicyRef | None,
+    lengths: LengthPlan = ANY_LENGTH,
     step: int,
 ) -> ArtifactRef:
     """The `batch` table of a step on pairs: two rows each, with the reference's logprobs; without a reference, for a
     scalar model, each is a conversation to be scored as a whole."""
-    return await pair_batch(workspace, policy, base, dataset, rows, reference=reference, step=step)
+    return await pair_batch(workspace, policy, base, dataset, rows, reference=reference, lengths=lengths, step=step)
 
 
 @task(**DURABLE, task_run_name="batch-{step:06d}")
 async def prepare_ratings(
-    workspace: Workspace, policy: PolicyRef, base: ArtifactRef, dataset: ArtifactRef, rows: list[int], *, step: int
+    workspace: Workspace,
+    policy: PolicyRef,
+    base: ArtifactRef,
+    dataset: ArtifactRef,
+    rows: list[int],
+    *,
+    lengths: LengthPlan = ANY_LENGTH,
+    step: int,
 ) -> ArtifactRef:
     """The `batch` table of a step on rated conversations, for a scalar model. Raises BadSpec for one without `res`."""
-    return await rating_batch(workspace, policy, base, dataset, rows, step=step)
+    return await rating_batch(workspace, policy, base, dataset, rows, lengths=lengths, step=step)

@@ -21,10 +21,10 @@ from storage.artifacts import ArtifactRef, find_artifact, made_from
 from storage.chain import PolicyRef
 from storage.failpoints import failpoint
 from storage.models import Frozen
-from storage.objects import ObjectStore
 from storage.tables import commit_table, shared_rows, table_schema
 from storage.worklog import log_work
 from tasks.clock import timed
+from tasks.lengths import shortest
 
 Truncation = Literal["error", "left", "right", "drop"]
 
@@ -58,7 +58,7 @@ async def sample_shard(
         rows = shared_rows(store, shard.dataset, shard.rows)
     earlier = shard.repetitions or (0,) * len(rows)
     rows = [row | {"first": n * shard.completions} for row, n in zip(rows, earlier, strict=True)]
-    limit = prompt_limit(store, shard, sampling)
+    limit = prompt_limit(workspace, shard, sampling)
     prompts = render_prompts(renderer_of(store, shard.base), rows, limit, shard.truncation)
     jobs = [(row, prompt, row["first"] + c) for row, prompt in prompts for c in range(shard.completions)]
     seeds = [workspace.seed_for(policy.stage, step, row["id"], c) for row, _, c in jobs]
@@ -93,18 +93,21 @@ def generate_request(
     return GenerateRequest(policy, ids, seeds, sampling, images=images)
 
 
-def prompt_limit(store: ObjectStore, shard: PromptShard, sampling: SamplingParams) -> int | None:
-    """Tokens a prompt may have: as configured, and with its completion no more than the model's context."""
-    context = context_length_of(store, shard.base)
-    if context is None:
+def prompt_limit(workspace: Workspace, shard: PromptShard, sampling: SamplingParams) -> int | None:
+    """Tokens a prompt may have: as configured, and with its completion no more than the model's context and the
+    max_batch_size that the model was spawned with."""
+    context = context_length_of(workspace.open_store(), shard.base)
+    longest = shortest(context, workspace.max_tokens)
+    if longest is None:
         return shard.max_prompt_tokens
-    room = context - sampling.max_new_tokens
+    room = longest - sampling.max_new_tokens
     if room < 1:
+        what = "the model's context" if longest == context else "the model's max_batch_size"
         raise BadSpec(
-            f"max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt in the model's context of {context} "
-            "tokens; lower it"
+            f"max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt in {what} of {longest} tokens; "
+            "lower it (model.max_gen_len)"
         )
-    return room if shard.max_prompt_tokens is None else min(room, shard.max_prompt_tokens)
+    return shortest(room, shard.max_prompt_tokens)
 
 
 def render_prompts(
@@ -122,8 +125,8 @@ def render_prompts(
             if truncation == "error":
                 raise SampleTooLong(
                     f"prompt {row['id']} (row {row['index']}) has {len(ids)} tokens, at most {limit} are allowed "
-                    "(max_prompt_tokens, or the model's context less max_new_tokens); set truncation to left, right "
-                    "or drop, or raise max_prompt_tokens"
+                    "(max_prompt_tokens, or the model's context or max_batch_size less max_new_tokens); set truncation "
+                    "to left, right or drop, or raise the limit"
                 )
             if prompt.images:
                 raise UnsupportedFragment(

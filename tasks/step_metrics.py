@@ -40,7 +40,7 @@ def measure_step(
     sampled = _each(lambda ref: _sampled(store, ref), rollouts)
     tokens = sum(shard.tokens for shard in sampled) if rollouts else int(record.metrics.get("tokens", 0))
     completions = sum(shard.completions for shard in sampled)
-    prompts, gap = _batch(store, record.request.batch)
+    prompts, gap, left_out = _batch(store, record.request.batch)
     return StepMetrics(
         step=record.request.parent.step,
         total_steps=total_steps,
@@ -58,7 +58,7 @@ def measure_step(
         prompts=prompts,
         completions=completions or record.request.batch.rows or 0,
         masked=masked,
-        dropped=sum(shard.dropped for shard in sampled),
+        dropped=left_out + sum(shard.dropped for shard in sampled),
         skipped_updates=record.skipped,
         logprob_gap=gap,
         tokens_per_second=tokens / wall if wall else 0.0,
@@ -120,15 +120,16 @@ def _sampled(store: ObjectStore, rollouts: ArtifactRef) -> _Shard:
     )
 
 
-def _batch(store: ObjectStore, batch: ArtifactRef) -> tuple[int, float | None]:
-    """Prompts of a batch, and its mean |sampler - trainer| logprob, nats per token: the health of the weight sync."""
+def _batch(store: ObjectStore, batch: ArtifactRef) -> tuple[int, float | None, int]:
+    """Prompts of a batch, its mean |sampler - trainer| logprob, nats per token (the health of the weight sync), and how
+    many rows were dropped for their length."""
     extra = read_manifest(store, batch.key).extra
-    prompts, gap = extra.get("prompts"), extra.get("logprob_gap")
+    prompts, gap, dropped = extra.get("prompts"), extra.get("logprob_gap"), extra.get("dropped")
     if isinstance(prompts, int):
-        return prompts, gap if isinstance(gap, float) else None
+        return prompts, gap if isinstance(gap, float) else None, dropped if isinstance(dropped, int) else 0
     table = read_table(store, batch, ["group", "old_logprobs", "sampler_logprobs"])  # of a hand-written loop, or older
     total, tokens = gap_of(table)
-    return len(pc.unique(table["group"])), total / tokens if tokens else None
+    return len(pc.unique(table["group"])), total / tokens if tokens else None, 0
 
 
 def _each(call: Callable[[ArtifactRef], T], refs: list[ArtifactRef]) -> list[T]:

@@ -27,6 +27,7 @@ async def take_value_step(workspace: Workspace, request: StepRequest, *, step: i
 
 
 async def _step(workspace: Workspace, request: StepRequest) -> PolicyRef:
+    request = request.model_copy(update={"max_tokens": workspace.max_tokens})
     with timed("train"):
         record = await workspace.connect().take_gradient_step(request, epoch=workspace.epoch)
     return record.policy

@@ -18,7 +18,6 @@ from storage.artifacts import ArtifactRef, find_artifact, made_from
 from storage.chain import PolicyRef
 from storage.failpoints import failpoint
 from storage.models import Frozen
-from storage.objects import ObjectStore
 from storage.tables import SCHEMAS, commit_table, shared_rows
 from storage.worklog import log_work
 from tasks.clock import timed
@@ -27,6 +26,7 @@ from tasks.environments.episodes import Episode, Limits, Players, Segment
 from tasks.environments.play import PlayedEnvironment
 from tasks.environments.spec import EnvironmentSpec, build
 from tasks.gradings import TooManyMasked
+from tasks.lengths import shortest
 from tasks.rollouts import PromptShard
 
 
@@ -110,7 +110,7 @@ async def play(
             request = GenerateRequest(policy, prompts, drawn, sampling)
             return await workspace.connect().generate(request, epoch=workspace.epoch)
 
-    limits = _limits(store, shard, sampling, plan)
+    limits = _limits(workspace, shard, sampling, plan)
     await Players(renderer_of(store, shard.base), limits, concurrency=plan.concurrency).play(episodes, generate)
     check_masked(episodes, plan, where=where)
     return episodes
@@ -134,13 +134,13 @@ def _episodes(
     return episodes
 
 
-def _limits(store: ObjectStore, shard: PromptShard, sampling: SamplingParams, plan: EpisodePlan) -> Limits:
-    context = context_length_of(store, shard.base)
-    tokens = min((limit for limit in (context, plan.max_tokens) if limit is not None), default=None)
+def _limits(workspace: Workspace, shard: PromptShard, sampling: SamplingParams, plan: EpisodePlan) -> Limits:
+    context = context_length_of(workspace.open_store(), shard.base)
+    tokens = shortest(context, plan.max_tokens, workspace.max_tokens)
     if tokens is not None and tokens <= sampling.max_new_tokens:
         raise BadSpec(
             f"max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt in {tokens} tokens (max_tokens="
-            f"{plan.max_tokens}, the model's context is {context}); lower it"
+            f"{plan.max_tokens}, max_batch_size={workspace.max_tokens}, the model's context is {context}); lower it"
         )
     if shard.truncation in ("left", "right"):
         raise BadSpec(

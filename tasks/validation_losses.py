@@ -27,6 +27,9 @@ from tasks.validations import measured
 
 Row = dict[str, Any]
 
+NOT_MEASURED = TokenSequence([0], [0.0])
+"""Stands for a conversation that is dropped for its length: no token of it is trained, so it counts for nothing."""
+
 SIDES = {"threads": ("thread",), "pairs": ("chosen", "rejected")}
 """Columns that hold conversations, by the kind of the dataset."""
 
@@ -124,12 +127,15 @@ async def _logprobs(
     sides = SIDES[plan.dataset.kind]
     conversations = [StringThread.from_json(str(row[side])) for row in rows for side in sides]
     whole = [renderer.sequence(renderer.tokenize(thread)) for thread in conversations]
-    limit = plan.lengths.limit(workspace.open_store(), plan.base)
-    sequences = [cut(one, plan.lengths, limit, row=f"held-out row {at // len(sides)}") for at, one in enumerate(whole)]
+    limit = plan.lengths.limit(workspace, plan.base)
+    sequences = []
+    for index, conversation in enumerate(whole):
+        kept = cut(conversation, plan.lengths, limit, row=f"held-out row {index // len(sides)}")
+        sequences.append(kept or NOT_MEASURED)
     flat: list[tuple[float, int]] = []
     for chunk in chunks(sequences):
         with timed("train"):
-            request = LogprobsRequest(policy, chunk)
+            request = LogprobsRequest(policy, chunk, max_tokens=workspace.max_tokens)
             found = await workspace.connect().logprobs(request, epoch=workspace.epoch)
         flat += [(math.fsum(logprobs), len(logprobs)) for logprobs in found]
     if not any(tokens for _, tokens in flat):

@@ -92,6 +92,7 @@ async def _scores(
     flat: list[float] = []
     for chunk in chunks(whole):
         with timed("train"):
-            found = await workspace.connect().values(LogprobsRequest(policy, chunk), epoch=workspace.epoch)
+            request = LogprobsRequest(policy, chunk, max_tokens=workspace.max_tokens)
+            found = await workspace.connect().values(request, epoch=workspace.epoch)
         flat += [score for (score,) in found]
     return [flat[at : at + len(sides)] for at in range(0, len(flat), len(sides))]

@@ -142,5 +142,6 @@ async def values_before(workspace: Workspace, value: PolicyRef, table: pa.Table)
     """(T,) float64: the value before each trained token."""
     sequences = sequences_of(table)
     with timed("train"):
-        found = await workspace.connect().values(LogprobsRequest(value, sequences), epoch=workspace.epoch)
+        request = LogprobsRequest(value, sequences, max_tokens=workspace.max_tokens)
+        found = await workspace.connect().values(request, epoch=workspace.epoch)
     return np.array([one for values in found for one in values], dtype=np.float64)

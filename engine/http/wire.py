@@ -54,6 +54,7 @@ class LogprobsHead(Frozen):
 
     policy: PolicyRef
     temperature: float = Field(1.0, allow_inf_nan=False)
+    max_tokens: int | None = Field(None, ge=1, lt=1 << 31)
     epoch: int = Field(0, ge=0, lt=1 << 63)
 
 
@@ -118,7 +119,9 @@ def encode_logprobs_request(request: LogprobsRequest, *, epoch: int) -> bytes:
         _floats([s.weights for s in request.sequences], "weights of sequence"),
         pa.array([s.group for s in request.sequences], pa.string()),
     ]
-    head = _head_of(LogprobsHead, policy=request.policy, temperature=request.temperature, epoch=epoch)
+    head = _head_of(
+        LogprobsHead, policy=request.policy, temperature=request.temperature, max_tokens=request.max_tokens, epoch=epoch
+    )
     images = _image_columns(request.images)
     return _write(_with_images(SEQUENCES) if images else SEQUENCES, columns + images, head)
 
@@ -128,7 +131,7 @@ def decode_logprobs_request(data: bytes) -> tuple[LogprobsRequest, int]:
     head, (ids, weights, groups, *rest) = _read(data, SEQUENCES, LogprobsHead)
     images = _images(ids, rest) if rest else [()] * len(ids)
     sequences = [TokenSequence(*row) for row in zip(ids, weights, groups, images, strict=True)]
-    return LogprobsRequest(head.policy, sequences, head.temperature), head.epoch
+    return LogprobsRequest(head.policy, sequences, head.temperature, head.max_tokens), head.epoch
 
 
 def encode_logprobs(logprobs: Sequence[Sequence[float]]) -> bytes:

@@ -193,9 +193,8 @@ class LocalEngine:
         self._fence(request.policy.run, epoch)
         slot = self.policies.for_reading(request.policy)
         check_taken(slot.trainer, request.images, "sequences")
-        return slot.trainer.logprobs(
-            request.sequences, temperature=request.temperature, max_tokens=self.spec.max_tokens_per_forward
-        )
+        limit = request.max_tokens or self.spec.max_tokens_per_forward
+        return slot.trainer.logprobs(request.sequences, temperature=request.temperature, max_tokens=limit)
 
     async def values(self, request: LogprobsRequest, *, epoch: int = 0) -> list[list[float]]:
         return await self._compute(request.policy.run, partial(self._values, request, epoch))
@@ -204,7 +203,7 @@ class LocalEngine:
         self._fence(request.policy.run, epoch)
         trainer = self.policies.for_reading(request.policy).trainer
         check_taken(trainer, request.images, "sequences")
-        limit = self.spec.max_tokens_per_forward
+        limit = request.max_tokens or self.spec.max_tokens_per_forward
         if self.spec.deterministic:  # scores become grades: no bit of one may depend on which were asked for with it
             return [trainer.values([sequence], max_tokens=limit)[0] for sequence in request.sequences]
         return trainer.values(request.sequences, max_tokens=limit)
@@ -226,7 +225,7 @@ class LocalEngine:
         failpoint("step.before_gradient")
         try:
             self.policies.rebaser.before_step(slot)
-            limit = self.spec.max_tokens_per_forward
+            limit = request.max_tokens or self.spec.max_tokens_per_forward
             effect = apply_request(slot.trainer, request, self.store, max_tokens=limit, check=self.queue.check)
             log_work("step", policy=request.result().uri, step=request.parent.step + 1)
             record = self._record(request, effect, slot)

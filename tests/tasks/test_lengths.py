@@ -29,8 +29,12 @@ def test_the_first_token_that_is_kept_is_not_trained() -> None:
     assert cut(TEN, LEFT, 1, row="row 3") == TokenSequence([9], [0.0], group="g")
 
 
+def test_a_longer_one_is_left_out_where_that_is_asked() -> None:
+    assert cut(TEN, LengthPlan(truncation="drop"), 9, row="row 3") is None
+
+
 def test_a_longer_one_is_an_error_that_says_what_to_do() -> None:
-    with pytest.raises(SampleTooLong, match=r"row 3 has 10 tokens, and at most 9 fit .*truncation to left or right"):
+    with pytest.raises(SampleTooLong, match=r"row 3 has 10 tokens, and at most 9 fit .*to left, right or drop"):
         cut(TEN, LengthPlan(max_tokens=9), 9, row="row 3")
     image = PlacedImage.__new__(PlacedImage)
     seen = TokenSequence(TEN.token_ids, TEN.weights, images=(image,))

@@ -1,0 +1,89 @@
+"""`max_batch_size` of a spawned model in the training classes: a longer sample is refused, or dropped and counted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.errors import BadSpec, SampleTooLong
+from engine.handles import Model, TrainingModel
+from engine.text.threads import StringThread
+from flows.dpo import DPO
+from flows.grpo import GRPO
+from flows.preference_config import DPOConfig
+from flows.recipe import RecipeContext
+from flows.reward_model import RewardModelling
+from flows.sft import SFT
+from storage.chain import PolicyRef
+from storage.objects import open_store
+from tasks.graders.spec import grader_spec
+from tasks.step_metrics import read_metrics
+from tests.fixtures.engines import DETERMINISTIC
+from tests.spawning import own_engines
+
+pytestmark = pytest.mark.usefixtures("prefect_server")
+SIZE = 64
+SHORT, LONG = "1", "1" * 100
+EVERY_STEP: dict[str, Any] = {"lr": 1e-3, "samples_per_batch": 4, "checkpoint_frequency": None}
+
+
+def answered(text: str) -> StringThread:
+    return StringThread([("user", "?"), ("assistant", text)])
+
+
+async def spawned(folder: Path, tiny_folder: Path, *, scalar: bool = False) -> TrainingModel:
+    ctx = RecipeContext.open("lengths", store=str(folder / "data"), engine=DETERMINISTIC)
+    builder = Model(str(tiny_folder)).to_builder(ctx, tokens_to_generate=4)
+    return await (builder.into_scoring_model() if scalar else builder).spawn_train("policy", SIZE)
+
+
+def trainer(kind: str, model: TrainingModel, truncation: str) -> SFT | DPO | RewardModelling | GRPO:
+    texts = [SHORT, LONG, SHORT, SHORT]
+    options = EVERY_STEP | {"truncation": truncation}
+    if kind == "sft":
+        return SFT([answered(text) for text in texts], model, **options)
+    if kind in ("dpo", "reward_model"):
+        pairs = [(answered(text), answered("2")) for text in texts]
+        return DPO(pairs, model, **options) if kind == "dpo" else RewardModelling(pairs, model, **options)
+    prompts = [StringThread([("user", text)]) for text in texts]
+    grader = grader_spec("tests.grading:even_share", None)
+    return GRPO(prompts, model, grader, max_num_grpo_steps=1, completions_per_sample=1, **options)
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo", "reward_model", "grpo"])
+async def test_a_longer_sample_is_refused_or_dropped_and_counted(tmp_path: Path, tiny_folder: Path, kind: str) -> None:
+    with own_engines():
+        model = await spawned(tmp_path / "error", tiny_folder, scalar=kind == "reward_model")
+        with pytest.raises(SampleTooLong, match=r"row \d.*max_batch_size.*drop"):
+            await trainer(kind, model, "error").run()
+    with own_engines():
+        model = await spawned(tmp_path / "drop", tiny_folder, scalar=kind == "reward_model")
+        policy: PolicyRef = await trainer(kind, model, "drop").run()
+    store = open_store(str(tmp_path / "drop" / "data"))
+    (metrics,) = read_metrics(store, policy.run, policy.stage, steps=1)
+    assert (metrics.dropped, metrics.prompts) == (1, 3)
+
+
+async def test_a_pair_is_in_one_forward_pass(tmp_path: Path, tiny_folder: Path) -> None:
+    """Neither of its conversations is too long, but both are of other tokens and are computed together."""
+    with own_engines():
+        model = await spawned(tmp_path, tiny_folder)
+        with pytest.raises(SampleTooLong, match="pair .*max_batch_size"):
+            await DPO([(answered("a" * 40), answered("b" * 40))], model, **EVERY_STEP).run()
+
+
+async def test_completions_leave_room_for_a_prompt(tmp_path: Path, tiny_folder: Path) -> None:
+    with own_engines():
+        model = (await spawned(tmp_path, tiny_folder)).max_gen_len(SIZE)
+        with pytest.raises(BadSpec, match="no room for a prompt in the model's max_batch_size of 64"):
+            await trainer("grpo", model, "error").run()
+
+
+def test_pairs_are_not_cut() -> None:
+    with pytest.raises(ValueError, match="truncation='left'.*error or drop"):
+        DPO([], None, truncation="left")  # type: ignore[arg-type]
+    body = {"model": {"key": "m"}, "data": {"train": {"kind": "file", "path": "p.jsonl"}}}
+    with pytest.raises(ValueError, match="truncation='right'.*error or drop"):
+        DPOConfig.model_validate(body | {"algorithm": {"truncation": "right"}})

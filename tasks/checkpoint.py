@@ -3,17 +3,15 @@ a loop can take its next step in between."""
 
 from __future__ import annotations
 
-from prefect import task
-
 from engine.workspace import Workspace
 from storage.artifacts import ArtifactRef
 from storage.chain import PolicyRef
 from storage.retention import KEEP_LAST_TWO, Retention, prune_checkpoints
 from tasks.clock import timed
-from tasks.retries import DURABLE
+from tasks.task_runs import durable_task
 
 
-@task(**DURABLE, task_run_name="checkpoint-{policy.step:06d}/begin")
+@durable_task("checkpoint", "checkpoint-{policy.step:06d}/begin")
 async def begin_checkpoint(workspace: Workspace, policy: PolicyRef, *, name: str | None = None) -> None:
     """The engine holds the policy's checkpoint from now on, wherever it stands itself."""
     with timed("storage"):
@@ -22,7 +20,7 @@ async def begin_checkpoint(workspace: Workspace, policy: PolicyRef, *, name: str
         )
 
 
-@task(**DURABLE, task_run_name="checkpoint-{policy.step:06d}")
+@durable_task("checkpoint", "checkpoint-{policy.step:06d}")
 async def save_checkpoint(
     workspace: Workspace, policy: PolicyRef, *, name: str | None = None, retention: Retention = KEEP_LAST_TWO
 ) -> ArtifactRef:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import pyarrow as pa
-from prefect import task
 
 from engine.workspace import Workspace
 from storage import keys
 from storage.artifacts import ArtifactRef, find_artifact
 from storage.tables import SCHEMAS, commit_table
 from tasks.comparisons import Cell, prompt_rows
-from tasks.retries import DURABLE
+from tasks.task_runs import durable_task
 
 STAGE = "0-evaluation"
 TABLE = "comparison"
 
 
-@task(**DURABLE, task_run_name="compare")
+@durable_task("compare", "compare")
 def compare_models(workspace: Workspace, cells: list[Cell]) -> ArtifactRef:
     """The evaluation's `comparison` table: one row per model, dataset, grader and prompt."""
     store = workspace.open_store()

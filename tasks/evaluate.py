@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from prefect import task
-
 from engine.workspace import Workspace
 from storage.artifacts import ArtifactRef
 from storage.chain import PolicyRef
 from tasks.episode_evaluations import EpisodeEvaluationPlan, evaluate_episodes
 from tasks.evaluations import EvaluationPlan, evaluate
-from tasks.retries import DURABLE
+from tasks.task_runs import durable_task
 from tasks.validation_losses import ValidationLossPlan, validation_loss
 from tasks.validation_scores import ScoreValidationPlan, score_validation
 
 
-@task(**DURABLE, task_run_name="evaluate-{policy.step:06d}")
+@durable_task("evaluate", "evaluate-{policy.step:06d}")
 async def evaluate_policy(workspace: Workspace, policy: PolicyRef, plan: EvaluationPlan) -> ArtifactRef:
     """The policy's `evaluation` table under `plan`; a second call returns the first one's."""
     return await evaluate(workspace, policy, plan)
 
 
-@task(**DURABLE, task_run_name="evaluate-{policy.step:06d}")
+@durable_task("evaluate", "evaluate-{policy.step:06d}")
 async def evaluate_in_environment(
     workspace: Workspace, policy: PolicyRef, plan: EpisodeEvaluationPlan
 ) -> ArtifactRef:
@@ -28,13 +26,13 @@ async def evaluate_in_environment(
     return await evaluate_episodes(workspace, policy, plan)
 
 
-@task(**DURABLE, task_run_name="validate-{policy.step:06d}")
+@durable_task("evaluate", "validate-{policy.step:06d}")
 async def validate_loss(workspace: Workspace, policy: PolicyRef, plan: ValidationLossPlan) -> ArtifactRef:
     """The policy's `validation` table under `plan`; a second call returns the first one's."""
     return await validation_loss(workspace, policy, plan)
 
 
-@task(**DURABLE, task_run_name="validate-{policy.step:06d}")
+@durable_task("evaluate", "validate-{policy.step:06d}")
 async def validate_scores(workspace: Workspace, policy: PolicyRef, plan: ScoreValidationPlan) -> ArtifactRef:
     """The `validation` table of a policy with a scalar head under `plan`; a second call returns the first one's."""
     return await score_validation(workspace, policy, plan)

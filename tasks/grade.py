@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from prefect import task
-
 from engine.workspace import Workspace
 from storage.artifacts import ArtifactRef
 from tasks.gradings import Grading, grade_shard
-from tasks.retries import DURABLE
+from tasks.task_runs import durable_task
 
 
-@task(**DURABLE, task_run_name="grade-{step:06d}/{shard:02d}")
+@durable_task("grade", "grade-{step:06d}/{shard:02d}")
 async def grade_rollouts(
     workspace: Workspace, rollouts: ArtifactRef, grading: Grading, *, stage: str, step: int, shard: int
 ) -> ArtifactRef:

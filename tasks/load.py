@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from prefect import task
-
 from engine.workspace import Workspace
 from tasks.clock import timed
 from tasks.datasets.load import LoadedDataset, load_dataset
 from tasks.datasets.spec import DatasetSpec, DatasetUse
-from tasks.retries import DURABLE
+from tasks.task_runs import durable_task
 
 
-@task(**DURABLE, task_run_name="load-{kind}s")
+@durable_task("load", "load-{kind}s")
 def load_prompts(workspace: Workspace, spec: DatasetSpec, kind: DatasetUse) -> LoadedDataset:
     """The dataset's `threads` table. Idempotent: its version is a digest of its content."""
     with timed("storage"):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from prefect import task
-
 from engine.workspace import Workspace
 from storage.artifacts import ArtifactRef
 from storage.chain import PolicyRef
@@ -11,12 +9,12 @@ from tasks.batches import BatchPlan, completion_batch, rollout_batch
 from tasks.episode_values import episode_value_batch
 from tasks.lengths import ANY_LENGTH, LengthPlan
 from tasks.preference_batches import pair_batch, rating_batch
-from tasks.retries import DURABLE
+from tasks.task_runs import durable_task
 from tasks.trajectory_batches import trajectory_batch
 from tasks.value_batches import ValuePlan, value_batch
 
 
-@task(**DURABLE, task_run_name="batch-{step:06d}")
+@durable_task("prepare", "batch-{step:06d}")
 async def prepare_batch(
     workspace: Workspace,
     policy: PolicyRef,
@@ -30,7 +28,7 @@ async def prepare_batch(
     return await rollout_batch(workspace, policy, rollouts, graded, plan, step=step)
 
 
-@task(**DURABLE, task_run_name="batch-{step:06d}")
+@durable_task("prepare", "batch-{step:06d}")
 async def prepare_trajectories(
     workspace: Workspace,
     policy: PolicyRef,
@@ -48,7 +46,7 @@ async def prepare_trajectories(
     return await trajectory_batch(workspace, policy, trajectories, plan, per_trajectory=per_trajectory, step=step)
 
 
-@task(**DURABLE, task_run_name="batch-{step:06d}")
+@durable_task("prepare", "batch-{step:06d}")
 async def prepare_credited(
     workspace: Workspace,
     policy: PolicyRef,
@@ -63,7 +61,7 @@ async def prepare_credited(
     return await value_batch(workspace, policy, rollouts, graded, plan, values, step=step)
 
 
-@task(**DURABLE, task_run_name="batch-{step:06d}")
+@durable_task("prepare", "batch-{step:06d}")
 async def prepare_credited_episodes(
     workspace: Workspace,
     policy: PolicyRef,
@@ -78,7 +76,7 @@ async def prepare_credited_episodes(
     return await episode_value_batch(workspace, policy, trajectories, plan, values, step=step)
 
 
-@task(**DURABLE, task_run_name="batch-{step:06d}")
+@durable_task("prepare", "batch-{step:06d}")
 async def prepare_completions(
     workspace: Workspace,
     policy: PolicyRef,
@@ -93,7 +91,7 @@ async def prepare_completions(
     return await completion_batch(workspace, policy, base, dataset, rows, lengths=lengths, step=step)
 
 
-@task(**DURABLE, task_run_name="batch-{step:06d}")
+@durable_task("prepare", "batch-{step:06d}")
 async def prepare_pairs(
     workspace: Workspace,
     policy: PolicyRef,
@@ -110,7 +108,7 @@ async def prepare_pairs(
     return await pair_batch(workspace, policy, base, dataset, rows, reference=reference, lengths=lengths, step=step)
 
 
-@task(**DURABLE, task_run_name="batch-{step:06d}")
+@durable_task("prepare", "batch-{step:06d}")
 async def prepare_ratings(
     workspace: Workspace,
     policy: PolicyRef,

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from prefect import task
-
 from engine.workspace import Workspace
 from storage.artifacts import ArtifactRef
 from storage.chain import PolicyRef
 from tasks.clock import timed
-from tasks.retries import DURABLE
+from tasks.task_runs import durable_task
 
 
-@task(**DURABLE, task_run_name="publish-{model_name}")
+@durable_task("publish", "publish-{model_name}")
 async def publish_model(workspace: Workspace, policy: PolicyRef, model_name: str) -> ArtifactRef:
     """The registry's artifact of this policy under `model_name`; the alias "latest" points to it."""
     with timed("storage"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
-from prefect import get_run_logger, task
+from prefect import get_run_logger
 from prefect.artifacts import create_markdown_artifact
 
 from engine.report_links import report_url
@@ -15,10 +15,10 @@ from storage.artifacts import ArtifactRef
 from storage.chain import PolicyRef
 from tasks.html_report import render_report
 from tasks.report_data import collect_report
-from tasks.retries import DURABLE
+from tasks.task_runs import durable_task
 
 
-@task(**DURABLE, task_run_name="report")
+@durable_task("report", "report")
 def write_report(
     workspace: Workspace,
     policy: PolicyRef,

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from prefect import task
-
 from engine.protocol import SamplingParams
 from engine.workspace import Workspace
 from storage.artifacts import ArtifactRef
 from storage.chain import PolicyRef
-from tasks.retries import DURABLE
 from tasks.rollouts import PromptShard, sample_shard
+from tasks.task_runs import durable_task
 from tasks.trajectories import EpisodePlan, play_shard
 
 
-@task(**DURABLE, task_run_name="rollout-{step:06d}/{shard.index:02d}")
+@durable_task("rollout", "rollout-{step:06d}/{shard.index:02d}")
 async def generate_rollouts(
     workspace: Workspace, policy: PolicyRef, shard: PromptShard, sampling: SamplingParams, *, step: int
 ) -> ArtifactRef:
@@ -25,7 +23,7 @@ async def generate_rollouts(
     return await sample_shard(workspace, policy, shard, sampling, step=step)
 
 
-@task(**DURABLE, task_run_name="episodes-{step:06d}/{shard.index:02d}")
+@durable_task("rollout", "episodes-{step:06d}/{shard.index:02d}")
 async def play_episodes(
     workspace: Workspace,
     policy: PolicyRef,

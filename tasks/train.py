@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from prefect import task
-
 from engine.workspace import Workspace
 from storage.chain import PolicyRef, StepRequest
 from tasks.clock import timed
-from tasks.retries import DURABLE
+from tasks.task_runs import durable_task
 
 
-@task(**DURABLE, task_run_name="step-{step:06d}")
+@durable_task("train", "step-{step:06d}")
 async def take_gradient_step(workspace: Workspace, request: StepRequest, *, step: int) -> PolicyRef:
     """policy[step + 1], committed. A retry, or a second worker, gets the same ref.
 
@@ -20,7 +18,7 @@ async def take_gradient_step(workspace: Workspace, request: StepRequest, *, step
     return await _step(workspace, request)
 
 
-@task(**DURABLE, task_run_name="value-{step:06d}")
+@durable_task("train", "value-{step:06d}")
 async def take_value_step(workspace: Workspace, request: StepRequest, *, step: int) -> PolicyRef:
     """The same of a value model."""
     return await _step(workspace, request)

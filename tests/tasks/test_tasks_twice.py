@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from prefect import task
 
 from engine.errors import StepConflict, WorkerDied
 from engine.losses.spec import GRPOSpec
@@ -36,6 +36,7 @@ from tasks.report import write_report
 from tasks.retries import DURABLE
 from tasks.rollout import generate_rollouts
 from tasks.rollouts import PromptShard
+from tasks.task_runs import durable_task
 from tasks.train import take_gradient_step
 from tests.toy import write_prompts
 
@@ -235,7 +236,7 @@ def counted(error: Exception, *, failures: int) -> tuple[Callable[[], Awaitable[
     """A durable task that fails so often, without the waiting, and the list that its attempts are counted in."""
     attempts: list[int] = []
 
-    @task(**(DURABLE | {"retry_delay_seconds": 0, "retry_jitter_factor": None}))
+    @durable_task("test", "work", retry_delay_seconds=0, retry_jitter_factor=None)
     async def work() -> str:
         attempts.append(len(attempts) + 1)
         if len(attempts) <= failures:
@@ -298,7 +299,8 @@ async def test_a_task_lives_through_a_store_that_fails_twice(stand: Stand, monke
         return original(key, data)
 
     monkeypatch.setattr(stand.store, "put", put)
-    quick = generate_rollouts.with_options(retry_delay_seconds=0, retry_jitter_factor=None)
+    verb = inspect.unwrap(generate_rollouts)
+    quick = durable_task("rollout", "quick", retry_delay_seconds=0, retry_jitter_factor=None)(verb)
     ref = await quick(stand.workspace, stand.policy, stand.shard, SAMPLING, step=0)
     assert ref.rows == 8
     assert next(failures, None) is None, "the store was not asked often enough to fail twice"

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from engine import errors as engine_errors
-from engine.errors import EngineError, PermanentEngineError, TransientEngineError
+from engine.errors import BadSpec, EngineError, PermanentEngineError, TransientEngineError
 from engine.text import errors as text_errors
 from engine.text.errors import TextError
 from storage import errors as storage_errors
@@ -46,8 +46,8 @@ class CallConflict(PermanentEngineError):
     """The request id belongs to a call with another content."""
 
 
-class BodyTooLarge(PermanentEngineError):
-    """The body exceeds what this server takes."""
+class BodyTooLarge(BadSpec):
+    """The body, or what it decodes to, exceeds what is taken at once."""
 
 
 class NoSuchRoute(PermanentEngineError):

@@ -1,21 +1,25 @@
 """Batches as Arrow IPC streams: columns of lists, zstd buffers, the small typed part as JSON in the schema's metadata.
 
 Exact: token ids are int32 (others are refused), seeds int64, weights and logprobs float64. Bytes of a stranger end in
-BadSpec: the size of every buffer is read from the message and added up before anything is decompressed.
+BadSpec: engine.http.arrow_stream checks each message, and adds up what it decodes to, before anything is decompressed.
 """
 
 from __future__ import annotations
 
-import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import pyarrow as pa
 from pydantic import Field, ValidationError
 
-from engine.errors import BadSpec
+from engine.errors import BadSpec, PermanentEngineError, SampleTooLong
+from engine.http.arrow_stream import ReadError, Stream, StreamTooLarge, buffer_weights, decoded_bytes, open_stream
+from engine.http.errors import BodyTooLarge
 from engine.images import Images, PlacedImage, check_images
 from engine.protocol import (
     Completion,
@@ -29,10 +33,12 @@ from storage.chain import PolicyRef
 from storage.models import Frozen
 
 MEDIA_TYPE = "application/vnd.apache.arrow.stream"
-MAX_ROWS = 1 << 20
+MAX_REQUEST_BYTES = 1 << 30
+"""Memory of one decoded request, as Python lists: 24 million prompt tokens, or 12 million with a weight each."""
+MAX_ANSWER_BYTES = 4 << 30
+"""Memory of one decoded answer: 50 million sampled tokens with their logprobs."""
 MAX_VALUES = 1 << 26
-"""Tokens of one message: some gigabytes as Python lists, far above any batch."""
-MAX_DECODED_BYTES = 1 << 30
+"""Values of one column that is encoded: its offsets are 32-bit integers."""
 _HEAD = b"ostinato"
 _IDS, _FLOATS = pa.list_(pa.int32()), pa.list_(pa.float64())
 _MAX_ID = (1 << 31) - 1
@@ -62,6 +68,15 @@ class AnswerHead(Frozen):
     """Answers are their columns."""
 
 
+@dataclass(frozen=True)
+class Announced:
+    """What the headers of a request's body say of it, before anything is decompressed."""
+
+    policy: PolicyRef
+    decoded_bytes: int
+    """Memory that decoding needs, at most."""
+
+
 def _schema(**columns: pa.DataType) -> pa.Schema:
     return pa.schema([pa.field(name, kind, nullable=False) for name, kind in columns.items()])
 
@@ -89,11 +104,23 @@ def encode_generate(request: GenerateRequest, *, epoch: int) -> bytes:
     return _write(_with_images(GENERATE) if images else GENERATE, columns + images, head)
 
 
-def decode_generate(data: bytes) -> tuple[GenerateRequest, int]:
-    """The request and the caller's epoch. Raises BadSpec."""
-    head, (prompts, seeds, *rest) = _read(data, GENERATE, GenerateHead)
+def decode_generate(data: bytes, *, context: int | None = None) -> tuple[GenerateRequest, int]:
+    """The request and the caller's epoch. Raises BadSpec, SampleTooLong for a prompt longer than `context`."""
+    head, (prompts, seeds, *rest) = _read(data, GENERATE, GenerateHead, context=context)
     images = _images(prompts, rest) if rest else None
     return GenerateRequest(head.policy, prompts, seeds, head.sampling, head.tensor_parallel, images), head.epoch
+
+
+def announced_generate(data: bytes) -> Announced:
+    """Raises BadSpec."""
+    head, stream = _open(data, GENERATE, GenerateHead)
+    return Announced(head.policy, stream.decoded_bytes)
+
+
+def announced_logprobs_request(data: bytes) -> Announced:
+    """Raises BadSpec."""
+    head, stream = _open(data, SEQUENCES, LogprobsHead)
+    return Announced(head.policy, stream.decoded_bytes)
 
 
 def encode_completions(completions: Sequence[Completion]) -> bytes:
@@ -126,9 +153,9 @@ def encode_logprobs_request(request: LogprobsRequest, *, epoch: int) -> bytes:
     return _write(_with_images(SEQUENCES) if images else SEQUENCES, columns + images, head)
 
 
-def decode_logprobs_request(data: bytes) -> tuple[LogprobsRequest, int]:
-    """The request and the caller's epoch. Raises BadSpec."""
-    head, (ids, weights, groups, *rest) = _read(data, SEQUENCES, LogprobsHead)
+def decode_logprobs_request(data: bytes, *, context: int | None = None) -> tuple[LogprobsRequest, int]:
+    """The request and the caller's epoch. Raises BadSpec, SampleTooLong for a sequence longer than `context`."""
+    head, (ids, weights, groups, *rest) = _read(data, SEQUENCES, LogprobsHead, context=context)
     images = _images(ids, rest) if rest else [()] * len(ids)
     sequences = [TokenSequence(*row) for row in zip(ids, weights, groups, images, strict=True)]
     return LogprobsRequest(head.policy, sequences, head.temperature, head.max_tokens), head.epoch
@@ -168,7 +195,7 @@ def _image_columns(images: Sequence[Images]) -> list[pa.Array]:
     """Nothing where no row has an image. Raises BadSpec for more bytes than one message takes."""
     if not any(images):
         return []
-    if (size := sum(len(image.data) for row in images for image in row)) > MAX_DECODED_BYTES // 2:
+    if (size := sum(len(image.data) for row in images for image in row)) > MAX_REQUEST_BYTES // 2:
         raise BadSpec(f"the images of one call have {size >> 20} MiB; send it in several calls")
     starts, counts = ([[getattr(i, name) for i in row] for row in images] for name in ("start", "tokens"))
     data = pa.array([[image.data for image in row] for row in images], IMAGE_COLUMNS.field("image_data").type)
@@ -228,6 +255,11 @@ _TYPES = {"i": pa.int32(), "q": pa.int64(), "d": pa.float64()}
 
 
 def _write(schema: pa.Schema, columns: Sequence[pa.Array], head: Frozen) -> bytes:
+    buffers = [buffer for column in columns for buffer in column.buffers()]
+    sizes = [0 if buffer is None else buffer.size for buffer in buffers]
+    size, most = decoded_bytes(sizes, buffer_weights(schema)), _most(type(head))
+    if size > most:
+        raise BodyTooLarge(f"the batch decodes to {size >> 20} MiB of lists, at most {most >> 20} MiB; split the batch")
     schema = schema.with_metadata({_HEAD: head.model_dump_json().encode()})
     sink = pa.BufferOutputStream()
     options = pa.ipc.IpcWriteOptions(compression="zstd")
@@ -243,116 +275,49 @@ def _head_of(kind: type[Head], **fields: Any) -> Head:
         raise BadSpec(_describe(error)) from error
 
 
-def _read(data: bytes, schema: pa.Schema, kind: type[Head]) -> tuple[Head, list[list[Any]]]:
-    """The head and one Python list per column. Raises BadSpec, whatever the bytes are."""
+def _most(kind: type[Frozen]) -> int:
+    return MAX_ANSWER_BYTES if kind is AnswerHead else MAX_REQUEST_BYTES
+
+
+@contextmanager
+def _blaming_the_body(schema: pa.Schema) -> Iterator[None]:
+    """Whatever a stranger's bytes raise becomes BadSpec, or BodyTooLarge."""
     try:
-        return _read_stream(data, schema, kind)
-    except (pa.ArrowException, OSError, ValueError, IndexError, struct.error, EOFError) as error:
-        if isinstance(error, BadSpec):
-            raise
+        yield
+    except PermanentEngineError:
+        raise
+    except StreamTooLarge as error:
+        raise BodyTooLarge(str(error)) from error
+    except ReadError as error:
         raise BadSpec(f"the body is no Arrow stream of {', '.join(schema.names)}: {str(error)[:300]}") from error
 
 
-def _read_stream(data: bytes, schema: pa.Schema, kind: type[Head]) -> tuple[Head, list[list[Any]]]:
-    messages = iter(pa.ipc.MessageReader.open_stream(pa.py_buffer(data)))
-    found = pa.ipc.read_schema(next(messages, None) or _refuse("it is empty"))
-    if schema in (GENERATE, SEQUENCES) and len(found) > len(schema):
-        schema = _with_images(schema)
-    if not found.equals(schema, check_metadata=False):
-        _refuse(f"its columns are {', '.join(f'{f.name}: {f.type}' for f in found)[:300]}")
-    try:
-        head = kind.model_validate_json((found.metadata or {}).get(_HEAD, b""))
-    except ValidationError as error:
-        raise BadSpec(f"the metadata {_HEAD.decode()!r} of the Arrow schema: {_describe(error)}") from error
-    columns: list[list[Any]] = [[] for _ in schema]
-    budget = _Budget()
-    for message in messages:
-        budget.take(message)
-        batch = pa.ipc.read_record_batch(message, found)
-        batch.validate(full=True)
-        budget.take_values(batch)
-        for column, values in zip(columns, batch.columns, strict=True):
-            column.extend(values.to_pylist())
-    return head, columns
+def _open(data: bytes, schema: pa.Schema, kind: type[Head]) -> tuple[Head, Stream]:
+    """The head, and the stream whose messages were checked and not decoded. Raises BadSpec, whatever the bytes are."""
+    schemas = [schema, _with_images(schema)] if schema in (GENERATE, SEQUENCES) else [schema]
+    with _blaming_the_body(schema):
+        stream = open_stream(data, schemas, _most(kind))
+        try:
+            return kind.model_validate_json((stream.schema.metadata or {}).get(_HEAD, b"")), stream
+        except ValidationError as error:
+            raise BadSpec(f"the metadata {_HEAD.decode()!r} of the Arrow schema: {_describe(error)}") from error
 
 
-class _Budget:
-    """What one message may still cost."""
+def _read(
+    data: bytes, schema: pa.Schema, kind: type[Head], *, context: int | None = None
+) -> tuple[Head, list[list[Any]]]:
+    """The head and one Python list per column. Raises BadSpec, whatever the bytes are; SampleTooLong for a row of more
+    tokens than the context of a model."""
+    head, stream = _open(data, schema, kind)
 
-    def __init__(self) -> None:
-        self.bytes, self.rows, self.values = MAX_DECODED_BYTES, MAX_ROWS, MAX_VALUES
-
-    def take(self, message: pa.ipc.Message) -> None:
-        """Before decoding. Raises BadSpec."""
-        if message.type != "record batch":
-            _refuse(f"it holds a message of type {message.type!r}")
-        rows, size = _announced(bytes(message.metadata), memoryview(message.body))
-        self.rows -= rows
-        self.bytes -= size
-        if self.rows < 0 or self.bytes < 0:
-            raise BadSpec(
-                f"the batch decodes to over {MAX_ROWS} rows or {MAX_DECODED_BYTES >> 20} MiB; send it in several calls"
+    def check(batch: pa.RecordBatch) -> None:
+        if context is not None and batch.num_rows and (longest := int(np.diff(batch[0].offsets).max())) > context:
+            raise SampleTooLong(
+                f"a sequence of {longest} tokens exceeds the model's context of {context}; shorten it or leave it out"
             )
 
-    def take_values(self, batch: pa.RecordBatch) -> None:
-        """After decoding, before Python lists are made. Raises BadSpec."""
-        for column in batch.columns:
-            nested = pa.types.is_list(column.type)
-            if column.null_count or (nested and column.flatten().null_count):
-                _refuse("it holds nulls")
-            self.values -= len(column.flatten()) if nested else 0
-        if self.values < 0:
-            raise BadSpec(f"the batch has over {MAX_VALUES} values; send it in several calls")
-
-
-def _announced(metadata: bytes, body: memoryview) -> tuple[int, int]:
-    """(rows, bytes after decompression) that a record batch message announces: its flatbuffer, which Arrow has
-    verified, read by hand, because Arrow itself says neither before it decompresses."""
-    table = _Table.root(metadata).child(2)  # Message.header, a RecordBatch
-    rows = struct.unpack_from("<q", metadata, table.field(0))[0] if table.field(0) else 0
-    compressed = table.field(3) != 0
-    total = 0
-    buffers = table.field(2)
-    start = buffers + struct.unpack_from("<I", metadata, buffers)[0] if buffers else 0
-    count = struct.unpack_from("<I", metadata, start)[0] if buffers else 0
-    for index in range(count):
-        offset, length = struct.unpack_from("<qq", metadata, start + 4 + 16 * index)
-        if offset < 0 or length < 0 or offset + length > len(body) or rows < 0:
-            _refuse("a buffer lies outside the body")
-        size = length
-        if compressed and length >= 8:
-            said = struct.unpack_from("<q", body, offset)[0]
-            size = length - 8 if said == -1 else said  # -1: stored as it is
-            if size < 0:
-                _refuse("a buffer announces a negative size")
-        total += size
-    return rows, total
-
-
-class _Table:
-    """A table of a flatbuffer, by the places of its fields (0: absent)."""
-
-    def __init__(self, data: bytes, at: int) -> None:
-        self.data, self.at = data, at
-        self.vtable = at - struct.unpack_from("<i", data, at)[0]
-
-    @classmethod
-    def root(cls, data: bytes) -> _Table:
-        return cls(data, struct.unpack_from("<I", data, 0)[0])
-
-    def field(self, index: int) -> int:
-        size = struct.unpack_from("<H", self.data, self.vtable)[0]
-        slot = 4 + 2 * index
-        offset = struct.unpack_from("<H", self.data, self.vtable + slot)[0] if slot < size else 0
-        return self.at + offset if offset else 0
-
-    def child(self, index: int) -> _Table:
-        at = self.field(index)
-        return _Table(self.data, at + struct.unpack_from("<I", self.data, at)[0])
-
-
-def _refuse(why: str) -> Any:
-    raise ValueError(why)
+    with _blaming_the_body(schema):
+        return head, stream.columns(check)
 
 
 def _describe(error: ValidationError) -> str:

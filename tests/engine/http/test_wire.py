@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import math
 import struct
+import tracemalloc
 
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.errors import BadSpec
-from engine.http import wire
+from engine.errors import BadSpec, SampleTooLong
+from engine.http import arrow_stream, wire
+from engine.http.errors import BodyTooLarge
 from engine.images import Images, PlacedImage, images_or_none
 from engine.protocol import Completion, GenerateRequest, LogprobsRequest, SamplingParams, TokenSequence
 from storage.chain import PolicyRef
+from tests.fuzz.mutations import END, messages
 
 POLICY = PolicyRef(run="r", stage="0-s", model="policy", step=3, state="f" * 64)
 INT32 = st.integers(0, 2**31 - 1)
@@ -165,13 +168,76 @@ def with_head(schema: pa.Schema) -> pa.Schema:
 def test_a_small_body_that_decodes_to_a_huge_one_is_refused_before_it_is_decoded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(wire, "MAX_DECODED_BYTES", 1 << 20)
-    bomb = wire.encode_generate(GenerateRequest(POLICY, [[0] * (1 << 20)], [1]), epoch=0)
+    request = GenerateRequest(POLICY, [[0] * (1 << 20)], [1])
+    bomb = wire.encode_generate(request, epoch=0)
     assert len(bomb) < 4096
+    monkeypatch.setattr(wire, "MAX_REQUEST_BYTES", 40 << 20)  # 44 MiB: 1 Mi ids of 4 bytes, list entries and objects
     before = pa.default_memory_pool().max_memory()
-    with pytest.raises(BadSpec, match="decodes to over"):
+    with pytest.raises(BodyTooLarge, match="decodes to over .* 40 MiB"):
         wire.decode_generate(bomb)
     assert pa.default_memory_pool().max_memory() == before  # 4 MiB were never allocated
+    with pytest.raises(BodyTooLarge, match="decodes to 44 MiB"):
+        wire.encode_generate(request, epoch=0)
+
+
+def test_the_announced_size_is_what_the_lists_weigh() -> None:
+    """By hand: each id has 4 bytes in the buffer, 8 in the list, and an int object of 32 bytes when it is over 256."""
+    body = wire.encode_generate(GenerateRequest(POLICY, [[1000] * 100_000], [1]), epoch=0)
+    announced = wire.announced_generate(body)
+    assert announced.policy == POLICY
+    tracemalloc.start()
+    try:
+        request, _ = wire.decode_generate(body)
+        weight, _ = tracemalloc.get_traced_memory()  # of Python's objects, which Arrow's buffers are not
+    finally:
+        tracemalloc.stop()
+    assert request.prompts == [[1000] * 100_000]
+    assert weight <= announced.decoded_bytes - 400_000
+    assert announced.decoded_bytes < 1.1 * (weight + 400_000)
+
+
+def test_a_sequence_longer_than_the_context_is_refused_before_lists_are_made() -> None:
+    prompts = [[1] * 10, [2] * 100_000]
+    body = wire.encode_generate(GenerateRequest(POLICY, prompts, [1, 2]), epoch=0)
+    assert wire.decode_generate(body, context=100_000)[0].prompts == prompts
+    tracemalloc.start()
+    try:
+        with pytest.raises(SampleTooLong, match="100000 tokens exceeds the model's context of 99999"):
+            wire.decode_generate(body, context=99_999)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 400_000
+    sequences = [TokenSequence([1, 2, 3], [0.0, 1.0, 1.0])]
+    scored = wire.encode_logprobs_request(LogprobsRequest(POLICY, sequences), epoch=0)
+    assert wire.decode_logprobs_request(scored, context=3)[0].sequences == sequences
+    with pytest.raises(SampleTooLong):
+        wire.decode_logprobs_request(scored, context=2)
+
+
+def test_a_message_of_another_type_is_refused_by_its_name() -> None:
+    schema, batch = messages(VALID)
+    for body, name in ((batch + END, "record batch"), (schema + schema + END, "schema"), (END, "it is empty")):
+        with pytest.raises(BadSpec, match=name):
+            wire.decode_generate(body)
+
+
+def test_a_message_that_is_not_aligned_is_refused() -> None:
+    """Arrow would read its numbers at odd addresses."""
+    schema = with_head(wire.GENERATE)
+    batch = pa.RecordBatch.from_pydict({"prompt": [[1, 2]], "seed": [5]}, schema=schema)
+    first, second = messages(stream(schema, batch, compression=None))
+    length = struct.unpack_from("<i", first, 4)[0]
+    longer = first[:4] + struct.pack("<i", length + 3) + first[8:] + bytes(3)
+    with pytest.raises(BadSpec, match="multiple of 8"):
+        wire.decode_generate(longer + second + END)
+
+
+def test_a_stream_of_very_many_batches_is_refused() -> None:
+    schema = with_head(wire.GENERATE)
+    batch = pa.RecordBatch.from_pydict({"prompt": [], "seed": []}, schema=schema)
+    with pytest.raises(BodyTooLarge, match="over 1024 record batches"):
+        wire.decode_generate(stream(schema, *[batch] * 1025))
 
 
 def test_a_buffer_that_lies_about_its_size_is_refused() -> None:
@@ -181,13 +247,11 @@ def test_a_buffer_that_lies_about_its_size_is_refused() -> None:
             wire.decode_generate(VALID[:at] + struct.pack("<q", lie) + VALID[at + 8 :])
 
 
-def test_too_many_values_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "MAX_ROWS", 39)
-    with pytest.raises(BadSpec, match="39 rows"):
-        wire.decode_generate(VALID)
-    monkeypatch.setattr(wire, "MAX_ROWS", 40)
-    monkeypatch.setattr(wire, "MAX_VALUES", 79)
-    with pytest.raises(BadSpec, match="79 values"):
+def test_too_many_rows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrow_stream, "MAX_ROWS", 40)
+    assert len(wire.decode_generate(VALID)[0].prompts) == 40
+    monkeypatch.setattr(arrow_stream, "MAX_ROWS", 39)
+    with pytest.raises(BodyTooLarge, match="39 rows"):
         wire.decode_generate(VALID)
 
 

@@ -1,0 +1,196 @@
+"""Arrow IPC streams from untrusted senders: every message is checked, and its size is known, before Arrow decodes it.
+
+pyarrow verifies the flatbuffers of a message, but it does not compare the type of a message with what it is asked to
+read: `pa.ipc.read_schema` of a record batch reads out of bounds and may end the process. So the type, the number of
+buffers, their bounds and alignment, the null counts and the announced sizes are checked here, and `validate(full=True)`
+checks offsets and text before any list is made. What the columns mean is engine.http.wire's.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NoReturn
+
+import pyarrow as pa
+
+MAX_ROWS = 1 << 20
+MAX_BATCHES = 1024
+"""Record batches of one stream. Our own writer makes one."""
+MAX_SCHEMA_BYTES = 1 << 20
+"""Of the schema message, which holds the request's JSON part."""
+_JSON_WEIGHT = 16
+"""Bytes of Python objects per byte of JSON: a number of two characters becomes an object of 32 bytes."""
+
+ReadError = (pa.ArrowException, OSError, ValueError, IndexError, struct.error, EOFError)
+"""What reading a damaged stream raises."""
+
+
+class StreamTooLarge(ValueError):
+    """The stream decodes to more than is taken at once."""
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A stream whose messages were checked. Nothing is decompressed yet."""
+
+    schema: pa.Schema
+    batches: list[pa.Message]
+    decoded_bytes: int
+    """Memory that decoding needs: the decompressed buffers and the Python objects made of them, at most."""
+
+    def columns(self, check: Callable[[pa.RecordBatch], None]) -> list[list[Any]]:
+        """One Python list per column. `check` sees each decoded batch before its lists are made. Raises ReadError."""
+        columns: list[list[Any]] = [[] for _ in self.schema]
+        for message in self.batches:
+            batch = pa.ipc.read_record_batch(message, self.schema)
+            batch.validate(full=True)
+            check(batch)
+            for values, column in zip(columns, batch.columns, strict=True):
+                values.extend(_python_values(column))
+        return columns
+
+
+def open_stream(data: bytes, schemas: Sequence[pa.Schema], most: int) -> Stream:
+    """Checks the messages of a stream, which has one of these schemas. Raises ReadError, StreamTooLarge for one that
+    needs more than `most` bytes."""
+    messages = iter(pa.ipc.MessageReader.open_stream(pa.py_buffer(data)))
+    first = next(messages, None)
+    if first is None or first.type != "schema":
+        refuse("it is empty" if first is None else f"it begins with a message of type {first.type!r}")
+    if len(first.metadata) > MAX_SCHEMA_BYTES:
+        raise StreamTooLarge(f"its schema has {len(first.metadata)} bytes, at most {MAX_SCHEMA_BYTES} are taken")
+    if b"ARROW:extension" in bytes(first.metadata):
+        refuse("it has extension types, whose parameters pyarrow would parse")
+    schema = pa.ipc.read_schema(first)
+    if not any(schema.equals(expected, check_metadata=False) for expected in schemas):
+        refuse(f"its columns are {', '.join(f'{f.name}: {f.type}' for f in schema)[:300]}")
+    batches, rows, size = [], 0, _JSON_WEIGHT * len(first.metadata)
+    weights = buffer_weights(schema)
+    for message in messages:
+        batch_rows, buffers = _announced(message, schema)
+        rows += batch_rows
+        size += decoded_bytes(buffers, weights)
+        if rows > MAX_ROWS or size > most:
+            raise StreamTooLarge(f"the batch decodes to over {MAX_ROWS} rows or {most >> 20} MiB; split the batch")
+        batches.append(message)
+        if len(batches) > MAX_BATCHES:
+            raise StreamTooLarge(f"the stream has over {MAX_BATCHES} record batches; send one")
+    return Stream(schema, batches, size)
+
+
+def refuse(why: str) -> NoReturn:
+    raise ValueError(why)
+
+
+# -- sizes -----------------------------------------------------------------------------------------------------
+
+_VALUE_WEIGHTS = {pa.int32(): 11, pa.int64(): 6, pa.float64(): 5}
+"""Memory per byte of a buffer of numbers: the buffer itself, 8 bytes of a list for each number, and its object of 32
+bytes (an int) or 24 (a float)."""
+_ROW_WEIGHT = 32
+"""Memory per byte of list or text offsets. Each has 4 bytes, and stands for one object (a list, a str or bytes) and a
+part of the dataclass of its row: up to 128 bytes."""
+_TEXT_WEIGHT = 5
+"""Memory per byte of text: the buffer, and up to 4 bytes per character of a str."""
+
+
+def buffer_weights(schema: pa.Schema) -> list[int]:
+    """Memory per byte of each buffer of a record batch, in the order of its buffers."""
+    return [weight for field in schema for weight in _type_weights(field.type)]
+
+
+def _type_weights(kind: pa.DataType) -> list[int]:
+    if pa.types.is_list(kind):
+        return [1, _ROW_WEIGHT, *_type_weights(kind.value_type)]
+    if pa.types.is_string(kind) or pa.types.is_binary(kind):
+        return [1, _ROW_WEIGHT, _TEXT_WEIGHT if pa.types.is_string(kind) else 2]
+    return [1, _VALUE_WEIGHTS[kind]]
+
+
+def decoded_bytes(buffers: Iterable[int], weights: Sequence[int]) -> int:
+    """Memory of a decoded record batch, from the decompressed sizes of its buffers."""
+    return sum(size * weight for size, weight in zip(buffers, weights, strict=True))
+
+
+def _python_values(column: pa.Array) -> list[Any]:
+    """The values of a column. Lists of numbers are made row by row: pyarrow's to_pylist is ten times slower."""
+    if len(column) == 0 or not pa.types.is_list(column.type):
+        return column.to_pylist()
+    values: Any = column.values
+    if pa.types.is_binary(values.type):
+        values = values.to_pylist()
+        return [values[start:end] for start, end in pairwise(column.offsets.to_pylist())]
+    values = values.to_numpy()
+    return [values[start:end].tolist() for start, end in pairwise(column.offsets.to_pylist())]
+
+
+# -- what a record batch announces -----------------------------------------------------------------------------
+
+
+def _announced(message: pa.Message, schema: pa.Schema) -> tuple[int, list[int]]:
+    """(rows, bytes of each buffer after decompression) of a record batch message. Raises ValueError.
+
+    Its flatbuffer, which Arrow has verified, is read by hand: Arrow itself tells neither before it decompresses.
+    """
+    if message.type != "record batch":
+        refuse(f"it holds a message of type {message.type!r}")
+    metadata, body = bytes(message.metadata), message.body
+    if body is not None and body.address % 8:
+        refuse("a message does not begin at a multiple of 8 bytes")
+    table = _Table.root(metadata).child(2)  # Message.header, a RecordBatch
+    rows = struct.unpack_from("<q", metadata, table.field(0))[0] if table.field(0) else 0
+    if rows < 0:
+        refuse("it announces a negative number of rows")
+    for length, nulls in table.pairs(1):
+        if length < 0 or nulls:
+            refuse("it holds nulls" if nulls else "a column has a negative length")
+    compressed = table.field(3) != 0
+    view = memoryview(body) if body is not None else memoryview(b"")
+    sizes = [_decompressed_size(view, offset, length, compressed) for offset, length in table.pairs(2)]
+    if len(sizes) != len(buffer_weights(schema)):
+        refuse(f"a record batch has {len(sizes)} buffers, its columns have {len(buffer_weights(schema))}")
+    return rows, sizes
+
+
+def _decompressed_size(body: memoryview, offset: int, length: int, compressed: bool) -> int:
+    if offset < 0 or length < 0 or offset + length > len(body) or (length and offset % 8):
+        refuse("a buffer lies outside the body, or not at a multiple of 8 bytes")
+    if not compressed or length < 8:
+        return length
+    size = int(struct.unpack_from("<q", body, offset)[0])
+    if size < -1:
+        refuse("a buffer announces a negative size")
+    return length - 8 if size == -1 else size  # -1: the buffer is stored as it is
+
+
+class _Table:
+    """A table of a flatbuffer, by the places of its fields (0: absent)."""
+
+    def __init__(self, data: bytes, start: int) -> None:
+        self.data, self.start = data, start
+        self.vtable = start - struct.unpack_from("<i", data, start)[0]
+
+    @classmethod
+    def root(cls, data: bytes) -> _Table:
+        return cls(data, struct.unpack_from("<I", data, 0)[0])
+
+    def field(self, index: int) -> int:
+        size = struct.unpack_from("<H", self.data, self.vtable)[0]
+        slot = 4 + 2 * index
+        offset = struct.unpack_from("<H", self.data, self.vtable + slot)[0] if slot < size else 0
+        return self.start + offset if offset else 0
+
+    def child(self, index: int) -> _Table:
+        field = self.field(index)
+        return _Table(self.data, field + struct.unpack_from("<I", self.data, field)[0])
+
+    def pairs(self, index: int) -> Iterator[tuple[int, int]]:
+        """The elements of a vector of structs of two 64-bit integers."""
+        if not (field := self.field(index)):
+            return
+        start = field + struct.unpack_from("<I", self.data, field)[0]
+        for number in range(struct.unpack_from("<I", self.data, start)[0]):
+            yield struct.unpack_from("<qq", self.data, start + 4 + 16 * number)

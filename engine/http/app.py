@@ -32,9 +32,9 @@ from engine.http.bodies import (
     SaveCheckpointBody,
     ServerInfo,
     StepBody,
-    check_head,
 )
 from engine.http.calls import Answer
+from engine.http.decoding import BodyDecoder
 from engine.http.errors import DOOR, EXPECTED, STATUSES, ErrorBody, NoSuchRoute, body_of
 from engine.http.guard import Guard
 from engine.http.metrics import MEDIA_TYPE as METRICS_TYPE
@@ -49,11 +49,8 @@ from storage.artifacts import ArtifactRef
 from storage.chain import CommitRecord, PolicyRef
 from storage.objects import ObjectStore
 
-T = TypeVar("T")
 R = TypeVar("R")
 
-THREAD_BYTES = 1 << 20
-"""Batches larger than this are decoded beside the event loop."""
 _ARROW = {wire.MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}
 Responses = dict[int | str, dict[str, Any]]
 Wait = Annotated[
@@ -290,39 +287,49 @@ def _batches(service: Service) -> APIRouter:
         "openapi_extra": {"requestBody": {"content": _ARROW, "required": True}},
     }
 
-    async def call(request: Request, verb: str, work: Callable[[bytes], Awaitable[bytes]], wait: float) -> Response:
+    decoder = BodyDecoder(service.store)
+
+    async def call(
+        request: Request,
+        verb: str,
+        announce: Callable[[bytes], wire.Announced],
+        work: Callable[[bytes, wire.Announced], Awaitable[bytes]],
+        wait: float,
+    ) -> Response:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != wire.MEDIA_TYPE:
             raise BadSpec(f"the content type is {kind[:60]!r}; send an Arrow IPC stream as {wire.MEDIA_TYPE}")
         body = await request.body()
+        with service.calls.held(len(body)):
+            announced = await decoder.announced(announce, body)
 
         async def answer() -> Answer:
-            return Answer(200, await work(body), wire.MEDIA_TYPE)
+            return Answer(200, await work(body, announced), wire.MEDIA_TYPE)
 
-        return await service.call(request, verb, answer, wait=wait)
+        return await service.call(
+            request, verb, answer, wait=wait, run=announced.policy.run, decoded_bytes=announced.decoded_bytes
+        )
 
     @router.post("/generate", **documented)
     async def generate(request: Request, wait: Wait = 10, request_id: RequestId = None) -> Response:
         """Completions in the order of the prompts. Columns: engine.http.wire.GENERATE, COMPLETIONS."""
 
-        async def work(body: bytes) -> bytes:
-            decoded, epoch = await _off_loop(wire.decode_generate, body)
-            service.runs(request, check_head(decoded.policy).run)
+        async def work(body: bytes, announced: wire.Announced) -> bytes:
+            decoded, epoch = await decoder.decoded(wire.decode_generate, body, announced)
             completions = await service.engine.generate(decoded, epoch=epoch)
             service.metrics.generated(completions)
             return await asyncio.to_thread(wire.encode_completions, completions)
 
-        return await call(request, "generate", work, wait)
+        return await call(request, "generate", wire.announced_generate, work, wait)
 
     async def read(
         request: Request, verb: str, ask: Callable[..., Awaitable[R]], encode: Callable[[R], bytes], wait: float
     ) -> Response:
-        async def work(body: bytes) -> bytes:
-            decoded, epoch = await _off_loop(wire.decode_logprobs_request, body)
-            service.runs(request, check_head(decoded.policy).run)
+        async def work(body: bytes, announced: wire.Announced) -> bytes:
+            decoded, epoch = await decoder.decoded(wire.decode_logprobs_request, body, announced)
             return await asyncio.to_thread(encode, await ask(decoded, epoch=epoch))
 
-        return await call(request, verb, work, wait)
+        return await call(request, verb, wire.announced_logprobs_request, work, wait)
 
     @router.post("/logprobs", **documented)
     async def logprobs(request: Request, wait: Wait = 10, request_id: RequestId = None) -> Response:
@@ -335,10 +342,6 @@ def _batches(service: Service) -> APIRouter:
         return await read(request, "values", service.engine.values, wire.encode_values, wait)
 
     return router
-
-
-async def _off_loop(decode: Callable[[bytes], T], body: bytes) -> T:
-    return decode(body) if len(body) <= THREAD_BYTES else await asyncio.to_thread(decode, body)
 
 
 # -- calls -----------------------------------------------------------------------------------------------------

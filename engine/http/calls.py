@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from engine.errors import EngineBusy
-from engine.http.errors import CallConflict, UnknownCall
+from engine.http.errors import BodyTooLarge, CallConflict, UnknownCall
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,9 @@ class CallLimits:
     """Bounds of the table."""
 
     waiting: int = 256
-    waiting_bytes: int = 1 << 30
-    """Bodies of calls that are not finished, those still arriving included."""
+    waiting_bytes: int = 2 << 30
+    """Memory of the bodies of calls that are not finished, and of what they decode to; bodies that still arrive
+    included."""
     finished: int = 1024
     finished_bytes: int = 256 << 20
     finished_seconds: float = 900
@@ -52,7 +54,7 @@ class Call:
     digest: str
     run: str
     size: int
-    """Bytes of its body."""
+    """Memory of its body and of what it decodes to, in bytes."""
     task: asyncio.Task[Answer]
     asked: float
     """When somebody last submitted or asked for it."""
@@ -73,14 +75,14 @@ class CallTable:
     clock: Callable[[], float] = time.monotonic
     calls: OrderedDict[str, Call] = field(default_factory=OrderedDict)
     arriving_bytes: int = 0
-    """Of bodies that are being read, or belong to unfinished calls."""
+    """Memory of bodies that are being read or belong to unfinished calls, and of what those decode to."""
 
     def submit(
         self, id: str, work: Callable[[], Awaitable[Answer]], *, verb: str, digest: str, run: str, size: int
     ) -> Call:
         """Starts the call, or joins the one of this id. A transient failure is not joined: the caller tries again.
 
-        Raises CallConflict, EngineBusy.
+        Raises CallConflict, EngineBusy, BodyTooLarge.
         """
         known = self.calls.get(id)
         if known is not None:
@@ -92,6 +94,7 @@ class CallTable:
             del self.calls[id]
         if self.waiting() >= self.limits.waiting:
             raise EngineBusy(f"{self.limits.waiting} calls wait for this engine already; call again in a moment")
+        self._check_room(verb, size)
         now = self.clock()
         task = asyncio.create_task(_run(work), name=f"{verb} {id}")
         call = Call(id, verb, digest, run, size, task, asked=now, started=now)
@@ -135,8 +138,30 @@ class CallTable:
     def hold(self, size: int) -> None:
         self.arriving_bytes += size
 
+    @contextmanager
+    def held(self, size: int) -> Iterator[None]:
+        """Counts a body that has arrived and whose call is not submitted yet."""
+        self.hold(size)
+        try:
+            yield
+        finally:
+            self.hold(-size)
+
     def has_room(self, size: int) -> bool:
         return self.arriving_bytes + size <= self.limits.waiting_bytes
+
+    def _check_room(self, verb: str, size: int) -> None:
+        most = self.limits.waiting_bytes
+        if size > most:
+            raise BodyTooLarge(
+                f"this {verb} call needs {size >> 20} MiB of memory when it is decoded, and this server takes at most "
+                f"{most >> 20} MiB; send it in several calls"
+            )
+        if not self.has_room(size):
+            raise EngineBusy(
+                f"this {verb} call needs {size >> 20} MiB of memory when it is decoded, and the calls that wait leave "
+                f"{max(0, most - self.arriving_bytes) >> 20} of {most >> 20} MiB; call again in a moment"
+            )
 
     def sweep(self) -> None:
         """Forgets what is old, abandoned or too much; answers that were handed out go first."""

@@ -116,8 +116,10 @@ class Service:
         *,
         wait: float,
         run: str = "-",
+        decoded_bytes: int = 0,
     ) -> Response:
-        """Submits or joins the call of this request, and answers 200, 202 or the call's error."""
+        """Submits or joins the call of this request, and answers 200, 202 or the call's error. `decoded_bytes` is what
+        the decoded body needs in memory, besides the body itself."""
         body = await request.body()
         id = request.state.request_id
         call = self.calls.submit(
@@ -126,7 +128,7 @@ class Service:
             verb=verb,
             digest=hashlib.sha256(body).hexdigest(),
             run=run,
-            size=len(body),
+            size=len(body) + decoded_bytes,
         )
         return await self.answer(request, call, wait=wait)
 
@@ -139,12 +141,6 @@ class Service:
             headers = {"Location": f"/v1/calls/{call.id}"}
             return Response(status, 202, headers, "application/json")
         return response_of(answer)
-
-    def runs(self, request: Request, run: str) -> None:
-        """Tells the log, from within a call, which run it is for."""
-        call = self.calls.calls.get(request.state.request_id)
-        if call is not None:
-            call.run = run
 
     async def _guarded(self, verb: str, id: str, work: Callable[[], Awaitable[Answer]]) -> Answer:
         """The boundary: whatever a call ends with becomes an answer."""

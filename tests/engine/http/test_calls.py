@@ -8,7 +8,7 @@ import pytest
 
 from engine.errors import EngineBusy
 from engine.http.calls import Answer, Call, CallLimits, CallTable
-from engine.http.errors import CallConflict, UnknownCall
+from engine.http.errors import BodyTooLarge, CallConflict, UnknownCall
 
 A, B, C = "a" * 32, "b" * 32, "c" * 32
 
@@ -79,6 +79,10 @@ async def test_calls_and_bytes_that_wait_are_bounded() -> None:
     with pytest.raises(EngineBusy, match="2 calls"):
         submit(table, C, work)
     assert submit(table, A, work, size=6) is first  # joining costs nothing
+    with pytest.raises(BodyTooLarge):
+        submit(CallTable(CallLimits(waiting_bytes=10)), C, work, size=11)
+    with pytest.raises(EngineBusy, match="0 of 0 MiB"):
+        submit(CallTable(table.limits, arriving_bytes=5), C, work, size=6)
     work.gate.set()
     await table.wait(first, 5)
     await asyncio.sleep(0)

@@ -14,6 +14,9 @@ from engine.errors import BadSpec
 from engine.text.errors import UnsupportedFragment
 from storage.models import digest
 
+MAX_IMAGE_BYTES = 32 << 20
+"""Of one encoded image."""
+
 
 @dataclass(frozen=True, slots=True)
 class PlacedImage:
@@ -22,7 +25,7 @@ class PlacedImage:
     start: int
     tokens: int
     data: bytes
-    """The file as it was given: PNG, JPEG, or whatever else PIL reads."""
+    """The file as it was given: PNG, JPEG, WebP, GIF or BMP."""
 
 
 Images = tuple[PlacedImage, ...]
@@ -37,6 +40,11 @@ def check_images(images: Sequence[PlacedImage], length: int) -> None:
             raise BadSpec(
                 f"image {number} of a sample is {type(image).__name__}; give engine.images.PlacedImage(start, tokens, "
                 "data), as serialize_thread returns them"
+            )
+        if len(image.data) > MAX_IMAGE_BYTES:
+            raise BadSpec(
+                f"image {number} of a sample has {len(image.data)} bytes, at most {MAX_IMAGE_BYTES} are taken; scale "
+                "it down first"
             )
         if image.start < end or image.tokens < 1 or image.start + image.tokens > length:
             raise BadSpec(

@@ -27,6 +27,13 @@ from engine.backends.packing import Fan
 from engine.errors import BadModelFolder, BadSpec
 from engine.images import Images, PlacedImage
 
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+"""What PIL may decode. Of its other decoders some are little tested, and the one of EPS starts Ghostscript."""
+MAX_PIXELS = 1 << 25
+"""Of one image: 8192 x 4096, about 100 MB as RGB."""
+DECODING_ERRORS = (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError)
+"""What PIL raises for damaged bytes."""
+
 
 class VisionLM(CausalLM):
     """Packs as a `CausalLM` does; sequences may hold images. All of its weights are one model's: vision tower,
@@ -101,14 +108,7 @@ class VisionLM(CausalLM):
     def pixels(self, data: bytes) -> Tensor:
         """An encoded image as the vision tower takes it, (3, side, side) in float32. Raises BadSpec for bytes that are
         no image, or one too large to be trusted."""
-        try:
-            with Image.open(io.BytesIO(data)) as opened:
-                image = opened.convert("RGB")
-        except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            raise BadSpec(
-                f"an image of {len(data)} bytes cannot be decoded ({error}); give the bytes of a PNG or JPEG file"
-            ) from error
-        values: Tensor = self.processor([[image]], return_tensors="pt")["pixel_values"]
+        values: Tensor = self.processor([[decode_image(data)]], return_tensors="pt")["pixel_values"]
         side = int(self.whole.config.vision_config.image_size)
         if values.shape[1:] != (1, 3, side, side):
             raise BadSpec(
@@ -116,6 +116,21 @@ class VisionLM(CausalLM):
                 f"one view of {side} x {side}; set do_image_splitting to false, and size and max_image_size to {side}"
             )
         return values[0, 0]
+
+
+def decode_image(data: bytes) -> Image.Image:
+    """The pixels of an encoded image, as RGB. Raises BadSpec for bytes that are no image, and before they are decoded
+    for one of too many pixels."""
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as opened:
+            pixels = opened.width * opened.height
+            if pixels <= MAX_PIXELS:
+                return opened.convert("RGB")
+    except DECODING_ERRORS as error:
+        raise BadSpec(
+            f"an image of {len(data)} bytes cannot be decoded ({error}); give the bytes of a PNG or JPEG file"
+        ) from error
+    raise BadSpec(f"an image has {pixels} pixels, at most {MAX_PIXELS} are taken; scale it down first")
 
 
 def load_vision_lm(folder: Path, *, dtype: torch.dtype, compute_dtype: torch.dtype, device: torch.device) -> VisionLM:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.images import PlacedImage
+from engine.images import MAX_IMAGE_BYTES, PlacedImage
 from engine.text.errors import ThreadError, TokenizerMissing, UnsupportedFragment
 from engine.text.fragments import ImageFragment
 
@@ -28,8 +28,6 @@ FAMILIES: tuple[str, ...] = ("idefics3", "smolvlm")
 """`model_type`s whose images the engine takes: plain rotary positions, one square view per image."""
 
 PROCESSOR_FILES: tuple[str, ...] = ("preprocessor_config.json", "processor_config.json")
-MAX_IMAGE_BYTES = 32 << 20
-"""Of one encoded image."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from engine.backends.causal_lm import CausalLM
 from engine.backends.packing import pack, shared_prefix
@@ -194,11 +196,28 @@ def test_an_image_in_the_wrong_place_is_refused(
         trainer.logprobs([TokenSequence(row.token_ids, row.weights, "", (image,))], temperature=1.0, max_tokens=64)
 
 
-@pytest.mark.parametrize("data", [b"no image", RED[: len(RED) // 2]])
-def test_bytes_that_are_no_image_are_refused(vision_folder: Path, trainer: TorchTrainer, data: bytes) -> None:
+def encoded(width: int, height: int, file_format: str) -> bytes:
+    """A black picture: a few kB, whatever its size is."""
+    file = io.BytesIO()
+    Image.new("1", (width, height)).save(file, format=file_format)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"no image", "cannot be decoded"),
+        (RED[: len(RED) // 2], "cannot be decoded"),
+        (encoded(8192, 4097, "PNG"), "has 33562624 pixels, at most 33554432"),
+        (encoded(8, 8, "TIFF"), "cannot be decoded"),
+    ],
+)
+def test_bytes_that_are_no_image_are_refused(
+    vision_folder: Path, trainer: TorchTrainer, data: bytes, message: str
+) -> None:
     row = sequence(vision_folder, "what?", [80], RED)
     broken = PlacedImage(row.images[0].start, TOKENS, data)
-    with pytest.raises(BadSpec, match="cannot be decoded"):
+    with pytest.raises(BadSpec, match=message):
         trainer.logprobs([TokenSequence(row.token_ids, row.weights, "", (broken,))], temperature=1.0, max_tokens=64)
 
 

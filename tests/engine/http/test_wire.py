@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from engine.errors import BadSpec, SampleTooLong
 from engine.http import arrow_stream, wire
 from engine.http.errors import BodyTooLarge
-from engine.images import Images, PlacedImage, images_or_none
+from engine.images import MAX_IMAGE_BYTES, Images, PlacedImage, images_or_none
 from engine.protocol import Completion, GenerateRequest, LogprobsRequest, SamplingParams, TokenSequence
 from storage.chain import PolicyRef
 from tests.fuzz.mutations import END, messages
@@ -101,6 +101,13 @@ def test_images_out_of_place_are_refused(starts: list, tokens: list, data: list,
     columns = {"prompt": [[1, 2, 3]], "seed": [0], "image_start": starts, "image_tokens": tokens, "image_data": data}
     with pytest.raises(BadSpec, match=said):
         wire.decode_generate(stream(schema, pa.RecordBatch.from_pydict(columns, schema)))
+
+
+def test_an_image_of_too_many_bytes_is_refused() -> None:
+    images = [(PlacedImage(0, 1, bytes(MAX_IMAGE_BYTES + 1)),)]
+    body = wire.encode_generate(GenerateRequest(POLICY, [[1]], [0], images=images), epoch=0)
+    with pytest.raises(BadSpec, match="image 0 of a sample has 33554433 bytes, at most 33554432 are taken"):
+        wire.decode_generate(body)
 
 
 @given(st.lists(st.lists(st.floats(width=64), max_size=20), max_size=12))

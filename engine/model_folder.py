@@ -12,7 +12,9 @@ from typing import Any
 
 from engine.adapters import Head
 from engine.errors import BadModelFolder
+from engine.model_size import folder_parameter_count
 from storage.artifacts import MANIFEST_NAME, ArtifactRef, digest_of, file_entries, materialise_files
+from storage.errors import CorruptArtifact
 from storage.objects import ObjectStore
 from storage.registry import find_model
 
@@ -128,3 +130,11 @@ def check_model_folder(folder: Path) -> None:
 
 def _name_of(folder: Path) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name).strip("-.") or "model"
+
+
+def parameters_of(folder: ModelFolder) -> int:
+    """Elements of all tensors in the folder's safetensors files. Raises BadModelFolder."""
+    try:
+        return folder_parameter_count(folder.files)
+    except CorruptArtifact as error:
+        raise BadModelFolder(f"{folder.path} does not load: {error}") from error

@@ -118,6 +118,8 @@ class EngineInfo(Frozen):
     """Where the artifacts go; None when the store does not tell (S3)."""
     operations_per_second: float
     """Measured multiply-adds of one large matrix product in the compute precision, times two."""
+    devices: int = 1
+    """GPUs that it trains on, or samples on where these are more. A CPU counts as one per machine."""
 
 
 class Engine(Protocol):

@@ -17,6 +17,7 @@ from pydantic import JsonValue
 from engine.handles import Model, TrainingModel
 from engine.losses.spec import CISPOSpec, GRPOSpec, GSPOSpec, KLEstimator, LossNorm
 from engine.text.threads import StringThread
+from flows.arguments import whole_number
 from flows.checkpoints import CheckpointSchedule, Uploads
 from flows.collect import Collector, Lookahead, PromptBatch, Refill
 from flows.config import GRPOAlgorithm, GRPOConfig
@@ -62,6 +63,10 @@ class GRPO(Trainer):
     `dataset`: threads, or a loaded prompt dataset. `grader`: a BaseGrader (in-process) or the spec of an importable
     one. Sampling follows the model's view (`model.temperature(0.7).max_gen_len(64)`). `samples_*` count completions.
 
+    Without `max_num_grpo_steps` and `epochs`, the run ends with the data, after one pass over `dataset`: the rate and
+    `checkpoint_frequency` follow this progress. If nothing follows the progress (lr_scheduler=ConstantScheduler(lr),
+    and checkpoint_every_steps or checkpoint_frequency=None), the run goes on until a person ends it.
+
     The other arguments are those of `Trainer`, and the fields of `Regularisation` and `BatchRules`
     (flows.reinforcement_config).
     """
@@ -69,6 +74,8 @@ class GRPO(Trainer):
     stage = "grpo"
     length = "max_num_grpo_steps"
     """The argument that says how many steps there are."""
+    ends_with_the_data = False
+    """Whether no length was given, and the run is one pass over the dataset."""
 
     def __init__(
         self,
@@ -96,13 +103,17 @@ class GRPO(Trainer):
         truncation: Truncation = "error",
         **options: Any,
     ) -> None:
-        _check_sizes(self.length, max_num_grpo_steps, epochs, samples_per_batch, completions_per_sample)
+        self.max_steps, self.epochs = whole_number(self.length, max_num_grpo_steps), whole_number("epochs", epochs)
+        samples_per_batch = whole_number("samples_per_batch", samples_per_batch)
+        samples_per_mini_batch = whole_number("samples_per_mini_batch", samples_per_mini_batch)
+        completions_per_sample = whole_number("completions_per_sample", completions_per_sample)
+        mini_epochs_per_batch = whole_number("mini_epochs_per_batch", mini_epochs_per_batch)
+        _check_sizes(self.length, self.max_steps, self.epochs, samples_per_batch, completions_per_sample)
         regularisation, self.rules = groups_of(options)
         regularisation.check(loss_norm, kl_beta, old_logprobs)
         super().__init__(model, lr=lr, **options)
         self.dataset = dataset
         self._grading = None if grader is None else grading_of(grader)
-        self.max_steps, self.epochs = max_num_grpo_steps, epochs
         self.completions_per_sample = completions_per_sample
         self.samples_per_batch = samples_per_batch
         self.prompts_per_batch = samples_per_batch // completions_per_sample
@@ -119,19 +130,14 @@ class GRPO(Trainer):
         self.old_logprobs, self.advantage_estimator = old_logprobs, advantage_estimator
         size = None if samples_per_mini_batch >= samples_per_batch else samples_per_mini_batch
         self.minibatches = MinibatchPlan(size=size, epochs=mini_epochs_per_batch)
-        self._check_endless()
-
-    def _check_endless(self) -> None:
-        """Without a length there is no progress: nothing may depend on it."""
-        if self.max_steps is not None or self.epochs is not None:
-            return
         by_fraction = self.checkpoints.config.frequency is not None and self.checkpoints.config.every_steps is None
         if by_fraction or not is_fixed(self.schedule, self.optimizer["weight_decay"]):
-            raise ValueError(
-                f"neither {self.length} nor epochs was given, so the run has no progress that a schedule or a "
-                "checkpoint_frequency could follow; give one of them, or lr_scheduler=ConstantScheduler(lr) and "
-                "checkpoint_every_steps"
-            )
+            self._end_with_the_data()
+
+    def _end_with_the_data(self) -> None:
+        """Something follows the run's progress: a run whose length was not given is one pass over the dataset."""
+        if self.max_steps is None and self.epochs is None:
+            self.epochs, self.ends_with_the_data = 1, True
 
     async def run(self) -> PolicyRef:
         """The loop. Every line's result is committed before the next begins; a crash costs at most one line."""
@@ -142,6 +148,7 @@ class GRPO(Trainer):
         policy = await self.model.policy()
         data = self._load()
         total_steps = self._total_steps(data)
+        self._say_length(total_steps)
         async with (
             Uploads(workspace, retention=self.checkpoints.retention) as uploads,
             Journal(self.model, policy, self.logger, total_steps=total_steps, notifier=self.notifier) as journal,
@@ -177,6 +184,12 @@ class GRPO(Trainer):
                     await uploads.start(policy, name=due.named)
             await uploads.start(policy)
         return policy
+
+    def _say_length(self, total_steps: int | None) -> None:
+        """Tells the person of a length that nobody gave."""
+        if self.ends_with_the_data:
+            asked = f"neither {self.length} nor epochs was given"
+            self.logger.note(f"{asked}: the run ends after one pass over the data, in {total_steps} steps")
 
     async def _sample(
         self, policy: PolicyRef, shards: list[PromptShard], step: int
@@ -277,8 +290,6 @@ def kl_control(regularisation: Regularisation, beta: float) -> FixedKL | Adaptiv
 
 
 def _check_sizes(length: str, steps: int | None, epochs: int | None, samples: int, completions: int) -> None:
-    if min(samples, completions) < 1:
-        raise ValueError(f"samples_per_batch={samples}, completions_per_sample={completions}; give 1 or more of each")
     if steps is not None and epochs is not None:
         raise ValueError(f"both {length}={steps} and epochs={epochs} were given; give one of them")
     if samples % completions:

@@ -110,21 +110,8 @@ class PPO(GRPO):
         self.value_loss: LossSpec = MSESpec() if value_clip is None else TrustRegionMSESpec(clip=value_clip)
         self.value_only_fraction = value_only_fraction
         self.credit = dict(gamma=gae_gamma, lam=gae_lambda, returns=returns, whiten_advantages=whiten_advantages)
-        self._check_endless_values()
-
-    def _check_endless_values(self) -> None:
-        """As `_check_endless`, of what the value model adds."""
-        endless = self.max_steps is None and self.epochs is None
-        if endless and not is_fixed(self.value_schedule, self.value_optimizer["weight_decay"]):
-            raise ValueError(
-                f"neither {self.length} nor epochs was given, so the run has no progress that the value model's "
-                "schedule could follow; give one of them, or value_lr_scheduler=ConstantScheduler(lr)"
-            )
-        if endless and self.value_only_fraction > 0:
-            raise ValueError(
-                f"neither {self.length} nor epochs was given, so value_only_fraction={self.value_only_fraction} is a "
-                "share of nothing; give one of them, or value_only_fraction=0"
-            )
+        if value_only_fraction > 0 or not is_fixed(self.value_schedule, self.value_optimizer["weight_decay"]):
+            self._end_with_the_data()
 
     def _value_start(self, start: PolicyRef) -> PolicyRef | None:
         """Where the policy restarts from a checkpoint of PPO: the value model of the same iteration."""
@@ -157,6 +144,7 @@ class PPO(GRPO):
         policies, values = self.model.chain_of(policy), self.value_model.chain_of(value)
         data = self._load()
         total_steps = self._total_steps(data)
+        self._say_length(total_steps)
         alone = self.value_only_steps(total_steps)
         done = min(policy.step, value.step)  # an iteration is done when both chains have it
         policy, value = policies.policy(done), values.policy(done)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
 from engine.handles import TrainingModel
 from engine.protocol import Engine
-from engine.spec import EngineSpec, HttpEngineSpec, LocalEngineSpec
+from engine.spec import EngineSpec, LocalEngineSpec
 from engine.workspace import Workspace
 from flows.loggers import JobNotifier
 from flows.session import take_lease
@@ -20,6 +22,7 @@ from storage.chain import PolicyRef
 from storage.fork import check_fork
 from storage.models import canonical_json, digest
 from storage.runs import create_or_check_run
+from tasks.graders.setting import grade_from_now_on_in
 
 
 class Positioned(Protocol):
@@ -34,6 +37,8 @@ class _Loops:
 
     models: list[TrainingModel] = field(default_factory=list)
     begun: int = 0
+    devices: int | None = None
+    """Of the engine, once it was asked."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,9 @@ class RecipeContext:
             other={},
             code_version=provenance.code_version,
         )
-        return cls(take_lease(workspace))
+        ctx = cls(take_lease(workspace))
+        grade_from_now_on_in(ctx)
+        return ctx
 
     @property
     def client(self) -> Engine:
@@ -99,10 +106,13 @@ class RecipeContext:
 
     @property
     def world_size(self) -> int:
-        """Devices that one model may be spread over when it samples (`tp`): what the engine's configuration says. 1 for
-        a remote engine, which decides by itself."""
-        spec = self.workspace.engine
-        return 1 if isinstance(spec, HttpEngineSpec) else getattr(spec.sampler, "tensor_parallel", 1)
+        """Devices of the engine, which is asked. `tp(ctx.world_size)` spreads a sampled model as far as the sampler can
+        spread it."""
+        if self._loops.devices is None:
+            # in a thread of its own: this property is read in the middle of a running event loop
+            with ThreadPoolExecutor(max_workers=1) as thread:
+                self._loops.devices = thread.submit(asyncio.run, self.workspace.connect().info()).result().devices
+        return self._loops.devices
 
     def spawned(self, model: TrainingModel) -> None:
         """Called by a builder for each model that it spawns for training. Raises ValueError for a name that another

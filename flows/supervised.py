@@ -8,6 +8,7 @@ from typing import Any
 
 from engine.handles import Model, TrainingModel
 from engine.losses.spec import LossSpec
+from flows.arguments import whole_number
 from flows.callbacks import Cadence, Callback, ValidationLoss
 from flows.checkpoints import CheckpointSchedule, Uploads
 from flows.config import TrainingConfig
@@ -51,7 +52,9 @@ class Supervised(Trainer):
         if epochs is not None and max_steps is not None:
             raise ValueError(f"both epochs={epochs} and max_steps={max_steps} were given; give one of them")
         super().__init__(model, **options)
-        self.epochs, self.max_steps, self.samples_per_batch = epochs or 1, max_steps, samples_per_batch
+        self.epochs = whole_number("epochs", epochs) or 1
+        self.max_steps = whole_number("max_steps", max_steps)
+        self.samples_per_batch = whole_number("samples_per_batch", samples_per_batch)
         self.lengths = LengthPlan(max_tokens=max_tokens, truncation=truncation)
 
     async def run(self) -> PolicyRef:

@@ -1,9 +1,13 @@
 """Schedules of the learning rate and of the weight decay: functions of the step, without state, so a resume has nothing
 to restore.
 
-`at(step, total)` is exact for 0-based `step` of `total`; calling a schedule with a progress in [0, 1] is the
-continuous form for hand-written loops. A warm-up of W steps gives lr (k + 1) / W at step k < W; the shape then has the
-other steps to itself. W is `warmup_steps`, or max(1, round(warmup_ratio x total)), or 0.
+`at(step, total)` is exact for 0-based `step` of `total`: the training classes use it, and a hand-written loop that
+knows its length can too. A warm-up of W steps gives lr (k + 1) / W at step k < W, so that no step has a rate of 0; the
+shape then has the other steps to itself. W is `warmup_steps`, or max(1, round(warmup_ratio x total)), or 0.
+
+Calling a schedule with a progress in [0, 1], which is k / total before step k, is the continuous form for loops that do
+not know their length. Its warm-up is that of a run of 100 steps: lr (100 progress + 1) / W, at most lr, with W of 100
+steps. With the default warm-up of a tenth the first step has lr / 10.
 """
 
 from __future__ import annotations
@@ -14,6 +18,8 @@ from typing import Literal, Protocol
 
 WARMUP_RATIO = 0.1
 FINAL_RATIO = 0.1
+STEPS_OF_PROGRESS = 100
+"""Steps of the run whose warm-up the continuous form has."""
 
 
 class Schedule(Protocol):
@@ -74,7 +80,7 @@ class _Warmed:
             )
         ratio = 0.0 if self.warmup_steps == 0 else self.warmup_ratio
         if progress < ratio:
-            return self.lr * progress / ratio
+            return self.lr * min(1.0, (progress * STEPS_OF_PROGRESS + 1) / self.warmup(STEPS_OF_PROGRESS))
         return self._share(progress, ratio)
 
     def _after(self, step: int, total: int, warmup: int) -> float:
@@ -99,7 +105,11 @@ def _check_floor(min_lr_ratio: float) -> None:
 @dataclass(frozen=True)
 class CosineScheduler(_Warmed):
     """Linear warm-up over a tenth of the run, then a cosine to a tenth of `lr`; or `cycles` of them, each from `lr`
-    (warm restarts, arXiv:1608.03983)."""
+    (warm restarts, arXiv:1608.03983).
+
+    The first step of N has lr / W, where W = max(1, round(N / 10)) steps warm up. Called with a progress, the schedule
+    takes N to be 100: `CosineScheduler(lr)(0.0)` is lr / 10.
+    """
 
     warmup_ratio: float = WARMUP_RATIO
     min_lr_ratio: float = FINAL_RATIO

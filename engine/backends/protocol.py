@@ -163,6 +163,11 @@ class TrainerBackend(Protocol):
     compute_dtype: torch.dtype
     master_dtype: torch.dtype
 
+    @property
+    def devices(self) -> int:
+        """GPUs that train; a CPU counts as one per machine."""
+        ...
+
     def numerics(self) -> Numerics: ...
 
     def prepare_thread(self) -> None:
@@ -210,6 +215,16 @@ class TrainerBackend(Protocol):
 
 class SamplerBackend(Protocol):
     """Makes samplers: what `engine.sampler` means on this machine."""
+
+    @property
+    def devices(self) -> int:
+        """GPUs that sample; a CPU counts as one per server."""
+        ...
+
+    @property
+    def fixed_spread(self) -> bool:
+        """Whether a model is always split over as many devices as the config says, whatever `tp(n)` asks for."""
+        ...
 
     def new_bytes(self, trainer: Trainer) -> int:
         """Bytes of the engine's memory that a new sampler for this trainer will take."""

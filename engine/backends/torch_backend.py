@@ -42,6 +42,10 @@ class TorchBackend:
             ]
         return torch.bfloat16 if not self.spec.deterministic and has_native_bfloat16(self.device) else torch.float32
 
+    @property
+    def devices(self) -> int:
+        return 1
+
     def numerics(self) -> Numerics:
         return Numerics(
             backend="torch",

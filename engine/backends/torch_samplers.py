@@ -33,6 +33,14 @@ class TorchSamplers:
         self.compute_dtype, self.device = compute_dtype, device
         self._limits = {"max_rows": spec.max_rows, "max_tokens": spec.max_tokens_per_forward}
 
+    @property
+    def devices(self) -> int:
+        return 1
+
+    @property
+    def fixed_spread(self) -> bool:
+        return True
+
     def new_bytes(self, trainer: Trainer) -> int:
         if isinstance(trainer, SharedTrainer):
             return 0  # the base's one copy is counted with the base

@@ -15,7 +15,7 @@ from typing import TypeVar
 from engine.backends.compose import sampler_backend, trainer_backend
 from engine.backends.protocol import OnToken
 from engine.backends.shared_base import AdapterTrainer
-from engine.errors import BadModelFolder, EngineBusy, EngineError, Fenced, PermanentEngineError, StepConflict
+from engine.errors import EngineBusy, EngineError, Fenced, PermanentEngineError, StepConflict
 from engine.images import check_taken
 from engine.local.apply import Effect, apply_request, same_step
 from engine.local.materialise import Materialiser
@@ -25,14 +25,13 @@ from engine.local.saving import Saver, find_checkpoint, provenance_of
 from engine.local.scratch import scratch, scratch_folder
 from engine.local.slots import NoRoomYet, Slot, Slots
 from engine.local.together import Call, Together, draw
-from engine.model_folder import ModelFolder, local_folder, registered_model, version_of
-from engine.model_size import folder_parameter_count
+from engine.model_folder import ModelFolder, local_folder, parameters_of, registered_model, version_of
 from engine.protocol import Completion, EngineInfo, GenerateRequest, LogprobsRequest, PolicySpec
 from engine.spec import LocalEngineSpec
 from engine.text.tokenizers import TOKENIZER_FILES, load_tokenizer
 from storage.artifacts import ArtifactRef, Provenance, digest_of, file_entries, materialise_files
 from storage.chain import Chain, CommitRecord, PolicyRef, StepRequest, base_of
-from storage.errors import CorruptArtifact, StorageError, VersionConflict
+from storage.errors import StorageError, VersionConflict
 from storage.failpoints import failpoint
 from storage.identity import store_id
 from storage.leases import current_epoch
@@ -57,6 +56,7 @@ class LocalEngine:
         self.store = open_store(store_url)
         self.backend = trainer_backend(self.spec)
         self.samplers = sampler_backend(self.spec, self.backend)
+        self.devices = max(self.backend.devices, self.samplers.devices)
         self.saver = Saver(self.store)
         self.slots = Slots(
             budget=self.backend.memory_bytes(),
@@ -124,7 +124,7 @@ class LocalEngine:
     def _import_folder(self, folder: ModelFolder, provenance: Provenance) -> ArtifactRef:
         version = version_of(folder.digest())
         if find_model(self.store, folder.name, version) is None:
-            need = _parameters_of(folder) * self.backend.master_dtype.itemsize
+            need = parameters_of(folder) * self.backend.master_dtype.itemsize
             if self.backend.device.type == "cpu":
                 self.slots.make_room(need, run="", what=f"loading {folder.path.name}")
             self.backend.try_load(folder.path)  # a version never changes: what does not load must not become one
@@ -182,7 +182,10 @@ class LocalEngine:
             on_token(index, token, logprob)
 
         slot = self.policies.for_reading(request.policy)
-        sampler = self.policies.sampler_of(slot, request.policy, tensor_parallel=request.tensor_parallel)
+        # tp(ctx.world_size) asks for all devices, which the sampler uses as it is configured
+        all_devices = self.samplers.fixed_spread and request.tensor_parallel == self.devices
+        spread = None if all_devices else request.tensor_parallel
+        sampler = self.policies.sampler_of(slot, request.policy, tensor_parallel=spread)
         log_work("generate", policy=request.policy.uri, completions=len(request.prompts))
         return draw(sampler, request, hear)
 
@@ -371,6 +374,7 @@ class LocalEngine:
             memory_used_bytes=self.slots.used_bytes(),
             disk_free_bytes=None if root is None else shutil.disk_usage(root.parent).free,
             operations_per_second=self._speed,
+            devices=self.devices,
         )
 
     async def close(self, *, checkpoint: bool = True) -> None:
@@ -390,10 +394,3 @@ class LocalEngine:
         self.saver.close()
         self.samplers.close()
         self.backend.close()
-
-
-def _parameters_of(folder: ModelFolder) -> int:
-    try:
-        return folder_parameter_count(folder.files)
-    except CorruptArtifact as error:
-        raise BadModelFolder(f"{folder.path} does not load: {error}") from error

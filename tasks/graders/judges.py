@@ -15,7 +15,7 @@ from engine.text.threads import StringThread
 from storage.models import Frozen
 from tasks.graders.base import BaseGrader, Grade, IgnoreGradeException
 from tasks.graders.judge_models import JudgeModel, UnusableAnswer, ask, handle_of, spawn_judge
-from tasks.graders.setting import grading_workspace
+from tasks.graders.setting import Client, grading_workspace
 
 Answer = TypeVar("Answer", bound=BaseModel)
 
@@ -27,8 +27,16 @@ class JudgeGrader(BaseGrader):
     """
 
     def __init__(
-        self, grader_key: str, model: JudgeModel | str, *, temperature: float = 0.0, max_judge_tokens: int = 1024
+        self,
+        grader_key: str,
+        model: JudgeModel | str,
+        *,
+        temperature: float = 0.0,
+        max_judge_tokens: int = 1024,
+        client: Client | None = None,
     ) -> None:
+        """`client`: where a model named by its key is spawned, `ctx.client` or `ctx`; None: in the open context. A
+        spawned model needs none."""
         super().__init__(grader_key)
         if not temperature >= 0 or max_judge_tokens < 1:
             raise ValueError(
@@ -36,11 +44,12 @@ class JudgeGrader(BaseGrader):
             )
         self.model, self.temperature, self.max_judge_tokens = model, temperature, max_judge_tokens
         self._named = model if isinstance(model, str) else None
+        self._client = client
 
     async def setup(self) -> None:
         """Spawns the model if it was given by its key."""
         if isinstance(self.model, str):
-            workspace = grading_workspace(f"grader {self.grader_key!r}, judge {self.model!r}")
+            workspace = grading_workspace(f"grader {self.grader_key!r}, judge {self.model!r}", self._client)
             self.model = await spawn_judge(self.model, workspace, max_new_tokens=self.max_judge_tokens)
 
     async def teardown(self) -> None:
@@ -107,8 +116,11 @@ class BinaryJudgeGrader(JudgeGrader):
         temperature: float = 0.0,
         *,
         max_judge_tokens: int = 1024,
+        client: Client | None = None,
     ) -> None:
-        super().__init__(grader_key, model, temperature=temperature, max_judge_tokens=max_judge_tokens)
+        super().__init__(
+            grader_key, model, temperature=temperature, max_judge_tokens=max_judge_tokens, client=client
+        )
         self.criteria = criteria
         self.shots = [BinaryShot.model_validate(shot) for shot in shots or ()]
 

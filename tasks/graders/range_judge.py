@@ -15,6 +15,7 @@ from engine.text.threads import StringThread
 from tasks.graders.base import Grade, GraderError
 from tasks.graders.judge_models import JudgeModel, ScoringText, UnusableAnswer
 from tasks.graders.judges import JudgeGrader, as_material
+from tasks.graders.setting import Client
 
 MOST_SCORES = 101
 
@@ -60,7 +61,7 @@ class RangeJudgeGrader(JudgeGrader):
     temperature 0 means the judge's own probabilities; t > 0 those at temperature t.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  a constructor like a config
         self,
         grader_key: str,
         model: JudgeModel | str,
@@ -71,8 +72,11 @@ class RangeJudgeGrader(JudgeGrader):
         normalize_score: bool = True,
         *,
         max_judge_tokens: int = 1024,
+        client: Client | None = None,
     ) -> None:
-        super().__init__(grader_key, model, temperature=temperature, max_judge_tokens=max_judge_tokens)
+        super().__init__(
+            grader_key, model, temperature=temperature, max_judge_tokens=max_judge_tokens, client=client
+        )
         low, high = score_range
         if not (isinstance(low, int) and isinstance(high, int) and low < high < low + MOST_SCORES):
             raise ValueError(f"given score_range={score_range}; expected whole numbers low < high, at most 100 apart")

@@ -18,6 +18,7 @@ from tasks.graders.base import Grade, GraderError, IgnoreGradeException
 from tasks.graders.judge_models import JudgeModel, UnusableAnswer
 from tasks.graders.judges import JudgeGrader
 from tasks.graders.rules import from_metadata
+from tasks.graders.setting import Client
 
 # A full stop inside a number or a name has no space after it; a line is an end of its own, as in lists.
 _SENTENCE_END = re.compile(r"([.!?][\"')\]]*)\s+")
@@ -72,8 +73,11 @@ class _PartsGrader(JudgeGrader):
         documents_key: str = "documents",
         temperature: float = 0.0,
         max_judge_tokens: int = 1024,
+        client: Client | None = None,
     ) -> None:
-        super().__init__(grader_key, model, temperature=temperature, max_judge_tokens=max_judge_tokens)
+        super().__init__(
+            grader_key, model, temperature=temperature, max_judge_tokens=max_judge_tokens, client=client
+        )
         self.documents_key = documents_key
 
     async def _share(self, question: str, context: str, parts: Sequence[str]) -> Grade:

@@ -1,6 +1,7 @@
 """Where a grader finds the run that it works for: the engine and the store that judges are spawned on.
 
-`setup()` takes no argument, so that any grader can be set up alike. Whoever owns a grader says where it works:
+`setup()` takes no argument, so that any grader can be set up alike. It works in the RecipeContext that was opened last,
+unless another place is named:
 
     with grading_in(ctx):              # a RecipeContext, a session, anything with a workspace
         await grader.setup()
@@ -15,8 +16,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from engine.handles import HasWorkspace
+from engine.protocol import Engine
 from engine.workspace import Workspace
 from tasks.graders.base import GraderError
+
+Client = Engine | HasWorkspace
+"""What a judge is told of where its model runs: `ctx.client`, or `ctx` itself."""
 
 _WORKSPACE: ContextVar[Workspace | None] = ContextVar("grading_workspace", default=None)
 
@@ -31,12 +36,28 @@ def grading_in(ctx: HasWorkspace | Workspace) -> Iterator[None]:
         _WORKSPACE.reset(token)
 
 
-def grading_workspace(wanted_for: str) -> Workspace:
-    """The workspace that graders are set up in. Raises GraderError when nobody said which."""
+def grade_from_now_on_in(ctx: HasWorkspace) -> None:
+    """Graders that are set up from now on work on the engine and the store of `ctx`: of a context that was opened."""
+    _WORKSPACE.set(ctx.workspace)
+
+
+def grading_workspace(wanted_for: str, client: Client | None = None) -> Workspace:
+    """The workspace that graders are set up in. `client`: a context, or the engine of the one that is open.
+
+    Raises GraderError where no context is open, and for an engine that is not the open context's.
+    """
+    named = getattr(client, "workspace", None)
+    if isinstance(named, Workspace):
+        return named
     workspace = _WORKSPACE.get()
     if workspace is None:
         raise GraderError(
-            f"{wanted_for} needs an engine, and setup() was called where none is known; call it inside "
-            "`with grading_in(ctx):`, or give the grader a spawned model instead of its key"
+            f"{wanted_for} needs an engine, and setup() was called where none is known; open a RecipeContext first, "
+            "call it inside `with grading_in(ctx):`, or give the grader a spawned model instead of its key"
+        )
+    if client is not None and client is not workspace.connect():
+        raise GraderError(
+            f"{wanted_for}: client={client!r} is not the engine of the run in which setup() was called, "
+            f"{workspace.run!r}; give client=ctx.client of this run, or leave client out"
         )
     return workspace

@@ -17,6 +17,7 @@ from engine.text.threads import StringThread
 from tasks.graders.base import Grade, GraderError, IgnoreGradeException, as_number
 from tasks.graders.judge_models import JudgeModel
 from tasks.graders.judges import JudgeGrader
+from tasks.graders.setting import Client
 
 
 class ScoredAnswer(BaseModel):
@@ -37,7 +38,7 @@ class TemplatedPromptJudgeGrader(JudgeGrader):
     output_model: a Pydantic class, or "package.module:Class", by which a config can name it. A score of None: ignored.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  a constructor like a config
         self,
         grader_key: str,
         model: JudgeModel | str,
@@ -48,8 +49,11 @@ class TemplatedPromptJudgeGrader(JudgeGrader):
         variables: Mapping[str, Any] | None = None,
         temperature: float = 0.0,
         max_judge_tokens: int = 1024,
+        client: Client | None = None,
     ) -> None:
-        super().__init__(grader_key, model, temperature=temperature, max_judge_tokens=max_judge_tokens)
+        super().__init__(
+            grader_key, model, temperature=temperature, max_judge_tokens=max_judge_tokens, client=client
+        )
         self.output_model = _imported(output_model) if isinstance(output_model, str) else output_model
         if score_field not in self.output_model.model_fields:
             known = ", ".join(self.output_model.model_fields)

@@ -79,7 +79,7 @@ async def test_gspo_has_one_ratio_per_sequence_and_is_a_mean_over_sequences(mode
     model.train_gspo(samples[0], shifted(logprobs[0], -0.5), logprobs[0], 1.0, 0.5, 0.3, 0.0)  # above 1 + right
     drifts = [0.2 if place % 2 else -0.1 for place in range(len(logprobs[1]))]
     old = [value - drift for value, drift in zip(logprobs[1], drifts, strict=True)]
-    model.train_gspo(samples[1], old, logprobs[1], -1.0, 0.5, 0.3, 0.0)
+    model.train_gspo(samples[1], old, logprobs[1], [-1.0], 0.5, 0.3, 0.0)  # a list of the sequence's one advantage
     loss = (await model.optim_step(1e-4))["loss"]
     ratio = math.exp(sum(drifts) / len(drifts))
     assert loss == pytest.approx((-1.3 + ratio) / 2, abs=1e-5)

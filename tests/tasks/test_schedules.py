@@ -69,9 +69,19 @@ def test_combined_needs_two_parts(switch_at: float) -> None:
         CombinedSchedule(ConstantScheduler(1.0), ConstantScheduler(2.0), switch_at=switch_at)
 
 
-@pytest.mark.parametrize(("progress", "share"), [(0.05, 0.5), (0.1, 1.0), (0.55, 0.55), (1.0, 0.1)])
+@pytest.mark.parametrize(
+    ("progress", "share"), [(0.0, 0.1), (0.05, 0.6), (0.095, 1.0), (0.1, 1.0), (0.55, 0.55), (1.0, 0.1)]
+)
 def test_progress_form_of_the_cosine(progress: float, share: float) -> None:
     assert CosineScheduler(LR)(progress) == pytest.approx(share * LR)
+
+
+@pytest.mark.parametrize("make", [CosineScheduler, WSDScheduler, InverseSqrtScheduler])
+def test_a_hand_written_loop_warms_up_as_a_training_class_does(make) -> None:
+    schedule = make(LR)
+    by_progress = [schedule(step / 100) for step in range(10)]
+    assert by_progress == pytest.approx([schedule.at(step, 100) for step in range(10)], rel=1e-12)
+    assert by_progress[0] == pytest.approx(LR / 10)
 
 
 @pytest.mark.parametrize("make", SCHEDULES.values(), ids=SCHEDULES)
@@ -145,7 +155,7 @@ def test_the_decay_gives_way_to_the_warmup() -> None:
     assert [schedule.at(k, 4) for k in range(4)] == pytest.approx([0.5, 1, 0.75, 0.5])
     assert [schedule.at(k, 2) for k in range(2)] == [0.5, 1]
     continuous = WSDScheduler(1.0, warmup_ratio=0.5, min_lr_ratio=0, decay_ratio=0.8)
-    assert [continuous(p) for p in (0.25, 0.5, 0.75, 1)] == pytest.approx([0.5, 1, 0.5, 0])
+    assert [continuous(p) for p in (0.25, 0.5, 0.75, 1)] == pytest.approx([26 / 50, 1, 0.5, 0])
 
 
 def test_inverse_square_root() -> None:
@@ -155,7 +165,7 @@ def test_inverse_square_root() -> None:
     assert InverseSqrtScheduler(1.0, warmup_steps=4, min_lr_ratio=0.3).at(99, 100) == 0.3
     by_share = InverseSqrtScheduler(1.0, warmup_ratio=0.25)
     assert [by_share.at(k, 16) for k in (3, 15)] == pytest.approx([1, 0.5])
-    assert [by_share(p) for p in (0, 0.125, 0.25, 1)] == pytest.approx([0, 0.5, 1, 0.5])
+    assert [by_share(p) for p in (0, 0.12, 0.25, 1)] == pytest.approx([1 / 25, 13 / 25, 1, 0.5])
     assert [InverseSqrtScheduler(1.0).at(0, total) for total in (1, 2, 3)] == [1, 1, 1]
     for none in ({"warmup_steps": 0}, {"warmup_ratio": 0}):
         with pytest.raises(ValueError, match="there is none"):

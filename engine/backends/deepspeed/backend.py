@@ -80,6 +80,10 @@ class DeepSpeedBackend:
 
     # -- what it is -------------------------------------------------------------------------------------------
 
+    @property
+    def devices(self) -> int:
+        return self.world_size if self.device.type == "cuda" else self.trainer_spec.nodes
+
     def numerics(self) -> Numerics:
         here = self._here.numerics()
         return here.model_copy(
@@ -111,13 +115,11 @@ class DeepSpeedBackend:
         """Of the devices of all ranks; on the CPU, of all machines."""
         if self.spec.memory_gib != "auto":
             return int(self.spec.memory_gib * (1 << 30))
-        devices = self.world_size if self.device.type == "cuda" else self.trainer_spec.nodes
-        return devices * machine.memory_bytes(self.device)
+        return self.devices * machine.memory_bytes(self.device)
 
     def operations_per_second(self) -> float:
         """Of all ranks together, if their machines are like this one."""
-        devices = self.world_size if self.device.type == "cuda" else self.trainer_spec.nodes
-        return devices * self._here.operations_per_second()
+        return self.devices * self._here.operations_per_second()
 
     # -- trainers ---------------------------------------------------------------------------------------------
 

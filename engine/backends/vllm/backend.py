@@ -50,6 +50,14 @@ class VllmSamplers:
             raise BadSpec(f"sampler.transport={self.spec.transport!r} was given, but {refused}")
         self._hosts: dict[_Key, Host] = {}
 
+    @property
+    def devices(self) -> int:
+        return self.spec.tensor_parallel * max(1, self.spec.servers, len(self.spec.urls))
+
+    @property
+    def fixed_spread(self) -> bool:
+        return not self._in_process
+
     def new_bytes(self, trainer: Trainer) -> int:
         if not self._in_process or any(host.is_open and host.users for host in self._hosts.values()):
             return 0  # elsewhere; or in the place of the engine that is there, or with it

@@ -85,7 +85,7 @@ class Primitives:
         """One ratio per sequence, clipped to [1 - left_clip, 1 + right_clip] (arXiv:2507.18071), as a mean over
         sequences, with the same KL term. The advantage is a number, a list of that one number, or a list
         with one per trained token."""
-        if not isinstance(advantages, int | float) and getattr(advantages, "ndim", 1) and len(advantages) == 1:
+        if not isinstance(advantages, int | float) and getattr(advantages, "ndim", None) != 0 and len(advantages) == 1:
             advantages = float(advantages[0])
         return self._policy_gradient(
             "gspo", tokenized, logprobs, ref_logprobs, advantages, left_clip, right_clip, kl_beta

@@ -26,6 +26,9 @@ logger = logging.getLogger("ostinato.engine.http")
 OPEN_PATHS = frozenset({"/health", "/ready"})
 MAX_JSON_BYTES = 8 << 20
 """Bodies that are not Arrow hold references and messages, never batches."""
+MAX_JSON_VALUES = 1 << 17
+"""Commas, colons and opening brackets outside the strings of such a body. Parsing and validating it holds the
+interpreter lock, and each wrong value costs an error message of its own."""
 BODY_SECONDS = 60.0
 """Longest silence within a body, and how long a body may take beside what `BODY_RATE` allows for its bytes."""
 BODY_RATE = 8 << 10
@@ -33,6 +36,10 @@ BODY_RATE = 8 << 10
 LINGER_SECONDS = 1.0
 LINGER_BYTES = 8 << 20
 """What a refused caller may go on sending, so that it reads the refusal before the connection is cut."""
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+"""Methods that have a metric of their own; callers without a token may make up others."""
+# the closing quote may be missing: otherwise each quote of an unclosed string would be tried as a beginning
+_JSON_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
 _REQUEST_ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
 
@@ -63,7 +70,8 @@ class Guard:
             if not answered.status:
                 await refuse(internal_error(id), receive, answered)
         finally:
-            self.service.metrics.requests.labels(scope["method"], str(answered.status)).inc()
+            method = scope["method"] if scope["method"] in METHODS else "other"
+            self.service.metrics.requests.labels(method, str(answered.status)).inc()
             note: Note = scope["state"].get("note", Note())
             milliseconds = 1000 * (time.monotonic() - started)
             line = "%s %s %d %.0fms id=%s run=%s"
@@ -80,6 +88,8 @@ class Guard:
             await self.app(scope, receive, send)
             return
         body = await self._read(headers, receive, id)
+        if not _is_arrow(headers) and _json_values(body) > MAX_JSON_VALUES:
+            raise Refused(BodyTooLarge(_TOO_MANY_VALUES), id)
         await self.app(scope, _Replay(body, receive), send)
 
     def _authenticate(self, headers: Headers, id: str) -> None:
@@ -94,9 +104,8 @@ class Guard:
 
     async def _read(self, headers: Headers, receive: Receive, id: str) -> bytes:
         """The whole body, never more than it may be."""
-        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         most = self.service.options.max_body_bytes
-        most = most if kind == MEDIA_TYPE else min(most, MAX_JSON_BYTES)
+        most = most if _is_arrow(headers) else min(most, MAX_JSON_BYTES)
         announced = headers.get("content-length", "0")
         if not announced.isdecimal() or int(announced) > most:
             raise Refused(_too_large(most), id)
@@ -201,6 +210,27 @@ async def _linger(receive: Receive) -> None:
                     return
     except TimeoutError:
         return
+
+
+_TOO_MANY_VALUES = (
+    f"the body holds more than {MAX_JSON_VALUES} JSON values, the most this server takes; send prompts as text, or in "
+    "several calls"
+)
+
+
+def _is_arrow(headers: Headers) -> bool:
+    return headers.get("content-type", "").partition(";")[0].strip().lower() == MEDIA_TYPE
+
+
+def _json_values(body: bytes) -> int:
+    """An upper bound of the values and names in a JSON text, in time linear in its size."""
+    if (count := _count_marks(body)) <= MAX_JSON_VALUES:
+        return count
+    return _count_marks(_JSON_STRING.sub(b"", body))
+
+
+def _count_marks(text: bytes) -> int:
+    return sum(text.count(mark) for mark in (b",", b":", b"[", b"{"))
 
 
 def _too_large(most: int) -> BodyTooLarge:

@@ -36,7 +36,7 @@ EmptyList = Annotated[list[Any], Field(max_length=0)]
 EmptyDict = Annotated[dict[str, Any], Field(max_length=0)]
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
-TokenPrompt = Annotated[list[TokenId], Field(min_length=1)]
+TokenPrompt = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 
 
@@ -62,7 +62,7 @@ class Message(_Given):
     """One turn. `developer` is `system` by its newer name."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | Annotated[list[TextPart], Field(min_length=1)]
+    content: Text | Annotated[list[TextPart], Field(min_length=1, fail_fast=True)]
     name: None = None
     refusal: None = None
     audio: None = None
@@ -118,7 +118,7 @@ class _Sampled(_Given):
 
 
 class ChatRequest(_Sampled):
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     logprobs: bool | None = None
     """Of each sampled token, the end-of-turn token included."""
@@ -146,8 +146,8 @@ class TextRequest(_Sampled):
     prompt: (
         Text
         | TokenPrompt
-        | Annotated[list[Text], Field(min_length=1)]
-        | Annotated[list[TokenPrompt], Field(min_length=1)]
+        | Annotated[list[Text], Field(min_length=1, fail_fast=True)]
+        | Annotated[list[TokenPrompt], Field(min_length=1, fail_fast=True)]
     )
     """Text is encoded as it stands; token ids are taken as they are."""
     logprobs: Annotated[int, Field(ge=0, le=0)] | None = None

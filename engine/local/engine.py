@@ -372,7 +372,7 @@ class LocalEngine:
             store_id=await asyncio.to_thread(store_id, self.store),
             memory_bytes=self.slots.budget,
             memory_used_bytes=self.slots.used_bytes(),
-            disk_free_bytes=None if root is None else shutil.disk_usage(root.parent).free,
+            disk_free_bytes=None if root is None else (await asyncio.to_thread(shutil.disk_usage, root.parent)).free,
             operations_per_second=self._speed,
             devices=self.devices,
         )

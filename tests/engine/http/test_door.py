@@ -16,7 +16,7 @@ import pytest
 from engine.errors import BadSpec
 from engine.http import wire
 from engine.http.app import create_app
-from engine.http.guard import MAX_JSON_BYTES
+from engine.http.guard import MAX_JSON_BYTES, MAX_JSON_VALUES
 from engine.http.server import Binding
 from engine.http.service import ServerOptions, Service
 from engine.protocol import GenerateRequest, LogprobsRequest, TokenSequence
@@ -220,6 +220,27 @@ async def test_a_body_is_refused_by_what_it_announces_and_by_what_it_is(serve: S
     assert not engine.begun
 
 
+@pytest.mark.parametrize(
+    "values",
+    [b"0," * MAX_JSON_VALUES, b'"":' * MAX_JSON_VALUES, b"[" * MAX_JSON_VALUES, b'"\\",:",[' * MAX_JSON_VALUES],
+    ids=["items", "names", "brackets", "marks-in-strings-and-outside"],
+)
+async def test_a_body_of_too_many_json_values_is_refused_before_it_is_parsed(serve: Serve, values: bytes) -> None:
+    """Four million wrong items in a body of the largest size kept the server from all others for 84 s."""
+    headers = {"Content-Type": "application/json"}
+    answer = await serve().post("/v1/chat/completions", content=b'{"messages": [' + values, headers=headers)
+    assert (answer.status_code, answer.json()["error"]) == (413, "BodyTooLarge")
+
+
+async def test_marks_within_strings_are_no_json_values(serve: Serve) -> None:
+    text = '"prompt, of: [many] {marks}\\' * (MAX_JSON_VALUES // 4)
+    answer = await serve().post("/v1/release", json={"run": text})
+    assert answer.status_code == 422
+    unclosed = b'"' + b',:\\"' * (MAX_JSON_BYTES // 4 - 10)  # each quote could begin a string
+    answer = await serve().post("/v1/release", content=unclosed, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 422
+
+
 async def test_a_gigabyte_is_refused_before_it_is_read(engine: ScriptedEngine) -> None:
     def send(url: str) -> tuple[bytes, int]:
         where = urlsplit(url)
@@ -346,6 +367,15 @@ async def test_metrics_count_calls_tokens_and_steps(serve: Serve, engine: Script
     assert "ostinato_generated_tokens_total 4.0" in text  # the script answers two tokens per prompt
     assert 'ostinato_http_requests_total{method="POST",status="422"} 1.0' in text
     assert "ostinato_calls_waiting 0.0" in text
+
+
+async def test_metrics_do_not_grow_with_methods_that_callers_make_up(serve: Serve) -> None:
+    client = serve(token=TOKEN)
+    for number in range(3):
+        await client.request(f"M{number}", "/health")
+    text = (await client.get("/metrics", headers=bearer(TOKEN))).text
+    assert 'ostinato_http_requests_total{method="other",status="405"} 3.0' in text
+    assert 'method="M' not in text
 
 
 # -- the log ---------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from typing import Any
 from engine.backends.tiny import build_tiny_model
 from engine.http import wire
 from engine.http.client import EngineClient
-from engine.http.guard import MAX_JSON_BYTES, MAX_JSON_VALUES
+from engine.http.guard import MAX_JSON_BYTES, MAX_JSON_VALUES, MAX_PROMPT_VALUES, NAME_VALUES
 from engine.protocol import GenerateRequest, LogprobsRequest, PolicySpec, SamplingParams, TokenSequence
 from engine.spec import HttpEngineSpec
 from storage.artifacts import Provenance
@@ -134,13 +134,14 @@ def step_after(bench: Bench, policy: PolicyRef) -> StepRequest:
 
 def json_bodies() -> dict[str, bytes]:
     """Bodies of the most bytes and of the most values, that take long to parse, to validate or to refuse."""
-    long, many = "word " * (MAX_JSON_BYTES // 5 - 100), [0] * (MAX_JSON_VALUES - 30)
+    long = "word " * (MAX_JSON_BYTES // 5 - 100)
+    many, ids = [0] * (MAX_JSON_VALUES - 200), [0] * (MAX_PROMPT_VALUES - 200)
     step = {"parent": {}, "batch": {}, "loss": {"kind": "x", "a": many}, "optimizer": {"lr": 1.0}}
-    names = {f"{number}": "x" for number in range(len(many) // 2)}
+    names = {f"{number}": "x" for number in range(len(many) // (NAME_VALUES + 1))}
     bodies: dict[str, Any] = {
         "completions of one long text": {"model": "bench", "max_tokens": 1, "prompt": long},
-        "completions of many ids": {"model": "bench", "max_tokens": 1, "prompt": many},
-        "chat/completions of many wrong messages": {"model": "bench", "messages": many},
+        "completions of many ids": {"model": "bench", "max_tokens": 1, "prompt": ids},
+        "chat/completions of many wrong messages": {"model": "bench", "messages": ids},
         "step with many values": {"request": step},
         "step with many wrong names": {"request": step | {"loss": {}, "cursor_in": names}},
     }

@@ -26,9 +26,13 @@ logger = logging.getLogger("ostinato.engine.http")
 OPEN_PATHS = frozenset({"/health", "/ready"})
 MAX_JSON_BYTES = 8 << 20
 """Bodies that are not Arrow hold references and messages, never batches."""
-MAX_JSON_VALUES = 1 << 17
-"""Commas, colons and opening brackets outside the strings of such a body. Parsing and validating it holds the
-interpreter lock, and each wrong value costs an error message of its own."""
+MAX_JSON_VALUES = 1 << 14
+"""Values and names in such a body: parsing and validating them holds the interpreter lock, and each wrong one costs an
+error message of its own."""
+MAX_PROMPT_VALUES = 1 << 17
+"""The same for OpenAI's completions, whose prompts may be token ids. A name counts for `NAME_VALUES` there: it may be
+wrong on its own, while a list ends at its first wrong item."""
+NAME_VALUES = 8
 BODY_SECONDS = 60.0
 """Longest silence within a body, and how long a body may take beside what `BODY_RATE` allows for its bytes."""
 BODY_RATE = 8 << 10
@@ -88,8 +92,10 @@ class Guard:
             await self.app(scope, receive, send)
             return
         body = await self._read(headers, receive, id)
-        if not _is_arrow(headers) and _json_values(body) > MAX_JSON_VALUES:
-            raise Refused(BodyTooLarge(_TOO_MANY_VALUES), id)
+        most = MAX_PROMPT_VALUES if scope["path"].endswith("/completions") else MAX_JSON_VALUES
+        if not _is_arrow(headers) and _json_values(body, most) > most:
+            message = f"the body holds more than {most} JSON values; send prompts as text, or in several calls"
+            raise Refused(BodyTooLarge(message), id)
         await self.app(scope, _Replay(body, receive), send)
 
     def _authenticate(self, headers: Headers, id: str) -> None:
@@ -212,25 +218,19 @@ async def _linger(receive: Receive) -> None:
         return
 
 
-_TOO_MANY_VALUES = (
-    f"the body holds more than {MAX_JSON_VALUES} JSON values, the most this server takes; send prompts as text, or in "
-    "several calls"
-)
-
-
 def _is_arrow(headers: Headers) -> bool:
     return headers.get("content-type", "").partition(";")[0].strip().lower() == MEDIA_TYPE
 
 
-def _json_values(body: bytes) -> int:
-    """An upper bound of the values and names in a JSON text, in time linear in its size."""
-    if (count := _count_marks(body)) <= MAX_JSON_VALUES:
+def _json_values(body: bytes, most: int) -> int:
+    """An upper bound of the values in a JSON text, in time linear in its size; exact enough where it exceeds `most`."""
+    if (count := _count_marks(body)) <= most:
         return count
     return _count_marks(_JSON_STRING.sub(b"", body))
 
 
 def _count_marks(text: bytes) -> int:
-    return sum(text.count(mark) for mark in (b",", b":", b"[", b"{"))
+    return sum(text.count(mark) for mark in (b",", b"[", b"{")) + NAME_VALUES * text.count(b":")
 
 
 def _too_large(most: int) -> BodyTooLarge:

@@ -16,7 +16,7 @@ import pytest
 from engine.errors import BadSpec
 from engine.http import wire
 from engine.http.app import create_app
-from engine.http.guard import MAX_JSON_BYTES, MAX_JSON_VALUES
+from engine.http.guard import MAX_JSON_BYTES, MAX_JSON_VALUES, MAX_PROMPT_VALUES
 from engine.http.server import Binding
 from engine.http.service import ServerOptions, Service
 from engine.protocol import GenerateRequest, LogprobsRequest, TokenSequence
@@ -221,15 +221,28 @@ async def test_a_body_is_refused_by_what_it_announces_and_by_what_it_is(serve: S
 
 
 @pytest.mark.parametrize(
-    "values",
-    [b"0," * MAX_JSON_VALUES, b'"":' * MAX_JSON_VALUES, b"[" * MAX_JSON_VALUES, b'"\\",:",[' * MAX_JSON_VALUES],
-    ids=["items", "names", "brackets", "marks-in-strings-and-outside"],
+    ("path", "values"),
+    [
+        ("/v1/create_policy", b"0," * MAX_JSON_VALUES),
+        ("/v1/create_policy", b"[" * MAX_JSON_VALUES),
+        ("/v1/chat/completions", b"0," * MAX_PROMPT_VALUES),
+        ("/v1/completions", b'"":0,' * (MAX_PROMPT_VALUES // 8)),
+        ("/v1/completions", b'"\\",:",[' * MAX_PROMPT_VALUES),
+    ],
+    ids=["items", "brackets", "messages", "names", "marks-in-strings-and-outside"],
 )
-async def test_a_body_of_too_many_json_values_is_refused_before_it_is_parsed(serve: Serve, values: bytes) -> None:
+async def test_a_body_of_too_many_json_values_is_refused_before_it_is_parsed(
+    serve: Serve, path: str, values: bytes
+) -> None:
     """Four million wrong items in a body of the largest size kept the server from all others for 84 s."""
     headers = {"Content-Type": "application/json"}
-    answer = await serve().post("/v1/chat/completions", content=b'{"messages": [' + values, headers=headers)
+    answer = await serve().post(path, content=b'{"messages": [' + values, headers=headers)
     assert (answer.status_code, answer.json()["error"]) == (413, "BodyTooLarge")
+
+
+async def test_a_prompt_of_a_hundred_thousand_token_ids_reaches_the_route(serve: Serve) -> None:
+    answer = await serve().post("/v1/completions", json={"model": "nobody", "prompt": [7] * 100_000})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
 
 
 async def test_marks_within_strings_are_no_json_values(serve: Serve) -> None:

@@ -15,6 +15,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
+from engine.errors import UnknownPolicy
 from engine.http.client import EngineClient
 from engine.http.server import Binding
 from engine.local.engine import LocalEngine
@@ -222,6 +223,33 @@ async def test_a_long_call_holds_the_end_for_the_grace_and_a_second_signal_not_e
     assert await asyncio.to_thread(wait_for_end, served) == status
     assert not generating.done()
     generating.cancel()
+    await client.close()
+
+
+@pytest.mark.slow
+async def test_health_is_answered_while_the_server_loads_generates_decodes_and_refuses(
+    serve: Callable[..., Served], store: ObjectStore, tiny_folder: Path
+) -> None:
+    """How soon is measured by bench/health_latency.py."""
+    served = serve()
+    client = served.client(store.url)
+
+    async def work() -> None:
+        start = await new_policy(client, tiny_folder)
+        long = SamplingParams(max_new_tokens=64, min_new_tokens=64)
+        await client.generate(GenerateRequest(start, [[10]] * 256, [1] * 256, long))
+        nobody = start.model_copy(update={"run": "nobody"})
+        with pytest.raises(UnknownPolicy):
+            await client.generate(GenerateRequest(nobody, [[10] * 1000] * 4000, [1] * 4000))
+        async with httpx.AsyncClient(timeout=60) as caller:
+            wrong = {"model": "r", "messages": [0] * 100_000}
+            assert (await caller.post(f"{served.url}/v1/chat/completions", json=wrong)).status_code == 400
+
+    working = asyncio.create_task(work())
+    async with httpx.AsyncClient(timeout=60) as caller:
+        while not working.done():
+            assert (await caller.get(f"{served.url}/health")).json() == {"status": "ok"}
+    await working
     await client.close()
 
 

@@ -21,6 +21,7 @@ MAX_BATCHES = 1024
 """Record batches of one stream. Our own writer makes one."""
 MAX_SCHEMA_BYTES = 1 << 20
 """Of the schema message, which holds the request's JSON part."""
+_END = b"\xff\xff\xff\xff\0\0\0\0"
 _JSON_WEIGHT = 16
 """Bytes of Python objects per byte of JSON: a number of two characters becomes an object of 32 bytes."""
 
@@ -56,6 +57,8 @@ class Stream:
 def open_stream(data: bytes, schemas: Sequence[pa.Schema], most: int) -> Stream:
     """Checks the messages of a stream, which has one of these schemas. Raises ReadError, StreamTooLarge for one that
     needs more than `most` bytes."""
+    if not data.endswith(_END):
+        refuse("it does not end with the end-of-stream marker")
     messages = iter(pa.ipc.MessageReader.open_stream(pa.py_buffer(data)))
     first = next(messages, None)
     if first is None or first.type != "schema":

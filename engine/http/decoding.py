@@ -50,7 +50,9 @@ class BodyDecoder:
 
     async def decoded(self, decode: Decode[T], body: bytes, announced: Announced) -> T:
         """The request. Raises BadSpec, SampleTooLong."""
-        context = await asyncio.to_thread(self._context, announced.policy)
+        context = None  # the engine compares with it, too: only the lists of large bodies are worth a look at the store
+        if announced.decoded_bytes > INLINE_BYTES:
+            context = await asyncio.to_thread(self._context, announced.policy)
         return await self._run(partial(decode, body, context=context), announced.decoded_bytes)
 
     async def _run(self, work: Callable[[], T], size: int) -> T:

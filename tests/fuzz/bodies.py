@@ -3,32 +3,35 @@
     python -m tests.fuzz.bodies --minutes 30 --seed 0 --keep crashes/
 
 Each child decodes some thousand damaged bodies of one kind. The campaign prints a line per child and a table at the
-end. It fails when a child dies, when a decoder raises anything but BadSpec, when a case takes over a minute, or when a
-child needs more memory than `--most-mib`. Bodies that did so are written to the folder of `--keep`.
+end. It fails when a child dies, when a decoder raises anything but BadSpec, when a case takes over a minute, or when
+the memory of a child exceeds MOST_MIB or grows by more than MOST_GROWTH_MIB after its first cases. The bodies that a
+decoder does not survive are written to the folder of `--keep`.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import struct
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
+from tests.fuzz.body_decoder import LIMIT_MIB
 from tests.fuzz.mutations import KINDS, case
 
 ROOT = Path(__file__).resolve().parents[2]
-CASES_PER_CHILD = 5000
+CASES_PER_CHILD = 20_000
 STALL_SECONDS = 60.0
-MOST_MIB = 600
-"""Memory of a child, of which the imports take some 150 MiB."""
+MOST_MIB = LIMIT_MIB + 250
+"""Memory of a child: what one body may decode to, the imports of some 130 MiB, and room for the allocators."""
+MOST_GROWTH_MIB = 60
 
 
 @dataclass
@@ -40,6 +43,17 @@ class Outcome:
     defects: list[tuple[int, str]] = field(default_factory=list)
     """Case numbers, and what the decoder raised or how the process ended."""
     peak_mib: int = 0
+    growth_mib: int = 0
+    """How much more memory was in use at the end than after the first cases."""
+
+    def __add__(self, other: Outcome) -> Outcome:
+        return Outcome(
+            self.decoded + other.decoded,
+            self.refused + other.refused,
+            self.defects + other.defects,
+            max(self.peak_mib, other.peak_mib),
+            max(self.growth_mib, other.growth_mib),
+        )
 
     @property
     def cases(self) -> int:
@@ -63,8 +77,9 @@ def decode_in_child(arguments: list[str]) -> Outcome:
         output = child.stdout.read()
         if child.returncode == 0:
             counts = json.loads(output.splitlines()[-1])
-            defects = [(number, message) for number, message in counts["defect_cases"]]
-            return Outcome(counts.get("decoded", 0), counts.get("refused", 0), defects, max(peak, counts["peak_mib"]))
+            defects = [(number, message) for number, message in counts["defects"]]
+            decoded, refused = counts.get("decoded", 0), counts.get("refused", 0)
+            return Outcome(decoded, refused, defects, max(peak, counts["peak_mib"]), counts["growth_mib"])
         number, decoded = struct.unpack("<qq", progress.read_bytes())
         reason = "one case took too long" if stalled else f"the process ended with status {child.returncode}"
         frames = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.startswith("  File")]
@@ -95,15 +110,12 @@ def decode_cases(kind: str, seed: int, first: int, count: int) -> Outcome:
     total, end = Outcome(), first + count
     while first < end:
         outcome = decode_in_child([kind, str(seed), str(first), str(end - first)])
-        total.decoded += outcome.decoded
-        total.refused += outcome.refused
-        total.defects += outcome.defects
-        total.peak_mib = max(total.peak_mib, outcome.peak_mib)
+        total += outcome
         if outcome.cases == end - first:
             break
-        number, _ = outcome.defects[0]
+        number, _ = outcome.defects[-1]
         if number < first:
-            break  # it died before its first case
+            break  # the child died before its first case
         total.refused += number - first - outcome.decoded
         first = number + 1
     return total
@@ -113,35 +125,36 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=1.0, help="When to stop.")
     parser.add_argument("--seed", type=int, default=0, help="Seed of the mutations.")
-    parser.add_argument("--most-mib", type=int, default=MOST_MIB, help="Largest memory of a child.")
     parser.add_argument("--keep", type=Path, help="Folder for the bodies that the decoder does not survive.")
     options = parser.parse_args()
     deadline = time.monotonic() + 60 * options.minutes
-    counts: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
-    first = failures = 0
-    while time.monotonic() < deadline:
+    totals = {kind: Outcome() for kind in KINDS}
+    for first in itertools.count(0, CASES_PER_CHILD):
         for kind in KINDS:
+            if time.monotonic() >= deadline:
+                print_table(totals)
+                return int(any(map(problems, totals.values())))
             outcome = decode_cases(kind, options.seed, first, CASES_PER_CHILD)
-            counts[kind] += Counter(
-                decoded=outcome.decoded, refused=outcome.refused, defects=len(outcome.defects)
-            )
-            counts[kind]["peak_mib"] = max(counts[kind]["peak_mib"], outcome.peak_mib)
-            too_large = outcome.peak_mib > options.most_mib
-            failures += len(outcome.defects) + too_large
+            totals[kind] += outcome
             print(
                 f"seed {options.seed} {kind}: cases {first} to {first + CASES_PER_CHILD - 1}: {outcome.decoded} "
-                f"decoded, {outcome.refused} refused, {len(outcome.defects)} defects, peak {outcome.peak_mib} MiB"
-                + (" (TOO LARGE)" if too_large else ""),
+                f"decoded, {outcome.refused} refused, peak {outcome.peak_mib} MiB, growth {outcome.growth_mib} MiB",
                 flush=True,
             )
-            for number, message in outcome.defects:
-                print(f"  DEFECT case {number}: {message}", flush=True)
+            for problem in problems(outcome):
+                print(f"  PROBLEM {problem}", flush=True)
+            for number, _ in outcome.defects:
                 keep(options.keep, kind, options.seed, number)
-            if time.monotonic() >= deadline:
-                break
-        first += CASES_PER_CHILD
-    print_table(counts)
-    return int(failures > 0)
+    raise AssertionError("the loop has no end of its own")
+
+
+def problems(outcome: Outcome) -> list[str]:
+    lines = [f"case {number}: {message}" for number, message in outcome.defects]
+    if outcome.peak_mib > MOST_MIB:
+        lines.append(f"a child needed {outcome.peak_mib} MiB, over {MOST_MIB}")
+    if outcome.growth_mib > MOST_GROWTH_MIB:
+        lines.append(f"the memory of a child grew by {outcome.growth_mib} MiB, over {MOST_GROWTH_MIB}")
+    return lines
 
 
 def keep(folder: Path | None, kind: str, seed: int, number: int) -> None:
@@ -150,14 +163,13 @@ def keep(folder: Path | None, kind: str, seed: int, number: int) -> None:
         (folder / f"{kind.replace(' ', '-')}.{seed}-{number}.arrow").write_bytes(case(kind, seed, number))
 
 
-def print_table(counts: dict[str, Counter[str]]) -> None:
-    print("| body | cases | decoded | refused (BadSpec) | defects | largest memory of a child, MiB |")
-    print("|---|---:|---:|---:|---:|---:|")
-    for kind, count in counts.items():
-        cases = count["decoded"] + count["refused"] + count["defects"]
+def print_table(totals: dict[str, Outcome]) -> None:
+    print("| body | cases | decoded | refused (BadSpec) | crashes and other errors | peak MiB | growth MiB |")
+    print("|---|---:|---:|---:|---:|---:|---:|")
+    for kind, total in [*totals.items(), ("**all**", sum(totals.values(), Outcome()))]:
         print(
-            f"| {kind} | {cases} | {count['decoded']} | {count['refused']} | {count['defects']} | "
-            f"{count['peak_mib']} |"
+            f"| {kind} | {total.cases:,} | {total.decoded:,} | {total.refused:,} | {len(total.defects)} | "
+            f"{total.peak_mib} | {total.growth_mib} |"
         )
 
 

@@ -146,6 +146,8 @@ def case(kind: str, seed: int, number: int) -> bytes:
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
         with contextlib.suppress(struct.error, IndexError):  # an earlier mutation broke the structure that one needs
             data = draw.choice(MUTATIONS)(data, kind, draw)
+    if not data.endswith(END) and draw.random() < 0.8:
+        data += END  # without the end marker a stream is refused at once
     return bytes(data)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz.bodies import MOST_MIB, decode_cases, decode_in_child
+from tests.fuzz.bodies import decode_cases, decode_in_child, problems
 from tests.fuzz.mutations import KINDS
 
 CORPUS = sorted((Path(__file__).parent / "corpus").glob("*.arrow"))
@@ -20,22 +20,20 @@ SLOW_CASES = 20_000
 
 def test_bodies_that_once_ended_the_process_are_refused() -> None:
     outcome = decode_in_child(["--files", *map(str, CORPUS)])
-    assert outcome.defects == []
+    assert problems(outcome) == []
     assert outcome.refused == len(CORPUS) * len(KINDS) > 0
 
 
 def test_damaged_bodies_of_every_kind_are_refused_or_decoded() -> None:
     outcome = decode_cases("all", 0, 0, CASES)
-    assert outcome.defects == []
+    assert problems(outcome) == []
     assert outcome.refused + outcome.decoded == CASES
     assert outcome.decoded > CASES // 50  # some damage leaves a valid body: the mutations reach the decoder
-    assert outcome.peak_mib < MOST_MIB
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_twenty_thousand_damaged_bodies_of_a_kind_are_refused_or_decoded(kind: str) -> None:
     outcome = decode_cases(kind, 1, 0, SLOW_CASES)
-    assert outcome.defects == []
+    assert problems(outcome) == []
     assert outcome.refused + outcome.decoded == SLOW_CASES
-    assert outcome.peak_mib < MOST_MIB

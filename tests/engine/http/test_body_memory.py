@@ -89,9 +89,9 @@ async def test_a_sequence_that_no_context_holds_is_refused_before_the_engine_see
     local = LocalEngine(str(tmp_path / "data"), DETERMINISTIC)
     policy = await new_policy(local, tiny_folder)
     app = create_app(local, local.store)
-    sequences = [TokenSequence([1, 2], [0.0, 1.0]), TokenSequence([1] * 5000, [1.0] * 5000)]
+    sequences = [TokenSequence([1, 2], [0.0, 1.0]), TokenSequence([1] * 50_000, [1.0] * 50_000)]
     bodies = {
-        "generate": wire.encode_generate(GenerateRequest(policy, [[1] * 5000], [1]), epoch=0),
+        "generate": wire.encode_generate(GenerateRequest(policy, [[1] * 50_000], [1]), epoch=0),
         "logprobs": wire.encode_logprobs_request(LogprobsRequest(policy, sequences), epoch=0),
     }
     transport = httpx.ASGITransport(app=app)
@@ -99,5 +99,5 @@ async def test_a_sequence_that_no_context_holds_is_refused_before_the_engine_see
         for verb, body in bodies.items():
             answer = await client.post(f"/v1/{verb}", content=body)
             assert (answer.status_code, answer.json()["error"]) == (422, "SampleTooLong")
-            assert answer.json()["message"].startswith("a sequence of 5000 tokens exceeds the model's context of ")
+            assert answer.json()["message"].startswith("a sequence of 50000 tokens exceeds the model's context of ")
     await local.close()

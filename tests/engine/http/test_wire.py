@@ -222,9 +222,15 @@ def test_a_sequence_longer_than_the_context_is_refused_before_lists_are_made() -
         wire.decode_logprobs_request(scored, context=2)
 
 
-def test_a_message_of_another_type_is_refused_by_its_name() -> None:
+def test_streams_of_other_messages_are_refused() -> None:
     schema, batch = messages(VALID)
-    for body, name in ((batch + END, "record batch"), (schema + schema + END, "schema"), (END, "it is empty")):
+    for body, name in (
+        (batch + END, "record batch"),
+        (schema + schema + END, "schema"),
+        (END, "it is empty"),
+        (schema, "end-of-stream"),
+        (VALID + b"more", "end-of-stream"),
+    ):
         with pytest.raises(BadSpec, match=name):
             wire.decode_generate(body)
 

@@ -95,6 +95,8 @@ class GraderConfig(Frozen):
     """`package.module:name` of a BaseGrader or of a function `f(thread, **arguments)`."""
     arguments: dict[str, JsonValue] = {}
     """What the class is made with, or what the function is called with besides the thread."""
+    isolated: bool = False
+    """Grade in worker processes. A grader that crashes the interpreter then fails its grade, and the run goes on."""
     timeout_seconds: float = Field(60.0, gt=0)
     """Per grade and attempt."""
     retries: int = Field(2, ge=0)
@@ -263,9 +265,10 @@ class FlowConfig(Frozen):
         for name, settings in LATER_FIELDS.items():
             body |= {name: drop_defaults(getattr(self, name), body[name], settings)} if name in body else {}
         body["data"].pop("heldout", None)
-        for patience in ("timeout_seconds", "reaction_seconds", "retries", "concurrency", "max_masked_fraction"):
-            body.get("grader", {}).pop(patience, None)
-            body.get("environment", {}).pop(patience, None)
+        patience = ("timeout_seconds", "reaction_seconds", "retries", "concurrency", "max_masked_fraction", "isolated")
+        for name in patience:
+            body.get("grader", {}).pop(name, None)
+            body.get("environment", {}).pop(name, None)
         return body
 
     def other(self) -> dict[str, Any]:

@@ -64,7 +64,7 @@ class LoadedSuite:
         return semantic(
             self.suite,
             datasets={name: loaded.ref.sha256 for name, loaded in self.datasets.items()},
-            graders={name: digest(grading.grader.model_dump(mode="json")) for name, grading in self.gradings.items()},
+            graders={name: grading.grader.digest() for name, grading in self.gradings.items()},
             **inputs,
         )
 
@@ -214,7 +214,7 @@ async def _sample(
 
 async def _grade(own: Workspace, stage: str, rollouts: list[ArtifactRef], grading: Grading) -> list[ArtifactRef]:
     """The grades of those shards: a stage of their own per grader, so that each grader's are kept."""
-    grader = digest(grading.grader.model_dump(mode="json"))[:12]
+    grader = grading.grader.digest()[:12]
     jobs = (
         grade_rollouts(own, ref, grading, stage=f"{stage}-{grader}", step=0, shard=shard)
         for shard, ref in enumerate(rollouts)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pyarrow as pa
 from pydantic import Field
 
@@ -12,6 +14,7 @@ from storage.models import Frozen
 from storage.tables import SCHEMAS, commit_table, read_table
 from storage.worklog import log_work
 from tasks.clock import timed
+from tasks.graders.notes import grading_noted
 from tasks.graders.owner import grader_in_use
 from tasks.graders.run import GradeOutcome, grade_threads
 from tasks.graders.spec import GraderSpec
@@ -65,18 +68,18 @@ async def grade_shard(
     return made_from(committed, rollouts.uri)
 
 
-async def grade_texts(
-    rows: list[dict[str, object]], grading: Grading, workspace: Workspace | None = None
-) -> list[GradeOutcome]:
+async def grade_texts(rows: list[dict[str, object]], grading: Grading, workspace: Workspace) -> list[GradeOutcome]:
     """One outcome per row of a rollouts table, in order. Judges that the grader names are spawned in `workspace`."""
-    async with grader_in_use(grading.grader, workspace) as grader:
-        return await grade_threads(
-            grader,
-            [answered_thread(row) for row in rows],
-            concurrency=grading.concurrency,
-            timeout_seconds=grading.timeout_seconds,
-            retries=grading.retries,
-        )
+    spec = grading.grader
+    with nullcontext() if spec.isolated else grading_noted(spec.path, workspace):
+        async with grader_in_use(spec, workspace) as grader:
+            return await grade_threads(
+                grader,
+                [answered_thread(row) for row in rows],
+                concurrency=grading.concurrency,
+                timeout_seconds=grading.timeout_seconds,
+                retries=grading.retries,
+            )
 
 
 def check_masked(outcomes: list[GradeOutcome], grading: Grading, *, where: str) -> None:

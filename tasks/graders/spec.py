@@ -7,9 +7,10 @@ from typing import Any
 
 from pydantic import Field, JsonValue
 
-from storage.models import Frozen
+from storage.models import Frozen, digest
 from tasks import import_paths
 from tasks.graders.base import BaseGrader, FunctionGrader
+from tasks.graders.isolated import IsolatedGrader
 
 logger = logging.getLogger("ostinato.graders")
 
@@ -35,19 +36,30 @@ class GraderSpec(Frozen):
     arguments: dict[str, JsonValue] = {}
     source_digest: str | None = None
     version: str | None = None
+    isolated: bool = False
+    """Whether `grade` runs in worker processes (tasks.graders.isolated)."""
 
     @property
     def in_process(self) -> bool:
         """Whether the grader is a closure that no other process can build."""
         return self.path.startswith(f"{IN_PROCESS}:")
 
+    def digest(self) -> str:
+        """Equal for graders that give equal grades: where they run makes no difference."""
+        return digest(self.model_dump(mode="json", exclude={"isolated"}))
+
 
 def grader_spec(
-    path: str, arguments: Mapping[str, JsonValue] | None = None, *, version: str | None = None
+    path: str,
+    arguments: Mapping[str, JsonValue] | None = None,
+    *,
+    version: str | None = None,
+    isolated: bool = False,
 ) -> GraderSpec:
     """The spec of an importable grader, with its source digest; built once here, so a wrong path or wrong arguments
-    fail now (GraderSpecError) and not in the middle of a run."""
-    spec = GraderSpec(path=path, arguments=dict(arguments or {}), version=version)
+    fail now (GraderSpecError) and not in the middle of a run. `isolated`: graded in worker processes, which a crash of
+    the interpreter ends instead of the run."""
+    spec = GraderSpec(path=path, arguments=dict(arguments or {}), version=version, isolated=isolated)
     build(spec)
     return spec.model_copy(update={"source_digest": source_digest(path)})
 
@@ -60,6 +72,9 @@ def build(spec: GraderSpec) -> BaseGrader:
     change = source_change(spec)
     if change is not None:
         logger.warning(change)
+    if spec.isolated:
+        in_worker = spec.model_copy(update={"isolated": False, "source_digest": None})
+        return IsolatedGrader(build(in_worker).grader_key, in_worker.model_dump_json())
     target = _resolve(spec.path)
     if inspect.isclass(target):
         return _construct(target, spec)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -21,8 +21,17 @@ from engine.backends.torch_trainer import TorchTrainer
 from engine.samples import Sample
 from storage.chain import OptimizerSpec
 from tests.engine.deepspeed.lab import TARGET, lab_options
+from tests.fixtures.rounding import rounding
 
 NUMBERS = itertools.count(1)
+ADAMW = OptimizerSpec(lr=1e-3, weight_decay=0.1, eps=1e-3)
+"""AdamW for comparing layouts. AdamW divides a gradient g by |g| + eps. With the default eps of 1e-8, the rounding
+error of a tiny gradient can reverse its update. With eps = lr, an error moves a weight by twice that error at most."""
+VALUE_TOLERANCE = rounding(terms=2_000, size=6.0)
+"""Of a logprob, a mean loss or a scalar of the tiny model. Logprobs are near -ln(259) = -5.6 and follow from sums of at
+most 512 terms in each of 4 layers."""
+GRADIENT_TOLERANCE = rounding(terms=2_000, size=ADAMW.max_grad_norm)
+"""Of one entry of the clipped gradient: a sum over about 90 tokens of what follows from the same sums."""
 
 
 @dataclass
@@ -126,3 +135,10 @@ def same_bytes(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     return left.keys() == right.keys() and all(
         left[name].numpy().tobytes() == right[name].numpy().tobytes() for name in left
     )
+
+
+def assert_weights_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, updates: int = 3) -> None:
+    """Both were updated at most so often by an AdamW whose eps is its rate, with sums in another order."""
+    assert found.keys() == expected.keys()
+    worst = max((found[name] - expected[name]).abs().max().item() for name in expected)
+    assert worst <= updates * 2 * GRADIENT_TOLERANCE

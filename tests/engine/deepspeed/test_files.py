@@ -16,10 +16,18 @@ from engine.backends.pieces import Tensors, open_checkpoint, part_file, piece_na
 from engine.backends.protocol import Objective
 from engine.errors import BadSpec
 from engine.losses.spec import CrossEntropySpec
-from storage.chain import OptimizerSpec
-from tests.engine.deepspeed.conftest import OnRanks, same_bytes, some_samples, state_of, torch_trainer, whole
+from tests.engine.deepspeed.conftest import (
+    ADAMW,
+    OnRanks,
+    assert_weights_close,
+    same_bytes,
+    some_samples,
+    state_of,
+    torch_trainer,
+    whole,
+)
 
-CE, ADAMW = Objective(CrossEntropySpec()), OptimizerSpec(lr=1e-3, weight_decay=0.1)
+CE = Objective(CrossEntropySpec())
 Load = Callable[..., OnRanks]
 
 
@@ -56,7 +64,7 @@ def test_zero_3_on_two_ranks_and_the_torch_trainer_read_each_other(
         found = trainer.update(some_samples(), CE, ADAMW, 30).metrics
         assert found == pytest.approx(reference.update(some_samples(), CE, ADAMW, max_tokens=30).metrics, rel=1e-4)
     left, right = state_of(trainer.checkpoint()), state_of(reference.write_checkpoint(tmp_path / "last"))
-    assert max((left[name] - right[name]).abs().max().item() for name in left) <= 2e-5
+    assert_weights_close(left, right)
 
 
 @pytest.mark.slow
@@ -101,10 +109,11 @@ def test_moments_start_anew_when_they_are_not_read(
         state = state_of(trainer.checkpoint())
         assert float(state["step.model.norm.weight"]) == 1.0
     fresh.update(some_samples(), CE, ADAMW, max_tokens=30)
-    assert max((state[name] - tensor).abs().max().item() for name, tensor in fresh.weights()) <= 2e-5
+    assert_weights_close({name: state[name] for name, _ in fresh.weights()}, dict(fresh.weights()))
 
 
-@pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.slow), pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_an_export_is_a_plain_folder(
     stage: int, two_ranks: Group, on_ranks: Load, tiny_folder: Path, tmp_path: Path
 ) -> None:
@@ -183,6 +192,7 @@ def test_a_torn_file_and_a_set_without_weights_are_refused(tmp_path: Path) -> No
         open_checkpoint({"optimizer.safetensors": tmp_path / "optimizer.safetensors"})
 
 
+@pytest.mark.slow
 def test_a_misfit_leaves_the_trainer_as_it_was(
     two_ranks: Group, on_ranks: Load, tiny_folder: Path, tmp_path: Path
 ) -> None:

@@ -14,19 +14,27 @@ from engine.errors import BadSpec
 from engine.losses.spec import CrossEntropySpec, GRPOSpec
 from engine.protocol import TokenSequence
 from engine.samples import Sample
-from storage.chain import OptimizerSpec
-from tests.engine.deepspeed.conftest import OnRanks, make_group, some_samples, torch_trainer, whole
+from tests.engine.deepspeed.conftest import (
+    ADAMW,
+    VALUE_TOLERANCE,
+    OnRanks,
+    assert_weights_close,
+    make_group,
+    some_samples,
+    torch_trainer,
+    whole,
+)
 
-ADAMW = OptimizerSpec(lr=1e-3, weight_decay=0.1)
 Load = Callable[..., OnRanks]
 LAYOUTS = [
     pytest.param({"zero_stage": 3}),
-    pytest.param({"zero_stage": 0}, marks=pytest.mark.slow),
-    pytest.param({"zero_stage": 2}, marks=pytest.mark.slow),
-    pytest.param({"zero_stage": 3, "activation_checkpointing": "recompute"}, marks=pytest.mark.slow),
+    {"zero_stage": 0},
+    {"zero_stage": 2},
+    {"zero_stage": 3, "activation_checkpointing": "recompute"},
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", LAYOUTS)
 def test_ranks_that_share_rows_train_as_the_torch_trainer_does(
     spec: dict[str, object], two_ranks: Group, on_ranks: Load, tiny_folder: Path
@@ -45,7 +53,7 @@ def test_ranks_that_share_rows_train_as_the_torch_trainer_does(
         assert found.micro_batches == wanted.micro_batches
         assert found.metrics == pytest.approx(wanted.metrics, rel=1e-4, abs=1e-5)
     weights = whole(open_checkpoint(trainer.checkpoint()).weights)
-    assert max((weights[name] - tensor).abs().max().item() for name, tensor in reference.weights()) <= 2e-5
+    assert_weights_close(weights, dict(reference.weights()))
     sequences = [TokenSequence(token_ids=s.token_ids, weights=s.weights) for s in [*some_samples([9, 31]), late]]
     values = zip(
         trainer.call("logprobs", sequences, 0.8, 64),
@@ -53,7 +61,7 @@ def test_ranks_that_share_rows_train_as_the_torch_trainer_does(
         strict=True,
     )
     for left, right in values:
-        assert left == pytest.approx(right, abs=1e-5)
+        assert left == pytest.approx(right, abs=VALUE_TOLERANCE)
 
 
 @pytest.mark.slow
@@ -68,7 +76,7 @@ def test_two_groups_of_two_ranks(on_ranks: Load, tiny_folder: Path) -> None:
             found = trainer.update(some_samples(), Objective(CrossEntropySpec()), ADAMW, 30)
             assert found.metrics == pytest.approx(wanted.metrics, rel=1e-4, abs=1e-5)
         weights = whole(open_checkpoint(trainer.checkpoint()).weights)
-        assert max((weights[name] - tensor).abs().max().item() for name, tensor in reference.weights()) <= 2e-5
+        assert_weights_close(weights, dict(reference.weights()))
         with pytest.raises(BadSpec, match="does not divide the model's 4 attention heads and 2 key heads"):
             on_ranks(group, tiny_folder, sequence_parallel=4, zero_stage=2)
     finally:

@@ -47,4 +47,5 @@ def test_the_gradient_is_that_of_the_formula(pair: dict, spec: LossSpec) -> None
         report, found = update(trainer, samples, Objective(spec, temperature), max_tokens=max_tokens)
         assert report.micro_batches >= least_micro_batches
         assert distance(found, expected) <= within
-        assert report.metrics["loss"] == pytest.approx(loss, rel=within)
+        # gains and losses of size 1 may cancel each other, their rounding errors do not
+        assert report.metrics["loss"] == pytest.approx(loss, rel=within, abs=within)

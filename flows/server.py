@@ -27,6 +27,17 @@ STOP_SECONDS = 10.0
 SETTLE_SECONDS = 15.0
 """How long to wait at most for the server to write down the events it was sent."""
 LOG_TAIL_BYTES = 4000
+BATCHES = {
+    "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "100",
+    "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_READ_BATCH_SIZE": "100",
+    "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",
+    "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_BATCH_SIZE": "200",
+    "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_READ_BATCH_SIZE": "200",
+}
+"""How many rows the server writes in one transaction. By default every task run is a transaction of its own: a third of
+the server's CPU time suffices for batches, and SQLite no longer answers other requests that it is locked."""
+SETTLE_POLL_SECONDS = 2.0
+"""More than the flush interval, so that a batch that waits to be written is not taken for the end."""
 
 # Runs in the child before it becomes the server. PR_SET_PDEATHSIG (1) outlives exec; SIGKILL, because nobody is left to
 # insist when a server lingers on SIGTERM. The parent may have died before the call: then its pid is not ours any more.
@@ -131,7 +142,7 @@ def server_environment(home: Path, port: int, *, database: str = "") -> dict[str
     """
     client_side = ("PREFECT_API_URL", "PREFECT_API_KEY", "PREFECT_PROFILE", "PREFECT_API_DATABASE_CONNECTION_URL")
     inherited = {name: value for name, value in os.environ.items() if name not in client_side}
-    return inherited | {
+    return BATCHES | inherited | {
         "PREFECT_HOME": str(home),
         "PREFECT_SERVER_DATABASE_CONNECTION_URL": database or f"sqlite+aiosqlite:///{home / _database()}",
         "PREFECT_SERVER_UI_API_URL": f"http://{LOOPBACK}:{port}/api",  # else the page asks port 4200 and stays blank
@@ -191,7 +202,7 @@ def _settle(api_url: str) -> None:
         if count == last:
             return
         last = count
-        time.sleep(1.0)
+        time.sleep(SETTLE_POLL_SECONDS)
 
 
 def _request_json(url: str, post: Mapping[str, object] | None = None) -> object:

@@ -27,15 +27,6 @@ QUIET_SECONDS = 30
 """Between a crash and the next attempt: every report of the crash is in by then."""
 TAG = "ostinato"
 """Of every deployment of ours, and its runs."""
-BATCHES = {
-    "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "100",
-    "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_READ_BATCH_SIZE": "100",
-    "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",
-    "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_BATCH_SIZE": "200",
-    "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_READ_BATCH_SIZE": "200",
-}
-"""How much the server writes at once. By its defaults every task run is a transaction of its own, and SQLite then tells
-others that it is locked: events are lost, and calls fail with 503."""
 GRPC_OFFSET = 10_000
 """seaweedfs listens on each of its ports plus this, too."""
 TOKEN_ENV = "OSTINATO_ENGINE_TOKEN"
@@ -159,8 +150,7 @@ def _prefect(state: UpState, home: Path) -> Service:
     command = _python("prefect", "server", "start", "--host", LOOPBACK, "--port", str(state.options.port))
     folder = home / "prefect"
     folder.mkdir(parents=True, exist_ok=True)
-    chosen = server_environment(folder, state.options.port, database=state.options.database)
-    environment = BATCHES | chosen | {MARK: state.id}
+    environment = server_environment(folder, state.options.port, database=state.options.database) | {MARK: state.id}
     return Service(
         "server", command, environment, lambda: answers(f"{state.api_url}/health"), start_seconds=120.0
     )

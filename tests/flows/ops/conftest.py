@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from flows.ops.services import BATCHES
 from flows.server import local_prefect_server
 from tests.fixtures.deployed import Site
 
@@ -16,14 +15,11 @@ from tests.fixtures.deployed import Site
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Iterator[Site]:
     folder = tmp_path_factory.mktemp("site")
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in BATCHES.items():
-            patch.setenv(name, value)
-        with local_prefect_server(folder / "prefect") as server:
-            site = Site(folder, tiny_folder, server.api_url)
-            site.deploy()
-            try:
-                yield site
-            finally:
-                for worker in list(site.workers):
-                    site.end(worker, signal.SIGKILL)
+    with local_prefect_server(folder / "prefect") as server:
+        site = Site(folder, tiny_folder, server.api_url)
+        site.deploy()
+        try:
+            yield site
+        finally:
+            for worker in list(site.workers):
+                site.end(worker, signal.SIGKILL)

@@ -29,7 +29,8 @@ async def run_on(url: str, folder: Path, tiny_folder: Path) -> list[str | None]:
     return [record.weights_digest for record in records if record]
 
 
-@pytest.mark.parametrize("server", ["moto", pytest.param("seaweed", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("server", ["moto", "seaweed"])
 async def test_a_run_on_s3_is_the_run_on_a_folder(
     server: str,
     tmp_path: Path,

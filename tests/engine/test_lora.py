@@ -309,7 +309,8 @@ def live_tensor_bytes() -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_three_adapters_cost_less_than_half_a_base(tiny_folder: Path, dtype: str) -> None:
     engine = backend(dtype)
     empty = live_tensor_bytes()

@@ -187,6 +187,7 @@ async def two_stages(url: str, folder: Path, trainable: dict[str, Any]) -> None:
     await engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainable", [{"kind": "full"}, LoraSpec(rank=2).model_dump(mode="json")])
 async def test_a_stage_that_goes_on_from_another(trainable: dict[str, Any], tmp_path: Path, tiny_folder: Path) -> None:
     url = f"file://{tmp_path}/store"

@@ -232,7 +232,12 @@ def test_a_set_puts_a_value_over_the_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["run", "grpo"], ["run", "grpo", "--config", "absent.yaml"], ["run", "gspoo", "--config", "x"]]
+    "words",
+    [
+        ["run", "grpo"],
+        pytest.param(["run", "grpo", "--config", "absent.yaml"], marks=pytest.mark.slow),
+        pytest.param(["run", "gspoo", "--config", "x"], marks=pytest.mark.slow),
+    ],
 )
 def test_wrong_words_are_a_usage_error(words: list[str], tmp_path: Path) -> None:
     done = cli(tmp_path, *words)

@@ -124,6 +124,7 @@ def test_the_reference_does_not_move_with_the_policy(trained: tuple[Path, dict[s
     assert again == 2 * 6  # 16 pairs are drawn of 10
 
 
+@pytest.mark.slow
 def test_a_batch_larger_than_the_data_is_the_data(prefect_server: str, tiny_folder: Path, tmp_path: Path) -> None:
     asyncio.run(dpo(config_of(tmp_path, tiny_folder, algorithm={"samples_per_batch": 32})))  # one epoch
     assert len(records(tmp_path)) == 1
@@ -145,7 +146,7 @@ def test_a_batch_that_reaches_into_the_next_epoch(prefect_server: str, tiny_fold
     ("variant", "first"),
     [
         ({"loss_variant": "ipo"}, (1 / (2 * 0.1)) ** 2),  # (0 - 1 / 2β)²
-        ({"loss_variant": "cdpo", "label_smoothing": 0.1}, math.log(2)),
+        pytest.param({"loss_variant": "cdpo", "label_smoothing": 0.1}, math.log(2), marks=pytest.mark.slow),
     ],
 )
 def test_the_other_variants(
@@ -157,6 +158,7 @@ def test_the_other_variants(
     assert records(tmp_path)[1].request.loss["variant"] == variant["loss_variant"]
 
 
+@pytest.mark.slow
 def test_an_adapter_is_trained_alone(prefect_server: str, tiny_folder: Path, tmp_path: Path) -> None:
     algorithm = {"steps": 3, "samples_per_batch": 10}  # the same pairs in every step
     asyncio.run(dpo(config_of(tmp_path, tiny_folder, model__adapter={"rank": 4}, algorithm=algorithm)))
@@ -170,6 +172,7 @@ class Interrupted(Exception):
     """Ends a run in the middle of a test."""
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_resumes_and_ends_in_the_same_bytes(
     prefect_server: str,
     tiny_folder: Path,

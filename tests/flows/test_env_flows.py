@@ -153,6 +153,7 @@ def test_the_page_shows_whole_episodes(finished: tuple[Toy, Any]) -> None:
     assert all(isinstance(row["grade"], float) for row in rows)
 
 
+@pytest.mark.slow
 def test_a_rewritten_history_is_a_row_of_its_own(toy: Toy) -> None:
     toy.run("forgets", algorithm__steps=1, environment__arguments={"forget": True})
     shards, (batch,) = pandas.concat(toy.tables("forgets", "trajectories")), toy.tables("forgets", "batch")
@@ -163,6 +164,7 @@ def test_a_rewritten_history_is_a_row_of_its_own(toy: Toy) -> None:
     assert toy.metrics("forgets")[0]["completions"] == 16
 
 
+@pytest.mark.slow
 def test_gspo_takes_one_grade_per_episode(toy: Toy) -> None:
     toy.run("one", "env_gspo", algorithm={"steps": 2, "samples_per_batch": 16, "samples_per_mini_batch": 16,
             "completions_per_sample": 4, "prompts_per_shard": 4},
@@ -185,6 +187,7 @@ def test_an_environment_that_cannot_be_played_ends_the_run_and_says_why(toy: Toy
         toy.run("unlucky", environment__path="tests.guessing:Unlucky")
 
 
+@pytest.mark.slow
 def test_a_few_failures_are_masked_and_counted(toy: Toy) -> None:
     toy.run("some", environment__path="tests.guessing:Unlucky", environment__arguments={"digits": [3, 4]},
             environment__max_masked_fraction=0.9, algorithm__steps=2)  # fmt: skip

@@ -126,6 +126,7 @@ def test_rewards_values_and_credit_of_a_batch_by_the_definitions(runs: Runs) -> 
     assert any(len(row["graded_turns"]) > 1 for row in runs.played(record))
 
 
+@pytest.mark.slow
 def test_credit_flows_over_a_rewritten_history(runs: Runs) -> None:
     runs.run("forgets", algorithm__steps=2, environment__arguments={"forget": True})
     for record in runs.records("forgets", "policy"):

@@ -229,6 +229,7 @@ def test_another_hyper_parameter_under_the_key_is_refused_with_both_values(
     assert worklog.read_text() == ""
 
 
+@pytest.mark.slow
 def test_another_dataset_under_the_same_path_is_refused(toy: Toy) -> None:
     toy.run("k", algorithm__steps=1)
     config = toy.config("k", algorithm__steps=1)
@@ -286,6 +287,7 @@ async def leave_without_a_word(workspace: Workspace) -> None:
     pass
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_gives_its_lease_back_and_leaves_nothing_to_redo(
     toy: Toy, worklog: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,6 +74,7 @@ def test_the_loss_of_every_option_is_the_one_that_was_asked_for(runs: Runs) -> N
     assert record.metrics["importance_weight_mean"] == pytest.approx(1.0, abs=1 / 200)
 
 
+@pytest.mark.slow
 def test_an_adaptive_kl_coefficient_is_on_the_chain_and_goes_on_after_a_crash(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,6 +90,7 @@ def test_an_adaptive_kl_coefficient_is_on_the_chain_and_goes_on_after_a_crash(
     assert [r.weights_digest for r in runs.records("interrupted")] == [r.weights_digest for r in records]
 
 
+@pytest.mark.slow
 def test_a_penalty_in_the_reward_leaves_the_loss_and_changes_the_advantages(runs: Runs) -> None:
     in_reward = {"kl_in": "reward"}
     records = runs.run("reward-kl", regularisation=in_reward, algorithm__kl_beta=0.5, algorithm__kl_estimator="k1")
@@ -106,9 +108,8 @@ def test_a_penalty_in_the_reward_leaves_the_loss_and_changes_the_advantages(runs
         assert [rows[i]["advantages"][0] for i in members] == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    "estimator", [pytest.param("reinforce_plus_plus", marks=pytest.mark.slow), "reinforce_plus_plus_baseline"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("estimator", ["reinforce_plus_plus", "reinforce_plus_plus_baseline"])
 def test_advantages_over_the_whole_batch_have_mean_0_and_variance_1_over_its_tokens(
     runs: Runs, estimator: str
 ) -> None:
@@ -122,6 +123,7 @@ def test_advantages_over_the_whole_batch_have_mean_0_and_variance_1_over_its_tok
         assert found == sorted(found) and len(set(found)) > 1
 
 
+@pytest.mark.slow
 def test_rollouts_come_from_the_policy_that_the_staleness_says(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     records = runs.run("stale", algorithm__steps=4, rules={"max_staleness": 2})
     states = [records[0].request.parent.state, *(record.state for record in records)]
@@ -164,6 +166,7 @@ def test_answers_that_were_cut_leave_the_loss_and_count_in_their_groups(runs: Ru
     assert kept == ended and 0 < len(ended) < len(drawn)
 
 
+@pytest.mark.slow
 def test_a_penalty_on_length_moves_the_group_and_not_the_reward(runs: Runs) -> None:
     rules = {"overlong_buffer": 3, "overlong_penalty": 10.0}
     (record,) = runs.run("long", algorithm__steps=1, rules=rules, sampling=OFTEN_SHORT)
@@ -180,6 +183,7 @@ def test_a_penalty_on_length_moves_the_group_and_not_the_reward(runs: Runs) -> N
     assert mixed
 
 
+@pytest.mark.slow
 def test_whatever_the_rules_leave_out_every_prompt_is_accounted_for(runs: Runs) -> None:
     records = runs.run(
         "rules", algorithm__steps=3, grader__path="tests.grading:only_even_prompts", sampling=OFTEN_SHORT,

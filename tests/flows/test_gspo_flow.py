@@ -74,7 +74,7 @@ def test_a_config_with_a_ratio_per_token_is_refused(tmp_path: Path, tiny_folder:
         config_of(tmp_path, tiny_folder, regularisation={"policy_loss": "cispo"})
 
 
-@pytest.mark.parametrize("adapter", [None, {"rank": 4}])
+@pytest.mark.parametrize("adapter", [None, pytest.param({"rank": 4}, marks=pytest.mark.slow)])
 def test_every_step_of_the_chain_minimises_its_loss(
     prefect_server: str, tiny_folder: Path, tmp_path: Path, adapter: dict[str, Any] | None
 ) -> None:

@@ -156,6 +156,7 @@ async def test_what_does_not_exist_is_an_error_that_lists_what_does(runs: Runs) 
     assert Chain(runs.store, "second", first.stage, "policy").root() is None
 
 
+@pytest.mark.slow
 async def test_a_stage_that_began_outlives_the_checkpoint_it_began_with(runs: Runs) -> None:
     first = await runs.sft("first")
     restart = {"restart_from_checkpoint": "first/policy-2"}

@@ -91,6 +91,7 @@ def test_the_loss_is_of_the_difference_of_scores(ranked: tuple[Path, dict[str, A
     assert line["pair_accuracy"] == first.metrics["accuracy_mean"]
 
 
+@pytest.mark.slow
 def test_one_pair_a_step_has_the_loss_of_its_scores(prefect_server: str, tiny_folder: Path, tmp_path: Path) -> None:
     asyncio.run(reward_model(config_of(tmp_path, tiny_folder, algorithm={"steps": 2, "samples_per_batch": 1})))
     for record in records(tmp_path):
@@ -119,6 +120,7 @@ def test_the_published_model_is_a_scalar_one(ranked: tuple[Path, dict[str, Any]]
     assert json.loads((published / "config.json").read_text())["architectures"][0].endswith("ForSequenceClassification")
 
 
+@pytest.mark.slow
 def test_an_adapter_is_trained_beside_the_head(prefect_server: str, tiny_folder: Path, tmp_path: Path) -> None:
     algorithm = {"steps": 3, "samples_per_batch": 10}  # the same pairs in every step
     asyncio.run(reward_model(config_of(tmp_path, tiny_folder, model__adapter={"rank": 4}, algorithm=algorithm)))
@@ -132,6 +134,7 @@ class Interrupted(Exception):
     """Ends a run in the middle of a test."""
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_resumes_and_ends_in_the_same_bytes(
     prefect_server: str,
     tiny_folder: Path,

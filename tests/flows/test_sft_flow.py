@@ -116,7 +116,7 @@ def first_batch(folder: Path, run: str) -> tuple[list[dict[str, Any]], dict[str,
     return read_table(store, batch).to_pylist(), dict(read_manifest(store, batch.key).extra)
 
 
-@pytest.mark.parametrize("truncation", ["left", "right"])
+@pytest.mark.parametrize("truncation", ["left", pytest.param("right", marks=pytest.mark.slow)])
 def test_conversations_that_are_too_long_are_cut(
     learnt: tuple[Path, dict[str, Any]], tiny_folder: Path, truncation: str
 ) -> None:
@@ -158,6 +158,7 @@ class Interrupted(Exception):
     """Ends a run in the middle of a test."""
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_resumes_and_ends_in_the_same_bytes(
     prefect_server: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,10 +186,10 @@ def test_an_interrupted_run_resumes_and_ends_in_the_same_bytes(
 @pytest.mark.parametrize(
     ("algorithm", "steps"),
     [
-        ({"epochs": 2}, 4),  # 16 rows in batches of 4
+        pytest.param({"epochs": 2}, 4, marks=pytest.mark.slow),  # 16 rows in batches of 4
         pytest.param({"epochs": 1, "samples_per_batch": 3}, 3, marks=pytest.mark.slow),  # 8 rows: and one of the next
         ({}, 2),  # neither: one epoch
-        ({"samples_per_batch": 512}, 1),  # a batch larger than the dataset is the dataset
+        pytest.param({"samples_per_batch": 512}, 1, marks=pytest.mark.slow),  # a batch larger than the dataset is it
         pytest.param({"steps": 3}, 3, marks=pytest.mark.slow),
     ],
 )

@@ -56,7 +56,7 @@ def test_the_loss_of_scores() -> None:
     assert [row["loss"] for row in table] == [4.0, 0.25] and measures == {"loss": 2.125}
 
 
-@pytest.mark.parametrize("use", ["preference", "rating"])
+@pytest.mark.parametrize("use", ["preference", pytest.param("rating", marks=pytest.mark.slow)])
 def test_the_validation_loss_of_a_reward_model_is_that_of_a_step_on_the_same_rows(
     use: str, prefect_server: str, tmp_path: Path, tiny_folder: Path
 ) -> None:
@@ -86,6 +86,7 @@ def validations(folder: Path, stage: str) -> list[Validation]:
     return read_validations(open_store(str(folder / "data")), "v", stage)
 
 
+@pytest.mark.slow
 def test_the_validation_loss_of_dpo_is_that_of_a_step_on_the_same_rows(
     prefect_server: str, tmp_path: Path, tiny_folder: Path
 ) -> None:

@@ -78,6 +78,7 @@ def test_runs_without_it_are_the_runs_that_they_were(tmp_path: Path, tiny_folder
     assert PPOConfig.model_validate(own.model_dump(mode="json")) == own
 
 
+@pytest.mark.slow
 def test_each_model_steps_by_its_own_optimizer(prefect_server: str, tmp_path: Path, tiny_folder: Path) -> None:
     config = config_of(
         tmp_path, tiny_folder, algorithm__steps=3,

@@ -34,7 +34,9 @@ from tests.spawning import language_model, own_engines
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = ITERATIONS * MINI_BATCHES
-PLACES = ["1:before_step_0", "1:after_step_0", "1:after_step_1"]
+PLACES = [
+    "1:before_step_0", *(pytest.param(place, marks=pytest.mark.slow) for place in ("1:after_step_0", "1:after_step_1")),
+]  # fmt: skip
 
 
 class Cut(BaseException):

@@ -75,12 +75,13 @@ FAULTS: list[Fault] = [
 ]  # fmt: skip
 
 
-def some_slow(faults: list[Fault], quick: int) -> list[Any]:
-    """The first so many in every run of the tests, the others in the slow ones."""
-    return [*faults[:quick], *(pytest.param(fault, marks=pytest.mark.slow) for fault in faults[quick:])]
+def first_quick(faults: list[Fault]) -> list[Any]:
+    """The first fault in every run of the tests, the others in the slow ones."""
+    return [faults[0], *(pytest.param(fault, marks=pytest.mark.slow) for fault in faults[1:])]
 
 
-@pytest.mark.parametrize("fault", some_slow(FAULTS, 2), ids=repr)
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS, ids=repr)
 def test_each_request_of_an_upload_may_fail_once(
     store: ObjectStore, faulty: FaultProxy, large: Path, tmp_path: Path, fault: Fault
 ) -> None:
@@ -101,7 +102,7 @@ def test_a_part_that_fails_is_sent_again_alone(store: ObjectStore, faulty: Fault
     assert posts(faulty).count("PUT part") <= 4 + 3 + 1  # aiohttp may repeat one by itself
 
 
-@pytest.mark.parametrize("fault", some_slow([CutUpload(100), Answer(500), Cut()], 1), ids=repr)
+@pytest.mark.parametrize("fault", first_quick([CutUpload(100), Answer(500), Cut()]), ids=repr)
 def test_an_upload_that_fails_for_good_leaves_nothing(
     store: ObjectStore, faulty: FaultProxy, large: Path, fault: Fault
 ) -> None:
@@ -122,7 +123,7 @@ def test_an_upload_that_fails_for_good_leaves_nothing(
 
 
 @pytest.mark.parametrize(
-    "fault", some_slow([CutDownload(MIB), CutDownload(0), Answer(503), DropAck(), Cut()], 1), ids=repr
+    "fault", first_quick([CutDownload(MIB), CutDownload(0), Answer(503), DropAck(), Cut()]), ids=repr
 )
 def test_each_request_of_a_download_may_fail_once(
     store: ObjectStore, faulty: FaultProxy, large: Path, tmp_path: Path, fault: Fault

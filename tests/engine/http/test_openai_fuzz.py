@@ -22,6 +22,7 @@ from engine.protocol import Completion, GenerateRequest, PolicySpec
 from storage.chain import PolicyRef
 from tests.fixtures.engines import DETERMINISTIC, new_policy
 
+pytestmark = pytest.mark.slow
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),

@@ -200,10 +200,13 @@ class CheckpointConfig(Frozen):
     """A recovery checkpoint every so many steps, however quick they are."""
     keep_last: int = Field(2, ge=1)
     """Recovery checkpoints kept."""
+    keep_named: int | None = Field(None, ge=1)
+    """The latest so many named checkpoints of each model are kept, and older ones are removed. None: all are kept. A
+    checkpoint that a fork, an unfinished run, a champion or a rebase refers to is always kept."""
     keep_every: int | None = Field(None, ge=1)
-    """Recovery checkpoints of every so many steps are kept too."""
+    """Checkpoints of every so many steps are kept too."""
     keep_best: int | None = Field(None, ge=1)
-    """So many recovery checkpoints with the best `metric` are kept too."""
+    """So many checkpoints with the best `metric` are kept too."""
     metric: str | None = None
     """A metric of the steps' records, like "loss"."""
     best: Literal["min", "max"] = "max"

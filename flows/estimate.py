@@ -169,6 +169,7 @@ def _disk(config: TrainingConfig, model: ModelConfig, parameters: int, steps: in
 
 def _checkpoints(config: CheckpointConfig, steps: int) -> int:
     named = steps // config.every_steps if config.every_steps else int(1 / config.frequency) if config.frequency else 0
+    named = min(named, config.keep_named or named)
     return named + config.keep_last + (config.keep_best or 0) + (steps // config.keep_every if config.keep_every else 0)
 
 

@@ -4,7 +4,7 @@ StorageError
 ├── TransientStorageError      StorageUnavailable  StoreGone  StorageFull  AttemptTooOld
 └── PermanentStorageError      ObjectNotFound  NoSuchBucket  OtherStore  AccessDenied  CorruptArtifact
                                UnsupportedFilesystem  InvalidKey  SchemaMismatch  SemanticMismatch  VersionConflict
-                               ArtifactConflict  AliasMoved  ForkRefused  NoSuchCheckpoint
+                               ArtifactConflict  AliasMoved  ForkRefused  NoSuchCheckpoint  CheckpointInUse
 """
 
 from __future__ import annotations
@@ -98,3 +98,7 @@ class ForkRefused(PermanentStorageError):
 
 class NoSuchCheckpoint(PermanentStorageError):
     """A name that no checkpoint bears, or more than one."""
+
+
+class CheckpointInUse(PermanentStorageError):
+    """A checkpoint that is to be removed and that a fork, a run in progress, a champion or a rebase refers to."""

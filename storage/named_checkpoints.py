@@ -54,6 +54,8 @@ def restart_point(store: ObjectStore, text: str, *, run: str, stage: str, model:
     began = [] if start is None else [one for one in _of_chain(Chain.of(store, start)) if one.policy == start]
     if start is not None and any(one.is_called(text, run) for one in began):
         return start
+    if start is not None and not began and _may_be_called(start, text, run):
+        return start  # its checkpoint was removed since the stage began there, and its name with it
     known = [
         one
         for at in dict.fromkeys((run, *_runs_in(text)))
@@ -69,6 +71,27 @@ def restart_point(store: ObjectStore, text: str, *, run: str, stage: str, model:
     if start is not None and not began:
         return start  # it was pruned since the stage began there
     raise NoSuchCheckpoint(f"there is no checkpoint {text!r} to restart {stage} of {run} from; {_listed(known)}")
+
+
+def find_named(store: ObjectStore, text: str) -> PolicyRef:
+    """The policy of the one checkpoint that `run/stage/name`, or `run/name`, means.
+
+    Raises NoSuchCheckpoint: nothing is called so, or more than one thing is; the names that there are are listed.
+    """
+    known = [checkpoint for run in _runs_in(text) for checkpoint in named_checkpoints(store, run)]
+    called = [checkpoint for checkpoint in known if checkpoint.is_called(text, own_run="")]
+    called = [checkpoint for checkpoint in called if checkpoint.title == text] or called
+    if len({checkpoint.policy for checkpoint in called}) == 1:
+        return called[0].policy
+    if called:
+        titles = ", ".join(checkpoint.title for checkpoint in called)
+        raise NoSuchCheckpoint(f"{text!r} names {len(called)} checkpoints: {titles}; give the whole of one of these")
+    raise NoSuchCheckpoint(f"there is no checkpoint {text!r} in {store.url}; {_listed(known)}")
+
+
+def _may_be_called(start: PolicyRef, text: str, run: str) -> bool:
+    """Whether the place in `text`, a name's beginning, is that of `start`."""
+    return NamedCheckpoint(name=text.rpartition("/")[2], policy=start).is_called(text, run)
 
 
 def _of_chain(chain: Chain) -> Iterator[NamedCheckpoint]:

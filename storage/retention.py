@@ -7,21 +7,24 @@ goes on from is no cache: no redo makes it again, and it is never pruned.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Literal
 
 from storage import keys
 from storage.artifacts import Manifest, read_manifest
 from storage.chain import Chain, PolicyRef
-from storage.errors import ObjectNotFound
+from storage.checkpoint_uses import checkpoint_uses
+from storage.errors import CheckpointInUse, ObjectNotFound
 from storage.models import Frozen, canonical_json
 from storage.objects import ObjectStore
 from storage.rebase import rebase_at, standing, stands
 
 
 class Retention(Frozen):
-    """Which unnamed checkpoints are kept: what any of these asks for. See prune_checkpoints."""
+    """Which checkpoints are kept: what any of these asks for. See prune_checkpoints."""
 
     keep_last: int = 2
+    keep_named: int | None = None
     keep_every: int | None = None
     keep_best: int | None = None
     metric: str | None = None
@@ -36,38 +39,64 @@ def prune_checkpoints(
     policy: PolicyRef,
     *,
     keep_last: int,
+    keep_named: int | None = None,
     keep_every: int | None = None,
     keep_best: int | None = None,
     metric: str | None = None,
     best: Literal["min", "max"] = "max",
 ) -> list[int]:
-    """Deletes the chain's unnamed checkpoints but those that one of these keeps, or that a rebase goes on from; returns
-    the steps removed.
+    """Deletes the checkpoints of a chain that none of these keeps; returns the steps removed.
 
     Args:
-        keep_last: The latest so many.
+        keep_last: The latest so many unnamed ones.
+        keep_named: The latest so many named ones; None: all. Older ones stay where something refers to them
+            (`checkpoint_uses`), and where keep_every or keep_best asks for them.
         keep_every: Those of every so many steps.
         keep_best: So many with the best `metric` of the record that made them; `best` says which way. Equal ones: the
             earlier. A record without it, or with a value that is not finite, is not among the best.
 
-    The manifest goes first: a reader never follows one to data that is gone. Raises ValueError when `metric` is in none
-    of the records, naming those that are.
+    A checkpoint that a rebase goes on from always stays. The manifest goes first: a reader never follows one to data
+    that is gone. Raises ValueError when `metric` is in none of the records, naming those that are.
     """
-    needed = {rebase.checkpoint.key for rebase in standing(Chain.of(store, policy))}
-    unnamed = {
-        step: manifest
-        for step, manifest in _checkpoints(store, policy).items()
-        if manifest.key not in needed and not _named(store, manifest)
-    }
-    steps = sorted(unnamed)
-    kept = set(steps[-keep_last:]) if keep_last else set()
+    chain = Chain.of(store, policy)
+    needed = {rebase.checkpoint.key for rebase in standing(chain)}
+    free = {step: manifest for step, manifest in _checkpoints(store, policy).items() if manifest.key not in needed}
+    named = sorted(step for step, manifest in free.items() if _named(store, manifest))
+    unnamed = sorted(free.keys() - set(named))
+    too_old = [] if keep_named is None else named[: max(0, len(named) - keep_named)]
+
+    steps = sorted([*unnamed, *too_old])
+    kept = set(unnamed[-keep_last:]) if keep_last else set()
     if keep_every is not None:
         kept |= {step for step in steps if step % keep_every == 0}
     if keep_best is not None:
         if metric is None:
             raise ValueError(f"keep_best={keep_best} was given without a metric; name one of the records' metrics")
         kept |= set(_best(store, policy, steps, metric, best)[:keep_best])
-    return [step for step in steps if step not in kept and _remove(store, policy, step, unnamed[step])]
+    kept |= {used.step for used in checkpoint_uses(store, {chain.policy(step) for step in too_old if step not in kept})}
+    return [step for step in steps if step not in kept and _remove(store, policy, step, free[step])]
+
+
+def remove_checkpoints(store: ObjectStore, policies: Collection[PolicyRef], *, dry_run: bool = False) -> list[Manifest]:
+    """Deletes the checkpoints of these policies, named or not; returns those that were there. With `dry_run` they stay.
+    The chain stays whole: a policy without a checkpoint is redone from an earlier one.
+
+    Raises CheckpointInUse when something refers to one of them (`checkpoint_uses`), and then none is deleted.
+    """
+    uses = checkpoint_uses(store, policies)
+    if uses:
+        listed = "\n".join(f"  {policy.uri.partition('#')[0]}: {'; '.join(uses[policy])}" for policy in uses)
+        raise CheckpointInUse(f"nothing was removed, because these checkpoints are in use:\n{listed}")
+    removed = []
+    for policy in policies:
+        try:
+            manifest = read_manifest(store, keys.checkpoint(policy.run, policy.stage, policy.model, policy.step))
+        except ObjectNotFound:
+            continue  # somebody else removed it meanwhile
+        if not dry_run and not _remove(store, policy, policy.step, manifest):
+            raise CheckpointInUse(f"{policy.uri} was not removed: its run was rebased there a moment ago")
+        removed.append(manifest)
+    return removed
 
 
 def _remove(store: ObjectStore, policy: PolicyRef, step: int, manifest: Manifest) -> bool:
@@ -80,6 +109,7 @@ def _remove(store: ObjectStore, policy: PolicyRef, step: int, manifest: Manifest
     if rebase is not None and rebase.checkpoint.key == manifest.key and stands(chain, rebase):
         store.put_if_absent(key, canonical_json(manifest.model_dump(mode="json")))
         return False
+    store.delete(keys.checkpoint_name(manifest.key))
     for entry in manifest.files:
         store.delete(entry.key)
     return True

@@ -13,6 +13,7 @@ from storage.artifacts import read_manifest
 from storage.chain import Chain
 from storage.errors import ObjectNotFound
 from storage.models import Frozen
+from storage.named_checkpoints import NamedCheckpoint, named_checkpoints
 from storage.objects import ObjectStore
 from storage.rebase import standing
 from storage.registry import registered_key
@@ -27,6 +28,8 @@ class ChainView(Frozen):
     starts_from: str
     """A registered model, or the policy of an earlier stage."""
     checkpoints: tuple[int, ...]
+    names: dict[int, tuple[str, ...]] = {}
+    """Of the named checkpoints, by step."""
     rebases: tuple[str, ...] = ()
     """Where the chain goes on under other numerics, a line each."""
     trainable: dict[str, JsonValue]
@@ -67,6 +70,7 @@ def view_run(store: ObjectStore, run: str) -> RunView:
     if not has_objects(store, run):
         raise ObjectNotFound(f"no run {run!r} in {store.url}; `ostinato runs ls` lists the runs")
     info, chains = run_info(store, run), run_chains(store, run)
+    named = named_checkpoints(store, run)
     machine: dict[str, Any] = dict(info.machine) if info else {}
     packages = machine.pop("packages", {})
     return RunView(
@@ -75,7 +79,7 @@ def view_run(store: ObjectStore, run: str) -> RunView:
         code_version=info.code_version if info else None,
         machine=machine,
         packages=packages if isinstance(packages, dict) else {},
-        chains=tuple(_chain(chain) for chain in chains),
+        chains=tuple(_chain(chain, named) for chain in chains),
         last_metrics=_last_metrics(store, run, list(dict.fromkeys(chain.stage for chain in chains))),
         leases=tuple(_leases(store, run)),
         result=read_json(store, keys.result_json(run)),
@@ -83,11 +87,15 @@ def view_run(store: ObjectStore, run: str) -> RunView:
     )
 
 
-def _chain(chain: Chain) -> ChainView:
+def _chain(chain: Chain, named: list[NamedCheckpoint]) -> ChainView:
     root, head = chain.root(), chain.head()
     base = root.base if root else None
     start = root.start if root else None
     listed = chain.store.list(keys.checkpoints_prefix(chain.run, chain.stage, chain.model))
+    names: dict[int, tuple[str, ...]] = {}
+    for one in named:
+        if (one.policy.stage, one.policy.model) == (chain.stage, chain.model):
+            names[one.policy.step] = (*names.get(one.policy.step, ()), one.name)
     return ChainView(
         stage=chain.stage,
         model=chain.model,
@@ -95,6 +103,7 @@ def _chain(chain: Chain) -> ChainView:
         state=head.state,
         starts_from=registered_key(base) if base else start.uri if start else "nothing",
         checkpoints=tuple(sorted({step for info in listed if (step := keys.checkpoint_step(info.key)) is not None})),
+        names=names,
         rebases=tuple(rebase.title for rebase in standing(chain)),
         trainable=root.trainable if root else {},
     )

@@ -1,4 +1,5 @@
-"""`ostinato runs ls | show | lineage`: what a store's runs are, and what made a model."""
+"""`ostinato runs ls | show | lineage | remove-checkpoint`: what a store's runs are, and what made a model; named
+checkpoints are removed here too."""
 
 from __future__ import annotations
 
@@ -19,8 +20,10 @@ from flows.cli.output import (
     table,
 )
 from storage.lineage import Lineage, StepLineage, lineage_of, step_lineage
+from storage.named_checkpoints import find_named
 from storage.objects import open_store
 from storage.prompts import PromptReport, prompt_report
+from storage.retention import remove_checkpoints
 from storage.run_view import ChainView, RunView, view_run
 from storage.runs_index import RunRow, is_auxiliary, list_runs, seconds_since, summarise_run
 
@@ -101,8 +104,33 @@ def _show(view: RunView, to: Console) -> None:
 
 
 def _chain(chain: ChainView) -> tuple[Any, ...]:
-    checkpoints = " ".join(f"{step}" for step in chain.checkpoints) or None
+    checkpoints = " ".join("=".join((f"{step}", *chain.names.get(step, ()))) for step in chain.checkpoints) or None
     return f"{chain.stage}/{chain.model}", chain.head, chain.state[:12], chain.starts_from, checkpoints
+
+
+@runs_app.command("remove-checkpoint")
+def remove_checkpoint(
+    names: Annotated[
+        list[str], typer.Argument(metavar="RUN/STAGE/NAME…", help="Named checkpoints, as `runs show` lists them.")
+    ],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be removed; remove nothing.")] = False,
+    storage: Storage = DEFAULT_STORAGE,
+    as_json: AsJson = False,
+) -> None:
+    """Removes named checkpoints and frees their space. Nothing is removed when a fork, an unfinished run, a champion or
+    a rebase refers to one of them. The run can still be resumed, verified and forked at any step."""
+    with refusals():
+        store = open_store(storage)
+        policies = list(dict.fromkeys(find_named(store, name) for name in names))
+        removed = remove_checkpoints(store, policies, dry_run=dry_run)
+    if as_json:
+        rows = [{"checkpoint": manifest.key, "bytes": manifest.bytes} for manifest in removed]
+        print_json({"dry_run": dry_run, "removed": rows})
+        return
+    verb = "would remove" if dry_run else "removed"
+    for manifest in removed:
+        text = f"{verb} {manifest.key}: {manifest.bytes / 2**20:.1f} MiB"
+        console().print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 @runs_app.command("lineage")

@@ -11,6 +11,7 @@ from typer.testing import CliRunner, Result
 
 from flows.cli.main import app
 from storage import keys
+from storage.artifacts import find_artifact
 from storage.chain import Chain
 from tests.fixtures.toy_run import ToyRun
 
@@ -61,6 +62,35 @@ def test_show_tells_the_run(toy: ToyRun) -> None:
     shown = ostinato(toy, "runs", "show", "toy").stdout
     assert "tests.grading:even_share" in shown
     assert view["result"]["model"] in shown
+
+
+def test_a_named_checkpoint_is_shown_and_removed(toy: ToyRun) -> None:
+    key = keys.checkpoint("toy", "0-grpo", "policy", 2)
+    toy.store.put_if_absent(keys.checkpoint_name(key), b'{"name":"good"}')
+    (chain,) = answer(toy, "runs", "show", "toy")["chains"]
+    assert (chain["checkpoints"], chain["names"]) == ([2, 4], {"2": ["good"]})
+    assert "2=good 4" in ostinato(toy, "runs", "show", "toy").stdout
+    size = find_artifact(toy.store, key).bytes  # type: ignore[union-attr]
+    remove = ("runs", "remove-checkpoint", "toy/0-grpo/good")
+    would = ostinato(toy, *remove, "--dry-run")
+    assert (would.exit_code, would.stdout) == (0, f"would remove {key}: {size / 2**20:.1f} MiB\n")
+    assert find_artifact(toy.store, key) is not None
+    assert answer(toy, *remove) == {"dry_run": False, "removed": [{"checkpoint": key, "bytes": size}]}
+    (chain,) = answer(toy, "runs", "show", "toy")["chains"]
+    assert (chain["checkpoints"], chain["names"]) == ([4], {})
+    again = ostinato(toy, *remove)
+    assert again.exit_code == 1
+    assert "NoSuchCheckpoint: there is no checkpoint 'toy/0-grpo/good'" in again.stderr
+
+
+def test_a_checkpoint_in_use_is_not_removed(toy: ToyRun) -> None:
+    key = keys.checkpoint("toy", "0-grpo", "policy", 2)
+    toy.store.put_if_absent(keys.checkpoint_name(key), b'{"name":"good"}')
+    assert ostinato(toy, "fork", "toy", "--step", "2", "--run", "new").exit_code == 0
+    refused = ostinato(toy, "runs", "remove-checkpoint", "toy/good")
+    assert refused.exit_code == 1
+    assert "run 'new' was forked there" in refused.stderr
+    assert find_artifact(toy.store, key) is not None
 
 
 def test_nothing_of_the_environment_is_shown(toy: ToyRun, monkeypatch: pytest.MonkeyPatch) -> None:

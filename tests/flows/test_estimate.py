@@ -94,6 +94,21 @@ async def test_an_endless_run_has_no_length(world: Any) -> None:
     assert (endless.seconds, endless.disk_bytes) == (None, None)
 
 
+async def test_disk_counts_only_the_named_checkpoints_that_are_kept(world: Any) -> None:
+    store, base, data, config = world
+    config["algorithm"]["steps"] = 10
+
+    def disk(**checkpoints: Any) -> int:
+        config["checkpoints"] = {"every_steps": 1} | checkpoints
+        found = estimate(store, GRPOConfig.model_validate(config), base, data, info()).disk_bytes
+        assert found is not None
+        return found
+
+    a_checkpoint = disk(keep_last=3) - disk(keep_last=2)
+    assert disk() - disk(keep_named=4) == 6 * a_checkpoint
+    assert disk(keep_named=99) == disk()
+
+
 @pytest.mark.parametrize(
     ("there", "said"),
     [({"memory_bytes": GIB}, r"2\.0 GiB of the engine's memory, which is 1\.0 GiB.*model\.adapter"),

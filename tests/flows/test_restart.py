@@ -12,6 +12,8 @@ import flows.supervised
 from engine.errors import BadSpec
 from engine.handles import Model, TrainingModel
 from engine.text.threads import StringThread
+from flows.checkpoints import CheckpointSchedule
+from flows.config import CheckpointConfig
 from flows.loggers import StageNotifier
 from flows.ppo import PPO
 from flows.recipe import RecipeContext
@@ -23,6 +25,7 @@ from storage.fork import fork_run
 from storage.named_checkpoints import named_checkpoints
 from storage.objects import ObjectStore
 from storage.registry import registered_key
+from storage.retention import remove_checkpoints
 from tasks.graders.spec import grader_spec
 from tasks.schedules import ConstantScheduler
 from tests.fixtures.engines import DETERMINISTIC
@@ -168,6 +171,25 @@ async def test_a_stage_that_began_outlives_the_checkpoint_it_began_with(runs: Ru
     assert await runs.sft("again", max_steps=2, **restart) == again
     with pytest.raises(NoSuchCheckpoint):
         await runs.sft("late", max_steps=2, **restart)
+
+
+@pytest.mark.slow
+async def test_a_run_goes_on_after_its_named_checkpoints_were_removed(runs: Runs) -> None:
+    whole = await runs.sft("whole")
+    half = await runs.sft("half", max_steps=2)
+    (named,) = named_checkpoints(runs.store, "half")
+    remove_checkpoints(runs.store, [named.policy])
+    assert (half.step, named.policy) == (2, half)
+    resumed = await runs.sft("half")
+    assert runs.digests(resumed) == runs.digests(whole)
+    assert resumed.state == whole.state
+
+
+async def test_only_the_latest_named_checkpoints_are_kept(runs: Runs) -> None:
+    schedule = CheckpointSchedule(CheckpointConfig(every_steps=1, keep_named=2))
+    with own_engines():
+        await runs.train(await runs.spawn("r"), checkpoints=schedule)
+    assert [one.name for one in named_checkpoints(runs.store, "r")] == ["policy-3", "policy-4"]
 
 
 async def test_a_checkpoint_of_another_base_or_trained_part_is_refused(runs: Runs) -> None:

@@ -21,7 +21,7 @@ from storage.chain import (
     Root,
     StepRequest,
 )
-from storage.errors import AttemptTooOld, CorruptArtifact, ForkRefused
+from storage.errors import AttemptTooOld, CheckpointInUse, CorruptArtifact, ForkRefused
 from storage.fork import check_fork, fork_run
 from storage.gc import collect_garbage
 from storage.objects import ObjectStore, open_store
@@ -37,7 +37,7 @@ from storage.rebase import (
     standing,
     stands,
 )
-from storage.retention import prune_checkpoints
+from storage.retention import prune_checkpoints, remove_checkpoints
 from tests.fixtures.engines import PROVENANCE, commit_batch
 
 CHAIN = ("r", "0-s", "policy")
@@ -256,7 +256,9 @@ def test_what_a_rebase_goes_on_from_is_never_pruned(chain: Chain) -> None:
     first = commit(chain, exact(chain, 3))
     take(chain, rebase=first.mark)
     at(chain, 4, first.mark)
-    assert prune_checkpoints(chain.store, chain.head(), keep_last=0) == [1, 2, 4]
+    assert prune_checkpoints(chain.store, chain.head(), keep_last=0, keep_named=1) == [1, 2, 4]
+    with pytest.raises(CheckpointInUse, match="@3: run 'r' was rebased there and goes on from it"):
+        remove_checkpoints(chain.store, [chain.policy(3)])
     assert find_artifact(chain.store, first.checkpoint.key) == first.checkpoint
 
 

@@ -1,10 +1,10 @@
-"""Recovery checkpoints beyond the last few are removed; named ones stay, whenever they got their name."""
+"""Recovery checkpoints beyond the last few are removed, and named ones where keep_named says how many stay."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -12,9 +12,11 @@ from engine.local.engine import LocalEngine
 from storage import keys
 from storage.artifacts import ArtifactRef, Provenance, commit_files, find_artifact, materialise_files, read_manifest
 from storage.chain import Chain, CommitRecord, Numerics, OptimizerSpec, PolicyRef, StepRequest
+from storage.decisions import CHAMPION
 from storage.errors import ObjectNotFound
 from storage.gc import collect_garbage
 from storage.objects import ObjectStore, open_store
+from storage.registry import publish_model, set_alias
 from storage.retention import prune_checkpoints
 from tests.fixtures.engines import DETERMINISTIC, PROVENANCE, commit_batch, new_policy, request_after
 
@@ -61,6 +63,47 @@ def test_every_so_many_steps_are_kept(tmp_path: Path) -> None:
     written = {step: write(store, tmp_path, step) for step in range(0, 11)}
     assert prune_checkpoints(store, POLICY, keep_last=1, keep_every=4) == [1, 2, 3, 5, 6, 7, 9]
     assert kept(store, written) == [0, 4, 8, 10]
+
+
+def named_and_unnamed(store: ObjectStore, folder: Path) -> dict[int, str]:
+    """Checkpoints of steps 1 to 8; those of even steps are named, step 8 after it was written."""
+    names = {step: f"policy-{step}" for step in (2, 4, 6)}
+    written = {step: write(store, folder, step, names.get(step)) for step in range(1, 9)}
+    store.put_if_absent(keys.checkpoint_name(written[8]), b'{"name":"policy-8"}')
+    for step in written:
+        record(store, step, reward=1.0 if step == 2 else 0.1)
+    return written
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [2, 4, 6, 7, 8]),
+        ({"keep_named": 9}, [2, 4, 6, 7, 8]),
+        ({"keep_named": 2}, [6, 7, 8]),
+        ({"keep_named": 1, "keep_every": 4}, [4, 7, 8]),
+        ({"keep_named": 1, "keep_best": 1, "metric": "reward"}, [2, 7, 8]),
+    ],
+)
+def test_the_latest_named_ones_are_kept(tmp_path: Path, options: dict[str, Any], expected: list[int]) -> None:
+    store = open_store(tmp_path / "store")
+    written = named_and_unnamed(store, tmp_path)
+    removed = prune_checkpoints(store, POLICY, keep_last=1, **options)
+    assert kept(store, written) == expected
+    assert removed == [step for step in written if step not in expected]
+    assert not [info.key for step in removed for info in store.list(f"{written[step]}/")]
+
+
+def test_a_named_one_that_a_champion_was_made_from_is_kept(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "store")
+    written = named_and_unnamed(store, tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"weights")
+    made_from = Chain.of(store, POLICY).policy(4).uri
+    publish_model(store, "m", "1", {file.name: file}, provenance=PROVENANCE, parents=[made_from])
+    set_alias(store, "m", CHAMPION, "1")
+    prune_checkpoints(store, POLICY, keep_last=1, keep_named=1)
+    assert kept(store, written) == [4, 7, 8]
 
 
 @pytest.mark.parametrize(("best", "expected"), [("max", [2, 3, 6]), ("min", [1, 4, 6])])

@@ -17,6 +17,7 @@ import itertools
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -44,7 +45,8 @@ CASES_PER_RUN = 300
 """Cases after which a new run is begun and the old one released."""
 ANSWER_SECONDS = 75.0
 HEALTH_SECONDS = 30.0
-MEMORY_GIB = 0.5
+MEMORY_GIB = 0.2
+SHOWN = 3
 GROWTH = 1.15
 """How much memory at the end may exceed that of the middle."""
 
@@ -84,14 +86,17 @@ class Tally:
 
     keep: Path | None
     statuses: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    violations: list[str] = field(default_factory=list)
+    violations: Counter[str] = field(default_factory=Counter)
     probes: int = 0
     longest_probe: float = 0.0
     log_read: int = 0
 
-    def violation(self, number: int, what: str, data: bytes = b"") -> None:
-        self.violations.append(f"case {number}: {what}")
-        print(f"VIOLATION case {number}: {what}", flush=True)
+    def violation(self, number: int | None, what: str, data: bytes = b"") -> None:
+        """Counts it. The first `SHOWN` of a kind are printed, and their requests kept."""
+        self.violations[what] += 1
+        if self.violations[what] > SHOWN:
+            return
+        print(f"VIOLATION {'' if number is None else f'of case {number}'}: {what}", flush=True)
         if self.keep is not None and data:
             (self.keep / f"{number}.http").write_bytes(data)
 
@@ -158,7 +163,7 @@ class Campaign:
                 self.recent.pop(number, None)
             self.tally.statuses[sent.route][status] += 1
             if status.startswith("5") and status != "503":
-                self.tally.violation(number, f"{sent.route} answered {answer[-300:]!r}", sent.data)
+                self.tally.violation(number, f"{sent.route} answered {status}", sent.data)
             if status == "202":
                 await self.take_back(answer)
             if self.server.process.poll() is not None:
@@ -193,19 +198,19 @@ class Campaign:
             self.tally.probes += 1
             self.tally.longest_probe = max(self.tally.longest_probe, time.monotonic() - started)
             if status != "200" and self.server.process.poll() is None:
-                self.tally.violation(-1, f"/health: {status}")
+                self.tally.violation(None, f"/health: {status}")
             self.read_log()
             await asyncio.sleep(0.2)
 
     def read_log(self) -> None:
+        """Counts the exceptions of the whole lines that were written since the last time."""
         with self.server.log.open("rb") as log:
             log.seek(self.tally.log_read)
-            text = log.read().decode("utf-8", "replace")
-        end = text.rfind("\n") + 1
-        self.tally.log_read += len(text[:end].encode())
-        if "Traceback" in text[:end]:
-            last = [line for line in text[:end].splitlines() if re.match(r"\w[\w.]*(Error|Exception|Timeout)\b", line)]
-            self.tally.violation(-1, f"a traceback in the log: {last[-1:]}")
+            lines, _, _ = log.read().rpartition(b"\n")
+        self.tally.log_read += len(lines)
+        for line in lines.decode("utf-8", "replace").splitlines():
+            if re.match(r"\w[\w.]*(Error|Exception|Timeout)\b", line):
+                self.tally.violation(None, f"in the log: {line[:200]}")
 
 
 @contextlib.asynccontextmanager
@@ -217,7 +222,9 @@ async def started(campaign: Campaign) -> AsyncIterator[list[asyncio.Task[None]]]
         yield tasks
     finally:
         campaign.over = True
-        await asyncio.wait(tasks, timeout=2 * ANSWER_SECONDS)
+        _, late = await asyncio.wait(tasks, timeout=ANSWER_SECONDS)
+        for task in late:
+            task.cancel()
 
 
 async def run(options: argparse.Namespace, folder: Path, tally: Tally) -> None:
@@ -225,21 +232,21 @@ async def run(options: argparse.Namespace, folder: Path, tally: Tally) -> None:
     try:
         async with started(campaign) as tasks:
             middle: dict[str, int] = {}
-            parts = 4
+            parts = 8
             for part in range(parts):
                 done, _ = await asyncio.wait(tasks, timeout=60 * options.minutes / parts, return_when="FIRST_EXCEPTION")
                 for task in done:
                     task.result()
                 if part == 0:
                     first = campaign.server.sizes()
-                if part == 1:
+                if part == parts // 2 - 1:
                     middle = campaign.server.sizes()
                 count = sum(map(sum, (c.values() for c in tally.statuses.values())))
                 print(f"{part + 1}/{parts}: {count} cases, {campaign.server.sizes()}", flush=True)
         end = campaign.server.sizes()
-        print(f"after the first quarter {first}\nin the middle {middle}\nat the end, idle {end}")
+        print(f"after an eighth {first}\nin the middle {middle}\nat the end, idle {end}")
         if end["RSS MiB"] > GROWTH * middle["RSS MiB"] or end["open files"] > middle["open files"] + 20:
-            tally.violation(-1, f"the process grew from {middle} to {end}")
+            tally.violation(None, f"the process grew from {middle} to {end}")
     finally:
         campaign.server.end()
         if tally.keep is not None:
@@ -253,7 +260,9 @@ def report(tally: Tally) -> None:
         print(f"| {route} | " + " | ".join(str(counts[status]) for status in columns) + " |")
     total = sum(sum(counts.values()) for counts in tally.statuses.values())
     print(f"{total} requests; /health asked {tally.probes} times, answered after {tally.longest_probe:.2f} s at most")
-    print(f"{len(tally.violations)} violations")
+    for what, count in tally.violations.most_common():
+        print(f"{count} times: {what}")
+    print(f"{tally.violations.total()} violations")
 
 
 def main() -> None:
@@ -266,6 +275,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.keep is not None:
         options.keep.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # which ends the server too
     os.environ["OSTINATO_ENGINE_TOKEN"] = TOKEN  # the client and the server read it there
     tally = Tally(options.keep)
     with tempfile.TemporaryDirectory() as folder:

@@ -88,20 +88,24 @@ def head_of(store: ObjectStore, model: ArtifactRef) -> Head:
 
 def head_in_config(path: Path) -> Head:
     """The head of the model that a config.json describes; "lm" where there is none to read."""
-    try:
-        names = json.loads(path.read_text(encoding="utf-8")).get("architectures") or ()
-    except (OSError, ValueError, AttributeError):
+    names = read_config(path).get("architectures")
+    if not isinstance(names, list):
         return "lm"
     return "scalar" if any(str(name).endswith(SCALAR_ARCHITECTURE) for name in names) else "lm"
 
 
 def config_of(folder: Path) -> dict[str, Any]:
     """What the folder's config.json says; empty where there is none to read."""
+    return read_config(folder / CONFIG_FILE)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """What a config.json says; empty where it is missing, or no JSON object."""
     try:
-        found = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return config if isinstance(config, dict) else {}
 
 
 def no_language_head(name: str) -> str:

@@ -44,5 +44,5 @@ def _elements(file: BinaryIO, name: str) -> int:
     try:
         header = json.loads(file.read(size))
         return sum(prod(entry["shape"]) for tensor, entry in header.items() if tensor != "__metadata__")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise CorruptArtifact(f"{name} has no readable safetensors header: {error}") from error

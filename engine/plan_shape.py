@@ -228,7 +228,7 @@ def read_shape(folder: Path) -> ModelShape:
     """
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise BadSpec(f"{folder} has no readable config.json ({error}); give a Hugging Face model folder") from error
     counted = folder_parameter_count({file.name: file for file in sorted(folder.glob("*.safetensors"))})
     return shape_of(config, folder.name, counted=counted or None)

@@ -7,8 +7,9 @@ text. Both roads, the file's and the command line's, read scalars by the same ru
 import difflib
 import json
 import re
+import sys
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +17,13 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 Model = TypeVar("Model", bound=BaseModel)
+
+MAX_CONFIG_BYTES = 1 << 20
+"""Size of a config file, and of its values with every alias of YAML written out."""
+MAX_DEPTH = 100
+"""Groups and lists within one another; what checks and stores a config fails at about 200."""
+SHOWN_CHARACTERS = 200
+"""Of a wrong value in an error."""
 
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*(\.[A-Za-z_][A-Za-z0-9_-]*)*")
 
@@ -27,7 +35,8 @@ class ConfigError(ValueError):
 def load_config(path: Path | None, sets: Sequence[str] = ()) -> dict[str, Any]:
     """The file's mapping (.yaml, .yml, .toml or .json; None: empty) with each `a.b=value` of `sets` put in.
 
-    Raises ConfigError: no such file, wrong suffix, bad syntax, a key given twice, a set that goes through a value.
+    Raises ConfigError: no such file, wrong suffix, bad syntax, too large or nested too deeply, a key given twice, a set
+    that goes through a value.
     """
     config = {} if path is None else _read_file(path)
     seen: list[str] = []
@@ -39,6 +48,7 @@ def load_config(path: Path | None, sets: Sequence[str] = ()) -> dict[str, Any]:
                 raise ConfigError(f"{key!r} is set {again}; set it once")
         seen.append(key)
         _put(config, key, value)
+    _check_extent(config, "the config" if path is None else str(path))
     return config
 
 
@@ -61,37 +71,74 @@ def describe_validation(error: ValidationError, model: type[BaseModel]) -> str:
         elif problem["type"] == "missing":
             lines.append(f"{where}: missing; set it in the file or by {where}=…")
         else:
-            given = "" if isinstance(problem["input"], dict) else f" (given: {problem['input']!r})"
+            given = "" if isinstance(problem["input"], dict) else f" (given: {problem['input']!r:.{SHOWN_CHARACTERS}})"
             lines.append(f"{where}: {problem['msg'].removeprefix('Value error, ')}{given}")
     noun = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
     return f"{noun} in the {model.__name__} config:\n" + "\n".join(f"  {line}" for line in lines)
 
 
 def _read_file(path: Path) -> dict[str, Any]:
+    text = _read_text(path)
+    parse = _PARSERS.get(path.suffix.lower())
+    if parse is None:
+        given = f"the suffix {path.suffix!r}" if path.suffix else "no suffix"
+        raise ConfigError(f"{path} has {given}; expected .yaml, .yml, .toml or .json")
     try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}; give the path of a config file") from error
-    try:
-        match path.suffix.lower():
-            case ".yaml" | ".yml":
-                config = yaml.load(text, _Loader)  # _Loader is a SafeLoader
-            case ".toml":
-                config = tomllib.loads(text)
-            case ".json":
-                config = json.loads(text, object_pairs_hook=_refuse_duplicates) if text.strip() else None
-            case suffix:
-                given = f"the suffix {suffix!r}" if suffix else "no suffix"
-                raise ConfigError(f"{path} has {given}; expected .yaml, .yml, .toml or .json")
-    except (yaml.YAMLError, tomllib.TOMLDecodeError, json.JSONDecodeError, _DuplicateKey) as error:
-        raise ConfigError(f"{path} cannot be parsed: {error}") from error
+        config = parse(text)
+    except _UNPARSEABLE as error:
+        raise ConfigError(f"{path} cannot be parsed: {_why_unparseable(error)}") from error
     if config is None:
         return {}
     if not isinstance(config, dict):
         raise ConfigError(f"{path} holds a {type(config).__name__} at the top; expected keys with values, `key: value`")
     return config
+
+
+def _read_text(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_CONFIG_BYTES + 1)
+            size = max(len(data), path.stat().st_size)
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}; give the path of a config file") from error
+    if len(data) > MAX_CONFIG_BYTES:
+        raise ConfigError(
+            f"{path} has {size:,} bytes, and a config has at most {MAX_CONFIG_BYTES:,}; keep data in files of its own, "
+            "and name those files in the config"
+        )
+    return text
+
+
+def _check_extent(config: dict[str, Any], name: str) -> None:
+    """Raises ConfigError for what later stages cannot take: too many levels, or aliases that multiply the values."""
+    try:
+        size, _ = _extent(config, {}, depth=0)
+    except _TooDeep as error:
+        raise ConfigError(f"{name}: {error}") from error
+    if size > MAX_CONFIG_BYTES:
+        raise ConfigError(
+            f"{name}: its values have {size:,} characters when its YAML aliases are written out, and a config has at "
+            f"most {MAX_CONFIG_BYTES:,}; use fewer aliases of aliases"
+        )
+
+
+def _extent(value: Any, known: dict[int, tuple[int, int]], depth: int) -> tuple[int, int]:
+    """(characters, levels) of a value. An alias is the same object again: it is measured once and counted each time."""
+    if not isinstance(value, dict | list):
+        return len(value) if isinstance(value, str) else 1, 0
+    size, levels = known.get(id(value), (0, 0))
+    if depth + max(levels, 1) > MAX_DEPTH:
+        raise _TooDeep
+    if not levels:
+        inner = value if isinstance(value, list) else value.values()
+        extents = [_extent(item, known, depth + 1) for item in inner]
+        size = 1 + sum(item_size for item_size, _ in extents)
+        levels = 1 + max((item_levels for _, item_levels in extents), default=0)
+        known[id(value)] = size, levels
+    return size, levels
 
 
 def _parse_set(text: str) -> tuple[str, Any]:
@@ -101,14 +148,14 @@ def _parse_set(text: str) -> tuple[str, Any]:
         raise ConfigError(f"{text!r} does not set a key; expected key=value or group.key=value, such as lr=1e-5")
     if not value:
         raise ConfigError(f"{text!r} gives no value; write {key}=null for none, or {key}='\"\"' for an empty text")
-    if value[0] not in "[{'\"":
-        # Not parsed as a document: `prompt=Question: {x} # 1` is text, not a mapping with a comment.
-        return key, _scalar(value)
     try:
-        return key, yaml.load(value, _Loader)  # _Loader is a SafeLoader
-    except (yaml.YAMLError, _DuplicateKey) as error:
+        if value[0] not in "[{'\"":
+            # Not parsed as a document: `prompt=Question: {x} # 1` is text, not a mapping with a comment.
+            return key, _scalar(value)
+        return key, _parse_yaml(value)
+    except _UNPARSEABLE as error:
         raise ConfigError(
-            f"the value of {text!r} cannot be parsed: {error}; "
+            f"the value of {text!r:.{SHOWN_CHARACTERS}} cannot be parsed: {_why_unparseable(error)}; "
             "lists are [a, b], groups are {a: 1}, and a text that starts so goes in quotes"
         ) from error
 
@@ -129,6 +176,26 @@ def _put(config: dict[str, Any], key: str, value: Any) -> None:
 
 class _DuplicateKey(Exception):
     """A mapping names one key twice, or names one that is not text."""
+
+
+class _TooDeep(Exception):
+    """Groups and lists within one another, more than MAX_DEPTH."""
+
+    def __str__(self) -> str:
+        return f"its groups and lists are nested more than {MAX_DEPTH} levels deep; write it flatter"
+
+
+# ValueError: JSON and TOML syntax, and integers of more digits than Python reads. RecursionError: nested too deeply.
+_UNPARSEABLE = (yaml.YAMLError, _DuplicateKey, ValueError, RecursionError)
+
+
+def _why_unparseable(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return str(_TooDeep())
+    if "integer string conversion" in str(error):  # Python's own words tell the reader to change the interpreter
+        digits = sys.get_int_max_str_digits()
+        return f"an integer has more than {digits:,} digits; write a shorter one, or put it in quotes"
+    return str(error)
 
 
 class _Loader(yaml.SafeLoader):
@@ -157,6 +224,19 @@ def _refuse_duplicates(pairs: Iterable[tuple[str, Any]], where: str = "") -> dic
             raise _DuplicateKey(f"the key {key!r} stands twice in one group{at}; keep one")
         mapping[key] = value
     return mapping
+
+
+def _parse_yaml(text: str) -> Any:
+    return yaml.load(text, _Loader)  # _Loader is a SafeLoader
+
+
+def _parse_json(text: str) -> Any:
+    return json.loads(text, object_pairs_hook=_refuse_duplicates) if text.strip() else None
+
+
+_PARSERS: dict[str, Callable[[str], Any]] = {
+    ".yaml": _parse_yaml, ".yml": _parse_yaml, ".toml": tomllib.loads, ".json": _parse_json,
+}  # fmt: skip
 
 
 def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:

@@ -147,7 +147,11 @@ class Grader:
             body = {"path": given} if isinstance(given, str) else given
             if not isinstance(body, dict) or "path" not in body or body.keys() - {"path", "arguments"}:
                 raise ValueError(f"given {given!r}; expected an import path, or {{'path': …, 'arguments': {{…}}}}")
-            return cls(str(body["path"]), canonical_json(dict(body.get("arguments") or {})).decode())
+            try:
+                arguments = canonical_json(dict(body.get("arguments") or {})).decode()
+            except (TypeError, ValueError, RecursionError) as error:
+                raise ValueError(f"the arguments of {body['path']} are nothing that JSON can say: {error}") from error
+            return cls(str(body["path"]), arguments)
 
         named = core_schema.typed_dict_schema({
             "path": core_schema.typed_dict_field(core_schema.str_schema()),

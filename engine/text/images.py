@@ -187,6 +187,6 @@ def _json(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise TokenizerMissing(f"{path.name} cannot be read: {error}") from error
     return found if isinstance(found, dict) else {}

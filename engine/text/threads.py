@@ -149,7 +149,7 @@ class StringThread(Frozen):
         """The thread `to_json` wrote. Raises ThreadError."""
         try:
             data = json.loads(text)
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:
             raise ThreadError(f"not JSON ({error}); expected what StringThread.to_json wrote") from error
         if not isinstance(data, dict) or "turns" not in data or data.keys() - {"turns", "metadata", "weights"}:
             raise ThreadError(

@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from engine.model_folder import read_config
 from engine.text.errors import ChatTemplateMissing, TemplateRefused, TokenizerMissing
 from engine.text.images import PROCESSOR_FILES, ImageTokens, image_tokens_of
 from engine.text.rendering import Renderer
@@ -79,8 +80,6 @@ class Tokenizer:
 
     def apply_chat_template(self, messages: list[dict[str, Any]], *, generation_prompt: bool) -> str:
         """The text of the messages. Raises ChatTemplateMissing, TemplateRefused."""
-        from jinja2 import TemplateError
-
         if not self.has_chat_template:
             raise ChatTemplateMissing(
                 f"the tokenizer of {self.name} has no chat template; expected one in chat_template.jinja or under "
@@ -90,11 +89,11 @@ class Tokenizer:
             return self._tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=generation_prompt
             )
-        except (TemplateError, TypeError, KeyError) as error:  # templates raise all three on what they do not expect
+        except Exception as error:  # the boundary to the template, a program of the model's maker: it raises any type
             roles = [message["role"] for message in messages]
             raise TemplateRefused(
-                f"the chat template of {self.name} refused messages of the roles {roles}: {error}; "
-                "give it the roles and order it takes"
+                f"the chat template of {self.name} refused messages of the roles {roles}: "
+                f"{type(error).__name__}: {error}; give it the roles and order it takes, or mend the template"
             ) from error
 
 
@@ -177,7 +176,7 @@ def _context_length_of(stored: _ByDigest) -> int | None:
 
     with TemporaryDirectory() as scratch:
         path = materialise_files(stored.store, stored.model.key, Path(scratch), names=(CONFIG_FILE,)).get(CONFIG_FILE)
-        config = {} if path is None else json.loads(path.read_text(encoding="utf-8"))
+        config = {} if path is None else read_config(path)
     text = config.get("text_config") or {}  # of a vision-language model
     given = config.get("max_position_embeddings", text.get("max_position_embeddings"))
     return given if isinstance(given, int) else None
@@ -190,9 +189,11 @@ def _eos_token_ids(tokenizer: Any, folder: Path, name: str) -> list[int]:
     if path.is_file():
         try:
             given = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        except (ValueError, AttributeError) as error:
-            raise TokenizerMissing(f"generation_config.json of {name} is not a JSON object: {error}") from error
-        found += [int(i) for i in (given if isinstance(given, list) else [given]) if i is not None]
+            found += [int(i) for i in (given if isinstance(given, list) else [given]) if i is not None]
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise TokenizerMissing(
+                f"generation_config.json of {name} is no JSON object with token ids in eos_token_id: {error}"
+            ) from error
     if not found:
         raise TokenizerMissing(
             f"the tokenizer of {name} has no end-of-sequence token; expected 'eos_token' in tokenizer_config.json"

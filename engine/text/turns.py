@@ -172,5 +172,8 @@ def check_weights(weights: Any, turns: tuple[Turn, ...]) -> tuple[float, ...] | 
 
 def shown(value: Any) -> str:
     """The start of a value, for an error."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:
+        return f"a {type(value).__name__} that is nested too deeply to be shown"
     return text if len(text) <= 80 else text[:77] + "…"

@@ -36,7 +36,7 @@ def deployments_in(path: Path) -> list[dict[str, Any]]:
     """The entries of the file. Raises ConfigError."""
     try:
         body = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     found = body.get("deployments") if isinstance(body, dict) else None
     if not isinstance(found, list) or not all(isinstance(entry, dict) and entry.get("name") for entry in found):

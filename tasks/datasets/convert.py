@@ -253,5 +253,8 @@ def _check_last_turn(turns: list[Turn], place: Place, kind: DatasetUse) -> None:
 def _shown(value: Any) -> str:
     if value is None:
         return "null"
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:
+        return f"a {type(value).__name__} that is nested too deeply to be shown"
     return f"{text if len(text) <= 60 else text[:57] + '…'} ({type(value).__name__})"

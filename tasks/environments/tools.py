@@ -57,7 +57,7 @@ def parse_tool_calls(text: str) -> list[ToolCall]:
 def _parsed(body: str) -> ToolCall:
     try:
         call = json.loads(body)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         return ToolCall("", {}, f"not JSON: {error}")
     name = call.get("name") if isinstance(call, dict) else None
     arguments = call.get("arguments", {}) if isinstance(call, dict) else None

@@ -68,7 +68,7 @@ class JsonSchemaMatch(BaseGrader):
         try:
             schema = json.loads(stored) if isinstance(stored, str) else stored
             return _validator(schema)
-        except (ValueError, SchemaError) as error:
+        except (ValueError, RecursionError, SchemaError) as error:
             raise GraderError(f"metadata[{self.schema_key!r}] is not a JSON schema: {error}"[:300]) from error
 
 

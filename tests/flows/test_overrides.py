@@ -199,3 +199,70 @@ def test_a_key_of_another_group_is_not_suggested_for_itself() -> None:
 
     with pytest.raises(ConfigError, match=r"rate: unknown key; leave it out"):
         parse_config(Outer, None, ["rate=1"])
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("c.yaml", "a: " + 5000 * "[" + 5000 * "]"),
+        ("c.json", '{"a": ' + 5000 * "[" + 5000 * "]" + "}"),
+        ("c.toml", "a = " + 5000 * "[" + 5000 * "]"),
+        ("c.yaml", "a: " + 101 * "[" + 101 * "]"),
+        ("c.json", '{"a": ' + 101 * "[" + 101 * "]" + "}"),
+        ("c.toml", ".".join("a" for _ in range(500)) + " = 1"),
+        ("c.yaml", "a: &a [*a]"),
+    ],
+    ids=lambda value: str(value)[:12],
+)
+def test_a_config_that_is_nested_too_deeply_is_refused(tmp_path: Path, name: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{name}.*nested more than 100 levels deep"):
+        load_config(write(tmp_path, name, text))
+
+
+@pytest.mark.parametrize("text", ["a=" + 5000 * "[" + 5000 * "]", ".".join("a" for _ in range(500)) + "=1"])
+def test_a_set_that_is_nested_too_deeply_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="nested more than 100 levels deep"):
+        load_config(None, [text])
+
+
+def test_a_hundred_levels_are_read(tmp_path: Path) -> None:
+    """The top is one level, the lists are the other 99."""
+    inner = load_config(write(tmp_path, "c.yaml", "a: " + 99 * "[" + 99 * "]"))["a"]
+    for _ in range(98):
+        (inner,) = inner
+    assert inner == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("c.yaml", "a: {}"), ("c.json", '{{"a": {}}}'), ("c.toml", "a = {}"), ("", "a={}"), ("", "a=[{}]")],
+)
+def test_an_integer_of_thousands_of_digits_is_refused(tmp_path: Path, name: str, text: str) -> None:
+    text = text.format(5000 * "7")
+    with pytest.raises(ConfigError, match="an integer has more than 4,300 digits"):
+        load_config(write(tmp_path, name, text)) if name else load_config(None, [text])
+
+
+@pytest.mark.parametrize("name", ["c.yaml", "c.json", "c.toml"])
+def test_a_config_of_fifty_megabytes_is_refused_before_it_is_parsed(tmp_path: Path, name: str) -> None:
+    with (tmp_path / name).open("wb") as file:
+        file.write(b"a: [")  # parsing it would fail for another reason
+        file.truncate(50 * 2**20)
+    with pytest.raises(ConfigError, match=rf"{name} has 52,428,800 bytes, and a config has at most 1,048,576"):
+        load_config(tmp_path / name)
+
+
+def test_aliases_that_multiply_are_refused(tmp_path: Path) -> None:
+    """Ten aliases of ten aliases, eight times: a few hundred bytes for 10**8 values."""
+    lines = ["a0: &a0 x", *(f"a{n}: &a{n} [{', '.join(10 * [f'*a{n - 1}'])}]" for n in range(1, 9))]
+    with pytest.raises(ConfigError, match=r"has at most 1,048,576; use fewer aliases"):
+        load_config(write(tmp_path, "c.yaml", "\n".join(lines)))
+
+
+def test_a_wrong_value_is_shown_in_part() -> None:
+    class Config(BaseModel):
+        steps: int
+
+    with pytest.raises(ConfigError, match="steps: .*given: 'xxx") as refused:
+        parse_config(Config, None, ["steps=" + 10_000 * "x"])
+    assert len(str(refused.value)) < 500

@@ -36,6 +36,14 @@ from tests.spawning import context, own_engines
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
 
+
+def nested(levels: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(levels):
+        value = {"x": value}
+    return value
+
+
 @pytest.fixture(autouse=True)
 def engines() -> Iterator[None]:
     with own_engines():
@@ -167,6 +175,8 @@ def test_fields_are_plain_values_outside_and_handles_inside(tiny_folder: Path) -
         ("prompts", {"kind": "nowhere"}, "nowhere"),
         ("prompts", {"kind": "file", "path": "a", "odd": 1}, "odd"),
         ("graders", [{"way": "x"}], "expected an import path"),
+        ("graders", [{"path": "a:b", "arguments": {"x": {1}}}], "the arguments of a:b are nothing that JSON can say"),
+        ("graders", [{"path": "a:b", "arguments": nested(5000)}], "the arguments of a:b are nothing that JSON can say"),
     ],
 )
 def test_what_is_no_such_thing_is_refused_with_what_was_given(field: str, value: Any, said: str) -> None:

@@ -301,6 +301,19 @@ class TestRefusals:
         with pytest.raises(TemplateRefused):
             renderer.tokenize(StringThread().system("s"))
 
+    @pytest.mark.parametrize(
+        ("template", "error"),
+        [
+            ("{{ 10.0 ** 1000 }}", "OverflowError"),
+            ("{{ 1 // 0 }}", "ZeroDivisionError"),
+            ("{{ messages[0].content.encode('ascii') }}", "UnicodeEncodeError"),
+            ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "RecursionError"),
+        ],
+    )
+    def test_whatever_a_template_raises_is_named(self, template: str, error: str) -> None:
+        with pytest.raises(TemplateRefused, match=f"the-model.*'user'.*{error}"):
+            renderer_with(template).prompt_ids(StringThread().user("ü"))
+
     def test_what_the_template_would_lose(self, chatml: Renderer) -> None:
         call = StringThread().user("u").assistant([ToolCallFragment(id="1", name="zoom"), TextFragment(text="x")])
         thought = StringThread().user("u").assistant([ReasoningFragment(text="hmm"), TextFragment(text="x")])

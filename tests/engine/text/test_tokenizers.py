@@ -43,6 +43,13 @@ def test_generation_config_adds_ids_that_end_a_turn(folder: Path) -> None:
     assert load_tokenizer(folder).eos_token_ids == (2,)
 
 
+@pytest.mark.parametrize("text", ["{", "[1]", 5000 * "[", '{"eos_token_id": "two"}', '{"eos_token_id": {}}'])
+def test_a_generation_config_that_names_no_ids_is_refused(folder: Path, text: str) -> None:
+    (folder / "generation_config.json").write_text(text)
+    with pytest.raises(TokenizerMissing, match=r"generation_config\.json of .* eos_token_id"):
+        load_tokenizer(folder)
+
+
 def test_no_folder_no_tokenizer_broken_tokenizer(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(TokenizerMissing, match="not a folder"):
         load_tokenizer(tmp_path / "absent")

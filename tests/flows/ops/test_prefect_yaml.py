@@ -124,6 +124,9 @@ def test_crashes_are_counted_for_each_of_our_runs_no_earlier_than_by_the_flow(mo
 def test_a_file_that_is_missing_or_no_prefect_yaml_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no prefect.yaml found"):
         find_prefect_yaml(tmp_path / "prefect.yaml")
+    (tmp_path / "prefect.yaml").write_text("deployments: " + 5000 * "[")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        deployments_in(tmp_path / "prefect.yaml")
     (tmp_path / "prefect.yaml").write_text("deployments: {a: b}")
     with pytest.raises(ConfigError, match="no list of deployments"):
         deployments_in(tmp_path / "prefect.yaml")

@@ -30,4 +30,12 @@ def mixed() -> list[Any]:
     return [{"prompt": "one"}, "two", {"prompt": ""}, {"prompt": "four"}]
 
 
+def nested() -> Iterator[dict[str, Any]]:
+    value: list[Any] = []
+    for _ in range(5000):
+        value = [value]
+    for column in ("metadata", "prompt"):
+        yield {"prompt": "one", column: {"a": value}}
+
+
 nothing = 7

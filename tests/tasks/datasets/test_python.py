@@ -10,7 +10,7 @@ import pytest
 from storage.artifacts import Provenance
 from storage.objects import ObjectStore, open_store
 from storage.tables import read_table
-from tasks.datasets.errors import BadRow, DatasetError
+from tasks.datasets.errors import BadRow, DatasetError, EmptyDataset
 from tasks.datasets.load import load_dataset
 from tasks.datasets.spec import FileDataset, PythonDataset
 
@@ -62,6 +62,13 @@ def test_rows_that_are_none(store: ObjectStore) -> None:
     loaded = load_dataset(store, dataset("mixed", on_bad_row="skip"), provenance=PROVENANCE)
     assert (loaded.rows, loaded.skipped) == (2, 2)
     assert "row 2" in loaded.skipped_reasons[0] and "row 3" in loaded.skipped_reasons[1]
+
+
+def test_rows_that_are_nested_too_deeply(store: ObjectStore) -> None:
+    with pytest.raises(BadRow, match=r"given_rows:nested, row 1, column 'metadata': given a dict that is nested too"):
+        load_dataset(store, dataset("nested"), provenance=PROVENANCE)
+    with pytest.raises(EmptyDataset, match="all 2 rows were skipped"):
+        load_dataset(store, dataset("nested", on_bad_row="skip"), provenance=PROVENANCE)
 
 
 @pytest.mark.parametrize(

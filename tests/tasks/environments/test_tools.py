@@ -64,6 +64,7 @@ def answers(text: str) -> list[str]:
         ('<tool_call>{"name": 1, "arguments": {}}</tool_call>', None),
         ('<tool_call>{"name": "add", "arguments": "a=1"}</tool_call>', None),
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", None),
+        ("<tool_call>" + "7" * 5_000 + "</tool_call>", None),
     ],
 )  # fmt: skip
 def test_what_is_a_call(text: str, calls: list[ToolCall] | None) -> None:

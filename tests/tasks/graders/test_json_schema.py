@@ -48,7 +48,7 @@ async def test_the_row_brings_its_schema() -> None:
     for schema in ({"type": "integer"}, '{"type": "integer"}'):
         assert (await JsonSchemaMatch().grade(completed("4", schema=schema))).value == 1.0
         assert (await JsonSchemaMatch().grade(completed('"4"', schema=schema))).value == 0.0
-    for schema in (None, "not JSON", {"type": "whole"}):
+    for schema in (None, "not JSON", {"type": "whole"}, 5000 * "[", 5000 * "7"):
         with pytest.raises(GraderError):
             await JsonSchemaMatch().grade(completed("4", schema=schema))
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from engine.adapters import Head
 from engine.errors import BadModelFolder
-from engine.model_size import folder_parameter_count
+from engine.model_size import folder_parameter_count, tensor_names
 from storage.artifacts import MANIFEST_NAME, ArtifactRef, digest_of, file_entries, materialise_files
 from storage.errors import CorruptArtifact
 from storage.objects import ObjectStore
@@ -22,6 +22,8 @@ PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 """Weights that can run code when read; they are neither read nor published."""
 
 CONFIG_FILE = "config.json"
+LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+"""How a config.json names its number of layers."""
 SCALAR_ARCHITECTURE = "ForSequenceClassification"
 """How the names of transformers' models with a scalar head end."""
 
@@ -122,6 +124,7 @@ def check_model_folder(folder: Path) -> None:
             f"{folder} has no config.json; give a Hugging Face model folder (config, tokenizer, *.safetensors)"
         )
     if any(folder.glob("*.safetensors")):
+        _check_layers(folder)
         return
     pickled = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES)
     if pickled:
@@ -130,6 +133,25 @@ def check_model_folder(folder: Path) -> None:
             "with save_pretrained(..., safe_serialization=True)"
         )
     raise BadModelFolder(f"{folder} has a config.json but no *.safetensors weights")
+
+
+def _check_layers(folder: Path) -> None:
+    """Refuses a config.json of more layers than the files have tensors: to build such a model would take minutes."""
+    config = config_of(folder)
+    groups = [config, *(value for value in config.values() if isinstance(value, dict))]
+    layers = {key: group[key] for group in groups for key in LAYER_KEYS if isinstance(group.get(key), int)}
+    key = max(layers, key=layers.__getitem__, default="")
+    try:
+        names = tensor_names(folder)
+    except CorruptArtifact:
+        return  # whoever loads the file says what is wrong with it
+    if not key or layers[key] <= len(names):
+        return
+    numbers = [int(part) for name in names for part in name.split(".") if part.isdecimal()]
+    raise BadModelFolder(
+        f"{folder}: its config.json says {key}={layers[key]}, and its safetensors files hold {len(names)} tensors of "
+        f"{max(numbers, default=-1) + 1} layers; give the config.json that the weights were saved with"
+    )
 
 
 def _name_of(folder: Path) -> str:

@@ -13,6 +13,8 @@ from storage.errors import CorruptArtifact
 from storage.objects import ObjectStore
 
 SUFFIX = ".safetensors"
+METADATA = "__metadata__"
+"""The one entry of a header that is no tensor."""
 MAX_HEADER_BYTES = 100 << 20
 """safetensors' own limit."""
 
@@ -37,12 +39,26 @@ def folder_parameter_count(files: Mapping[str, Path]) -> int:
     return count
 
 
+def tensor_names(folder: Path) -> list[str]:
+    """The names of all tensors in the folder's safetensors files. Raises CorruptArtifact."""
+    names: list[str] = []
+    for path in sorted(folder.glob(f"*{SUFFIX}")):
+        with path.open("rb") as file:
+            names += _shapes(file, path.name)
+    return names
+
+
 def _elements(file: BinaryIO, name: str) -> int:
+    return sum(prod(shape) for shape in _shapes(file, name).values())
+
+
+def _shapes(file: BinaryIO, name: str) -> dict[str, list[int]]:
+    """Shape by tensor, from the header alone. Raises CorruptArtifact."""
     size = int.from_bytes(file.read(8), "little")
     if not 0 < size <= MAX_HEADER_BYTES:
         raise CorruptArtifact(f"{name} does not begin like a safetensors file; export the model again")
     try:
         header = json.loads(file.read(size))
-        return sum(prod(entry["shape"]) for tensor, entry in header.items() if tensor != "__metadata__")
+        return {tensor: [int(n) for n in entry["shape"]] for tensor, entry in header.items() if tensor != METADATA}
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise CorruptArtifact(f"{name} has no readable safetensors header: {error}") from error

@@ -14,6 +14,13 @@ Rewards = Sequence[float | None]
 Advantages = list[float | None]
 
 EPSILON = 1e-8
+LARGEST_REWARD = 1e15
+"""In size. float32 ends at 3.4e38, and a standard deviation sums the squares of the rewards of a group."""
+REWARD_RANGE = (
+    f"a number from {-LARGEST_REWARD:g} to {LARGEST_REWARD:g} (advantages are computed in float32, where squares of "
+    "larger rewards overflow)"
+)
+"""For errors: what a reward is."""
 
 
 def group(rewards_G: Rewards) -> Advantages:
@@ -46,9 +53,12 @@ ESTIMATORS: dict[str, Callable[[Rewards], Advantages]] = {
 
 def _over_valid(rewards_G: Rewards, estimate: Callable[[np.ndarray], np.ndarray]) -> Advantages:
     """Applies the estimator to the valid rewards; one valid reward, or all equal, teaches nothing: exactly 0."""
-    valid = np.array([reward for reward in rewards_G if reward is not None], dtype=np.float32)
-    if not np.isfinite(valid).all():
-        raise ValueError(f"rewards are {list(rewards_G)}, expected finite numbers; mask a grade that is none with None")
+    with np.errstate(over="ignore"):  # refused below
+        valid = np.array([reward for reward in rewards_G if reward is not None], dtype=np.float32)
+    if not (np.abs(valid) <= LARGEST_REWARD).all():
+        raise ValueError(
+            f"rewards are {list(rewards_G)}; expected of each {REWARD_RANGE}; mask a grade that is none with None"
+        )
     if len(valid) < 2 or (valid == valid[0]).all():
         found = iter([0.0] * len(valid))
     else:

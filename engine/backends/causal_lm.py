@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from engine.backends.attention import IMPLEMENTATION, Layout, PackedLayout, register_attention
 from engine.backends.packing import Packed
-from engine.backends.tensor_files import tensor_bytes
+from engine.backends.tensor_files import shapes_of, tensor_bytes
 from engine.errors import BadModelFolder, BadSpec
 from engine.images import Images
 from engine.model_folder import check_model_folder, config_of
@@ -206,6 +206,7 @@ def load_module(auto: Any, folder: Path, *, dtype: torch.dtype) -> Any:
     register_attention()
     try:
         with _loading:
+            _check_shapes(auto, folder)
             loaded: tuple[Any, dict[str, Any]] = auto.from_pretrained(
                 folder,
                 dtype=dtype,
@@ -216,6 +217,8 @@ def load_module(auto: Any, folder: Path, *, dtype: torch.dtype) -> Any:
                 ignore_mismatched_sizes=True,  # they are refused below, by name
                 output_loading_info=True,
             )
+    except BadModelFolder:
+        raise
     except Exception as error:  # the boundary to transformers: what it raises on a broken file is of any type
         raise BadModelFolder(f"{folder} does not load as a causal language model: {error}") from error
     module, report = loaded
@@ -227,6 +230,29 @@ def load_module(auto: Any, folder: Path, *, dtype: torch.dtype) -> Any:
             + ". Export the model again with save_pretrained"
         )
     return module
+
+
+def _check_shapes(auto: Any, folder: Path) -> None:
+    """Raises BadModelFolder where a tensor has another shape by config.json than in the files, before memory is taken
+    for either. Quantized files hold packed shapes, and names that transformers changes are compared after loading."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    if getattr(config, "quantization_config", None) is not None:
+        return
+    with torch.device("meta"):
+        module = auto.from_config(config, attn_implementation="eager", trust_remote_code=False)
+    expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    stored: dict[str, tuple[int, ...]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        stored |= shapes_of(path)
+    wrong = sorted(name for name in expected.keys() & stored.keys() if expected[name] != stored[name])
+    if wrong:
+        shown = "; ".join(f"{name} is {expected[name]} by it and {stored[name]} in the files" for name in wrong[:5])
+        raise BadModelFolder(
+            f"the weights in {folder} do not fit its config.json in {len(wrong)} tensors: {shown}; give the "
+            "config.json that they were saved with"
+        )
 
 
 def load_causal_lm(folder: Path, *, dtype: torch.dtype, compute_dtype: torch.dtype, device: torch.device) -> CausalLM:
@@ -269,10 +295,20 @@ def probe_packed_forward(model: CausalLM, folder: Path) -> None:
     ids_T = torch.arange(length, device=model.device) * 7 % model.vocab_size
     model.use_attention("eager")
     own = model.module(input_ids=ids_T.unsqueeze(0), use_cache=False).logits[0].float()
+    check_own_forward(own, model, folder)
     model.use_attention(IMPLEMENTATION)
     layout = PackedLayout([Fan(0, length)], device=model.device)
     hidden = model.hidden(ids_T.unsqueeze(0), torch.arange(length, device=model.device).unsqueeze(0), layout)
     check_probe(model, hidden, own, f"{folder}: packed attention changes this architecture's logprobs", "an attention")
+
+
+def check_own_forward(own: Tensor, model: CausalLM, folder: Path) -> None:
+    """Raises BadModelFolder where the model's own forward gave NaN, which says nothing about its attention."""
+    if own.isnan().any():
+        raise BadModelFolder(
+            f"{folder}: the model's own forward in {model.compute_dtype} gives NaN; if its weights are finite, they "
+            "overflow: set engine.compute_dtype='float32', or give other weights"
+        )
 
 
 def check_probe(model: CausalLM, hidden: Tensor, own: Tensor, what: str, used: str) -> None:

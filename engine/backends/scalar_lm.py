@@ -24,6 +24,7 @@ from engine.backends.causal_lm import (
     PROBE_TOLERANCE,
     CausalLM,
     at_least_float32,
+    check_own_forward,
     keep_norms_in_float64,
     load_causal_lm,
     load_module,
@@ -179,6 +180,7 @@ def probe_scalar_forward(model: CausalLM, folder: Path) -> None:
     module.set_attn_implementation("eager")
     own = module(input_ids=ids_T.unsqueeze(0), use_cache=False).logits[0].float()
     module.config.pad_token_id = pad
+    check_own_forward(own, model, folder)
     module.set_attn_implementation(IMPLEMENTATION)
     layout = PackedLayout([Fan(0, length)], device=model.device)
     hidden = model.hidden(ids_T.unsqueeze(0), torch.arange(length, device=model.device).unsqueeze(0), layout)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from engine.backends.attention import IMPLEMENTATION, Layout, PackedLayout
 from engine.backends.causal_lm import (
     CausalLM,
+    check_own_forward,
     check_probe,
     keep_norms_in_float64,
     load_module,
@@ -176,6 +177,7 @@ def probe_image(model: VisionLM, folder: Path) -> None:
     model.use_attention("eager")
     pixels = model.pixels(image.data)[None, None].to(model.device)
     own = model.module(input_ids=ids_T.unsqueeze(0), pixel_values=pixels, use_cache=False).logits[0].float()
+    check_own_forward(own, model, folder)
     model.use_attention(IMPLEMENTATION)
     layout, positions_T = PackedLayout([Fan(0, len(ids_T))], device=model.device), torch.arange(len(ids_T))
     hidden = model.hidden(ids_T.unsqueeze(0), positions_T.to(model.device).unsqueeze(0), layout, (image,))

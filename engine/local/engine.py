@@ -25,7 +25,8 @@ from engine.local.saving import Saver, find_checkpoint, provenance_of
 from engine.local.scratch import scratch, scratch_folder
 from engine.local.slots import NoRoomYet, Slot, Slots
 from engine.local.together import Call, Together, draw
-from engine.model_folder import ModelFolder, local_folder, parameters_of, registered_model, version_of
+from engine.local.weights import checked_parameter_count
+from engine.model_folder import ModelFolder, local_folder, registered_model, version_of
 from engine.protocol import Completion, EngineInfo, GenerateRequest, LogprobsRequest, PolicySpec
 from engine.spec import LocalEngineSpec
 from engine.text.tokenizers import TOKENIZER_FILES, load_tokenizer
@@ -124,7 +125,7 @@ class LocalEngine:
     def _import_folder(self, folder: ModelFolder, provenance: Provenance) -> ArtifactRef:
         version = version_of(folder.digest())
         if find_model(self.store, folder.name, version) is None:
-            need = parameters_of(folder) * self.backend.master_dtype.itemsize
+            need = checked_parameter_count(folder) * self.backend.master_dtype.itemsize
             if self.backend.device.type == "cpu":
                 self.slots.make_room(need, run="", what=f"loading {folder.path.name}")
             self.backend.try_load(folder.path)  # a version never changes: what does not load must not become one

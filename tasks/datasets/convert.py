@@ -10,6 +10,7 @@ from engine.text.fragments import ImageFragment, TextFragment
 from engine.text.images import embedded_image
 from engine.text.threads import StringThread
 from storage.models import canonical_json
+from tasks.advantages import LARGEST_REWARD, REWARD_RANGE
 from tasks.datasets.errors import BadRow
 from tasks.datasets.spec import ColumnRole, DatasetUse, RowsDataset
 
@@ -60,11 +61,11 @@ def thread_from_row(values: dict[str, Any], place: Place, spec: RowsDataset, kin
 def check_rating(thread: StringThread, place: Place) -> None:
     """Raises BadRow for a thread without the number that a reward model is to give it."""
     given = thread.metadata.get("res")
-    if isinstance(given, bool) or not isinstance(given, int | float):
+    if isinstance(given, bool) or not isinstance(given, int | float) or abs(given) > LARGEST_REWARD:
         raise place.bad(
             "metadata.res",
             given=_shown(given),
-            expected="a number: the rating of the answer",
+            expected=f"a rating of the answer, {REWARD_RANGE}",
             todo="Put it into metadata, or name its column: metadata_columns=('res',).",
         )
 

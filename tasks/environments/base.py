@@ -11,6 +11,7 @@ from typing import Literal
 from pydantic import JsonValue
 
 from engine.text.threads import StringThread
+from tasks.advantages import LARGEST_REWARD, REWARD_RANGE
 from tasks.graders.base import Grade, as_number
 
 Grades = float | Grade | Sequence[float | Grade]
@@ -69,13 +70,15 @@ class EnvironmentFailed(Exception):
 
 
 def turn_grade(grades: Grades | None) -> float | None:
-    """The grade of a turn as one number. Raises TypeError for what is no grade, ValueError for NaN and infinities."""
+    """The grade of a turn as one number. Raises TypeError for what is no grade, ValueError for NaN and for what float32
+    has no room for."""
     if grades is None:
         return None
     parts = grades if isinstance(grades, Sequence) and not isinstance(grades, str) else [grades]
     if not parts:
         return None
-    total = math.fsum(as_number(part.value if isinstance(part, Grade) else part) for part in parts)
-    if not math.isfinite(total):
-        raise ValueError(f"the environment graded a turn {total}; expected a finite number")
-    return total
+    values = [as_number(part.value if isinstance(part, Grade) else part) for part in parts]
+    for value in values:
+        if not abs(value) <= LARGEST_REWARD:
+            raise ValueError(f"the environment graded a turn {value:g}; expected {REWARD_RANGE}")
+    return math.fsum(values)

@@ -1,12 +1,11 @@
 """Grading many threads: bounded concurrency, a time limit for each, and every thread accounted for.
 
-An exception, a timeout, or a value that is no finite number is never a reward. It is tried again and then masked:
-the completion leaves its group's statistics and the loss, and is counted.
+An exception, a timeout, or a value that is NaN or too large for float32 is never a reward. It is tried again and then
+masked: the completion leaves its group's statistics and the loss, and is counted.
 """
 
 import asyncio
 import logging
-import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -14,6 +13,7 @@ from engine.errors import PermanentEngineError, TransientEngineError
 from engine.text.threads import StringThread
 from storage.errors import TransientStorageError
 from storage.models import Frozen
+from tasks.advantages import LARGEST_REWARD, REWARD_RANGE
 from tasks.graders.base import BaseGrader, Grade, GraderError, IgnoreGradeException, as_number
 
 logger = logging.getLogger("ostinato.graders")
@@ -22,7 +22,7 @@ GradeStatus = Literal["ok", "masked", "ignored"]
 
 
 class GradeOutcome(Frozen):
-    """What became of one thread. `reward` is a finite number exactly when `status` is ok.
+    """What became of one thread. `reward` is a number exactly when `status` is ok.
 
     ok: graded. masked: could not be graded, `reason` says why. ignored: the grader declined (IgnoreGradeException).
     """
@@ -94,9 +94,9 @@ async def _grade_one(
         except Exception as error:  # noqa: BLE001  the boundary to a user's code: recorded as a mask, never a reward
             reason = f"{type(error).__name__}: {error}"
             continue
-        if math.isfinite(value):
+        if abs(value) <= LARGEST_REWARD:
             return GradeOutcome(reward=value, status="ok", reason=grade.reasoning or "")
-        reason = f"the grader returned {value}; expected a finite number"
+        reason = f"the grader returned {value:g}; expected {REWARD_RANGE}"
     tried = f" ({retries + 1} attempts)" if retries else ""
     return GradeOutcome(reward=None, status="masked", reason=f"{grader.grader_key}: {reason}{tried}")
 

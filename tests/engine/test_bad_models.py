@@ -86,6 +86,37 @@ def other_size_in_config(folder: Path) -> None:
     change_config(folder, intermediate_size=64)
 
 
+def a_million_layers_in_config(folder: Path) -> None:
+    change_config(folder, num_hidden_layers=1_000_000)
+
+
+def enormous_tensors_in_config(folder: Path) -> None:
+    """Of 26 TB each, if they were made."""
+    change_config(folder, intermediate_size=50_000_000_000)
+
+
+def put(folder: Path, name: str, place: tuple[int, ...], value: float) -> None:
+    change_weights(folder, lambda tensors: tensors[name].__setitem__(place, value))
+
+
+def nan_weights(folder: Path) -> None:
+    put(folder, "model.layers.2.mlp.up_proj.weight", (3, 4), float("nan"))
+
+
+def nan_where_no_probe_looks(folder: Path) -> None:
+    """The embedding of the last token, which the forward pass of a few tokens does not read."""
+    put(folder, "model.embed_tokens.weight", (258, 0), float("nan"))
+
+
+def infinite_weights(folder: Path) -> None:
+    put(folder, "model.norm.weight", (0,), float("inf"))
+
+
+def weights_that_overflow(folder: Path) -> None:
+    """Each is finite, and their products are not."""
+    change_weights(folder, lambda tensors: tensors["model.layers.0.mlp.up_proj.weight"].fill_(3e38))
+
+
 def missing_tensor(folder: Path) -> None:
     change_weights(folder, lambda tensors: tensors.pop("model.layers.1.self_attn.q_proj.weight"))
 
@@ -113,7 +144,13 @@ def weights_that_are_no_safetensors(folder: Path) -> None:
         (unknown_architecture, "no-such-architecture"),
         (wrong_type_in_config, "hidden_size"),
         (wrong_shape, "up_proj"),
-        (other_size_in_config, "_proj"),
+        (other_size_in_config, r"gate_proj.weight is \(64, 128\) by it and \(512, 128\) in the files"),
+        (a_million_layers_in_config, "says num_hidden_layers=1000000, and its .* hold 38 tensors of 4 layers"),
+        (enormous_tensors_in_config, r"gate_proj.weight is \(50000000000, 128\) by it and \(512, 128\) in the files"),
+        (nan_weights, r"model\.layers\.2\.mlp\.up_proj\.weight holds NaN in 1 of its 65536 elements"),
+        (nan_where_no_probe_looks, r"model\.embed_tokens\.weight holds NaN in 1 of its 33152 elements"),
+        (infinite_weights, r"model\.norm\.weight holds infinity in 1 of its 128 elements"),
+        (weights_that_overflow, "the model's own forward in torch.float32 gives NaN"),
         (missing_tensor, "missing keys: model.layers.1.self_attn.q_proj.weight"),
         (unexpected_tensor, "unexpected keys: model.layers.99.extra"),
         (torn_weights, "does not load"),

@@ -52,7 +52,7 @@ class TestEveryEstimator:
         assert sum(found) == pytest.approx(0, abs=1e-6)
         assert found[0] > found[3] > 0 > found[2] > found[1]
 
-    @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+    @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e308, 1e30])
     def test_a_reward_that_is_no_number_is_refused(self, estimator, bad: float) -> None:
         with pytest.raises(ValueError, match="mask a grade"):
             estimator([1.0, bad])

@@ -203,9 +203,9 @@ def test_ratings(store: ObjectStore, tmp_path: Path) -> None:
     spec = FileDataset(path=jsonl(tmp_path, {"prompt": "q", "completion": "a", "res": 0.5}), metadata_columns=("res",))
     (thread,) = rows(spec, kind="rating")
     assert (turns(thread), thread.metadata["res"]) == ([(U, "q"), (A, "a")], 0.5)
-    for given in (None, "high", True):
+    for given in (None, "high", True, 1e308, 10**400):
         bad = jsonl(tmp_path, {"prompt": "q", "completion": "a", "metadata": {"res": given}})
-        with pytest.raises(BadRow, match=r"row 1, column 'metadata.res': .*expected a number"):
+        with pytest.raises(BadRow, match=r"row 1, column 'metadata.res': .*expected a rating .* from -1e.15"):
             list(rows(FileDataset(path=bad), kind="rating"))
     rated = StringThread().user("q").assistant("a").with_metadata({"res": 1})
     assert load(store, InlineDataset.of([rated]), "rating").rows == 1

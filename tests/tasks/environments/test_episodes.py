@@ -319,10 +319,11 @@ def test_an_environment_may_decline_an_episode(renderer: Renderer) -> None:
         (lambda thread: thread.user("e"), "expected .next thread or None, grades or None."),
         (lambda thread: ("more", None), "react_to gave str as the next conversation"),
         (lambda thread: (thread, None), "the last turn is the assistant's"),
-        (lambda thread: (None, float("nan")), "graded a turn nan; expected a finite number"),
+        (lambda thread: (None, float("nan")), "graded a turn nan; expected a number from"),
+        (lambda thread: (None, [1.0, 1e308, 1e308]), "graded a turn 1e.308; expected a number from -1e.15 to 1e.15"),
         (lambda thread: (None, "good"), "returned 'good' .str.; expected a number or a Grade"),
     ],
-    ids=["no pair", "no thread", "nothing new", "nan", "text"],
+    ids=["no pair", "no thread", "nothing new", "nan", "large", "text"],
 )
 def test_a_reaction_that_is_none_is_never_a_reward(
     given: Callable[[StringThread], Any], said: str, renderer: Renderer

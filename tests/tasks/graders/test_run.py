@@ -33,6 +33,27 @@ async def test_outcomes_are_in_input_order_whatever_finishes_first() -> None:
     assert {outcome.status for outcome in outcomes} == {"ok"}
 
 
+@pytest.mark.parametrize("value", [1e308, -1e308, 1e30, 10**400])
+async def test_a_reward_that_float32_cannot_square_is_masked_for_that_reason(value: float) -> None:
+    """1e30 itself fits float32; its square, of which a standard deviation is made, does not."""
+
+    async def f(thread: StringThread) -> float:
+        return value
+
+    outcomes = await run(f)
+    assert [(outcome.reward, outcome.status) for outcome in outcomes] == [(None, "masked")] * 3
+    assert "finite" not in outcomes[0].reason
+    said = "too large" if isinstance(value, int) else f"returned {value:g}; expected a number from -1e+15 to 1e+15"
+    assert said in outcomes[0].reason
+
+
+async def test_the_largest_reward_is_one() -> None:
+    async def f(thread: StringThread) -> float:
+        return 1e15
+
+    assert [outcome.reward for outcome in await run(f)] == [1e15] * 3
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, None, "1.0", [1]])
 async def test_a_value_that_is_no_finite_number_is_masked(value: Any) -> None:
     async def f(thread: StringThread) -> Any:

@@ -58,7 +58,10 @@ async def _search(config: SweepConfig) -> dict[str, Any]:
     failed = {child.run: problem for (_, child), problem in zip(children, answers, strict=True) if problem is not None}
     if failed:
         listed = "\n".join(f"  {run}: {problem}" for run, problem in failed.items())
-        raise TrialsFailed(f"{len(failed)} of {len(children)} runs of sweep {config.name} failed:\n{listed}")
+        raise TrialsFailed(
+            f"{len(failed)} of {len(children)} runs of sweep {config.name} failed:\n{listed}\n"
+            "the same sweep again tries these again"
+        )
     return result
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from itertools import repeat
 from typing import Any, Literal
@@ -11,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import JsonValue
 
-from engine.errors import BadSpec
+from engine.errors import BadSpec, PermanentEngineError
 from engine.images import image_rows, images_of
 from engine.protocol import LogprobsRequest, TokenSequence
 from engine.text.threads import StringThread
@@ -105,6 +106,11 @@ async def rollout_batch(
             table = await scored(workspace, policy, shards, plan)
             total, tokens = gap_of(table)
             gap, gap_tokens = gap + total, gap_tokens + tokens
+            if math.isnan(gap):
+                raise PermanentEngineError(
+                    f"step {step + 1}: {policy.uri} gives NaN for the logprobs of its own completions: an earlier "
+                    "update made its weights overflow. Lower optimizer.lr, and fork the run from a step before that"
+                )
             if plan.whole:
                 held.append(table)
                 continue

@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from engine.errors import EngineError
+from flows.cli.log_file import log_failure, log_file
 from flows.cli.memory import forget, remembered_run
 from flows.config import FlowConfig, GRPOConfig, SFTConfig
 from flows.env_config import ENVGRPOConfig, ENVGSPOConfig
@@ -24,6 +25,7 @@ from flows.ppo_config import PPOConfig
 from flows.preference_config import DPOConfig, RewardModelConfig
 from flows.server import ServerError, local_prefect_server, use_server
 from flows.sft_to_gspo_config import SFTToGSPOConfig
+from flows.sweep_config import TrialsFailed
 from storage.errors import StorageError
 from tasks.datasets.errors import DatasetError
 from tasks.environments.spec import EnvironmentSpecError
@@ -47,9 +49,9 @@ CONFIGS: dict[str, type[FlowConfig]] = {
 
 REFUSED = (
     ConfigError, EngineError, StorageError, DatasetError, GraderSpecError,
-    EnvironmentSpecError, TooManyMasked, ServerError, ValueError,
+    EnvironmentSpecError, TooManyMasked, ServerError, TrialsFailed, ValueError,
 )  # fmt: skip
-"""Errors whose message is the whole story: no traceback helps."""
+"""Errors whose message says what was given, what was expected and what to do. Any other error is a defect."""
 
 
 def run_flow(
@@ -78,7 +80,8 @@ def run_config(
             console.print(f"resuming the unfinished run [bold]{run_key}[/bold] (--new starts another)")
     keyed = config.model_copy(update={"run": run_key or config.run})
     console.print(f"run [bold]{keyed.run}[/bold], artifacts in {config.storage.url}", highlight=False)
-    status, result = attend(lambda: _call(flow, keyed), console, what=f"run [bold]{keyed.run}[/bold]", server=server)
+    what = f"run [bold]{keyed.run}[/bold]"
+    status, result = attend(lambda: _call(flow, keyed), console, what=what, log_name=keyed.run, server=server)
     if status == 0:
         if remembered:
             forget(flow, config)
@@ -87,27 +90,41 @@ def run_config(
 
 
 def attend(
-    call: Callable[[], Coroutine[Any, Any, dict[str, Any]]], console: Console, *, what: str, server: str = ""
+    call: Callable[[], Coroutine[Any, Any, dict[str, Any]]],
+    console: Console,
+    *,
+    what: str,
+    log_name: str,
+    server: str = "",
 ) -> tuple[int, dict[str, Any]]:
     """Runs a flow to its end, with a Prefect server; (exit status as of `run_flow`, what it returned). `what` is what
-    the same command goes on with."""
+    the same command goes on with, `log_name` names the log file."""
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
-    try:
-        with _sigterm_raises(), _prefect_server(server, console):
-            return 0, asyncio.run(call())
-    except KeyboardInterrupt:
-        console.print(f"\ninterrupted; the same command resumes {what}")
-        return 130, {}
-    except REFUSED as error:
-        console.print(f"[red]{type(error).__name__}[/red]: ", end="")
-        console.print(str(error), markup=False, highlight=False)
-        return 1, {}
-    except BaseException as error:
-        if not _is_termination(error):
-            raise
-        console.print(f"\nended by SIGTERM; the same command resumes {what}")
-        return 128 + signal.SIGTERM, {}
+    with log_file(log_name) as log_path:
+        try:
+            with _sigterm_raises(), _prefect_server(server, console):
+                return 0, asyncio.run(call())
+        except KeyboardInterrupt:
+            console.print(f"\ninterrupted; the same command resumes {what}")
+            return 130, {}
+        except BaseException as error:
+            if _is_termination(error):
+                console.print(f"\nended by SIGTERM; the same command resumes {what}")
+                return 128 + signal.SIGTERM, {}
+            if not isinstance(error, Exception):
+                raise
+            log_failure(error)
+            _say_failure(error, console, log_path)
+            return 1, {}
+
+
+def _say_failure(error: Exception, console: Console, log_path: Path) -> None:
+    """One line about the error, and one that names the log file."""
+    kind = type(error).__name__ if isinstance(error, REFUSED) else f"unexpected {type(error).__name__}"
+    console.print(f"[red]{kind}[/red]: ", end="")
+    console.print(str(error), markup=False, highlight=False, soft_wrap=True)
+    console.print(f"the traceback is in {log_path}", markup=False, highlight=False, soft_wrap=True)
 
 
 class Terminated(SystemExit):

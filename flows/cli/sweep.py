@@ -15,7 +15,7 @@ from flows.cli.runner import attend
 from flows.evaluation_config import EvaluationFlowConfig
 from flows.overrides import ConfigError, parse_config
 from flows.recurring_config import RecurringConfig
-from flows.sweep_config import SweepConfig, TrialsFailed
+from flows.sweep_config import SweepConfig
 from storage.objects import open_store
 from tasks.comparisons import Comparison, score_table
 
@@ -140,11 +140,7 @@ def _run(
         parsed = parse_config(kind, file, sets or [])
     except ConfigError as error:
         raise usage_error(f"{file} is not usable: {error}") from None
-    try:
-        status, result = attend(lambda: call(parsed), to, what=what, server=server)
-    except TrialsFailed as error:
-        to.print(f"{error}\nthe same command tries these again", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from None
+    status, result = attend(lambda: call(parsed), to, what=what, log_name=file.stem, server=server)
     if status == 0:
         say(result, to)
     raise typer.Exit(status)

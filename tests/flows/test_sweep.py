@@ -14,8 +14,8 @@ import pytest
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
-import flows.cli.sweep
 import flows.grpo
+import flows.sweep
 from flows.cli.main import app
 from flows.evaluation_config import EvaluationFlowConfig
 from flows.ops.deployments import deployments_in
@@ -169,15 +169,16 @@ def test_runs_compare_from_a_terminal(toy_run: ToyRun, tmp_path: Path) -> None:
 
 
 def test_a_sweep_whose_runs_failed_ends_with_their_reasons(
-    tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, prefect_server: str
 ) -> None:
     def fails(*_: Any, **__: Any) -> Any:
         raise TrialsFailed("1 of 4 runs of sweep search failed:\n  search/a: the device fell off")
 
-    monkeypatch.setattr(flows.cli.sweep, "attend", fails)
+    monkeypatch.setattr(flows.sweep, "sweep", fails)
+    monkeypatch.chdir(tmp_path)
     file = tmp_path / "sweep.json"
     file.write_text(config_of(tmp_path, tiny_folder, GRID).model_dump_json())
-    done = CliRunner().invoke(app, ["sweep", "--config", str(file)])
+    done = CliRunner().invoke(app, ["sweep", "--config", str(file), "--server", prefect_server])
     assert done.exit_code == 1
-    assert "search/a: the device fell off\nthe same command tries these again" in done.stdout
+    assert "search/a: the device fell off\nthe traceback is in .ostinato/logs/sweep.log" in done.stdout
     assert "Traceback" not in done.output

@@ -6,6 +6,7 @@ forked it ends. One more thread per rank reads its pipe, and one its log, so tha
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -34,6 +35,8 @@ from engine.backends.group.messages import (
     RankDeath,
 )
 from engine.backends.group.progress import Activity, ProgressFile
+
+output_of_ranks = logging.getLogger(__name__)
 
 LOG_LINES = 40
 STACK_SECONDS = 0.5
@@ -123,7 +126,7 @@ class _Rank:
             for raw in stream:
                 line = raw.decode(errors="replace").rstrip("\n")
                 self.log.append(line)
-                print(f"[rank {self.number}] {line}", file=sys.stderr, flush=True)
+                output_of_ranks.warning("[rank %d] %s", self.number, line)
 
     def ended(self) -> bool:
         """Looks without reaping: until then nobody else gets its pid, which names what it started too."""

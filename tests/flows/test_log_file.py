@@ -1,0 +1,116 @@
+"""The log file of a command: tracebacks go there, lines to the terminal. Whole runs: tests/e2e/test_bad_input.py."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import prefect  # before any test: its import sets the handlers up
+import pytest
+from rich.console import Console
+
+from flows.cli.log_file import log_file
+from flows.cli.runner import attend
+
+
+@pytest.fixture
+def terminal() -> io.StringIO:
+    """Stands for stderr, which pytest replaces while a test runs."""
+    return io.StringIO()
+
+
+@pytest.fixture
+def logger(terminal: io.StringIO) -> Iterator[logging.Logger]:
+    """A logger that writes to the terminal."""
+    logger = logging.getLogger("tests.log_file")
+    logger.propagate = False
+    handler = logging.StreamHandler(terminal)
+    logger.addHandler(handler)
+    yield logger
+    logger.removeHandler(handler)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def log_an_error(logger: logging.Logger) -> None:
+    try:
+        raise KeyError("the cause")
+    except KeyError:
+        logger.exception("it failed")
+
+
+def test_a_traceback_goes_to_the_file_and_its_line_to_the_terminal(
+    logger: logging.Logger, terminal: io.StringIO
+) -> None:
+    with log_file("a/run") as path:
+        log_an_error(logger)
+    assert terminal.getvalue() == "it failed\n"
+    assert path == Path(".ostinato/logs/a-run.log")
+    assert "Traceback" in path.read_text() and "KeyError: 'the cause'" in path.read_text()
+
+
+def test_after_the_block_logging_is_as_it_was(logger: logging.Logger, terminal: io.StringIO) -> None:
+    hooks = threading.excepthook, sys.unraisablehook
+    with log_file("run") as path:
+        pass
+    log_an_error(logger)
+    assert "Traceback" in terminal.getvalue()
+    assert path.read_text() == ""
+    assert (threading.excepthook, sys.unraisablehook) == hooks
+
+
+def test_an_error_that_ends_a_thread_is_in_the_file(capsys: pytest.CaptureFixture[str]) -> None:
+    def fails() -> None:
+        raise KeyError("the cause")
+
+    with log_file("run") as path:
+        thread = threading.Thread(target=fails, name="worker")
+        thread.start()
+        thread.join()
+    assert "Traceback" not in capsys.readouterr().err
+    assert "thread worker ended: KeyError('the cause')" in path.read_text() and "Traceback" in path.read_text()
+
+
+def test_errors_of_prefect_runs_are_in_the_file_only(terminal: io.StringIO) -> None:
+    """The command says itself why its run failed."""
+    handler = logging.StreamHandler(terminal)
+    task_runs = logging.getLogger(f"{prefect.__name__}.task_runs")
+    task_runs.addHandler(handler)
+    try:
+        with log_file("run") as path:
+            task_runs.error("Finished in state Failed()", extra={"task_run_name": "grade"})
+            task_runs.warning("a warning", extra={"task_run_name": "grade"})
+    finally:
+        task_runs.removeHandler(handler)
+    assert terminal.getvalue() == "a warning\n"
+    assert "Finished in state Failed()" in path.read_text()
+
+
+def test_a_folder_that_cannot_be_written_is_no_obstacle(folder: Path) -> None:
+    (folder / ".ostinato").write_text("no folder")
+    with log_file("run") as path:
+        pass
+    assert path.is_file() and folder not in path.parents
+
+
+def test_a_defect_ends_in_one_line_and_the_file(prefect_server: str) -> None:
+    async def fails() -> dict[str, Any]:
+        raise KeyError("steps")
+
+    screen = Console(file=io.StringIO(), width=40)
+    status, _ = attend(fails, screen, what="it", log_name="run", server=prefect_server)
+    assert status == 1
+    assert screen.file.getvalue() == (  # type: ignore[attr-defined]
+        "unexpected KeyError: 'steps'\nthe traceback is in .ostinato/logs/run.log\n"
+    )
+    text = Path(".ostinato/logs/run.log").read_text()
+    assert "Traceback" in text and "test_log_file.py" in text

@@ -12,9 +12,13 @@ from pydantic import Field, SerializerFunctionWrapHandler, TypeAdapter, Validati
 from pydantic.json_schema import SkipJsonSchema
 
 from engine.errors import BadSpec
+from engine.validation import describe
+from storage.bounds import Positive
 from storage.models import Frozen
 
 ALL_LINEAR: Final = "all-linear"
+MAX_RANK = 1 << 16
+"""No layer of a model is wider."""
 
 
 Head = Literal["lm", "scalar"]
@@ -50,9 +54,9 @@ class LoraSpec(_Headed):
     """
 
     kind: Literal["lora"] = "lora"
-    rank: int = Field(16, ge=1)
+    rank: int = Field(16, ge=1, le=MAX_RANK)
     """Of B @ A: more can learn more, and takes more memory."""
-    alpha: float = Field(32.0, gt=0, allow_inf_nan=False)
+    alpha: Positive = 32.0
     """How strongly the adapter acts: scale = alpha / rank, unless use_rslora says otherwise."""
     target_modules: Annotated[tuple[str, ...], Field(min_length=1)] | Literal["all-linear"] = ALL_LINEAR
     """Names of linear layers, whole or the last parts ("q_proj"), as peft reads them; "all-linear" is every linear
@@ -80,7 +84,7 @@ def trainable_of(trainable: Mapping[str, Any]) -> FullSpec | LoraSpec:
     try:
         return _PARSER.validate_python(dict(trainable))
     except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'trainable'}: {e['msg']}" for e in error.errors())
+        wrong = describe(error.errors(), dict(trainable))
         raise BadSpec(
             f"trainable {dict(trainable)} was given: {wrong}. Expected {{'kind': 'full'}}, or {{'kind': 'lora'}} with "
             "rank >= 1 (16), alpha > 0 (32), target_modules ('all-linear' or names of layers), use_rslora (false); "

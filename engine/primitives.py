@@ -24,6 +24,7 @@ from engine.tape import Enqueued, Loss, Tape, per_token, spread_sum
 from engine.text.errors import UnsupportedFragment
 from engine.text.rendering import Renderer
 from engine.text.threads import StringThread, TokenizedThread
+from engine.validation import describe
 
 _LOSS: TypeAdapter[LossSpec] = TypeAdapter(LossSpec)
 
@@ -208,8 +209,7 @@ class Primitives:
         try:
             spec = _LOSS.validate_python(loss)
         except ValidationError as error:
-            first = error.errors()[0]
-            raise BadSpec(f"{loss['kind']}: {first['loc'][-1]}={first['input']!r}: {first['msg']}") from error
+            raise BadSpec(f"{loss['kind']}: {describe(error.errors(), loss)}") from error
         head = trainable_of(self.trainable).head
         if (spec.reads == "values") != (head == "scalar"):
             wanted = "a scalar head: builder.into_scoring_model()" if spec.reads == "values" else "a language head"

@@ -6,40 +6,57 @@ It speaks token ids. A call that depends on weights names the `PolicyRef` it mea
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from math import isfinite
+from typing import Annotated, Literal, Protocol
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from engine.images import Images
+from engine.errors import BadSpec
+from engine.images import Images, check_images
 from storage.artifacts import ArtifactRef, Provenance
+from storage.bounds import MAX_TEMPERATURE, MIN_TEMPERATURE
 from storage.chain import CommitRecord, Numerics, PolicyRef, Root, StepRequest
 from storage.models import Frozen
 
 TokenIds = list[int]
 StopReason = Literal["eos", "stop", "length"]
+MAX_TENSOR_PARALLEL = 1 << 16
 
 OnToken = Callable[[int, int, float], None]
 """Hears of a token as it is drawn: (index of the prompt in the call, token id, its logprob in nats). It runs in the
 compute thread, so it must be quick; what it raises ends the call."""
 
 
+def _greedy_or_drawn(temperature: float) -> float:
+    if 0 < temperature < MIN_TEMPERATURE:
+        raise ValueError(f"{temperature} is too small; give at least {MIN_TEMPERATURE}, or 0 for greedy decoding")
+    return temperature
+
+
+SamplingTemperature = Annotated[
+    float, Field(ge=0, le=MAX_TEMPERATURE, allow_inf_nan=False), AfterValidator(_greedy_or_drawn)
+]
+"""0 for greedy decoding, or a temperature to draw at."""
+StopTokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+
+
 class SamplingParams(Frozen):
     """How completions are drawn. The logprobs returned are those of this very distribution."""
 
-    temperature: float = Field(1.0, ge=0)
+    temperature: SamplingTemperature = 1.0
     """0 is greedy; the logprobs are then those at temperature 1."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Keep the smallest set of tokens whose probability reaches this."""
-    top_k: int = Field(0, ge=0)
+    top_k: int = Field(0, ge=0, lt=1 << 31)
     """Keep the k most probable tokens; 0 keeps all."""
-    max_new_tokens: int = Field(128, ge=1)
+    max_new_tokens: int = Field(128, ge=1, lt=1 << 31)
     """A completion is cut after so many tokens."""
-    min_new_tokens: int = Field(0, ge=0)
+    min_new_tokens: int = Field(0, ge=0, lt=1 << 31)
     """No end-of-sequence before this many tokens. The sampler's logprobs are then those without it, which the trainer's
     are not: a gap of -ln(1 - p(end)) per held-back token, to mind with old_logprobs="sampler"."""
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[StopTokenId, ...] = ()
     """Tokens that end a completion besides the model's own end-of-sequence ids."""
     ignore_eos: bool = Field(False, exclude_if=lambda ignored: not ignored)
     """Go on past the model's own end-of-sequence ids, which are drawn like any other token: completions of one length,
@@ -48,7 +65,8 @@ class SamplingParams(Frozen):
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One completion per entry: `prompts[i]` is continued with the random stream `seeds[i]`."""
+    """One completion per entry: `prompts[i]` is continued with the random stream `seeds[i]`. Raises BadSpec where
+    prompts, seeds and images do not fit together. Which token ids exist, the engine knows."""
 
     policy: PolicyRef
     prompts: list[TokenIds]
@@ -58,6 +76,22 @@ class GenerateRequest:
     """Devices that should share one copy of the model while it samples; None: as the engine's config says."""
     images: list[Images] | None = None
     """Those of each prompt; None: no prompt has any."""
+
+    def __post_init__(self) -> None:
+        prompts = len(self.prompts)
+        if len(self.seeds) != prompts:
+            raise BadSpec(f"{prompts} prompts were given with {len(self.seeds)} seeds; give one seed per prompt")
+        for seed in self.seeds:
+            if not isinstance(seed, int) or not -(1 << 63) <= seed < 1 << 63:
+                raise BadSpec(f"the seed {seed!r:.40} was given; give an integer of 64 bits, which has a sign")
+        if self.tensor_parallel is not None and not 1 <= self.tensor_parallel <= MAX_TENSOR_PARALLEL:
+            raise BadSpec(f"tensor_parallel={self.tensor_parallel} devices; give 1 to {MAX_TENSOR_PARALLEL}, or None")
+        if self.images is None:
+            return
+        if len(self.images) != prompts:
+            raise BadSpec(f"{prompts} prompts were given with images of {len(self.images)}; give a tuple per prompt")
+        for prompt, images in zip(self.prompts, self.images, strict=True):
+            check_images(images, len(prompt))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +106,8 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class TokenSequence:
-    """A sequence whose trained tokens (weight > 0) are scored. Both lists have length L."""
+    """A sequence whose trained tokens (weight > 0) are scored. Both lists have length L. Raises BadSpec for a sequence
+    without tokens, for weights that `check_weights` refuses, and for images outside the sequence."""
 
     token_ids: TokenIds
     weights: list[float]
@@ -80,14 +115,47 @@ class TokenSequence:
     """Sequences of one group share a prompt; the engine computes it once."""
     images: Images = ()
 
+    def __post_init__(self) -> None:
+        if not self.token_ids:
+            raise BadSpec("a sequence has no tokens; give at least one, or leave the sequence out")
+        check_weights(self.token_ids, self.weights, "a sequence")
+        if self.images:
+            check_images(self.images, len(self.token_ids))
+
+
+def check_weights(token_ids: Sequence[int], weights: Sequence[float], name: str) -> None:
+    """Raises BadSpec unless there is one finite weight of at least 0 per token, and 0 for the first. `name` says what
+    has the tokens."""
+    if len(weights) != len(token_ids):
+        raise BadSpec(f"{name} has {len(token_ids)} tokens and {len(weights)} weights; give one weight per token")
+    if not weights:
+        return
+    if not all(map(isfinite, weights)) or min(weights) < 0:
+        wrong = next(weight for weight in weights if not isfinite(weight) or weight < 0)
+        raise BadSpec(f"{name} has a token of weight {wrong}; give finite weights of at least 0")
+    if weights[0] > 0:
+        raise BadSpec(f"the first token of {name} has a weight above 0, but nothing predicts it; give it weight 0")
+
 
 @dataclass(frozen=True, slots=True)
 class LogprobsRequest:
+    """The sequences whose trained tokens a policy scores. Raises BadSpec for a number out of bounds."""
+
     policy: PolicyRef
     sequences: list[TokenSequence]
     temperature: float = 1.0
+    """Logits are divided by it, as StepRequest.temperature says."""
     max_tokens: int | None = None
     """Packed tokens of one forward pass, at most. None: as the engine is configured."""
+
+    def __post_init__(self) -> None:
+        if not MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE:
+            raise BadSpec(
+                f"logprobs at temperature {self.temperature} were asked for; give {MIN_TEMPERATURE} to "
+                f"{MAX_TEMPERATURE:g} (1 for tokens that were drawn greedily)"
+            )
+        if self.max_tokens is not None and not 1 <= self.max_tokens < 1 << 31:
+            raise BadSpec(f"max_tokens={self.max_tokens} tokens per forward; give 1 to {(1 << 31) - 1}, or None")
 
     @property
     def images(self) -> list[Images]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import chain
 from random import Random
@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from engine.errors import BadSpec
 from engine.images import Images, check_images, images_of
+from engine.protocol import check_weights
 from storage.chain import MinibatchPlan
 
 PER_TOKEN = (
@@ -47,10 +48,7 @@ class Sample:
     trained: int = field(init=False)
 
     def __post_init__(self) -> None:
-        if len(self.weights) != len(self.token_ids):
-            raise BadSpec(f"a sample has {len(self.token_ids)} tokens and {len(self.weights)} weights; give one each")
-        if self.weights and self.weights[0] > 0:
-            raise BadSpec("the first token of a sample is trained, but nothing predicts it; give it weight 0")
+        check_weights(self.token_ids, self.weights, "a sample")
         if self.images:
             check_images(self.images, len(self.token_ids))
         object.__setattr__(self, "trained", sum(w > 0 for w in self.weights))
@@ -65,6 +63,9 @@ class Sample:
 
 def samples_of(table: pa.Table) -> list[Sample]:
     """The rows of a batch table, in their order. A column that an older table does not have is None in every row."""
+    if not {"token_ids", "weights"} <= set(table.column_names):
+        there = ", ".join(table.column_names)[:200]
+        raise BadSpec(f"a batch has the columns token_ids and weights, and this table has {there}; give a batch")
     names = [field.name for field in fields(Sample) if field.init and field.name in table.column_names]
     columns = [table.column(name).to_pylist() for name in names]
     if "images" in names:
@@ -75,22 +76,22 @@ def samples_of(table: pa.Table) -> list[Sample]:
 
 def minibatches(
     samples: Sequence[Sample], plan: MinibatchPlan, *, whole_groups: bool = False
-) -> list[list[Sample]]:
-    """The samples of each optimizer update, in order. A single whole-batch update keeps the batch's order.
+) -> Iterator[list[Sample]]:
+    """Yields the samples of each optimizer update, in order. A single whole-batch update keeps the batch's order.
 
     Every epoch visits each sample once; the last minibatch of an epoch may be smaller. `whole_groups`: the plan's size
     counts groups (pairs), and none is split.
     """
     units = _groups(samples) if whole_groups else [[sample] for sample in samples]
     size = plan.size or len(units)
-    if size >= len(units):
-        return [list(samples) for _ in range(plan.epochs)]
-    updates = []
     for epoch in range(plan.epochs):
+        if size >= len(units):
+            yield list(samples)
+            continue
         order = list(units)
         Random(f"{plan.shuffle_seed}/{epoch}").shuffle(order)
-        updates += [list(chain(*order[start : start + size])) for start in range(0, len(order), size)]
-    return updates
+        for start in range(0, len(order), size):
+            yield list(chain(*order[start : start + size]))
 
 
 def _groups(samples: Sequence[Sample]) -> list[list[Sample]]:

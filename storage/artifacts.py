@@ -17,7 +17,15 @@ from uuid import uuid4
 from pydantic import Field, JsonValue, ValidationError, field_validator
 
 from storage import keys
-from storage.errors import ArtifactConflict, AttemptTooOld, CorruptArtifact, InvalidKey, ObjectNotFound, StorageError
+from storage.errors import (
+    ArtifactConflict,
+    AttemptTooOld,
+    CorruptArtifact,
+    InvalidKey,
+    ObjectNotFound,
+    SchemaMismatch,
+    StorageError,
+)
 from storage.failpoints import FAILPOINTS, failpoint
 from storage.models import Frozen, canonical_json, digest, digest_file
 from storage.objects import ObjectStore
@@ -244,7 +252,10 @@ def entry_of(store: ObjectStore, ref: ArtifactRef) -> FileEntry:
             "the reference belongs to another store, or the artifact was deleted and made anew"
         )
     if len(manifest.files) != 1:
-        raise ValueError(f"{ref.key} has {len(manifest.files)} files; use materialise_files")
+        raise SchemaMismatch(
+            f"{ref.key} is a {manifest.kind} of {len(manifest.files)} files, and one file was expected; give the "
+            "reference of a table"
+        )
     return manifest.files[0]
 
 

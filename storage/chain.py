@@ -17,10 +17,11 @@ from datetime import UTC, datetime
 from typing import Any, Literal, TypeVar
 from uuid import uuid4
 
-from pydantic import Field, JsonValue, ValidationError
+from pydantic import Field, FiniteFloat, JsonValue, ValidationError
 
 from storage import keys
 from storage.artifacts import ArtifactRef
+from storage.bounds import MAX_EPOCHS, Count, Divisor, Int64, Rate, Temperature
 from storage.errors import CorruptArtifact, ObjectNotFound
 from storage.models import Frozen, canonical_json, digest
 from storage.objects import ObjectStore
@@ -55,23 +56,23 @@ class PolicyRef(Frozen):
 class OptimizerSpec(Frozen):
     """AdamW (arXiv:1711.05101) as this step uses it; the rate travels with the request, so a resume has no state."""
 
-    lr: float = Field(ge=0)
+    lr: Rate
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.999, ge=0, lt=1)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
-    max_grad_norm: float = Field(1.0, gt=0)
-    """Clip the global gradient norm of each update to this."""
+    eps: Divisor = 1e-8
+    weight_decay: Rate = 0.0
+    max_grad_norm: float = Field(1.0, gt=0, allow_inf_nan=False)
+    """Clip the global gradient norm of each update to this. A very large number clips nothing."""
 
 
 class MinibatchPlan(Frozen):
     """How one batch becomes optimizer updates."""
 
-    size: int | None = Field(None, ge=1)
+    size: Count | None = None
     """Sequences per update; None is the whole batch."""
-    epochs: int = Field(1, ge=0)
+    epochs: int = Field(1, ge=0, le=MAX_EPOCHS)
     """Passes over the batch; 0: none, and the step leaves the weights as they are."""
-    shuffle_seed: int = 0
+    shuffle_seed: Int64 = 0
 
 
 class StepRequest(Frozen):
@@ -85,13 +86,13 @@ class StepRequest(Frozen):
     """An engine LossSpec, dumped. Storage does not interpret it."""
     optimizer: OptimizerSpec
     minibatches: MinibatchPlan = MinibatchPlan()
-    temperature: float = Field(1.0, gt=0)
+    temperature: Temperature = 1.0
     """Logits are divided by this before the log-softmax: the temperature the batch was sampled at."""
-    controllers_in: dict[str, float] = {}
-    cursor_in: dict[str, int] = {}
-    cursor_out: dict[str, int] = {}
+    controllers_in: dict[str, FiniteFloat] = {}
+    cursor_in: dict[str, Int64] = {}
+    cursor_out: dict[str, Int64] = {}
     nan_policy: NanPolicy = "fail"
-    max_tokens: int | None = Field(None, ge=1, exclude_if=lambda tokens: tokens is None)
+    max_tokens: Count | None = Field(None, exclude_if=lambda tokens: tokens is None)
     """Packed tokens of one forward pass, at most. None: as the engine is configured. It decides the micro-batches and
     never the loss, so it is no part of the state."""
 
@@ -123,7 +124,7 @@ class Root(Frozen):
     base_digest: str
     """Digest of the starting weights (base) or the state they stand for (start)."""
     trainable: dict[str, JsonValue] = {"kind": "full"}
-    init_seed: int = 0
+    init_seed: Int64 = 0
 
     def state(self) -> str:
         body = self.model_dump(mode="json", exclude={"base", "start"})

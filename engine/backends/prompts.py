@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from engine.errors import BadSpec, SampleTooLong
 from engine.protocol import SamplingParams, TokenIds
 
 
 def check_prompts(
-    prompts: Sequence[TokenIds], seeds: Sequence[int], params: SamplingParams, *, vocab_size: int, context_length: int
+    prompts: Sequence[TokenIds],
+    seeds: Sequence[int],
+    params: SamplingParams,
+    *,
+    vocab_size: int,
+    context_length: int,
+    eos_token_ids: Collection[int],
 ) -> None:
     """Raises:
-    BadSpec: empty prompts, ids outside the vocabulary, or unequal numbers of prompts and seeds.
+    BadSpec: empty prompts, ids outside the vocabulary, unequal numbers of prompts and seeds, or stop tokens that
+        leave nothing to draw.
     SampleTooLong: a prompt and `max_new_tokens` do not fit the context.
     """
     if len(prompts) != len(seeds):
         raise BadSpec(f"{len(prompts)} prompts were given with {len(seeds)} seeds; give one seed per prompt")
+    _check_stop_tokens(params, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
     for index, prompt in enumerate(prompts):
         if not prompt:
             raise BadSpec(f"prompt {index} has no tokens; there is nothing to continue")
@@ -30,3 +38,16 @@ def check_prompts(
                 f"prompt {index} has {len(prompt)} tokens; with max_new_tokens={params.max_new_tokens} it passes the "
                 f"model's context of {context_length}; truncate the prompt or ask for fewer tokens"
             )
+
+
+def _check_stop_tokens(params: SamplingParams, *, vocab_size: int, eos_token_ids: Collection[int]) -> None:
+    wrong = [token for token in params.stop_token_ids if not 0 <= token < vocab_size]
+    if wrong:
+        raise BadSpec(
+            f"the stop token id {wrong[0]} is outside 0..{vocab_size - 1}; give ids of this model's tokenizer"
+        )
+    if params.min_new_tokens > 0 and len({*params.stop_token_ids, *eos_token_ids}) >= vocab_size:
+        raise BadSpec(
+            f"every token of the vocabulary of {vocab_size} ends a completion, and min_new_tokens="
+            f"{params.min_new_tokens} forbids each of them to be drawn; give fewer stop tokens, or min_new_tokens=0"
+        )

@@ -68,12 +68,18 @@ class TorchSampler:
         token as it is drawn, in this thread; what it raises ends the call.
 
         Raises:
-            BadSpec: empty prompts, ids outside the vocabulary, or unequal numbers of prompts and seeds or images.
+            BadSpec: empty prompts, ids outside the vocabulary, unequal numbers of prompts and seeds, or stop tokens
+                that leave nothing to draw.
             SampleTooLong: a prompt and `max_new_tokens` do not fit the model's context.
             UnsupportedFragment: images, and the model takes text only.
         """
         check_prompts(
-            prompts, seeds, params, vocab_size=self.model.vocab_size, context_length=self.model.context_length
+            prompts,
+            seeds,
+            params,
+            vocab_size=self.model.vocab_size,
+            context_length=self.model.context_length,
+            eos_token_ids=self.model.eos_token_ids(),
         )
         whole = [
             _Prompt(tuple(ids), own) for ids, own in zip(prompts, images or [()] * len(prompts), strict=True)
@@ -155,7 +161,8 @@ class TorchSampler:
         eos = self.model.eos_token_ids()
         drawn = len(next(row for row in live if row.stop is None).tokens)
         if drawn < params.min_new_tokens:
-            logits_BV[:, [*eos, *params.stop_token_ids]] = -torch.inf
+            ending = [token for token in (*eos, *params.stop_token_ids) if 0 <= token < logits_BV.shape[1]]
+            logits_BV[:, ending] = -torch.inf  # a model's config may name an end-of-sequence id that it does not have
         logprobs_BV = processed_logprobs(logits_BV, params)
         scores_BV = logprobs_BV
         if params.temperature > 0:
@@ -195,7 +202,9 @@ def processed_logprobs(logits_BV: Tensor, params: SamplingParams) -> Tensor:
     if params.top_p < 1:
         sorted_BV, order_BV = logits_BV.sort(dim=-1, descending=True)
         before_BV = _running_sum(sorted_BV.softmax(-1)) - sorted_BV.softmax(-1)
-        drop_BV = torch.zeros_like(before_BV, dtype=torch.bool).scatter(1, order_BV, before_BV >= params.top_p)
+        dropped_BV = before_BV >= params.top_p
+        dropped_BV[:, 0] = False  # a top_p below the smallest float32 is 0 here, and would keep no token
+        drop_BV = torch.zeros_like(dropped_BV).scatter(1, order_BV, dropped_BV)
         logits_BV = logits_BV.masked_fill(drop_BV, -torch.inf)
     return logits_BV.log_softmax(-1)
 

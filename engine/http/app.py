@@ -45,6 +45,7 @@ from engine.http.service import ServerOptions, Service, error_answer, json_answe
 from engine.http.uploads import ServedEngine, import_upload
 from engine.model_folder import registered_model
 from engine.protocol import EngineInfo
+from engine.validation import describe
 from storage.artifacts import ArtifactRef
 from storage.chain import CommitRecord, PolicyRef
 from storage.objects import ObjectStore
@@ -381,8 +382,8 @@ async def _on_expected(request: Request, error: Exception) -> Response:
 
 async def _on_invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    lines = [f"{'.'.join(map(str, p['loc']))}: {p['msg']}" for p in error.errors()]  # never the values
-    message = "; ".join(lines)[:2000].encode("utf-8", "backslashreplace").decode()
+    parts = {"body": error.body, "query": request.query_params, "header": request.headers, "path": request.path_params}
+    message = describe(error.errors(), parts)
     return response_of(error_answer(body_of(BadSpec(message), request.state.request_id)))
 
 

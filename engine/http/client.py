@@ -25,6 +25,7 @@ from engine.http.uploads import stage_upload
 from engine.model_folder import ModelFolder, local_folder, split_key
 from engine.protocol import Completion, EngineInfo, GenerateRequest, LogprobsRequest, PolicySpec
 from engine.spec import HttpEngineSpec
+from engine.validation import describe
 from storage.artifacts import ArtifactRef, Provenance
 from storage.chain import CommitRecord, PolicyRef, StepRequest
 from storage.errors import ObjectNotFound
@@ -166,8 +167,7 @@ def _body(kind: type[B], **fields: object) -> B:
     try:
         return kind(**fields)
     except ValidationError as error:
-        lines = (f"{'.'.join(map(str, p['loc']))}: {p['msg']}" for p in error.errors(include_url=False))
-        raise BadSpec("; ".join(lines)) from error
+        raise BadSpec(describe(error.errors(), fields)) from error
 
 
 def _parse(kind: type[M], data: bytes) -> M:

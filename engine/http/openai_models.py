@@ -10,10 +10,13 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from engine.errors import Fenced, OutOfMemory, PermanentEngineError, SampleTooLong, TransientEngineError, UnknownPolicy
+from engine.http.errors import name_of, status_of
+from engine.protocol import SamplingTemperature
 from engine.text.errors import TextError
+from engine.validation import describe, place_of
 from storage.chain import PolicyRef
 from storage.errors import InvalidKey, ObjectNotFound, StorageError
 from storage.models import Frozen
@@ -35,6 +38,7 @@ Zero = Annotated[float, Field(ge=0, le=0)]
 EmptyList = Annotated[list[Any], Field(max_length=0)]
 EmptyDict = Annotated[dict[str, Any], Field(max_length=0)]
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
+StopStrings = Annotated[list[StopString], Field(max_length=16)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 TokenPrompt = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
@@ -58,11 +62,39 @@ class TextPart(_Given):
     text: Text
 
 
+def _form_of(value: Any) -> str | None:
+    """Which form of a union a value has: a string, or a list by its first entry. None: neither."""
+    if isinstance(value, list):
+        return f"list of {type(value[0]).__name__}" if value else "list of str"
+    return "str" if isinstance(value, str) else None
+
+
+def _form(expected: str) -> Discriminator:
+    return Discriminator(_form_of, custom_error_type="form", custom_error_message=f"give {expected}")
+
+
+Content = Annotated[
+    Annotated[Text, Tag("str")] | Annotated[list[TextPart], Field(fail_fast=True), Tag("list of dict")],
+    _form('text, or a list of parts {"type": "text", "text": …}'),
+]
+Stop = Annotated[
+    Annotated[StopString, Tag("str")] | Annotated[StopStrings, Tag("list of str")],
+    _form("a string, or a list of strings"),
+]
+Prompt = Annotated[
+    Annotated[Text, Tag("str")]
+    | Annotated[TokenPrompt, Tag("list of int")]
+    | Annotated[list[Text], Field(min_length=1, fail_fast=True), Tag("list of str")]
+    | Annotated[list[TokenPrompt], Field(fail_fast=True), Tag("list of list")],
+    _form("text, a list of token ids, or a list of either"),
+]
+
+
 class Message(_Given):
     """One turn. `developer` is `system` by its newer name."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | Annotated[list[TextPart], Field(min_length=1, fail_fast=True)]
+    content: Content
     name: None = None
     refusal: None = None
     audio: None = None
@@ -80,7 +112,7 @@ class _Sampled(_Given):
 
     model: Annotated[str, Field(min_length=1, max_length=600)]
     """`run`, `run@step`, `run/stage/model`, `run/stage/model@step`, or a registered `name` or `name@version`."""
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    temperature: Annotated[SamplingTemperature, Field(le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     """Keep the k most probable tokens; 0 keeps all."""
@@ -90,7 +122,7 @@ class _Sampled(_Given):
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     seed: Seed | None = None
     """Equal seeds on equal policies and prompts give equal answers."""
-    stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = None
+    stop: Stop | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
@@ -143,12 +175,7 @@ class ChatRequest(_Sampled):
 
 
 class TextRequest(_Sampled):
-    prompt: (
-        Text
-        | TokenPrompt
-        | Annotated[list[Text], Field(min_length=1, fail_fast=True)]
-        | Annotated[list[TokenPrompt], Field(min_length=1, fail_fast=True)]
-    )
+    prompt: Prompt
     """Text is encoded as it stands; token ids are taken as they are."""
     logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
     """0 gives the logprobs of the sampled tokens."""
@@ -281,10 +308,10 @@ def as_api_error(error: Exception) -> ApiError | None:
         if isinstance(error, meaning.kind):
             param = "model" if meaning.code in ("invalid_model", "model_not_found") else None
             return ApiError(meaning.status, str(error), param=param, code=meaning.code)
-    if isinstance(error, PermanentEngineError):
-        return ApiError(400 if isinstance(error, ValueError) else 500, str(error), code="engine_error")
-    if isinstance(error, StorageError):
-        return ApiError(503 if error.transient else 500, str(error), code="storage_error")
+    if isinstance(error, PermanentEngineError | StorageError):
+        status = status_of(name_of(error))
+        code = "storage_error" if isinstance(error, StorageError) else "engine_error"
+        return ApiError(400 if status == 422 else status, str(error), code=code)
     return None
 
 
@@ -298,15 +325,16 @@ _WITHOUT_EFFECT = frozenset(
 
 def _invalid(error: RequestValidationError) -> ApiError:
     first = error.errors()[0]
-    where = [str(part) for part in first["loc"] if part != "body"]
-    name = ".".join(where)
+    first["loc"] = first["loc"][1:]  # without "body"
+    name = place_of(first, error.body)
+    where = name.split(".")
     last = next((part for part in reversed(where) if part in _WITHOUT_EFFECT), None)
     if first["type"] == "extra_forbidden":
         message = f"the option {name!r} is not supported: leave it out"
     elif last is not None:
         message = f"the option {name!r} could have no effect at this value, so it is refused: leave it out"
-    elif where and where[0] == "logprobs" and first["type"] == "less_than_equal":
+    elif where[0] == "logprobs" and first["type"] == "less_than_equal":
         message = "only the logprobs of the sampled tokens are there: give logprobs=0"
     else:
-        message = f"{name}: {first['msg']}" if name else str(first["msg"])
+        message = describe([first], error.body)
     return ApiError(400, message, param=name or None, code="invalid_value")

@@ -15,6 +15,7 @@ from engine.errors import BadSpec, NonFiniteGradient, StepConflict
 from engine.images import check_taken
 from engine.losses.spec import LossSpec
 from engine.samples import Sample, minibatches, samples_of
+from engine.validation import describe
 from storage.chain import CommitRecord, StepRequest
 from storage.failpoints import failpoint
 from storage.objects import ObjectStore
@@ -56,7 +57,7 @@ def apply_request(
     try:
         loss = _LOSS.validate_python(request.loss)
     except ValidationError as error:
-        raise BadSpec(f"the step request names a loss that this engine does not know: {error}") from error
+        raise BadSpec(f"the loss of the step request: {describe(error.errors(), request.loss)}") from error
     objective = Objective(
         loss=loss,
         temperature=request.temperature,

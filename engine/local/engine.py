@@ -15,9 +15,10 @@ from typing import TypeVar
 from engine.backends.compose import sampler_backend, trainer_backend
 from engine.backends.protocol import OnToken
 from engine.backends.shared_base import AdapterTrainer
-from engine.errors import EngineBusy, EngineError, Fenced, PermanentEngineError, StepConflict
+from engine.errors import EngineBusy, EngineError, Fenced
 from engine.images import check_taken
 from engine.local.apply import Effect, apply_request, same_step
+from engine.local.chains import check_committed, create_chain
 from engine.local.materialise import Materialiser
 from engine.local.queue import FairQueue
 from engine.local.rebase import Rebaser
@@ -135,20 +136,7 @@ class LocalEngine:
         )
 
     async def create_policy(self, spec: PolicySpec) -> PolicyRef:
-        return await self._compute(spec.run, partial(self._create_policy, spec))
-
-    def _create_policy(self, spec: PolicySpec) -> PolicyRef:
-        if (spec.root.base is None) == (spec.root.start is None):
-            raise PermanentEngineError("a chain starts from a base model or from an earlier policy: give exactly one")
-        chain = Chain(self.store, spec.run, spec.stage, spec.model)
-        stands = chain.create_root(spec.root)
-        if stands.state() != spec.root.state():
-            raise StepConflict(
-                f"the chain {spec.run}/{spec.stage}/{spec.model} starts from {stands.base_digest[:12]}, but "
-                f"{spec.root.base_digest[:12]} was given: the base model, the trainable part or the seed changed; "
-                "use another run key"
-            )
-        return chain.policy(0)
+        return await self._compute(spec.run, partial(create_chain, self.store, spec))
 
     # -- reading -----------------------------------------------------------------------------------------------
 
@@ -172,7 +160,7 @@ class LocalEngine:
     def _generate(self, call: Call, epoch: int) -> list[Completion]:
         self._fence(call.request.policy.run, epoch)
         if call.completions is not None:  # another caller's batch had room for it
-            self.policies.check_committed(call.request.policy)
+            check_committed(self.store, call.request.policy)
             return call.completions
         return self.together.answer(call, self._draw)
 
@@ -298,7 +286,7 @@ class LocalEngine:
     ) -> ArtifactRef | Future[ArtifactRef]:
         """The committed checkpoint, or the one on its way: begun now if it was not."""
         self._fence(policy.run, epoch)
-        self.policies.check_committed(policy)
+        check_committed(self.store, policy)
         there = self.saver.under_way(policy) or find_checkpoint(self.store, policy, name=name)
         if there is not None:
             return there

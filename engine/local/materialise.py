@@ -15,9 +15,10 @@ from engine.backends.protocol import Sampler, SamplerBackend, Trainer, TrainerBa
 from engine.backends.shared_base import SharedBase
 from engine.errors import BadSpec, PermanentEngineError, UnknownPolicy
 from engine.local.apply import apply_request
+from engine.local.chains import check_committed, check_same_part
 from engine.local.rebase import Rebaser, Redone
 from engine.local.scratch import scratch
-from engine.local.slots import Slot, Slots, chain_name
+from engine.local.slots import Slot, Slots
 from engine.model_size import parameter_count
 from storage.artifacts import ArtifactRef, materialise_files, read_manifest
 from storage.chain import Chain, CommitRecord, PolicyRef, Root, base_of
@@ -53,7 +54,7 @@ class Materialiser:
 
     def for_training(self, policy: PolicyRef) -> Slot:
         """The chain's training slot, at exactly `policy`, moments included."""
-        self.check_committed(policy)
+        check_committed(self.store, policy)
         slot = self.slots.training(policy)
         if slot is None or slot.policy.state != policy.state:
             slot = self._bring(slot, policy)
@@ -63,9 +64,9 @@ class Materialiser:
         """A slot that holds `policy`'s weights. The head of a chain moves its training slot along; a past policy
         or a reference gets a frozen slot, so that training need not be undone for it."""
         slot = self.slots.holding(policy.state)
-        if slot is not None and (slot.chain == chain_name(policy) or self._answers(slot, policy)):
+        if slot is not None and (slot.policy == policy or self._answers(slot, policy)):
             return self.slots.use(slot)
-        self.check_committed(policy)
+        check_committed(self.store, policy)
         own = self.slots.training(policy)
         is_ahead = own is None or policy.step > own.policy.step
         chain = Chain.of(self.store, policy)
@@ -76,9 +77,9 @@ class Materialiser:
         return self.slots.use(slot)
 
     def _answers(self, slot: Slot, policy: PolicyRef) -> bool:
-        """Whether another run's weights of the same state are this policy's: it exists, and descends from the same
-        rebase."""
-        self.check_committed(policy)
+        """Whether weights of the same state that are in memory under another name are this policy's: it is committed,
+        and descends from the same rebase."""
+        check_committed(self.store, policy)
         base = rebase_of(Chain.of(self.store, policy), policy.step)
         return slot.rebase == (base.mark if base else None)
 
@@ -93,18 +94,6 @@ class Materialiser:
             return None
         base = self._shared_base(root.base, run=policy.run)
         return Slot(policy, self.backend.adapter_off(base), training=False)
-
-    def check_committed(self, policy: PolicyRef) -> None:
-        """Raises UnknownPolicy unless the chain has this very policy."""
-        try:
-            found = Chain.of(self.store, policy).policy(policy.step)
-        except ObjectNotFound as error:
-            raise UnknownPolicy(f"{error}; take the steps before it, or check run, stage and model") from error
-        if found.state != policy.state:
-            raise UnknownPolicy(
-                f"step {policy.step} of {policy.run}/{policy.stage}/{policy.model} is committed as "
-                f"{found.state[:12]}, not as {policy.state[:12]}; the ref is of another history"
-            )
 
     # -- bring it there ----------------------------------------------------------------------------------------
 
@@ -172,13 +161,7 @@ class Materialiser:
         if root.start is None:
             trainer = self._new_trainer(chain, moments=moments)
         else:
-            before = self._root(Chain.of(self.store, root.start))
-            if before.trainable != root.trainable:
-                raise BadSpec(
-                    f"the stage {chain.run}/{chain.stage} trains {root.trainable}, but it starts from "
-                    f"{root.start.uri}, which trained {before.trainable}; publish that policy as a model and start "
-                    "from it, or train the same part"
-                )
+            check_same_part(root, self._root(Chain.of(self.store, root.start)))
             trainer = self._bring(None, root.start, training=moments).trainer
             trainer.reset_optimizer()
         log_work("restore", policy=chain.policy(0).uri, step=0)

@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
+from storage.bounds import LARGEST, Coefficient, Divisor, Positive
 from storage.models import Frozen
 
 LossNorm = Literal["token_mean", "sequence_mean", "token_sum", "constant"]
@@ -35,7 +36,7 @@ class _Normalised(_Loss):
     norm: LossNorm = "token_mean"
     """token_mean: over all trained tokens · sequence_mean: over each sequence's tokens, then over sequences ·
     token_sum: not at all · constant: by sequences x norm_constant."""
-    norm_constant: float | None = Field(None, gt=0)
+    norm_constant: Divisor | None = None
     """Tokens per sequence that norm="constant" divides by, besides the number of sequences (arXiv:2503.20783)."""
 
     @model_validator(mode="after")
@@ -68,17 +69,17 @@ class _PolicyGradient(_Normalised):
 
     clip_low: float = Field(0.1, gt=0, le=1)
     """The ratio is clipped from below at 1 - clip_low."""
-    clip_high: float = Field(0.1, gt=0)
+    clip_high: Positive = 0.1
     """The ratio is clipped from above at 1 + clip_high."""
-    kl_beta: float = Field(0.01, ge=0)
+    kl_beta: Coefficient = 0.01
     """Coefficient of the KL term; 0 needs no reference logprobs."""
     kl_estimator: KLEstimator = "k3"
     kl_importance: bool = Field(False, exclude_if=lambda weighted: not weighted)  # absent from requests made before it
     """The KL term is multiplied by the ratio (of a sequence: GSPO), whose gradient counts: with k3 it is then an
     unbiased estimate, and so is its gradient, of the KL to the reference (arXiv:2512.02556)."""
-    entropy_coef: float = Field(0.0, ge=0)
+    entropy_coef: Coefficient = 0.0
     """Each token's entropy times this is taken off its loss."""
-    importance_cap: float | None = Field(None, gt=0)
+    importance_cap: Positive | None = None
     """The policy's part of the loss is weighted by min(exp(o - sampler), cap), without gradient: truncated importance
     weights against the distribution that was sampled from (fengyao.notion.site/off-policy-rl)."""
 
@@ -101,7 +102,7 @@ class GRPOSpec(_PolicyGradient):
     kl_beta=0."""
 
     kind: Literal["grpo"] = "grpo"
-    dual_clip: float | None = Field(None, gt=1)
+    dual_clip: float | None = Field(None, gt=1, le=LARGEST)
     """Lower bound c·A of the objective where A < 0 (arXiv:1912.09729)."""
 
 
@@ -112,7 +113,7 @@ class GSPOSpec(_PolicyGradient):
     norm: LossNorm = "sequence_mean"
     clip_low: float = Field(0.01, gt=0, le=1)
     """The ratio of a sequence is clipped from below at 1 - clip_low."""
-    clip_high: float = Field(0.01, gt=0)
+    clip_high: Positive = 0.01
     """The ratio of a sequence is clipped from above at 1 + clip_high."""
 
 
@@ -127,7 +128,7 @@ class DPOSpec(_Loss):
 
     pairwise: ClassVar[bool] = True
     kind: Literal["dpo"] = "dpo"
-    beta: float = Field(0.1, gt=0)
+    beta: Divisor = 0.1
     variant: DPOVariant = "sigmoid"
     """sigmoid: -log σ(h) (arXiv:2305.18290) · ipo: (h/β - 1/(2β))² (arXiv:2310.12036), of summed logprobs · cdpo: the
     sigmoid of labels that are wrong with probability label_smoothing (ericmitchell.ai/cdpo.pdf)."""
@@ -164,7 +165,7 @@ class TrustRegionMSESpec(_Normalised):
 
     reads: ClassVar[Literal["logprobs", "values"]] = "values"
     kind: Literal["trust_region_mse"] = "trust_region_mse"
-    clip: float = Field(0.2, gt=0)
+    clip: Positive = 0.2
 
 
 LossSpec = Annotated[

@@ -13,7 +13,7 @@ from engine.errors import BadSpec
 from engine.protocol import Engine, GenerateRequest, LogprobsRequest, PolicySpec, TokenSequence
 from storage.chain import Chain, PolicyRef
 from storage.objects import ObjectStore
-from tests.contracts.engine_fixtures import SCORED, SHORT, Connect, EngineFixtures, close, plain_folder, score
+from tests.contracts.engine_fixtures import SCORED, SHORT, Connect, EngineFixtures, close, plain_folder
 from tests.fixtures.engines import (
     PROVENANCE,
     commit_batch,
@@ -89,9 +89,8 @@ class ScalarContract(EngineFixtures):
             await values_of(engine, start)
 
     async def test_a_scalar_model_has_no_language_head_to_train(self, engine: Engine, scalar_folder: Path) -> None:
-        start = await new_policy(engine, scalar_folder)
         with pytest.raises(BadSpec, match="into_scoring_model"):
-            await score(engine, start)
+            await new_policy(engine, scalar_folder)
 
     async def test_a_loss_goes_with_one_head(
         self, engine: Engine, store: ObjectStore, start: PolicyRef, value_policy: PolicyRef

@@ -11,12 +11,13 @@ from engine.local.engine import LocalEngine
 from engine.protocol import Engine
 from tests.contracts.engine_fixtures import Connect
 from tests.contracts.engine_reading import ReadingContract
+from tests.contracts.engine_refusing import RefusingContract
 from tests.contracts.engine_scalar import ScalarContract
 from tests.contracts.engine_writing import WritingContract
 from tests.fixtures.engines import DETERMINISTIC
 
 
-class EngineContract(ReadingContract, WritingContract, ScalarContract):
+class EngineContract(ReadingContract, WritingContract, ScalarContract, RefusingContract):
     """All of it."""
 
 

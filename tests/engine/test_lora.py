@@ -55,8 +55,8 @@ def test_what_a_root_says_is_trained() -> None:
         ({"kind": "lora", "alpha": float("inf")}, "alpha"),
         ({"kind": "lora", "target_modules": []}, "target_modules"),
         ({"kind": "lora", "target_modules": "q_proj"}, "target_modules"),
-        ({"kind": "lora", "r": 8}, "lora.r"),
-        ({"kind": "full", "rank": 8}, "full.rank"),
+        ({"kind": "lora", "r": 8}, "r=8: is not a known field"),
+        ({"kind": "full", "rank": 8}, "rank=8: is not a known field"),
     ],
 )
 def test_a_bad_spec_is_refused_by_name(given: dict[str, Any], named: str) -> None:

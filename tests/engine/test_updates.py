@@ -163,7 +163,7 @@ def test_pairs_share_their_micro_batch_and_their_rank(samples: list[Sample], roo
 @given(batches_of_pairs(), st.integers(1, 9), st.integers(1, 3), st.integers(0, 5))
 def test_pairs_share_their_minibatch(samples: list[Sample], size: int, epochs: int, seed: int) -> None:
     plan = MinibatchPlan(size=size, epochs=epochs, shuffle_seed=seed)
-    updates = minibatches(samples, plan, whole_groups=True)
+    updates = list(minibatches(samples, plan, whole_groups=True))
     pairs = len(samples) // 2
     assert len(updates) == epochs * -(-pairs // size)
     for members in updates:

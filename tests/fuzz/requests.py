@@ -16,6 +16,7 @@ from typing import Any
 from engine.http import wire
 from engine.protocol import GenerateRequest, LogprobsRequest, SamplingParams, TokenSequence
 from storage.chain import PolicyRef
+from tests.fixtures.unchecked import unchecked
 from tests.fuzz.mutations import MUTATIONS
 
 NUMBERS = ["0", "-1", "1", "2", "3", "1e308", "-1e308", "1e-320", "1e-9", "0.5", "NaN", "Infinity", "-0.0", "1e999"]
@@ -203,9 +204,13 @@ def arrow_case(world: World, draw: random.Random) -> Case:
             weights = [[0.0, *[1.0] * (len(row) - 1)][: len(row)] for row in ids]
         if draw.random() < 0.1:
             weights = [[*row, 1.0] for row in weights]
-        sequences = [TokenSequence(row, mine, draw.choice(["", "g"])) for row, mine in zip(ids, weights, strict=True)]
+        sequences = [
+            unchecked(TokenSequence, token_ids=row, weights=mine, group=draw.choice(["", "g"]))
+            for row, mine in zip(ids, weights, strict=True)
+        ]
         temperature = draw.choice([1.0, 1.0, 0.0, -1.0, 1e-320, 1e308])
-        data = wire.encode_logprobs_request(LogprobsRequest(policy, sequences, temperature), epoch=0)
+        request = unchecked(LogprobsRequest, policy=policy, sequences=sequences, temperature=temperature)
+        data = wire.encode_logprobs_request(request, epoch=0)
     if draw.random() < 0.4:
         kind = "generate" if verb == "generate" else "logprobs request"
         with contextlib.suppress(struct.error, IndexError):  # an earlier mutation broke what this one needs

@@ -27,7 +27,14 @@ from storage.artifacts import (
 )
 from storage.backends.memory import MemoryBackend
 from storage.backends.protocol import PutResult
-from storage.errors import AttemptTooOld, CorruptArtifact, InvalidKey, ObjectNotFound, StorageUnavailable
+from storage.errors import (
+    AttemptTooOld,
+    CorruptArtifact,
+    InvalidKey,
+    ObjectNotFound,
+    SchemaMismatch,
+    StorageUnavailable,
+)
 from storage.models import canonical_json, digest
 from storage.objects import ObjectStore, open_store
 from storage.registry import find_model, publish_model, resolve_alias
@@ -202,7 +209,7 @@ def test_odd_files_are_refused_before_anything_is_stored(store: ObjectStore, tmp
         commit_files(store, "c", {}, kind="k", provenance=PROVENANCE)
     with pytest.raises(FileNotFoundError):
         commit_files(store, "c", {"y": tmp_path / "absent"}, kind="k", provenance=PROVENANCE)
-    with pytest.raises(ValueError, match="has 2 files; use materialise_files"):
+    with pytest.raises(SchemaMismatch, match="of 2 files, and one file was expected"):
         ref = commit_files(store, "d", {"a": files["x"], "b": files["x"]}, kind="k", provenance=PROVENANCE, move=False)
         read_bytes(store, ref)
     assert list(store.list("c")) == []

@@ -207,8 +207,14 @@ class VllmSampler:
         host, base = self._host, self._base
         if host is None or base is None or self.holds is None:
             raise SamplerOutOfSync("the sampler holds no policy's weights; sync it with the trainer first")
-        limits = {"vocab_size": host.architecture.vocab_size, "context_length": host.options.max_context}
-        check_prompts(prompts, seeds, params, **limits)
+        check_prompts(
+            prompts,
+            seeds,
+            params,
+            vocab_size=host.architecture.vocab_size,
+            context_length=host.options.max_context,
+            eos_token_ids=host.options.eos_token_ids,
+        )
         if not prompts:
             return []
         with self._proving(host):

@@ -89,7 +89,7 @@ async def test_a_sequence_that_no_context_holds_is_refused_before_the_engine_see
     local = LocalEngine(str(tmp_path / "data"), DETERMINISTIC)
     policy = await new_policy(local, tiny_folder)
     app = create_app(local, local.store)
-    sequences = [TokenSequence([1, 2], [0.0, 1.0]), TokenSequence([1] * 50_000, [1.0] * 50_000)]
+    sequences = [TokenSequence([1, 2], [0.0, 1.0]), TokenSequence([1] * 50_000, [0.0] + [1.0] * 49_999)]
     bodies = {
         "generate": wire.encode_generate(GenerateRequest(policy, [[1] * 50_000], [1]), epoch=0),
         "logprobs": wire.encode_logprobs_request(LogprobsRequest(policy, sequences), epoch=0),

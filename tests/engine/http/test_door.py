@@ -188,8 +188,8 @@ async def test_path_like_names_are_refused_and_nothing_is_touched(
         policy = POLICY.model_copy(update={field: name})
         for verb, data in (
             ("generate", wire.encode_generate(GenerateRequest(policy, [[1]], [1]), epoch=0)),
-            ("logprobs", wire.encode_logprobs_request(LogprobsRequest(policy, [TokenSequence([1], [1.0])]), epoch=0)),
-            ("values", wire.encode_logprobs_request(LogprobsRequest(policy, [TokenSequence([1], [1.0])]), epoch=0)),
+            ("logprobs", wire.encode_logprobs_request(LogprobsRequest(policy, [TokenSequence([1], [0.0])]), epoch=0)),
+            ("values", wire.encode_logprobs_request(LogprobsRequest(policy, [TokenSequence([1], [0.0])]), epoch=0)),
         ):
             answer = await client.post(f"/v1/{verb}", content=data, headers={"Content-Type": wire.MEDIA_TYPE})
             assert answer.status_code == 422

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import struct
 import tracemalloc
 
@@ -18,6 +17,7 @@ from engine.http.errors import BodyTooLarge
 from engine.images import MAX_IMAGE_BYTES, Images, PlacedImage, images_or_none
 from engine.protocol import Completion, GenerateRequest, LogprobsRequest, SamplingParams, TokenSequence
 from storage.chain import PolicyRef
+from tests.fixtures.unchecked import unchecked
 from tests.fuzz.mutations import END, messages
 
 POLICY = PolicyRef(run="r", stage="0-s", model="policy", step=3, state="f" * 64)
@@ -48,13 +48,16 @@ def test_completions_come_back_as_they_were(given_rows: list) -> None:
     assert wire.decode_completions(wire.encode_completions(completions)) == completions
 
 
-@given(rows(IDS, st.lists(FLOATS, max_size=20), st.text(st.characters(codec="utf-8"), max_size=9)), FLOATS)
+WEIGHTED = st.lists(st.tuples(INT32, st.floats(0, allow_infinity=False)), max_size=20)
+"""The tokens after the first, each with its weight."""
+
+
+@given(rows(INT32, WEIGHTED, st.text(st.characters(codec="utf-8"), max_size=9)), st.floats(0.01, 100))
 def test_sequences_come_back_as_they_were(given_rows: list, temperature: float) -> None:
-    sequences = [TokenSequence(*columns) for columns in given_rows]
-    if math.isinf(temperature):
-        with pytest.raises(BadSpec, match="temperature"):
-            wire.encode_logprobs_request(LogprobsRequest(POLICY, sequences, temperature), epoch=0)
-        return
+    sequences = [
+        TokenSequence([first, *(token for token, _ in rest)], [0.0, *(weight for _, weight in rest)], group)
+        for first, rest, group in given_rows
+    ]
     request = LogprobsRequest(POLICY, sequences, temperature)
     assert wire.decode_logprobs_request(wire.encode_logprobs_request(request, epoch=1)) == (request, 1)
 
@@ -75,7 +78,7 @@ def placed(gaps: list[tuple[int, int, bytes]]) -> tuple[Images, int]:
 @given(st.lists(IMAGES, max_size=6))
 def test_images_come_back_as_they_were(given_rows: list) -> None:
     images = [placed(gaps) for gaps in given_rows]
-    sequences = [TokenSequence([7] * n, [0.0] * n, "g", own) for own, n in images]
+    sequences = [TokenSequence([7] * (n + 1), [0.0] * (n + 1), "g", own) for own, n in images]
     request = LogprobsRequest(POLICY, sequences)
     assert wire.decode_logprobs_request(wire.encode_logprobs_request(request, epoch=1)) == (request, 1)
     asked = GenerateRequest(
@@ -105,7 +108,10 @@ def test_images_out_of_place_are_refused(starts: list, tokens: list, data: list,
 
 def test_an_image_of_too_many_bytes_is_refused() -> None:
     images = [(PlacedImage(0, 1, bytes(MAX_IMAGE_BYTES + 1)),)]
-    body = wire.encode_generate(GenerateRequest(POLICY, [[1]], [0], images=images), epoch=0)
+    request = unchecked(
+        GenerateRequest, policy=POLICY, prompts=[[1]], seeds=[0], sampling=SamplingParams(), images=images
+    )
+    body = wire.encode_generate(request, epoch=0)
     with pytest.raises(BadSpec, match="image 0 of a sample has 33554433 bytes, at most 33554432 are taken"):
         wire.decode_generate(body)
 
@@ -128,7 +134,7 @@ def test_numbers_come_back_to_the_bit(values: list[list[float]]) -> None:
         ([[1.5]], [1], "prompt 0 has token ids outside"),
         ([["a"]], [1], "prompt 0 has token ids outside"),
         ([[None]], [1], "prompt 0 has token ids outside"),
-        ([[1]], [2**63], "seeds must be integers of 64 bits"),
+        ([[1]], [2**63], "give an integer of 64 bits"),
         ([[1]], [1, 2], "1 prompts.*2 seeds"),
     ],
 )

@@ -1,0 +1,29 @@
+"""Bounds of the numbers in requests and configs, as field types.
+
+A model computes in float32, whose largest number is about 3e38. A coefficient near it overflows in the first product,
+and one near its smallest number becomes 0 where something is divided by it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+SMALLEST, LARGEST = 1e-30, 1e30
+"""Of a coefficient: products with numbers of ordinary size stay within float32."""
+LARGEST_RATE = 1e3
+"""Of a learning rate and of a weight decay. Useful ones are below 1."""
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
+"""Below the minimum, rounding of the logits decides which token is drawn. Above the maximum, all tokens are equally
+probable to three digits."""
+MAX_EPOCHS = 10_000
+
+Coefficient = Annotated[float, Field(ge=0, le=LARGEST, allow_inf_nan=False)]
+"""0 switches it off."""
+Positive = Annotated[float, Field(gt=0, le=LARGEST, allow_inf_nan=False)]
+Divisor = Annotated[float, Field(ge=SMALLEST, le=LARGEST, allow_inf_nan=False)]
+Rate = Annotated[float, Field(ge=0, le=LARGEST_RATE, allow_inf_nan=False)]
+Temperature = Annotated[float, Field(ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE, allow_inf_nan=False)]
+Int64 = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
+Count = Annotated[int, Field(ge=1, lt=1 << 31)]

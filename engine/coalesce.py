@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Hashable
 from typing import Generic, TypeVar
 
 from engine.errors import PermanentEngineError
+from engine.waiting import waiting_for_engine
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -28,7 +29,8 @@ class Coalescer(Generic[Item, Result]):
             flush = asyncio.create_task(self._flush(key))
             self._flushes.add(flush)  # the loop holds tasks weakly
             flush.add_done_callback(self._flushes.discard)
-        return await future
+        with waiting_for_engine():
+            return await future
 
     async def _flush(self, key: Hashable) -> None:
         await asyncio.sleep(0)  # siblings started in the same turn of the loop join this batch

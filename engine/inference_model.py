@@ -21,6 +21,7 @@ from engine.tape import prompt_group
 from engine.text.rendering import Renderer
 from engine.text.stops import stop_token_ids, text_until_stop, tokens_until_stop
 from engine.text.threads import StringThread, TokenizedThread
+from engine.text.tokenizers import context_length_of
 from engine.workspace import Workspace, derive_seed
 from storage.artifacts import ArtifactRef
 from storage.chain import PolicyRef
@@ -95,6 +96,15 @@ class InferenceModel(Scores):
 
     def max_gen_len(self, tokens: int) -> Self:
         return self._view(max_new_tokens=tokens)
+
+    def fitted(self, thread: StringThread) -> Self:
+        """A view that generates no more tokens than the model's context has left after `thread`; this one where all
+        fit, and where not even one does."""
+        context = context_length_of(self.workspace.open_store(), self.base)
+        if context is None:
+            return self
+        room = context - len(self.renderer.prompt_sequence(thread).token_ids)
+        return self if room >= self.sampling.max_new_tokens or room < 1 else self.max_gen_len(room)
 
     def min_gen_len(self, tokens: int) -> Self:
         return self._view(min_new_tokens=tokens)

@@ -31,7 +31,7 @@ class Grading(Frozen):
 
     grader: GraderSpec
     timeout_seconds: float = Field(60.0, gt=0)
-    """Per grade and attempt."""
+    """Per grade and attempt, without the time in which a judge waits for its engine."""
     retries: int = Field(2, ge=0)
     concurrency: int = Field(32, ge=1)
     max_masked_fraction: float = Field(0.2, ge=0, le=1)

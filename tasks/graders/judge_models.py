@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import logging
+from functools import lru_cache
 from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
 from pydantic import BaseModel
 
-from engine.errors import EngineError
+from engine.errors import EngineError, SampleTooLong
 from engine.handles import InferenceModel, Model, OpenAIModel
 from engine.protocol import SamplingParams
 from engine.served import served_policy
@@ -16,6 +18,8 @@ from engine.text.threads import StringThread
 from engine.text.tokenizers import renderer_of
 from engine.workspace import Workspace, derive_seed
 from tasks.graders.base import GraderError, IgnoreGradeException
+
+logger = logging.getLogger("ostinato.graders")
 
 Answer = TypeVar("Answer", bound=BaseModel)
 
@@ -90,10 +94,16 @@ async def ask(model: JudgeModel, thread: StringThread, schema: type[Answer]) -> 
         return await _answer(model, again, schema), True
     except MalformedAnswer as second:
         raise UnusableAnswer(f"the judge gave no usable {schema.__name__}, even shown its error: {second}") from second
+    except SampleTooLong as second:
+        raise UnusableAnswer(
+            f"the judge gave no usable {schema.__name__}, and its context has no room to show it its error: {second}"
+        ) from second
 
 
 async def _answer(model: JudgeModel, thread: StringThread, schema: type[Answer]) -> Answer:
     view = seeded(model, thread)
+    if isinstance(view, InferenceModel):
+        view = _fitted(view, thread)
     if isinstance(view, InferenceModel | OpenAIModel):  # one try: `ask` shows what was wrong, and counts it
         return await view.answer(thread, schema)
     given: Any
@@ -110,6 +120,24 @@ async def _answer(model: JudgeModel, thread: StringThread, schema: type[Answer])
     if isinstance(given, schema):
         return given
     return parse_answer(given.last_content(), schema)
+
+
+def _fitted(judge: InferenceModel, thread: StringThread) -> InferenceModel:
+    """The judge with as much room for its answer as its context has after the question."""
+    fitted = judge.fitted(thread)
+    if fitted.sampling != judge.sampling:
+        _say_fitted(judge.name, judge.sampling.max_new_tokens)
+    return fitted
+
+
+@lru_cache(maxsize=64)
+def _say_fitted(name: str, max_new_tokens: int) -> None:
+    """Once in a process: a judge is asked thousands of times."""
+    logger.warning(
+        "the judge %r was given %d tokens for its answer, and its context has no room for them after the question: "
+        "longer answers are cut at its context. Set max_gen_len or tokens_to_generate of the judge",
+        name, max_new_tokens,
+    )  # fmt: skip
 
 
 def handle_of(model: JudgeModel | str, key: str) -> JudgeModel:

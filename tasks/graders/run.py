@@ -7,10 +7,11 @@ masked: the completion leaves its group's statistics and the loss, and is counte
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from engine.errors import PermanentEngineError, TransientEngineError
 from engine.text.threads import StringThread
+from engine.waiting import waits_told_to
 from storage.errors import TransientStorageError
 from storage.models import Frozen
 from tasks.advantages import LARGEST_REWARD, REWARD_RANGE
@@ -43,8 +44,9 @@ async def grade_threads(
 ) -> list[GradeOutcome]:
     """One outcome per thread, in the order of `threads`.
 
-    timeout_seconds bounds each attempt; there are `retries` further attempts, the k-th after
-    retry_delay_seconds * 2**k. Neither setup nor teardown is called here. A cancelled call cancels its grades.
+    timeout_seconds bounds each attempt, without the time in which a judge waits for its engine; there are `retries`
+    further attempts, the k-th after retry_delay_seconds * 2**k. Neither setup nor teardown is called here. A cancelled
+    call cancels its grades.
 
     Raises TransientEngineError or TransientStorageError when a judge's engine or store is away: that says nothing about
     any completion, so the whole call is to be made again.
@@ -102,9 +104,45 @@ async def _grade_one(
 
 
 class GraderTimeout(Exception):
-    """An attempt at a grade took longer than timeout_seconds."""
+    """An attempt at a grade took longer than timeout_seconds, without its waits for an engine."""
 
     transient = True
+
+
+class _OwnTime:
+    """A limit on the seconds that a grader takes itself. Its clock stands still while the grader waits for an engine,
+    which has limits of its own and serves others too."""
+
+    def __init__(self, seconds: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.spent: asyncio.Future[None] = self._loop.create_future()
+        self._left, self._waits = seconds, 0
+        self._run()
+
+    def begin(self) -> None:
+        """A wait for an engine begins."""
+        self._waits += 1
+        if self._waits == 1:
+            self._timer.cancel()
+            self._left -= self._loop.time() - self._since
+
+    def end(self) -> None:
+        """A wait for an engine ends."""
+        self._waits -= 1
+        if self._waits == 0:
+            self._run()
+
+    def close(self) -> None:
+        self._timer.cancel()
+        self._waits += 1  # the clock does not run again, however late an abandoned attempt ends its waits
+        self.spent.cancel()
+
+    def _run(self) -> None:
+        self._since, self._timer = self._loop.time(), self._loop.call_later(self._left, self._spend)
+
+    def _spend(self) -> None:
+        if not self.spent.done():
+            self.spent.set_result(None)
 
 
 async def _within(grader: BaseGrader, thread: StringThread, timeout_seconds: float) -> Grade:
@@ -113,12 +151,17 @@ async def _within(grader: BaseGrader, thread: StringThread, timeout_seconds: flo
     Unlike asyncio.wait_for this does not wait for the cancelled task to end, so a grader that swallows its
     cancellation cannot hold the run; and a grader that is cancelled from inside is a failure, not an end of ours.
     """
-    attempt = asyncio.ensure_future(_guarded(grader, thread))
+    own_time = _OwnTime(timeout_seconds)
+    with waits_told_to(own_time):
+        attempt = asyncio.ensure_future(_guarded(grader, thread))
     try:
-        await asyncio.wait({attempt}, timeout=timeout_seconds)
+        waited: set[asyncio.Future[Any]] = {attempt, own_time.spent}
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
     except asyncio.CancelledError:
         attempt.cancel()
         raise
+    finally:
+        own_time.close()
     if not attempt.done():
         attempt.cancel()
         attempt.add_done_callback(_retrieve)

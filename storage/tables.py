@@ -204,7 +204,7 @@ class RowReader:
         by_group: dict[int, list[int]] = defaultdict(list)
         for place, index in enumerate(wanted):
             if not 0 <= index < len(self):
-                raise IndexError(f"row {index} of {self.ref.key} was asked for, it has {len(self)} rows, from 0")
+                raise IndexError(f"{self.ref.key} has {len(self)} rows, and none of index {index}")
             by_group[index // ROW_GROUP].append(place)
         found: list[dict[str, Any]] = [{}] * len(wanted)
         for group, places in sorted(by_group.items()):

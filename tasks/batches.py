@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import repeat
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ from storage.objects import ObjectStore
 from storage.tables import TableWriter, commit_table, shared_rows, table_schema
 from tasks.batch_rows import Grades, batch_table, gap_of, policy_gap, trained_lengths, with_lists
 from tasks.clock import timed
+from tasks.datasets.naming import row_name
 from tasks.lengths import ANY_LENGTH, LengthPlan, cut
 from tasks.rewards import (
     BATCH_ESTIMATORS,
@@ -276,7 +278,7 @@ async def completion_batch(
     table_rows, cuts, dropped = [], 0, 0
     for record in records:
         whole = renderer.sequence(renderer.tokenize(StringThread.from_json(record["thread"])))
-        kept = cut(whole, lengths, limit, row=f"conversation {record['id']} (row {record['index']})")
+        kept = cut(whole, lengths, limit, name=partial(row_name, store, dataset, record["index"]))
         if kept is None:
             dropped += 1
             continue
@@ -285,8 +287,8 @@ async def completion_batch(
         table_rows.append(empty | row | ({"images": image_rows(kept.images)} if "images" in schema.names else {}))
     if not any(weight > 0 for row in table_rows for weight in row["weights"]):
         raise BadSpec(
-            f"step {step}: none of the rows {rows[:5]}… has an assistant turn to learn"
-            + _why_nothing(cuts, dropped)
+            f"step {step + 1}: none of its {len(rows)} rows, such as {row_name(store, dataset, rows[0])}, has an "
+            "assistant turn to learn" + _why_nothing(cuts, dropped)
         )
     with timed("storage"):
         committed = commit_table(

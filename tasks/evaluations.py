@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pyarrow as pa
 
 from engine.protocol import SamplingParams
@@ -13,6 +15,7 @@ from storage.chain import PolicyRef
 from storage.models import Frozen, canonical_json, digest
 from storage.tables import SCHEMAS, commit_table, shared_rows
 from tasks.clock import timed
+from tasks.datasets.naming import row_name
 from tasks.gradings import Grading, check_masked, grade_texts
 from tasks.rollouts import PromptShard, generate_request, prompt_limit, render_prompts, rollout_table
 from tasks.validations import mean_reward, means_by_source, measured, sums_by_source
@@ -41,7 +44,7 @@ async def evaluate(workspace: Workspace, policy: PolicyRef, plan: EvaluationPlan
     shard = plan.prompts
     rows = shared_rows(store, shard.dataset, shard.rows)
     renderer, limit = renderer_of(store, shard.base), prompt_limit(workspace, shard, plan.sampling)
-    prompts = render_prompts(renderer, rows, limit, shard.truncation)
+    prompts = render_prompts(renderer, rows, limit, shard.truncation, partial(row_name, store, shard.dataset))
     jobs = [(row, prompt, number) for row, prompt in prompts for number in range(shard.completions)]
     seeds = [workspace.seed_for("evaluation", row["id"], *([number] if number else [])) for row, _, number in jobs]
     with timed("rollout"):

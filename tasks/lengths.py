@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
@@ -59,19 +60,21 @@ def too_long(row: str, length: int, limit: int, *, remedy: str) -> SampleTooLong
     )
 
 
-def cut(sequence: TokenSequence, plan: LengthPlan, limit: int | None, *, row: str) -> TokenSequence | None:
+def cut(
+    sequence: TokenSequence, plan: LengthPlan, limit: int | None, *, name: Callable[[], str]
+) -> TokenSequence | None:
     """The sequence, of at most `limit` tokens; None for a longer one that the plan drops. Nothing predicts the first
-    token that is kept, so it is not trained. Raises SampleTooLong, naming the `row`."""
+    token that is kept, so it is not trained. Raises SampleTooLong, which says the `name` of the sequence."""
     length = len(sequence.token_ids)
     if limit is None or length <= limit:
         return sequence
     if plan.truncation == "drop":
         return None
     if plan.truncation == "error":
-        raise too_long(row, length, limit, remedy="left, right or drop")
+        raise too_long(name(), length, limit, remedy="left, right or drop")
     if sequence.images:
         raise SampleTooLong(
-            f"{row} has {length} tokens, of which {limit} are allowed, and images, which are not cut; raise "
+            f"{name()} has {length} tokens, of which {limit} are allowed, and images, which are not cut; raise "
             "algorithm.max_tokens, or leave the row out"
         )
     kept = slice(length - limit, None) if plan.truncation == "left" else slice(limit)

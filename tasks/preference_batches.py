@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from engine.errors import BadSpec
@@ -20,6 +21,7 @@ from storage.chain import PolicyRef
 from storage.tables import SCHEMAS, TableWriter, shared_rows
 from tasks.batches import CHUNK_TOKENS
 from tasks.clock import timed
+from tasks.datasets.naming import NameRow, row_name
 from tasks.datasets.order import repetitions
 from tasks.lengths import ANY_LENGTH, LengthPlan, too_long
 
@@ -73,8 +75,8 @@ async def rating_batch(
         rating = json.loads(record["metadata"] or "{}").get("res")
         if isinstance(rating, bool) or not isinstance(rating, int | float):
             raise BadSpec(
-                f"row {record['index']} of {dataset.key} has metadata res={rating!r}; expected a number, the rating "
-                "that the model is to give (a dataset loaded with kind='rating' is checked for it)"
+                f"{row_name(workspace.open_store(), dataset, record['index'])} has metadata res={rating!r}; expected a "
+                "number, the rating that the model is to give (a dataset loaded with kind='rating' is checked for it)"
             )
         return [_row(renderer, record["thread"], group, 0, whole=True) | {"returns": [rating], "reward": rating}]
 
@@ -101,7 +103,7 @@ async def _batch(  # noqa: PLR0913  what its two callers are told, and how they 
             return made_from(found, policy.uri)
         records = shared_rows(store, dataset, rows)
     renderer = renderer_of(store, base)
-    fits = _Fits(workspace, base, lengths)
+    fits = _Fits(workspace, base, lengths, partial(row_name, store, dataset))
     units = (
         unit
         for record, group in zip(records, _groups(records, rows), strict=True)
@@ -131,9 +133,10 @@ async def _batch(  # noqa: PLR0913  what its two callers are told, and how they 
 class _Fits:
     """Tells whether a pair, or a rated conversation, is short enough; counts those that are not."""
 
-    def __init__(self, workspace: Workspace, base: ArtifactRef, lengths: LengthPlan) -> None:
+    def __init__(self, workspace: Workspace, base: ArtifactRef, lengths: LengthPlan, name_row: NameRow) -> None:
         self.drops, self.dropped = lengths.truncation == "drop", 0
         self.longest, self.forward = lengths.limit(workspace, base), workspace.max_tokens
+        self.name_row = name_row
 
     def __call__(self, unit: list[Row], record: Row) -> bool:
         """Raises SampleTooLong where nothing is to be dropped."""
@@ -143,7 +146,8 @@ class _Fits:
             if limit is not None and length > limit:
                 if not self.drops:
                     what = "pair" if len(unit) > 1 else "conversation"
-                    raise too_long(f"{what} {record['id']} (row {record['index']})", length, limit, remedy="drop")
+                    name = f"{what} {record['id']} ({self.name_row(record['index'])})"
+                    raise too_long(name, length, limit, remedy="drop")
                 self.dropped += 1
                 return False
         return True

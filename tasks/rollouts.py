@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import pyarrow as pa
@@ -24,6 +25,7 @@ from storage.models import Frozen
 from storage.tables import commit_table, shared_rows, table_schema
 from storage.worklog import log_work
 from tasks.clock import timed
+from tasks.datasets.naming import NameRow, row_name
 from tasks.lengths import shortest
 
 Truncation = Literal["error", "left", "right", "drop"]
@@ -59,7 +61,8 @@ async def sample_shard(
     earlier = shard.repetitions or (0,) * len(rows)
     rows = [row | {"first": n * shard.completions} for row, n in zip(rows, earlier, strict=True)]
     limit = prompt_limit(workspace, shard, sampling)
-    prompts = render_prompts(renderer_of(store, shard.base), rows, limit, shard.truncation)
+    name_row = partial(row_name, store, shard.dataset)
+    prompts = render_prompts(renderer_of(store, shard.base), rows, limit, shard.truncation, name_row)
     jobs = [(row, prompt, row["first"] + c) for row, prompt in prompts for c in range(shard.completions)]
     seeds = [workspace.seed_for(policy.stage, step, row["id"], c) for row, _, c in jobs]
     failpoint("rollout.sampling")
@@ -111,7 +114,7 @@ def prompt_limit(workspace: Workspace, shard: PromptShard, sampling: SamplingPar
 
 
 def render_prompts(
-    renderer: Renderer, rows: list[dict[str, Any]], limit: int | None, truncation: Truncation
+    renderer: Renderer, rows: list[dict[str, Any]], limit: int | None, truncation: Truncation, name_row: NameRow
 ) -> list[tuple[dict[str, Any], TokenSequence]]:
     """Tokens and images of each row's prompt; one of more than `limit` tokens is refused, cut or dropped. One with
     images is never cut: raises UnsupportedFragment."""
@@ -124,14 +127,15 @@ def render_prompts(
                 continue
             if truncation == "error":
                 raise SampleTooLong(
-                    f"prompt {row['id']} (row {row['index']}) has {len(ids)} tokens, at most {limit} are allowed "
-                    "(max_prompt_tokens, or the model's context or max_batch_size less max_new_tokens); set truncation "
-                    "to left, right or drop, or raise the limit"
+                    f"prompt {row['id']} ({name_row(row['index'])}) has {len(ids)} tokens, at most {limit} are "
+                    "allowed (max_prompt_tokens, or the model's context or max_batch_size less max_new_tokens); set "
+                    "truncation to left, right or drop, or raise the limit"
                 )
             if prompt.images:
                 raise UnsupportedFragment(
-                    f"prompt {row['id']} (row {row['index']}) has {len(ids)} tokens, at most {limit} are allowed, and "
-                    "it holds images, which cannot be cut; set truncation to drop or error, or raise max_prompt_tokens"
+                    f"prompt {row['id']} ({name_row(row['index'])}) has {len(ids)} tokens, at most {limit} are "
+                    "allowed, and it holds images, which cannot be cut; set truncation to drop or error, or raise "
+                    "max_prompt_tokens"
                 )
             ids = ids[-limit:] if truncation == "left" else ids[:limit]
             prompt = replace(prompt, token_ids=ids, weights=[0.0] * len(ids))

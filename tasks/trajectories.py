@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import pyarrow as pa
@@ -21,6 +21,7 @@ from storage.models import Frozen
 from storage.tables import SCHEMAS, commit_table, shared_rows
 from storage.worklog import log_work
 from tasks.clock import timed
+from tasks.datasets.naming import row_name
 from tasks.environments.base import EnvironmentFactory
 from tasks.environments.episodes import Episode, Limits, Players, Segment
 from tasks.environments.play import PlayedEnvironment
@@ -111,7 +112,9 @@ async def play(
             return await workspace.connect().generate(request, epoch=workspace.epoch)
 
     limits = _limits(workspace, shard, sampling, plan)
-    await Players(renderer_of(store, shard.base), limits, concurrency=plan.concurrency).play(episodes, generate)
+    name_row = partial(row_name, store, shard.dataset)
+    players = Players(renderer_of(store, shard.base), limits, concurrency=plan.concurrency, name_row=name_row)
+    await players.play(episodes, generate)
     check_masked(episodes, plan, where=where)
     return episodes
 

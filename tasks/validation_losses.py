@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from typing import Any, Protocol
 
 import pyarrow as pa
@@ -22,6 +23,7 @@ from storage.models import Frozen, canonical_json, digest
 from storage.tables import SCHEMAS, commit_table, shared_rows
 from tasks.batches import CHUNK_TOKENS
 from tasks.clock import timed
+from tasks.datasets.naming import row_name
 from tasks.lengths import ANY_LENGTH, LengthPlan, cut
 from tasks.validations import measured
 
@@ -123,14 +125,16 @@ async def _logprobs(
     workspace: Workspace, policy: PolicyRef, plan: ValidationLossPlan, rows: list[dict[str, Any]]
 ) -> list[list[tuple[float, int]]]:
     """Per row and side: summed logprob of the trained tokens, nats, and how many there are."""
-    renderer = renderer_of(workspace.open_store(), plan.base)
+    store = workspace.open_store()
+    renderer = renderer_of(store, plan.base)
     sides = SIDES[plan.dataset.kind]
     conversations = [StringThread.from_json(str(row[side])) for row in rows for side in sides]
     whole = [renderer.sequence(renderer.tokenize(thread)) for thread in conversations]
     limit = plan.lengths.limit(workspace, plan.base)
     sequences = []
     for index, conversation in enumerate(whole):
-        kept = cut(conversation, plan.lengths, limit, row=f"held-out row {index // len(sides)}")
+        row_index = rows[index // len(sides)]["index"]
+        kept = cut(conversation, plan.lengths, limit, name=partial(row_name, store, plan.dataset, row_index))
         sequences.append(kept or NOT_MEASURED)
     flat: list[tuple[float, int]] = []
     for chunk in chunks(sequences):

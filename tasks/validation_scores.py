@@ -15,7 +15,9 @@ from engine.workspace import Workspace
 from storage.artifacts import ArtifactRef
 from storage.chain import PolicyRef
 from storage.models import Frozen, canonical_json, digest
+from storage.objects import ObjectStore
 from tasks.clock import timed
+from tasks.datasets.naming import row_name
 from tasks.validation_losses import SIDES, Row, chunks, committed_validation, softplus
 
 
@@ -48,7 +50,8 @@ async def score_validation(workspace: Workspace, policy: PolicyRef, plan: ScoreV
         scores = await _scores(workspace, policy, plan, rows)
         if isinstance(plan.loss, RankingSpec):
             return ranked([(chosen, rejected) for chosen, rejected in scores])
-        return rated([score for (score,) in scores], [_rating(plan.dataset, row) for row in rows])
+        store = workspace.open_store()
+        return rated([score for (score,) in scores], [_rating(store, plan.dataset, row) for row in rows])
 
     return await committed_validation(workspace, policy, plan, measure, of_pairs=isinstance(plan.loss, RankingSpec))
 
@@ -71,10 +74,11 @@ def rated(scores: list[float], ratings: list[float]) -> tuple[list[Row], dict[st
     return table, {"loss": math.fsum(losses) / len(losses)}
 
 
-def _rating(dataset: ArtifactRef, row: Row) -> float:
+def _rating(store: ObjectStore, dataset: ArtifactRef, row: Row) -> float:
     rating = json.loads(row["metadata"] or "{}").get("res")
     if isinstance(rating, bool) or not isinstance(rating, int | float):
-        raise BadSpec(f"row {row['index']} of {dataset.key} has metadata res={rating!r}; expected a number, its rating")
+        name = row_name(store, dataset, row["index"])
+        raise BadSpec(f"{name} has metadata res={rating!r}; expected a number, its rating")
     return float(rating)
 
 

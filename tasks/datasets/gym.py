@@ -90,7 +90,7 @@ def _entry(source: Any, spec: ReasoningGymDataset, index: int) -> dict[str, Any]
         return source[index]
     except Exception as error:
         raise DatasetError(
-            f"reasoning-gym {spec.name!r} could not make row {index} under config={spec.config}: {error!r}. "
+            f"reasoning-gym {spec.name!r} could not make row {index + 1} under config={spec.config}: {error!r}. "
             f"Lower size, or change config."
         ) from error
 
@@ -134,7 +134,7 @@ def _thread(spec: ReasoningGymDataset, index: int, entry: dict[str, Any], kind: 
     if kind == "completion":
         if not isinstance(entry["answer"], str):
             raise DatasetError(
-                f"reasoning-gym {spec.name!r}, row {index}: no stored answer to learn; expected one for kind "
+                f"reasoning-gym {spec.name!r}, row {index + 1}: no stored answer to learn; expected one for kind "
                 f"'completion'. Use it as prompts."
             )
         turns.append(("assistant", entry["answer"]))

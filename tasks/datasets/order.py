@@ -32,8 +32,8 @@ def take(cursor: DataCursor, n: int, *, rows: int, seed: int) -> tuple[list[int]
         raise ValueError(f"given n={n}; expected 0 or more rows to take")
     if cursor.index >= rows:
         raise ValueError(
-            f"given a cursor at row {cursor.index} of an epoch, and a dataset of {rows} rows; the cursor belongs to "
-            f"another dataset. Start a new run, or give the dataset this run began with."
+            f"given a cursor after {cursor.index} rows of an epoch, and a dataset of {rows} rows; the cursor belongs "
+            f"to another dataset. Start a new run, or give the dataset this run began with."
         )
     taken: list[int] = []
     epoch, index = cursor.epoch, cursor.index

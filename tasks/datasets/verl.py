@@ -47,7 +47,7 @@ def rows(
         conversation = item.get(MESSAGES, item.get(prompt_key))
         if conversation is None:
             raise DatasetError(
-                f"{path}: item {index} of {name} has the keys {', '.join(item)}; expected the conversation at "
+                f"{path}: row {index + 1} of {name} has the keys {', '.join(item)}; expected the conversation at "
                 f"{MESSAGES!r} or {prompt_key!r}"
             )
         columns = {key: value for key, value in item.items() if isinstance(value, str | int | float | dict | list)}

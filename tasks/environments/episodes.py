@@ -18,6 +18,7 @@ from engine.text.errors import TemplateNotPrefixStable, TextError
 from engine.text.rendering import Renderer
 from engine.text.threads import StringThread, TokenizedThread
 from tasks.clock import timed
+from tasks.datasets.naming import NameRow
 from tasks.environments.base import Limit
 from tasks.environments.play import EpisodeFailed, PlayedEnvironment
 from tasks.graders.base import IgnoreGradeException
@@ -86,8 +87,8 @@ class Episode:
 class Players:
     """Plays episodes to their ends. No exception of an environment leaves it: such an episode is masked."""
 
-    def __init__(self, renderer: Renderer, limits: Limits, *, concurrency: int) -> None:
-        self.renderer, self.limits = renderer, limits
+    def __init__(self, renderer: Renderer, limits: Limits, *, concurrency: int, name_row: NameRow) -> None:
+        self.renderer, self.limits, self.name_row = renderer, limits, name_row
         self._gate = asyncio.Semaphore(concurrency)
 
     async def play(self, episodes: Sequence[Episode], generate: Generate) -> None:
@@ -138,9 +139,9 @@ class Players:
             return
         if not self.limits.drop_too_long:
             raise SampleTooLong(
-                f"the first prompt of {episode.row['id']} (row {episode.row['index']}) has {length} tokens, at most "
-                f"{limit} are allowed (max_prompt_tokens, or max_tokens and the model's context less max_new_tokens); "
-                "set truncation to drop, or raise the limit"
+                f"the first prompt of {episode.row['id']} ({self.name_row(episode.row['index'])}) has {length} tokens, "
+                f"at most {limit} are allowed (max_prompt_tokens, or max_tokens and the model's context less "
+                "max_new_tokens); set truncation to drop, or raise the limit"
             )
         episode.end("too_long", f"{length} tokens, at most {limit}")
 

@@ -248,7 +248,8 @@ async def test_a_prompt_that_is_too_long(stand: Stand, truncation: str) -> None:
     assert len(whole[2]) == limit + 39
     shard = {"rows": (0, 2), "max_prompt_tokens": limit, "truncation": truncation}
     if truncation == "error":
-        with pytest.raises(SampleTooLong, match=rf"\(row 2\) has {limit + 39} tokens, at most {limit}.*left, right"):
+        said = rf"\(row 3 of .*prompts\.jsonl\) has {limit + 39} tokens, at most {limit}.*left, right"
+        with pytest.raises(SampleTooLong, match=said):
             await stand.sample(step=1, shard=shard)
         return
     ref = await stand.sample(step=1, shard=shard)

@@ -42,6 +42,10 @@ PLAIN = StringThread([("user", "2+3?")])
 # -- files ---------------------------------------------------------------------------------------------------------
 
 
+def row_of_file(index: int) -> str:
+    return f"row {index + 1} of a.jsonl"
+
+
 def message(*content: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": list(content)}]}
 
@@ -93,15 +97,15 @@ def rows_of(*threads: StringThread) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("truncation", ["left", "right"])
 def test_a_prompt_with_an_image_is_never_cut(renderer: Renderer, truncation: Truncation) -> None:
-    whole = [prompt for _, prompt in render_prompts(renderer, rows_of(SEEN, PLAIN), None, "error")]
+    whole = [prompt for _, prompt in render_prompts(renderer, rows_of(SEEN, PLAIN), None, "error", row_of_file)]
     assert [len(prompt.images) for prompt in whole] == [1, 0]
-    with pytest.raises(UnsupportedFragment, match=r"p0 \(row 0\).*cannot be cut"):
-        render_prompts(renderer, rows_of(SEEN), 8, truncation)
-    (cut,) = [prompt for _, prompt in render_prompts(renderer, rows_of(PLAIN), 8, truncation)]
+    with pytest.raises(UnsupportedFragment, match=r"p0 \(row 1 of a.jsonl\).*cannot be cut"):
+        render_prompts(renderer, rows_of(SEEN), 8, truncation, row_of_file)
+    (cut,) = [prompt for _, prompt in render_prompts(renderer, rows_of(PLAIN), 8, truncation, row_of_file)]
     assert len(cut.token_ids) == len(cut.weights) == 8
     with pytest.raises(SampleTooLong):
-        render_prompts(renderer, rows_of(SEEN), 8, "error")
-    assert render_prompts(renderer, rows_of(SEEN), 8, "drop") == []
+        render_prompts(renderer, rows_of(SEEN), 8, "error", row_of_file)
+    assert render_prompts(renderer, rows_of(SEEN), 8, "drop", row_of_file) == []
 
 
 def test_what_carries_tokens_alone_refuses_a_thread_with_an_image(renderer: Renderer) -> None:

@@ -122,5 +122,5 @@ async def test_a_rating_is_the_return_of_its_row(stand: Stand) -> None:
 
 async def test_a_conversation_without_a_rating_is_named(stand: Stand) -> None:
     unrated = [RATED[0], RATED[1].with_metadata({"res": "high"})]
-    with pytest.raises(BadSpec, match=r"row 1 of .* has metadata res='high'; expected a number"):
+    with pytest.raises(BadSpec, match=r"row 2 of inline has metadata res='high'; expected a number"):
         await stand.ratings(unrated, kind="completion")

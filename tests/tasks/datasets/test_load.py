@@ -1,6 +1,7 @@
 """Loading: content-named, idempotent, all or nothing."""
 
 import json
+import re
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +17,7 @@ from storage.objects import ObjectStore, open_store
 from storage.tables import RowReader, read_table
 from tasks.datasets.errors import BadRow, EmptyDataset
 from tasks.datasets.load import LoadedDataset, load_dataset
+from tasks.datasets.naming import row_name
 from tasks.datasets.seen import SeenBefore
 from tasks.datasets.spec import FileDataset, InlineDataset, ReasoningGymDataset
 
@@ -53,6 +55,20 @@ def test_what_is_stored(store: ObjectStore, tmp_path: Path) -> None:
     assert thread.last_content() == "q2" and thread.metadata["answer"] == 2
     assert json.loads(rows[0]["metadata"]) == {"answer": 2}
     assert read_manifest(store, loaded.ref.key).extra["use"] == "prompt"
+
+
+def test_a_loaded_row_is_named_as_its_file_counts_it(store: ObjectStore, tmp_path: Path) -> None:
+    """The first line of a file is row 1, in the errors of loading and in those of training."""
+    path = write(tmp_path / "sums.jsonl", QUESTIONS)
+    loaded = load(store, FileDataset(path=path))
+    assert row_name(store, loaded.ref, 0) == f"row 1 of {path}"
+    write(tmp_path / "sums.jsonl", [QUESTIONS[0], {"prompt": 7}])
+    with pytest.raises(BadRow, match=re.escape(f"{path}, row 2,")):
+        load(store, FileDataset(path=path))
+    skipping = load(store, FileDataset(path=path, on_bad_row="skip"))
+    assert row_name(store, skipping.ref, 0) == f"row 1 of {path}, where skipped rows are not counted"
+    inline = load(store, InlineDataset.of([StringThread().user("q")]))
+    assert row_name(store, inline.ref, 0) == "row 1 of inline"
 
 
 def test_loading_again_anywhere_gives_the_same_artifact(store: ObjectStore, tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_conversations_and_plain_values_are_rows(tmp_path: Path, files: dict[str
 
 
 def test_an_item_without_a_conversation_is_named(tmp_path: Path, files: dict[str, Any]) -> None:
-    with pytest.raises(DatasetError, match="item 0 of Tensors has the keys input_ids; expected the conversation"):
+    with pytest.raises(DatasetError, match="row 1 of Tensors has the keys input_ids; expected the conversation"):
         load(tmp_path, files | {"name": "Tensors"})
 
 

@@ -58,6 +58,12 @@ def renderer() -> Renderer:
     raw = byte_tokenizer()
     return Renderer(Tokenizer(raw, name="tiny", eos_token_ids=[raw.eos_token_id]))
 
+SHORT = Limits(turns=2, tokens=None, seconds=None, new_tokens=3)
+
+
+def row_of_file(index: int) -> str:
+    return f"row {index + 1} of a.jsonl"
+
 
 class Sampler:
     """Answers "a0", "a1", … of each episode, each with its end of turn, and keeps what it was asked."""
@@ -84,7 +90,7 @@ def play(
 
     async def run() -> list[Episode]:
         episodes = [Episode(row, n, PlayedEnvironment(factory, seed=n, seconds=5)) for n in range(count)]
-        await Players(renderer, bounds, concurrency=2).play(episodes, sampler)
+        await Players(renderer, bounds, concurrency=2, name_row=row_of_file).play(episodes, sampler)
         return episodes
 
     return asyncio.run(run()), sampler
@@ -220,7 +226,8 @@ def test_the_environments_time_is_limited(renderer: Renderer, monkeypatch: pytes
 
 def test_a_first_prompt_that_is_too_long_is_an_error_or_dropped(renderer: Renderer) -> None:
     length = len(renderer.tokenizer.encode(PROMPT))
-    with pytest.raises(SampleTooLong, match=f"the first prompt of p .row 0. has {length} tokens, at most {length - 1}"):
+    said = f"the first prompt of p .row 1 of a.jsonl. has {length} tokens, at most {length - 1}"
+    with pytest.raises(SampleTooLong, match=said):
         play(renderer, Factory(three_turns), first_prompt=length - 1)
     (dropped,), sampler = play(renderer, Factory(three_turns), first_prompt=length - 1, drop_too_long=True)
     assert dropped.ending == "too_long" and not sampler.batches
@@ -280,7 +287,7 @@ def test_an_environment_that_hangs_is_masked_and_cannot_hold_the_run(renderer: R
 
     async def run() -> Episode:
         episode = Episode(row, 0, PlayedEnvironment(factory, seed=0, seconds=0.05))
-        players = Players(renderer, Limits(turns=2, tokens=None, seconds=None, new_tokens=3), concurrency=1)
+        players = Players(renderer, SHORT, concurrency=1, name_row=row_of_file)
         await players.play([episode], Sampler(renderer))
         return episode
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import AsyncIterator, Mapping
@@ -28,12 +27,13 @@ from flows.version import code_version
 from flows.watch import say_left
 from storage import keys
 from storage.artifacts import ArtifactRef, Provenance
-from storage.errors import ObjectNotFound, StorageError
+from storage.errors import StorageError
 from storage.fork import check_fork
 from storage.identity import find_store_id
 from storage.leases import acquire, release
 from storage.models import canonical_json, digest
 from storage.runs import create_or_check_run, machine_info
+from storage.runs_index import read_json
 from storage.worklog import log_work
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.spec import DatasetUse
@@ -209,11 +209,8 @@ def write_result(workspace: Workspace, result: dict[str, Any]) -> dict[str, Any]
 
 
 def read_result(workspace: Workspace) -> dict[str, Any] | None:
-    """What the run returned, or None when it is not finished."""
-    try:
-        return json.loads(workspace.open_store().get(keys.result_json(workspace.run)))  # type: ignore[no-any-return]
-    except ObjectNotFound:
-        return None
+    """What the run returned, or None when it is not finished. Raises CorruptArtifact."""
+    return read_json(workspace.open_store(), keys.result_json(workspace.run))
 
 
 def default_model_name(run: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from uuid import uuid4
 
 from storage import keys
-from storage.errors import ObjectNotFound
+from storage.errors import CorruptArtifact, ObjectNotFound
 from storage.models import canonical_json
 from storage.objects import ObjectStore
 
@@ -41,12 +41,14 @@ def is_held(store: ObjectStore, run: str) -> bool:
 
 
 def holder(store: ObjectStore, run: str, epoch: int) -> dict[str, Any]:
-    """What the holder of this epoch said of itself; empty for an epoch that nobody took."""
+    """What the holder of this epoch said of itself; empty for an epoch that nobody took. Raises CorruptArtifact."""
+    key = keys.lease(run, epoch)
     try:
-        body = json.loads(store.get(keys.lease(run, epoch)))
+        info = json.loads(store.get(key)).get("info")
     except ObjectNotFound:
         return {}
-    info = body.get("info")
+    except (ValueError, AttributeError) as error:
+        raise CorruptArtifact(f"{key} is no readable lease ({error}); restore it from a backup") from error
     return info if isinstance(info, dict) else {}
 
 

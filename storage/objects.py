@@ -13,7 +13,7 @@ from uuid import uuid4
 from storage.backends.local import LocalBackend
 from storage.backends.memory import MemoryBackend
 from storage.backends.protocol import HIDDEN, Backend, Leftover, ObjectInfo, PutResult
-from storage.errors import TransientStorageError, UnsupportedFilesystem
+from storage.errors import StorageFull, TransientStorageError, UnsupportedFilesystem
 from storage.keys import validate_key, validate_name, validate_prefix
 from storage.retry import RetryPolicy, retried
 
@@ -112,13 +112,16 @@ class ObjectStore:
         retried(lambda: self.backend.delete(key), self._what("delete", key), self.retry)
 
     def fetch(self, key: str, to: Path) -> None:
-        """Copies the object to the file `to`, in bounded memory; `to` appears whole or not at all."""
+        """Copies the object to the file `to`, in bounded memory; `to` appears whole or not at all. Raises
+        ObjectNotFound, and StorageFull when the disk of `to` is full."""
         validate_key(key)
         to.parent.mkdir(parents=True, exist_ok=True)
         temporary = to.with_name(f"{HIDDEN}{uuid4().hex}")
         try:
             retried(lambda: self.backend.download(key, temporary), self._what("fetch", key), self.retry)
             os.replace(temporary, to)
+        except StorageFull as error:
+            raise StorageFull(f"no space in {to.parent} for a copy of {key!r} in {self.url}; free some") from error
         finally:
             temporary.unlink(missing_ok=True)
 

@@ -3,7 +3,6 @@ since nothing of a run does."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from pydantic import JsonValue
@@ -114,7 +113,7 @@ def _last_metrics(store: ObjectStore, run: str, stages: list[str]) -> dict[str, 
     for stage in stages:
         listed = [info.key for info in store.list(keys.step_metrics_prefix(run, stage))]
         if listed:
-            found[stage] = json.loads(store.get(listed[-1]))
+            found[stage] = read_json(store, listed[-1]) or {}
     return found
 
 

@@ -21,7 +21,8 @@ import pyarrow.parquet as pq
 from pydantic import JsonValue
 
 from storage.artifacts import ArtifactRef, FileEntry, Provenance, commit_bytes, commit_file, entry_of, read_bytes
-from storage.errors import CorruptArtifact, SchemaMismatch
+from storage.backends.local_errors import typed
+from storage.errors import CorruptArtifact, SchemaMismatch, StorageError
 from storage.models import digest_file
 from storage.objects import ObjectStore
 from storage.schemas import OPTIONAL, SCHEMAS, table_schema
@@ -180,7 +181,7 @@ class RowReader:
 
     def __init__(self, store: ObjectStore, ref: ArtifactRef, *, copy: bool = False) -> None:
         """`copy` reads a remote table whole, once, and then from this machine's disk."""
-        self.ref = ref
+        self.ref, self._store = ref, store
         entry = entry_of(store, ref)
         self._lock = threading.Lock()
         self._groups: OrderedDict[int, pa.Table] = OrderedDict()
@@ -190,7 +191,7 @@ class RowReader:
         try:
             self._file = pq.ParquetFile(self._source, page_checksum_verification=True, pre_buffer=False)
         except (pa.ArrowException, OSError) as error:
-            raise CorruptArtifact(f"{ref.key} is no readable Parquet file: {error}") from error
+            raise _unreadable(error, f"{ref.key} is no readable Parquet file", ref, store) from error
         self._starts = [0]
         for group in range(self._file.num_row_groups):
             self._starts.append(self._starts[-1] + self._file.metadata.row_group(group).num_rows)
@@ -224,11 +225,19 @@ class RowReader:
             try:
                 table = self._file.read_row_group(number)
             except (pa.ArrowException, OSError) as error:
-                raise CorruptArtifact(f"row group {number} of {self.ref.key} is torn: {error}") from error
+                problem = f"row group {number} of {self.ref.key} is torn"
+                raise _unreadable(error, problem, self.ref, self._store) from error
             self._groups[number] = table
             if len(self._groups) > CACHED_GROUPS:
                 self._groups.popitem(last=False)
             return table
+
+
+def _unreadable(error: Exception, problem: str, ref: ArtifactRef, store: ObjectStore) -> StorageError:
+    """The storage error for a failed read of a table: an OSError with a number is the disk's, not the table's."""
+    if isinstance(error, OSError) and error.errno:
+        return typed(error, ref.key, store.url)
+    return CorruptArtifact(f"{problem}: {error}")
 
 
 def shared_rows(store: ObjectStore, ref: ArtifactRef, indices: Iterable[int]) -> list[dict[str, Any]]:

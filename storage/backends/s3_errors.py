@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -61,6 +62,8 @@ def _storage_error(error: BaseException, where: str) -> StorageError:
         return AccessDenied(f"{where}: {error}; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
     if isinstance(error, FileNotFoundError):
         return ObjectNotFound(f"no object {where}")
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return StorageFull(f"no space on this machine for {where}: {error}")
     return PermanentStorageError(f"{where}: {type(error).__name__}: {error}")
 
 

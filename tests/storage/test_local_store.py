@@ -13,6 +13,7 @@ import pytest
 from storage.backends import local
 from storage.backends.local import LocalBackend
 from storage.errors import (
+    AccessDenied,
     InvalidKey,
     StorageFull,
     StorageUnavailable,
@@ -121,6 +122,29 @@ def test_a_full_disk_keeps_the_old_object(store: ObjectStore, monkeypatch: pytes
     with pytest.raises(StorageFull):
         store.put("a", b"new")
     assert store.get("a") == b"old"
+
+
+def test_a_full_disk_under_a_copy_is_not_blamed_on_the_store(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.put("a", b"data")
+    failing(monkeypatch, shutil, "copyfile", errno.ENOSPC)
+    with pytest.raises(StorageFull, match=f"no space in {tmp_path}/copies for a copy of 'a'"):
+        store.fetch("a", tmp_path / "copies" / "a")
+    assert list((tmp_path / "copies").iterdir()) == []
+
+
+def test_a_path_that_is_too_long_is_a_bad_key(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, local, "_write", errno.ENAMETOOLONG)
+    with pytest.raises(InvalidKey, match="the path of 'a' in .* is too long for its file system: .*shorter"):
+        store.put("a", b"1")
+
+
+def test_a_folder_that_may_not_be_read_is_no_absent_object(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.put("a/b", b"1")
+    failing(monkeypatch, os, "stat", errno.EACCES)
+    with pytest.raises(AccessDenied, match="give this user the right"):
+        store.exists("a/b")
 
 
 def test_a_passing_error_is_tried_again(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from storage import keys, runs
 from storage.errors import CorruptArtifact, InvalidKey, ObjectNotFound, SemanticMismatch
-from storage.leases import acquire, current_epoch
+from storage.leases import acquire, current_epoch, holder
 from storage.objects import ObjectStore, open_store
 from storage.runs import create_or_check_run, machine_info, read_run
 
@@ -114,3 +114,10 @@ def test_no_epoch_is_given_twice(store: ObjectStore) -> None:
     with ThreadPoolExecutor(6) as pool:
         epochs = list(pool.map(lambda _: acquire(store, "r", {"pid": 1}), range(24)))
     assert sorted(epochs) == list(range(1, 25))
+
+
+@pytest.mark.parametrize("damaged", [b"", b"{", b"[]"])
+def test_a_damaged_lease_is_named(store: ObjectStore, damaged: bytes) -> None:
+    store.put(keys.lease("r", acquire(store, "r", {})), damaged)
+    with pytest.raises(CorruptArtifact, match="runs/r/leases/000001.json is no readable lease"):
+        holder(store, "r", 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import time
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from storage.backends.s3 import S3Backend
+from storage.backends.s3_errors import typed
 from storage.errors import (
     AccessDenied,
     CorruptArtifact,
@@ -151,6 +153,12 @@ def test_a_server_that_lets_both_writers_win_is_refused(faulty: FaultProxy, moto
         with pytest.raises(UnsupportedFilesystem, match="does not honour `If-None-Match"):
             store.put_if_absent("a", b"1")
     assert list(store.list()) == []
+
+
+def test_a_full_disk_of_this_machine_is_a_full_disk() -> None:
+    with pytest.raises(StorageFull, match=r"no space on this machine for 'a' in s3://b: .*full"):  # noqa: SIM117
+        with typed("a", "s3://b"):
+            raise OSError(errno.ENOSPC, "full")
 
 
 def test_a_bucket_that_does_not_exist(moto_endpoint: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,8 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from storage import tables
-from storage.artifacts import Provenance, read_manifest
-from storage.errors import CorruptArtifact, SchemaMismatch
+from storage.artifacts import Provenance, read_bytes, read_manifest
+from storage.errors import CorruptArtifact, SchemaMismatch, StorageUnavailable
 from storage.objects import ObjectStore, open_store
 from storage.tables import ROW_GROUP, SCHEMAS, RowReader, TableWriter, commit_table, read_table, table_schema
 
@@ -258,3 +260,23 @@ def test_a_damaged_table_is_corrupt(store: ObjectStore) -> None:
     store.put(key, b"x" * len(data))
     with pytest.raises(CorruptArtifact, match="no readable Parquet file"):
         RowReader(store, ref)
+
+
+def test_a_failing_disk_is_not_blamed_on_the_table(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    ref = commit(store, threads(2 * ROW_GROUP))
+
+    class Failing(io.BytesIO):
+        left = 10**9
+
+        def read(self, size: int | None = -1, /) -> bytes:
+            if self.left <= 0:
+                raise OSError(errno.EIO, "injected")
+            return super().read(size)
+
+    source = Failing(read_bytes(store, ref))
+    monkeypatch.setattr(store, "open", lambda key: source)
+    reader = RowReader(store, ref)
+    source.left = 0
+    for ask in (lambda: reader.rows([0]), lambda: RowReader(store, ref)):
+        with pytest.raises(StorageUnavailable, match=f"'{ref.key}' in file://.*injected"):
+            ask()

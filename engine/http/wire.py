@@ -37,6 +37,8 @@ MAX_REQUEST_BYTES = 1 << 30
 """Memory of one decoded request, as Python lists: 24 million prompt tokens, or 12 million with a weight each."""
 MAX_ANSWER_BYTES = 4 << 30
 """Memory of one decoded answer: 50 million sampled tokens with their logprobs."""
+MAX_SEQUENCE_TOKENS = 1 << 22
+"""Tokens of one sequence, longer than the context of any model that is trained here."""
 MAX_VALUES = 1 << 26
 """Values of one column that is encoded: its offsets are 32-bit integers."""
 _HEAD = b"ostinato"
@@ -306,15 +308,19 @@ def _open(data: bytes, schema: pa.Schema, kind: type[Head]) -> tuple[Head, Strea
 def _read(
     data: bytes, schema: pa.Schema, kind: type[Head], *, context: int | None = None
 ) -> tuple[Head, list[list[Any]]]:
-    """The head and one Python list per column. Raises BadSpec, whatever the bytes are; SampleTooLong for a row of more
-    tokens than the context of a model."""
+    """The head and one Python list per column. Raises BadSpec, whatever the bytes are; SampleTooLong for a sequence
+    longer than `context` or MAX_SEQUENCE_TOKENS."""
     head, stream = _open(data, schema, kind)
+    longest = MAX_SEQUENCE_TOKENS if context is None else min(context, MAX_SEQUENCE_TOKENS)
+    meaning = "what one sequence may have" if longest == MAX_SEQUENCE_TOKENS else "the model's context"
 
     def check(batch: pa.RecordBatch) -> None:
-        if context is not None and batch.num_rows and (longest := int(np.diff(batch[0].offsets).max())) > context:
-            raise SampleTooLong(
-                f"a sequence of {longest} tokens exceeds the model's context of {context}; shorten it or leave it out"
-            )
+        for column in batch.columns:
+            length = int(np.diff(column.offsets).max()) if batch.num_rows and pa.types.is_list(column.type) else 0
+            if length > longest:
+                raise SampleTooLong(
+                    f"a sequence of {length} tokens exceeds {meaning}, {longest} tokens; shorten it or leave it out"
+                )
 
     with _blaming_the_body(schema):
         return head, stream.columns(check)

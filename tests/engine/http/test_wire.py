@@ -209,18 +209,21 @@ def test_the_announced_size_is_what_the_lists_weigh() -> None:
     assert announced.decoded_bytes < 1.1 * (weight + 400_000)
 
 
-def test_a_sequence_longer_than_the_context_is_refused_before_lists_are_made() -> None:
+def test_a_sequence_longer_than_the_context_is_refused_before_lists_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [[1] * 10, [2] * 100_000]
     body = wire.encode_generate(GenerateRequest(POLICY, prompts, [1, 2]), epoch=0)
     assert wire.decode_generate(body, context=100_000)[0].prompts == prompts
     tracemalloc.start()
     try:
-        with pytest.raises(SampleTooLong, match="100000 tokens exceeds the model's context of 99999"):
+        with pytest.raises(SampleTooLong, match="100000 tokens exceeds the model's context, 99999 tokens"):
             wire.decode_generate(body, context=99_999)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert peak < 400_000
+    monkeypatch.setattr(wire, "MAX_SEQUENCE_TOKENS", 99_998)
+    with pytest.raises(SampleTooLong, match="exceeds what one sequence may have, 99998 tokens"):
+        wire.decode_generate(body)
     sequences = [TokenSequence([1, 2, 3], [0.0, 1.0, 1.0])]
     scored = wire.encode_logprobs_request(LogprobsRequest(POLICY, sequences), epoch=0)
     assert wire.decode_logprobs_request(scored, context=3)[0].sequences == sequences

@@ -22,6 +22,7 @@ from flows.optimizer_config import LATER_OPTIMIZER, OptimizerConfig, SFTOptimize
 from flows.reinforcement_config import BatchRules, Regularisation
 from flows.titles import training_title
 from flows.validation_config import EvaluationConfig, ValidationConfig
+from storage.bounds import Coefficient, Positive
 from storage.chain import OldLogprobs
 from storage.errors import InvalidKey
 from storage.keys import validate_name
@@ -124,11 +125,11 @@ class GRPOAlgorithm(Frozen):
     """Completions of one prompt: a group."""
     clip_range: float = Field(0.1, gt=0, le=1)
     """How far the ratio of new and old probability may leave 1 and still have a gradient."""
-    clip_range_high: float | None = Field(None, gt=0)
+    clip_range_high: Positive | None = None
     """Upper clip when it differs from the lower (clip-higher, arXiv:2503.14476)."""
     dual_clip: float | None = Field(None, gt=1)
     """Bound of the ratio where the advantage is negative (arXiv:1912.09729)."""
-    kl_beta: float = Field(0.01, ge=0)
+    kl_beta: Coefficient = 0.01
     """Weight of the KL term; 0 skips the reference model altogether."""
     kl_estimator: KLEstimator = "k3"
     """Per token, with d the policy's log-probability less the reference's: k1 is d, abs |d|, k2 d²/2, k3 exp(-d) - 1 +

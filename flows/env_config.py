@@ -18,6 +18,7 @@ from flows.config import (
 from flows.gspo_config import GSPOAlgorithm, check_has_gspo
 from flows.reinforcement_config import Regularisation
 from flows.titles import training_title
+from storage.bounds import Coefficient, Divisor, Positive
 from storage.models import Frozen
 
 
@@ -53,7 +54,7 @@ class EnvironmentDataConfig(PromptDataConfig):
 class ENVGRPOAlgorithm(GRPOAlgorithm):
     """GRPO (arXiv:2402.03300) with an advantage per turn. `samples_*` count episodes."""
 
-    kl_beta: float = Field(0.1, ge=0)
+    kl_beta: Coefficient = 0.1
     """Weight of the KL term; 0 skips the reference model altogether."""
     advantage_estimator: Literal["group", "group_sample_std", "centred", "leave_one_out"] = "group"
     """From the grades of all turns of one prompt's episodes. group: less their mean, over their standard deviation
@@ -63,7 +64,7 @@ class ENVGRPOAlgorithm(GRPOAlgorithm):
 class ENVGSPOAlgorithm(GSPOAlgorithm, ENVGRPOAlgorithm):
     """GSPO (arXiv:2507.18071): one grade per episode. `samples_*` count episodes."""
 
-    kl_beta: float = Field(0.1, ge=0)
+    kl_beta: Coefficient = 0.1
     """Weight of the KL term; 0 skips the reference model altogether."""
     advantage_estimator: Literal["group", "group_sample_std", "centred", "leave_one_out"] = "group"
     """From the grades of one prompt's episodes. group: less their mean, over their standard deviation (sample_std: with
@@ -73,11 +74,11 @@ class ENVGSPOAlgorithm(GSPOAlgorithm, ENVGRPOAlgorithm):
 class EpisodeRegularisation(Regularisation):
     """What the policy's loss has besides the clipped ratio."""
 
-    norm_constant: float | None = Field(None, gt=0)
+    norm_constant: Divisor | None = None
     """Of loss_norm=constant: the tokens per episode to divide by. None: sampling.max_new_tokens of each turn."""
     kl_in: Literal["loss"] = "loss"
     """Where the KL term stands: a turn's advantage has no place for it."""
-    kl_horizon: float = Field(10_000, gt=0)
+    kl_horizon: Positive = 10_000
     """Episodes over which kl_beta may change by a fifth."""
 
 

@@ -6,6 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from storage.bounds import LARGEST_RATE, Divisor, Rate
 from storage.models import Frozen
 
 ScheduleName = Literal["cosine", "cosine_without_warmup", "linear", "constant", "wsd", "inverse_sqrt"]
@@ -14,7 +15,7 @@ ScheduleName = Literal["cosine", "cosine_without_warmup", "linear", "constant", 
 class OptimizerConfig(Frozen):
     """AdamW and its schedule."""
 
-    lr: float = Field(7.5e-7, gt=0)
+    lr: float = Field(7.5e-7, gt=0, le=LARGEST_RATE)
     """The highest of the schedule."""
     schedule: ScheduleName = "cosine"
     """cosine: warm-up over a tenth of the run, then down to a tenth of the rate. linear: down to 0. wsd: warm-up, then
@@ -29,19 +30,19 @@ class OptimizerConfig(Frozen):
     """Of the cosine: so many of them one after the other, each from lr (warm restarts, arXiv:1608.03983)."""
     decay_ratio: float | None = Field(None, gt=0, le=1)
     """Of wsd: the last share of the run, in which the rate falls. None: a tenth."""
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: Rate = 0.0
     """Decoupled (AdamW): each update also shrinks the weights by rate x this."""
     weight_decay_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How weight_decay becomes weight_decay_end over the run."""
-    weight_decay_end: float | None = Field(None, ge=0)
+    weight_decay_end: Rate | None = None
     """The weight decay of the last step, for a schedule that is not constant."""
     beta1: float = Field(0.9, ge=0, lt=1)
     """Share that the mean of the gradients keeps per update."""
     beta2: float = Field(0.999, ge=0, lt=1)
     """Share that the mean of their squares keeps per update."""
-    eps: float = Field(1e-8, gt=0)
+    eps: Divisor = 1e-8
     """Added to the root of that mean, which divides."""
-    max_grad_norm: float = Field(1.0, gt=0)
+    max_grad_norm: float = Field(1.0, gt=0, allow_inf_nan=False)
     """A longer gradient is scaled down to this L2 norm."""
     skip_nan_gradients: bool = False
     """Leave an update with a non-finite gradient out (counted) instead of failing the step."""
@@ -82,7 +83,7 @@ class OptimizerConfig(Frozen):
 class SFTOptimizer(OptimizerConfig):
     """AdamW and its schedule."""
 
-    lr: float = Field(1e-5, gt=0)
+    lr: float = Field(1e-5, gt=0, le=LARGEST_RATE)
     """The highest of the schedule."""
 
 

@@ -11,6 +11,7 @@ from flows.config import GRPOAlgorithm, GRPOConfig, ModelConfig
 from flows.optimizer_config import OptimizerConfig, ScheduleName
 from flows.reinforcement_config import BatchRules, KLPlace, Regularisation
 from flows.titles import training_title
+from storage.bounds import LARGEST_RATE, Coefficient, Positive, Rate
 from storage.models import Frozen
 from tasks.value_batches import Returns
 
@@ -20,7 +21,7 @@ class PPOAlgorithm(GRPOAlgorithm):
 
     completions_per_sample: int = Field(1, ge=1)
     """Completions of one prompt."""
-    kl_beta: float = Field(0.1, ge=0)
+    kl_beta: Coefficient = 0.1
     """Weight of the KL penalty; 0 skips the reference model altogether."""
     kl_estimator: KLEstimator = "k1"
     """Per token, with d the policy's log-probability less the reference's: k1 is d, abs |d|, k2 d²/2, k3 exp(-d) - 1 +
@@ -40,7 +41,7 @@ class CreditConfig(Frozen):
     """Discount per token."""
     returns: Returns = "rewards"
     """What a value is trained to be: the discounted sum of the rewards, or the advantage plus the old value."""
-    value_clip: float | None = Field(None, gt=0)
+    value_clip: Positive | None = None
     """How far a value may leave the old one and still gain by it. None: any way."""
     whiten_advantages: bool = False
     """Shift and scale the advantages of a batch to mean 0 and variance 1 over its tokens."""
@@ -61,13 +62,13 @@ class ValueOptimizer(Frozen):
     """The same as a share of the run."""
     min_lr_ratio: float | None = Field(None, ge=0, le=1)
     """The lowest rate, as a share of value_model.lr. None: as the schedule says."""
-    weight_decay: float | None = Field(None, ge=0)
+    weight_decay: Rate | None = None
     """Decoupled (AdamW), the same in every step. None: the policy's."""
     beta1: float | None = Field(None, ge=0, lt=1)
     """Share that the mean of the gradients keeps per update. None: the policy's."""
     beta2: float | None = Field(None, ge=0, lt=1)
     """Share that the mean of their squares keeps per update. None: the policy's."""
-    max_grad_norm: float | None = Field(None, gt=0)
+    max_grad_norm: float | None = Field(None, gt=0, allow_inf_nan=False)
     """A longer gradient is scaled down to this L2 norm. None: the policy's."""
 
     @model_validator(mode="after")
@@ -98,7 +99,7 @@ class ValueModelConfig(ModelConfig):
     """A registered model, or a folder. None: the policy's base model, with a new head."""
     name: str = "value"
     """The model's name within the run; not the policy's."""
-    lr: float = Field(1e-6, gt=0)
+    lr: float = Field(1e-6, gt=0, le=LARGEST_RATE)
     """The highest of its schedule, which is the optimizer's unless `optimizer` here says another."""
     optimizer: ValueOptimizer | None = Field(None, exclude_if=lambda own: own is None)
     """None: AdamW and schedule as the policy's."""

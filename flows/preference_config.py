@@ -10,13 +10,14 @@ from engine.losses.spec import DPOSpec, DPOVariant
 from flows.config import DataConfig, OptimizerConfig, RowsSource, SFTAlgorithm, TrainingConfig
 from flows.titles import training_title
 from flows.validation_config import ValidationConfig
+from storage.bounds import LARGEST_RATE, Divisor
 from tasks.lengths import check_uncut
 
 
 class PreferenceOptimizer(OptimizerConfig):
     """AdamW and its schedule."""
 
-    lr: float = Field(1e-6, gt=0)
+    lr: float = Field(1e-6, gt=0, le=LARGEST_RATE)
     """The highest of the schedule."""
 
 
@@ -48,7 +49,7 @@ class DPOAlgorithm(SFTAlgorithm):
     """Passes over the pairs."""
     samples_per_batch: int = Field(32, ge=1)
     """Pairs of one step."""
-    kl_beta: float = Field(0.1, gt=0)
+    kl_beta: Divisor = 0.1
     """How closely the policy is held to the one it started from: less lets it go further for the same pairs."""
     loss_variant: DPOVariant = "sigmoid"
     """sigmoid: as in the paper. ipo: the margin is drawn to 1 / (2 kl_beta) and not beyond (arXiv:2310.12036). cdpo:

@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from flows.collect import RefillEnd
+from storage.bounds import Coefficient, Divisor, Positive
 from storage.chain import OldLogprobs
 from storage.models import Frozen
 
@@ -31,7 +32,7 @@ class BatchRules(Frozen):
     """Leave completions that were cut at max_new_tokens out of the loss."""
     overlong_buffer: int | None = Field(None, ge=1)
     """Over the last so many of max_new_tokens, a penalty on the length grows from 0 to overlong_penalty."""
-    overlong_penalty: float = Field(1.0, gt=0)
+    overlong_penalty: Positive = 1.0
     """What the longest completions lose of their reward."""
 
     @model_validator(mode="after")
@@ -50,12 +51,12 @@ class Regularisation(Frozen):
     policy_loss: PolicyLoss = "clip"
     """clip: the clipped ratio. cispo: the ratio, clipped and held constant, times the log-probability
     (arXiv:2506.13585)."""
-    entropy_coef: float = Field(0.0, ge=0)
+    entropy_coef: Coefficient = 0.0
     """Entropy times this is taken off the loss."""
-    importance_cap: float | None = Field(None, gt=0)
+    importance_cap: Positive | None = None
     """Weigh the loss by the ratio of the trainer's and the sampler's probability, at most this (truncated importance
     weights)."""
-    norm_constant: float | None = Field(None, gt=0)
+    norm_constant: Divisor | None = None
     """Of loss_norm=constant: the tokens per completion to divide by. None: sampling.max_new_tokens."""
     kl_in: KLPlace = "loss"
     """Where the KL term stands: in the loss, or taken off the reward."""
@@ -64,9 +65,9 @@ class Regularisation(Frozen):
     KL divergence without bias (arXiv:2512.02556)."""
     kl_controller: KLControl = "fixed"
     """adaptive: kl_beta follows kl_target (arXiv:1909.08593)."""
-    kl_target: float = Field(0.1, gt=0)
+    kl_target: Divisor = 0.1
     """Nats per token."""
-    kl_horizon: float = Field(10_000, gt=0)
+    kl_horizon: Positive = 10_000
     """Completions over which kl_beta may change by a fifth."""
 
     @model_validator(mode="after")

@@ -6,6 +6,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
+from engine.protocol import SamplingTemperature
 from storage.models import Frozen
 
 
@@ -37,7 +38,7 @@ class Every(Frozen):
 class EvaluationConfig(Every):
     """The evaluation on held-out prompts before, during and after training."""
 
-    temperature: float = Field(0.0, ge=0)
+    temperature: SamplingTemperature = 0.0
     """0 is greedy."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Sample from the most probable tokens that together have this probability."""

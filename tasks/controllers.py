@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, Protocol
 
-from pydantic import Field
-
+from storage.bounds import Coefficient, Divisor, Positive
 from storage.chain import CommitRecord
 from storage.models import Frozen
 
@@ -29,7 +28,7 @@ class FixedKL(Frozen):
     """Always `beta`."""
 
     kind: Literal["fixed"] = "fixed"
-    beta: float = Field(ge=0)
+    beta: Coefficient
 
     def next(self, record: CommitRecord | None, *, samples: int) -> float:
         return self.beta
@@ -44,11 +43,11 @@ class AdaptiveKL(Frozen):
     beta' = beta (1 + clip(KL / target - 1, -0.2, 0.2) · samples / horizon)."""
 
     kind: Literal["adaptive"] = "adaptive"
-    beta: float = Field(gt=0)
+    beta: Positive
     """Of the first step."""
-    target: float = Field(0.1, gt=0)
+    target: Divisor = 0.1
     """Nats per token."""
-    horizon: float = Field(10_000, gt=0)
+    horizon: Positive = 10_000
     """Completions over which the coefficient may grow by a fifth."""
 
     def next(self, record: CommitRecord | None, *, samples: int) -> float:

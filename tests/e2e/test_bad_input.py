@@ -138,11 +138,6 @@ def unknown_grader(run: BadRun) -> None:
     run.config["grader"]["path"] = "tests.grading:no_such_grader"
 
 
-def exploding_step(run: BadRun) -> None:
-    run.config["optimizer"] |= {"lr": 1e38}
-    run.config["algorithm"] |= {"steps": 4}
-
-
 def other_run_of_the_key(run: BadRun) -> None:
     store = open_store(run.config["storage"]["url"])
     create_or_check_run(store, RUN, semantic={"seed": 7}, other={}, code_version="none")
@@ -193,7 +188,6 @@ def check(run: BadRun, status: int, cause: str) -> None:
         (enormous_reward, r"^TooManyMasked: .*returned 1e\+308; expected a number from -1e\+15"),
         (grader_without_that_argument, "^GraderSpecError: .*no_such_argument"),
         (unknown_grader, "^GraderSpecError: .*no_such_grader"),
-        (exploding_step, "^PermanentEngineError: step 2: .* gives NaN .* Lower optimizer.lr"),
         (other_run_of_the_key, "^SemanticMismatch: "),
         (unreachable_engine, r"^EngineUnreachable: .*127\.0\.0\.1:9"),
         (store_that_does_not_answer, r"^StorageUnavailable: .*127\.0\.0\.1:9"),

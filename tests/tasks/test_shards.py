@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 import tasks.batches
 import tasks.shards
+from engine.errors import PermanentEngineError
 from storage import keys
 from storage.artifacts import ArtifactRef, Provenance, entry_of
 from storage.chain import CommitRecord, Numerics, OptimizerSpec, PolicyRef, StepRequest
@@ -63,7 +65,7 @@ def commit(store: ObjectStore, kind: str, shard: int, rows: list[dict[str, Any]]
 class Scorer:
     """A workspace and an engine: the logprob of a token is minus its id; it counts the rows of each call."""
 
-    provenance, epoch = PROVENANCE, 0
+    provenance, epoch, max_tokens = PROVENANCE, 0, None
 
     def __init__(self, store: ObjectStore) -> None:
         self.store, self.calls = store, list[int]()
@@ -160,6 +162,17 @@ async def test_a_batch_is_the_same_however_it_is_cut(
     assert [row["reference_logprobs"] for row in rows] == [row["old_logprobs"] for row in rows]
     assert [row["reward"] for row in rows] == [0.0, 1.0, 3.0, 5.0, 5.0]
     assert scorer.calls == calls
+
+
+async def test_a_policy_whose_weights_overflowed_is_named(store: ObjectStore) -> None:
+    class Overflowed(Scorer):
+        async def logprobs(self, request: Any, *, epoch: int) -> list[list[float]]:
+            return [[math.nan] * len(row) for row in await super().logprobs(request, epoch=epoch)]
+
+    ref = rollouts(store, 0, ["a"])
+    grades, plan = [graded(store, 0, ref, [0.0, 1.0])], BatchPlan(reference=None)
+    with pytest.raises(PermanentEngineError, match=r"step 3: policy:r/0-s/m@0.* gives NaN .*Lower optimizer.lr"):
+        await rollout_batch(Overflowed(store), POLICY, [ref], grades, plan, step=2)  # type: ignore[arg-type]
 
 
 async def test_without_trainer_logprobs_the_engine_is_not_asked(store: ObjectStore) -> None:

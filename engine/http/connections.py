@@ -139,6 +139,16 @@ class BoundedProtocol(H11Protocol):
         super().on_response_complete()
         self._place(self.server_state.idle)
 
+    def send_400_response(self, msg: str) -> None:
+        """For bytes that are no HTTP. A request that is under way is not answered any more, by whatever comes of it."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+            if self.cycle.response_started:
+                self.transport.close()
+                return
+        super().send_400_response(msg)
+
     def connection_lost(self, exc: Exception | None) -> None:
         self.server_state.place(self, None)
         self._watch_no_more()

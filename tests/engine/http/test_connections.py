@@ -203,6 +203,28 @@ async def test_an_answer_that_is_never_read_ends_the_connection(
         assert await asyncio.to_thread(call, spec.url)
 
 
+# -- broken bodies ---------------------------------------------------------------------------------------------
+
+
+async def test_a_body_that_breaks_while_its_request_is_refused_leaves_no_traceback(
+    engine: ScriptedEngine, connect: Callable[..., socket.socket], caplog: pytest.LogCaptureFixture
+) -> None:
+    """uvicorn answers 400 for the body, and the refusal of the host comes after it: one of the two is sent."""
+    head = b"POST /v1/release HTTP/1.1\r\nHost: evil.example\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+    def call(url: str, data: bytes) -> bytes:
+        line, answer = connect(url, data), b""
+        while part := line.recv(1 << 16):
+            answer += part
+        return answer
+
+    with running_server(engine) as spec:
+        answer = await asyncio.to_thread(call, spec.url, head + b"no size\r\n")
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.count(b"HTTP/1.1") == 1
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 # -- too many connections --------------------------------------------------------------------------------------
 
 

@@ -23,7 +23,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
-from engine.errors import EngineError
+from engine.errors import EngineError, SampleTooLong
 from engine.http.openai_answers import Answer, stop_token_ids
 from engine.http.openai_calls import Call, ClientGone, Delta, unless_gone
 from engine.http.openai_models import (
@@ -50,6 +50,8 @@ CHAT_TOKENS = 1024
 """Longest chat answer when the client sets no limit (or what the model's context leaves, if that is less)."""
 TEXT_TOKENS = 16
 """The same for text completions; OpenAI's own default."""
+LONGEST_TOKEN = 256
+"""Characters: no usual vocabulary has a longer token. Encoding a text that is far too long would take a minute."""
 POLICY_HEADER = "x-ostinato-policy"
 CLIENT_GONE = 499
 
@@ -131,6 +133,7 @@ def _prepare(
     engine: Engine, store: ObjectStore, policies: Policies, given: ChatRequest | TextRequest, found: Found
 ) -> tuple[Form, Call]:
     """Renders and tokenises; the first request of a model also downloads its tokenizer."""
+    _check_length(given, found)
     if isinstance(given, ChatRequest):
         renderer = renderer_of(store, found.base)
         tokenizer, default = renderer.tokenizer, CHAT_TOKENS
@@ -153,6 +156,19 @@ def _prepare(
     listens = bool(given.stream) or len(set(given.stops)) > len(sampling.stop_token_ids)
     call = Call(engine, body, answers, lambda ask: policies.epoch(found.policy.run, ask=ask), listens=listens)
     return Form(given, found, prompts), call
+
+
+def _check_length(given: ChatRequest | TextRequest, found: Found) -> None:
+    """Raises SampleTooLong for a text that no tokenizer fits into the model's context."""
+    if isinstance(given, ChatRequest):
+        longest = sum(len(message.turn[1]) for message in given.messages)
+    else:
+        longest = max(map(len, given.prompts))
+    if found.context is not None and longest > LONGEST_TOKEN * found.context:
+        raise SampleTooLong(
+            f"the prompt has {longest} characters or ids, far more than the context of {found.context} tokens can "
+            "hold; truncate it"
+        )
 
 
 def _limit(given: ChatRequest | TextRequest, found: Found, longest_prompt: int, default: int) -> int:

@@ -123,7 +123,8 @@ def damaged(value: Any, draw: random.Random) -> Any:
     if isinstance(value, list) and value and draw.random() < 0.7:
         place = draw.randrange(len(value))
         return [*value[:place], damaged(value[place], draw), *value[place + 1 :]]
-    return draw.choice([anything(draw), anything(draw), [value], [value] * draw.choice([2, 50, 2000]), {"kind": value}])
+    repeated = [value] * (20 if isinstance(value, dict | list) else draw.choice([2, 50, 5000]))
+    return draw.choice([anything(draw), anything(draw), [value], repeated, {"kind": value}])
 
 
 def anything(draw: random.Random) -> Any:

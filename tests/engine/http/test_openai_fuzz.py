@@ -132,3 +132,13 @@ def test_a_list_of_wrong_messages_is_refused_at_the_first(wrong: dict[str, Any])
     with pytest.raises(ValidationError) as raised:
         ChatRequest.model_validate({"model": "r", **wrong})
     assert raised.value.error_count() <= 2  # one for each type that the content may have
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_text_that_cannot_fit_the_context_is_refused_before_it_is_encoded(client: TestClient, chat: bool) -> None:
+    """The tiny model's context is 4,096 tokens. Encoding a body of the largest size took over a minute."""
+    text = "a" * (256 * 4096 + 1)
+    body = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": ["a", text]}
+    answer = client.post("/v1/chat/completions" if chat else "/v1/completions", json={"model": "r", **body})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert "far more than the context of 4096 tokens" in answer.json()["error"]["message"]

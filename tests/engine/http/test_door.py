@@ -7,16 +7,19 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 from uuid import uuid4
 
 import httpx
 import pytest
+from pydantic import ValidationError
 
 from engine.errors import BadSpec
 from engine.http import wire
 from engine.http.app import create_app
 from engine.http.guard import MAX_JSON_BYTES, MAX_JSON_VALUES, MAX_PROMPT_VALUES
+from engine.http.openai_models import ChatRequest
 from engine.http.server import Binding
 from engine.http.service import ServerOptions, Service
 from engine.protocol import GenerateRequest, LogprobsRequest, TokenSequence
@@ -243,6 +246,14 @@ async def test_a_body_of_too_many_json_values_is_refused_before_it_is_parsed(
 async def test_a_prompt_of_a_hundred_thousand_token_ids_reaches_the_route(serve: Serve) -> None:
     answer = await serve().post("/v1/completions", json={"model": "nobody", "prompt": [7] * 100_000})
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize("wrong", [{"messages": [0] * 9}, {"messages": [{"role": "user", "content": [0] * 9}]}])
+def test_a_list_of_wrong_messages_is_refused_at_the_first(wrong: dict[str, Any]) -> None:
+    """An error for each of a hundred thousand items would keep the server from all others for a second."""
+    with pytest.raises(ValidationError) as raised:
+        ChatRequest.model_validate({"model": "r", **wrong})
+    assert raised.value.error_count() <= 2  # one for each type that the content may have
 
 
 async def test_marks_within_strings_are_no_json_values(serve: Serve) -> None:

@@ -13,10 +13,8 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from engine.http.openai_api import openai_router
-from engine.http.openai_models import ChatRequest
 from engine.local.engine import LocalEngine
 from engine.protocol import Completion, GenerateRequest, PolicySpec
 from storage.chain import PolicyRef
@@ -124,14 +122,6 @@ def test_the_fuzzer_reaches_answers(client: TestClient) -> None:
     answer = client.post("/v1/completions", json=body).json()
     assert [choice["finish_reason"] for choice in answer["choices"]] == ["stop"] * 4
     assert answer["choices"][0]["logprobs"]["token_logprobs"] == [-1.0, -9999.0, -3.0]  # JSON has no infinity
-
-
-@pytest.mark.parametrize("wrong", [{"messages": [0] * 9}, {"messages": [{"role": "user", "content": [0] * 9}]}])
-def test_a_list_of_wrong_messages_is_refused_at_the_first(wrong: dict[str, Any]) -> None:
-    """An error for each of a hundred thousand items would keep the server from all others for a second."""
-    with pytest.raises(ValidationError) as raised:
-        ChatRequest.model_validate({"model": "r", **wrong})
-    assert raised.value.error_count() <= 2  # one for each type that the content may have
 
 
 @pytest.mark.parametrize("chat", [True, False])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 SMALLEST, LARGEST = 1e-30, 1e30
 """Of a coefficient: products with numbers of ordinary size stay within float32."""
@@ -19,10 +19,17 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
 probable to three digits."""
 MAX_EPOCHS = 10_000
 
+
+def _check_divisor(value: float) -> float:
+    if value < SMALLEST:
+        raise ValueError(f"{value} is too small to divide by in float32; give {SMALLEST} or more")
+    return value
+
+
 Coefficient = Annotated[float, Field(ge=0, le=LARGEST, allow_inf_nan=False)]
 """0 switches it off."""
 Positive = Annotated[float, Field(gt=0, le=LARGEST, allow_inf_nan=False)]
-Divisor = Annotated[float, Field(ge=SMALLEST, le=LARGEST, allow_inf_nan=False)]
+Divisor = Annotated[float, Field(gt=0, le=LARGEST, allow_inf_nan=False), AfterValidator(_check_divisor)]
 Rate = Annotated[float, Field(ge=0, le=LARGEST_RATE, allow_inf_nan=False)]
 Temperature = Annotated[float, Field(ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE, allow_inf_nan=False)]
 Int64 = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any, cast
 
@@ -390,14 +391,15 @@ def test_prefect_has_the_flow_run_and_every_task_run(toy: Toy, prefect_server: s
     wanted = {
         "load-prompts": 1, "rollout": 4, "grade": 4, "batch": 2, "step": 2, "checkpoint": 1, "publish": 1, "report": 1,
     }  # fmt: skip
-    counts, states = _task_runs(prefect_server, title, expected=sum(wanted.values()))
+    counts, states = _task_runs(prefect_server, title, wanted)
     assert counts == wanted | {"checkpoint": counts.get("checkpoint", 0)}
     assert counts["checkpoint"] >= 1
     assert states == {"COMPLETED"}
 
 
-def _task_runs(api: str, flow_run: str, *, expected: int) -> tuple[dict[str, int], set[str]]:
-    """Task runs of a finished flow run by the first part of their names, and their states. Rows lag the run."""
+def _task_runs(api: str, flow_run: str, wanted: dict[str, int]) -> tuple[dict[str, int], set[str]]:
+    """Task runs of a finished flow run by the first part of their names, and their states. Rows lag the run: it waits
+    until there are as many of each name as wanted."""
     deadline = time.monotonic() + 30
     with httpx.Client(base_url=api, trust_env=False) as client:
         while True:
@@ -407,15 +409,12 @@ def _task_runs(api: str, flow_run: str, *, expected: int) -> tuple[dict[str, int
             if ended:
                 query = {"flow_runs": {"id": {"any_": [ended[0]["id"]]}}, "limit": 200}
                 tasks = client.post("/task_runs/filter", json=query).json()
-            if len(tasks) >= expected and all(task["state_type"] == "COMPLETED" for task in tasks):
-                break
-            if time.monotonic() > deadline:
+            counts = Counter(
+                next((name for name in wanted if task["name"].startswith(name)), task["name"]) for task in tasks
+            )
+            states = {task["state_type"] for task in tasks}
+            if (Counter(wanted) <= counts and states == {"COMPLETED"}) or time.monotonic() > deadline:
                 break
             time.sleep(0.5)
     assert len(found) == 1, f"the server has {len(found)} runs called {flow_run}"
-    counts: dict[str, int] = {}
-    for task in tasks:
-        known = ("load-prompts", "rollout", "grade", "batch", "step", "checkpoint", "publish", "report")
-        kind = next((name for name in known if task["name"].startswith(name)), task["name"])
-        counts[kind] = counts.get(kind, 0) + 1
-    return counts, {task["state_type"] for task in tasks}
+    return dict(counts), states

@@ -40,7 +40,7 @@ def test_a_longer_one_is_left_out_where_that_is_asked() -> None:
 def test_a_longer_one_is_an_error_that_says_what_to_do() -> None:
     with pytest.raises(SampleTooLong, match=r"row 3 has 10 tokens, and at most 9 fit .*to left, right or drop"):
         cut(TEN, LengthPlan(max_tokens=9), 9, name=row_3)
-    image = PlacedImage.__new__(PlacedImage)
+    image = PlacedImage(start=1, tokens=2, data=b"a file")
     seen = TokenSequence(TEN.token_ids, TEN.weights, images=(image,))
     with pytest.raises(SampleTooLong, match="row 3 .*images, which are not cut"):
         cut(seen, RIGHT, 9, name=row_3)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from flows.config import GRPOConfig
+from flows.config import GraderConfig, GRPOConfig
 from flows.grpo import grpo
 from storage.chain import Chain
 from storage.objects import open_store
@@ -48,9 +48,8 @@ async def test_a_run_graded_by_a_judge_is_made_again_to_the_byte(tmp_path: Path,
 
 
 def test_the_page_about_graders_names_what_exists() -> None:
-    blocks = DOCS.read_text().split("```yaml\n")[1:]
-    for block in blocks:
-        named = yaml.safe_load(block.split("```")[0])["grader"]
-        grader = build(grader_spec(named["path"], named["arguments"]))
-        assert isinstance(grader, CombinedGrader) and grader.weights == [2.0, 1.0]
-    assert len(blocks) == 1
+    blocks = [block.split("```")[0] for block in DOCS.read_text().split("```yaml\n")[1:]]
+    combined, isolated = (GraderConfig.model_validate(yaml.safe_load(block)["grader"]) for block in blocks)
+    grader = build(grader_spec(combined.path, combined.arguments))
+    assert isinstance(grader, CombinedGrader) and grader.weights == [2.0, 1.0]
+    assert isolated.isolated  # its path is the user's own module

@@ -20,27 +20,30 @@ _MESSAGES = {
     "union_tag_not_found": "{discriminator} is required",
     "json_invalid": "is not JSON: {error}",
 }
-"""By type of error; every other type keeps pydantic's message."""
+"""Our message for some of pydantic's types of errors. The other types keep pydantic's message."""
 
 
 def describe(errors: Iterable[Mapping[str, Any]], document: Any = None) -> str:
     """One clause per field, such as "temperature=-1: should be greater than or equal to 0", joined by semicolons.
 
-    `errors` are those of a ValidationError, `document` is what was validated: parts of a location that it lacks are
-    names of a union's branches and are left out. Only numbers of the document are quoted.
+    `errors` are those of a ValidationError, `document` is what was validated. A clause shows the value of its field
+    only if that is a number.
     """
     messages: dict[str, list[str]] = defaultdict(list)
     for error in errors:
-        place, message = place_of(error, document), message_of(error)
-        if message not in messages[_with_number(place, error)]:
-            messages[_with_number(place, error)].append(message)
-    clauses = [f"{place}: {' or '.join(found)}" if place else " or ".join(found) for place, found in messages.items()]
+        path, message = field_path(error, document), message_of(error)
+        if message not in messages[_with_number(path, error)]:
+            messages[_with_number(path, error)].append(message)
+    clauses = [f"{path}: {' or '.join(found)}" if path else " or ".join(found) for path, found in messages.items()]
     text = "; ".join(clauses)[:MAX_CHARS]
     return text.encode("utf-8", "backslashreplace").decode()  # JSON can hold half of a surrogate pair
 
 
-def place_of(error: Mapping[str, Any], document: Any) -> str:
-    """The field in the document, such as "messages.0.content"; empty for the whole document."""
+def field_path(error: Mapping[str, Any], document: Any) -> str:
+    """The path of the field in the document, such as "messages.0.content"; empty for the whole document.
+
+    Pydantic's location of an error also has names of classes, validators and branches of a union. Parts that the
+    document does not have are left out, except a required field that is missing. Without a document, all parts stay."""
     if document is None:
         return ".".join(map(str, error["loc"]))
     parts, value = [], document
@@ -63,9 +66,10 @@ def message_of(error: Mapping[str, Any]) -> str:
     return message.removeprefix("Value error, ").replace("Input should", "should", 1)
 
 
-def _with_number(place: str, error: Mapping[str, Any]) -> str:
+def _with_number(path: str, error: Mapping[str, Any]) -> str:
+    """The path and the value, such as "temperature=-1"; only the path if the value is not a short number."""
     value = error.get("input")
     is_short = isinstance(value, float) or (
         isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**20
     )
-    return f"{place}={value}" if place and is_short else place
+    return f"{path}={value}" if path and is_short else path

@@ -1,6 +1,7 @@
-"""Tells who limits the time of a call how long the call waits for an engine: in its queue, and while it computes.
+"""Reports when a call waits for an engine, so that a time limit on the call can leave those waits out.
 
-An engine serves many callers, so the time until it answers says nothing about the one who asks.
+A wait is the time in the engine's queue and the time of its computation. An engine serves many callers, so this time
+says nothing about the caller. The time limit of a grader uses this.
 """
 
 from __future__ import annotations
@@ -11,36 +12,38 @@ from contextvars import ContextVar
 from typing import Protocol
 
 
-class Waits(Protocol):
-    """Is told of each wait for an engine, in the event loop. Waits of one call may overlap."""
+class WaitListener(Protocol):
+    """Its methods are called in the event loop when a wait for an engine begins and when it ends.
+
+    Waits of one call may overlap."""
 
     def begin(self) -> None: ...
 
     def end(self) -> None: ...
 
 
-_WAITS: ContextVar[Waits | None] = ContextVar("engine_waits", default=None)
+_LISTENER: ContextVar[WaitListener | None] = ContextVar("engine_wait_listener", default=None)
 
 
 @contextmanager
-def waits_told_to(waits: Waits) -> Iterator[None]:
-    """Tasks that are created inside tell `waits` when they wait for an engine."""
-    token = _WAITS.set(waits)
+def report_waits_to(listener: WaitListener) -> Iterator[None]:
+    """Tasks that are created within the block report their waits for an engine to `listener`, also after the block."""
+    token = _LISTENER.set(listener)
     try:
         yield
     finally:
-        _WAITS.reset(token)
+        _LISTENER.reset(token)
 
 
 @contextmanager
 def waiting_for_engine() -> Iterator[None]:
-    """Around a handle's wait for its engine."""
-    waits = _WAITS.get()
-    if waits is None:
+    """Reports the block as a wait for an engine, if there is a listener."""
+    listener = _LISTENER.get()
+    if listener is None:
         yield
         return
-    waits.begin()
+    listener.begin()
     try:
         yield
     finally:
-        waits.end()
+        listener.end()

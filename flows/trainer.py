@@ -12,7 +12,7 @@ from flows.loop import adamw
 from flows.progress import TerminalProgress
 from storage.chain import NanPolicy, PolicyRef
 from tasks.schedules import CosineScheduler, Schedule
-from tasks.task_runs import continues
+from tasks.task_runs import link_stage_start
 
 
 class Trainer:
@@ -63,5 +63,5 @@ class Trainer:
             self._start = await self.model.begin_stage(self.stage, checkpoint=checkpoint, exclusive=True)
             root = self.model.chain_of(self._start).root()
             if root is not None and root.start is not None:
-                continues(self._start, root.start)
+                link_stage_start(self._start, root.start)
         return self._start

@@ -29,11 +29,14 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 RESULTS_KEPT = 10_000
-"""Refs whose task run is remembered. A ref that was not used for longer has no edges any more."""
+"""Most refs whose task run is remembered. The ref that was not used for the longest time is forgotten first, and a task
+that reads it later has no edge to the task that returned it."""
 
 
 class _Result:
-    """The result of a task run. A plain class: Prefect looks into collections, dataclasses and models only."""
+    """The result of a task run, which read the results in `after`.
+
+    A plain class: Prefect looks into collections, dataclasses and models only."""
 
     _ids = count()
 
@@ -42,15 +45,16 @@ class _Result:
         self.origins: frozenset[int] = frozenset(
             origin for result in after for origin in (result.origins or {result.id})
         )
-        """Tasks that read nothing of other tasks, such as loading a dataset, and precede this one."""
+        """Ids of the tasks that precede this one and read nothing from other tasks, such as loading a dataset."""
         self.before = self.origins | {result.id for result in after}
+        """Ids of the tasks that are known to precede this one: the origins, and those whose results it read itself."""
 
 
 class _Call:
     """A verb with its arguments, and what Prefect shows of it. A plain class, as `_Result`."""
 
-    def __init__(self, begin: Callable[[], Any], kind: str, name: str, after: list[_Result]) -> None:
-        self.begin, self.kind, self.name, self.after = begin, kind, name, after
+    def __init__(self, run_verb: Callable[[], Any], kind: str, name: str, after: list[_Result]) -> None:
+        self.run_verb, self.kind, self.name, self.after = run_verb, kind, name, after
 
     def add_tag(self) -> None:
         """Tags the task run that executes this call.
@@ -64,7 +68,7 @@ class _Call:
 
 
 _results: OrderedDict[tuple[str, str], _Result] = OrderedDict()
-"""(flow run, uri of a ref) -> the task run that returned the ref."""
+"""(id of the flow run, uri of a ref) -> the result of the task run that returned the ref."""
 
 
 def durable_task(kind: str, name: str, **options: Any) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -79,46 +83,47 @@ def durable_task(kind: str, name: str, **options: Any) -> Callable[[Callable[P, 
         def call_of(args: Any, kwargs: Any) -> list[Any]:
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
-            after = _makers(bound.arguments)
+            after = _results_read_by(bound.arguments)
             call = _Call(lambda: verb(*args, **kwargs), kind, name.format(**bound.arguments), after)
-            return [call, *_last(after)]
+            return [call, *_without_earlier(after)]
 
         if inspect.iscoroutinefunction(verb):
 
             async def run_async(inputs: list[Any]) -> _Result:
                 call: _Call = inputs[0]
                 call.add_tag()
-                return _Result(await call.begin(), call.after)
+                return _Result(await call.run_verb(), call.after)
 
-            begin_async = _as_task(run_async, verb, options)
+            prefect_task = _as_task(run_async, verb, options)
 
             @functools.wraps(verb)
             async def called_async(*args: P.args, **kwargs: P.kwargs) -> Any:
-                return _remembered(await begin_async(call_of(args, kwargs)))
+                return _remember_refs(await prefect_task(call_of(args, kwargs)))
 
             return called_async  # type: ignore[return-value]
 
         def run(inputs: list[Any]) -> _Result:
             call: _Call = inputs[0]
             call.add_tag()
-            return _Result(call.begin(), call.after)
+            return _Result(call.run_verb(), call.after)
 
-        begin = _as_task(run, verb, options)
+        prefect_task = _as_task(run, verb, options)
 
         @functools.wraps(verb)
         def called(*args: P.args, **kwargs: P.kwargs) -> R:
-            return _remembered(begin(call_of(args, kwargs)))  # type: ignore[no-any-return]
+            return _remember_refs(prefect_task(call_of(args, kwargs)))  # type: ignore[no-any-return]
 
         return called
 
     return decorate
 
 
-def continues(policy: PolicyRef, earlier: PolicyRef) -> None:
-    """Places `policy`, the start of a stage, in the graph where the last policy of an earlier stage is."""
+def link_stage_start(start: PolicyRef, earlier: PolicyRef) -> None:
+    """Tasks that read `start`, the first policy of a stage, come after the task that returned `earlier`, the policy of
+    an earlier stage that `start` was made from."""
     result = _results.get((_flow_run(), earlier.uri))
     if result is not None:
-        _remember(policy, result)
+        _remember(start, result)
 
 
 def _as_task(run: Callable[[list[Any]], Any], verb: Callable[..., Any], options: dict[str, Any]) -> Any:
@@ -128,8 +133,8 @@ def _as_task(run: Callable[[list[Any]], Any], verb: Callable[..., Any], options:
     return task(**DURABLE | options, task_run_name="{inputs[0].name}")(run)
 
 
-def _remembered(result: _Result) -> Any:
-    """The value of the result, whose refs lead to it from now on."""
+def _remember_refs(result: _Result) -> Any:
+    """Remembers that each ref in the value of the result comes from this result. Returns the value."""
     for ref in _refs(result.value):
         _remember(ref, result)
     return result.value
@@ -141,20 +146,20 @@ def _remember(ref: ArtifactRef | PolicyRef, result: _Result) -> None:
         _results.popitem(last=False)
 
 
-def _makers(arguments: Any) -> list[_Result]:
-    """The results of this flow run that the arguments contain refs of, each once."""
-    makers: dict[int, _Result] = {}
+def _results_read_by(arguments: Any) -> list[_Result]:
+    """The results of this flow run whose refs the arguments contain, each once."""
+    found: dict[int, _Result] = {}
     for ref in _refs(arguments):
-        place = (_flow_run(), ref.uri)
-        result = _results.get(place)
+        key = (_flow_run(), ref.uri)
+        result = _results.get(key)
         if result is not None:
-            _results.move_to_end(place)
-            makers[result.id] = result
-    return list(makers.values())
+            _results.move_to_end(key)
+            found[result.id] = result
+    return list(found.values())
 
 
-def _last(results: list[_Result]) -> list[_Result]:
-    """Those of the results that no other one of them comes after: the edges that say it all."""
+def _without_earlier(results: list[_Result]) -> list[_Result]:
+    """Leaves out each result that another one of them is known to come after (`_Result.before`): it needs no edge."""
     return [result for result in results if not any(result.id in other.before for other in results)]
 
 

@@ -18,19 +18,19 @@ import pyarrow as pa
 
 MAX_ROWS = 1 << 20
 MAX_BATCHES = 1024
-"""Record batches of one stream. Our own writer makes one."""
+"""Most record batches in one stream. Our own writer makes one."""
 MAX_SCHEMA_BYTES = 1 << 20
-"""Of the schema message, which holds the request's JSON part."""
-_END = b"\xff\xff\xff\xff\0\0\0\0"
+"""Most bytes of the schema message, which holds the JSON part of the request."""
+_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 _JSON_WEIGHT = 16
 """Bytes of Python objects per byte of JSON: a number of two characters becomes an object of 32 bytes."""
 
-ReadError = (pa.ArrowException, OSError, ValueError, IndexError, struct.error, EOFError)
-"""What reading a damaged stream raises."""
+READ_ERRORS = (pa.ArrowException, OSError, ValueError, IndexError, struct.error, EOFError)
+"""Classes of the errors that reading a damaged stream raises."""
 
 
 class StreamTooLarge(ValueError):
-    """The stream decodes to more than is taken at once."""
+    """The stream is larger than the limits on one stream: its rows, batches, schema or decoded bytes."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,9 @@ class Stream:
     """Memory that decoding needs: the decompressed buffers and the Python objects made of them, at most."""
 
     def columns(self, check: Callable[[pa.RecordBatch], None]) -> list[list[Any]]:
-        """One Python list per column. `check` sees each decoded batch before its lists are made. Raises ReadError."""
+        """One Python list per column. `check` sees each decoded batch before its lists are made.
+
+        Raises one of READ_ERRORS."""
         columns: list[list[Any]] = [[] for _ in self.schema]
         for message in self.batches:
             batch = pa.ipc.read_record_batch(message, self.schema)
@@ -54,10 +56,11 @@ class Stream:
         return columns
 
 
-def open_stream(data: bytes, schemas: Sequence[pa.Schema], most: int) -> Stream:
-    """Checks the messages of a stream, which has one of these schemas. Raises ReadError, StreamTooLarge for one that
-    needs more than `most` bytes."""
-    if not data.endswith(_END):
+def open_stream(data: bytes, schemas: Sequence[pa.Schema], max_decoded_bytes: int) -> Stream:
+    """Checks the messages of a stream, whose schema must be one of `schemas`. It decodes none of them.
+
+    Raises one of READ_ERRORS, or StreamTooLarge if decoding needs more than `max_decoded_bytes` of memory."""
+    if not data.endswith(_END_OF_STREAM):
         refuse("it does not end with the end-of-stream marker")
     messages = iter(pa.ipc.MessageReader.open_stream(pa.py_buffer(data)))
     first = next(messages, None)
@@ -76,8 +79,10 @@ def open_stream(data: bytes, schemas: Sequence[pa.Schema], most: int) -> Stream:
         batch_rows, buffers = _announced(message, schema)
         rows += batch_rows
         size += decoded_bytes(buffers, weights)
-        if rows > MAX_ROWS or size > most:
-            raise StreamTooLarge(f"the batch decodes to over {MAX_ROWS} rows or {most >> 20} MiB; split the batch")
+        if rows > MAX_ROWS or size > max_decoded_bytes:
+            raise StreamTooLarge(
+                f"the batch decodes to over {MAX_ROWS} rows or {max_decoded_bytes >> 20} MiB; split the batch"
+            )
         batches.append(message)
         if len(batches) > MAX_BATCHES:
             raise StreamTooLarge(f"the stream has over {MAX_BATCHES} record batches; send one")
@@ -85,6 +90,7 @@ def open_stream(data: bytes, schemas: Sequence[pa.Schema], most: int) -> Stream:
 
 
 def refuse(why: str) -> NoReturn:
+    """Raises the ValueError for a stream that is damaged or of another kind."""
     raise ValueError(why)
 
 
@@ -105,12 +111,12 @@ def buffer_weights(schema: pa.Schema) -> list[int]:
     return [weight for field in schema for weight in _type_weights(field.type)]
 
 
-def _type_weights(kind: pa.DataType) -> list[int]:
-    if pa.types.is_list(kind):
-        return [1, _ROW_WEIGHT, *_type_weights(kind.value_type)]
-    if pa.types.is_string(kind) or pa.types.is_binary(kind):
-        return [1, _ROW_WEIGHT, _TEXT_WEIGHT if pa.types.is_string(kind) else 2]
-    return [1, _VALUE_WEIGHTS[kind]]
+def _type_weights(data_type: pa.DataType) -> list[int]:
+    if pa.types.is_list(data_type):
+        return [1, _ROW_WEIGHT, *_type_weights(data_type.value_type)]
+    if pa.types.is_string(data_type) or pa.types.is_binary(data_type):
+        return [1, _ROW_WEIGHT, _TEXT_WEIGHT if pa.types.is_string(data_type) else 2]
+    return [1, _VALUE_WEIGHTS[data_type]]
 
 
 def decoded_bytes(buffers: Iterable[int], weights: Sequence[int]) -> int:
@@ -136,7 +142,8 @@ def _python_values(column: pa.Array) -> list[Any]:
 def _announced(message: pa.Message, schema: pa.Schema) -> tuple[int, list[int]]:
     """(rows, bytes of each buffer after decompression) of a record batch message. Raises ValueError.
 
-    Its flatbuffer, which Arrow has verified, is read by hand: Arrow itself tells neither before it decompresses.
+    This reads the message's flatbuffer, which Arrow has verified, field by field: pyarrow gives neither number before
+    it decompresses. Fields of a RecordBatch: 0 its length, 1 its nodes, 2 its buffers, 3 its compression.
     """
     if message.type != "record batch":
         refuse(f"it holds a message of type {message.type!r}")
@@ -144,13 +151,13 @@ def _announced(message: pa.Message, schema: pa.Schema) -> tuple[int, list[int]]:
     if body is not None and body.address % 8:
         refuse("a message does not begin at a multiple of 8 bytes")
     table = _Table.root(metadata).child(2)  # Message.header, a RecordBatch
-    rows = struct.unpack_from("<q", metadata, table.field(0))[0] if table.field(0) else 0
+    rows = struct.unpack_from("<q", metadata, table.field_position(0))[0] if table.field_position(0) else 0
     if rows < 0:
         refuse("it announces a negative number of rows")
     for length, nulls in table.pairs(1):
         if length < 0 or nulls:
             refuse("it holds nulls" if nulls else "a column has a negative length")
-    compressed = table.field(3) != 0
+    compressed = table.field_position(3) != 0
     view = memoryview(body) if body is not None else memoryview(b"")
     sizes = [_decompressed_size(view, offset, length, compressed) for offset, length in table.pairs(2)]
     if len(sizes) != len(buffer_weights(schema)):
@@ -170,7 +177,7 @@ def _decompressed_size(body: memoryview, offset: int, length: int, compressed: b
 
 
 class _Table:
-    """A table of a flatbuffer, by the places of its fields (0: absent)."""
+    """A table of a flatbuffer. `start` is its position in `data`."""
 
     def __init__(self, data: bytes, start: int) -> None:
         self.data, self.start = data, start
@@ -180,20 +187,22 @@ class _Table:
     def root(cls, data: bytes) -> _Table:
         return cls(data, struct.unpack_from("<I", data, 0)[0])
 
-    def field(self, index: int) -> int:
+    def field_position(self, index: int) -> int:
+        """Where the field begins in `data`; 0 if the table does not have it."""
         size = struct.unpack_from("<H", self.data, self.vtable)[0]
         slot = 4 + 2 * index
         offset = struct.unpack_from("<H", self.data, self.vtable + slot)[0] if slot < size else 0
         return self.start + offset if offset else 0
 
     def child(self, index: int) -> _Table:
-        field = self.field(index)
-        return _Table(self.data, field + struct.unpack_from("<I", self.data, field)[0])
+        """The table that the field refers to. The field must be present."""
+        position = self.field_position(index)
+        return _Table(self.data, position + struct.unpack_from("<I", self.data, position)[0])
 
     def pairs(self, index: int) -> Iterator[tuple[int, int]]:
         """The elements of a vector of structs of two 64-bit integers."""
-        if not (field := self.field(index)):
+        if not (position := self.field_position(index)):
             return
-        start = field + struct.unpack_from("<I", self.data, field)[0]
+        start = position + struct.unpack_from("<I", self.data, position)[0]
         for number in range(struct.unpack_from("<I", self.data, start)[0]):
             yield struct.unpack_from("<qq", self.data, start + 4 + 16 * number)

@@ -19,15 +19,17 @@ from uvicorn.server import ServerState
 
 logger = logging.getLogger("ostinato.engine.http")
 
-MOST_CONNECTIONS = 4096
+MAX_CONNECTIONS = 4096
 RESERVED_DESCRIPTORS = 384
 """Open files that connections leave free: for the store, models, logs, and connections that are being accepted or
 closed (at most about 4 times `ACCEPT_BATCH`)."""
 ACCEPT_BATCH = 16
-"""Connections that the event loop accepts before it turns to those it has."""
+"""Most connections that the event loop accepts at once, before it serves the connections that are open."""
 LISTEN_QUEUE = 1024
+"""Most connections that the kernel keeps in its queue until the event loop accepts them."""
 REFUSAL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 LOG_SECONDS = 60.0
+"""Shortest time between two log lines of the same kind."""
 _NO_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
@@ -35,20 +37,21 @@ _NO_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EN
 class ConnectionLimits:
     """Limits of one server."""
 
-    most: int = MOST_CONNECTIONS
-    """Open connections."""
+    max_connections: int = MAX_CONNECTIONS
+    """Largest number of open connections."""
     head_seconds: float = 20.0
     """Longest time from the first byte of a request (or from the connection's start) to the end of its headers."""
     stall_seconds: float = 60.0
-    """How often a caller that does not read its answer fast enough is looked at."""
+    """Seconds between two checks of a caller while the server cannot send the rest of an answer, because the caller
+    has not read enough of it."""
     answer_rate: int = 8 << 10
-    """Bytes a second that a caller must read of an answer that waits for it."""
+    """Bytes per second that such a caller must read. The server closes the connection of a slower one."""
 
 
 def limits_of_process() -> ConnectionLimits:
     """Limits that leave descriptors for the store. Raises the soft limit of open files first, as far as needed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = MOST_CONNECTIONS + RESERVED_DESCRIPTORS
+    needed = MAX_CONNECTIONS + RESERVED_DESCRIPTORS
     if soft != resource.RLIM_INFINITY and soft < needed:
         raised = needed if hard == resource.RLIM_INFINITY else min(hard, needed)
         try:
@@ -58,7 +61,7 @@ def limits_of_process() -> ConnectionLimits:
             logger.info("the limit of open files stays at %d: %s", soft, error)
     if soft == resource.RLIM_INFINITY:
         return ConnectionLimits()
-    return ConnectionLimits(most=max(1, min(MOST_CONNECTIONS, max(soft - RESERVED_DESCRIPTORS, soft // 4))))
+    return ConnectionLimits(max_connections=max(1, min(MAX_CONNECTIONS, max(soft - RESERVED_DESCRIPTORS, soft // 4))))
 
 
 class Connections(ServerState):
@@ -69,23 +72,24 @@ class Connections(ServerState):
         self.limits = limits
         # in the order in which they are closed when there are too many; within each, the oldest is closed first
         self.heads: dict[BoundedProtocol, float] = {}
-        """Connections whose request head is not complete, with the time since when."""
+        """Connections whose request head is not complete, and the monotonic time at which each joined this group."""
         self.idle: dict[BoundedProtocol, float] = {}
-        """Answered connections without another request."""
+        """Connections whose last request was answered, and that have not sent another one."""
         self.bodies: dict[BoundedProtocol, float] = {}
         """Connections whose request body is not complete."""
-        self._full = _OncePerMinute()
+        self._warning_limiter = _LogLimiter()
 
     def admit(self, connection: BoundedProtocol) -> None:
-        """Takes a new connection in. At the limit the one closes that loses least by it, or else the new one."""
-        if len(self.connections) > self.limits.most:
+        """Registers a new connection. If there are too many, it closes the one that has waited longest for a request:
+        first from `heads`, then from `idle`, then from `bodies`. If all three are empty, it refuses the new one."""
+        if len(self.connections) > self.limits.max_connections:
             victim = next((c for group in self._groups() for c in group), None)
-            if self._full.passed():
+            if self._warning_limiter.allow():
                 logger.warning(
                     "%d connections are open, the most this server takes (ulimit -n, at most %d): closing those that "
                     "have waited longest for a request",
-                    self.limits.most,
-                    MOST_CONNECTIONS,
+                    self.limits.max_connections,
+                    MAX_CONNECTIONS,
                 )
             if victim is None:  # every other connection waits for an answer
                 self.connections.discard(connection)
@@ -96,7 +100,9 @@ class Connections(ServerState):
         self.place(connection, self.heads)
 
     def place(self, connection: BoundedProtocol, group: dict[BoundedProtocol, float] | None) -> None:
-        """Files a connection under what it waits for; None: for its answer. It keeps its place in the same group."""
+        """Moves a connection into `group`. None means that its request is complete and it waits for the answer.
+
+        A connection that is in the group already keeps its time and its place in the order."""
         for other in self._groups():
             if other is not group:
                 other.pop(connection, None)
@@ -125,7 +131,7 @@ class BoundedProtocol(H11Protocol):
     """uvicorn's protocol, with the limits of `Connections`."""
 
     server_state: Connections
-    _stalled: asyncio.TimerHandle | None = None
+    _stall_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -140,7 +146,8 @@ class BoundedProtocol(H11Protocol):
         self._place(self.server_state.idle)
 
     def send_400_response(self, msg: str) -> None:
-        """For bytes that are no HTTP. A request that is under way is not answered any more, by whatever comes of it."""
+        """uvicorn calls this for bytes that are not HTTP. If the app still works on a request of this connection, its
+        answer is not sent: the caller gets the 400, or a closed connection if the answer has begun."""
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -151,68 +158,69 @@ class BoundedProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.server_state.place(self, None)
-        self._watch_no_more()
+        self._stop_stall_timer()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._watch()
+        self._start_stall_timer()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._watch_no_more()
+        self._stop_stall_timer()
 
-    def _place(self, without_request: dict[BoundedProtocol, float]) -> None:
+    def _place(self, group_without_request: dict[BoundedProtocol, float]) -> None:
         state = self.server_state
         if self not in state.connections:  # refused or cut
             return
         if self.cycle is None or self.cycle.response_complete:
-            state.place(self, without_request)
+            state.place(self, group_without_request)
         else:
             state.place(self, state.bodies if self.cycle.more_body else None)
 
     # -- callers that do not read their answer -----------------------------------------------------------------
 
-    def _watch(self) -> None:
-        unread, seconds = self.transport.get_write_buffer_size(), self.server_state.limits.stall_seconds
-        self._stalled = self.loop.call_later(seconds, self._cut_if_stalled, unread)
+    def _start_stall_timer(self) -> None:
+        unread_bytes, seconds = self.transport.get_write_buffer_size(), self.server_state.limits.stall_seconds
+        self._stall_timer = self.loop.call_later(seconds, self._cut_if_stalled, unread_bytes)
 
-    def _cut_if_stalled(self, unread: int) -> None:
+    def _cut_if_stalled(self, unread_bytes: int) -> None:
         limits = self.server_state.limits
-        if unread - self.transport.get_write_buffer_size() < limits.stall_seconds * limits.answer_rate:
+        if unread_bytes - self.transport.get_write_buffer_size() < limits.stall_seconds * limits.answer_rate:
             self.server_state.cut(self)
         else:
-            self._watch()
+            self._start_stall_timer()
 
-    def _watch_no_more(self) -> None:
-        if self._stalled is not None:
-            self._stalled.cancel()
-            self._stalled = None
+    def _stop_stall_timer(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
 
 
-class AcceptErrors:
-    """Exception handler of the event loop: connections that cannot be accepted are logged once a minute."""
+class AcceptErrorHandler:
+    """Exception handler of the event loop. It logs connections that cannot be accepted, at most once a minute."""
 
     def __init__(self) -> None:
-        self._failed = _OncePerMinute()
+        self._error_limiter = _LogLimiter()
 
     def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
         if not ("socket" in context and isinstance(error, OSError) and error.errno in _NO_DESCRIPTORS):
             loop.default_exception_handler(context)
-        elif self._failed.passed():
+        elif self._error_limiter.allow():
             logger.error("no connection can be accepted (%s); raise ulimit -n, or look for what holds the files", error)
 
 
-class _OncePerMinute:
-    """Tells whether the last log line of a kind was a minute ago."""
+class _LogLimiter:
+    """Allows one log line of a kind per LOG_SECONDS."""
 
     def __init__(self) -> None:
-        self._last = float("-inf")
+        self._last_allowed = float("-inf")
 
-    def passed(self) -> bool:
+    def allow(self) -> bool:
+        """Whether the line may be logged now. True counts as a logged line: the next ones have to wait."""
         now = time.monotonic()
-        if now - self._last < LOG_SECONDS:
+        if now - self._last_allowed < LOG_SECONDS:
             return False
-        self._last = now
+        self._last_allowed = now
         return True

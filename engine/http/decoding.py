@@ -24,8 +24,10 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 INLINE_BYTES = 1 << 20
-"""Bodies that need more memory than this are decoded beside the event loop."""
+"""A body that is larger than this is read in the decoder's thread, and one that needs more memory than this to decode
+is decoded there. Smaller ones are handled in the event loop."""
 REMEMBERED_CHAINS = 256
+"""Most chains whose base model is remembered."""
 
 
 class Decode(Protocol[T_co]):
@@ -43,16 +45,19 @@ class BodyDecoder:
         self._bases: dict[tuple[str, str, str], ArtifactRef] = {}
 
     async def announced(self, announce: Callable[[bytes], Announced], body: bytes) -> Announced:
-        """The policy of a request, and the memory that its lists need. Raises BadSpec."""
+        """The policy of a request and the memory that decoding it needs, as its headers say; it decodes no list.
+
+        Raises BadSpec."""
         announced = await self._run(partial(announce, body), len(body))
         check_head(announced.policy)
         return announced
 
     async def decoded(self, decode: Decode[T], body: bytes, announced: Announced) -> T:
         """The request. Raises BadSpec, SampleTooLong."""
-        context = None  # the engine compares with it, too: only the lists of large bodies are worth a look at the store
+        # the engine checks the context length, too, so only large bodies are worth a read of the store
+        context = None
         if announced.decoded_bytes > INLINE_BYTES:
-            context = await asyncio.to_thread(self._context, announced.policy)
+            context = await asyncio.to_thread(self._context_length, announced.policy)
         return await self._run(partial(decode, body, context=context), announced.decoded_bytes)
 
     async def _run(self, work: Callable[[], T], size: int) -> T:
@@ -62,11 +67,13 @@ class BodyDecoder:
         try:
             return await asyncio.shield(job)
         except asyncio.CancelledError:
-            await asyncio.wait({job})  # what the call reserved is given back when the memory is free again
+            # when the call ends, others may take the memory that it reserved, so the thread has to end first
+            await asyncio.wait({job})
             raise
 
-    def _context(self, policy: PolicyRef) -> int | None:
-        """Tokens that the policy's model was made for. None where the store does not say: the engine decides then."""
+    def _context_length(self, policy: PolicyRef) -> int | None:
+        """The most tokens of a sequence that the policy's model was made for. None if the store does not say it: then
+        only the engine checks the length."""
         chain = (policy.run, policy.stage, policy.model)
         try:
             if chain not in self._bases:

@@ -16,7 +16,7 @@ from engine.errors import Fenced, OutOfMemory, PermanentEngineError, SampleTooLo
 from engine.http.errors import name_of, status_of
 from engine.protocol import SamplingTemperature
 from engine.text.errors import TextError
-from engine.validation import describe, place_of
+from engine.validation import describe, field_path
 from storage.chain import PolicyRef
 from storage.errors import InvalidKey, ObjectNotFound, StorageError
 from storage.models import Frozen
@@ -326,7 +326,7 @@ _WITHOUT_EFFECT = frozenset(
 def _invalid(error: RequestValidationError) -> ApiError:
     first = error.errors()[0]
     first["loc"] = first["loc"][1:]  # without "body"
-    name = place_of(first, error.body)
+    name = field_path(first, error.body)
     where = name.split(".")
     last = next((part for part in reversed(where) if part in _WITHOUT_EFFECT), None)
     if first["type"] == "extra_forbidden":

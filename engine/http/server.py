@@ -19,7 +19,7 @@ from engine.errors import BadSpec
 from engine.http.connections import (
     ACCEPT_BATCH,
     LISTEN_QUEUE,
-    AcceptErrors,
+    AcceptErrorHandler,
     BoundedProtocol,
     ConnectionLimits,
     Connections,
@@ -90,7 +90,7 @@ class EngineServer(uvicorn.Server):
         self.server_state: Connections = Connections(limits or ConnectionLimits())
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        asyncio.get_running_loop().set_exception_handler(AcceptErrors())
+        asyncio.get_running_loop().set_exception_handler(AcceptErrorHandler())
         await super().startup(sockets)
         for listener in sockets or []:
             # asyncio made the kernel's queue as short as its own batch

@@ -18,7 +18,7 @@ import pyarrow as pa
 from pydantic import Field, ValidationError
 
 from engine.errors import BadSpec, PermanentEngineError, SampleTooLong
-from engine.http.arrow_stream import ReadError, Stream, StreamTooLarge, buffer_weights, decoded_bytes, open_stream
+from engine.http.arrow_stream import READ_ERRORS, Stream, StreamTooLarge, buffer_weights, decoded_bytes, open_stream
 from engine.http.errors import BodyTooLarge
 from engine.images import Images, PlacedImage, check_images
 from engine.protocol import (
@@ -291,7 +291,7 @@ def _blaming_the_body(schema: pa.Schema) -> Iterator[None]:
         raise
     except StreamTooLarge as error:
         raise BodyTooLarge(str(error)) from error
-    except ReadError as error:
+    except READ_ERRORS as error:
         raise BadSpec(f"the body is no Arrow stream of {', '.join(schema.names)}: {str(error)[:300]}") from error
 
 

@@ -1,4 +1,5 @@
-"""The log file of a command that runs a flow: it gets every record with its traceback, the terminal gets lines.
+"""The log file of a command that runs a flow. It gets every log record with its traceback. The terminal gets the
+records without their tracebacks, and not those that say again why the run failed.
 
 Prefect logs the traceback of a failure once per task and once per flow. A person needs one line, and the place where
 the rest is. Logs that go to a Prefect server are not changed.
@@ -29,10 +30,10 @@ log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def log_file(name: str) -> Iterator[Path]:
-    """The path of the log file, to which this process's log records go within the block.
+    """Writes this process's log records to a log file within the block, and gives its path.
 
-    Handlers that write to the terminal leave tracebacks out meanwhile. What ends a thread, and what Python cannot raise
-    to a caller, is logged instead of printed.
+    Within the block, handlers that write to the terminal leave out tracebacks. Errors that end a thread or that a
+    finaliser raises are logged; Python would print them.
     """
     import prefect  # noqa: F401 - its import sets up the handlers that are changed here
 
@@ -44,16 +45,18 @@ def log_file(name: str) -> Iterator[Path]:
         for logger in _all_loggers():
             terminal_handlers = [handler for handler in logger.handlers if _writes_to_the_terminal(handler)]
             for handler in terminal_handlers:
-                undo.enter_context(_without_tracebacks(handler))
+                undo.enter_context(_shortened_output(handler))
             if logger is logging.root or (terminal_handlers and not logger.propagate):
                 logger.addHandler(to_file)
                 undo.callback(logger.removeHandler, to_file)
-        undo.enter_context(_logged_hooks())
+        undo.enter_context(_log_uncaught_errors())
         yield path
 
 
 def log_failure(error: BaseException) -> None:
-    """Writes the traceback of what ended the command. Within `log_file`."""
+    """Logs the error that ended the command: the log file gets its traceback, the terminal gets a line without it.
+
+    Call it within `log_file`."""
     log.error("the command failed", exc_info=error)
 
 
@@ -79,14 +82,15 @@ def _writes_to_the_terminal(handler: logging.Handler) -> bool:
 
 
 @contextlib.contextmanager
-def _without_tracebacks(handler: logging.Handler) -> Iterator[None]:
-    before = handler.formatter
-    handler.setFormatter(_OneLine(before))
+def _shortened_output(handler: logging.Handler) -> Iterator[None]:
+    """Within the block, the handler leaves out tracebacks, and the records that do not belong on the terminal."""
+    original_formatter = handler.formatter
+    handler.setFormatter(_FormatterWithoutTraceback(original_formatter))
     handler.addFilter(_belongs_on_the_terminal)
     try:
         yield
     finally:
-        handler.setFormatter(before)
+        handler.setFormatter(original_formatter)
         handler.removeFilter(_belongs_on_the_terminal)
 
 
@@ -96,7 +100,7 @@ def _belongs_on_the_terminal(record: logging.LogRecord) -> bool:
     return record.levelno < logging.ERROR or not record.name.startswith(RUN_LOGGERS)
 
 
-class _OneLine(logging.Formatter):
+class _FormatterWithoutTraceback(logging.Formatter):
     """Formats a record as another formatter does, without its traceback."""
 
     def __init__(self, inner: logging.Formatter | None) -> None:
@@ -110,20 +114,20 @@ class _OneLine(logging.Formatter):
 
 
 @contextlib.contextmanager
-def _logged_hooks() -> Iterator[None]:
-    """Python prints the traceback of an error that ends a thread, or that a finaliser raises; here it is logged."""
+def _log_uncaught_errors() -> Iterator[None]:
+    """Within the block, errors that end a thread or that a finaliser raises are logged. Python would print them."""
 
-    def in_thread(failure: threading.ExceptHookArgs) -> None:
+    def log_thread_error(failure: threading.ExceptHookArgs) -> None:
         if failure.exc_type is not SystemExit:
             name = failure.thread.name if failure.thread else "unknown"
             log.error("thread %s ended: %r", name, failure.exc_value, exc_info=failure.exc_value)
 
-    def unraisable(failure: Any) -> None:
+    def log_unraisable_error(failure: Any) -> None:
         log.error("ignored in %r: %r", failure.object, failure.exc_value, exc_info=failure.exc_value)
 
-    before = threading.excepthook, sys.unraisablehook
-    threading.excepthook, sys.unraisablehook = in_thread, unraisable
+    original_hooks = threading.excepthook, sys.unraisablehook
+    threading.excepthook, sys.unraisablehook = log_thread_error, log_unraisable_error
     try:
         yield
     finally:
-        threading.excepthook, sys.unraisablehook = before
+        threading.excepthook, sys.unraisablehook = original_hooks

@@ -21,13 +21,15 @@ class StoreFolder:
     def __init__(self, root: Path, url: str) -> None:
         self._root, self._url = root, url
         self._file = root / store_json()
-        self._existed = False
+        self._folder_existed = False
+        """Whether an earlier check found the folder."""
         self._id: str | None = None
-        self._signature: tuple[int, ...] | None = None
-        """Device, inode, time and size of store.json when the id was read: equal ones need no second reading."""
+        """The id that an earlier check read from store.json; None if there was no such file yet."""
+        self._file_signature: tuple[int, ...] | None = None
+        """Device, inode, time and size of store.json when its id was read. It is read again when one changes."""
 
     def check(self) -> None:
-        """Costs one `stat` where nothing changed.
+        """Compares the folder with what earlier checks found. This costs one `stat` if nothing changed.
 
         Raises:
             StoreGone: the folder or its store.json was there and is gone.
@@ -37,7 +39,7 @@ class StoreFolder:
         try:
             stat = os.stat(self._file)
             signature = (stat.st_dev, stat.st_ino, stat.st_mtime_ns, stat.st_size)
-            if signature == self._signature:
+            if signature == self._file_signature:
                 return
             store_id = read_store_id(self._file.read_bytes(), str(self._file))
         except (FileNotFoundError, NotADirectoryError):
@@ -50,18 +52,20 @@ class StoreFolder:
                 f"{self._url} holds another store than before: {self._file} had the id {self._id}, now it has "
                 f"{store_id}; mount the disk or move back the folder of the first one"
             )
-        self._existed, self._id, self._signature = True, store_id, signature
+        self._folder_existed, self._id, self._file_signature = True, store_id, signature
 
     def _check_absence(self) -> None:
-        """There is no store.json: either the store has no id yet, or it is gone."""
+        """Handles a folder without store.json: either the store has no id yet, or it is gone.
+
+        Raises StoreGone if an earlier check found store.json, or found the folder and now it is not there."""
         exists = self._root.is_dir()
         if self._id is not None:
             state = "the folder has no such file" if exists else "there is no such folder"
             expected = f"expected {self._file} with the id {self._id}, but {state}"
-        elif self._existed and not exists:
+        elif self._folder_existed and not exists:
             expected = f"expected the folder {self._root}, but there is none"
         else:
-            self._existed = exists
+            self._folder_existed = exists
             return
         raise StoreGone(
             f"the store at {self._url} was there and is gone: {expected}; mount its disk or move the folder back. "

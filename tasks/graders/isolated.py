@@ -1,4 +1,4 @@
-"""A grader whose `grade` runs in worker processes, so that one that crashes the interpreter does not end the run."""
+"""A grader whose `grade` runs in worker processes: a crash of the interpreter ends a worker, and not the run."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from engine.text.threads import StringThread
 from tasks.graders.base import BaseGrader, Grade, GraderCrashed, GraderError, IgnoreGradeException
 from tasks.graders.worker import WorkerDied, WorkerFailed, WorkerPool
 
-MOST_PROCESSES = 4
+MAX_PROCESSES = 4
 TEXT_SHOWN = 40
+"""Most characters of the graded text in the message of GraderCrashed."""
 
 
 class GraderRaised(Exception):
@@ -18,18 +19,18 @@ class GraderRaised(Exception):
 
 
 class IsolatedGrader(BaseGrader):
-    """The grader of a spec (as JSON) in up to four processes, one grade at a time in each.
+    """Runs the grader of a spec (given as JSON) in up to MAX_PROCESSES processes, one grade at a time in each.
 
-    A process that ends during a grade raises GraderCrashed; the next grade has a new process. A grade that is
-    cancelled, because it took too long, ends its process, too. The workers know no engine: a judge that is named by a
-    key cannot be isolated.
+    If a process ends during a grade, the grade raises GraderCrashed, and a new process does the next one. If a grade is
+    cancelled because it took too long, its process is ended, too. The processes have no engine, so a judge whose model
+    is given by its key cannot be isolated.
     """
 
     def __init__(self, grader_key: str, spec_json: str) -> None:
         super().__init__(grader_key)
         self._workers = WorkerPool(
             "tasks.graders.isolated_worker",
-            processes=min(MOST_PROCESSES, os.cpu_count() or 1),
+            processes=min(MAX_PROCESSES, os.cpu_count() or 1),
             configuration={"spec": spec_json, "sys_path": sys.path},
             quiet=False,
         )

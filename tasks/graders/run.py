@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from engine.errors import PermanentEngineError, TransientEngineError
 from engine.text.threads import StringThread
-from engine.waiting import waits_told_to
+from engine.waiting import report_waits_to
 from storage.errors import TransientStorageError
 from storage.models import Frozen
 from tasks.advantages import LARGEST_REWARD, REWARD_RANGE
@@ -152,7 +152,7 @@ async def _within(grader: BaseGrader, thread: StringThread, timeout_seconds: flo
     cancellation cannot hold the run; and a grader that is cancelled from inside is a failure, not an end of ours.
     """
     own_time = _OwnTime(timeout_seconds)
-    with waits_told_to(own_time):
+    with report_waits_to(own_time):
         attempt = asyncio.ensure_future(_guarded(grader, thread))
     try:
         waited: set[asyncio.Future[Any]] = {attempt, own_time.spent}

@@ -242,7 +242,7 @@ async def test_at_the_limit_the_connection_that_waits_longest_is_closed_for_a_ne
             kept.sendall(WHOLE)
             assert_answered(kept)
 
-    with running_server(engine, limits=ConnectionLimits(most=4)) as spec:
+    with running_server(engine, limits=ConnectionLimits(max_connections=4)) as spec:
         await asyncio.to_thread(call, spec.url)
 
 
@@ -261,7 +261,7 @@ async def test_where_every_connection_waits_for_its_answer_another_is_told_to_co
         return lines
 
     engine.gate.clear()
-    with running_server(engine, limits=ConnectionLimits(most=2)) as spec:
+    with running_server(engine, limits=ConnectionLimits(max_connections=2)) as spec:
         lines = await asyncio.to_thread(wait, spec.url)
         engine.gate.set()
         for line in lines:

@@ -36,6 +36,8 @@ class StoreFolder:
             OtherStore: store.json has another id than before.
             CorruptArtifact: store.json has no id.
         """
+        # another thread may begin the store after this one looked for its file
+        known_id, folder_existed = self._id, self._folder_existed
         try:
             stat = os.stat(self._file)
             signature = (stat.st_dev, stat.st_ino, stat.st_mtime_ns, stat.st_size)
@@ -43,7 +45,7 @@ class StoreFolder:
                 return
             store_id = read_store_id(self._file.read_bytes(), str(self._file))
         except (FileNotFoundError, NotADirectoryError):
-            self._check_absence()
+            self._check_absence(known_id, folder_existed=folder_existed)
             return
         except OSError as error:
             raise typed(error, store_json(), self._url) from error
@@ -54,18 +56,19 @@ class StoreFolder:
             )
         self._folder_existed, self._id, self._file_signature = True, store_id, signature
 
-    def _check_absence(self) -> None:
+    def _check_absence(self, known_id: str | None, *, folder_existed: bool) -> None:
         """Handles a folder without store.json: either the store has no id yet, or it is gone.
 
-        Raises StoreGone if an earlier check found store.json, or found the folder and now it is not there."""
+        `known_id` and `folder_existed` are what was known before the file was looked for. Raises StoreGone if an
+        earlier check found store.json, or found the folder and now it is not there."""
         exists = self._root.is_dir()
-        if self._id is not None:
+        if known_id is not None:
             state = "the folder has no such file" if exists else "there is no such folder"
-            expected = f"expected {self._file} with the id {self._id}, but {state}"
-        elif self._folder_existed and not exists:
+            expected = f"expected {self._file} with the id {known_id}, but {state}"
+        elif folder_existed and not exists:
             expected = f"expected the folder {self._root}, but there is none"
         else:
-            self._folder_existed = exists
+            self._folder_existed |= exists
             return
         raise StoreGone(
             f"the store at {self._url} was there and is gone: {expected}; mount its disk or move the folder back. "

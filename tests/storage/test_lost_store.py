@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -116,6 +118,24 @@ def test_another_process_gives_the_store_its_id(folder: Path) -> None:
     assert find_store_id(store) is None
     assert store_id(opened(folder)) == find_store_id(store)
     assert store.get("a/b") == b"1"
+
+
+def test_a_store_that_another_thread_begins_meanwhile_is_not_gone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, look = opened(folder), os.stat
+
+    def begun_right_after_it_was_absent(path: Path, *arguments: Any, **options: Any) -> os.stat_result:
+        try:
+            return look(path, *arguments, **options)
+        except FileNotFoundError:
+            monkeypatch.setattr(os, "stat", look)
+            store_id(store)
+            raise
+
+    monkeypatch.setattr(os, "stat", begun_right_after_it_was_absent)
+    assert store.local_path("scratch") == folder / "scratch"
+    assert find_store_id(store) == store_id(opened(folder))
 
 
 def test_looking_for_an_id_begins_no_store(folder: Path) -> None:

@@ -6,6 +6,7 @@ goes on from is no cache: no redo makes it again, and it is never pruned.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Collection
 from typing import Literal
@@ -14,10 +15,12 @@ from storage import keys
 from storage.artifacts import Manifest, read_manifest
 from storage.chain import Chain, PolicyRef
 from storage.checkpoint_uses import checkpoint_uses
-from storage.errors import CheckpointInUse, ObjectNotFound
+from storage.errors import CheckpointInUse, ObjectNotFound, PermanentStorageError
 from storage.models import Frozen, canonical_json
 from storage.objects import ObjectStore
 from storage.rebase import rebase_at, standing, stands
+
+log = logging.getLogger(__name__)
 
 
 class Retention(Frozen):
@@ -55,7 +58,8 @@ def prune_checkpoints(
         keep_best: So many with the best `metric` of the record that made them; `best` says which way. Equal ones: the
             earlier. A record without it, or with a value that is not finite, is not among the best.
 
-    A checkpoint that a rebase goes on from always stays. The manifest goes first: a reader never follows one to data
+    A checkpoint that a rebase goes on from always stays. Named ones stay, with a warning, where another run or model of
+    the store is damaged, so that it is unknown what refers to them. The manifest goes first: a reader never follows one to data
     that is gone. Raises ValueError when `metric` is in none of the records, naming those that are.
     """
     chain = Chain.of(store, policy)
@@ -73,7 +77,12 @@ def prune_checkpoints(
         if metric is None:
             raise ValueError(f"keep_best={keep_best} was given without a metric; name one of the records' metrics")
         kept |= set(_best(store, policy, steps, metric, best)[:keep_best])
-    kept |= {used.step for used in checkpoint_uses(store, {chain.policy(step) for step in too_old if step not in kept})}
+    try:
+        uses = checkpoint_uses(store, {chain.policy(step) for step in too_old if step not in kept})
+        kept |= {used.step for used in uses}
+    except PermanentStorageError as error:  # of any run or model of the store, which must not end this one's
+        log.warning("named checkpoints beyond keep_named=%s stay, their uses are unknown: %s", keep_named, error)
+        kept |= set(too_old)
     return [step for step in steps if step not in kept and _remove(store, policy, step, free[step])]
 
 

@@ -106,6 +106,19 @@ def test_a_named_one_that_a_champion_was_made_from_is_kept(tmp_path: Path) -> No
     assert kept(store, written) == [4, 7, 8]
 
 
+def test_named_ones_stay_while_another_run_is_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = open_store(tmp_path / "store")
+    written = named_and_unnamed(store, tmp_path)
+    damaged = keys.chain_root("another-run", "0-sft", "policy")
+    store.put(damaged, b'{"base":')
+    prune_checkpoints(store, POLICY, keep_last=1, keep_named=1)
+    assert kept(store, written) == [2, 4, 6, 7, 8]
+    assert "named checkpoints beyond keep_named=1 stay" in caplog.text
+    store.delete(damaged)
+    prune_checkpoints(store, POLICY, keep_last=1, keep_named=1)
+    assert kept(store, written) == [7, 8]
+
+
 @pytest.mark.parametrize(("best", "expected"), [("max", [2, 3, 6]), ("min", [1, 4, 6])])
 def test_the_best_by_a_metric_are_kept(tmp_path: Path, best: Literal["min", "max"], expected: list[int]) -> None:
     store = open_store(tmp_path / "store")

@@ -124,7 +124,8 @@ class Root(Frozen):
     base_digest: str
     """Digest of the starting weights (base) or the state they stand for (start)."""
     trainable: dict[str, JsonValue] = {"kind": "full"}
-    init_seed: Int64 = 0
+    init_seed: int = 0
+    """Only digests are made of it, so a config's seed of any size will do."""
 
     def state(self) -> str:
         body = self.model_dump(mode="json", exclude={"base", "start"})

@@ -61,6 +61,7 @@ def fit(trainer: TorchTrainer, *, updates: int = 3) -> None:
     ("spec", "seed", "dumped", "state"),
     [
         (FullSpec(), 0, {"kind": "full"}, "0ea127b31c3d56d681fbddacf6581d7d83df0b3bcbfede728bd92cfe95fed27c"),
+        (FullSpec(), 2**64, {"kind": "full"}, "4d969e85c51bb3cb8818ffe6a59028294d0bb0f9a7ff09b77d9b18c6734decf0"),
         (
             LoraSpec(),
             3,
@@ -68,7 +69,7 @@ def fit(trainer: TorchTrainer, *, updates: int = 3) -> None:
             "5d446d3ac291b8c6330077f5d87f096055ea3fb914313913f45b8b8c55f7c009",
         ),
     ],
-    ids=["full", "lora"],
+    ids=["full", "large seed", "lora"],
 )
 def test_chains_of_language_models_have_the_states_they_had_before_there_were_other_heads(
     spec: FullSpec | LoraSpec, seed: int, dumped: dict[str, Any], state: str

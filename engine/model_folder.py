@@ -12,7 +12,7 @@ from typing import Any
 
 from engine.adapters import Head
 from engine.errors import BadModelFolder
-from engine.model_size import folder_parameter_count, tensor_names
+from engine.model_size import tensor_names
 from storage.artifacts import MANIFEST_NAME, ArtifactRef, digest_of, file_entries, materialise_files
 from storage.errors import CorruptArtifact
 from storage.objects import ObjectStore
@@ -156,11 +156,3 @@ def _check_layers(folder: Path) -> None:
 
 def _name_of(folder: Path) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name).strip("-.") or "model"
-
-
-def parameters_of(folder: ModelFolder) -> int:
-    """Elements of all tensors in the folder's safetensors files. Raises BadModelFolder."""
-    try:
-        return folder_parameter_count(folder.files)
-    except CorruptArtifact as error:
-        raise BadModelFolder(f"{folder.path} does not load: {error}") from error

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from engine.adapters import trainable_of
 from engine.errors import BadSpec, SampleTooLong
-from engine.images import check_images, check_taken
+from engine.images import check_taken
 from engine.losses.spec import LossSpec
 from engine.protocol import TokenSequence
 from engine.scores import scored_whole
@@ -135,7 +135,6 @@ class Primitives:
         if not any(weights):
             weights[-1] = 1.0  # a sample of no gradient is no error
         found = [number for number, weight in zip(numbers, weights[1:], strict=True) if weight]
-        check_images(images, len(weights))
         sequence = TokenSequence([inputs[0], *targets], weights, images=images)
         return self._add({"kind": "tangents"}, sequence, tangents=found)
 

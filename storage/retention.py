@@ -59,8 +59,8 @@ def prune_checkpoints(
             earlier. A record without it, or with a value that is not finite, is not among the best.
 
     A checkpoint that a rebase goes on from always stays. Named ones stay, with a warning, where another run or model of
-    the store is damaged, so that it is unknown what refers to them. The manifest goes first: a reader never follows one to data
-    that is gone. Raises ValueError when `metric` is in none of the records, naming those that are.
+    the store is damaged, so that it is unknown what refers to them. The manifest goes first: a reader never follows one
+    to data that is gone. Raises ValueError when `metric` is in none of the records, naming those that are.
     """
     chain = Chain.of(store, policy)
     needed = {rebase.checkpoint.key for rebase in standing(chain)}

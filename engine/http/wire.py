@@ -20,7 +20,7 @@ from pydantic import Field, ValidationError
 from engine.errors import BadSpec, PermanentEngineError, SampleTooLong
 from engine.http.arrow_stream import READ_ERRORS, Stream, StreamTooLarge, buffer_weights, decoded_bytes, open_stream
 from engine.http.errors import BodyTooLarge
-from engine.images import Images, PlacedImage, check_images
+from engine.images import Images, PlacedImage
 from engine.protocol import (
     Completion,
     GenerateRequest,
@@ -110,7 +110,7 @@ def encode_generate(request: GenerateRequest, *, epoch: int) -> bytes:
 def decode_generate(data: bytes, *, context: int | None = None) -> tuple[GenerateRequest, int]:
     """The request and the caller's epoch. Raises BadSpec, SampleTooLong for a prompt longer than `context`."""
     head, (prompts, seeds, *rest) = _read(data, GENERATE, GenerateHead, context=context)
-    images = _images(prompts, rest) if rest else None
+    images = _images(rest) if rest else None
     return GenerateRequest(head.policy, prompts, seeds, head.sampling, head.tensor_parallel, images), head.epoch
 
 
@@ -159,7 +159,7 @@ def encode_logprobs_request(request: LogprobsRequest, *, epoch: int) -> bytes:
 def decode_logprobs_request(data: bytes, *, context: int | None = None) -> tuple[LogprobsRequest, int]:
     """The request and the caller's epoch. Raises BadSpec, SampleTooLong for a sequence longer than `context`."""
     head, (ids, weights, groups, *rest) = _read(data, SEQUENCES, LogprobsHead, context=context)
-    images = _images(ids, rest) if rest else [()] * len(ids)
+    images = _images(rest) if rest else [()] * len(ids)
     sequences = [TokenSequence(*row) for row in zip(ids, weights, groups, images, strict=True)]
     return LogprobsRequest(head.policy, sequences, head.temperature, head.max_tokens), head.epoch
 
@@ -205,15 +205,13 @@ def _image_columns(images: Sequence[Images]) -> list[pa.Array]:
     return [_ids(starts, "image of sequence"), _ids(counts, "image of sequence"), data]
 
 
-def _images(sequences: Sequence[Sequence[int]], columns: Sequence[list[Any]]) -> list[Images]:
-    """Those of each row. Raises BadSpec for places that are none."""
+def _images(columns: Sequence[list[Any]]) -> list[Images]:
+    """Those of each row. Raises BadSpec for columns that do not fit together."""
     found = []
-    for ids, *row in zip(sequences, *columns, strict=True):
+    for row in zip(*columns, strict=True):
         if len(set(map(len, row))) != 1:
             raise BadSpec(f"a row has {', '.join(str(len(one)) for one in row)} starts, counts and images; one each")
-        images = tuple(PlacedImage(*one) for one in zip(*row, strict=True))
-        check_images(images, len(ids))
-        found.append(images)
+        found.append(tuple(PlacedImage(*one) for one in zip(*row, strict=True)))
     return found
 
 

@@ -6,8 +6,9 @@ import torch
 
 from engine.backends.tensor_files import read_tensors
 from engine.errors import BadModelFolder, BadSpec
-from engine.model_folder import ModelFolder, parameters_of
-from engine.model_size import SUFFIX
+from engine.model_folder import ModelFolder
+from engine.model_size import SUFFIX, folder_parameter_count
+from storage.errors import CorruptArtifact
 
 NARROWEST_CHECKED = 2
 """Bytes of an element. torch cannot tell which elements of narrower floating types, of quantized weights, are NaN."""
@@ -16,12 +17,12 @@ NARROWEST_CHECKED = 2
 def checked_parameter_count(folder: ModelFolder) -> int:
     """The number of elements in the folder's weights. Raises BadModelFolder for a file that is torn, and for a tensor
     that holds NaN or infinity."""
-    count = parameters_of(folder)
     try:
+        count = folder_parameter_count(folder.files)
         for name in sorted(folder.files):
             if name.endswith(SUFFIX):
                 _check_finite(folder, name)
-    except BadSpec as error:
+    except (BadSpec, CorruptArtifact) as error:
         raise BadModelFolder(f"{folder.path} does not load: {error}") from error
     return count
 

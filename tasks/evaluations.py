@@ -31,7 +31,9 @@ class EvaluationPlan(Frozen):
     """What a person calls it; decides nothing."""
 
     def name(self, policy: PolicyRef) -> str:
-        return f"{policy.step:06d}-{digest(canonical_json(self.model_dump(mode='json', exclude={'label'})))[:12]}"
+        # where the grader runs decides nothing either
+        body = self.model_dump(mode="json", exclude={"label": True, "grading": {"grader": {"isolated"}}})
+        return f"{policy.step:06d}-{digest(canonical_json(body))[:12]}"
 
 
 async def evaluate(workspace: Workspace, policy: PolicyRef, plan: EvaluationPlan) -> ArtifactRef:

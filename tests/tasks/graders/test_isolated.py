@@ -15,10 +15,16 @@ from typing import Any
 
 import pytest
 
+from engine.protocol import SamplingParams
 from engine.text.threads import StringThread
+from storage.artifacts import ArtifactRef
+from storage.chain import PolicyRef
+from tasks.evaluations import EvaluationPlan
 from tasks.graders.base import BaseGrader, GraderCrashed, GraderError
 from tasks.graders.run import grade_threads
-from tasks.graders.spec import build, grader_spec
+from tasks.graders.spec import GraderSpec, build, grader_spec
+from tasks.gradings import Grading
+from tasks.rollouts import PromptShard
 
 
 def answered(text: str) -> StringThread:
@@ -172,3 +178,14 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_where_a_grader_runs_does_not_rename_an_evaluation() -> None:
+    """The name is the one that evaluations had before graders could be isolated."""
+    rows = ArtifactRef(kind="threads", key="datasets/a/b", sha256="0" * 64, bytes=1, rows=2, parents=())
+    policy = PolicyRef(run="r", stage="0-grpo", model="policy", step=3, state="1" * 64)
+    shard = PromptShard(index=0, dataset=rows, rows=(0, 1), base=rows, completions=1)
+    for isolated in (False, True):
+        grading = Grading(grader=GraderSpec(path="a.b:c", isolated=isolated))
+        plan = EvaluationPlan(prompts=shard, sampling=SamplingParams(), grading=grading)
+        assert plan.name(policy) == "000003-79fc96b7d3ff"

@@ -13,7 +13,7 @@ from typing import Protocol
 
 
 class WaitListener(Protocol):
-    """Its methods are called in the event loop when a wait for an engine begins and when it ends.
+    """Its methods are called in the thread that waits when a wait for an engine begins and when it ends.
 
     Waits of one call may overlap."""
 

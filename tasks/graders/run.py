@@ -111,7 +111,11 @@ class GraderTimeout(Exception):
 
 class _OwnTime:
     """A limit on the seconds that a grader takes itself. Its clock stands still while the grader waits for an engine,
-    which has limits of its own and serves others too."""
+    which has limits of its own and serves others too.
+
+    A grader function runs in a thread, where it may wait in an event loop of its own. The clock belongs to the loop
+    that grades, so it is stopped and started there.
+    """
 
     def __init__(self, seconds: float) -> None:
         self._loop = asyncio.get_running_loop()
@@ -120,14 +124,20 @@ class _OwnTime:
         self._run()
 
     def begin(self) -> None:
-        """A wait for an engine begins."""
+        """A wait for an engine begins. Called in any thread."""
+        self._loop.call_soon_threadsafe(self._stop)
+
+    def end(self) -> None:
+        """A wait for an engine ends. Called in any thread."""
+        self._loop.call_soon_threadsafe(self._go_on)
+
+    def _stop(self) -> None:
         self._waits += 1
         if self._waits == 1:
             self._timer.cancel()
             self._left -= self._loop.time() - self._since
 
-    def end(self) -> None:
-        """A wait for an engine ends."""
+    def _go_on(self) -> None:
         self._waits -= 1
         if self._waits == 0:
             self._run()

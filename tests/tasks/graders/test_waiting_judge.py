@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from engine.coalesce import Coalescer
 from engine.handles import InferenceModel, Model
 from engine.protocol import Completion, GenerateRequest
 from engine.text.threads import StringThread
 from storage.models import canonical_json
 from tasks.graders import judge_models
-from tasks.graders.base import BaseGrader, Grade
+from tasks.graders.base import BaseGrader, FunctionGrader, Grade
 from tasks.graders.judges import BinaryJudgeGrader
 from tasks.graders.run import grade_threads
 from tests.spawning import Context, context, own_engines
@@ -99,6 +101,24 @@ async def test_the_clock_runs_again_after_the_answer(
     (outcome,) = await grade_threads(grader, [ANSWERED], timeout_seconds=LIMIT, retries=0)
     assert outcome.status == "masked" and "no grade after 0.05 s" in outcome.reason
     assert len(engine.asked) == 1
+
+
+async def test_the_limit_holds_for_a_function_that_waits_in_a_thread_and_then_hangs() -> None:
+    hung = threading.Event()
+
+    async def answers(_: Any, items: list[int]) -> list[int]:
+        await asyncio.sleep(6 * LIMIT)
+        return items
+
+    def ask_and_hang(_: StringThread) -> float:
+        asyncio.run(Coalescer(answers).submit("key", 1))
+        return float(hung.wait(20))
+
+    grader = FunctionGrader("f", ask_and_hang)
+    async with asyncio.timeout(10):
+        (outcome,) = await grade_threads(grader, [ANSWERED], timeout_seconds=LIMIT, retries=0)
+    hung.set()
+    assert outcome.status == "masked" and "no grade after 0.05 s" in outcome.reason
 
 
 async def test_an_answer_keeps_to_what_the_context_has_left(

@@ -142,7 +142,9 @@ class ValidationLoss:
         """Raises ValueError in a class whose loss is not of rows."""
         model = moment.model
         if isinstance(moment.loss, RankingSpec | MSESpec):
-            of_scores = ScoreValidationPlan(base=model.base, dataset=self._load(moment).ref, loss=moment.loss)
+            of_scores = ScoreValidationPlan(
+                base=model.base, dataset=self._load(moment).ref, loss=moment.loss, lengths=self.lengths
+            )
             return await validate_scores(model.workspace, moment.policy, of_scores)
         if not isinstance(moment.loss, CrossEntropySpec | DPOSpec):
             raise ValueError(

@@ -30,7 +30,11 @@ from tasks.validations import measured
 Row = dict[str, Any]
 
 NOT_MEASURED = TokenSequence([0], [0.0])
-"""Stands for a conversation that is dropped for its length: no token of it is trained, so it counts for nothing."""
+"""Stands for a conversation that is dropped for its length, and for the other one of its pair: no token of it is
+trained, so it counts for nothing."""
+
+DROPPED: Row = {"tokens": 0, "loss": 0.0, "margin": None}
+"""The row of a table about such a conversation or pair."""
 
 SIDES = {"threads": ("thread",), "pairs": ("chosen", "rejected")}
 """Columns that hold conversations, by the kind of the dataset."""
@@ -131,11 +135,13 @@ async def _logprobs(
     conversations = [StringThread.from_json(str(row[side])) for row in rows for side in sides]
     whole = [renderer.sequence(renderer.tokenize(thread)) for thread in conversations]
     limit = plan.lengths.limit(workspace, plan.base)
-    sequences = []
-    for index, conversation in enumerate(whole):
-        row_index = rows[index // len(sides)]["index"]
-        kept = cut(conversation, plan.lengths, limit, name=partial(row_name, store, plan.dataset, row_index))
-        sequences.append(kept or NOT_MEASURED)
+    sequences: list[TokenSequence] = []
+    for number, row in enumerate(rows):
+        name = partial(row_name, store, plan.dataset, row["index"])
+        conversations_of_row = whole[number * len(sides) : (number + 1) * len(sides)]
+        kept = [cut(conversation, plan.lengths, limit, name=name) for conversation in conversations_of_row]
+        fitting = [conversation for conversation in kept if conversation is not None]
+        sequences += fitting if len(fitting) == len(sides) else [NOT_MEASURED] * len(sides)
     flat: list[tuple[float, int]] = []
     for chunk in chunks(sequences):
         with timed("train"):
@@ -170,14 +176,18 @@ def _of_threads(sums: list[list[tuple[float, int]]]) -> tuple[list[dict[str, Any
 def _of_pairs(
     loss: DPOSpec, sums: list[list[tuple[float, int]]], reference: list[list[tuple[float, int]]]
 ) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    table = []
+    table: list[dict[str, Any]] = []
     for (chosen, rejected), (old_chosen, old_rejected) in zip(sums, reference, strict=True):
+        tokens = chosen[1] + rejected[1]
+        if not tokens:
+            table.append(dict(DROPPED))
+            continue
         margin = (chosen[0] - rejected[0]) - (old_chosen[0] - old_rejected[0])
-        value = dpo_loss(loss, margin)
-        table.append({"tokens": chosen[1] + rejected[1], "loss": value, "margin": loss.beta * margin})
-    count = len(table)
-    right = sum(row["margin"] > 0 for row in table)
-    means = {name: math.fsum(row[name] for row in table) / count for name in ("loss", "margin")}
+        table.append({"tokens": tokens, "loss": dpo_loss(loss, margin), "margin": loss.beta * margin})
+    measured_rows = [row for row in table if row["tokens"]]
+    count = len(measured_rows)
+    right = sum(row["margin"] > 0 for row in measured_rows)
+    means = {name: math.fsum(row[name] for row in measured_rows) / count for name in ("loss", "margin")}
     return table, means | {"accuracy": right / count}
 
 

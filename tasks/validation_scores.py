@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
+
+from pydantic import Field
 
 from engine.errors import BadSpec
 from engine.losses.spec import MSESpec, RankingSpec
-from engine.protocol import LogprobsRequest
+from engine.protocol import LogprobsRequest, TokenSequence
 from engine.scores import scored_whole
 from engine.text.threads import StringThread
 from engine.text.tokenizers import renderer_of
@@ -18,7 +21,8 @@ from storage.models import Frozen, canonical_json, digest
 from storage.objects import ObjectStore
 from tasks.clock import timed
 from tasks.datasets.naming import row_name
-from tasks.validation_losses import SIDES, Row, chunks, committed_validation, softplus
+from tasks.lengths import ANY_LENGTH, LengthPlan, check_uncut, cut
+from tasks.validation_losses import DROPPED, SIDES, Row, chunks, committed_validation, softplus
 
 
 class ScoreValidationPlan(Frozen):
@@ -29,6 +33,8 @@ class ScoreValidationPlan(Frozen):
     dataset: ArtifactRef
     """Pairs to rank, or conversations with their rating in metadata["res"]."""
     loss: RankingSpec | MSESpec
+    lengths: LengthPlan = Field(ANY_LENGTH, exclude_if=lambda lengths: lengths == ANY_LENGTH)
+    """How long a conversation may be. A row with a longer one is an error, or dropped: it counts for nothing."""
     label: str = "validation"
     """What a person calls it; decides nothing."""
 
@@ -43,15 +49,22 @@ async def score_validation(workspace: Workspace, policy: PolicyRef, plan: ScoreV
     `margin`, by how much on average.
 
     Raises:
-        BadSpec: the rows are not what the loss is of.
+        BadSpec: the rows are not what the loss is of, or all of them are dropped.
+        SampleTooLong: a row does not fit, and is not to be dropped.
     """
+    check_uncut(plan.lengths)
 
     async def measure(rows: list[Row]) -> tuple[list[Row], dict[str, float]]:
         scores = await _scores(workspace, policy, plan, rows)
+        measured_rows = [row for row in rows if row["index"] in scores]
         if isinstance(plan.loss, RankingSpec):
-            return ranked([(chosen, rejected) for chosen, rejected in scores])
-        store = workspace.open_store()
-        return rated([score for (score,) in scores], [_rating(store, plan.dataset, row) for row in rows])
+            table, measures = ranked([(chosen, rejected) for chosen, rejected in scores.values()])
+        else:
+            store = workspace.open_store()
+            ratings = [_rating(store, plan.dataset, row) for row in measured_rows]
+            table, measures = rated([score for (score,) in scores.values()], ratings)
+        by_index = {row["index"]: measured for row, measured in zip(measured_rows, table, strict=True)}
+        return [by_index.get(row["index"], dict(DROPPED)) for row in rows], measures
 
     return await committed_validation(workspace, policy, plan, measure, of_pairs=isinstance(plan.loss, RankingSpec))
 
@@ -84,19 +97,25 @@ def _rating(store: ObjectStore, dataset: ArtifactRef, row: Row) -> float:
 
 async def _scores(
     workspace: Workspace, policy: PolicyRef, plan: ScoreValidationPlan, rows: list[Row]
-) -> list[list[float]]:
-    """Per row and side: the scalar head's number at the last token."""
-    renderer = renderer_of(workspace.open_store(), plan.base)
+) -> dict[int, list[float]]:
+    """Index of a row -> per side the scalar head's number at the last token. A row that is dropped for its length is
+    left out."""
+    store = workspace.open_store()
+    renderer, limit = renderer_of(store, plan.base), plan.lengths.limit(workspace, plan.base)
     sides, end = SIDES[plan.dataset.kind], renderer.tokenizer.eos_token_ids[0]
-    whole = [
-        scored_whole(renderer.serialize(renderer.tokenize(StringThread.from_json(str(row[side]))))[0], end=end)
-        for row in rows
-        for side in sides
-    ]
+    kept: dict[int, list[TokenSequence]] = {}
+    for row in rows:
+        name = partial(row_name, store, plan.dataset, row["index"])
+        threads = [renderer.tokenize(StringThread.from_json(str(row[side]))) for side in sides]
+        whole = [scored_whole(renderer.serialize(thread)[0], end=end) for thread in threads]
+        if None not in [cut(sequence, plan.lengths, limit, name=name) for sequence in whole]:
+            kept[row["index"]] = whole
+    if not kept:
+        raise BadSpec(f"all rows of {plan.dataset.key} were dropped for their length; raise the limit (max_tokens)")
     flat: list[float] = []
-    for chunk in chunks(whole):
+    for chunk in chunks([sequence for whole in kept.values() for sequence in whole]):
         with timed("train"):
             request = LogprobsRequest(policy, chunk, max_tokens=workspace.max_tokens)
             found = await workspace.connect().values(request, epoch=workspace.epoch)
         flat += [score for (score,) in found]
-    return [flat[at : at + len(sides)] for at in range(0, len(flat), len(sides))]
+    return {index: flat[at * len(sides) : (at + 1) * len(sides)] for at, index in enumerate(kept)}

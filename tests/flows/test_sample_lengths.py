@@ -10,6 +10,7 @@ import pytest
 from engine.errors import BadSpec, SampleTooLong
 from engine.handles import Model, TrainingModel
 from engine.text.threads import StringThread
+from flows.callbacks import Cadence, ValidationLoss
 from flows.dpo import DPO
 from flows.grpo import GRPO
 from flows.preference_config import DPOConfig
@@ -19,7 +20,9 @@ from flows.sft import SFT
 from storage.chain import PolicyRef
 from storage.objects import open_store
 from tasks.graders.spec import grader_spec
+from tasks.lengths import LengthPlan
 from tasks.step_metrics import read_metrics
+from tasks.validations import read_validations
 from tests.fixtures.engines import DETERMINISTIC
 from tests.spawning import own_engines
 
@@ -64,6 +67,24 @@ async def test_a_longer_sample_is_refused_or_dropped_and_counted(tmp_path: Path,
     store = open_store(str(tmp_path / "drop" / "data"))
     (metrics,) = read_metrics(store, policy.run, policy.stage, steps=1)
     assert (metrics.dropped, metrics.prompts) == (1, 3)
+
+
+@pytest.mark.parametrize("kind", ["dpo", "reward_model"])
+async def test_a_held_out_pair_with_a_longer_answer_counts_for_nothing(
+    tmp_path: Path, tiny_folder: Path, kind: str
+) -> None:
+    fits, longer = (answered("3"), answered("4")), (answered(LONG), answered("2"))
+    measured = []
+    for name, heldout in (("alone", [fits]), ("beside", [longer, fits])):
+        validation = ValidationLoss(heldout, Cadence(every_steps=1), LengthPlan(truncation="drop"))
+        with own_engines():
+            model = await spawned(tmp_path / name, tiny_folder, scalar=kind == "reward_model")
+            options = EVERY_STEP | {"callbacks": [validation]}
+            trained = DPO([fits], model, **options) if kind == "dpo" else RewardModelling([fits], model, **options)
+            policy = await trained.run()
+        store = open_store(str(tmp_path / name / "data"))
+        measured.append(read_validations(store, policy.run, policy.stage)[-1].measures)
+    assert measured[0]["margin"] != 0 and measured[1] == pytest.approx(measured[0], rel=1e-4)
 
 
 async def test_a_pair_is_in_one_forward_pass(tmp_path: Path, tiny_folder: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engine.errors import BadSpec
@@ -57,10 +58,11 @@ MAKE: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
-def test_a_whole_number_of_epochs_may_be_a_float(make: Callable[..., Any]) -> None:
-    trainer = make(epochs=2.0, samples_per_batch=16.0)
-    assert (trainer.epochs, trainer.samples_per_batch) == (2, 16)
-    assert (type(trainer.epochs), type(trainer.samples_per_batch)) == (int, int)
+def test_a_whole_number_of_epochs_may_be_a_float_or_of_numpy(make: Callable[..., Any]) -> None:
+    for two, sixteen in ((2.0, 16.0), (np.int64(2), np.int32(16))):
+        trainer = make(epochs=two, samples_per_batch=sixteen)
+        assert (trainer.epochs, trainer.samples_per_batch) == (2, 16)
+        assert (type(trainer.epochs), type(trainer.samples_per_batch)) == (int, int)
 
 
 @pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)

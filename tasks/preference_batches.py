@@ -116,8 +116,10 @@ async def _batch(  # noqa: PLR0913  what its two callers are told, and how they 
             with timed("storage"):
                 writer.write(chunk)
         if not writer.rows:
-            raise BadSpec(f"step {step}: all {fits.dropped} rows of the batch were dropped for their length; raise the "
-                          "limit (max_tokens, max_batch_size)")  # fmt: skip
+            raise BadSpec(
+                f"step {step + 1}: all {fits.dropped} rows of the batch were dropped for their length; raise the limit "
+                "(max_tokens, max_batch_size)"
+            )
         with timed("storage"):
             committed = writer.commit(
                 store,
@@ -140,17 +142,18 @@ class _Fits:
 
     def __call__(self, unit: list[Row], record: Row) -> bool:
         """Raises SampleTooLong where nothing is to be dropped."""
-        longest = max(len(row["token_ids"]) for row in unit)
-        # both conversations of a pair are in one forward pass, where their common beginning stands once
-        for length, limit in ((longest, self.longest), (_packed_tokens(unit), self.forward)):
-            if limit is not None and length > limit:
-                if not self.drops:
-                    what = "pair" if len(unit) > 1 else "conversation"
-                    name = f"{what} {record['id']} ({self.name_row(record['index'])})"
-                    raise too_long(name, length, limit, remedy="drop")
-                self.dropped += 1
-                return False
-        return True
+        length, limit = max(len(row["token_ids"]) for row in unit), self.longest
+        if self.forward is not None and (limit is None or length <= limit):
+            # both conversations of a pair are in one forward pass, where their common beginning stands once
+            length, limit = _packed_tokens(unit), self.forward
+        if limit is None or length <= limit:
+            return True
+        if not self.drops:
+            what = "pair" if len(unit) > 1 else "conversation"
+            name = f"{what} {record['id']} ({self.name_row(record['index'])})"
+            raise too_long(name, length, limit, remedy="drop")
+        self.dropped += 1
+        return False
 
 
 def _packed_tokens(unit: list[Row]) -> int:

@@ -24,6 +24,8 @@ RUN_LOGGERS = ("prefect.flow_runs", "prefect.task_runs")
 """Prefect's loggers of runs. Their errors say that a run failed, which the command itself says at its end."""
 RANK_LOGGER = "engine.backends.group.local_ranks"
 """What the ranks of a trainer print, tracebacks included. A failed call raises its error in this process, too."""
+FAILURE_LOGGER = f"{__name__}.failure"
+"""What ended the command. The command says it itself, in one line."""
 
 log = logging.getLogger(__name__)
 
@@ -35,10 +37,10 @@ def log_file(name: str) -> Iterator[Path]:
     Within the block, handlers that write to the terminal leave out tracebacks. Errors that end a thread or that a
     finaliser raises are logged; Python would print them.
     """
-    import prefect  # noqa: F401 - its import sets up the handlers that are changed here
+    import prefect.main  # noqa: F401 - its import sets up the handlers that are changed here
 
     path = _writable_path(name)
-    to_file = logging.FileHandler(path, encoding="utf-8")
+    to_file = _LogFileHandler(path, encoding="utf-8")
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
     with contextlib.ExitStack() as undo:
         undo.callback(to_file.close)
@@ -54,10 +56,26 @@ def log_file(name: str) -> Iterator[Path]:
 
 
 def log_failure(error: BaseException) -> None:
-    """Logs the error that ended the command: the log file gets its traceback, the terminal gets a line without it.
+    """Logs the error that ended the command, with its traceback, for the log file only. Call it within `log_file`."""
+    logging.getLogger(FAILURE_LOGGER).error("the command failed", exc_info=error)
 
-    Call it within `log_file`."""
-    log.error("the command failed", exc_info=error)
+
+class _LogFileHandler(logging.FileHandler):
+    """A run does not end because its log cannot be written, for example on a full disk. The terminal is told once."""
+
+    _told = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exception()
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._told:
+            self._told = True
+            print(f"the log file {self.baseFilename} cannot be written: {error.strerror}", file=sys.stderr)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # what is left in the buffer
+            super().close()
 
 
 def _writable_path(name: str) -> Path:
@@ -95,7 +113,7 @@ def _shortened_output(handler: logging.Handler) -> Iterator[None]:
 
 
 def _belongs_on_the_terminal(record: logging.LogRecord) -> bool:
-    if record.name == RANK_LOGGER:
+    if record.name in (RANK_LOGGER, FAILURE_LOGGER):
         return False
     return record.levelno < logging.ERROR or not record.name.startswith(RUN_LOGGERS)
 

@@ -102,6 +102,15 @@ def test_a_folder_that_cannot_be_written_is_no_obstacle(folder: Path) -> None:
     assert path.is_file() and folder not in path.parents
 
 
+def test_a_full_disk_is_said_once_and_ends_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / ".ostinato/logs").mkdir(parents=True)
+    (folder / ".ostinato/logs/run.log").symlink_to("/dev/full")
+    with log_file("run"):
+        for _ in range(3):
+            logging.getLogger().warning("a line")
+    assert capsys.readouterr().err.count("run.log cannot be written: No space left on device") == 1
+
+
 def test_a_defect_ends_in_one_line_and_the_file(prefect_server: str) -> None:
     async def fails() -> dict[str, Any]:
         raise KeyError("steps")

@@ -95,6 +95,19 @@ async def test_a_pair_is_in_one_forward_pass(tmp_path: Path, tiny_folder: Path) 
             await DPO([(answered("a" * 40), answered("b" * 40))], model, **EVERY_STEP).run()
 
 
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+async def test_a_batch_of_longer_samples_only_is_an_error_that_counts_steps_from_1(
+    tmp_path: Path, tiny_folder: Path, kind: str
+) -> None:
+    options = EVERY_STEP | {"truncation": "drop"}
+    with own_engines():
+        model = await spawned(tmp_path, tiny_folder)
+        rows = [(answered(LONG), answered("2"))]
+        train = DPO(rows, model, **options) if kind == "dpo" else SFT([rows[0][0]], model, **options)
+        with pytest.raises(BadSpec, match=r"^step 1: .*dropped.*max_batch_size"):
+            await train.run()
+
+
 async def test_completions_leave_room_for_a_prompt(tmp_path: Path, tiny_folder: Path) -> None:
     with own_engines():
         model = (await spawned(tmp_path, tiny_folder)).max_gen_len(SIZE)

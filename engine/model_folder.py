@@ -13,8 +13,9 @@ from typing import Any
 from engine.adapters import Head
 from engine.errors import BadModelFolder
 from engine.model_size import tensor_names
-from storage.artifacts import MANIFEST_NAME, ArtifactRef, digest_of, file_entries, materialise_files
+from storage.artifacts import MANIFEST_NAME, ArtifactRef, digest_of, file_entries
 from storage.errors import CorruptArtifact
+from storage.materialise import materialise_files
 from storage.objects import ObjectStore
 from storage.registry import find_model
 

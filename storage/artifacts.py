@@ -7,8 +7,7 @@ check digests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -76,6 +75,15 @@ class FileEntry(Frozen):
             return keys.validate_key(value)
         except InvalidKey as error:
             raise ValueError(str(error)) from error
+
+    def check(self, sha256: str, size: int) -> None:
+        """Raises CorruptArtifact unless this is the digest of the file that was stored."""
+        if sha256 != self.sha256:
+            raise CorruptArtifact(
+                f"{self.key} has {size} bytes with sha256 {sha256[:12]}, its manifest says {self.bytes} with "
+                f"{self.sha256[:12]}; restore the object from a backup, or delete the manifest to make the artifact "
+                "again"
+            )
 
 
 class Attempt:
@@ -239,7 +247,7 @@ def read_bytes(store: ObjectStore, ref: ArtifactRef) -> bytes:
         data = store.get(entry.key)
     except ObjectNotFound as error:
         raise CorruptArtifact(f"{ref.key} is committed, but its data {entry.key} is gone from {store.url}") from error
-    _check(entry, digest(data), len(data))
+    entry.check(digest(data), len(data))
     return data
 
 
@@ -257,26 +265,6 @@ def entry_of(store: ObjectStore, ref: ArtifactRef) -> FileEntry:
             "reference of a table"
         )
     return manifest.files[0]
-
-
-def materialise_files(
-    store: ObjectStore, key: str, to: Path, *, names: Iterable[str] | None = None
-) -> dict[str, Path]:
-    """The files of an artifact on this machine, by name: the stored ones themselves where the store is local (never
-    write to them), else downloads in `to`. Digests are checked. `names` asks for some; those it lacks are left out.
-
-    Raises ObjectNotFound, CorruptArtifact.
-    """
-    wanted = None if names is None else set(names)
-    paths = {}
-    try:
-        for entry in read_manifest(store, key).files:
-            if wanted is None or entry.name in wanted:
-                paths[entry.name] = _materialise(store, entry, to)
-    except CorruptArtifact:
-        read_manifest(store, key)  # not found any more: it was deleted while it was read, which is no corruption
-        raise
-    return paths
 
 
 def file_entries(files: Mapping[str, Path], key_of: Callable[[str], str]) -> list[FileEntry]:
@@ -363,27 +351,6 @@ def _discard(store: ObjectStore, draft: Manifest, *, keep: set[str]) -> None:
                 store.delete(entry.key)
             except StorageError:
                 return
-
-
-def _materialise(store: ObjectStore, entry: FileEntry, to: Path) -> Path:
-    path = store.local_path(entry.key)
-    if path is None:
-        path = to / entry.name
-        if not path.is_file() or digest_file(path)[0] != entry.sha256:
-            with suppress(ObjectNotFound):
-                store.fetch(entry.key, path)
-    if not path.is_file():
-        raise CorruptArtifact(f"the file {entry.name} of a committed artifact is gone: {entry.key} in {store.url}")
-    _check(entry, *digest_file(path))
-    return path
-
-
-def _check(entry: FileEntry, sha256: str, size: int) -> None:
-    if sha256 != entry.sha256:
-        raise CorruptArtifact(
-            f"{entry.key} has {size} bytes with sha256 {sha256[:12]}, its manifest says {entry.bytes} with "
-            f"{entry.sha256[:12]}; restore the object from a backup, or delete the manifest to make the artifact again"
-        )
 
 
 def _parse(data: bytes, manifest_key: str, key: str) -> Manifest:

@@ -9,8 +9,9 @@ from typing import Any
 import fsspec
 
 from storage import keys
-from storage.artifacts import Manifest, materialise_files, read_manifest
+from storage.artifacts import Manifest, read_manifest
 from storage.errors import PermanentStorageError
+from storage.materialise import materialise_files
 from storage.objects import ObjectStore
 
 CARD = "README.md"

@@ -14,8 +14,9 @@ from typing import Protocol
 from engine.model_folder import ModelFolder, version_of
 from engine.protocol import Engine
 from storage import keys
-from storage.artifacts import ArtifactRef, Provenance, commit_files, materialise_files, read_manifest
+from storage.artifacts import ArtifactRef, Provenance, commit_files, read_manifest
 from storage.errors import CorruptArtifact, ObjectNotFound, StorageError
+from storage.materialise import materialise_files
 from storage.objects import ObjectStore
 from storage.registry import find_published
 

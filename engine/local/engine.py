@@ -31,12 +31,13 @@ from engine.model_folder import ModelFolder, local_folder, registered_model, ver
 from engine.protocol import Completion, EngineInfo, GenerateRequest, LogprobsRequest, PolicySpec
 from engine.spec import LocalEngineSpec
 from engine.text.tokenizers import TOKENIZER_FILES, load_tokenizer
-from storage.artifacts import ArtifactRef, Provenance, digest_of, file_entries, materialise_files
+from storage.artifacts import ArtifactRef, Provenance, digest_of, file_entries
 from storage.chain import Chain, CommitRecord, PolicyRef, StepRequest, base_of
 from storage.errors import StorageError, VersionConflict
 from storage.failpoints import failpoint
 from storage.identity import store_id
 from storage.leases import current_epoch
+from storage.materialise import materialise_files
 from storage.models import canonical_json, digest
 from storage.objects import open_store
 from storage.registry import find_model, find_published, publish_model

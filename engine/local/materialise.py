@@ -20,9 +20,10 @@ from engine.local.rebase import Rebaser, Redone
 from engine.local.scratch import scratch
 from engine.local.slots import Slot, Slots
 from engine.model_size import parameter_count
-from storage.artifacts import ArtifactRef, materialise_files, read_manifest
+from storage.artifacts import ArtifactRef, read_manifest
 from storage.chain import Chain, CommitRecord, PolicyRef, Root, base_of
 from storage.errors import CorruptArtifact, ObjectNotFound
+from storage.materialise import materialise_files
 from storage.objects import ObjectStore
 from storage.rebase import checkpoints_before, rebase_of, step_of
 from storage.worklog import log_work

@@ -23,9 +23,10 @@ from engine.local.scratch import scratch, scratch_folder
 from engine.local.slots import Slot
 from engine.spec import LocalEngineSpec
 from storage import keys
-from storage.artifacts import ArtifactRef, Attempt, find_artifact, materialise_files, read_manifest
+from storage.artifacts import ArtifactRef, Attempt, find_artifact, read_manifest
 from storage.chain import Chain, CommitRecord, PolicyRef, RebaseMark
 from storage.errors import CorruptArtifact, ObjectNotFound
+from storage.materialise import materialise_files
 from storage.objects import ObjectStore
 from storage.rebase import Rebase, changes, checkpoint_extra, commit_rebase, discard_checkpoint, rebase_manifest
 from storage.worklog import log_work

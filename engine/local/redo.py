@@ -22,9 +22,10 @@ from engine.local.apply import Effect, apply_request
 from engine.spec import LocalEngineSpec
 from engine.trainer_spec import TorchTrainerSpec, TrainerSpec, spec_of_layout
 from storage import keys
-from storage.artifacts import Manifest, materialise_files, read_manifest
+from storage.artifacts import Manifest, read_manifest
 from storage.chain import Chain, CommitRecord, Numerics, Root, StepRequest
 from storage.errors import ObjectNotFound
+from storage.materialise import materialise_files
 from storage.objects import ObjectStore
 from storage.rebase import (
     Rebase,

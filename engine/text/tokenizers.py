@@ -158,7 +158,7 @@ def _renderer_of(stored: _ByDigest) -> Renderer:
 
 @lru_cache(maxsize=CACHED_RENDERERS)
 def _tokenizer_of(stored: _ByDigest) -> Tokenizer:
-    from storage.artifacts import materialise_files
+    from storage.materialise import materialise_files
 
     with TemporaryDirectory() as scratch:
         folder, downloads = Path(scratch, "tokenizer"), Path(scratch, "downloads")
@@ -172,7 +172,7 @@ def _tokenizer_of(stored: _ByDigest) -> Tokenizer:
 
 @lru_cache(maxsize=CACHED_RENDERERS)
 def _context_length_of(stored: _ByDigest) -> int | None:
-    from storage.artifacts import materialise_files
+    from storage.materialise import materialise_files
 
     with TemporaryDirectory() as scratch:
         path = materialise_files(stored.store, stored.model.key, Path(scratch), names=(CONFIG_FILE,)).get(CONFIG_FILE)

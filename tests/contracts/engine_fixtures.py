@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from engine.protocol import Completion, Engine, GenerateRequest, LogprobsRequest, SamplingParams, TokenSequence
-from storage.artifacts import ArtifactRef, materialise_files
+from storage.artifacts import ArtifactRef
 from storage.chain import PolicyRef
+from storage.materialise import materialise_files
 from storage.objects import ObjectStore, open_store
 from tests.fixtures.engines import new_policy, row
 

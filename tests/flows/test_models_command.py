@@ -32,7 +32,8 @@ def version(toy: ToyRun) -> str:
 @pytest.fixture
 def second(toy: ToyRun, tmp_path: Path) -> str:
     """Another version of the model `toy`."""
-    from storage.artifacts import Provenance, materialise_files
+    from storage.artifacts import Provenance
+    from storage.materialise import materialise_files
     from storage.registry import publish_model
 
     (version,) = list_versions(toy.store, "toy")

@@ -21,7 +21,6 @@ from storage.artifacts import (
     commit_file,
     commit_files,
     find_artifact,
-    materialise_files,
     read_bytes,
     read_manifest,
 )
@@ -35,6 +34,7 @@ from storage.errors import (
     SchemaMismatch,
     StorageUnavailable,
 )
+from storage.materialise import materialise_files
 from storage.models import canonical_json, digest
 from storage.objects import ObjectStore, open_store
 from storage.registry import find_model, publish_model, resolve_alias

@@ -18,13 +18,13 @@ from storage.artifacts import (
     commit_file,
     commit_files,
     find_artifact,
-    materialise_files,
 )
 from storage.backends import local
 from storage.backends.local import LocalBackend
 from storage.chain import Chain, CommitRecord, Numerics, OptimizerSpec, PolicyRef, Root, StepRequest
 from storage.errors import CorruptArtifact
 from storage.gc import collect_garbage
+from storage.materialise import materialise_files
 from storage.models import digest
 from storage.objects import ObjectStore
 from storage.registry import publish_model, resolve_alias, set_alias

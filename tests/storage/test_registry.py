@@ -9,8 +9,9 @@ from uuid import uuid4
 import pytest
 
 from storage import keys
-from storage.artifacts import ArtifactRef, Provenance, commit_files, materialise_files
+from storage.artifacts import ArtifactRef, Provenance, commit_files
 from storage.errors import CorruptArtifact, InvalidKey, ObjectNotFound, VersionConflict
+from storage.materialise import materialise_files
 from storage.objects import ObjectStore, open_store
 from storage.registry import find_model, find_published, list_versions, publish_model, resolve_alias, set_alias
 

@@ -10,11 +10,12 @@ import pytest
 
 from engine.local.engine import LocalEngine
 from storage import keys
-from storage.artifacts import ArtifactRef, Provenance, commit_files, find_artifact, materialise_files, read_manifest
+from storage.artifacts import ArtifactRef, Provenance, commit_files, find_artifact, read_manifest
 from storage.chain import Chain, CommitRecord, Numerics, OptimizerSpec, PolicyRef, StepRequest
 from storage.decisions import CHAMPION
 from storage.errors import ObjectNotFound
 from storage.gc import collect_garbage
+from storage.materialise import materialise_files
 from storage.objects import ObjectStore, open_store
 from storage.registry import publish_model, set_alias
 from storage.retention import prune_checkpoints

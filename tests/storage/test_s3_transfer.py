@@ -13,10 +13,11 @@ from uuid import uuid4
 
 import pytest
 
-from storage.artifacts import Provenance, commit_files, find_artifact, materialise_files
+from storage.artifacts import Provenance, commit_files, find_artifact
 from storage.backends.s3 import S3Backend
 from storage.errors import ObjectNotFound, StorageUnavailable
 from storage.gc import collect_garbage
+from storage.materialise import materialise_files
 from storage.models import digest_file
 from storage.objects import ObjectStore, open_store
 from storage.retry import RetryPolicy

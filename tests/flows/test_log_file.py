@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import logging
+import os
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -123,3 +125,21 @@ def test_a_defect_ends_in_one_line_and_the_file(prefect_server: str) -> None:
     )
     text = Path(".ostinato/logs/run.log").read_text()
     assert "Traceback" in text and "test_log_file.py" in text
+
+
+@pytest.mark.slow
+def test_warnings_reach_the_terminal_when_the_block_is_the_first_to_load_prefect(tmp_path: Path) -> None:
+    """`import prefect` alone installs no handlers: Prefect sets logging up when its flows are first imported."""
+    program = """if True:
+        import logging
+        from flows.cli.log_file import log_file
+        with log_file("run"):
+            import flows.sft
+            logging.getLogger("ostinato.graders").warning("3 of 10 grades were masked")
+    """
+    environment = os.environ | {"PREFECT_LOGGING_EXTRA_LOGGERS": "ostinato", "PREFECT_LOGGING_LEVEL": "INFO"}
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    assert "3 of 10 grades were masked" in ended.stderr
+    assert "3 of 10 grades were masked" in (tmp_path / ".ostinato" / "logs" / "run.log").read_text()

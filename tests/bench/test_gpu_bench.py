@@ -105,7 +105,7 @@ ROW = Row("p", "one", 1.5, "s", ok=True)
 
 
 def test_rows_of_a_part_that_fails_are_kept_with_its_last_words() -> None:
-    text = f"print({ROW.line()!r}, flush=True); print('not a row'); raise SystemExit('out of luck')"
+    text = f"print({ROW.line()!r}, flush=True); print('not a row', flush=True); raise SystemExit('out of luck')"
     heard: list[str] = []
     found = run_part("p", script(text), 60, heard.append)
     assert found == [ROW, Row("p", "failed", "status 1", "", "out of luck", False)]

@@ -29,6 +29,9 @@ from tests.fuzz.mutations import KINDS, case
 ROOT = Path(__file__).resolve().parents[2]
 CASES_PER_CHILD = 20_000
 STALL_SECONDS = 60.0
+START_SECONDS = 600.0
+"""Until the first case: a child that starts on a loaded machine imports for minutes."""
+NO_CASE_YET = struct.pack("<qq", -1, 0)
 MOST_MIB = LIMIT_MIB + 250
 """Memory of a child: what one body may decode to, the imports of some 130 MiB, and room for the allocators."""
 MOST_GROWTH_MIB = 60
@@ -64,7 +67,7 @@ def decode_in_child(arguments: list[str]) -> Outcome:
     """Runs tests.fuzz.body_decoder with these arguments, before its progress file is put in among them."""
     with tempfile.TemporaryDirectory() as folder:
         progress, log = Path(folder) / "progress", Path(folder) / "log"
-        progress.write_bytes(struct.pack("<qq", -1, 0))
+        progress.write_bytes(NO_CASE_YET)
         place = 1 if arguments[0] == "--files" else len(arguments)
         arguments = [*arguments[:place], str(progress), *arguments[place:]]
         with log.open("wb") as stderr:
@@ -99,7 +102,7 @@ def watch(child: subprocess.Popen[bytes], progress: Path) -> tuple[int, bool]:
         peak = max(peak, process.memory_info().rss >> 20)
         if (now := progress.read_bytes()) != number:
             number, since = now, time.monotonic()
-        elif time.monotonic() - since > STALL_SECONDS:
+        elif time.monotonic() - since > (START_SECONDS if number == NO_CASE_YET else STALL_SECONDS):
             child.kill()
             child.wait()
             return peak, True

@@ -97,7 +97,7 @@ def test_a_run_of_before_goes_on_under_the_defaults(make: type[SFTConfig], body:
         ({"weight_decay_schedule": "linear"}, "give an end"),
         ({"weight_decay_end": 0.1}, "give an end"),
         ({"beta1": 1.0}, "less than 1"),
-        ({"eps": 0}, "greater than or equal to 0"),
+        ({"eps": 0}, "greater than 0"),
         ({"warmup_ratio": 1.1}, "less than or equal to 1"),
     ],
 )

@@ -1,7 +1,9 @@
 """Judges with a scripted model: what they ask, and what they make of the answers."""
 
+import asyncio
 import json
 import math
+from contextvars import Context
 from typing import Any
 
 import pytest
@@ -131,8 +133,9 @@ async def test_a_model_that_is_only_named_must_be_spawned_first() -> None:
     }))  # fmt: skip
     with pytest.raises(GraderError, match=r"await setup\(\)"):
         await grader.grade(THREAD)
+    nothing_opened = Context()  # another test of this process may have opened a RecipeContext
     with pytest.raises(GraderError, match="with grading_in"):
-        await grader.setup()
+        await asyncio.create_task(grader.setup(), context=nothing_opened)
 
 
 # -- a scale -----------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Graders that configs name: set up once, in their run's workspace, shared, torn down when idle."""
 
 import asyncio
+from contextvars import Context
 
 import pytest
 
@@ -118,8 +119,9 @@ async def test_a_live_grader_belongs_to_its_maker() -> None:
 
 
 async def test_a_workspace_is_known_only_where_it_was_said() -> None:
+    nothing_opened = Context()  # another test of this process may have opened a RecipeContext
     with pytest.raises(GraderError, match="with grading_in"):
-        grading_workspace("a judge")
+        nothing_opened.run(grading_workspace, "a judge")
     with grading_in(workspace("outer")):
         with grading_in(workspace("inner")):
             assert grading_workspace("a judge").run == "inner"

@@ -145,7 +145,7 @@ def _check_layers(folder: Path) -> None:
     try:
         names = tensor_names(folder)
     except CorruptArtifact:
-        return  # whoever loads the file says what is wrong with it
+        return  # loading the file reports what is wrong with it
     if not key or layers[key] <= len(names):
         return
     numbers = [int(part) for name in names for part in name.split(".") if part.isdecimal()]

@@ -186,7 +186,7 @@ class GRPO(Trainer):
         return policy
 
     def _say_length(self, total_steps: int | None) -> None:
-        """Tells the person of a length that nobody gave."""
+        """Logs the length of a run that was given neither steps nor epochs."""
         if self.ends_with_the_data:
             asked = f"neither {self.length} nor epochs was given"
             self.logger.note(f"{asked}: the run ends after one pass over the data, in {total_steps} steps")

@@ -32,7 +32,7 @@ RUN_FILES = tuple(part for part in RUN_PARTS if "." in part)
 _A_RUN_PART = "|".join(map(re.escape, RUN_PARTS))
 _OF_RUN = re.compile(rf"runs/([^/]+(?:/(?!(?:{_A_RUN_PART})/)[^/]+)?)/(?:{_A_RUN_PART})(?=/|$)", re.ASCII)
 ModelPart = Literal["aliases", "claims", "decisions", "cards"]
-"""What the registry keeps directly in a model's folder, beside the folders of its versions."""
+"""What the registry keeps directly in a model's folder, in addition to the folders of its versions."""
 RESERVED_VERSIONS = frozenset(get_args(ModelPart))
 
 

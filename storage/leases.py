@@ -41,7 +41,7 @@ def is_held(store: ObjectStore, run: str) -> bool:
 
 
 def holder(store: ObjectStore, run: str, epoch: int) -> dict[str, Any]:
-    """What the holder of this epoch said of itself; empty for an epoch that nobody took. Raises CorruptArtifact."""
+    """What the holder of this epoch wrote about itself; empty for an epoch without a holder. Raises CorruptArtifact."""
     key = keys.lease(run, epoch)
     try:
         info = json.loads(store.get(key)).get("info")

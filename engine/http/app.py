@@ -51,12 +51,10 @@ from storage.chain import CommitRecord, PolicyRef
 from storage.objects import ObjectStore
 
 R = TypeVar("R")
-
 _ARROW = {wire.MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}
 Responses = dict[int | str, dict[str, Any]]
-Wait = Annotated[
-    float, Query(ge=0, le=MAX_WAIT_SECONDS, description="Longest wait for the result, seconds; then 202.")
-]
+_WAIT = Query(ge=0, le=MAX_WAIT_SECONDS, description="Longest wait for the result, seconds; then 202.")
+Wait = Annotated[float, _WAIT]
 RequestId = Annotated[
     str | None,
     Header(alias=REQUEST_HEADER, pattern="^[0-9a-f]{32}$", description="Made once per call, kept over its retries."),
@@ -279,17 +277,7 @@ def _about(service: Service) -> APIRouter:
 # -- verbs with batches ----------------------------------------------------------------------------------------
 
 
-def _batches(service: Service) -> APIRouter:
-    router = _v1(service)
-    streams: Responses = {200: {"content": _ARROW, "description": "An Arrow IPC stream"}}
-    documented: dict[str, Any] = {
-        "response_class": Response,
-        "responses": streams | _waiting(),
-        "openapi_extra": {"requestBody": {"content": _ARROW, "required": True}},
-    }
-
-    decoder = BodyDecoder(service.store)
-
+def _submitting_batches(service: Service, decoder: BodyDecoder) -> Callable[..., Awaitable[Response]]:
     async def call(
         request: Request,
         verb: str,
@@ -310,6 +298,20 @@ def _batches(service: Service) -> APIRouter:
         return await service.call(
             request, verb, answer, wait=wait, run=announced.policy.run, decoded_bytes=announced.decoded_bytes
         )
+
+    return call
+
+
+def _batches(service: Service) -> APIRouter:
+    router = _v1(service)
+    streams: Responses = {200: {"content": _ARROW, "description": "An Arrow IPC stream"}}
+    documented: dict[str, Any] = {
+        "response_class": Response,
+        "responses": streams | _waiting(),
+        "openapi_extra": {"requestBody": {"content": _ARROW, "required": True}},
+    }
+    decoder = BodyDecoder(service.store)
+    call = _submitting_batches(service, decoder)
 
     @router.post("/generate", **documented)
     async def generate(request: Request, wait: Wait = 10, request_id: RequestId = None) -> Response:

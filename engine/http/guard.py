@@ -34,7 +34,7 @@ MAX_PROMPT_VALUES = 1 << 17
 wrong on its own, while a list ends at its first wrong item."""
 NAME_VALUES = 8
 BODY_SECONDS = 60.0
-"""Longest silence within a body, and how long a body may take beside what `BODY_RATE` allows for its bytes."""
+"""Longest silence within a body, and how long a body may take in addition to the time that `BODY_RATE` allows."""
 BODY_RATE = 8 << 10
 """Bytes a second that a body must bring on average after its first `BODY_SECONDS`."""
 LINGER_SECONDS = 1.0

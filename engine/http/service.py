@@ -29,7 +29,7 @@ logger = logging.getLogger("ostinato.engine.http")
 
 TICK_SECONDS = 5.0
 INLINE_BYTES = 1 << 20
-"""Larger bodies are hashed beside the event loop: 256 MiB take half a second."""
+"""Larger bodies are hashed in a thread, since 256 MiB would hold up the event loop for half a second."""
 State = Literal["starting", "ready", "draining"]
 
 

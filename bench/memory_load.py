@@ -18,7 +18,7 @@ from typing import Any
 
 from bench.memory_plan import MODEL, status
 from engine.backends.deepspeed.ranks import RankTrainers
-from engine.backends.group.group import Group
+from engine.cluster.ranks import RankGroup
 from engine.plan import plan_memory
 from engine.plan_records import Machine, Workload
 from engine.plan_shape import ModelShape, read_shape
@@ -70,7 +70,7 @@ def main() -> None:
         for stage, dtype in CASES:
             environment = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
             chosen = options(stage, dtype)
-            group = Group(TARGET, chosen, ranks=RANKS, start_seconds=300, hang_seconds=300, env=environment)
+            group = RankGroup(TARGET, chosen, ranks=RANKS, start_seconds=300, hang_seconds=300, env=environment)
             try:
                 before, peak, after = group.call("take", small, folder)
             finally:

@@ -7,6 +7,8 @@ is its fullest moment.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -38,16 +40,18 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One node; all nodes are alike."""
+    """One machine; all machines of the cluster are alike."""
 
     device: Literal["cpu", "cuda"]
     name: str
     devices: int
-    """GPUs per node; 1 on the CPU, whose device is the machine's memory."""
+    """GPUs per machine; 1 on the CPU, whose device is the machine's memory."""
     device_bytes: int
     node_bytes: int | None
     """The machine's memory. None: not known, so not checked."""
     native_bfloat16: bool = True
+    count: int | None = None
+    """Machines of the cluster at cluster.address. None: not known, so not checked."""
 
     @classmethod
     def cpu(cls, memory: int, *, native_bfloat16: bool = True) -> Machine:
@@ -97,8 +101,33 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
+class MachineUse:
+    """What runs on one machine."""
+
+    trains: frozenset[int]
+    """GPUs that train, by their number on the machine; none on the CPU."""
+    samples: frozenset[int]
+    """GPUs that sample."""
+    ranks: int
+    """Processes that train."""
+    samplers: int
+    """Copies of the sampler."""
+
+    def describe(self) -> str:
+        """Such as "8 ranks on GPU 0-7, 2 samplers on GPU 0-1"."""
+        words = []
+        for count, what, gpus in ((self.ranks, "rank", self.trains), (self.samplers, "sampler", self.samples)):
+            if count:
+                where = f" on GPU {spans(gpus)}" if gpus else ""
+                words.append(f"{count} {what}{'s' * (count > 1)}{where}")
+        return ", ".join(words)
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     loads: tuple[Load, ...]
+    machines: tuple[MachineUse, ...] = ()
+    """What runs on each machine."""
     problems: tuple[str, ...] = ()
     """What cannot be, beyond a memory that is too small."""
     sequences: int | None = None
@@ -117,3 +146,12 @@ class Plan:
             if not load.fits
         ]
         return [*full, *self.problems]
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """{0, 1, 2, 5} as "0-2, 5"."""
+    ordered, shown = sorted(numbers), []
+    for _, length in Counter(number - index for index, number in enumerate(ordered)).items():
+        first, ordered = ordered[0], ordered[length:]
+        shown.append(str(first) if length == 1 else f"{first}-{first + length - 1}")
+    return ", ".join(shown)

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from engine.errors import BadSpec
 from engine.plan import plan_memory
+from engine.plan_layout import ranks_of
 from engine.plan_records import DEVICES_GIB, GIB, Machine, Workload
 from engine.sampler_spec import VllmSpec
 from engine.spec import LocalEngineSpec
@@ -123,7 +124,7 @@ def _vllm_changes(vllm: VllmSpec) -> Iterator[Change]:
         if share < vllm.gpu_share:
             yield _config("share", f"sampler.gpu_share={share}", {"sampler": {"gpu_share": share}})
     for tp in (2, 4, 8):
-        if tp > vllm.tensor_parallel and not vllm.devices:
+        if tp > vllm.tensor_parallel:
             yield _config("tp", f"sampler.tensor_parallel={tp}", {"sampler": {"tensor_parallel": tp}})
 
 
@@ -141,14 +142,20 @@ def _hardware(setting: Setting) -> Iterator[Change]:
     """Larger devices, and more GPUs for a trainer that can use them."""
     yield from _larger(setting.machine)
     machine, trainer = setting.machine, setting.spec.trainer
-    if isinstance(trainer, DeepSpeedSpec) and machine.device == "cuda":
-        if trainer.ranks == "auto":
-            for count in (2, 4, 8):
-                if count > machine.devices:
-                    yield Change("gpus", f"{count} GPUs per node", _with_devices(count))
-        for nodes in (2, 4, 8):
-            if nodes > trainer.nodes:
-                yield _config("nodes", f"trainer.nodes={nodes}", {"trainer": {"nodes": nodes}})
+    if not isinstance(trainer, DeepSpeedSpec) or machine.device != "cuda":
+        return
+    if trainer.ranks == "auto":
+        for count in (2, 4, 8):
+            if count > machine.devices:
+                yield Change("gpus", f"{count} GPUs per machine", _with_devices(count))
+    now = ranks_of(setting.spec, machine)
+    for machines in (2, 4, 8):
+        ranks = machines * machine.devices
+        if ranks > now:
+            says = f"trainer.ranks={ranks} on a Ray cluster (cluster.address) of {machines} machines or more"
+            address = setting.spec.cluster.address or "auto"
+            more = {"trainer": {"ranks": ranks}, "cluster": {"address": address}}
+            yield Change("machines", says, _with_machines(more))
 
 
 def _larger(machine: Machine) -> Iterator[Change]:
@@ -169,3 +176,8 @@ def _with_machine(machine: Machine) -> Callable[[Setting], Setting]:
 
 def _with_devices(count: int) -> Callable[[Setting], Setting]:
     return lambda setting: replace(setting, machine=replace(setting.machine, devices=count))
+
+
+def _with_machines(changes: dict[str, Any]) -> Callable[[Setting], Setting]:
+    """On a cluster of as many machines as it takes."""
+    return lambda setting: replace(setting.but(changes), machine=replace(setting.machine, count=None))

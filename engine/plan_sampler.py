@@ -23,8 +23,11 @@ class Sampling:
     """Parts, and what vLLM's share of a device leaves for keys and values."""
 
     held: Held
+    """Of one copy of the sampler."""
+    staged: Part | None = None
+    """Weights on their way to the samplers, in the memory of the engine's machine."""
     kv_bytes: float | None = None
-    """Per server, over all of its GPUs; None for the torch sampler, whose cache is made to measure."""
+    """Per copy of vLLM, over all of its GPUs; None for the torch sampler, whose cache is made to measure."""
 
 
 def torch_sampler(spec: LocalEngineSpec, work: Workload, group: Group) -> Sampling:
@@ -44,13 +47,13 @@ def torch_sampler(spec: LocalEngineSpec, work: Workload, group: Group) -> Sampli
         part("kv", "prefill and logits", logits, "keys of the prompts, 16 bytes a logit", ("sampling",)),
     )
     staged = part("staged", "weights on their way", compute * shape.parameters, "files", ("sampling",))
-    return Sampling(Held(parts, (staged,) if away else ()))
+    return Sampling(Held(parts, ()), staged if away else None)
 
 
 def vllm_sampler(
     vllm: VllmSpec, spec: LocalEngineSpec, work: Workload, machine: Machine, group: Group, *, colocated: bool
 ) -> Sampling:
-    """Of one server. Device parts are one GPU's; on the CPU, the machine's."""
+    """Of one copy of vLLM. Device parts are one GPU's; on the CPU, the machine's."""
     shape, compute, tp = work.shape, group.compute, vllm.tensor_parallel
     weights = compute * shape.parameters / tp
     if work.lora_rank is not None:
@@ -61,12 +64,11 @@ def vllm_sampler(
             part("runtime", "vLLM process", VLLM_CPU_PROCESS, "besides weights and KV cache"),
             part("vllm", "vLLM weights", weights, "compute dtype, prepacked"),
             part("kv", "KV cache", cache, "kv_cache_gib"),
-            _staging(spec, vllm, weights),
         ]
-        return Sampling(Held(tuple(parts), ()), cache)
+        return Sampling(Held(tuple(parts), ()), _staging(spec, vllm, weights), cache)
     work_bytes = vllm_work(shape, rows=spec.max_rows, tensor_parallel=tp, compute=compute)
     share = vllm.gpu_share * machine.device_bytes
-    # a server wants its context within its share; the caches get what is left of it
+    # vLLM wants its context within its share; the caches get what is left of it
     left = share - weights - work_bytes - GPU_CONTEXT
     cache = max(0.0, left) if vllm.kv_cache_gib == "auto" else vllm.kv_cache_gib * GIB
     asleep = colocated and vllm.sleep is not False
@@ -82,14 +84,14 @@ def vllm_sampler(
     if asleep:
         slept = part("vllm", "weights of a vLLM that sleeps", weights * tp, "kept for waking up", ("backward", "step"))
         node.append(slept)
-    if not vllm.urls:
-        node.append(_staging(spec, vllm, weights * tp))
-    return Sampling(Held(tuple(device), tuple(node)), cache * tp)
+    return Sampling(Held(tuple(device), tuple(node)), _staging(spec, vllm, weights * tp), cache * tp)
 
 
 def _staging(spec: LocalEngineSpec, vllm: VllmSpec, weights: float) -> Part:
     """Files of all weights in shared memory, where they travel so: a broadcast of what other processes train too."""
-    by_files = vllm.transport in ("auto", "shm") or (vllm.transport == "nccl" and spec.trainer.kind == "deepspeed")
+    way = vllm.way(spec.cluster)
+    elsewhere = spec.trainer.kind == "deepspeed"  # its ranks write what this process hands on
+    by_files = way == "shm" or (way != "checkpoint" and elsewhere)
     return part("staged", "weights on their way", weights if by_files else 0, "files in shared memory", ("sampling",))
 
 

@@ -31,17 +31,12 @@ TRAINING: tuple[Phase, ...] = ("backward", "step")
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """How a config trains on a machine."""
+    """How a config trains."""
 
     ranks: int
-    """Processes per node."""
-    nodes: int
+    """Processes, over all machines."""
     compute: int
     """Bytes of a number in the compute dtype."""
-
-    @property
-    def world(self) -> int:
-        return self.ranks * self.nodes
 
     @property
     def master(self) -> int:
@@ -134,7 +129,7 @@ def _deepspeed(
     spec: LocalEngineSpec, zero: DeepSpeedSpec, work: Workload, machine: Machine, group: Group
 ) -> Held:
     """Stages 1 to 3: states as engine.backends.deepspeed.held counts them, split over the ranks."""
-    shape, compute, world = work.shape, group.compute, group.world
+    shape, compute, world = work.shape, group.compute, group.ranks
     places = held_bytes(
         zero, parameters=shape.parameters, buffers=0, ranks=world, compute_bytes=compute, master_bytes=MASTER
     )
@@ -165,7 +160,7 @@ def _deepspeed(
 
 def _states(held: States, zero: DeepSpeedSpec, work: Workload, group: Group) -> list[Part]:
     """Of one rank in one kind of memory; the moments come with the first step."""
-    world, what = group.world, f"ZeRO {zero.zero_stage} over {group.world} ranks"
+    world, what = group.ranks, f"ZeRO {zero.zero_stage} over {group.ranks} ranks"
     split = "/N" * (zero.zero_stage == 3)
     weights, masters, standing = held.weights / world, held.masters / world, held.standing / world
     optimizer: dict[Phase, float] = dict.fromkeys(EVERY, masters + held.moments / world)
@@ -187,13 +182,13 @@ def _loading(zero: DeepSpeedSpec, work: Workload, machine: Machine, group: Group
     added_up = zero.zero_stage == 1 and group.compute < MASTER
     if added_up or zero.offload_optimizer == "cpu":  # there is one already
         return []
-    share = MASTER * work.shape.parameters / group.world
+    share = MASTER * work.shape.parameters / group.ranks
     return [part("loading", "loading the model", share, "DeepSpeed's first gradient, 4P/N", ("start",))]
 
 
 def _copies(machine: Machine, group: Group) -> int:
     """Of what is gathered: gloo makes one more."""
-    return 2 if machine.device == "cpu" and group.world > 1 else 1
+    return 2 if machine.device == "cpu" and group.ranks > 1 else 1
 
 
 def _if(wanted: bool, parts: list[Part]) -> list[Part]:

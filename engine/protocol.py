@@ -172,6 +172,25 @@ class PolicySpec(Frozen):
     root: Root
 
 
+class ActorCount(Frozen):
+    """Processes of one kind that an engine runs on Ray."""
+
+    wanted: int = 0
+    alive: int = 0
+    restarts: int = 0
+    """Starts after the first, since the engine began."""
+
+
+class ClusterInfo(Frozen):
+    """The Ray cluster that an engine is connected to, and its own actors there."""
+
+    nodes: int
+    gpus: float
+    free_gpus: float
+    ranks: ActorCount = ActorCount()
+    replicas: ActorCount = ActorCount()
+
+
 class EngineInfo(Frozen):
     """What the engine is and what it has room for."""
 
@@ -188,6 +207,8 @@ class EngineInfo(Frozen):
     """Measured multiply-adds of one large matrix product in the compute precision, times two."""
     devices: int = 1
     """GPUs that it trains on, or samples on where these are more. A CPU counts as one per machine."""
+    cluster: ClusterInfo | None = None
+    """None while the engine is not connected to Ray."""
 
 
 class Engine(Protocol):

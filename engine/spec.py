@@ -6,19 +6,22 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from engine.cluster_spec import ClusterSpec
 from engine.sampler_spec import SamplerSpec, TorchSamplerSpec, VllmSpec
-from engine.trainer_spec import TorchTrainerSpec, TrainerSpec
+from engine.trainer_spec import DeepSpeedSpec, TorchTrainerSpec, TrainerSpec
 from storage.models import Frozen
 
 
 class LocalEngineSpec(Frozen):
-    """An engine that this process owns: it trains and samples here, or in processes that it starts and watches."""
+    """An engine that this process owns: it trains and samples here, or in actors on a Ray cluster."""
 
     kind: Literal["local"] = "local"
     trainer: TrainerSpec = TorchTrainerSpec()
     """Who computes gradient steps: torch in this process, or DeepSpeed over several devices."""
     sampler: SamplerSpec = TorchSamplerSpec()
     """Who draws completions: torch in this process, or vLLM."""
+    cluster: ClusterSpec = ClusterSpec()
+    """The Ray cluster that DeepSpeed's ranks and vLLM's replicas run on. Without them, nothing connects to Ray."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda when there is one."""
     compute_dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
@@ -66,10 +69,56 @@ class LocalEngineSpec(Frozen):
         return self
 
     @model_validator(mode="after")
+    def _placement_fits_the_trainer(self) -> LocalEngineSpec:
+        sampler, trainer = self.sampler, self.trainer
+        if not isinstance(sampler, VllmSpec) or sampler.placement != "beside":
+            return self
+        if not isinstance(trainer, DeepSpeedSpec):
+            raise ValueError(
+                f"sampler.placement='beside' shares the GPUs of DeepSpeed's ranks, and trainer.kind={trainer.kind!r} "
+                "was given; set trainer.kind='deepspeed', or sampler.placement='apart'"
+            )
+        if trainer.ranks != "auto" and sampler.replicas > trainer.ranks:
+            raise ValueError(
+                f"sampler.placement='beside' takes one replica per rank, and sampler.replicas={sampler.replicas} was "
+                f"given for trainer.ranks={trainer.ranks}; give at most {trainer.ranks} replicas"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _every_dtype_is_known(self) -> LocalEngineSpec:
         if self.compute_dtype == "float64" and isinstance(self.sampler, VllmSpec):
             raise ValueError("vLLM computes in bfloat16 or float32; use compute_dtype='float32', or the torch sampler")
         return self
+
+    @property
+    def uses_ray(self) -> bool:
+        """Whether the engine runs actors on Ray: DeepSpeed's ranks, or replicas of vLLM."""
+        return isinstance(self.trainer, DeepSpeedSpec) or self.replicas > 0
+
+    @property
+    def replicas(self) -> int:
+        """Copies of vLLM on Ray; 0 where the sampler runs in the engine's process."""
+        return self.sampler.replicas if isinstance(self.sampler, VllmSpec) else 0
+
+    def ranks(self, gpus: int) -> int:
+        """Number of processes that train, where `gpus` GPUs are there for actors (0: the engine computes on CPUs)."""
+        if not isinstance(self.trainer, DeepSpeedSpec):
+            return 1
+        if self.trainer.ranks != "auto":
+            return self.trainer.ranks
+        return max(1, gpus - self._replica_gpus)
+
+    def actor_gpus(self, gpus: int) -> int:
+        """GPUs that ranks and replicas take together, where `gpus` are there for them."""
+        return self._replica_gpus + (self.ranks(gpus) if isinstance(self.trainer, DeepSpeedSpec) else 0)
+
+    @property
+    def _replica_gpus(self) -> int:
+        """GPUs of the replicas that share none with the ranks."""
+        vllm = self.sampler
+        apart = isinstance(vllm, VllmSpec) and vllm.placement == "apart"
+        return vllm.replicas * vllm.tensor_parallel if isinstance(vllm, VllmSpec) and apart else 0
 
 
 class HttpEngineSpec(Frozen):

@@ -1,4 +1,4 @@
-"""Who trains: one line of the engine's config (`trainer.kind`), and what that trainer can be told. Plain data."""
+"""The trainer of an engine: `trainer` in its config. Plain data, without torch."""
 
 from __future__ import annotations
 
@@ -17,15 +17,12 @@ class TorchTrainerSpec(Frozen):
 
 
 class DeepSpeedSpec(Frozen):
-    """DeepSpeed ZeRO (arXiv:1910.02054) on a group of ranks, which the engine starts, watches and starts again."""
+    """DeepSpeed ZeRO (arXiv:1910.02054) on ranks that Ray places and starts."""
 
     kind: Literal["deepspeed"] = "deepspeed"
     ranks: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Processes per node. auto: one per GPU; 1 on the CPU."""
-    nodes: int = Field(1, ge=1)
-    """Machines. Every other one runs `ostinato engine join --head HOST:PORT --node-rank N`."""
-    listen: str = "127.0.0.1:0"
-    """HOST:PORT where the ranks meet; with several nodes, an address that the others reach. Port 0: any free one."""
+    """Processes that train, over all machines of the cluster, one per GPU. auto: as many as the cluster (without
+    cluster.address: this machine) has GPUs, less those of vLLM's replicas; 1 on the CPU."""
     zero_stage: Literal[0, 1, 2, 3] = 2
     """What is split over the ranks: 1 moments and master weights, 2 gradients too, 3 weights too. 0: nothing."""
     offload_optimizer: Literal["none", "cpu"] = "none"
@@ -36,15 +33,15 @@ class DeepSpeedSpec(Frozen):
     """recompute: each layer keeps its input only and runs again in the backward pass; offload: that input in the
     machine's memory."""
     sequence_parallel: int = Field(1, ge=1)
-    """Ranks that share each sequence (Ulysses, arXiv:2309.14509); divides ranks x nodes, attention and key heads."""
+    """Ranks that share each sequence (Ulysses, arXiv:2309.14509); divides `ranks`, attention and key heads."""
     liger: bool | Literal["auto"] = "auto"
     """Fused Liger kernels. auto: where liger-kernel is installed and the device is a GPU."""
     bucket_mib: int = Field(200, ge=1)
     """Gradients and gathered weights travel in buckets of about this size."""
     start_seconds: float = Field(300.0, gt=0)
-    """How long a group may take to start."""
+    """Seconds that the ranks may take to start."""
     hang_seconds: float = Field(1800.0, gt=0)
-    """A rank that shows no progress for this long is taken for hung: the group is killed and started again."""
+    """A rank without progress for this many seconds counts as hung: all ranks are killed and started again."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> DeepSpeedSpec:
@@ -55,10 +52,8 @@ class DeepSpeedSpec(Frozen):
             )
         if self.offload_optimizer != "none" and self.zero_stage == 0:
             raise ValueError("offload_optimizer needs zero_stage 1, 2 or 3; zero_stage=0 keeps AdamW on every rank")
-        if self.ranks != "auto" and (self.ranks * self.nodes) % self.sequence_parallel:
-            raise ValueError(
-                f"sequence_parallel={self.sequence_parallel} does not divide {self.ranks} ranks x {self.nodes} nodes"
-            )
+        if self.ranks != "auto" and self.ranks % self.sequence_parallel:
+            raise ValueError(f"sequence_parallel={self.sequence_parallel} does not divide ranks={self.ranks}")
         return self
 
 
@@ -69,7 +64,7 @@ def layout_name(spec: DeepSpeedSpec, world_size: int) -> str:
 
 
 def spec_of_layout(layout: str) -> DeepSpeedSpec | None:
-    """The spec of as many ranks on one machine; None for what is no such name."""
+    """The spec of such ranks; None for a string that is no layout name."""
     found = re.fullmatch(r"zero([0-3])x([1-9][0-9]*)(?:-sp([1-9][0-9]*))?", layout)
     if found is None:
         return None

@@ -30,6 +30,7 @@ from storage.models import Frozen
 from storage.retention import Retention
 from tasks.batches import AdvantageEstimator
 from tasks.datasets.spec import FileDataset, PythonDataset, ReasoningGymDataset
+from tasks.graders.spec import Workers
 from tasks.lengths import Cut, LengthPlan
 from tasks.rollouts import Truncation
 
@@ -96,8 +97,9 @@ class GraderConfig(Frozen):
     """`package.module:name` of a BaseGrader or of a function `f(thread, **arguments)`."""
     arguments: dict[str, JsonValue] = {}
     """What the class is made with, or what the function is called with besides the thread."""
-    isolated: bool = False
-    """Grade in worker processes. A grader that crashes the interpreter then fails its grade, and the run goes on."""
+    workers: Workers = "none"
+    """Where grades run. none: in the run's process. local: in worker processes on this machine, so that a grader that
+    crashes the interpreter fails its grade and the run goes on. cluster: the same on every machine of a Ray cluster."""
     timeout_seconds: float = Field(60.0, gt=0)
     """Seconds per grade and attempt. The time in which a judge waits for its engine does not count."""
     retries: int = Field(2, ge=0)
@@ -269,7 +271,7 @@ class FlowConfig(Frozen):
         for name, settings in LATER_FIELDS.items():
             body |= {name: drop_defaults(getattr(self, name), body[name], settings)} if name in body else {}
         body["data"].pop("heldout", None)
-        patience = ("timeout_seconds", "reaction_seconds", "retries", "concurrency", "max_masked_fraction", "isolated")
+        patience = ("timeout_seconds", "reaction_seconds", "retries", "concurrency", "max_masked_fraction", "workers")
         for name in patience:
             body.get("grader", {}).pop(name, None)
             body.get("environment", {}).pop(name, None)

@@ -48,8 +48,8 @@ class SuiteGrader(GraderConfig):
 
     def grading(self) -> Grading:
         """Raises GraderSpecError when there is no such grader."""
-        patience = self.model_dump(exclude={"path", "arguments", "isolated", "name"})
-        return Grading(grader=grader_spec(self.path, self.arguments, isolated=self.isolated), **patience)
+        patience = self.model_dump(exclude={"path", "arguments", "workers", "name"})
+        return Grading(grader=grader_spec(self.path, self.arguments, workers=self.workers), **patience)
 
 
 class Suite(Frozen):
@@ -128,7 +128,7 @@ def semantic(suite: Suite, **inputs: Any) -> dict[str, Any]:
     body = suite.model_dump(mode="json")
     body["datasets"] = [dataset.name for dataset in suite.datasets]
     for grader in body["graders"]:
-        for patience in ("timeout_seconds", "retries", "concurrency", "max_masked_fraction", "isolated"):
+        for patience in ("timeout_seconds", "retries", "concurrency", "max_masked_fraction", "workers"):
             grader.pop(patience)
     return {"evaluation": body, "inputs": inputs}
 

@@ -323,11 +323,11 @@ async def reward_arguments(config: GRPOConfig, session: RunSession, logger: Term
     algorithm, grader = config.algorithm, config.grader
     builder = Model(registered_key(session.base)).to_builder(session).training(config.model.trainable)
     model = await builder.spawn_train(config.model.name)
-    patience = grader.model_dump(exclude={"path", "arguments", "isolated"})
+    patience = grader.model_dump(exclude={"path", "arguments", "workers"})
     return {
         "dataset": session.data,
         "model": model.with_sampling(config.sampling),
-        "grader": Grading(grader=grader_spec(grader.path, grader.arguments, isolated=grader.isolated), **patience),
+        "grader": Grading(grader=grader_spec(grader.path, grader.arguments, workers=grader.workers), **patience),
         "logger": logger,
         **optimizer_arguments(config.optimizer),
         "checkpoints": CheckpointSchedule(config.checkpoints),

@@ -10,7 +10,7 @@ from flows.verl_convert_data import DATA_CONVERSIONS
 from flows.verl_convert_engine import ENGINE_CONVERSIONS
 from flows.verl_convert_validation import VALIDATION_CONVERSIONS
 from flows.verl_read import Verl
-from flows.verl_values import ACTOR, ROLLOUT, Conversion, Near, Nothing, Paths, Refused, flow_of, local_path
+from flows.verl_values import ACTOR, ROLLOUT, Conversion, Near, Nothing, Paths, Refused, flow_of, local_path, times
 
 REWARD_GRADER = "tasks.graders.verl:VerlReward"
 REWARD_MODEL_GRADER = "tasks.graders.reward_model:RewardModelGrader"
@@ -57,17 +57,9 @@ def _scale_by_std(verl: Verl, key: str, value: Any) -> Any:
 # -- batches ---------------------------------------------------------------------------------------------------
 
 
-def _times(value: Any, factor: Any) -> int:
-    """Their product. Raises TypeError for what is no whole number: a text times a number would be a longer text."""
-    for one in (value, factor):
-        if not isinstance(one, int):
-            raise TypeError(f"{one!r} is no whole number")
-    return int(value * factor)
-
-
 def _completions(verl: Verl, key: str, value: Any) -> Any:
     """verl's batches count prompts, ours completions."""
-    return _times(value, verl.get(ROLLOUT + "n"))
+    return times(value, verl.get(ROLLOUT + "n"))
 
 
 def _micro_batch(verl: Verl, key: str, value: Any) -> Any:
@@ -75,7 +67,7 @@ def _micro_batch(verl: Verl, key: str, value: Any) -> Any:
         return Nothing()
     if verl.get(ACTOR + "use_dynamic_bsz"):
         return Nothing("use_dynamic_bsz counts tokens instead")
-    return _times(value, verl.get("data.max_prompt_length") + verl.get("data.max_response_length"))
+    return times(value, verl.get("data.max_prompt_length") + verl.get("data.max_response_length"))
 
 
 def _dynamic_batch(verl: Verl, key: str, value: Any) -> Any:
@@ -83,7 +75,7 @@ def _dynamic_batch(verl: Verl, key: str, value: Any) -> Any:
     group, engine = (ACTOR, ACTOR) if verl.kind == "ppo_trainer" else ("data.", "engine.")
     if not verl.get(group + "use_dynamic_bsz"):
         return Nothing("use_dynamic_bsz is false")
-    return _times(value, verl.get(engine + "ulysses_sequence_parallel_size"))
+    return times(value, verl.get(engine + "ulysses_sequence_parallel_size"))
 
 
 def _conversations(verl: Verl, key: str, value: Any) -> Any:
@@ -91,7 +83,7 @@ def _conversations(verl: Verl, key: str, value: Any) -> Any:
         return Nothing()
     if verl.kind == "sft_trainer_engine" and verl.get("data.use_dynamic_bsz"):
         return Nothing("use_dynamic_bsz counts tokens instead")
-    return _times(value, verl.get("data.max_length"))
+    return times(value, verl.get("data.max_length"))
 
 
 def _conversation_length(verl: Verl, key: str, value: Any) -> Any:

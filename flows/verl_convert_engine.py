@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from flows.verl_read import Verl
-from flows.verl_values import Conversion, Near, Nothing, Paths, Refused, local_path
+from flows.verl_values import Conversion, Near, Nothing, Paths, Refused, local_path, times
 
 # -- optimizer -------------------------------------------------------------------------------------------------
 
@@ -128,6 +128,18 @@ def _device(verl: Verl, key: str, value: Any) -> Any:
     return value
 
 
+def _ranks(verl: Verl, key: str, value: Any) -> Any:
+    """verl counts GPUs per node, ours counts ranks over all nodes."""
+    return times(value, verl.get("trainer.nnodes"))
+
+
+def _cluster(verl: Verl, key: str, value: Any) -> Any:
+    """Several nodes are a Ray cluster, for verl's PPO trainer as for our engine."""
+    if times(value, 1) == 1:
+        return Nothing("trainer.n_gpus_per_node says how many ranks there are")
+    return Near("auto", "the Ray cluster whose head runs on this machine; for another, give HOST:PORT of its head")
+
+
 def _sampler(verl: Verl, key: str, value: Any) -> Any:
     if value in (None, "???", "vllm"):
         return "vllm"
@@ -185,10 +197,11 @@ def _keep_one(verl: Verl, key: str, value: Any) -> Any:
 
 
 ENGINE_CONVERSIONS: dict[str, Conversion] = {
-    "activation_offload": _activation_offload, "betas": _betas,
+    "activation_offload": _activation_offload, "betas": _betas, "cluster": _cluster,
     "compute_dtype": _compute_dtype, "cpu_offload": _cpu_offload, "critic_warmup": _critic_warmup, "device": _device,
     "epochs": _epochs, "folder": _folder, "keep_one": _keep_one, "lowest_rate": _lowest_rate, "offload": _offload,
-    "older_warmup_ratio": _older_warmup_ratio, "recompute": _recompute, "run_key": _run_key, "sampler": _sampler,
-    "save_every": _save_every, "schedule": _schedule, "schedule_alias": _schedule_alias, "top_k": _top_k,
-    "trainer": _trainer, "warmup_ratio": _warmup_ratio, "warmup_steps": _warmup_steps, "zero_stage": _zero_stage,
+    "older_warmup_ratio": _older_warmup_ratio, "ranks": _ranks, "recompute": _recompute, "run_key": _run_key,
+    "sampler": _sampler, "save_every": _save_every, "schedule": _schedule, "schedule_alias": _schedule_alias,
+    "top_k": _top_k, "trainer": _trainer, "warmup_ratio": _warmup_ratio, "warmup_steps": _warmup_steps,
+    "zero_stage": _zero_stage,
 }  # fmt: skip

@@ -60,3 +60,11 @@ def local_path(path: Any) -> str:
     if path.startswith("hdfs:"):
         raise Refused("there is no HDFS here; copy it to a folder or to an object store")
     return str(Path(path).expanduser()) if path.startswith("~") else path
+
+
+def times(value: Any, factor: Any) -> int:
+    """Their product. Raises TypeError for anything but whole numbers: a text times a number would be a longer text."""
+    for number in (value, factor):
+        if not isinstance(number, int):
+            raise TypeError(f"{number!r} is no whole number")
+    return int(value * factor)

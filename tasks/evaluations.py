@@ -32,7 +32,7 @@ class EvaluationPlan(Frozen):
 
     def name(self, policy: PolicyRef) -> str:
         # where the grader runs decides nothing either
-        body = self.model_dump(mode="json", exclude={"label": True, "grading": {"grader": {"isolated"}}})
+        body = self.model_dump(mode="json", exclude={"label": True, "grading": {"grader": {"workers"}}})
         return f"{policy.step:06d}-{digest(canonical_json(body))[:12]}"
 
 

@@ -71,7 +71,7 @@ async def grade_shard(
 async def grade_texts(rows: list[dict[str, object]], grading: Grading, workspace: Workspace) -> list[GradeOutcome]:
     """One outcome per row of a rollouts table, in order. Judges that the grader names are spawned in `workspace`."""
     spec = grading.grader
-    with nullcontext() if spec.isolated else grading_noted(spec.path, workspace):
+    with grading_noted(spec.path, workspace) if spec.workers == "none" else nullcontext():
         async with grader_in_use(spec, workspace) as grader:
             return await grade_threads(
                 grader,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
 
 from engine.text.threads import StringThread
+from tasks.graders.base import BaseGrader, Grade
+from tasks.graders.code import CodeGrader
 
 
 def even_share(thread: StringThread) -> float:
@@ -36,3 +39,23 @@ def only_even_prompts(thread: StringThread) -> float:
 
 def nothing(_thread: StringThread) -> float:
     return 0.0
+
+
+class CodeOfCompletion(CodeGrader):
+    """`even_share` as a program's tests see it: a program that counts, run against the six counts that it may print."""
+
+    async def grade(self, thread: StringThread) -> Grade:
+        even = f"sum(ord(character) % 2 == 0 for character in {thread.last_content()[:6]!r})"
+        program = f"```python\nprint({even} > int(input()))\n```"
+        tests = [{"stdin": str(number), "stdout": "True"} for number in range(6)]
+        turns = [("user", "q"), ("assistant", program)]
+        return await super().grade(StringThread(turns=turns, metadata={"tests": tests}))
+
+
+class NumberAndActor(BaseGrader):
+    """The number that the completion is. The reason is the process that started the worker: one on each machine."""
+
+    async def grade(self, thread: StringThread) -> Grade:
+        self.add_log({"graded": 1})
+        actor = str(os.getppid())
+        return Grade(value=float(thread.last_content()), grader_key=self.grader_key, reasoning=actor)

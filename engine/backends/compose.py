@@ -22,5 +22,10 @@ def sampler_backend(spec: LocalEngineSpec, trainers: TrainerBackend) -> SamplerB
     if isinstance(spec.sampler, VllmSpec):
         from engine.backends.vllm.backend import VllmSamplers
 
-        return VllmSamplers(spec, compute_dtype=trainers.compute_dtype, device=trainers.device)
+        reserve = None
+        if isinstance(spec.trainer, DeepSpeedSpec):
+            from engine.backends.deepspeed.backend import DeepSpeedBackend
+
+            reserve = trainers.reserve if isinstance(trainers, DeepSpeedBackend) else None
+        return VllmSamplers(spec, compute_dtype=trainers.compute_dtype, device=trainers.device, beside=reserve)
     return TorchSamplers(spec, compute_dtype=trainers.compute_dtype, device=trainers.device)

@@ -14,7 +14,7 @@ import torch
 
 from engine.adapters import Head, LoraSpec
 from engine.losses.spec import LossSpec
-from engine.protocol import Completion, OnToken, SamplingParams, TokenIds, TokenSequence
+from engine.protocol import ActorCount, Completion, OnToken, SamplingParams, TokenIds, TokenSequence
 from engine.samples import Sample
 from storage.chain import Numerics, OptimizerSpec
 
@@ -168,6 +168,11 @@ class TrainerBackend(Protocol):
         """GPUs that train; a CPU counts as one per machine."""
         ...
 
+    @property
+    def actors(self) -> ActorCount:
+        """Its processes on Ray. Any thread may ask."""
+        ...
+
     def numerics(self) -> Numerics: ...
 
     def prepare_thread(self) -> None:
@@ -218,7 +223,12 @@ class SamplerBackend(Protocol):
 
     @property
     def devices(self) -> int:
-        """GPUs that sample; a CPU counts as one per server."""
+        """GPUs that sample; a CPU counts as one per copy of the sampler."""
+        ...
+
+    @property
+    def actors(self) -> ActorCount:
+        """Its processes on Ray. Any thread may ask."""
         ...
 
     @property

@@ -18,6 +18,7 @@ from engine.backends.causal_lm import CausalLM
 from engine.backends.scalar_lm import load_model, load_with_head
 from engine.backends.shared_base import AdapterOff, AdapterTrainer, SharedBase
 from engine.backends.torch_trainer import TorchTrainer
+from engine.protocol import ActorCount
 from engine.spec import LocalEngineSpec
 from storage.chain import Numerics
 
@@ -41,6 +42,10 @@ class TorchBackend:
                 self.spec.compute_dtype
             ]
         return torch.bfloat16 if not self.spec.deterministic and has_native_bfloat16(self.device) else torch.float32
+
+    @property
+    def actors(self) -> ActorCount:
+        return ActorCount()
 
     @property
     def devices(self) -> int:

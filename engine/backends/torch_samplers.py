@@ -22,7 +22,7 @@ from engine.backends.tensor_files import check_shapes, read_into, shapes_of
 from engine.backends.torch_sampler import TorchSampler
 from engine.backends.torch_trainer import TorchTrainer
 from engine.errors import BadSpec, SamplerOutOfSync
-from engine.protocol import Completion
+from engine.protocol import ActorCount, Completion
 from engine.spec import LocalEngineSpec
 
 
@@ -32,6 +32,10 @@ class TorchSamplers:
     def __init__(self, spec: LocalEngineSpec, *, compute_dtype: torch.dtype, device: torch.device) -> None:
         self.compute_dtype, self.device = compute_dtype, device
         self._limits = {"max_rows": spec.max_rows, "max_tokens": spec.max_tokens_per_forward}
+
+    @property
+    def actors(self) -> ActorCount:
+        return ActorCount()
 
     @property
     def devices(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from engine.protocol import Completion
+from engine.protocol import ClusterInfo, Completion
 
 SECONDS = (0.005, 0.02, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800)
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -29,6 +29,29 @@ class Metrics:
             "ostinato_memory_used_bytes", "Weights, moments and gradients held by the engine.", registry=registry
         )
         self.memory = Gauge("ostinato_memory_bytes", "What the engine may fill with them.", registry=registry)
+        self.cluster: dict[str, Gauge] = {}
+
+    def show_cluster(self, cluster: ClusterInfo | None) -> None:
+        """The gauges of the Ray cluster. They are there from the first connection on."""
+        if cluster is None:
+            for gauge in self.cluster.values():
+                gauge.set(0)
+            return
+        self._gauge("ostinato_cluster_nodes", "Machines of the Ray cluster.").set(cluster.nodes)
+        self._gauge("ostinato_cluster_gpus", "GPUs of the Ray cluster.").set(cluster.gpus)
+        self._gauge("ostinato_cluster_gpus_free", "GPUs that nothing holds.").set(cluster.free_gpus)
+        for name, what, actors in (
+            ("ranks", "Trainer ranks", cluster.ranks),
+            ("replicas", "Replicas of vLLM", cluster.replicas),
+        ):
+            self._gauge(f"ostinato_{name}", f"{what} that the engine wants.").set(actors.wanted)
+            self._gauge(f"ostinato_{name}_alive", f"{what} that are up.").set(actors.alive)
+            self._gauge(f"ostinato_{name}_restarts", f"{what}: starts after the first.").set(actors.restarts)
+
+    def _gauge(self, name: str, what: str) -> Gauge:
+        if name not in self.cluster:
+            self.cluster[name] = Gauge(name, what, registry=self.registry)
+        return self.cluster[name]
 
     def finished(self, verb: str, status: int, seconds: float) -> None:
         self.calls.labels(verb, str(status)).inc()

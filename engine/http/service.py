@@ -85,6 +85,7 @@ class Service:
             else:
                 self.metrics.memory.set(info.memory_bytes)
                 self.metrics.memory_used.set(info.memory_used_bytes)
+                self.metrics.show_cluster(info.cluster)
                 self.state = "ready" if self.state == "starting" else self.state
                 self._ready.set()
             await asyncio.sleep(TICK_SECONDS)

@@ -15,6 +15,8 @@ from typing import TypeVar
 from engine.backends.compose import sampler_backend, trainer_backend
 from engine.backends.protocol import OnToken
 from engine.backends.shared_base import AdapterTrainer
+from engine.cluster.connection import require_ray
+from engine.cluster.inventory import cluster_info
 from engine.errors import EngineBusy, EngineError, Fenced
 from engine.images import check_taken
 from engine.local.apply import Effect, apply_request, same_step
@@ -56,6 +58,8 @@ class LocalEngine:
 
     def __init__(self, store_url: str, spec: LocalEngineSpec | None = None) -> None:
         self.spec = spec or LocalEngineSpec()
+        if self.spec.uses_ray:
+            require_ray()  # before any model is loaded
         self.store = open_store(store_url)
         self.backend = trainer_backend(self.spec)
         self.samplers = sampler_backend(self.spec, self.backend)
@@ -365,6 +369,7 @@ class LocalEngine:
             disk_free_bytes=None if root is None else (await asyncio.to_thread(shutil.disk_usage, root.parent)).free,
             operations_per_second=self._speed,
             devices=self.devices,
+            cluster=await asyncio.to_thread(cluster_info, self.backend.actors, self.samplers.actors),
         )
 
     async def close(self, *, checkpoint: bool = True) -> None:

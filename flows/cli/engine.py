@@ -14,9 +14,7 @@ import typer
 
 from engine.errors import EngineError
 from engine.spec import LocalEngineSpec
-from flows.cli.join import join
 from flows.cli.plan import plan
-from flows.cli.sampler import sampler
 from flows.engine_config import load_engine
 from flows.overrides import ConfigError
 from storage.errors import StorageError
@@ -33,9 +31,7 @@ def group() -> None:
     """The shared engine as a service."""
 
 
-engine_app.command("join")(join)
 engine_app.command("plan")(plan)
-engine_app.command("sampler")(sampler)
 
 
 @engine_app.command("serve")

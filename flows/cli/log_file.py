@@ -22,8 +22,6 @@ LOG_FOLDER = Path(".ostinato") / "logs"
 
 RUN_LOGGERS = ("prefect.flow_runs", "prefect.task_runs")
 """Prefect's loggers of runs. Their errors say that a run failed, which the command itself says at its end."""
-RANK_LOGGER = "engine.backends.group.local_ranks"
-"""What the ranks of a trainer print, tracebacks included. A failed call raises its error in this process, too."""
 FAILURE_LOGGER = f"{__name__}.failure"
 """What ended the command. The command says it itself, in one line."""
 
@@ -113,7 +111,7 @@ def _shortened_output(handler: logging.Handler) -> Iterator[None]:
 
 
 def _belongs_on_the_terminal(record: logging.LogRecord) -> bool:
-    if record.name in (RANK_LOGGER, FAILURE_LOGGER):
+    if record.name == FAILURE_LOGGER:
         return False
     return record.levelno < logging.ERROR or not record.name.startswith(RUN_LOGGERS)
 

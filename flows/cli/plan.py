@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from engine.cluster.inventory import Inventory
 from engine.errors import EngineError
 from engine.model_folder import local_folder, registered_model
 from engine.model_size import parameter_count
@@ -22,6 +23,7 @@ from engine.plan_records import DEVICES_GIB, GIB, PHASES, Load, Machine, Plan, W
 from engine.plan_remedies import Setting, remedies
 from engine.plan_shape import PRESETS, ModelShape, preset, read_shape, shape_of
 from engine.spec import LocalEngineSpec
+from flows.cli.cluster import ask_cluster, cluster_document, describe_inventory, shortage
 from flows.cli.output import AsJson, console, fill, print_json, refusals, table, usage_error
 from flows.engine_config import load_engine
 from flows.overrides import ConfigError
@@ -44,8 +46,9 @@ def plan(  # noqa: PLR0913 - the options of a command
     ] = "",
     gpu: Annotated[str, typer.Option(help=f"The GPU: {', '.join(DEVICES_GIB)}.")] = "",
     device_gib: Annotated[float, typer.Option(help="Memory of a device instead, GiB.", min=0)] = 0.0,
-    devices: Annotated[int, typer.Option(help="GPUs per node.", min=1)] = 1,
-    node_gib: Annotated[float, typer.Option(help="Memory of a node, GiB. 0: not checked.", min=0)] = 0.0,
+    devices: Annotated[int, typer.Option(help="GPUs per machine.", min=1)] = 1,
+    machines: Annotated[int, typer.Option(help="Machines of the Ray cluster. 0: the cluster is asked.", min=0)] = 0,
+    node_gib: Annotated[float, typer.Option(help="Memory of a machine, GiB. 0: not checked.", min=0)] = 0.0,
     context: Annotated[int, typer.Option(help="Prompt and completion together, tokens.", min=0)] = 0,
     lora_rank: Annotated[int, typer.Option(help="Plan a LoRA adapter of this rank. 0: all weights.", min=0)] = 0,
     scalar: Annotated[bool, typer.Option("--scalar", help="Under a scalar head: a reward or value model.")] = False,
@@ -63,15 +66,19 @@ def plan(  # noqa: PLR0913 - the options of a command
             if scalar:
                 head = work.shape.with_scalar_head(beside_adapter=work.lora_rank is not None)
                 work = replace(work, shape=head)
-            setting = Setting(spec, work, find_machine(spec, gpu, devices, device_gib=device_gib, node_gib=node_gib))
+            cluster = None if machines else ask_cluster(spec)
+            machine = find_machine(spec, gpu, devices, device_gib=device_gib, node_gib=node_gib)
+            machine = replace(machine, count=machines or _machines_of(cluster))
+            setting = Setting(spec, work, machine)
             planned = plan_memory(setting.spec, setting.work, setting.machine)
         except (ConfigError, EngineError) as error:
             raise usage_error(f"{type(error).__name__}: {error}") from None
+        planned = _with_cluster(planned, spec, cluster)
         ways = [] if planned.fits else remedies(setting)
         if as_json:
-            print_json(as_document(planned, work, ways))
+            print_json(as_document(planned, work, ways) | _cluster_of(cluster))
         else:
-            show(planned, work, ways)
+            show(planned, work, ways, _cluster_line(spec, cluster))
     raise typer.Exit(0 if planned.fits else DOES_NOT_FIT)
 
 
@@ -129,12 +136,16 @@ def find_machine(
     return Machine.gpus(gpu or "GPU", devices, gib=device_gib or None, node_gib=node_gib or None)
 
 
-def show(planned: Plan, work: Workload, ways: list[str]) -> None:
-    """Tables per memory, then the verdict."""
+def show(planned: Plan, work: Workload, ways: list[str], cluster: str = "") -> None:
+    """Who runs where, tables per memory, then the verdict."""
     out = console()
     shape = work.shape
     trained = "all weights" if work.lora_rank is None else f"LoRA rank {work.lora_rank}"
     out.print(f"{shape.name}: {shape.parameters:,} parameters, {trained}, {work.context} tokens", markup=False)
+    for number, use in enumerate(planned.machines, 1):
+        out.print(f"machine {number}: {use.describe()}", markup=False, highlight=False)
+    if cluster:
+        out.print(cluster, markup=False, highlight=False, soft_wrap=True)
     for load in planned.loads:
         out.print(_table(load))
         free = "" if load.usable is None else f" of {load.usable / GIB:.1f} GiB usable"
@@ -169,8 +180,39 @@ def as_document(planned: Plan, work: Workload, ways: list[str]) -> dict[str, Any
     return {
         "model": work.shape.name, "parameters": work.shape.parameters, "context": work.context,
         "fits": planned.fits, "reasons": planned.reasons(), "would_fit": ways, "sequences": planned.sequences,
+        "machines": [
+            {"ranks": use.ranks, "samplers": use.samplers, "trains": sorted(use.trains), "samples": sorted(use.samples)}
+            for use in planned.machines
+        ],
         "memories": loads,
     }  # fmt: skip
+
+
+def _machines_of(cluster: Inventory | EngineError | None) -> int | None:
+    """Machines with GPUs, of a cluster that answered."""
+    if not isinstance(cluster, Inventory):
+        return None
+    return sum(node.gpus > 0 for node in cluster.nodes) or None
+
+
+def _with_cluster(planned: Plan, spec: LocalEngineSpec, cluster: Inventory | EngineError | None) -> Plan:
+    """The plan, with what the cluster lacks as a problem."""
+    short = shortage(spec, cluster) if isinstance(cluster, Inventory) else ""
+    return replace(planned, problems=(*planned.problems, short)) if short else planned
+
+
+def _cluster_line(spec: LocalEngineSpec, cluster: Inventory | EngineError | None) -> str:
+    if cluster is None:
+        return ""
+    if isinstance(cluster, EngineError):
+        return f"whether the cluster has room is not known: {cluster}"
+    return f"cluster at {spec.cluster.address}: {describe_inventory(cluster)}"
+
+
+def _cluster_of(cluster: Inventory | EngineError | None) -> dict[str, Any]:
+    if cluster is None:
+        return {}
+    return {"cluster": cluster_document(cluster) if isinstance(cluster, Inventory) else {"error": str(cluster)}}
 
 
 def _table(load: Load) -> Any:

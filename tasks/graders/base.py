@@ -37,7 +37,7 @@ class GraderError(Exception):
 
 
 class GraderCrashed(Exception):
-    """The process of an isolated grader ended during a grade. Another attempt has another process."""
+    """The worker process of a grader ended during a grade. Another attempt has another process."""
 
     transient = True
 
@@ -135,7 +135,7 @@ async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     asyncio.to_thread would not do: its pool is small, so a few hung calls would stop all grading, and the
     interpreter waits for its threads at exit. A thread that hangs here is abandoned when the caller stops
     waiting. Python code that never releases the interpreter lock (a runaway regular expression) still stops
-    everything; such graders belong in a process of their own (`isolated` in tasks.graders.spec).
+    everything; such graders belong in worker processes (`workers` in tasks.graders.spec).
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()

@@ -1,15 +1,24 @@
-"""A grader whose `grade` runs in worker processes: a crash of the interpreter ends a worker, and not the run."""
+"""A grader whose `grade` runs in worker processes, on this machine or on every machine of a Ray cluster.
+
+A crash of the interpreter ends a worker process, and not the run.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
+from engine.cluster.connection import require_ray
+from engine.cluster.workers import ClusterWorkers
+from engine.errors import WorkerDied as MachineLost
 from engine.text.threads import StringThread
 from tasks.graders.base import BaseGrader, Grade, GraderCrashed, GraderError, IgnoreGradeException
+from tasks.graders.setting import grading_cluster
 from tasks.graders.worker import WorkerDied, WorkerFailed, WorkerPool
 
 MAX_PROCESSES = 4
+"""Worker processes on this machine. On a cluster, each machine has as many as it has CPUs."""
 TEXT_SHOWN = 40
 """Most characters of the graded text in the message of GraderCrashed."""
 
@@ -19,28 +28,34 @@ class GraderRaised(Exception):
 
 
 class IsolatedGrader(BaseGrader):
-    """Runs the grader of a spec (given as JSON) in up to MAX_PROCESSES processes, one grade at a time in each.
+    """Runs the grader of a spec (given as JSON) in worker processes, one grade at a time in each.
 
-    If a process ends during a grade, the grade raises GraderCrashed, and a new process does the next one. If a grade is
-    cancelled because it took too long, its process is ended, too. The processes have no engine, so a judge whose model
-    is given by its key cannot be isolated.
+    If a process ends during a grade, the grade raises GraderCrashed, and a new process does the next one. Grades on a
+    machine of the cluster that is lost raise it, too. If a grade is cancelled because it took too long, its process is
+    ended. The processes have no engine, so a judge whose model is given by its key cannot be used.
     """
 
-    def __init__(self, grader_key: str, spec_json: str) -> None:
+    def __init__(self, grader_key: str, spec_json: str, *, on_cluster: bool = False) -> None:
+        """Raises BadSpec for `on_cluster` where Ray is not installed."""
         super().__init__(grader_key)
-        self._workers = WorkerPool(
-            "tasks.graders.isolated_worker",
-            processes=min(MAX_PROCESSES, os.cpu_count() or 1),
-            configuration={"spec": spec_json, "sys_path": sys.path},
-            quiet=False,
-        )
+        arguments: dict[str, Any] = {
+            "module": "tasks.graders.isolated_worker",
+            "configuration": {"spec": spec_json, "sys_path": sys.path},
+            "quiet": False,
+        }
+        self._workers: WorkerPool | ClusterWorkers
+        if on_cluster:
+            require_ray()
+            self._workers = ClusterWorkers(WorkerPool, arguments, spec=grading_cluster)
+        else:
+            self._workers = WorkerPool(**arguments, processes=min(MAX_PROCESSES, os.cpu_count() or 1))
 
     async def setup(self) -> None:
-        """Starts a process, which sets the grader up."""
+        """Starts a process, on each machine of a cluster one, which sets the grader up."""
         try:
             await self._workers.start()
         except WorkerFailed as error:
-            raise GraderError(f"grader {self.grader_key!r} cannot be isolated: {error}") from error
+            raise GraderError(f"grader {self.grader_key!r} cannot grade in worker processes: {error}") from error
 
     async def teardown(self) -> None:
         await self._workers.close()
@@ -48,7 +63,7 @@ class IsolatedGrader(BaseGrader):
     async def grade(self, thread: StringThread) -> Grade:
         try:
             answer = await self._workers.call({"thread": thread.to_json()}, timeout_seconds=None)
-        except WorkerDied as died:
+        except (WorkerDied, MachineLost) as died:
             text = thread.last_content()
             shown = text if len(text) <= TEXT_SHOWN else f"{text[:TEXT_SHOWN]}…"
             raise GraderCrashed(f"the process of grader {self.grader_key!r} on {shown!r} {died}") from died

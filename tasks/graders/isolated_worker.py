@@ -61,7 +61,8 @@ def main() -> None:
     connection = connect()
     configuration = json.loads(connection.requests.readline() or "{}")
     if configuration:
-        sys.path[:] = configuration["sys_path"]
+        # the run's own modules first; on another machine the packages may lie elsewhere
+        sys.path[:] = [*configuration["sys_path"], *sys.path]
         serve(connection, build(GraderSpec.model_validate_json(configuration["spec"])))
 
 

@@ -1,5 +1,7 @@
-"""Notes on this machine of who grades now. A grader that is not isolated can end the run's process without a word (a
-crash in native code, os._exit, memory that runs out); the next process of the run then finds the note and says so.
+"""Notes on this machine of the graders that grade now in the processes of runs.
+
+Such a grader can end its run's process without a message (a crash in native code, os._exit, memory that runs out). The
+next process of the run then finds the note and warns.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ def _warn_of_dead(folder: Path, prefix: str, run: str) -> None:
     for pid, graders in dead.items():
         logger.warning(
             "run %s: process %d ended without a word while %s graded. If the grader ended it (a crash in native code, "
-            "os._exit, memory that ran out), set `isolated: true` for that grader.",
+            "os._exit, memory that ran out), set `workers: local` for that grader.",
             run, pid, " and ".join(sorted(graders)),
         )  # fmt: skip
 

@@ -11,12 +11,15 @@ Deployed flows do so around the setup of the graders that their configs name (ta
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+from engine.cluster_spec import ClusterSpec
 from engine.handles import HasWorkspace
 from engine.protocol import Engine
+from engine.spec import LocalEngineSpec
 from engine.workspace import Workspace
 from tasks.graders.base import GraderError
 
@@ -61,3 +64,12 @@ def grading_workspace(wanted_for: str, client: Client | None = None) -> Workspac
             f"{workspace.run!r}; give client=ctx.client of this run, or leave client out"
         )
     return workspace
+
+
+def grading_cluster() -> ClusterSpec:
+    """The Ray cluster for graders that are set up now: the one of the run's embedded engine if its config names one,
+    else the one in Ray's own variable RAY_ADDRESS, else a private Ray on this machine."""
+    workspace = _WORKSPACE.get()
+    if workspace is not None and isinstance(workspace.engine, LocalEngineSpec) and workspace.engine.cluster.address:
+        return workspace.engine.cluster
+    return ClusterSpec(address=os.environ.get("RAY_ADDRESS") or None)

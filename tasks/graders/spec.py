@@ -3,7 +3,7 @@
 import inspect
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, JsonValue
 
@@ -16,6 +16,11 @@ logger = logging.getLogger("ostinato.graders")
 
 IN_PROCESS = "in_process"
 """The module part of the path of a grader that exists only as an object of this process."""
+
+
+Workers = Literal["none", "local", "cluster"]
+"""Where a grader runs. none: in this process. local: in worker processes on this machine. cluster: in worker processes
+on every machine of the Ray cluster."""
 
 
 class GraderSpecError(Exception):
@@ -36,8 +41,8 @@ class GraderSpec(Frozen):
     arguments: dict[str, JsonValue] = {}
     source_digest: str | None = None
     version: str | None = None
-    isolated: bool = False
-    """Whether `grade` runs in worker processes (tasks.graders.isolated)."""
+    workers: Workers = "none"
+    """Where `grade` runs: in this process, or in worker processes (tasks.graders.isolated)."""
 
     @property
     def in_process(self) -> bool:
@@ -46,7 +51,7 @@ class GraderSpec(Frozen):
 
     def digest(self) -> str:
         """Equal for graders that give equal grades: where they run makes no difference."""
-        return digest(self.model_dump(mode="json", exclude={"isolated"}))
+        return digest(self.model_dump(mode="json", exclude={"workers"}))
 
 
 def grader_spec(
@@ -54,12 +59,12 @@ def grader_spec(
     arguments: Mapping[str, JsonValue] | None = None,
     *,
     version: str | None = None,
-    isolated: bool = False,
+    workers: Workers = "none",
 ) -> GraderSpec:
     """The spec of an importable grader, with its source digest; built once here, so a wrong path or wrong arguments
-    fail now (GraderSpecError) and not in the middle of a run. `isolated`: graded in worker processes, which a crash of
-    the interpreter ends instead of the run."""
-    spec = GraderSpec(path=path, arguments=dict(arguments or {}), version=version, isolated=isolated)
+    fail now (GraderSpecError) and not in the middle of a run. `workers`: where it grades; a crash of the interpreter
+    ends a worker process instead of the run."""
+    spec = GraderSpec(path=path, arguments=dict(arguments or {}), version=version, workers=workers)
     build(spec)
     return spec.model_copy(update={"source_digest": source_digest(path)})
 
@@ -72,9 +77,10 @@ def build(spec: GraderSpec) -> BaseGrader:
     change = source_change(spec)
     if change is not None:
         logger.warning(change)
-    if spec.isolated:
-        in_worker = spec.model_copy(update={"isolated": False, "source_digest": None})
-        return IsolatedGrader(build(in_worker).grader_key, in_worker.model_dump_json())
+    if spec.workers != "none":
+        in_worker = spec.model_copy(update={"workers": "none", "source_digest": None})
+        on_cluster = spec.workers == "cluster"
+        return IsolatedGrader(build(in_worker).grader_key, in_worker.model_dump_json(), on_cluster=on_cluster)
     target = _resolve(spec.path)
     if inspect.isclass(target):
         return _construct(target, spec)

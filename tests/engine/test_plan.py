@@ -216,7 +216,7 @@ def planned(keys: dict[str, Any], machine: Machine, model: str = "8B", **work: A
 EIGHT = Machine.gpus("h100-80", 8, node_gib=1024)
 SPLIT: dict[str, Any] = {
     "device": "cuda", "trainer": {"kind": "deepspeed", "ranks": 4, "zero_stage": 3},
-    "sampler": {"kind": "vllm", "servers": 2, "tensor_parallel": 2, "devices": [4, 5, 6, 7]},
+    "sampler": {"kind": "vllm", "replicas": 2, "tensor_parallel": 2},
 }  # fmt: skip
 
 
@@ -277,12 +277,13 @@ def test_offloaded_moments_lie_in_the_machine() -> None:
 
 
 def test_on_the_cpu_everything_shares_one_memory() -> None:
-    sampler = {"kind": "vllm", "servers": 2, "kv_cache_gib": 1.0}
+    sampler = {"kind": "vllm", "replicas": 2, "kv_cache_gib": 1.0}
     keys = {"device": "cpu", "compute_dtype": "bfloat16", "sampler": sampler}
     (load,) = planned(keys, Machine.cpu(64 * GIB), "135M").loads
     assert part(load, "weights") == 4 * 134_515_008
     assert part(load, "kv") == 2 * GIB
     assert part(load, "vllm") == 2 * 2 * 134_515_008
+    assert part(load, "staged", "sampling") == 2 * 134_515_008  # one set of files for both
 
 
 def test_an_adapter_takes_its_base_and_a_little() -> None:
@@ -301,8 +302,9 @@ def test_an_adapter_takes_its_base_and_a_little() -> None:
 
 @pytest.mark.parametrize(
     ("keys", "said"),
-    [({"trainer": {"kind": "deepspeed", "ranks": 9}}, "ranks=9.*8 GPUs"),
-     ({"sampler": {"kind": "vllm", "servers": 3, "tensor_parallel": 4}}, "GPU 11, but a node has 8"),
+    [({"trainer": {"kind": "deepspeed", "ranks": 9}}, "9 ranks do not fit, as this machine has 8 GPUs"),
+     ({"sampler": {"kind": "vllm", "replicas": 3, "tensor_parallel": 4}}, "1 rank and 3 x 4 GPUs that sample do not"),
+     ({"sampler": {"kind": "vllm", "tensor_parallel": 9}}, "1 x 9 GPUs that sample do not fit"),
      ({"trainer": {"kind": "deepspeed"}, "adapter": 16}, "trains all weights")],
 )  # fmt: skip
 def test_devices_and_trainers_that_there_are_not(keys: dict[str, Any], said: str) -> None:

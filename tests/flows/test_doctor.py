@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 import threading
 import venv
 from collections.abc import Iterator
@@ -14,11 +16,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from engine.cluster_spec import ClusterSpec
 from engine.sampler_spec import VllmSpec
 from engine.spec import HttpEngineSpec, LocalEngineSpec
 from engine.trainer_spec import DeepSpeedSpec
 from flows.cli import checks
 from flows.cli.backend_checks import check_backends
+from flows.cli.checks import Check
 from flows.cli.main import app
 from storage import keys
 from storage.backends.memory import MemoryBackend
@@ -194,34 +198,73 @@ def test_deep_reads_the_store_to_the_last_byte(toy_run: ToyRun, tmp_path: Path) 
     assert problems[0]["key"] == keys.chain_record("toy", "0-grpo", "policy", 4)
 
 
+def bare_python(folder: Path) -> str:
+    """An interpreter with nothing installed, as `python -m venv` makes it."""
+    venv.create(folder, with_pip=False)
+    return str(folder / "bin" / "python")
+
+
+def checks_of(spec: LocalEngineSpec) -> dict[str, Check]:
+    return {check.name: check for check in check_backends(spec)}
+
+
 def test_backends_that_are_not_installed_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An interpreter that has neither is one made bare, as `python -m venv` does."""
-    venv.create(tmp_path / "bare", with_pip=False)
-    bare = str(tmp_path / "bare" / "bin" / "python")
+    bare = bare_python(tmp_path / "bare")
     monkeypatch.setattr("flows.cli.backend_checks.sys.executable", bare)
-    spec = LocalEngineSpec(trainer=DeepSpeedSpec(ranks=2), sampler=VllmSpec(servers=1, python=bare))
-    found = {check.name: check for check in check_backends(spec)}
-    assert {name: check.verdict for name, check in found.items()} == {"trainer": "fail", "sampler": "fail"}
-    assert "deepspeed is not installed" in found["trainer"].what
-    assert "vllm is not installed" in found["sampler"].what
+    checks = checks_of(LocalEngineSpec(trainer=DeepSpeedSpec(ranks=2), sampler=VllmSpec(replicas=1, python=bare)))
+    verdicts = {name: check.verdict for name, check in checks.items()}
+    assert verdicts == {"trainer": "fail", "sampler": "fail", "ray": "fail"}
+    assert "deepspeed is not installed" in checks["trainer"].what
+    assert "vllm is not installed" in checks["sampler"].what
+    assert "ray is not installed" in checks["ray"].what
+    assert "ostinato[cluster]" in checks["ray"].what_to_do
 
 
 def test_an_interpreter_that_is_not_there(tmp_path: Path) -> None:
-    spec = LocalEngineSpec(sampler=VllmSpec(servers=1, python=str(tmp_path / "none")))
-    (found,) = check_backends(spec)
-    assert found.verdict == "fail"
-    assert "cannot be asked" in found.what
+    checks = checks_of(LocalEngineSpec(sampler=VllmSpec(replicas=1, python=str(tmp_path / "none"))))
+    assert {name: check.verdict for name, check in checks.items()} == {"sampler": "fail", "ray": "fail"}
+    assert "cannot be asked" in checks["sampler"].what
 
 
-def test_deepspeed_that_is_installed_is_told_with_its_version() -> None:
+def test_another_version_of_ray_for_the_replicas_is_refused(tmp_path: Path) -> None:
+    python = bare_python(tmp_path / "other")
+    packages = next((tmp_path / "other" / "lib").glob("python*/site-packages"))
+    (packages / "ray").mkdir()
+    (packages / "ray-2.9.9.dist-info").mkdir()
+    (packages / "ray-2.9.9.dist-info" / "METADATA").write_text("Name: ray\nVersion: 2.9.9\n")
+    (packages / "ray-2.9.9.dist-info" / "top_level.txt").write_text("ray\n")
+    check = checks_of(LocalEngineSpec(sampler=VllmSpec(replicas=1, python=python)))["ray"]
+    assert check.verdict == "fail"
+    assert f"ray {version('ray')}" in check.what and "ray 2.9.9" in check.what
+
+
+def test_deepspeed_and_ray_that_are_installed_are_told_with_their_versions() -> None:
     pytest.importorskip("deepspeed")
-    (found,) = check_backends(LocalEngineSpec(trainer=DeepSpeedSpec(ranks=2)))
-    assert found.verdict == "ok"
-    assert f"deepspeed {version('deepspeed')}" in found.what
+    checks = checks_of(LocalEngineSpec(trainer=DeepSpeedSpec(ranks=2)))
+    assert {name: check.verdict for name, check in checks.items()} == {"trainer": "ok", "ray": "ok"}
+    assert f"deepspeed {version('deepspeed')}" in checks["trainer"].what
+    assert checks["ray"].what == f"ray {version('ray')}; private, on this machine"
 
 
-def test_servers_elsewhere_that_do_not_answer(dead_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OSTINATO_SAMPLER_TOKEN", "a token")
-    (found,) = check_backends(LocalEngineSpec(sampler=VllmSpec(urls=(f"http://127.0.0.1:{dead_port}",))))
-    assert found.verdict == "fail"
-    assert "does not answer" in found.what
+CLUSTER_CHECK = """
+import subprocess
+import sys
+from engine.spec import LocalEngineSpec
+from flows.cli.backend_checks import check_backends
+spec = LocalEngineSpec.model_validate({"trainer": {"kind": "deepspeed"}, "cluster": {"address": sys.argv[1]}})
+check = next(check for check in check_backends(spec) if check.name == "cluster")
+print(check.verdict, check.what)
+"""
+
+
+def test_a_cluster_that_does_not_answer(dead_port: int) -> None:
+    """In a process of its own: this one may be connected to the Ray of another test's ranks."""
+    address = f"127.0.0.1:{dead_port}"
+    told = subprocess.run([sys.executable, "-c", CLUSTER_CHECK, address], capture_output=True, text=True, check=True)
+    verdict, what = told.stdout.split(" ", 1)
+    assert verdict == "fail"
+    assert f"no Ray cluster answers at {address}" in what
+
+
+def test_an_engine_without_ranks_and_replicas_needs_no_ray(dead_port: int) -> None:
+    assert checks_of(LocalEngineSpec(cluster=ClusterSpec(address=f"127.0.0.1:{dead_port}"))) == {}

@@ -20,11 +20,11 @@ def test_crashes_of_an_isolated_grader_are_masked_and_counted(
 ) -> None:
     """Three steps of four prompts see all ten prompts, and so the four completions of the prompt "0" once or twice."""
     patience = {"retries": 0, "max_masked_fraction": 0.6}
-    grader = {"path": "tests.crashing:segfault_at_zero", "isolated": True} | patience
+    grader = {"path": "tests.crashing:segfault_at_zero", "workers": "local"} | patience
     config = toy_config(tmp_path, tiny_folder, run="crashing", algorithm__steps=3) | {"grader": grader}
     result = asyncio.run(grpo(GRPOConfig.model_validate(config)))
     metrics = read_metrics(open_store(tmp_path / "data"), "crashing", "0-grpo", steps=3)
     assert sum(step.masked for step in metrics) in (4, 8)
     # where the grader runs does not decide the result: the key is the same run's
-    elsewhere = config | {"grader": grader | {"isolated": False}}
+    elsewhere = config | {"grader": grader | {"workers": "none"}}
     assert asyncio.run(grpo(GRPOConfig.model_validate(elsewhere))) == result

@@ -88,6 +88,14 @@ def test_a_grpo_config(tmp_path: Path) -> None:
     assert config.grader.arguments == {"path": "rewards/gsm8k.py"}
 
 
+def test_the_gpus_of_several_nodes_are_ranks_on_a_ray_cluster(tmp_path: Path) -> None:
+    words = ["trainer.nnodes=2", "trainer.n_gpus_per_node=4"]
+    config = imported(tmp_path, GRPOConfig, DATA / "grpo.yaml", overrides=words)
+    assert (config.engine.trainer.ranks, config.engine.cluster.address) == (8, "auto")
+    one = imported(tmp_path, GRPOConfig, DATA / "grpo.yaml")
+    assert (one.engine.trainer.ranks, one.engine.cluster.address) == (8, None)
+
+
 def test_a_gspo_config_is_the_grpo_one_with_its_loss_mode(tmp_path: Path) -> None:
     words = ["actor_rollout_ref.actor.policy_loss.loss_mode=gspo", "actor_rollout_ref.actor.clip_ratio_low=3e-4"]
     config = imported(tmp_path, GSPOConfig, DATA / "grpo.yaml", overrides=words)

@@ -19,13 +19,16 @@ from engine.backends.deepspeed import OUT_OF_MEMORY_MARK
 from engine.backends.deepspeed.held import Places, held_bytes
 from engine.backends.deepspeed.hollow import open_hollow, probe, streamed
 from engine.backends.deepspeed.options import ZeroOptions
-from engine.backends.group.group import Group
 from engine.backends.protocol import Objective, UpdateReport
 from engine.backends.scalar_lm import check_has_language_head
 from engine.backends.torch_backend import TorchBackend
 from engine.backends.updates import check_gives
+from engine.cluster.inventory import gpu_count
+from engine.cluster.placement import SHARED_GPU, Placement
+from engine.cluster.ranks import RankGroup
 from engine.errors import BadSpec, OutOfMemory, WorkerDied
-from engine.protocol import TokenSequence
+from engine.protocol import ActorCount, TokenSequence
+from engine.sampler_spec import VllmSpec
 from engine.samples import Sample
 from engine.spec import LocalEngineSpec
 from engine.trainer_spec import DeepSpeedSpec, layout_name
@@ -50,11 +53,10 @@ class DeepSpeedBackend:
                 f"compute_dtype='float64' was given, and DeepSpeed keeps float32 masters in zero_stage="
                 f"{spec.trainer.zero_stage}; set zero_stage=0, or compute_dtype='float32'"
             )
-        self.ranks = _ranks_per_node(spec.trainer, self.device)
-        self.world_size = self.ranks * spec.trainer.nodes
-        if self.world_size % spec.trainer.sequence_parallel:
+        self.ranks = spec.ranks(gpu_count(spec.cluster) if self.device.type == "cuda" else 0)
+        if self.ranks % spec.trainer.sequence_parallel:
             raise BadSpec(
-                f"trainer.sequence_parallel={spec.trainer.sequence_parallel} does not divide {self.world_size} ranks"
+                f"trainer.sequence_parallel={spec.trainer.sequence_parallel} does not divide {self.ranks} ranks"
             )
         self.threads = _threads_per_rank(spec, self.ranks)
         options = ZeroOptions(
@@ -63,15 +65,17 @@ class DeepSpeedBackend:
             device=self.device.type,  # type: ignore[arg-type]
             threads=self.threads,
         )
-        self.group = Group(
+        shares_gpus = isinstance(spec.sampler, VllmSpec) and spec.sampler.placement == "beside"
+        self.group = RankGroup(
             TARGET,
             options.model_dump(mode="json"),
             ranks=self.ranks,
-            nodes=spec.trainer.nodes,
-            listen=spec.trainer.listen,
             start_seconds=spec.trainer.start_seconds,
             hang_seconds=spec.trainer.hang_seconds,
-            env={"OMP_NUM_THREADS": str(self.threads)},
+            cluster=spec.cluster,
+            gpus=1.0 if self.device.type == "cuda" else 0.0,
+            gpu_share=SHARED_GPU if shares_gpus else 1.0,
+            environment={"OMP_NUM_THREADS": str(self.threads)},
         )
         self._numbers = itertools.count(1)
         self._dropped: list[tuple[int, int]] = []
@@ -82,14 +86,22 @@ class DeepSpeedBackend:
 
     @property
     def devices(self) -> int:
-        return self.world_size if self.device.type == "cuda" else self.trainer_spec.nodes
+        return self.ranks if self.device.type == "cuda" else 1
+
+    @property
+    def actors(self) -> ActorCount:
+        return self.group.count()
+
+    def reserve(self) -> Placement:
+        """The bundles of the ranks, for replicas of vLLM that share their GPUs. Raises as `RankGroup.reserve`."""
+        return self.group.reserve()
 
     def numerics(self) -> Numerics:
         here = self._here.numerics()
         return here.model_copy(
             update={
                 "backend": "deepspeed",
-                "layout": layout_name(self.trainer_spec, self.world_size),
+                "layout": layout_name(self.trainer_spec, self.ranks),
                 "threads": self.threads,
                 "versions": {**here.versions, "deepspeed": version("deepspeed")},
             }
@@ -158,7 +170,7 @@ class DeepSpeedBackend:
             self.trainer_spec,
             parameters=info["parameters"],
             buffers=info["buffers_nbytes"],
-            ranks=self.world_size,
+            ranks=self.ranks,
             compute_bytes=self.compute_dtype.itemsize,
             master_bytes=self.master_dtype.itemsize,
         )
@@ -280,12 +292,6 @@ class DeepSpeedTrainer:
     def weights_nbytes(self) -> int:
         info = self._info
         return info["parameters"] * self._backend.master_dtype.itemsize + info["buffers_nbytes"]
-
-
-def _ranks_per_node(spec: DeepSpeedSpec, device: torch.device) -> int:
-    if spec.ranks != "auto":
-        return spec.ranks
-    return max(1, torch.cuda.device_count()) if device.type == "cuda" else 1
 
 
 def _threads_per_rank(spec: LocalEngineSpec, ranks: int) -> int:

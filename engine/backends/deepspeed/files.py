@@ -22,7 +22,6 @@ from torch import Tensor
 from engine.backends.causal_lm import combine_digests, digest_tensor
 from engine.backends.deepspeed.hollow import Readable
 from engine.backends.deepspeed.shards import MOMENTS, Shards
-from engine.backends.group.progress import progress
 from engine.backends.pieces import (
     OPTIMIZER,
     WEIGHTS,
@@ -33,6 +32,7 @@ from engine.backends.pieces import (
     shapes_metadata,
 )
 from engine.backends.tensor_files import TensorWriter, check_shapes, file_order
+from engine.cluster.rank_side import progress
 from engine.errors import BadSpec
 
 SHARD_BYTES = 5_000_000_000

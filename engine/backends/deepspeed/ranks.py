@@ -23,12 +23,13 @@ from storage.chain import OptimizerSpec
 
 
 class RankTrainers:
-    """Methods are called on all ranks at once (engine.backends.group). Paths are seen by every rank."""
+    """Methods are called on all ranks at once (engine.cluster.ranks). Paths are seen by every rank."""
 
-    def __init__(self, options: Mapping[str, Any], rank: int, world_size: int, local_rank: int) -> None:
+    def __init__(self, options: Mapping[str, Any], rank: int, world_size: int) -> None:
         """`options` is a dumped ZeroOptions. torch.distributed is up already."""
         self._options = ZeroOptions.model_validate(options)
-        self._device = torch.device("cuda", local_rank) if self._options.device == "cuda" else torch.device("cpu")
+        # Ray shows each rank its own GPU only
+        self._device = torch.device("cuda", 0) if self._options.device == "cuda" else torch.device("cpu")
         torch.set_num_threads(self._options.threads)
         _prepare_deepspeed(self._options.device)
         self._trainers: dict[int, Any] = {}

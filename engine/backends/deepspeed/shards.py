@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from engine.backends.group.progress import progress
+from engine.cluster.rank_side import progress
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 PUBLISHED_ELEMENTS = 1 << 25

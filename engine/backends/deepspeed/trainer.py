@@ -7,8 +7,6 @@ it: the engine starts the group again.
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,8 +21,6 @@ from engine.backends.deepspeed.model import RankModel, fuse_kernels
 from engine.backends.deepspeed.options import ZeroOptions
 from engine.backends.deepspeed.passes import EMPTY_PASS, deal
 from engine.backends.deepspeed.ulysses import SequenceGroup
-from engine.backends.group.messages import CUT_OFF
-from engine.backends.group.progress import progress
 from engine.backends.packing import Packable, Packed, pack
 from engine.backends.protocol import Objective, UpdateReport
 from engine.backends.updates import (
@@ -42,13 +38,12 @@ from engine.backends.updates import (
     totals_of,
     without_gradient,
 )
+from engine.cluster.rank_side import RankFailed, lost_peers, progress
 from engine.errors import BadModelFolder, NonFiniteGradient, PermanentEngineError
 from engine.losses.inputs import Outputs
 from engine.protocol import TokenSequence
 from engine.samples import Sample
 from storage.chain import OptimizerSpec
-
-RANK_FAILED_STATUS = 71
 
 
 class ZeroTrainer:
@@ -212,9 +207,8 @@ class ZeroTrainer:
             mine = error.with_traceback(None)  # which holds the tensors of the forward that failed
         if mine is not None and not recovers and self._ranks > 1:
             short_of_memory = isinstance(mine, RuntimeError) and is_out_of_memory(mine)
-            said = f"{OUT_OF_MEMORY_MARK}: {mine}" if short_of_memory else f"a pass failed: {mine!r}"
-            print(said, file=sys.stderr, flush=True)
-            os._exit(CUT_OFF if _lost_peers(mine) else RANK_FAILED_STATUS)
+            reason = f"{OUT_OF_MEMORY_MARK}: {mine}" if short_of_memory else f"a pass failed: {mine!r}"
+            raise RankFailed(reason, to_blame=not lost_peers(mine))
         failures = [(rank, error) for rank, error in enumerate(_gather(_described(mine))) if error is not None]
         if failures and all(short_of_memory for _, (_, short_of_memory) in failures):
             raise torch.OutOfMemoryError(f"rank {failures[0][0]}: {failures[0][1][0]}")
@@ -311,11 +305,6 @@ class ZeroTrainer:
         engine = getattr(self.gradients, "_engine", None)
         if engine is not None:
             engine.destroy()
-
-
-def _lost_peers(error: Exception) -> bool:
-    """Whether an exchange failed as another rank is gone: that one is to blame. gloo raises plain RuntimeErrors."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 def _described(error: Exception | None) -> tuple[str, bool] | None:

@@ -300,6 +300,19 @@ def _llm(config_folder: Path, options: EngineOptions) -> Any:
         return LLM(**engine_arguments(config_folder, options))
 
 
+def async_engine(config_folder: Path, options: EngineOptions, executor: str | None) -> Any:
+    """vLLM's AsyncLLM, whose engine computes in a process of its own. `executor`: what carries several workers."""
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    arguments = AsyncEngineArgs(**engine_arguments(config_folder, options), distributed_executor_backend=executor)
+    config = arguments.create_engine_config()
+    if options.tensor_parallel == 1:
+        # For the CPU vLLM chooses a second process, to set OpenMP's threads there. The environment has set them.
+        config.parallel_config.distributed_executor_backend = "uni"
+    return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+
+
 def engine_arguments(config_folder: Path, options: EngineOptions) -> dict[str, Any]:
     """vLLM's engine arguments, by the names that its command line has too."""
     extra: dict[str, Any] = {}

@@ -40,9 +40,9 @@ def receipt_of(answers: Sequence[Mapping[str, Any]], state: str, *, who: str = "
 
 
 def together(receipts: Sequence[Receipt], state: str) -> Receipt:
-    """One receipt of all servers. Raises SamplerOutOfSync when they took unequal numbers of tensors."""
+    """One receipt of all replicas. Raises SamplerOutOfSync when they took unequal numbers of tensors."""
     if len({receipt.tensors for receipt in receipts}) > 1:
-        raise SamplerOutOfSync(f"the servers hold unequal numbers of tensors of {state}: {receipts}")
+        raise SamplerOutOfSync(f"the replicas hold unequal numbers of tensors of {state}: {receipts}")
     return Receipt(
         state=state,
         tensors=receipts[0].tensors,

@@ -1,10 +1,11 @@
 """The vLLM backend: who gets which host. In this process there is room for one engine at a time, since all of them
-share torch's process group; servers (engine.backends.vllm.pool) are one pool per architecture.
+share torch's process group; replicas (engine.backends.vllm.pool) are one pool per architecture.
 """
 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,9 +21,12 @@ from engine.backends.vllm.architecture import Architecture, architecture_of
 from engine.backends.vllm.host import Host
 from engine.backends.vllm.runtime import EXTENSION, EngineOptions, Runtime
 from engine.backends.vllm.sampler import DTYPES, VllmSampler
+from engine.cluster.placement import Placement
 from engine.errors import BadSpec
+from engine.protocol import ActorCount
 from engine.sampler_spec import VllmSpec
 from engine.spec import LocalEngineSpec
+from engine.trainer_spec import TorchTrainerSpec
 
 _Key = tuple[str, int, bool]
 
@@ -36,23 +40,37 @@ class VllmSamplers:
         *,
         compute_dtype: torch.dtype,
         device: torch.device,
+        beside: Callable[[], Placement] | None = None,
         extension: str = EXTENSION,
     ) -> None:
+        """`beside`: reserves the bundles of the trainer's ranks. It is called where sampler.placement is "beside"."""
         assert isinstance(spec.sampler, VllmSpec)
-        self.spec, self._rows, self._extension = spec.sampler, spec.max_rows, extension
+        if refused := _refused(spec.sampler):
+            raise BadSpec(f"sampler.transport={spec.sampler.transport!r} was given, but {refused}")
+        self.spec = spec.sampler.model_copy(update={"transport": spec.sampler.way(spec.cluster)})
+        self._rows, self._extension = spec.max_rows, extension
+        self._cluster, self._beside = spec.cluster, beside
+        self._trains_here = isinstance(spec.trainer, TorchTrainerSpec)
         self.device = device
         names: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
         if compute_dtype not in names:
             raise BadSpec(f"vLLM computes in {' or '.join(DTYPES)}; compute_dtype {compute_dtype} was given")
         self._dtype = cast(Literal["float32", "bfloat16"], names[compute_dtype])
-        self._in_process = not self.spec.servers and not self.spec.urls
-        if refused := _refused(self.spec):
-            raise BadSpec(f"sampler.transport={self.spec.transport!r} was given, but {refused}")
+        self._in_process = not self.spec.replicas
         self._hosts: dict[_Key, Host] = {}
 
     @property
     def devices(self) -> int:
-        return self.spec.tensor_parallel * max(1, self.spec.servers, len(self.spec.urls))
+        return self.spec.tensor_parallel * max(1, self.spec.replicas)
+
+    @property
+    def actors(self) -> ActorCount:
+        counts = [host.actors for host in list(self._hosts.values())]
+        return ActorCount(
+            wanted=sum(count.wanted for count in counts),
+            alive=sum(count.alive for count in counts),
+            restarts=sum(count.restarts for count in counts),
+        )
 
     @property
     def fixed_spread(self) -> bool:
@@ -65,9 +83,9 @@ class VllmSamplers:
 
     def sampler(self, trainer: Trainer, *, tensor_parallel: int | None = None) -> VllmSampler:
         ranks = tensor_parallel or self.spec.tensor_parallel
-        if self.spec.servers and ranks != self.spec.tensor_parallel:
+        if self.spec.replicas and ranks != self.spec.tensor_parallel:
             raise BadSpec(
-                f"tp({ranks}) was asked for, but the sampler's servers run with tensor_parallel="
+                f"tp({ranks}) was asked for, but the sampler's replicas run with tensor_parallel="
                 f"{self.spec.tensor_parallel}; set sampler.tensor_parallel, or leave tp out"
             )
         return VllmSampler(trainer, self.spec, partial(self._host_of, ranks=ranks))
@@ -104,9 +122,17 @@ class VllmSamplers:
     def _open(self, config_folder: Path, options: EngineOptions) -> Runtime:
         if self._in_process:
             return InProcess(config_folder, options)
-        from engine.backends.vllm.opening import open_pool
+        from engine.backends.vllm.placing import open_pool
 
-        return open_pool(self.spec, config_folder, options, self.device)
+        return open_pool(
+            self.spec,
+            config_folder,
+            options,
+            self.device,
+            cluster=self._cluster,
+            spare_first_gpu=self._trains_here and self.device.type == "cuda",
+            beside=self._beside() if self._beside is not None and self.spec.placement == "beside" else None,
+        )
 
     def _options(self, trainer: Trainer, architecture: Architecture, ranks: int) -> EngineOptions:
         targets = tuple(short_names(trainer.base.layers)) if isinstance(trainer, SharedTrainer) else ()
@@ -119,7 +145,7 @@ class VllmSamplers:
             lora_targets=targets,
             rows=self._rows,
         )
-        shares_gpu = self._in_process and self.device.type == "cuda"
+        shares_gpu = (self._in_process or self.spec.placement == "beside") and self.device.type == "cuda"
         sleep = shares_gpu if self.spec.sleep == "auto" else self.spec.sleep
         return replace(options, sleep=sleep, extension=self._extension)
 
@@ -131,13 +157,13 @@ class VllmSamplers:
 
 def _refused(spec: VllmSpec) -> str:
     """Why its transport does not reach the samplers, and what does; empty where it does."""
-    in_process = not spec.servers and not spec.urls
-    if spec.transport == "nccl" and in_process:
-        return "vLLM in the engine's own process takes the tensors as they are: use 'auto', or set servers or urls"
-    if spec.transport == "ipc" and not in_process:
+    if spec.transport == "nccl" and not spec.replicas:
+        return "vLLM in the engine's own process takes the tensors as they are: use 'auto', or set replicas"
+    if spec.transport == "ipc" and spec.replicas:
         return (
-            "servers do not take CUDA handles: one handle is good for one GPU, which a server of more, or on another, "
-            "does not compute on; use 'nccl' between GPUs, 'shm' on one machine, or leave servers at 0 to share a GPU"
+            "replicas do not take CUDA handles: one handle is good for one GPU, and a replica of more, or on another, "
+            "does not compute on that one; use 'nccl' between GPUs, 'shm' on one machine, or set replicas to 0 to "
+            "share the GPU"
         )
     return ""
 
@@ -152,7 +178,7 @@ def engine_options(
     lora_targets: tuple[str, ...] = (),
     rows: int,
 ) -> EngineOptions:
-    """How vLLM is built for models of this architecture, here or in a server elsewhere. It keeps its memory."""
+    """How vLLM is built for models of this architecture. It keeps its memory."""
     return EngineOptions(
         dtype=dtype,
         max_context=min(spec.max_context or architecture.context_length, architecture.context_length),

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import os
 import socket
 import threading
 import time
@@ -30,6 +29,8 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from engine.environment import changed_environment
 
 BUCKET_BYTES = 256 << 20
 LOOK_SECONDS = 0.2
@@ -80,15 +81,12 @@ def kind_of(places: Sequence[Place]) -> Kind:
     return "nccl" if own and apart and len({tuple(place["nccl"]) for place in places}) == 1 else "gloo"
 
 
-def own_address(hosts: Sequence[str]) -> str:
-    """This machine's address on its way to `hosts`: the first that is not loopback, if one is."""
-    found = []
-    for host in hosts:
-        family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # of a datagram socket: asks for the way, sends nothing
-            found.append(str(probe.getsockname()[0]))
-    return next((address for address in found if not address.startswith("127.") and address != "::1"), found[0])
+def own_address(host: str) -> str:
+    """The address of this machine on its way to `host`."""
+    family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # of a datagram socket: asks for the way, sends nothing
+        return str(probe.getsockname()[0])
 
 
 def open_store(host: str, seconds: float) -> tuple[Any, int]:
@@ -197,32 +195,18 @@ def _group(store: Any, meeting: Meeting, rank: int, device: torch.device) -> Any
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=meeting.seconds)
         torch.cuda.set_device(device)  # of this thread
-        with _environment(WATCHDOG_OFF):
+        with changed_environment(WATCHDOG_OFF):
             return dist.ProcessGroupNCCL(store, rank, meeting.size, options)
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timedelta(seconds=meeting.seconds)
-    options._devices = [gloo.create_device(hostname=own_address([meeting.host]))]
+    options._devices = [gloo.create_device(hostname=own_address(meeting.host))]
     return gloo(store, rank, meeting.size, options)
 
 
 def _let_go(group: Any) -> None:
     with contextlib.suppress(RuntimeError):
         group.abort()
-
-
-@contextlib.contextmanager
-def _environment(changes: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _within(seconds: float, call: Callable[[], T]) -> T:

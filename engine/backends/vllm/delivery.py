@@ -1,19 +1,31 @@
-"""How a pool has its servers take weights: from files, or by a broadcast (engine.backends.vllm.broadcast), whose other
-half this is: which servers take part, that all know of each other, and what each one answered.
+"""How a pool has its replicas take weights: from files, or by a broadcast (engine.backends.vllm.broadcast).
 
-The group stays from sync to sync. It is formed anew when a server was started again or added, and after a broadcast
-that was broken off. A server that dies in the middle costs the others a second try, not the sync.
+For the broadcast, this is the half of the engine's process: which replicas take part, the group of their workers, and
+what each one answered. The group stays from sync to sync. It is formed again when a replica is another process than
+before, and after a broadcast that was broken off. A replica that dies in the middle costs the others a second try, not
+the sync.
+
+Why the broadcast is our own (Ray 2.60, vLLM 0.32, from their sources):
+
+- Ray's direct tensor transport (ray.experimental.rdt) moves tensors between actors. The processes that need weights are
+  vLLM's engine and its workers, which are child processes of the actor and no actors themselves. The engine's process
+  is no actor either: `ray.put` refuses the two-sided transports (NCCL, GLOO). The one-sided ones are NIXL, which needs
+  that library, and CUDA IPC, which needs one machine. A two-sided transfer that fails cannot be aborted: Ray kills both
+  actors, so that one lost replica would cost them all.
+- vLLM's weight transfer (vllm.distributed.weight_transfer) has engines for GPUs alone (nccl, ipc and their variants)
+  and none for the CPU. Its group is a PyNcclCommunicator, whose broadcasts have no deadline: when a member is stopped,
+  all others wait for ever.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Protocol
-from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
@@ -27,13 +39,13 @@ from engine.backends.vllm.broadcast import (
     Member,
     kind_of,
     open_store,
-    own_address,
     place_of,
     send,
 )
 from engine.backends.vllm.last_weights import Weights
+from engine.backends.vllm.replica import Replica
 from engine.backends.vllm.runtime import Manifest, Receipt, Source
-from engine.backends.vllm.server import Server
+from engine.cluster.actors import Actor
 from engine.errors import BadSpec, SamplerOutOfSync, WorkerDied
 
 log = logging.getLogger(__name__)
@@ -41,44 +53,44 @@ log = logging.getLogger(__name__)
 GRACE_SECONDS = 10.0
 """How long a worker may take to notice that the others have given up."""
 
-LoadInto = Callable[[Server, Weights], Awaitable[Receipt]]
-Found = dict[str, Receipt | BaseException]
-"""By server: what it proved, or why not."""
+LoadInto = Callable[[Replica, Weights], Awaitable[Receipt]]
+Outcomes = dict[str, Receipt | BaseException]
+"""By replica: what it proved, or why not."""
 
 
 class Delivery(Protocol):
-    """How weights reach the servers of a pool."""
+    """How weights reach the replicas of a pool."""
 
     takes_tensors: bool
     """Whether `source` may be the tensors themselves."""
 
     def paths(self, source: Source) -> tuple[str, ...]:
-        """Files from which a server that is started again can take the weights later; none where it cannot."""
+        """Files from which a replica that is started again can take the weights later; none where it cannot."""
         ...
 
     async def deliver(
-        self, servers: Sequence[Server], weights: Weights, source: Source, load_into: LoadInto
+        self, replicas: Sequence[Replica], weights: Weights, source: Source, load_into: LoadInto
     ) -> list[Receipt | BaseException]:
-        """What each server proved, or why it did not; `load_into` has one load the weights that it is given."""
+        """What each replica proved, or why it did not; `load_into` has one load the weights that it is given."""
         ...
 
     def close(self) -> None: ...
 
 
 class ByFiles:
-    """Every server reads the staged files on its own."""
+    """Every replica reads the staged files on its own."""
 
     takes_tensors = False
 
     def paths(self, source: Source) -> tuple[str, ...]:
         if isinstance(source, Mapping):
-            raise BadSpec("servers take weights as files, not as tensors: stage them first")
+            raise BadSpec("replicas take weights as files, not as tensors: stage them first")
         return tuple(str(path) for path in source)
 
     async def deliver(
-        self, servers: Sequence[Server], weights: Weights, source: Source, load_into: LoadInto
+        self, replicas: Sequence[Replica], weights: Weights, source: Source, load_into: LoadInto
     ) -> list[Receipt | BaseException]:
-        return await asyncio.gather(*(load_into(server, weights) for server in servers), return_exceptions=True)
+        return await asyncio.gather(*(load_into(replica, weights) for replica in replicas), return_exceptions=True)
 
     def close(self) -> None:
         """Nothing stays open."""
@@ -93,89 +105,89 @@ class ByBroadcast:
     takes_tensors = True
 
     def __init__(
-        self, hosts: Sequence[str], device: torch.device, *, seconds: float, bucket_bytes: int = BUCKET_BYTES
+        self, host: str, device: torch.device, *, seconds: float, bucket_bytes: int = BUCKET_BYTES
     ) -> None:
-        """`hosts`: the servers', to find the address by which they reach this machine."""
-        self._host = own_address(hosts)
+        """`host`: the address by which the replicas reach this machine."""
+        self._host = host
         self._device, self._seconds, self._bucket_bytes = device, seconds, bucket_bytes
         self._store: tuple[Any, int] | None = None
         self.member: Member | None = None
+        self._actors: list[Actor | None] = []
+        """The processes that are in its group."""
 
     def paths(self, source: Source) -> tuple[str, ...]:
         return ()
 
     async def deliver(
-        self, servers: Sequence[Server], weights: Weights, source: Source, load_into: LoadInto
+        self, replicas: Sequence[Replica], weights: Weights, source: Source, load_into: LoadInto
     ) -> list[Receipt | BaseException]:
-        found: Found = {}
-        left = list(servers)
+        outcomes: Outcomes = {}
+        left = list(replicas)
         while left:
-            found |= await self._try(left, weights, source, load_into)
-            alive = [server for server in left if not isinstance(found[server.name], WorkerDied)]
-            if len(alive) == len(left) or all(isinstance(found[server.name], Receipt) for server in alive):
+            outcomes |= await self._try(left, weights, source, load_into)
+            alive = [replica for replica in left if not isinstance(outcomes[replica.name], WorkerDied)]
+            if len(alive) == len(left) or all(isinstance(outcomes[replica.name], Receipt) for replica in alive):
                 break
-            for name in sorted({server.name for server in left} - {server.name for server in alive}):
-                log.warning("%s; the weights are sent to the other servers anew", found[name])
+            for name in sorted({replica.name for replica in left} - {replica.name for replica in alive}):
+                log.warning("%s; the weights are sent to the other replicas again", outcomes[name])
             left = alive
-        return [found[server.name] for server in servers]
+        return [outcomes[replica.name] for replica in replicas]
 
     async def _try(
-        self, servers: Sequence[Server], weights: Weights, source: Source, load_into: LoadInto
-    ) -> Found:
-        member, found = await self._meet(servers)
+        self, replicas: Sequence[Replica], weights: Weights, source: Source, load_into: LoadInto
+    ) -> Outcomes:
+        member, outcomes = await self._meet(replicas)
         if member is None:
-            return found
+            return outcomes
         to_group = replace(weights, group=member.meeting.name)
-        loading = {asyncio.create_task(_awaited(load_into(server, to_group))): server for server in servers}
+        loading = {asyncio.create_task(_awaited(load_into(replica, to_group))): replica for replica in replicas}
         sending = asyncio.create_task(asyncio.to_thread(_send, member, source, weights.manifest))
         await asyncio.wait([sending, *loading], return_when=asyncio.FIRST_EXCEPTION)
         error = next((task.exception() for task in (sending, *loading) if task.done() and task.exception()), None)
         if error is None:
-            return {server.name: task.result() for task, server in loading.items()}
+            return {replica.name: task.result() for task, replica in loading.items()}
         self._leave(f"the engine gave up: {error}")
         await asyncio.wait([sending], timeout=self._seconds + GRACE_SECONDS)
         await asyncio.wait(loading, timeout=GRACE_SECONDS)
-        for task, server in loading.items():
-            found[server.name] = await self._outcome(task, server)
+        for task, replica in loading.items():
+            outcomes[replica.name] = await self._outcome(task, replica)
         fault = sending.exception() if sending.done() else None
         if fault is not None and not isinstance(fault, BrokenOff):
-            raise fault  # of the trainer's tensors, not of a server
-        return found
+            raise fault  # of the trainer's tensors, not of a replica
+        return outcomes
 
-    async def _outcome(self, task: asyncio.Task[Receipt], server: Server) -> Receipt | BaseException:
+    async def _outcome(self, task: asyncio.Task[Receipt], replica: Replica) -> Receipt | BaseException:
         if not task.done():
-            process = server.process
+            actor = replica.actor
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            await server.fail(process)
-            return WorkerDied(f"vLLM server {server.name} was silent after a broadcast was broken off: it is ended")
+            await replica.fail(actor)
+            return WorkerDied(f"vLLM {replica.name} was silent after a broadcast was broken off: it is ended")
         return task.exception() or task.result()
 
     # -- the group --------------------------------------------------------------------------------------------
 
-    async def _meet(self, servers: Sequence[Server]) -> tuple[Member | None, Found]:
-        """The group of all workers of `servers`; None when it did not come about, and why it did not."""
-        answered, found = await self._ask(servers, lambda server: ("ostinato_meet", ()))
-        if found:
-            return None, found
-        firsts, size = {}, 1
-        for server in servers:
-            firsts[server.name] = size
-            size += len(answered[server.name])
-        if self.member is not None and self._is_whole(self.member, answered, firsts, size):
+    async def _meet(self, replicas: Sequence[Replica]) -> tuple[Member | None, Outcomes]:
+        """The group of all workers of `replicas`; None when it did not come about, and why it did not."""
+        actors = [replica.actor for replica in replicas]
+        if self.member is not None and self.member.whole and actors == self._actors:
             return self.member, {}
         self._leave("another group is formed")
-        places = [answer["place"] for answers in answered.values() for answer in answers]
-        meeting = self._meeting(size, [place_of(self._device), *places])
+        places, outcomes = await self._ask(replicas, [("ostinato_place",) for _ in replicas])
+        if outcomes:
+            return None, outcomes
+        firsts = list(itertools.accumulate((len(answers) for answers in places), initial=1))
+        meeting = self._meeting(
+            firsts.pop(), [place_of(self._device), *(answer["place"] for answers in places for answer in answers)]
+        )
         joining = asyncio.create_task(asyncio.to_thread(Member, meeting, 0, self._device))
-        given = {server.name: ("ostinato_join", (asdict(meeting), firsts[server.name])) for server in servers}
-        _, found = await self._ask(servers, lambda server: given[server.name])
+        _, outcomes = await self._ask(replicas, [("ostinato_join", asdict(meeting), first) for first in firsts])
         try:
-            self.member = await joining
+            self.member, self._actors = await joining, actors
         except BrokenOff as error:
             wrong = SamplerOutOfSync(f"the workers did not form a group: {error}")
-            return None, {server.name: found.get(server.name, wrong) for server in servers}
-        return (self.member, {}) if not found else (None, found)
+            return None, {replica.name: outcomes.get(replica.name, wrong) for replica in replicas}
+        return (self.member, {}) if not outcomes else (None, outcomes)
 
     def _meeting(self, size: int, places: Sequence[Mapping[str, Any]]) -> Meeting:
         if self._store is None:
@@ -185,40 +197,29 @@ class ByBroadcast:
         name, port = f"ostinato-{secrets.token_hex(16)}", self._store[1]
         return Meeting(name, self._host, port, size, kind, self._seconds, self._bucket_bytes)
 
-    @staticmethod
-    def _is_whole(
-        member: Member, answered: Mapping[str, list[dict[str, Any]]], firsts: Mapping[str, int], size: int
-    ) -> bool:
-        ranks = [
-            answer["member"] == [member.meeting.name, firsts[name] + answer["rank"]]
-            for name, answers in answered.items()
-            for answer in answers
-        ]
-        return member.whole and member.meeting.size == size and all(ranks)
-
     async def _ask(
-        self, servers: Sequence[Server], call: Callable[[Server], tuple[str, tuple[Any, ...]]]
-    ) -> tuple[dict[str, list[dict[str, Any]]], Found]:
-        """(What the workers of each server answered, {}) or, when one did not, ({}, an error for each server)."""
+        self, replicas: Sequence[Replica], calls: Sequence[tuple[Any, ...]]
+    ) -> tuple[list[list[dict[str, Any]]], Outcomes]:
+        """(What the workers of each replica answered, {}) or, when one did not, ([], an error for each replica)."""
 
-        async def one(server: Server) -> list[dict[str, Any]]:
-            process, (method, args) = server.process, call(server)
+        async def ask(replica: Replica, call: tuple[Any, ...]) -> list[dict[str, Any]]:
+            actor = replica.running()
             try:
-                answers, _ = await server.remote.rpc(method, *args)
+                answers: list[dict[str, Any]] = await actor.call("rpc", *call)
             except WorkerDied:
-                await server.fail(process)
+                await replica.fail(actor)
                 raise
-            refuse_wrong(answers, [answer["boot"] for answer in answers], who=f"vLLM server {server.name}")
+            refuse_wrong(answers, [answer["boot"] for answer in answers], who=f"vLLM {replica.name}")
             return answers
 
-        got = await asyncio.gather(*(one(server) for server in servers), return_exceptions=True)
-        failed = [answers for answers in got if isinstance(answers, BaseException)]
-        if not failed:
-            return {s.name: a for s, a in zip(servers, got, strict=True) if not isinstance(a, BaseException)}, {}
-        others = SamplerOutOfSync(f"another server did not take part in the broadcast: {failed[0]}")
-        return {}, {
-            server.name: answers if isinstance(answers, BaseException) else others
-            for server, answers in zip(servers, got, strict=True)
+        answered = await asyncio.gather(*map(ask, replicas, calls), return_exceptions=True)
+        errors = [answers for answers in answered if isinstance(answers, BaseException)]
+        if not errors:
+            return [answers for answers in answered if not isinstance(answers, BaseException)], {}
+        others = SamplerOutOfSync(f"another replica did not take part in the broadcast: {errors[0]}")
+        return [], {
+            replica.name: answers if isinstance(answers, BaseException) else others
+            for replica, answers in zip(replicas, answered, strict=True)
         }
 
     def _leave(self, why: str) -> None:
@@ -229,10 +230,6 @@ class ByBroadcast:
     def close(self) -> None:
         self._leave("the pool closes")
         self._store = None
-
-
-def hosts_of(urls: Sequence[str]) -> list[str]:
-    return [urlsplit(url).hostname or "127.0.0.1" for url in urls]
 
 
 async def _awaited(loading: Awaitable[Receipt]) -> Receipt:

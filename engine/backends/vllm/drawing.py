@@ -1,10 +1,10 @@
-"""Completions of one call to a pool, as their chunks come in from its servers."""
+"""Completions of one call to a pool, as their chunks come in from its replicas."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
@@ -46,19 +46,19 @@ class Drawing:
                 yield token, logprob
             elif self.told[place] != token:
                 raise WorkerDied(
-                    "a server ended after its first tokens were told, and another drew other ones; call again"
+                    "a replica ended after its first tokens were told, and another drew other ones; call again"
                 )
 
     def completion(self) -> Completion:
-        assert self.stop is not None  # a server's answer ends when all its completions have
+        assert self.stop is not None  # a replica's answer ends when all its completions have
         return Completion(self.tokens, self.logprobs, self.stop)
 
 
-def once(prompts: list[TokenIds]) -> dict[str, Any]:
-    """Each distinct prompt once, and which one each completion continues."""
+def distinct_prompts(prompts: Sequence[TokenIds]) -> tuple[list[TokenIds], list[int]]:
+    """(each distinct prompt once, for each completion the index of the prompt that it continues)."""
     places: dict[tuple[int, ...], int] = {}
-    of = [places.setdefault(tuple(prompt), len(places)) for prompt in prompts]
-    return {"prompts": [list(prompt) for prompt in places], "of": of}
+    prompt_of = [places.setdefault(tuple(prompt), len(places)) for prompt in prompts]
+    return [list(prompt) for prompt in places], prompt_of
 
 
 Heard = SimpleQueue[tuple[int, int, float] | None]

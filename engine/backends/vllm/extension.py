@@ -240,11 +240,9 @@ class Extension:
 
     # -- broadcasts -------------------------------------------------------------------------------------------
 
-    def ostinato_meet(self) -> Answer:
-        """Where this worker computes, and the group whose broadcasts it can take."""
-        member = self._member()
-        found = None if member is None or not member.whole else [member.meeting.name, member.rank]
-        return self._answer(place=dict(place_of(self._device())), member=found)
+    def ostinato_place(self) -> Answer:
+        """Where this worker computes, by which the kind of the group is chosen."""
+        return self._answer(place=dict(place_of(self._device())))
 
     def ostinato_join(self, meeting: Mapping[str, Any], first: int) -> Answer:
         """Becomes rank `first` + its own of a new group, in the place of the one that it was in."""

@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.backends.vllm.architecture import Architecture
+from engine.backends.vllm.pool import VllmPool
+from engine.backends.vllm.replica import count_replicas
 from engine.backends.vllm.runtime import EngineOptions, Runtime
+from engine.protocol import ActorCount
 
 
 @dataclass(slots=True, eq=False)
@@ -20,7 +23,7 @@ class Host:
     config_folder: Path
     open: Callable[[Path, EngineOptions], Runtime]
     nbytes: int
-    """Bytes of the engine's memory that it takes: 0 for servers."""
+    """Bytes of the engine's memory that it takes: 0 for replicas."""
     loaded: str | None = None
     digest: str | None = None
     """Of the manifest that these came with: a policy that was redone under other numerics has other bytes."""
@@ -43,6 +46,12 @@ class Host:
     @property
     def is_open(self) -> bool:
         return self._runtime is not None and self._runtime.alive
+
+    @property
+    def actors(self) -> ActorCount:
+        """The replicas behind its runtime. Any thread may ask."""
+        runtime = self._runtime
+        return count_replicas(runtime.replicas) if isinstance(runtime, VllmPool) else ActorCount()
 
     def sleep(self) -> None:
         if self.options.sleep and self.is_open and not self.asleep:

@@ -1,4 +1,4 @@
-"""The weights that a pool's servers were given last: who is started again takes them."""
+"""The weights that a pool's replicas were given last: a replica that is started again takes them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Weights:
             for path, link in zip(self.paths, links, strict=True):
                 os.link(path, link)
         except OSError as error:
-            log.warning("the weights are not kept for servers that are started again: %s", error)
+            log.warning("the weights are not kept for replicas that are started again: %s", error)
             shutil.rmtree(folder, ignore_errors=True)
             return self
         return replace(self, paths=links, folder=folder)

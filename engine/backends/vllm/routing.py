@@ -1,8 +1,8 @@
-"""Which server draws which completion: the completions of one prompt go to one server, so that it computes the prompt
-once, until that server would hold more than its share.
+"""Which replica draws which completion: the completions of one prompt go to one replica, so that it computes the prompt
+once, until that replica would hold more than its share.
 
-Rendezvous hashing (Thaler and Ravishankar 1998) ranks the servers for a prompt: when a server comes or goes, only its
-own prompts move. Bounded loads (arXiv:1608.01350) keep the ranking from filling one server: none is given more than
+Rendezvous hashing (Thaler and Ravishankar 1998) ranks the replicas for a prompt: when a replica comes or goes, only its
+own prompts move. Bounded loads (arXiv:1608.01350) keep the ranking from filling one replica: none is given more than
 `BOUND` times the mean. Pure: equal arguments give equal plans.
 """
 
@@ -16,9 +16,9 @@ from hashlib import blake2b
 from engine.protocol import TokenIds
 
 BOUND = 1.25
-"""A server's outstanding tokens are at most this many times the mean over the servers that are open."""
+"""A replica's outstanding tokens are at most this many times the mean over the replicas that are open."""
 LEADING_TOKENS = 256
-"""So many tokens of a prompt decide its server: longer prompts that begin alike (a shared document, earlier turns)
+"""So many tokens of a prompt decide its replica: longer prompts that begin alike (a shared document, earlier turns)
 find their prefix in the same cache."""
 
 
@@ -38,24 +38,24 @@ def affinity(prompt: TokenIds) -> bytes:
     return blake2b(b"".join(token.to_bytes(8, "little") for token in leading), digest_size=16).digest()
 
 
-def ranking(key: bytes, servers: Sequence[str]) -> list[str]:
-    """All servers, the preferred one first."""
-    return sorted(servers, key=lambda name: (blake2b(name.encode(), key=key, digest_size=16).digest(), name))
+def ranking(key: bytes, replicas: Sequence[str]) -> list[str]:
+    """All replicas, the preferred one first."""
+    return sorted(replicas, key=lambda name: (blake2b(name.encode(), key=key, digest_size=16).digest(), name))
 
 
 def plan(works: Sequence[Work], outstanding: Mapping[str, int]) -> list[str]:
-    """The server of each piece of work.
+    """The replica of each piece of work.
 
     Args:
         works: in the order in which they are placed.
-        outstanding: by open server, the tokens of what it was given and has not finished. Servers that are down,
+        outstanding: by open replica, the tokens of what it was given and has not finished. Replicas that are down,
             drain, or hold other weights are left out by the caller.
 
     Raises:
-        ValueError: there is no server.
+        ValueError: there is no replica.
     """
     if not outstanding:
-        raise ValueError("there is no open server to give work to")
+        raise ValueError("there is no open replica to give work to")
     loads = dict(outstanding)
     limit = math.ceil(BOUND * (sum(loads.values()) + sum(work.tokens for work in works)) / len(loads))
     ranked: dict[bytes, list[str]] = {}
@@ -63,7 +63,7 @@ def plan(works: Sequence[Work], outstanding: Mapping[str, int]) -> list[str]:
     for work in works:
         order = ranked.get(work.key) or ranked.setdefault(work.key, ranking(work.key, list(loads)))
         fits = (name for name in order if loads[name] + work.tokens <= limit)
-        # a piece that is larger than the limit fits nowhere: the emptiest server takes it
+        # a piece that is larger than the limit fits nowhere: the emptiest replica takes it
         place = next(fits, None) or min(order, key=lambda name: loads[name])
         loads[place] += work.tokens
         places.append(place)

@@ -1,4 +1,4 @@
-"""Where vLLM runs, as `VllmSampler` sees it: one engine in this process (adapter.InProcess), or a pool of servers.
+"""Where vLLM runs, as `VllmSampler` sees it: one engine in this process (adapter.InProcess), or a pool of replicas.
 
 A runtime moves tokens and weights and answers for both; what a state is, and when to sync, is the sampler's business.
 """

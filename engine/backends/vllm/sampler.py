@@ -139,11 +139,13 @@ class VllmSampler:
     def _staged(self, trainer: Trainer, host: Host) -> Iterator[tuple[Source, Manifest]]:
         dtype = DTYPES[host.options.dtype]
         here = trainer if isinstance(trainer, TorchTrainer) else None
-        if self.spec.way in ("memory", "ipc", "nccl") and host.runtime.takes_tensors and here is not None:
+        if self.spec.transport in ("memory", "ipc", "nccl") and host.runtime.takes_tensors and here is not None:
             tensors = _Cast(here, dtype)
             yield tensors, manifest_of(tensors.items())
             return
-        inside = Path(self.spec.sync_folder) if self.spec.way == "checkpoint" and self.spec.sync_folder else None
+        # ranks on other machines do not see the shared memory of this one
+        shared = self.spec.sync_folder if self.spec.transport == "checkpoint" or here is None else None
+        inside = Path(shared) if shared else None
         with staging_folder(trainer.weights_nbytes, inside=inside) as folder:
             files = trainer.stage_weights(folder, dtype=dtype)
             yield files, manifest_of_files(files) if here is None else manifest_of(_Cast(here, dtype).items())
@@ -160,8 +162,7 @@ class VllmSampler:
         self._adapters_made += 1
         name = f"{state[:24]}-{id(self):x}-{self._adapters_made}"
         manifest = manifest_of((PEFT_PREFIX + own, tensor) for own, tensor in trainer.weights())
-        inside = Path(self.spec.sync_folder) if self.spec.urls and self.spec.sync_folder else None
-        with staging_folder(trainer.nbytes(training=False), inside=inside) as folder:
+        with staging_folder(trainer.nbytes(training=False)) as folder:
             trainer.export(folder)
             host.runtime.load_adapter(folder, name, manifest)
         self._adapter = name

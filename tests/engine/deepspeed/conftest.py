@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from engine.backends.causal_lm import load_causal_lm
-from engine.backends.group.group import Group
 from engine.backends.pieces import Tensors, open_checkpoint
 from engine.backends.protocol import Objective, UpdateReport
 from engine.backends.torch_trainer import TorchTrainer
+from engine.cluster.ranks import RankGroup
 from engine.samples import Sample
 from storage.chain import OptimizerSpec
 from tests.engine.deepspeed.lab import TARGET, lab_options
@@ -38,7 +38,7 @@ GRADIENT_TOLERANCE = rounding(terms=2_000, size=ADAMW.max_grad_norm)
 class OnRanks:
     """A trainer in the group."""
 
-    group: Group
+    group: RankGroup
     number: int
     folder: Path
     """For its files."""
@@ -59,19 +59,19 @@ class OnRanks:
         return str(self.call("weights_digest")[0])
 
 
-def make_group(ranks: int) -> Group:
-    return Group(TARGET, lab_options(), ranks=ranks, start_seconds=240, hang_seconds=120)
+def make_group(ranks: int) -> RankGroup:
+    return RankGroup(TARGET, lab_options(), ranks=ranks, start_seconds=240, hang_seconds=120)
 
 
 @pytest.fixture(scope="package")
-def two_ranks() -> Iterator[Group]:
+def two_ranks() -> Iterator[RankGroup]:
     group = make_group(2)
     yield group
     group.close()
 
 
 @pytest.fixture(scope="package")
-def one_rank() -> Iterator[Group]:
+def one_rank() -> Iterator[RankGroup]:
     group = make_group(1)
     yield group
     group.close()
@@ -82,7 +82,7 @@ def on_ranks(tmp_path: Path) -> Iterator[Callable[..., OnRanks]]:
     made: list[OnRanks] = []
 
     def load(
-        group: Group, folder: Path, *, dtype: str = "float32", head: str = "lm", init_seed: int = 0, **spec: Any
+        group: RankGroup, folder: Path, *, dtype: str = "float32", head: str = "lm", init_seed: int = 0, **spec: Any
     ) -> OnRanks:
         trainer = OnRanks(group, next(NUMBERS), tmp_path)
         trainer.call("load_with", lab_options(dtype, **spec), folder, head, init_seed)

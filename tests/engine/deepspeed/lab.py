@@ -16,9 +16,9 @@ from engine.adapters import Head
 from engine.backends.attention import PackedLayout
 from engine.backends.deepspeed.options import ZeroOptions
 from engine.backends.deepspeed.ranks import RankTrainers
-from engine.backends.group.progress import progress
 from engine.backends.packing import pack
 from engine.backends.pieces import Tensors
+from engine.cluster.rank_side import progress
 from engine.samples import Sample
 from engine.trainer_spec import DeepSpeedSpec
 from storage.chain import OptimizerSpec

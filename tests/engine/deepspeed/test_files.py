@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from engine.backends.group.group import Group
 from engine.backends.pieces import Tensors, open_checkpoint, part_file, piece_name, shapes_metadata
 from engine.backends.protocol import Objective
+from engine.cluster.ranks import RankGroup
 from engine.errors import BadSpec
 from engine.losses.spec import CrossEntropySpec
 from tests.engine.deepspeed.conftest import (
@@ -39,7 +39,7 @@ def moved(trainer: OnRanks, files: dict[str, Path]) -> dict[str, Path]:
 
 @pytest.mark.slow
 def test_zero_3_on_two_ranks_and_the_torch_trainer_read_each_other(
-    two_ranks: Group, on_ranks: Load, tiny_folder: Path, tmp_path: Path
+    two_ranks: RankGroup, on_ranks: Load, tiny_folder: Path, tmp_path: Path
 ) -> None:
     trainer, reference = on_ranks(two_ranks, tiny_folder, zero_stage=3), torch_trainer(tiny_folder)
     assert trainer.digest() == reference.weights_digest()[0]
@@ -70,7 +70,7 @@ def test_zero_3_on_two_ranks_and_the_torch_trainer_read_each_other(
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_layout_reads_every_other(
-    dtype: str, one_rank: Group, two_ranks: Group, on_ranks: Load, tiny_folder: Path, tmp_path: Path
+    dtype: str, one_rank: RankGroup, two_ranks: RankGroup, on_ranks: Load, tiny_folder: Path, tmp_path: Path
 ) -> None:
     """Round the houses: each layout reads what the one before it wrote. Nothing is lost on the way."""
     first = on_ranks(two_ranks, tiny_folder, zero_stage=2, dtype=dtype)
@@ -91,7 +91,7 @@ def test_every_layout_reads_every_other(
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_moments_start_anew_when_they_are_not_read(
-    stage: int, two_ranks: Group, on_ranks: Load, tiny_folder: Path
+    stage: int, two_ranks: RankGroup, on_ranks: Load, tiny_folder: Path
 ) -> None:
     trainer, fresh = on_ranks(two_ranks, tiny_folder, zero_stage=stage), torch_trainer(tiny_folder)
     weights = trainer.checkpoint()
@@ -115,7 +115,7 @@ def test_moments_start_anew_when_they_are_not_read(
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_an_export_is_a_plain_folder(
-    stage: int, two_ranks: Group, on_ranks: Load, tiny_folder: Path, tmp_path: Path
+    stage: int, two_ranks: RankGroup, on_ranks: Load, tiny_folder: Path, tmp_path: Path
 ) -> None:
     trainer = on_ranks(two_ranks, tiny_folder, zero_stage=stage)
     trainer.update(some_samples(), CE, ADAMW, 30)
@@ -137,7 +137,7 @@ def test_an_export_is_a_plain_folder(
 
 
 def test_a_folder_of_many_files_loads(
-    two_ranks: Group, on_ranks: Load, tiny_folder: Path, tmp_path: Path
+    two_ranks: RankGroup, on_ranks: Load, tiny_folder: Path, tmp_path: Path
 ) -> None:
     trainer = on_ranks(two_ranks, tiny_folder, zero_stage=3)
     folder = tmp_path / "staged"
@@ -194,7 +194,7 @@ def test_a_torn_file_and_a_set_without_weights_are_refused(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_a_misfit_leaves_the_trainer_as_it_was(
-    two_ranks: Group, on_ranks: Load, tiny_folder: Path, tmp_path: Path
+    two_ranks: RankGroup, on_ranks: Load, tiny_folder: Path, tmp_path: Path
 ) -> None:
     trainer = on_ranks(two_ranks, tiny_folder, zero_stage=2)
     trainer.update(some_samples(), CE, ADAMW, 30)

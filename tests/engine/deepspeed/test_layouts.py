@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.backends.group.group import Group
 from engine.backends.pieces import open_checkpoint
 from engine.backends.protocol import Objective
 from engine.backends.torch_trainer import TorchTrainer
+from engine.cluster.ranks import RankGroup
 from engine.errors import BadSpec, SampleTooLong
 from engine.losses.spec import CrossEntropySpec, GRPOSpec
 from engine.protocol import TokenSequence
@@ -68,7 +68,7 @@ def three_updates(
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_two_ranks_train_as_the_torch_trainer_does(
-    stage: int, expected: Expected, two_ranks: Group, on_ranks: Load, tiny_folder: Path
+    stage: int, expected: Expected, two_ranks: RankGroup, on_ranks: Load, tiny_folder: Path
 ) -> None:
     three_updates(on_ranks(two_ranks, tiny_folder, zero_stage=stage), expected, SPLIT)
 
@@ -92,7 +92,7 @@ def test_every_layout_trains_as_the_torch_trainer_does(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_ranks_without_work_take_part(stage: int, two_ranks: Group, on_ranks: Load, tiny_folder: Path) -> None:
+def test_ranks_without_work_take_part(stage: int, two_ranks: RankGroup, on_ranks: Load, tiny_folder: Path) -> None:
     """One sample on two ranks; three micro-batches on two ranks; then no sample that teaches anything."""
     reference, trainer = torch_trainer(tiny_folder), on_ranks(two_ranks, tiny_folder, zero_stage=stage)
     grpo = Objective(GRPOSpec(kl_beta=0.0))
@@ -109,7 +109,7 @@ def test_ranks_without_work_take_part(stage: int, two_ranks: Group, on_ranks: Lo
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_gradient_is_clipped_by_its_global_norm(
-    stage: int, two_ranks: Group, on_ranks: Load, tiny_folder: Path
+    stage: int, two_ranks: RankGroup, on_ranks: Load, tiny_folder: Path
 ) -> None:
     """eps beside which the clipped gradient counts: AdamW alone would hide a wrong scale."""
     clipped = OptimizerSpec(lr=1e-3, max_grad_norm=0.01, eps=1e-3)
@@ -125,7 +125,7 @@ def test_the_gradient_is_clipped_by_its_global_norm(
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 def test_logprobs_are_those_of_the_torch_trainer(
-    stage: int, two_ranks: Group, on_ranks: Load, tiny_folder: Path
+    stage: int, two_ranks: RankGroup, on_ranks: Load, tiny_folder: Path
 ) -> None:
     sequences = [TokenSequence(token_ids=s.token_ids, weights=s.weights) for s in some_samples([9, 31, 12])]
     wanted = torch_trainer(tiny_folder).logprobs(sequences, temperature=0.8, max_tokens=WHOLE)
@@ -141,7 +141,7 @@ def test_logprobs_are_those_of_the_torch_trainer(
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("spare", ["recompute", "offload", "offload_optimizer", "offload_parameters"])
 def test_saving_memory_changes_nothing(
-    stage: int, spare: str, two_ranks: Group, on_ranks: Load, tiny_folder: Path
+    stage: int, spare: str, two_ranks: RankGroup, on_ranks: Load, tiny_folder: Path
 ) -> None:
     if spare == "offload_parameters" and stage != 3:
         pytest.skip("only ZeRO 3 shards weights")
@@ -160,7 +160,9 @@ def test_saving_memory_changes_nothing(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_bfloat16_computes_on_float32_masters(stage: int, two_ranks: Group, on_ranks: Load, tiny_folder: Path) -> None:
+def test_bfloat16_computes_on_float32_masters(
+    stage: int, two_ranks: RankGroup, on_ranks: Load, tiny_folder: Path
+) -> None:
     reference = torch_trainer(tiny_folder, torch.bfloat16)
     trainer = on_ranks(two_ranks, tiny_folder, zero_stage=stage, dtype="bfloat16")
     assert trainer.digest() == reference.weights_digest()[0]  # masters are not made of rounded weights
@@ -181,7 +183,7 @@ def test_bfloat16_computes_on_float32_masters(stage: int, two_ranks: Group, on_r
 
 
 @pytest.mark.slow
-def test_two_runs_on_two_ranks_are_equal_to_the_byte(two_ranks: Group, on_ranks: Load, tiny_folder: Path) -> None:
+def test_two_runs_on_two_ranks_are_equal_to_the_byte(two_ranks: RankGroup, on_ranks: Load, tiny_folder: Path) -> None:
     digests = []
     for _ in range(2):
         trainer = on_ranks(two_ranks, tiny_folder, zero_stage=2)
@@ -192,7 +194,7 @@ def test_two_runs_on_two_ranks_are_equal_to_the_byte(two_ranks: Group, on_ranks:
 
 
 @pytest.mark.slow
-def test_what_a_rank_would_refuse_is_refused_by_all(two_ranks: Group, on_ranks: Load, tiny_folder: Path) -> None:
+def test_what_a_rank_would_refuse_is_refused_by_all(two_ranks: RankGroup, on_ranks: Load, tiny_folder: Path) -> None:
     """A rank that raises alone would leave the other one waiting for it."""
     trainer = on_ranks(two_ranks, tiny_folder, zero_stage=3)
     before = trainer.digest()

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from engine.backends.causal_lm import digest_tensors, load_causal_lm
 from engine.backends.deepspeed.backend import DeepSpeedBackend
 from engine.backends.deepspeed.hollow import Hollow, open_hollow, probe, streamed
-from engine.backends.group.group import Group
+from engine.cluster.ranks import RankGroup
 from engine.errors import BadModelFolder
 from engine.spec import LocalEngineSpec
 from engine.trainer_spec import DeepSpeedSpec
@@ -97,7 +97,7 @@ def test_names_that_transformers_translates_are_read_by_it(tiny_folder: Path, tm
 @pytest.mark.parametrize("stage", [3, 2, 1])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_each_rank_reads_its_part_and_no_more(
-    stage: int, dtype: str, two_ranks: Group, on_ranks: Load, tiny_folder: Path, tmp_path: Path
+    stage: int, dtype: str, two_ranks: RankGroup, on_ranks: Load, tiny_folder: Path, tmp_path: Path
 ) -> None:
     trainer = OnRanks(two_ranks, next(NUMBERS), tmp_path)
     counts = trainer.call("load_counting", lab_options(dtype, zero_stage=stage), tiny_folder)
@@ -115,7 +115,7 @@ def test_each_rank_reads_its_part_and_no_more(
 
 
 def test_a_folder_that_is_broken_is_refused_by_name(
-    two_ranks: Group, on_ranks: Load, tiny_folder: Path, tmp_path: Path
+    two_ranks: RankGroup, on_ranks: Load, tiny_folder: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "model"
     shutil.copytree(tiny_folder, folder)
@@ -130,7 +130,7 @@ def test_a_folder_that_is_broken_is_refused_by_name(
 
 @pytest.mark.parametrize("scalar", [False, True])
 def test_an_architecture_that_packs_wrongly_is_refused(
-    scalar: bool, two_ranks: Group, tiny_folder: Path, tmp_path: Path
+    scalar: bool, two_ranks: RankGroup, tiny_folder: Path, tmp_path: Path
 ) -> None:
     """By the engine's process, and by all ranks together: nothing hangs."""
     auto = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM

@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from engine.backends.group.group import Group
 from engine.backends.pieces import open_checkpoint
 from engine.backends.protocol import Objective
 from engine.backends.scalar_lm import load_model
 from engine.backends.torch_trainer import TorchTrainer
+from engine.cluster.ranks import RankGroup
 from engine.errors import BadSpec
 from engine.losses.spec import DPOSpec
 from storage.chain import OptimizerSpec
@@ -41,7 +41,7 @@ def scalar_folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -
 @pytest.mark.parametrize("reads", ["logprobs", "values"])
 @pytest.mark.parametrize("spec", LAYOUTS, ids=str)
 def test_every_loss_trains_on_two_ranks_as_on_one(
-    reads: str, spec: dict[str, object], two_ranks: Group, on_ranks: Load, tiny_folder: Path, scalar_folder: Path
+    reads: str, spec: dict[str, object], two_ranks: RankGroup, on_ranks: Load, tiny_folder: Path, scalar_folder: Path
 ) -> None:
     folder, scalar = (scalar_folder, True) if reads == "values" else (tiny_folder, False)
     cpu, f32 = torch.device("cpu"), torch.float32
@@ -60,7 +60,7 @@ def test_every_loss_trains_on_two_ranks_as_on_one(
     assert_weights_close(weights, dict(reference.weights()), updates=len(SPECS))
 
 
-def test_what_is_no_pair_leaves_the_ranks_alive(two_ranks: Group, on_ranks: Load, tiny_folder: Path) -> None:
+def test_what_is_no_pair_leaves_the_ranks_alive(two_ranks: RankGroup, on_ranks: Load, tiny_folder: Path) -> None:
     trainer = on_ranks(two_ranks, tiny_folder, zero_stage=3)
     samples = samples_near(lambda bare: [-5.5] * bare.trained, scalar=False)
     with pytest.raises(BadSpec, match=r"the group 'a' has 1 samples, preferred: \[False\]"):

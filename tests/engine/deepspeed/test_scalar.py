@@ -15,13 +15,13 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from engine.backends.causal_lm import digest_tensors, digest_weights
 from engine.backends.deepspeed.hollow import open_hollow, probe, streamed
-from engine.backends.group.group import Group
 from engine.backends.packing import pack
 from engine.backends.protocol import Objective
 from engine.backends.scalar_lm import ScalarLM, is_scalar, load_model
 from engine.backends.torch_backend import TorchBackend
 from engine.backends.torch_trainer import TorchTrainer
 from engine.backends.updates import adamw_groups, set_adamw
+from engine.cluster.ranks import RankGroup
 from engine.errors import BadModelFolder, BadSpec
 from engine.losses.spec import CrossEntropySpec, MSESpec, RankingSpec
 from engine.protocol import TokenSequence
@@ -68,7 +68,7 @@ def test_a_scalar_head_needs_one_number(tiny_folder: Path, tmp_path: Path) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_scalar_head_goes_through_zero(
-    stage: int, two_ranks: Group, on_ranks: Load, scalar_folder: Path, tmp_path: Path
+    stage: int, two_ranks: RankGroup, on_ranks: Load, scalar_folder: Path, tmp_path: Path
 ) -> None:
     trainer = on_ranks(two_ranks, scalar_folder, zero_stage=stage)
     digest, parts = digest_weights(load_scalar(scalar_folder))
@@ -117,7 +117,7 @@ def new_trainer(folder: Path) -> TorchTrainer:
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_language_model_gets_the_torch_trainer_s_head_on_ranks(
-    stage: int, two_ranks: Group, on_ranks: Load, tiny_folder: Path, tmp_path: Path
+    stage: int, two_ranks: RankGroup, on_ranks: Load, tiny_folder: Path, tmp_path: Path
 ) -> None:
     """The same head, the same values; the steps on values, pairs too, are the torch trainer's within rounding."""
     trainer = on_ranks(two_ranks, tiny_folder, head="scalar", init_seed=7, zero_stage=stage)
@@ -159,7 +159,7 @@ def test_a_language_model_gets_the_torch_trainer_s_head_on_ranks(
     ids=str,
 )  # fmt: skip
 def test_values_train_on_two_ranks_as_on_one(
-    spec: dict[str, object], two_ranks: Group, on_ranks: Load, scalar_folder: Path, tmp_path: Path
+    spec: dict[str, object], two_ranks: RankGroup, on_ranks: Load, scalar_folder: Path, tmp_path: Path
 ) -> None:
     """Loss and gradient over all trained tokens, whoever computes them; then files that either side reads."""
     samples, targets = some_samples([9, 14, 11, 6]), [0.5, -1.0, 2.0, 0.25]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.backends.group.group import Group
 from engine.backends.pieces import open_checkpoint
 from engine.backends.protocol import Objective
+from engine.cluster.ranks import RankGroup
 from engine.errors import BadSpec
 from engine.losses.spec import CrossEntropySpec, GRPOSpec
 from engine.protocol import TokenSequence
@@ -37,7 +37,7 @@ LAYOUTS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", LAYOUTS)
 def test_ranks_that_share_rows_train_as_the_torch_trainer_does(
-    spec: dict[str, object], two_ranks: Group, on_ranks: Load, tiny_folder: Path
+    spec: dict[str, object], two_ranks: RankGroup, on_ranks: Load, tiny_folder: Path
 ) -> None:
     reference, trainer = torch_trainer(tiny_folder), on_ranks(two_ranks, tiny_folder, sequence_parallel=2, **spec)
     grpo = Objective(GRPOSpec(clip_low=0.2, clip_high=0.2, kl_beta=0.1))

@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import httpx
@@ -85,11 +85,19 @@ class Served:
     """A server process; its first line says where it listens."""
 
     def __init__(
-        self, store_url: str, log: Path, *, port: int = 0, failpoint: str = "", token: str = "", grace: int = 20
+        self,
+        store_url: str,
+        log: Path,
+        *,
+        port: int = 0,
+        failpoint: str = "",
+        token: str = "",
+        grace: int = 20,
+        keys: Sequence[str] = ("deterministic=true", "threads=1"),
     ) -> None:
         command = [sys.executable, "-m", "flows.cli.main", "engine", "serve", "--storage", store_url]
         options = ["--port", str(port), "--grace-seconds", str(grace)]
-        keys = ["--set", "deterministic=true", "--set", "threads=1"]
+        sets = [f"--set={key}" for key in keys]
         environment = {
             "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",
@@ -99,7 +107,7 @@ class Served:
         self.log = log
         with log.open("a") as stderr:
             self.process = subprocess.Popen(
-                [*command, *options, *keys],
+                [*command, *options, *sets],
                 env=os.environ | environment,
                 stdout=subprocess.PIPE,
                 stderr=stderr,

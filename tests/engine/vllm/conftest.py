@@ -1,7 +1,8 @@
-"""One vLLM engine in this process, for every test of a file; a pool of two servers likewise."""
+"""One vLLM engine in this process, for every test of a file; a pool of two replicas likewise, on one private Ray."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,22 +14,25 @@ from engine.backends.tiny import build_tiny_model
 from engine.backends.torch_backend import TorchBackend
 from engine.backends.torch_trainer import TorchTrainer
 from engine.backends.vllm.manifest import manifest_of_files
-from engine.backends.vllm.opening import pool_of
+from engine.backends.vllm.placing import open_pool
 from engine.backends.vllm.pool import VllmPool
+from engine.cluster.connection import Cluster, connect
+from engine.cluster_spec import ClusterSpec
 from engine.protocol import Completion
 from engine.sampler_spec import VllmSpec
 from tests.engine.vllm.gating import move, spec_of
+from tests.engine.vllm.planted import FOLDER_ENV
 from tests.engine.vllm.pools import (
     LONG,
     OPTIONS,
     PROMPTS,
+    ROOT,
     SEEDS,
     SHORT,
-    PlantedPlan,
     Weights,
-    group_of,
+    alive,
     load,
-    members,
+    processes_of,
     until,
 )
 
@@ -60,7 +64,7 @@ def sampler(backend: Any, trainer: TorchTrainer) -> Iterator[Any]:
     sampler.close()
 
 
-# -- servers ------------------------------------------------------------------------------------------------------
+# -- replicas ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -74,38 +78,48 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> list[Weights]:
     return made
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that planted.Planted looks into."""
     return tmp_path_factory.mktemp("faults")
 
 
 @pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory, weights: list[Weights], faults: Path) -> Iterator[VllmPool]:
-    spec = VllmSpec(servers=2, answer_seconds=15, start_seconds=300)
-    config, folder = weights[0].files[0].parent, tmp_path_factory.mktemp("pool")
-    opened = pool_of(PlantedPlan(spec, OPTIONS, config, folder, "a" * 32, faults))
-    groups = [group_of(server) for server in opened.servers]
+def cluster(faults: Path) -> Iterator[Cluster]:
+    """One private Ray for a file: a pool that opens shares it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(FOLDER_ENV, str(faults))
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+        connection = connect(ClusterSpec())
+    yield connection
+    connection.release()
+
+
+@pytest.fixture(scope="module")
+def pool(cluster: Cluster, weights: list[Weights]) -> Iterator[VllmPool]:
+    spec = VllmSpec(replicas=2, answer_seconds=15, start_seconds=300)
+    opened = open_pool(spec, weights[0].files[0].parent, OPTIONS)
+    processes = [process for replica in opened.replicas for process in processes_of(replica)]
     yield opened
-    groups += [group_of(server) for server in opened.servers]
+    processes += [process for replica in opened.replicas if replica.actor for process in processes_of(replica)]
     opened.close()
-    assert not [group for group in groups if members(group)]
+    assert not alive(processes)
 
 
 @pytest.fixture
 def loaded(pool: VllmPool, weights: list[Weights]) -> VllmPool:
-    """Both servers up, with weights 0."""
-    until(lambda: all(server.phase == "up" for server in pool.servers))
+    """Both replicas up, with weights 0."""
+    until(lambda: all(replica.phase == "up" for replica in pool.replicas))
     load(pool, weights[0])
-    assert [server.held for server in pool.servers] == ["state-0", "state-0"]
+    assert [replica.held for replica in pool.replicas] == ["state-0", "state-0"]
     return pool
 
 
 @pytest.fixture(scope="module")
 def expected(pool: VllmPool, weights: list[Weights]) -> dict[int, list[Completion]]:
-    """What one server alone draws, by max_new_tokens."""
+    """What one replica alone draws, by max_new_tokens."""
     load(pool, weights[0])
-    two = pool.servers[1]
-    two.held = None
-    found = {params.max_new_tokens: pool.generate(PROMPTS, SEEDS, params) for params in (SHORT, LONG)}
+    pool.replicas[1].held = None
+    drawn = {params.max_new_tokens: pool.generate(PROMPTS, SEEDS, params) for params in (SHORT, LONG)}
     pool.check("state-0")
-    return found
+    return drawn

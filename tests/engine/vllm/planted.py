@@ -1,4 +1,4 @@
-"""Faults for servers of the pool tests: vLLM's workers import this as their extension."""
+"""Faults for replicas of the pool tests: vLLM's workers import this as their extension."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from typing import Any
 from torch import Tensor
 
 from engine.backends.vllm.extension import Extension
+from engine.backends.vllm.replica_actor import REPLICA_ENV
 
-FOLDER_ENV, SERVER_ENV = "OSTINATO_TEST_FAULTS", "OSTINATO_TEST_SERVER"
+PLANTED = f"{__name__}.Planted"
+FOLDER_ENV = "OSTINATO_TEST_FAULTS"
+"""Set before Ray starts: its workers inherit the environment."""
 
 
 class Planted(Extension):
-    """Does what it should unless a file in the folder of faults, of the server's name, says otherwise."""
+    """Does what it should unless a file in the folder of faults, of the replica's name, says otherwise."""
 
     def ostinato_apply(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         if _planted(".broken"):
@@ -36,4 +39,4 @@ class Planted(Extension):
 
 
 def _planted(kind: str) -> bool:
-    return Path(os.environ[FOLDER_ENV], os.environ[SERVER_ENV] + kind).exists()
+    return Path(os.environ[FOLDER_ENV], os.environ[REPLICA_ENV] + kind).exists()

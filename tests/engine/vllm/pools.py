@@ -1,50 +1,36 @@
-"""What the tests of real vLLM servers share: prompts, plans with faults planted, and looks at processes."""
+"""What the tests of real vLLM replicas share: prompts, and looks at processes."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from engine.backends.vllm.launching import Plan
 from engine.backends.vllm.pool import VllmPool
+from engine.backends.vllm.replica import Replica
 from engine.backends.vllm.runtime import EngineOptions, Manifest
-from engine.backends.vllm.server import Launch, Server
+from engine.cluster.actors import Actor
 from engine.protocol import Completion, SamplingParams
+from tests.engine.vllm.planted import PLANTED
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
+ROOT = Path(__file__).parents[3]
 OPTIONS = EngineOptions(
     dtype="float32",
     max_context=512,
     vocab_size=259,
     eos_token_ids=(2,),
     kv_cache_bytes=128 << 20,
-    extension="planted.Planted",
+    extension=PLANTED,
 )
 PROMPTS = [[10 + group, 20, 30 + group] for group in range(4) for _ in range(4)]
 SEEDS = list(range(len(PROMPTS)))
 SHORT = SamplingParams(max_new_tokens=12, min_new_tokens=12)
 LONG = SamplingParams(max_new_tokens=400, min_new_tokens=400)
-
-
-@dataclass(frozen=True, slots=True)
-class PlantedPlan(Plan):
-    """Servers whose workers do wrong what the folder of faults tells them to."""
-
-    faults: Path = Path()
-
-    def launch(self, index: int, *, host: str = "127.0.0.1", port: int = 0) -> Launch:
-        launch = Plan.launch(self, index, host=host, port=port)
-        planted = {"OSTINATO_TEST_FAULTS": str(self.faults), "OSTINATO_TEST_SERVER": launch.name}
-        path = f"{launch.environment['PYTHONPATH']}{os.pathsep}{HERE}"
-        return replace(launch, environment={**launch.environment, **planted, "PYTHONPATH": path})
 
 
 @dataclass(frozen=True)
@@ -65,56 +51,62 @@ def until(condition: Callable[[], bool], seconds: float = 300) -> None:
         time.sleep(0.05)
 
 
-def group_of(server: Server) -> int:
-    assert server.process is not None
-    return server.process.group
+def process_of(replica: Replica) -> psutil.Process:
+    """The actor's own process, which answers the pool."""
+    whereabouts = replica.running().process
+    assert whereabouts is not None
+    return psutil.Process(whereabouts.pid)
 
 
-def members(group: int) -> list[int]:
-    """Living processes of a process group."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
-        except (ProcessLookupError, psutil.NoSuchProcess):
-            continue
-    return found
+def processes_of(replica: Replica) -> list[psutil.Process]:
+    """The actor's process and all below it."""
+    process = process_of(replica)
+    return [process, *process.children(recursive=True)]
 
 
-def web_of(server: Server) -> psutil.Process:
-    """The process that answers HTTP: the one child of the leash."""
-    (web,) = psutil.Process(group_of(server)).children()
-    return web
+def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
+    return [process for process in processes if is_alive(process)]
 
 
-def core_of(server: Server) -> psutil.Process:
-    """vLLM's engine, a process below the one that answers HTTP; with one rank it computes, too."""
-    return named(server, "EngineCore")[0]
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
-def named(server: Server, what: str) -> list[psutil.Process]:
-    """The processes under a server that go by such a title."""
-    below = web_of(server).children(recursive=True)
+def core_of(replica: Replica) -> psutil.Process:
+    """vLLM's engine, a process below the one that answers; with one rank it computes, too."""
+    return named(replica, "EngineCore")[0]
+
+
+def named(replica: Replica, what: str) -> list[psutil.Process]:
+    """The processes under a replica that go by such a title."""
+    below = process_of(replica).children(recursive=True)
     return [process for process in below if what in " ".join([process.name(), *process.cmdline()])]
 
 
-def given(pool: VllmPool, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Completions that each server is asked for from now on."""
+def call(pool: VllmPool, replica: Replica, method: str, *args: Any) -> Any:
+    """A method of the actor itself, past the pool."""
+    return pool._run(replica.running().call(method, *args))
+
+
+def count_requests(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Completions that each replica is asked for from now on, by name."""
     counts: dict[str, int] = {}
-    for server in pool.servers:
-        chunks = server.remote.chunks
+    stream = Actor.stream
 
-        def counting(body: dict[str, Any], server: Server = server, chunks: Any = chunks) -> Any:
-            counts[server.name] = counts.get(server.name, 0) + len(body["seeds"])
-            return chunks(body)
+    def counting(self: Actor, method: str, *args: Any) -> Any:
+        name, seeds = self.name.removeprefix("vLLM "), args[3]
+        counts[name] = counts.get(name, 0) + len(seeds)
+        return stream(self, method, *args)
 
-        monkeypatch.setattr(server.remote, "chunks", counting)
+    monkeypatch.setattr(Actor, "stream", counting)
     return counts
 
 
-def same(found: list[Completion], expected: list[Completion]) -> None:
-    assert [c.token_ids for c in found] == [c.token_ids for c in expected]
-    assert [c.stop_reason for c in found] == [c.stop_reason for c in expected]
-    for one, other in zip(found, expected, strict=True):
+def same(drawn: list[Completion], expected: list[Completion]) -> None:
+    assert [c.token_ids for c in drawn] == [c.token_ids for c in expected]
+    assert [c.stop_reason for c in drawn] == [c.stop_reason for c in expected]
+    for one, other in zip(drawn, expected, strict=True):
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import pytest
@@ -253,17 +253,34 @@ class Worker(Extension):
         return True
 
 
-class FakeServer:
+@dataclass(eq=False)
+class Process:
+    """One start of a replica, as its actor."""
+
+    replica: FakeReplica
+
+    async def call(self, method: str, *args: Any) -> list[Any]:
+        assert method == "rpc"
+        return await self.replica.rpc(*args)
+
+
+class FakeReplica:
     """Two workers; `dies_in`: the method in which it is killed."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.dies_in, self.process = name, "", None
+        self.name, self.dies_in = name, ""
         self.workers = [Worker(rank) for rank in range(2)]
         self.joins = 0
-        self.remote = self
+        self.actor = Process(self)
 
-    async def rpc(self, method: str, *args: Any) -> tuple[list[Any], str]:
-        args = tuple(json.loads(json.dumps(args)))  # what HTTP does to them
+    def running(self) -> Process:
+        return self.actor
+
+    def restart(self) -> None:
+        self.workers = [Worker(rank) for rank in range(2)]
+        self.actor = Process(self)
+
+    async def rpc(self, method: str, *args: Any) -> list[Any]:
         if method == self.dies_in:
             self.dies_in = ""
             for worker in self.workers:
@@ -271,77 +288,79 @@ class FakeServer:
             raise WorkerDied(f"{self.name} was killed")
         self.joins += method == "ostinato_join"
         loop = asyncio.get_running_loop()
-        with ThreadPoolExecutor() as threads:  # all workers of all servers wait for each other
+        with ThreadPoolExecutor() as threads:  # all workers of all replicas wait for each other
             calls = [loop.run_in_executor(threads, getattr(worker, method), *args) for worker in self.workers]
-            return list(await asyncio.gather(*calls)), "boot"
+            return list(await asyncio.gather(*calls))
 
-    async def fail(self, process: Any) -> None:
+    async def fail(self, actor: Any) -> None:
         """The pool starts it again: it is there at the next try of all."""
 
 
-async def load_into(server: Any, weights: Weights) -> Receipt:
-    answers, _ = await server.rpc("ostinato_load", weights.source, weights.manifest, weights.state)
+async def load_into(replica: Any, weights: Weights) -> Receipt:
+    answers = await replica.rpc("ostinato_load", weights.source, weights.manifest, weights.state)
     if wrong := [answer["wrong"] for answer in answers if answer["wrong"]]:
         raise SamplerOutOfSync(wrong[0])
     return Receipt(weights.state, len(weights.manifest), 0)
 
 
-def delivered(delivery: ByBroadcast, servers: list[Any], tensors: dict[str, Tensor]) -> list[Any]:
+def delivered(delivery: ByBroadcast, replicas: list[Any], tensors: dict[str, Tensor]) -> list[Any]:
     weights = Weights((), manifest_of(tensors.items()), "state", False)
-    found = asyncio.run(delivery.deliver(servers, weights, tensors, load_into))
-    for server, outcome in zip(servers, found, strict=True):
+    found = asyncio.run(delivery.deliver(replicas, weights, tensors, load_into))
+    for replica, outcome in zip(replicas, found, strict=True):
         if isinstance(outcome, Receipt):
-            assert [worker.got for worker in server.workers] == [weights.manifest] * 2
+            assert [worker.got for worker in replica.workers] == [weights.manifest] * 2
     return [type(outcome) for outcome in found]
 
 
 @pytest.fixture
 def delivery() -> Iterator[ByBroadcast]:
-    delivery = ByBroadcast(["127.0.0.1"], CPU, seconds=30, bucket_bytes=1000)
+    delivery = ByBroadcast("127.0.0.1", CPU, seconds=30, bucket_bytes=1000)
     yield delivery
     delivery.close()
 
 
 @pytest.fixture
-def servers(delivery: ByBroadcast) -> Iterator[list[Any]]:
-    servers = [FakeServer(name) for name in "abc"]
-    yield servers
-    for server in servers:
-        for worker in server.workers:
+def replicas(delivery: ByBroadcast) -> Iterator[list[Any]]:
+    replicas = [FakeReplica(name) for name in "abc"]
+    yield replicas
+    for replica in replicas:
+        for worker in replica.workers:
             worker._leave("")
 
 
-def test_a_group_stays_until_a_worker_is_another(delivery: ByBroadcast, servers: list[Any]) -> None:
-    servers = servers[:2]
+def test_a_group_stays_until_a_worker_is_another(delivery: ByBroadcast, replicas: list[Any]) -> None:
+    replicas = replicas[:2]
     for seed in (0, 1):
-        assert delivered(delivery, servers, tensors_of(seed)) == [Receipt, Receipt]
-    assert [server.joins for server in servers] == [1, 1]
-    servers[1].workers[0]._leave("")
-    servers[1].workers[0] = Worker(0)  # started again
-    assert delivered(delivery, servers, tensors_of(2)) == [Receipt, Receipt]
-    assert [server.joins for server in servers] == [2, 2]
-    assert delivered(delivery, servers[:1], tensors_of(3)) == [Receipt]  # one fewer
-    assert [server.joins for server in servers] == [3, 2]
+        assert delivered(delivery, replicas, tensors_of(seed)) == [Receipt, Receipt]
+    assert [replica.joins for replica in replicas] == [1, 1]
+    for worker in replicas[1].workers:
+        worker._leave("")
+    replicas[1].restart()
+    assert delivered(delivery, replicas, tensors_of(2)) == [Receipt, Receipt]
+    assert [replica.joins for replica in replicas] == [2, 2]
+    assert delivered(delivery, replicas[:1], tensors_of(3)) == [Receipt]  # one fewer
+    assert [replica.joins for replica in replicas] == [3, 2]
 
 
-@pytest.mark.parametrize("method", ["ostinato_meet", "ostinato_load"])
-def test_a_server_that_dies_costs_the_others_a_second_try(
-    delivery: ByBroadcast, servers: list[Any], method: str
+@pytest.mark.parametrize("method", ["ostinato_place", "ostinato_join", "ostinato_load"])
+def test_a_replica_that_dies_costs_the_others_a_second_try(
+    delivery: ByBroadcast, replicas: list[Any], method: str
 ) -> None:
-    assert delivered(delivery, servers, tensors_of()) == [Receipt] * 3
-    servers[1].dies_in = method
-    assert delivered(delivery, servers, tensors_of(1)) == [Receipt, WorkerDied, Receipt]
-    assert delivered(delivery, servers, tensors_of(2)) == [Receipt] * 3
+    if method == "ostinato_load":  # in a group that is there already
+        assert delivered(delivery, replicas, tensors_of()) == [Receipt] * 3
+    replicas[1].dies_in = method
+    assert delivered(delivery, replicas, tensors_of(1)) == [Receipt, WorkerDied, Receipt]
+    assert delivered(delivery, replicas, tensors_of(2)) == [Receipt] * 3
 
 
-def test_when_all_die_all_are_said_to_have_died(delivery: ByBroadcast, servers: list[Any]) -> None:
-    for server in servers:
-        server.dies_in = "ostinato_load"
-    assert delivered(delivery, servers, tensors_of()) == [WorkerDied] * 3
+def test_when_all_die_all_are_said_to_have_died(delivery: ByBroadcast, replicas: list[Any]) -> None:
+    for replica in replicas:
+        replica.dies_in = "ostinato_load"
+    assert delivered(delivery, replicas, tensors_of()) == [WorkerDied] * 3
 
 
 def test_what_the_trainer_raises_is_raised_and_the_next_delivery_is_whole(
-    delivery: ByBroadcast, servers: list[Any]
+    delivery: ByBroadcast, replicas: list[Any]
 ) -> None:
     class Trainer(dict[str, Tensor]):
         def __getitem__(self, name: str) -> Tensor:
@@ -352,5 +371,5 @@ def test_what_the_trainer_raises_is_raised_and_the_next_delivery_is_whole(
     tensors = tensors_of()
     weights = Weights((), manifest_of(tensors.items()), "state", False)
     with pytest.raises(RuntimeError, match="CUDA error"):
-        asyncio.run(delivery.deliver(servers, weights, Trainer(tensors), load_into))  # type: ignore[arg-type]
-    assert delivered(delivery, servers, tensors) == [Receipt] * 3
+        asyncio.run(delivery.deliver(replicas, weights, Trainer(tensors), load_into))  # type: ignore[arg-type]
+    assert delivered(delivery, replicas, tensors) == [Receipt] * 3

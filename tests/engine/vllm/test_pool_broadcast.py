@@ -1,9 +1,7 @@
-"""Two vLLM servers that take weights by a broadcast: every gate of a sync holds, with faults planted on the way."""
+"""Two vLLM replicas that take weights by a broadcast: every gate of a sync holds, with faults planted on the way."""
 
 from __future__ import annotations
 
-import asyncio
-import functools
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -16,44 +14,37 @@ from torch import Tensor
 
 from engine.adapters import LoraSpec
 from engine.backends.torch_backend import TorchBackend
-from engine.backends.vllm import delivery, opening
+from engine.backends.vllm import delivery
 from engine.backends.vllm.backend import VllmSamplers
+from engine.cluster.connection import Cluster
 from engine.errors import SamplerOutOfSync
 from tests.engine.vllm.gating import LAYER, assert_drawn_from, assert_recovers, assert_refused, draw, move, spec_of
-from tests.engine.vllm.pools import PlantedPlan, Weights, core_of, load, until
+from tests.engine.vllm.planted import PLANTED
+from tests.engine.vllm.pools import Weights, call, core_of, load, until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-SPEC = spec_of(servers=2, transport="nccl", sync_seconds=30, answer_seconds=60, start_seconds=300)
+SPEC = spec_of(replicas=2, transport="nccl", sync_seconds=30, answer_seconds=60, start_seconds=300)
 ONE, OTHER = LAYER + "self_attn.o_proj.weight", "model.layers.2.self_attn.o_proj.weight"
 """Of one shape."""
 Pairs = Iterator[tuple[str, Tensor]]
 
 
 @pytest.fixture(scope="module")
-def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("faults")
-
-
-@pytest.fixture(scope="module")
-def backend(faults: Path) -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(opening, "Plan", functools.partial(PlantedPlan, faults=faults))
-        backend = VllmSamplers(
-            SPEC, compute_dtype=torch.float32, device=torch.device("cpu"), extension="planted.Planted"
-        )
-        yield backend
-        backend.close()
+def backend(cluster: Cluster) -> Iterator[Any]:
+    backend = VllmSamplers(SPEC, compute_dtype=torch.float32, device=torch.device("cpu"), extension=PLANTED)
+    yield backend
+    backend.close()
 
 
 @pytest.fixture
 def sampler(backend: Any, trainer: Any) -> Iterator[Any]:
-    """Two servers hold state-0; the trainer has gone on to other weights."""
+    """Two replicas hold state-0; the trainer has gone on to other weights."""
     sampler = backend.sampler(trainer)
     pool = sampler._host.runtime
-    until(lambda: all(server.phase == "up" for server in pool.servers))
+    until(lambda: all(replica.phase == "up" for replica in pool.replicas))
     sampler.sync(trainer, "state-0")
-    assert [server.held for server in pool.servers] == ["state-0"] * 2
+    assert [replica.held for replica in pool.replicas] == ["state-0"] * 2
     move(trainer)
     yield sampler
     sampler.close()
@@ -82,7 +73,7 @@ def test_files_are_sent_too(sampler: Any, trainer: Any, weights: list[Weights]) 
     """What a trainer of other processes staged."""
     pool = sampler._host.runtime
     load(pool, weights[1])
-    assert [server.held for server in pool.servers] == ["state-1"] * 2
+    assert [replica.held for replica in pool.replicas] == ["state-1"] * 2
     pool.check("state-1", full=True)
 
 
@@ -104,19 +95,19 @@ def test_two_tensors_of_one_shape_swapped(sampler: Any, trainer: Any, monkeypatc
 def test_half_of_the_replicas_only_acknowledge(
     sampler: Any, trainer: Any, monkeypatch: pytest.MonkeyPatch, faults: Path
 ) -> None:
-    (faults / "server-1").touch()
+    (faults / "replica-1").touch()
     try:
-        assert_refused(sampler, trainer, "server-1.* is not what the live model computes with")
+        assert_refused(sampler, trainer, "replica-1.* is not what the live model computes with")
     finally:
-        (faults / "server-1").unlink()
+        (faults / "replica-1").unlink()
     assert_recovers(sampler, trainer, monkeypatch)
 
 
 def test_weights_that_change_after_the_sync(sampler: Any, trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sampler.sync(trainer, "state-1")
     pool = sampler._host.runtime
-    for server in pool.servers:
-        asyncio.run_coroutine_threadsafe(server.remote.rpc("ostinato_check_and_spoil"), pool._loop).result()
+    for replica in pool.replicas:
+        call(pool, replica, "rpc", "ostinato_check_and_spoil")
     with pytest.raises(SamplerOutOfSync, match=r"tensor model\.norm\.weight changed"):
         draw(sampler)
     assert sampler.holds is None
@@ -139,9 +130,9 @@ def test_a_sender_that_fails_in_the_middle(sampler: Any, trainer: Any, monkeypat
 def test_a_receiver_that_is_gone_in_the_middle(
     sampler: Any, trainer: Any, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
-    """The other server gets everything at a second try; the next sync has both again."""
+    """The other replica gets everything at a second try; the next sync has both again."""
     pool = sampler._host.runtime
-    lost, kept = pool.servers
+    lost, kept = pool.replicas
     starts, victim, signalled = lost.starts, core_of(lost).pid, []
 
     def strike(pairs: Pairs) -> Pairs:
@@ -164,7 +155,7 @@ def test_a_receiver_that_is_gone_in_the_middle(
     assert_drawn_from(trainer, draw(sampler))
 
 
-def test_a_frozen_base_is_sent_again_when_a_server_came_back_without_it(tiny_folder: Path) -> None:
+def test_a_frozen_base_is_sent_again_when_a_replica_came_back_without_it(cluster: Cluster, tiny_folder: Path) -> None:
     backend = VllmSamplers(SPEC, compute_dtype=torch.float32, device=torch.device("cpu"))
     try:
         adapter = TorchBackend.adapter(
@@ -178,7 +169,7 @@ def test_a_frozen_base_is_sent_again_when_a_server_came_back_without_it(tiny_fol
         move(adapter, seed=1)
         sampler.sync(adapter, "state-1")
         assert sampler._host.loads == loads
-        lost = sampler._host.runtime.servers[1]
+        lost = sampler._host.runtime.replicas[1]
         starts = lost.starts
         core_of(lost).kill()
         until(lambda: lost.starts > starts and lost.phase == "up")

@@ -1,4 +1,4 @@
-"""The sampler over a pool of two real vLLM servers: LoRA adapters by hot load, the gate, sleep and wake."""
+"""The sampler over a pool of two real vLLM replicas: LoRA adapters by hot load, the gate, sleep and wake."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from engine.adapters import LoraSpec
 from engine.backends.shared_base import AdapterTrainer
 from engine.backends.torch_backend import TorchBackend
 from engine.backends.vllm.pool import VllmPool
+from engine.cluster.connection import Cluster
 from engine.protocol import TokenSequence
 from tests.engine.vllm.gating import PARAMS, move, spec_of
-from tests.engine.vllm.pools import given, until, web_of
+from tests.engine.vllm.pools import call, count_requests, process_of, until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 PROMPTS = [[10 + n, 20, 30 + n] for n in range(8)]
 SEEDS = list(range(len(PROMPTS)))
-SPEC = spec_of(servers=2, sleep=True, kv_cache_gib=0.125, answer_seconds=60)
+SPEC = spec_of(replicas=2, sleep=True, kv_cache_gib=0.125, answer_seconds=60)
 
 
 @pytest.fixture(scope="module")
-def backend() -> Iterator[Any]:
+def backend(cluster: Cluster) -> Iterator[Any]:
     from engine.backends.vllm.backend import VllmSamplers
 
     backend = VllmSamplers(SPEC, compute_dtype=torch.float32, device=torch.device("cpu"))
@@ -47,9 +48,9 @@ def adapter(base: Any) -> AdapterTrainer:
 
 @pytest.fixture
 def sampler(backend: Any, adapter: AdapterTrainer) -> Iterator[Any]:
-    """Both servers up, and synced."""
+    """Both replicas up, and synced."""
     sampler = backend.sampler(adapter)
-    until(lambda: all(server.phase == "up" for server in pool_of(sampler).servers))
+    until(lambda: all(replica.phase == "up" for replica in pool_of(sampler).replicas))
     sampler._host.loaded = None  # who came back without weights gets them too
     sampler.sync(adapter, "state-0")
     yield sampler
@@ -76,13 +77,13 @@ def assert_drawn_from(trainer: Any, drawn: list[Any]) -> None:
         assert one.logprobs == pytest.approx(ours, abs=0.05)
 
 
-def test_an_adapter_goes_to_every_server_and_follows_the_trainer(
+def test_an_adapter_goes_to_every_replica_and_follows_the_trainer(
     sampler: Any, adapter: AdapterTrainer, base: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = given(pool_of(sampler), monkeypatch)
+    asked = count_requests(monkeypatch)
     first = draw(sampler)
     assert_drawn_from(adapter, first)
-    assert sorted(asked) == ["server-0", "server-1"]
+    assert sorted(asked) == ["replica-0", "replica-1"]
     assert sampler.receipt.tensors == len(list(base.model.exported_weights())) and sampler.gap is not None
     move(adapter, seed=5, by=0.2)
     loads = sampler._host.loads
@@ -93,13 +94,13 @@ def test_an_adapter_goes_to_every_server_and_follows_the_trainer(
     assert [one.logprobs for one in first] != [one.logprobs for one in second]
 
 
-def test_an_adapter_that_was_removed_is_in_no_server(sampler: Any, adapter: AdapterTrainer) -> None:
+def test_an_adapter_that_was_removed_is_in_no_replica(sampler: Any, adapter: AdapterTrainer) -> None:
     pool, name = pool_of(sampler), sampler._adapter
     sampler.sync(adapter, "state-1")
-    for server in pool.servers:
-        answers, _ = pool._run(server.remote.rpc("ostinato_check_adapter", name))
+    for replica in pool.replicas:
+        answers = call(pool, replica, "rpc", "ostinato_check_adapter", name)
         assert answers[0]["wrong"] == f"it holds no adapter {name}"
-        assert server.adapters == {sampler._adapter}
+        assert replica.adapters == {sampler._adapter}
 
 
 def test_two_adapters_on_one_base_are_drawn_from_apart(
@@ -115,42 +116,38 @@ def test_two_adapters_on_one_base_are_drawn_from_apart(
     second.close()
 
 
-def test_a_server_that_ends_gets_base_and_adapter_at_the_next_sync(
+def test_a_replica_that_ends_gets_base_and_adapter_at_the_next_sync(
     sampler: Any, adapter: AdapterTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool = pool_of(sampler)
-    server = pool.servers[0]
-    before = server.starts
-    web_of(server).kill()
-    until(lambda: server.starts > before and server.phase == "up")
-    assert server.held == sampler._base and not server.adapters  # the base was kept; no adapter can be
-    asked = given(pool, monkeypatch)
+    replica = pool.replicas[0]
+    before = replica.starts
+    process_of(replica).kill()
+    until(lambda: replica.starts > before and replica.phase == "up")
+    assert replica.held == sampler._base and not replica.adapters  # the base was kept; no adapter can be
+    asked = count_requests(monkeypatch)
     assert_drawn_from(adapter, draw(sampler))  # by the other one
-    assert sorted(asked) == ["server-1"]
+    assert sorted(asked) == ["replica-1"]
     sampler.sync(adapter, "state-1")
     assert_drawn_from(adapter, draw(sampler))
-    assert sorted(asked) == ["server-0", "server-1"]
+    assert sorted(asked) == ["replica-0", "replica-1"]
 
 
-def test_a_sleep_stops_every_server_and_the_next_sync_brings_all_back(
+def test_a_sleep_stops_every_replica_and_the_next_sync_brings_all_back(
     backend: Any, sampler: Any, adapter: AdapterTrainer
 ) -> None:
     """On the CPU vLLM frees nothing in a sleep, but it stops computing, as on a GPU."""
     pool, before = pool_of(sampler), draw(sampler)
     backend.make_way()
-    assert sampler.holds is None and [server.held for server in pool.servers] == [None, None]
-    assert [pool._run(_asleep(server)) for server in pool.servers] == [True, True]
-    server = pool.servers[1]
-    starts = server.starts
-    web_of(server).kill()
-    until(lambda: server.starts > starts and server.phase == "up")
-    assert pool._run(_asleep(server)) and server.held is None  # it does not take the trainer's memory
+    assert sampler.holds is None and [replica.held for replica in pool.replicas] == [None, None]
+    assert [call(pool, replica, "is_sleeping") for replica in pool.replicas] == [True, True]
+    replica = pool.replicas[1]
+    starts = replica.starts
+    process_of(replica).kill()
+    until(lambda: replica.starts > starts and replica.phase == "up")
+    assert call(pool, replica, "is_sleeping") and replica.held is None  # it does not take the trainer's memory
     sampler.sync(adapter, "state-0")
-    assert [pool._run(_asleep(server)) for server in pool.servers] == [False, False]
+    assert [call(pool, replica, "is_sleeping") for replica in pool.replicas] == [False, False]
     after = draw(sampler)
     assert [one.token_ids for one in after] == [one.token_ids for one in before]
     assert_drawn_from(adapter, after)
-
-
-async def _asleep(server: Any) -> bool:
-    return (await server.remote.post("do", what="is_sleeping"))["answer"]

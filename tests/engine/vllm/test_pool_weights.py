@@ -1,82 +1,80 @@
-"""Which weights a pool takes a server's to be, with stand-ins for the servers: loads that overlap, sleeps, adapters."""
+"""Which weights a pool takes a replica's to be, with stand-ins for the actors: loads that overlap, sleeps, adapters."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine.backends.vllm.pool import VllmPool
+from engine.backends.vllm.replica import Replica
 from engine.backends.vllm.runtime import Manifest
-from engine.backends.vllm.server import Server
 from engine.errors import SamplerOutOfSync, WorkerDied
+
+NAMES = ("replica-0", "replica-1")
 
 
 class StandIn:
-    """Answers as a vLLM server with one worker does; `calls` are told in order, `gate` holds up loads."""
+    """Answers as a replica's actor with one worker does; `calls` lists them in order, `gate` holds up loads."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.url = name, ""
-        self.calls: list[tuple[str, Any]] = []
+        self.name = name
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.gate: asyncio.Event | None = None
         self.wrong: dict[str, Any] = {}
         """In the answers of what is called next."""
         self.dead = False
 
-    async def rpc(self, method: str, *args: Any) -> tuple[list[dict[str, Any]], str]:
+    async def call(self, method: str, *args: Any) -> Any:
         self.calls.append((method, args))
-        if self.gate is not None:
-            await self.gate.wait()
-        return [self._answer(state=args[2] if len(args) > 2 else None)], "start"
-
-    async def post(self, route: str, **body: Any) -> dict[str, Any]:
-        self.calls.append((route, body))
         if self.dead:
             raise WorkerDied(f"{self.name} is gone")
-        scores = [[-1.0] * (len(tokens) - 1) for tokens in body.get("sequences", ())]
-        return {"answer": True, "answers": [self._answer()], "logprobs": scores}
+        if method == "load":
+            if self.gate is not None:
+                await self.gate.wait()
+            return [self._answer(state=args[2])]
+        if method == "score":
+            return [[-1.0] * (len(tokens) - 1) for tokens in args[1]]
+        return [self._answer(state=None)]
 
-    async def reset_prefix_cache(self) -> None:
-        return None
-
-    async def healthy(self) -> bool:
-        return not self.dead
+    async def kill(self) -> None:
+        self.dead = True
 
     def _answer(self, **found: Any) -> dict[str, Any]:
         told = {"tensors": 1, "values": 1, "unread": (), "seconds": {}}
         return {"rank": 0, "boot": "worker", "wrong": None} | told | found | self.wrong
 
-    def said(self, what: str) -> list[Any]:
-        return [body for name, body in self.calls if name == what]
+    def arguments(self, method: str) -> list[tuple[Any, ...]]:
+        """Of every call of a method."""
+        return [args for called, args in self.calls if called == method]
 
 
-class Standing(Server):
+class Standing(Replica):
     """Comes up at once, and stays; `fail` ends it for good."""
 
     async def keep(self) -> None:
+        self.actor = self.make()
         await self.on_up(self)
         self.enter("up")
         await asyncio.Event().wait()
 
 
-def stand_in(server: Server) -> StandIn:
-    found = server.remote
-    assert isinstance(found, StandIn)
-    return found
+def stand_in(replica: Replica) -> StandIn:
+    actor = replica.actor
+    assert isinstance(actor, StandIn)
+    return actor
 
 
 @pytest.fixture
 def pool() -> Iterator[VllmPool]:
-    def make(on_up: Any) -> list[Server]:
-        return [Standing(StandIn(f"server-{n}"), None, on_up, 10.0) for n in range(2)]  # type: ignore[arg-type]
+    def make(on_up: Any) -> list[Replica]:
+        return [Standing(name, partial(StandIn, name), {}, on_up, 10.0) for name in NAMES]  # type: ignore[arg-type]
 
-    async def nothing() -> None:
-        return None
-
-    pool = VllmPool(make, nothing)
+    pool = VllmPool(make, lambda: None)
     yield pool
     pool.close()
 
@@ -93,18 +91,18 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("gone", [False, True])
-def test_a_server_that_comes_back_during_a_load_holds_what_was_sent_last_or_nothing(
+def test_a_replica_that_comes_back_during_a_load_holds_what_was_sent_last_or_nothing(
     pool: VllmPool, file: Path, gone: bool
 ) -> None:
     """By the same state, with other bytes: what it was about to hold must not pass for what the others hold."""
     pool.load([file], manifest_of("before"), "state")
-    back = pool.servers[1]
+    back = pool.replicas[1]
     stood = stand_in(back)
 
     async def come_back() -> asyncio.Future[None]:
         back.held, back.phase, stood.gate = None, "starting", asyncio.Event()
         coming = asyncio.ensure_future(pool._bring_up(back))
-        while len(stood.said("ostinato_load")) < 2:
+        while len(stood.arguments("load")) < 2:
             await asyncio.sleep(0)
         return coming
 
@@ -119,7 +117,7 @@ def test_a_server_that_comes_back_during_a_load_holds_what_was_sent_last_or_noth
     if gone:
         file.unlink()
     pool._run(go_on(coming))
-    given = [manifest["w"][2] for _, manifest, *_ in stood.said("ostinato_load")]
+    given = [manifest["w"][2] for _, manifest, *_ in stood.arguments("load")]
     assert given[:2] == ["before", "before"]
     assert (given[2:], back.held) == (([], None) if gone else (["after"], "state"))
 
@@ -127,69 +125,70 @@ def test_a_server_that_comes_back_during_a_load_holds_what_was_sent_last_or_noth
 def test_nobody_holds_anything_in_a_sleep_or_after_it(pool: VllmPool, file: Path) -> None:
     pool.load([file], manifest_of("a"), "state")
     pool.sleep()
-    assert [server.held for server in pool.servers] == [None, None]
+    assert [replica.held for replica in pool.replicas] == [None, None]
     with pytest.raises(SamplerOutOfSync):
         pool.check("state")
-    back = pool.servers[1]
+    back = pool.replicas[1]
     back.phase = "starting"  # it was started again, and does not wake the trainer's GPU by that
     pool._run(pool._bring_up(back))
-    assert back.held is None and [body["what"] for body in stand_in(back).said("do")] == ["sleep", "sleep"]
+    assert back.held is None and len(stand_in(back).arguments("sleep")) == 2
     back.phase = "up"
     pool.wake()
-    assert [stand_in(server).said("do")[-1]["what"] for server in pool.servers] == ["wake", "wake"]
+    assert all(stand_in(replica).calls[-1] == ("wake", ()) for replica in pool.replicas)
     with pytest.raises(SamplerOutOfSync):
         pool.check("state")
     pool.load([file], manifest_of("a"), "state")
     pool.check("state")
 
 
-def test_a_server_that_is_gone_does_not_keep_the_others_from_sleeping(pool: VllmPool) -> None:
-    one, two = pool.servers
-    stand_in(one).dead = True
+def test_a_replica_that_is_gone_does_not_keep_the_others_from_sleeping(pool: VllmPool) -> None:
+    one, two = pool.replicas
+    gone = stand_in(one)
+    gone.dead = True
     pool.sleep()
-    assert one.phase == "down" and [body["what"] for body in stand_in(two).said("do")] == ["sleep"]
+    assert one.phase == "down" and stand_in(two).arguments("sleep") == [()]
     pool.wake()
-    assert stand_in(two).said("do")[-1]["what"] == "wake" and len(stand_in(one).said("do")) == 1
+    assert stand_in(two).arguments("wake") == [()] and not gone.arguments("wake")
 
 
-def test_a_broken_server_is_down_and_the_load_refused(pool: VllmPool, file: Path) -> None:
-    one, two = pool.servers
+def test_a_broken_replica_is_down_and_the_load_refused(pool: VllmPool, file: Path) -> None:
+    one, two = pool.replicas
     stand_in(two).wrong = {"wrong": "no room", "broken": True}
-    with pytest.raises(SamplerOutOfSync, match="server-1, worker 0: no room"):
+    with pytest.raises(SamplerOutOfSync, match="replica-1, worker 0: no room"):
         pool.load([file], manifest_of("a"), "state")
     assert (one.phase, two.phase) == ("up", "down") and one.held is None
     pool.load([file], manifest_of("a"), "state")
     assert (one.held, two.held) == ("state", None)
 
 
-def test_an_adapter_that_one_server_does_not_prove_stays_nowhere(pool: VllmPool, file: Path) -> None:
+def test_an_adapter_that_one_replica_does_not_prove_stays_nowhere(pool: VllmPool, file: Path) -> None:
     pool.load([file], manifest_of("a"), "state")
-    one, two = pool.servers
+    one, two = pool.replicas
     stand_in(two).wrong = {"wrong": "it is not what the slot holds"}
-    with pytest.raises(SamplerOutOfSync, match="server-1"):
+    with pytest.raises(SamplerOutOfSync, match="replica-1"):
         pool.load_adapter(file.parent, "first", manifest_of("b"))
     assert not one.adapters and not two.adapters
-    assert [stand_in(server).said("forget") for server in (one, two)] == [[{"name": "first"}]] * 2
+    assert [stand_in(replica).arguments("remove_adapter") for replica in (one, two)] == [[("first",)]] * 2
 
 
-def test_an_adapter_is_with_the_servers_that_took_it(pool: VllmPool, file: Path) -> None:
+def test_an_adapter_is_with_the_replicas_that_took_it(pool: VllmPool, file: Path) -> None:
     pool.load([file], manifest_of("a"), "state")
-    one, two = pool.servers
+    one, two = pool.replicas
     stand_in(two).dead = True
     pool.load_adapter(file.parent, "first", manifest_of("b"))
     assert one.adapters == {"first"} and two.phase == "down"
-    assert [server.name for server in pool._run(pool._ready("first"))] == ["server-0"]
+    assert [replica.name for replica in pool._run(pool._ready("first"))] == ["replica-0"]
     pool.remove_adapter("first")
-    with pytest.raises(SamplerOutOfSync, match="no server holds adapter first"):
+    with pytest.raises(SamplerOutOfSync, match="no replica holds adapter first"):
         pool.check_adapter("first")
 
 
-def test_a_server_that_only_scored_may_end_before_the_check(pool: VllmPool, file: Path) -> None:
+def test_a_replica_that_only_scored_may_end_before_the_check(pool: VllmPool, file: Path) -> None:
     """As the gate asks for scores at the end of a sync: an end after it would else cost the next call its draws."""
     pool.load([file], manifest_of("a"), "state")
     assert pool.score([[n, 1, 2] for n in range(16)]) == [[-1.0, -1.0]] * 16
-    one, two = pool.servers
-    assert stand_in(one).said("score") and stand_in(two).said("score")
-    pool._run(two.fail(None))
+    one, two = pool.replicas
+    assert stand_in(one).arguments("score") and stand_in(two).arguments("score")
+    pool._run(two.fail(two.actor))
     pool.check("state")
     assert (one.held, two.held) == ("state", None)

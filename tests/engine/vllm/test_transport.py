@@ -10,8 +10,8 @@ import torch
 
 from engine.backends.vllm.backend import VllmSamplers
 from engine.backends.vllm.broadcast import kind_of, own_address
-from engine.backends.vllm.delivery import hosts_of
 from engine.backends.vllm.last_weights import Weights
+from engine.cluster_spec import ClusterSpec
 from engine.errors import BadSpec
 from engine.sampler_spec import VllmSpec
 from tests.engine.vllm.gating import spec_of
@@ -31,29 +31,40 @@ def test_nccl_wants_a_gpu_for_each_member_alone_and_one_version() -> None:
     assert kind_of([gpu(0), {**gpu(1), "nccl": None}]) == "gloo"
 
 
-def test_the_address_is_the_one_by_which_the_servers_are_reached() -> None:
-    assert hosts_of(["http://127.0.0.1:8001", "http://[::1]:80"]) == ["127.0.0.1", "::1"]
-    assert own_address(["127.0.0.1"]) == "127.0.0.1"
+def test_the_address_is_the_one_by_which_another_host_is_reached() -> None:
+    assert own_address("127.0.0.1") == "127.0.0.1"
 
 
 @pytest.mark.parametrize(
     ("given", "way"),
     [
         ({}, "memory"),
-        ({"servers": 2}, "shm"),
-        ({"urls": ("http://a:1",)}, "nccl"),
-        ({"urls": ("http://a:1",), "sync_folder": "/all"}, "checkpoint"),
-        ({"servers": 2, "transport": "nccl"}, "nccl"),
-        ({"urls": ("http://a:1",), "sync_folder": "/all", "transport": "nccl"}, "nccl"),
+        ({"replicas": 2}, "shm"),
+        ({"replicas": 2, "transport": "nccl"}, "nccl"),
+        ({"replicas": 2, "sync_folder": "/all", "transport": "checkpoint"}, "checkpoint"),
     ],
 )
-def test_auto_takes_the_best_way_there_is(given: dict[str, Any], way: str) -> None:
-    assert VllmSpec.model_validate(given).way == way
+def test_the_transport_on_this_machine(given: dict[str, Any], way: str) -> None:
+    assert VllmSpec.model_validate(given).way(ClusterSpec()) == way
+
+
+@pytest.mark.parametrize(
+    ("given", "way"),
+    [
+        ({}, "memory"),
+        ({"replicas": 2}, "nccl"),
+        ({"replicas": 2, "sync_folder": "/all"}, "checkpoint"),
+        ({"replicas": 2, "sync_folder": "/all", "transport": "nccl"}, "nccl"),
+        ({"replicas": 2, "transport": "shm"}, "shm"),
+    ],
+)
+def test_the_transport_on_a_cluster(given: dict[str, Any], way: str) -> None:
+    assert VllmSpec.model_validate(given).way(ClusterSpec(address="head:6379")) == way
 
 
 @pytest.mark.parametrize(
     ("given", "instead"),
-    [({"transport": "nccl"}, "use 'auto'"), ({"transport": "ipc", "servers": 1}, "use 'nccl' between GPUs, 'shm' on")],
+    [({"transport": "nccl"}, "use 'auto'"), ({"transport": "ipc", "replicas": 1}, "use 'nccl' between GPUs, 'shm' on")],
 )
 def test_a_way_that_does_not_lead_there_is_refused_and_another_named(given: dict[str, Any], instead: str) -> None:
     with pytest.raises(BadSpec, match=instead):

@@ -49,7 +49,7 @@ async def test_a_run_graded_by_a_judge_is_made_again_to_the_byte(tmp_path: Path,
 
 def test_the_page_about_graders_names_what_exists() -> None:
     blocks = [block.split("```")[0] for block in DOCS.read_text().split("```yaml\n")[1:]]
-    combined, isolated = (GraderConfig.model_validate(yaml.safe_load(block)["grader"]) for block in blocks)
+    combined, native = (GraderConfig.model_validate(yaml.safe_load(block)["grader"]) for block in blocks)
     grader = build(grader_spec(combined.path, combined.arguments))
     assert isinstance(grader, CombinedGrader) and grader.weights == [2.0, 1.0]
-    assert isolated.isolated  # its path is the user's own module
+    assert native.workers == "local"  # its path is the user's own module

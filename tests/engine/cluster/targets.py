@@ -1,0 +1,104 @@
+"""What the ranks of the group tests run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+import torch.distributed as dist
+
+from engine.cluster.rank_side import progress
+from engine.errors import BadSpec, OutOfMemory
+
+
+class Target:
+    """Counts, sums over the ranks, and fails as told. `options`: "bad_start" names how the last rank fails to start."""
+
+    def __init__(self, options: dict[str, Any], *, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.options = options
+        self.calls = 0
+        bad = options.get("bad_start")
+        if bad and rank == world_size - 1:
+            print("about to fail the start", flush=True)
+            if bad == "exit":
+                os._exit(7)
+            if bad == "sleep":
+                time.sleep(600)
+            raise BadSpec("no such model") if bad == "spec" else RuntimeError("no luck")
+
+    def who(self) -> tuple[int, int, int]:
+        return self.rank, self.world_size, os.getpid()
+
+    def count(self, tag: str) -> tuple[str, int]:
+        """How many calls this was, on every rank the same number: their sum says so."""
+        self.calls += 1
+        total = torch.tensor([self.calls])
+        dist.all_reduce(total)
+        return tag, int(total)
+
+    def echo(self, value: Any) -> Any:
+        return value
+
+    def pids(self) -> list[int]:
+        pids: list[Any] = [None] * self.world_size
+        dist.all_gather_object(pids, os.getpid())
+        return pids
+
+    def ray_nodes(self) -> list[str]:
+        nodes: list[Any] = [None] * self.world_size
+        dist.all_gather_object(nodes, ray.get_runtime_context().get_node_id())
+        return nodes
+
+    def fail(self, on: list[int], how: str) -> str:
+        if self.rank in on:
+            raise {"memory": OutOfMemory("half a micro-batch"), "value": ValueError("seven is no prime")}[how]
+        return "fine"
+
+    def unsendable(self) -> Any:
+        return threading.Lock()
+
+    def mark_and_wait(self, folder: str, seconds: float = 600.0) -> None:
+        """Says that the call runs, then computes for long, out of Python's sight."""
+        (Path(folder) / f"rank-{self.rank}").write_text(str(os.getpid()))
+        time.sleep(seconds)
+
+    def stop_self(self, on: int) -> None:
+        """Hangs: one rank is stopped, the others wait for it in a collective."""
+        if self.rank == on:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        dist.all_reduce(torch.ones(1))
+
+    def slow(self, steps: int, seconds: float) -> int:
+        """Longer than the watchdog's patience in all, and never in one step."""
+        for _ in range(steps):
+            time.sleep(seconds)
+            progress()
+        return steps
+
+    def exit(self, on: int, status: int) -> None:
+        if self.rank == on:
+            os._exit(status)
+        dist.all_reduce(torch.ones(1))
+
+    def option_size(self, name: str) -> int:
+        return len(self.options[name])
+
+    def spawn_child(self) -> int:
+        return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
+
+    def environment(self, name: str) -> str | None:
+        return os.environ.get(name)
+
+    def close(self) -> None:
+        mark = self.options.get("closed")
+        if mark:
+            Path(mark, f"closed-{self.rank}").touch()

@@ -1,0 +1,77 @@
+"""The connection to Ray: addresses that nothing answers at are refused in one sentence, before Ray tries them."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from engine.backends import compose
+from engine.cluster.connection import connect, kept_open
+from engine.cluster_spec import ClusterSpec
+from engine.errors import EngineUnreachable
+from engine.sampler_spec import VllmSpec
+from engine.spec import LocalEngineSpec
+from engine.trainer_spec import DeepSpeedSpec
+
+
+@pytest.fixture
+def dead_port() -> int:
+    """A port that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No Ray cluster of this machine is found by itself, and no token either."""
+    for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_an_address_that_nothing_listens_at_is_named(host: str, dead_port: int) -> None:
+    with pytest.raises(EngineUnreachable, match=f"no Ray cluster answers at {host}:{dead_port}.*RAY_AUTH_TOKEN"):
+        connect(ClusterSpec(address=f"{host}:{dead_port}"))
+
+
+def test_auto_takes_the_address_of_the_environment(dead_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{dead_port}")
+    with pytest.raises(EngineUnreachable, match="no Ray cluster answers at auto"):
+        connect(ClusterSpec(address="auto"))
+
+
+def test_auto_takes_the_cluster_that_was_started_last(dead_port: int, tmp_path: Path) -> None:
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "ray_current_cluster").write_text(f"127.0.0.1:{dead_port}")
+    with pytest.raises(EngineUnreachable, match="ConnectionRefusedError"):
+        connect(ClusterSpec(address="auto"))
+
+
+@pytest.mark.parametrize("address", ["head:6379", "10.0.0.1:6379", "[::1]:6379", "auto"])
+def test_addresses_of_head_nodes(address: str) -> None:
+    assert ClusterSpec(address=address).address == address
+
+
+@pytest.mark.parametrize("address", ["ray://head:10001", "head", "http://head:6379", ":6379", "local", ""])
+def test_what_is_no_address_of_a_head_node_is_refused(address: str) -> None:
+    with pytest.raises(ValidationError, match="give HOST:PORT of its head node"):
+        ClusterSpec(address=address)
+
+
+@pytest.mark.parametrize("replicas", [0, 2])
+def test_backends_connect_at_their_first_use_and_not_before(replicas: int) -> None:
+    spec = LocalEngineSpec(trainer=DeepSpeedSpec(ranks=2), sampler=VllmSpec(replicas=replicas), device="cpu")
+    trainers = compose.trainer_backend(spec)
+    samplers = compose.sampler_backend(spec, trainers)
+    try:
+        with kept_open() as connected:
+            assert not connected
+    finally:
+        samplers.close()
+        trainers.close()

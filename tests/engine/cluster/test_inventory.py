@@ -1,0 +1,44 @@
+"""What a look at a Ray cluster tells: its machines, and who holds which of their GPUs."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.cluster.connection import connect
+from engine.cluster.inventory import Reservation, inventory_if_connected, inventory_of, take_inventory
+from engine.cluster.placement import Bundle, Placement
+from engine.cluster_spec import ClusterSpec
+from engine.spec import LocalEngineSpec
+from flows.cli.cluster import describe_inventory, shortage
+from tests.fixtures.ray_nodes import ray_nodes
+
+pytestmark = pytest.mark.slow
+
+
+def test_machines_and_holders_of_a_cluster_of_two_machines() -> None:
+    with ray_nodes(nodes=1) as nodes:
+        nodes.add_node(num_cpus=8, num_gpus=4)
+        spec = ClusterSpec(address=nodes.address)
+        assert inventory_if_connected() is None
+        cluster = connect(spec)
+        try:
+            placement = Placement(cluster, "trainer ranks", [Bundle(gpus=1.0)] * 3)
+            placement.wait(30)
+            too_large = Placement(cluster, "vLLM replicas", [Bundle(gpus=2.0)])
+            inventory = take_inventory()
+            assert inventory_if_connected() == inventory
+            held = [node for node in inventory.nodes if node.reservations]
+            assert [(node.gpus, node.unreserved_gpus) for node in held] == [(4.0, 1.0)]
+            assert held[0].reservations == (Reservation(placement.name, 3.0, 3.0),)
+            assert (inventory.gpus, inventory.free_gpus) == (4.0, 1.0)
+            assert inventory.waiting == (too_large.name,)
+            line = describe_inventory(inventory)
+            assert "4 GPUs (1 free)" in line and f"{placement.name} holds 3 GPUs and 3 CPUs on" in line
+            placement.remove()
+        finally:
+            cluster.release()
+        assert inventory_of(spec).gpus == 4.0  # opened for one look
+        assert inventory_if_connected() is None
+        asked = {"trainer": {"kind": "deepspeed", "ranks": 4}, "sampler": {"kind": "vllm", "replicas": 1}}
+        engine = LocalEngineSpec.model_validate(asked | {"cluster": spec})
+        assert shortage(engine, inventory) == "ranks and replicas need 5 GPUs, and the cluster has 4"

@@ -1,0 +1,102 @@
+"""Calls on two real ranks, and one death: the part of the group's tests that is quick."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.cluster.ranks import Disagreement, RankGroup
+from engine.errors import OutOfMemory, PermanentEngineError, WorkerDied
+from tests.engine.cluster.helpers import a_group, once_all_compute, wait_until_gone
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[RankGroup]:
+    """Started from a thread that ends: the ranks must not take its end for their parent's."""
+    with a_group(environment={"COLOUR": "blue"}) as group:
+        thread = threading.Thread(target=group.start)
+        thread.start()
+        thread.join()
+        yield group
+
+
+def test_the_ranks_know_who_they_are_and_see_what_they_should(group: RankGroup) -> None:
+    assert group.call("who") == (0, 2, group.pids[0])
+    assert group.call("pids") == [group.pids[0], group.pids[1]]
+    assert group.call("environment", "COLOUR") == "blue"
+    assert group.call("environment", "LOCAL_RANK") == "0"
+    assert group.generation == 1
+
+
+def test_every_rank_runs_every_call_in_order(group: RankGroup) -> None:
+    _, before = group.call("count", "first")
+    # each rank counts its own calls, and the sum over two ranks grows by two with each
+    assert [group.call("count", str(n)) for n in range(5)] == [(str(n), before + 2 * n + 2) for n in range(5)]
+
+
+def test_large_values_come_back_as_they_went(group: RankGroup) -> None:
+    value = {"ids": [list(range(n, n + 1024)) for n in range(64)], "logprobs": [-0.1] * 65536, "none": None}
+    assert group.call("echo", value=value) == value
+
+
+def test_the_listener_runs_in_the_calling_thread_while_rank_0_makes_progress(group: RankGroup) -> None:
+    heard: list[int] = []
+    with group.listening(lambda: heard.append(threading.get_ident())):
+        assert group.call("slow", 8, 0.25) == 8
+        assert len(heard) > 1 and set(heard) == {threading.get_ident()}
+        heard.clear()
+        assert group.call("slow", 1, 0.0) == 1
+        assert len(heard) == 1  # once at least, however short the call is
+    group.call("slow", 1, 0.0)
+    assert len(heard) == 1
+
+
+@pytest.mark.parametrize("on", [[0], [1], [0, 1]])
+def test_an_engine_error_comes_as_it_was_raised_from_any_rank(group: RankGroup, on: list[int]) -> None:
+    group.disagreement = None
+    with pytest.raises(OutOfMemory) as caught:
+        group.call("fail", on, "memory")
+    assert type(caught.value) is OutOfMemory and str(caught.value) == "half a micro-batch"
+    finished = tuple(rank for rank in (0, 1) if rank not in on)
+    assert group.disagreement == (Disagreement("fail", finished, tuple(on)) if finished else None)
+    assert any("undefined" in note for note in getattr(caught.value, "__notes__", [])) == bool(finished)
+    assert group.call("fail", [], "memory") == "fine"  # the group lives on
+    assert group.generation == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_any_other_exception_is_permanent_and_names_rank_type_and_place(group: RankGroup, rank: int) -> None:
+    with pytest.raises(PermanentEngineError, match=f"rank {rank}: ValueError: seven is no prime") as caught:
+        group.call("fail", [rank], "value")
+    assert "targets.py" in str(caught.value)
+
+
+def test_what_cannot_be_sent_or_called_is_an_error_and_not_a_death(group: RankGroup) -> None:
+    with pytest.raises(PermanentEngineError, match="pickle"):
+        group.call("unsendable")
+    with pytest.raises(PermanentEngineError, match="AttributeError"):
+        group.call("no_such_method")
+    with pytest.raises(TypeError):
+        group.call("echo", threading.Lock())  # fails here, before any rank hears of it
+    assert group.call("echo", 1) == 1 and group.generation == 1
+
+
+def test_a_rank_killed_during_a_call_ends_all_and_the_next_call_starts_anew(group: RankGroup, tmp_path: Path) -> None:
+    pids = dict(group.pids)
+    killer = once_all_compute(tmp_path, 2, lambda pids: os.kill(pids[1], signal.SIGKILL))
+    with pytest.raises(WorkerDied, match=r"rank 1 died: "):
+        group.call("mark_and_wait", str(tmp_path))
+    killer.join()
+    assert not group.alive
+    wait_until_gone(pids.values())
+    with pytest.raises(WorkerDied, match="generation 1 are gone"):
+        group.call_in(1, "count", "lost")
+    assert group.generation == 1  # `call_in` starts nothing
+    assert group.call("count", "new") == ("new", 2)  # ranks that have counted nothing yet
+    assert group.alive and group.generation == 2
+    assert group.call_in(2, "count", "again") == ("again", 4)

@@ -1,0 +1,78 @@
+"""A pool on a cluster of two machines, both played by this one; a stand-in takes the place of vLLM."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.backends.tensor_files import write_tensors
+from engine.backends.vllm.manifest import manifest_of_files
+from engine.backends.vllm.placing import open_pool
+from engine.backends.vllm.replica_actor import ReplicaActor
+from engine.cluster_spec import ClusterSpec
+from engine.protocol import TokenIds
+from engine.sampler_spec import VllmSpec
+from tests.engine.vllm.pools import OPTIONS, ROOT, until
+from tests.fixtures.ray_nodes import ray_nodes
+
+pytestmark = pytest.mark.slow
+
+SEQUENCES = [[number, 1, 2] for number in range(16)]
+SCORES = [[-1.0, -1.0]] * len(SEQUENCES)
+
+
+class FakeEngine:
+    """vLLM with one worker, which takes all weights that it is given."""
+
+    errored = False
+
+    async def collective_rpc(self, method: str, args: Sequence[Any]) -> list[dict[str, Any]]:
+        state = args[2] if method == "ostinato_load" else args[0]
+        receipt = {"state": state, "tensors": 1, "values": 1, "unread": (), "seconds": {}}
+        return [{"rank": 0, "boot": str(os.getpid()), "wrong": None} | receipt]
+
+    async def reset_prefix_cache(self) -> bool:
+        return True
+
+
+class StandIn(ReplicaActor):
+    async def start(self, config: Mapping[str, str]) -> None:
+        self._client = FakeEngine()
+
+    async def score(self, state: str, sequences: Sequence[TokenIds], adapter_name: str | None) -> list[list[float]]:
+        await self._must_hold(state)
+        return [[-1.0] * (len(tokens) - 1) for tokens in sequences]
+
+
+def test_the_pool_goes_on_without_a_machine_and_takes_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    file = tmp_path / "w.safetensors"
+    write_tensors(file, [("w", torch.ones(3))])
+    with ray_nodes(cpus=1) as nodes:
+        spec = VllmSpec(replicas=2, transport="shm", start_seconds=120, answer_seconds=60)
+        cluster = ClusterSpec(address=nodes.address)
+        pool = open_pool(spec, tmp_path, OPTIONS, cluster=cluster, actor_class=StandIn)
+        try:
+            pool.load([file], manifest_of_files([file]), "state")
+            assert pool.score(SEQUENCES) == SCORES
+            pool.check("state")
+            first = [replica.running() for replica in pool.replicas]
+            nodes.remove_node(next(iter(nodes.worker_nodes)), allow_graceful=False)
+            until(lambda: sum(replica.phase == "up" for replica in pool.replicas) == 1)
+            assert pool.score(SEQUENCES) == SCORES  # all by the other one
+            pool.check("state")
+            nodes.add_node(num_cpus=1, include_dashboard=False)
+            until(lambda: [replica.held for replica in pool.replicas] == ["state", "state"])
+            stayed = [replica.running() in first for replica in pool.replicas]
+            assert sorted(stayed) == [False, True]
+            assert pool.score(SEQUENCES) == SCORES
+            pool.check("state")
+        finally:
+            pool.close()

@@ -1,0 +1,214 @@
+"""The keeper of a replica and the actors under it, on a private Ray; a stand-in takes the place of vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from engine.backends.vllm.replica import Replica
+from engine.cluster.actors import Actor, Hosted, start_actor
+from engine.cluster.connection import Cluster
+from engine.errors import SamplerOutOfSync, WorkerDied
+from tests.engine.vllm.pools import is_alive
+
+OPTIONS = {"num_cpus": 0}
+
+
+class StandIn(Hosted):
+    """Starts one process, as vLLM does. `config` says what goes wrong."""
+
+    def __init__(self) -> None:
+        self.children: list[subprocess.Popen[bytes]] = []
+        self.failed = asyncio.Event()
+        self.cancelled = False
+
+    async def start(self, config: Mapping[str, str]) -> None:
+        self.children.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]))
+        if "fails" in config:
+            print("no such device", flush=True)
+            raise RuntimeError("vLLM did not start")
+        if "hangs" in config:
+            await asyncio.Event().wait()
+
+    async def wait_for_failure(self) -> str:
+        await self.failed.wait()
+        return "its engine ended"
+
+    async def fail(self) -> None:
+        self.failed.set()
+
+    async def refuse(self) -> None:
+        raise SamplerOutOfSync("it holds None")
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    async def count(self, end: int) -> AsyncIterator[int]:
+        try:
+            for number in range(end):
+                yield number
+        finally:
+            self.cancelled = True
+
+    async def was_cancelled(self) -> bool:
+        return self.cancelled
+
+
+def start() -> Actor:
+    return start_actor(StandIn, name="vLLM replica-0", options=OPTIONS, seconds=60)
+
+
+async def nothing(replica: Replica) -> None:
+    return None
+
+
+@contextlib.asynccontextmanager
+async def kept(
+    config: Mapping[str, str], on_up: Callable[[Replica], Awaitable[None]] = nothing, seconds: float = 60
+) -> AsyncIterator[Replica]:
+    replica = Replica("replica-0", start, config, on_up, seconds)
+    keeping = asyncio.create_task(replica.keep())
+    try:
+        yield replica
+    finally:
+        await replica.close()
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+
+
+def processes(actor: Actor | None) -> list[psutil.Process]:
+    assert actor is not None and actor.process is not None
+    process = psutil.Process(actor.process.pid)
+    return [process, *process.children(recursive=True)]
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(work)
+
+
+# -- the keeper ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["killed", "failed"])
+def test_a_replica_that_ends_is_started_again_and_nothing_of_it_is_left(cluster: Cluster, way: str) -> None:
+    ups: list[Actor | None] = []
+
+    async def on_up(replica: Replica) -> None:
+        assert replica.phase == "starting"
+        ups.append(replica.actor)
+
+    async def main() -> None:
+        async with kept({}, on_up) as replica:
+            await until(lambda: replica.phase == "up")
+            first = processes(replica.actor)
+            assert len(first) >= 2
+            if way == "killed":
+                first[0].kill()
+            else:
+                await replica.running().call("fail")
+            await until(lambda: len(ups) == 2 and replica.phase == "up")
+            assert not any(map(is_alive, first))
+            last = processes(replica.actor)
+        assert ups[0] is not ups[1] and not any(map(is_alive, last))
+
+    run(main())
+
+
+def test_a_failed_start_shows_its_cause_and_the_end_of_the_log_and_is_tried_again(cluster: Cluster) -> None:
+    async def main() -> None:
+        async with kept({"fails": ""}) as replica:
+            await until(lambda: replica.failures >= 1)
+            assert "vLLM did not start" in replica.error and "no such device" in replica.error
+            assert replica.phase in ("down", "starting")
+            await until(lambda: replica.starts >= 2)
+
+    run(main())
+
+
+@pytest.mark.slow
+def test_a_replica_that_never_comes_up_is_killed(cluster: Cluster) -> None:
+    async def main() -> None:
+        async with kept({"hangs": ""}, seconds=20) as replica:
+            await until(lambda: replica.actor is not None and replica.actor.process is not None)
+            started = processes(replica.actor)
+            await until(lambda: replica.failures == 1 and replica.phase == "down")
+            assert "sampler.start_seconds" in replica.error
+            assert not any(map(is_alive, started))
+
+    run(main())
+
+
+@pytest.mark.slow
+def test_a_stopped_replica_dies_by_fail(cluster: Cluster) -> None:
+    async def main() -> None:
+        async with kept({}) as replica:
+            await until(lambda: replica.phase == "up")
+            hung, group = replica.running(), processes(replica.actor)
+            group[0].send_signal(signal.SIGSTOP)
+            replica.held = "state"
+            await replica.fail(hung)
+            assert not any(map(is_alive, group)) and replica.held is None
+            await until(lambda: replica.phase == "up" and replica.actor is not hung)
+            await replica.fail(hung)  # a late call that failed with the first start does not end the second
+            assert replica.phase == "up"
+
+    run(main())
+
+
+# -- actors -------------------------------------------------------------------------------------------------------
+
+
+def test_calls_raise_our_errors_and_streams_that_are_closed_end(cluster: Cluster) -> None:
+    async def main() -> None:
+        actor = start()
+        with pytest.raises(SamplerOutOfSync, match="it holds None"):
+            await actor.call("refuse")
+        with pytest.raises(WorkerDied, match="vLLM replica-0 failed in start: RuntimeError: vLLM did not start"):
+            await actor.call("start", {"fails": ""})
+        with pytest.raises(WorkerDied, match="vLLM replica-0 was silent for 1 s in sleep"):
+            await actor.call("sleep", 600.0, seconds=1)
+        assert [number async for number in actor.stream("count", 3)] == [0, 1, 2]
+        async with contextlib.aclosing(actor.stream("count", 10**9)) as numbers:
+            assert await anext(numbers) == 0
+        deadline = time.monotonic() + 60
+        while not await actor.call("was_cancelled"):
+            assert time.monotonic() < deadline
+        calling = asyncio.ensure_future(actor.call("sleep", 600.0))
+        await actor.locate(60)
+        await actor.kill()
+        with pytest.raises(WorkerDied, match="vLLM replica-0 is gone in sleep"):
+            await calling
+        await actor.kill()  # again: nothing is left to kill
+
+    run(main())
+
+
+@pytest.mark.slow
+def test_an_interpreter_that_is_not_there_is_a_failed_start(cluster: Cluster, tmp_path: Path) -> None:
+    async def main() -> None:
+        actor = start_actor(
+            StandIn, name="vLLM replica-0", options=OPTIONS, seconds=60, python=str(tmp_path / "python")
+        )
+        with pytest.raises(WorkerDied, match="vLLM replica-0"):
+            await actor.locate(5)
+        await actor.kill()
+
+    run(main())

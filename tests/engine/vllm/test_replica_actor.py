@@ -1,0 +1,164 @@
+"""What a replica's actor lets be drawn, how it streams, and its end when its workers are broken. A stand-in takes the
+place of vLLM, and the actor is called in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engine.backends.vllm import adapter
+from engine.backends.vllm.replica_actor import ReplicaActor
+from engine.backends.vllm.runtime import EngineOptions
+from engine.errors import BadSpec, SamplerOutOfSync, WorkerDied
+from engine.protocol import SamplingParams
+
+PARAMS = SamplingParams(max_new_tokens=2).model_dump(mode="json")
+
+
+class FakeEngine:
+    """What the actor uses of vLLM's AsyncLLM. Each completion is its seed, twice."""
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+        self.also: dict[str, Any] = {}
+        """In what the second worker answers."""
+        self.errored = False
+        self.running = 0
+        """Completions that are being drawn now."""
+        self.end = asyncio.Event()
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        self.called.append(method)
+        return [{"rank": 0, "boot": "w", "wrong": None}, {"rank": 1, "boot": "x", "wrong": None} | self.also]
+
+    async def reset_prefix_cache(self) -> bool:
+        return True
+
+    async def generate(self, prompt: Any, params: Any, name: str, lora_request: Any) -> AsyncIterator[Any]:
+        self.running += 1
+        try:
+            if params.seed < 0:
+                raise BadSpec("no such seed")
+            await asyncio.sleep(0)
+            yield SimpleNamespace(outputs=[SimpleNamespace(finish_reason=None, new=params.seed)], finished=False)
+            await self.end.wait()
+            yield SimpleNamespace(outputs=[SimpleNamespace(finish_reason="length", new=params.seed)], finished=True)
+        finally:
+            self.running -= 1
+
+
+@pytest.fixture(autouse=True)
+def words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The adapter's functions that import vLLM."""
+    monkeypatch.setattr(adapter, "vllm_params", lambda params, seed, options, stream: SimpleNamespace(seed=seed))
+    monkeypatch.setattr(adapter, "token_prompt", lambda tokens, salt: tokens)
+    monkeypatch.setattr(adapter, "sampled", lambda output, params: [(output.new, -1.0)])
+
+
+def run(test: Callable[[ReplicaActor, FakeEngine], Coroutine[Any, Any, None]]) -> None:
+    async def main() -> None:
+        actor, engine = ReplicaActor("replica-0", EngineOptions("float32", 64, 16)), FakeEngine()
+        actor._client = engine
+        await test(actor, engine)
+
+    asyncio.run(main())
+
+
+async def load(actor: ReplicaActor, state: str) -> Any:
+    return await actor.load(["w.safetensors"], {}, state, False)
+
+
+def test_it_draws_only_for_the_state_that_was_proven_in_this_process() -> None:
+    async def test(actor: ReplicaActor, engine: FakeEngine) -> None:
+        with pytest.raises(SamplerOutOfSync, match="holds None"):
+            await actor.score("s", [], None)
+        await load(actor, "s")
+        assert await actor.score("s", [], None) == []
+        with pytest.raises(SamplerOutOfSync, match="holds s"):
+            await actor.score("other", [], None)
+        with pytest.raises(SamplerOutOfSync, match="holds s"):
+            await anext(actor.generate("other", [[1]], [0], [5], PARAMS, 1, None))
+        await actor.rpc("ostinato_check", "s")
+        assert await actor.score("s", [], None) == []
+        engine.also = {"wrong": "tensor w did not arrive"}
+        await load(actor, "t")
+        for state in ("s", "t"):
+            with pytest.raises(SamplerOutOfSync, match="holds None"):
+                await actor.score(state, [], None)
+
+    run(test)
+
+
+def test_an_adapter_that_was_not_loaded_is_not_drawn_with() -> None:
+    async def test(actor: ReplicaActor, engine: FakeEngine) -> None:
+        await load(actor, "s")
+        with pytest.raises(SamplerOutOfSync, match="holds no adapter a"):
+            await actor.score("s", [[1, 2]], "a")
+
+    run(test)
+
+
+def test_an_actor_whose_workers_are_broken_answers_nothing_more_and_ends() -> None:
+    async def test(actor: ReplicaActor, engine: FakeEngine) -> None:
+        ending = asyncio.create_task(actor.wait_for_failure())
+        engine.also = {"wrong": "no room", "broken": False}
+        await load(actor, "s")
+        await actor.check_health()  # wrong, but the next load may do
+        engine.also = {"wrong": "no room", "broken": True}
+        answers = await load(actor, "s")
+        assert answers[1] == {"rank": 1, "boot": "x", "wrong": "no room", "broken": True}
+        assert await ending == "its workers are broken"
+        for call in (actor.check_health(), load(actor, "s"), actor.score("s", [], None)):
+            with pytest.raises(WorkerDied):
+                await call
+
+    run(test)
+
+
+def test_an_engine_that_ended_is_told_to_whom_waits() -> None:
+    async def test(actor: ReplicaActor, engine: FakeEngine) -> None:
+        ending = asyncio.create_task(actor.wait_for_failure())
+        engine.errored = True
+        assert await ending == "vLLM's engine ended"
+
+    run(test)
+
+
+def test_chunks_of_one_step_are_one_item() -> None:
+    async def test(actor: ReplicaActor, engine: FakeEngine) -> None:
+        await load(actor, "s")
+        items = actor.generate("s", [[1], [2]], [0, 0, 1], [5, 6, 7], PARAMS, 1, None)
+        assert await anext(items) == [(n, [5 + n], [-1.0], None) for n in range(3)]
+        engine.end.set()
+        assert await anext(items) == [(n, [5 + n], [-1.0], "length") for n in range(3)]
+        with pytest.raises(StopAsyncIteration):
+            await anext(items)
+
+    run(test)
+
+
+def test_a_stream_that_is_closed_ends_its_completions() -> None:
+    async def test(actor: ReplicaActor, engine: FakeEngine) -> None:
+        await load(actor, "s")
+        items = actor.generate("s", [[1]], [0, 0], [5, 6], PARAMS, 1, None)
+        await anext(items)
+        assert engine.running == 2
+        await items.aclose()  # type: ignore[attr-defined]
+        assert engine.running == 0
+
+    run(test)
+
+
+def test_what_one_completion_raises_ends_the_others() -> None:
+    async def test(actor: ReplicaActor, engine: FakeEngine) -> None:
+        await load(actor, "s")
+        with pytest.raises(BadSpec, match="no such seed"):
+            async for _ in actor.generate("s", [[1]], [0, 0], [5, -1], PARAMS, 1, None):
+                pass
+        assert engine.running == 0
+
+    run(test)

@@ -1,4 +1,4 @@
-"""One group of two ranks for all tests of this folder, and trainers in it beside the torch trainer."""
+"""Groups of ranks that the tests of a file share, and trainers in them beside the torch trainer."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ def make_group(ranks: int) -> RankGroup:
     return RankGroup(TARGET, lab_options(), ranks=ranks, start_seconds=240, hang_seconds=120)
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def two_ranks() -> Iterator[RankGroup]:
     group = make_group(2)
     yield group
     group.close()
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def one_rank() -> Iterator[RankGroup]:
     group = make_group(1)
     yield group

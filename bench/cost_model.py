@@ -34,7 +34,7 @@ a token is a sampled one, the prompt of 70 is in the first."""
 START_SECONDS = 60.0
 """Assumed: a process group or a vLLM server from nothing to ready, without its weights."""
 REDO_SECONDS = 300.0
-"""At most: `checkpoints.recovery_seconds` (flows/config.py)."""
+"""At most: `checkpoints.recovery_seconds` (flows/configs/common.py)."""
 DOLLARS_PER_GPU_HOUR = 3.0
 """Assumed."""
 MAX_RUNNING = 512

@@ -22,10 +22,10 @@ from pathlib import Path
 
 from grpo_work import Shape, found_model, grpo_step, new_policy
 
-from engine.backends.tiny import build_tiny_model
+from engine.backends.torch.tiny import build_tiny_model
 from engine.local.engine import LocalEngine
-from engine.spec import LocalEngineSpec
-from storage.chain import CommitRecord
+from engine.specs.engine import LocalEngineSpec
+from storage.chain.records import CommitRecord
 
 RUNS = ("a", "b")
 GIB = 1 << 30

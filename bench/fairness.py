@@ -25,11 +25,11 @@ from typing import TypeVar
 
 from grpo_work import Shape, found_model, grpo_step, new_policy, number, prompts_of
 
-from engine.backends.tiny import build_tiny_model
+from engine.backends.torch.tiny import build_tiny_model
 from engine.local.engine import LocalEngine
 from engine.protocol import GenerateRequest, LogprobsRequest, SamplingParams, TokenSequence
-from engine.spec import LocalEngineSpec
-from storage.chain import Chain, PolicyRef
+from engine.specs.engine import LocalEngineSpec
+from storage.chain.records import Chain, PolicyRef
 
 R = TypeVar("R")
 

@@ -24,11 +24,11 @@ from engine.protocol import (
     TokenIds,
     TokenSequence,
 )
-from storage import keys
-from storage.artifacts import ArtifactRef, Provenance
-from storage.chain import CommitRecord, OptimizerSpec, PolicyRef, Root, StepRequest
-from storage.objects import ObjectStore
-from storage.tables import SCHEMAS, commit_table
+from storage.chain.records import CommitRecord, OptimizerSpec, PolicyRef, Root, StepRequest
+from storage.store import keys
+from storage.store.artifacts import ArtifactRef, Provenance
+from storage.store.objects import ObjectStore
+from storage.store.tables import SCHEMAS, commit_table
 
 SMOLLM = Path(".ostinato/models/smollm2-135m-instruct")
 PROVENANCE = Provenance(code_version="bench", config_digest="0" * 64, seed=0)

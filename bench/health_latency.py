@@ -24,16 +24,16 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from engine.backends.tiny import build_tiny_model
+from engine.backends.torch.tiny import build_tiny_model
 from engine.http import wire
 from engine.http.client import EngineClient
 from engine.http.guard import MAX_JSON_BYTES, MAX_JSON_VALUES, MAX_PROMPT_VALUES, NAME_VALUES
 from engine.protocol import GenerateRequest, LogprobsRequest, PolicySpec, SamplingParams, TokenSequence
-from engine.spec import HttpEngineSpec
-from storage.artifacts import Provenance
-from storage.chain import OptimizerSpec, PolicyRef, Root, StepRequest
-from storage.objects import open_store
-from storage.tables import SCHEMAS, commit_table
+from engine.specs.engine import HttpEngineSpec
+from storage.chain.records import OptimizerSpec, PolicyRef, Root, StepRequest
+from storage.store.artifacts import Provenance
+from storage.store.objects import open_store
+from storage.store.tables import SCHEMAS, commit_table
 
 ROOT = Path(__file__).resolve().parents[1]
 PROVENANCE = Provenance(code_version="bench", config_digest="0" * 64, seed=0)

@@ -34,8 +34,8 @@ from grpo_work import SMOLLM, Shape, found_model, grpo_step, new_policy
 
 from engine.connect import connect
 from engine.http.client import EngineClient
-from engine.spec import HttpEngineSpec, LocalEngineSpec
-from storage.objects import open_store
+from engine.specs.engine import HttpEngineSpec, LocalEngineSpec
+from storage.store.objects import open_store
 
 WARM_UP = 2
 TRIVIAL_CALLS = 200

@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.backends.tensor_files import read_into, write_tensors
+from engine.backends.weight_files.tensor_files import read_into, write_tensors
 
 TENSORS = 25
 

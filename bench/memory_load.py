@@ -19,10 +19,10 @@ from typing import Any
 from bench.memory_plan import MODEL, status
 from engine.backends.deepspeed.ranks import RankTrainers
 from engine.cluster.ranks import RankGroup
-from engine.plan import plan_memory
-from engine.plan_records import Machine, Workload
-from engine.plan_shape import ModelShape, read_shape
-from engine.spec import LocalEngineSpec
+from engine.memory_plan.plan import plan_memory
+from engine.memory_plan.records import Machine, Workload
+from engine.memory_plan.shape import ModelShape, read_shape
+from engine.specs.engine import LocalEngineSpec
 
 RANKS = 2
 CASES = [(stage, dtype) for dtype in ("bfloat16", "float32") for stage in (0, 1, 2, 3)]
@@ -51,7 +51,7 @@ class Measured(RankTrainers):
 
 def options(stage: int, dtype: str) -> dict[str, Any]:
     from engine.backends.deepspeed.options import ZeroOptions
-    from engine.trainer_spec import DeepSpeedSpec
+    from engine.specs.trainer import DeepSpeedSpec
 
     spec = DeepSpeedSpec(ranks=RANKS, zero_stage=stage, bucket_mib=BUCKET_MIB)  # type: ignore[arg-type]
     made = ZeroOptions(trainer=spec, compute_dtype=dtype, device="cpu", threads=1)  # type: ignore[arg-type]
@@ -59,7 +59,7 @@ def options(stage: int, dtype: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    from engine.backends.tiny import build_tiny_model
+    from engine.backends.torch.tiny import build_tiny_model
 
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else MODEL).resolve()
     shape = read_shape(folder)

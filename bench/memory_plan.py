@@ -5,8 +5,8 @@
 A process of its own for each line: it imports torch, loads nothing, notes its resident memory, then loads the model and
 makes two updates of two micro-batches each, whose every token is trained; with a sampler also a call that decodes 16
 rows. Once with the gaps of the C library's heap, as a process is started ("process"), and once without ("tensors"): the
-plan counts tensors. Printed: the highest resident memory less what it was before the model, what `engine.plan` says of
-the same, and plan / measured. Peaks are the kernel's own (VmHWM), so none is missed.
+plan counts tensors. Printed: the highest resident memory less what it was before the model, what
+`engine.memory_plan.plan` says of the same, and plan / measured. Peaks are the kernel's own (VmHWM), so none is missed.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from engine.plan import plan_memory
-from engine.plan_records import PHASES, Machine, Workload
-from engine.plan_shape import ModelShape, read_shape
-from engine.spec import LocalEngineSpec
+from engine.memory_plan.plan import plan_memory
+from engine.memory_plan.records import PHASES, Machine, Workload
+from engine.memory_plan.shape import ModelShape, read_shape
+from engine.specs.engine import LocalEngineSpec
 
 MODEL = ".ostinato/models/smollm2-135m-instruct"
 SEQUENCE = 512
@@ -56,14 +56,14 @@ def measure(folder: Path, dtype: str, tokens: int, *, sampler: bool) -> None:
     import torch
     from transformers import AutoModelForCausalLM  # noqa: F401 - part of the process, not of the model
 
-    from engine.backends.causal_lm import CausalLM, frozen_copy, load_causal_lm
     from engine.backends.protocol import Objective
-    from engine.backends.torch_sampler import TorchSampler
-    from engine.backends.torch_trainer import TorchTrainer
+    from engine.backends.torch.causal_lm import CausalLM, frozen_copy, load_causal_lm
+    from engine.backends.torch.sampler import TorchSampler
+    from engine.backends.torch.trainer import TorchTrainer
     from engine.losses.spec import CrossEntropySpec
+    from engine.models.samples import Sample
     from engine.protocol import SamplingParams
-    from engine.samples import Sample
-    from storage.chain import OptimizerSpec
+    from storage.chain.records import OptimizerSpec
 
     torch.set_num_threads(1)
     before = status("VmRSS")

@@ -4,9 +4,9 @@
 
 One run of `grpo` from start to end: flow, tasks, commits, checkpoints, the page that is watched, the log. Its engine is
 in its process, its store a folder, its server SQLite, each new. Client seconds are wall, as the run's own clock splits
-them (tasks.clock): "orchestration" and "storage" are what is not an engine call or a grade; the first step is left out.
-Server CPU is that of its processes, from the start of the run until every task run is written down. Database growth
-counts SQLite's pages in use, and rows by table.
+them (tasks.reports.clock): "orchestration" and "storage" are what is not an engine call or a grade; the first step is
+left out. Server CPU is that of its processes, from the start of the run until every task run is written down. Database
+growth counts SQLite's pages in use, and rows by table.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from typing import Any
 
 import psutil
 
-from engine.backends.tiny import build_tiny_model
-from flows.server import ServerHandle, local_prefect_server, use_server
-from storage.objects import open_store
-from tasks.metrics import ACTIVITIES, StepMetrics
-from tasks.step_metrics import read_metrics
+from engine.backends.torch.tiny import build_tiny_model
+from flows.ops.local_server import ServerHandle, local_prefect_server, use_server
+from storage.store.objects import open_store
+from tasks.reports.metrics import ACTIVITIES, StepMetrics
+from tasks.reports.step_metrics import read_metrics
 
 TABLES = ("task_run", "task_run_state", "events", "event_resources", "log", "artifact", "artifact_collection")
 PROMPTS, COMPLETIONS, NEW_TOKENS = 4, 4, 6
@@ -60,7 +60,7 @@ def config_of(folder: Path, model: Path, steps: int) -> dict[str, Any]:
 
 def train(config: dict[str, Any]) -> list[StepMetrics]:
     """The metrics of the steps of one run."""
-    from flows.config import GRPOConfig
+    from flows.configs.common import GRPOConfig
     from flows.grpo import grpo
 
     asyncio.run(grpo(GRPOConfig.model_validate(config)))

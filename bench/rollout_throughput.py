@@ -36,7 +36,7 @@ from grpo_work import SMOLLM, Shape, found_model, new_policy, number, prompts_of
 
 from engine.connect import connect
 from engine.protocol import GenerateRequest, SamplingParams, TokenIds
-from engine.spec import LocalEngineSpec
+from engine.specs.engine import LocalEngineSpec
 
 ARMS = ["engine", "bare", "plain"]
 CALLS = 500

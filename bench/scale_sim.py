@@ -32,20 +32,20 @@ from bench.scale_sim_engine import EngineModel, SimulatedWorkspace, new_world
 from bench.scale_sim_store import Meter, S3Model
 from bench.scale_sim_workers import STAGE, WorkerStep, serve
 from engine.protocol import SamplingParams
-from storage.artifacts import ArtifactRef, Provenance
-from storage.chain import Chain, OptimizerSpec, PolicyRef, Root, StepRequest
-from storage.leases import acquire
-from storage.models import canonical_json
-from storage.registry import publish_model
-from storage.runs import create_or_check_run
-from tasks.batches import BatchPlan, rollout_batch
+from storage.chain.leases import acquire
+from storage.chain.records import Chain, OptimizerSpec, PolicyRef, Root, StepRequest
+from storage.chain.runs import create_or_check_run
+from storage.records import canonical_json
+from storage.registry.models import publish_model
+from storage.store.artifacts import ArtifactRef, Provenance
+from tasks.batches.rl import BatchPlan, rollout_batch
 from tasks.datasets.load import load_dataset
 from tasks.datasets.order import DataCursor, repetitions, take
 from tasks.datasets.spec import FileDataset
 from tasks.graders.spec import grader_spec
-from tasks.gradings import Grading
-from tasks.rollouts import PromptShard
-from tasks.step_metrics import measure_step, write_metrics
+from tasks.reports.step_metrics import measure_step, write_metrics
+from tasks.sampling.completions import PromptShard
+from tasks.sampling.grading import Grading
 
 RUN = "scale"
 PROVENANCE = Provenance(code_version="bench", config_digest="0" * 64, seed=0)
@@ -186,8 +186,8 @@ def prepare(
     folder: Path, size: Size, s3: S3Model, engine: EngineModel
 ) -> tuple[ArtifactRef, ArtifactRef, PolicyRef, list[str]]:
     """A registered model, a dataset, a run with its lease and the root of its chain."""
-    from engine.backends.tiny import build_tiny_model
-    from storage.tables import read_table
+    from engine.backends.torch.tiny import build_tiny_model
+    from storage.store.tables import read_table
 
     world = new_world(folder, s3, engine, seed=0)
     with tempfile.TemporaryDirectory() as scratch:
@@ -285,8 +285,8 @@ def simulate(
 
 def look_after(folder: Path, s3: S3Model, engine: EngineModel) -> str:
     """What the keepers of the store cost when the run is over: a dry collection, and the audit."""
-    from storage.audit import audit_store
-    from storage.gc import collect_garbage
+    from storage.inspect.audit import audit_store
+    from storage.inspect.gc import collect_garbage
 
     lines = []
     for name, call in (

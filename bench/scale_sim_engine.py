@@ -1,6 +1,6 @@
 """The engine of the simulation: token ids and logprobs out of a generator, seconds out of a throughput, no model.
 
-Commits of steps are real (storage.chain). What a real engine holds in memory for a step is measured apart.
+Commits of steps are real (storage.chain.records). What a real engine holds in memory for a step is measured apart.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pydantic import PrivateAttr
 from bench.scale_sim_store import Clock, Meter, S3Model, SimulatedS3, VirtualRetry
 from engine.protocol import Completion, GenerateRequest, LogprobsRequest
 from engine.workspace import Workspace
-from storage.chain import Chain, CommitRecord, Numerics, StepRequest
-from storage.objects import ObjectStore
+from storage.chain.records import Chain, CommitRecord, Numerics, StepRequest
+from storage.store.objects import ObjectStore
 
 NUMERICS = Numerics(backend="simulated", device="none", compute_dtype="bfloat16", threads=1, max_tokens=8192)
 

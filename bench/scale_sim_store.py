@@ -21,14 +21,14 @@ from random import Random
 from typing import BinaryIO, Literal, cast
 from uuid import uuid4
 
-from storage.backends.protocol import Leftover, ObjectInfo, PutResult
 from storage.errors import ObjectNotFound, StorageUnavailable
-from storage.retry import RetryPolicy
+from storage.store.backends.protocol import Leftover, ObjectInfo, PutResult
+from storage.store.retry import RetryPolicy
 
 Verb = Literal["GET", "HEAD", "LIST", "PUT", "DELETE"]
-PART_BYTES = 8 << 20  # as storage.backends.s3_transfer
+PART_BYTES = 8 << 20  # as storage.store.backends.s3_transfer
 CONCURRENT_PARTS = 2
-READ_AHEAD_BYTES = 1 << 20  # as storage.backends.s3
+READ_AHEAD_BYTES = 1 << 20  # as storage.store.backends.s3
 PAGE_KEYS = 1000
 
 
@@ -117,8 +117,8 @@ class VirtualRetry(RetryPolicy):
 
 
 class SimulatedS3:
-    """Implements storage.backends.protocol.Backend. Keys of one area (their first segment) share a partition: the keys
-    of a step are new when it begins, so S3 cannot have split them by their load."""
+    """Implements storage.store.backends.protocol.Backend. Keys of one area (their first segment) share a partition:
+    the keys of a step are new when it begins, so S3 cannot have split them by their load."""
 
     def __init__(
         self, folder: Path, model: S3Model, *, clock: Clock, meter: Meter, seed: int, bytes_scale: Mapping[str, float]
@@ -292,7 +292,7 @@ class SimulatedS3:
 
 
 class _Ranges(io.RawIOBase):
-    """A reader that pays one GET per range, as storage.backends.s3 does."""
+    """A reader that pays one GET per range, as storage.store.backends.s3 does."""
 
     def __init__(self, store: SimulatedS3, key: str, path: Path) -> None:
         self._store, self._key, self._file = store, key, path.open("rb")

@@ -22,14 +22,14 @@ import pyarrow as pa
 from bench.scale_sim_engine import EngineModel, SimulatedWorkspace, World, new_world
 from bench.scale_sim_store import Meter, S3Model, Verb
 from engine.protocol import SamplingParams
-from storage import keys
-from storage.artifacts import ArtifactRef, find_artifact
-from storage.chain import PolicyRef
+from storage.chain.records import PolicyRef
 from storage.errors import StorageUnavailable
-from storage.retry import retried
-from storage.tables import commit_table, read_table
-from tasks.gradings import Grading, grade_shard
-from tasks.rollouts import PromptShard, sample_shard
+from storage.store import keys
+from storage.store.artifacts import ArtifactRef, find_artifact
+from storage.store.retry import retried
+from storage.store.tables import commit_table, read_table
+from tasks.sampling.completions import PromptShard, sample_shard
+from tasks.sampling.grading import Grading, grade_shard
 
 STAGE = "0-grpo"
 TASK_RETRY_SECONDS = (1.0, 2.0, 4.0, 8.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from engine.protocol import Engine
-from engine.spec import EngineSpec, HttpEngineSpec
+from engine.specs.engine import EngineSpec, HttpEngineSpec
 
 
 @lru_cache(maxsize=8)

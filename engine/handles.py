@@ -6,11 +6,11 @@ tape, and `optim_step` commits the tape as a batch and takes one step through th
 
 from __future__ import annotations
 
-from engine.builder import Model, ModelBuilder
-from engine.inference_model import HasWorkspace, InferenceModel
-from engine.openai_model import OpenAIModel
+from engine.models.builder import Model, ModelBuilder
+from engine.models.inference_model import HasWorkspace, InferenceModel
+from engine.models.openai_model import OpenAIModel
+from engine.models.training_model import TrainingModel
 from engine.text.answers import MalformedAnswer
-from engine.training_model import TrainingModel
 
 __all__ = [
     "HasWorkspace",

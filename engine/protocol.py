@@ -14,11 +14,11 @@ from typing import Annotated, Literal, Protocol
 from pydantic import AfterValidator, Field
 
 from engine.errors import BadSpec
-from engine.images import Images, check_images
-from storage.artifacts import ArtifactRef, Provenance
+from engine.models.images import Images, check_images
 from storage.bounds import MAX_TEMPERATURE, MIN_TEMPERATURE
-from storage.chain import CommitRecord, Numerics, PolicyRef, Root, StepRequest
-from storage.models import Frozen
+from storage.chain.records import CommitRecord, Numerics, PolicyRef, Root, StepRequest
+from storage.records import Frozen
+from storage.store.artifacts import ArtifactRef, Provenance
 
 TokenIds = list[int]
 StopReason = Literal["eos", "stop", "length"]
@@ -197,7 +197,8 @@ class EngineInfo(Frozen):
     numerics: Numerics
     """Enters every record."""
     store_id: str
-    """Which store it works on: see storage.identity.store_id. A caller on another store would never see its commits."""
+    """Which store it works on: see storage.store.identity.store_id. A caller on another store would never see its
+    commits."""
     memory_bytes: int
     """What the engine may fill with weights, moments and gradients."""
     memory_used_bytes: int
@@ -228,7 +229,7 @@ class Engine(Protocol):
 
     async def logprobs(self, request: LogprobsRequest, *, epoch: int = 0) -> list[list[float]]:
         """Per sequence: nats of each trained token, by the trainer's weights and numerics. BadSpec for a policy with a
-        scalar head (engine.adapters)."""
+        scalar head (engine.specs.adapters)."""
         ...
 
     async def values(self, request: LogprobsRequest, *, epoch: int = 0) -> list[list[float]]:

@@ -6,10 +6,10 @@ from functools import lru_cache
 
 from engine.connect import connect
 from engine.protocol import Engine
-from engine.spec import EngineSpec, LocalEngineSpec
-from storage.artifacts import Provenance
-from storage.models import Frozen, canonical_json, digest
-from storage.objects import ObjectStore, open_store
+from engine.specs.engine import EngineSpec, LocalEngineSpec
+from storage.records import Frozen, canonical_json, digest
+from storage.store.artifacts import Provenance
+from storage.store.objects import ObjectStore, open_store
 
 
 class Workspace(Frozen):

@@ -18,27 +18,27 @@ from engine.handles import TrainingModel
 from engine.losses.spec import CrossEntropySpec, DPOSpec, LossSpec, MSESpec, RankingSpec
 from engine.protocol import SamplingParams
 from engine.text.threads import StringThread
-from flows.grading import grading_of
-from flows.validation_config import Every
-from storage.accounting import material_of
-from storage.artifacts import ArtifactRef
-from storage.chain import PolicyRef
+from flows.configs.validation import Every
+from flows.training.graders import grading_of
+from storage.chain.records import PolicyRef
+from storage.inspect.accounting import material_of
+from storage.store.artifacts import ArtifactRef
+from tasks.batches.truncation import ANY_LENGTH, LengthPlan
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.spec import DatasetUse, InlineDataset, InlinePairs
-from tasks.episode_evaluations import EpisodeEvaluationPlan
 from tasks.evaluate import evaluate_in_environment, evaluate_policy, validate_loss, validate_scores
-from tasks.evaluations import EvaluationPlan
+from tasks.evaluation.completions import EvaluationPlan
+from tasks.evaluation.episodes import EpisodeEvaluationPlan
+from tasks.evaluation.lm_validation import ValidationLossPlan
+from tasks.evaluation.reward_validation import ScoreValidationPlan
 from tasks.graders.base import BaseGrader
 from tasks.graders.spec import GraderSpec
-from tasks.gradings import Grading
-from tasks.lengths import ANY_LENGTH, LengthPlan
 from tasks.load import load_prompts
 from tasks.loggers.tables import Table
-from tasks.rollouts import PromptShard
-from tasks.run_page import sample_rows
-from tasks.trajectories import EpisodePlan
-from tasks.validation_losses import ValidationLossPlan
-from tasks.validation_scores import ScoreValidationPlan
+from tasks.reports.flow_run_page import sample_rows
+from tasks.sampling.completions import PromptShard
+from tasks.sampling.episodes import EpisodePlan
+from tasks.sampling.grading import Grading
 
 
 @dataclass(frozen=True)

@@ -17,27 +17,27 @@ from prefect import flow
 
 from engine.handles import Model, TrainingModel
 from engine.text.threads import StringThread
-from flows.checkpoints import CheckpointSchedule
-from flows.env_config import ENVGRPOConfig
-from flows.env_evaluation import HeldoutEpisodes
+from flows.configs.environments import ENVGRPOConfig
+from flows.configs.reinforcement import BatchRules
+from flows.display.terminal import TerminalProgress
 from flows.grpo import GRPO, longest, train_and_report
 from flows.ops.hooks import ON_END
-from flows.progress import TerminalProgress
-from flows.reinforcement_config import BatchRules
-from flows.schedules import optimizer_arguments
-from flows.session import RunSession, open_run
-from storage.artifacts import ArtifactRef
-from storage.chain import PolicyRef
-from storage.registry import registered_key
-from tasks.advantages import ESTIMATORS
-from tasks.batches import BatchPlan
+from flows.runs.session import RunSession, open_run
+from flows.training.checkpointing import CheckpointSchedule
+from flows.training.env_held_out import HeldoutEpisodes
+from flows.training.optimizer import optimizer_arguments
+from storage.chain.records import PolicyRef
+from storage.registry.models import registered_key
+from storage.store.artifacts import ArtifactRef
+from tasks.batches.rl import BatchPlan
+from tasks.credit.advantages import ESTIMATORS
 from tasks.datasets.load import LoadedDataset
 from tasks.environments.base import EnvironmentFactory
 from tasks.environments.spec import EnvironmentSpec, environment_spec, in_process_spec
 from tasks.prepare import prepare_trajectories
 from tasks.rollout import play_episodes
-from tasks.rollouts import PromptShard
-from tasks.trajectories import EpisodePlan
+from tasks.sampling.completions import PromptShard
+from tasks.sampling.episodes import EpisodePlan
 
 
 class InEnvironment(GRPO):
@@ -62,7 +62,7 @@ class InEnvironment(GRPO):
         """`environment_factory`: an EnvironmentFactory (in-process), or the spec of an importable one.
 
         `max_tokens` is of one segment, `episode_seconds` and `reaction_seconds` are the environment's own time; see
-        tasks.trajectories.EpisodePlan."""
+        tasks.sampling.episodes.EpisodePlan."""
         _check_options(options)
         super().__init__(dataset, model, grader=None, kl_beta=kl_beta, **options)
         if isinstance(environment_factory, EnvironmentFactory):

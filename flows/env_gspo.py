@@ -15,19 +15,19 @@ from prefect import flow
 from engine.handles import TrainingModel
 from engine.losses.spec import GSPOSpec, LossNorm
 from engine.text.threads import StringThread
-from flows.env_config import ENVGSPOConfig
+from flows.configs.environments import ENVGSPOConfig
+from flows.configs.gspo import check_has_gspo
+from flows.display.terminal import TerminalProgress
 from flows.env_grpo import ENVGRPO, env_arguments, train_in_environment
-from flows.gspo_config import check_has_gspo
 from flows.ops.hooks import ON_END
-from flows.progress import TerminalProgress
-from flows.session import open_run
+from flows.runs.session import open_run
 from tasks.datasets.load import LoadedDataset
 from tasks.environments.base import EnvironmentFactory
 from tasks.environments.spec import EnvironmentSpec
 
 
 class ENVGSPO(ENVGRPO):
-    """As ENVGRPO, with GSPO's loss. Raises tasks.trajectory_batches.NotOneGrade when an episode does not have exactly
+    """As ENVGRPO, with GSPO's loss. Raises tasks.batches.episodes.NotOneGrade when an episode does not have exactly
     one grade: grade the last turn, and in `on_limit` what a limit ends."""
 
     stage = "env_gspo"

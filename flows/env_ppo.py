@@ -3,7 +3,7 @@ the value model over one committed batch, which comes from whole episodes.
 
 Advantages (GAE, arXiv:1506.02438) run over the tokens that the policy said in an episode, in order; what the
 environment says is skipped. A turn's grade is on the turn's last token, and -beta (l - q) on each. Where the history of
-an episode is rewritten, credit flows on: see tasks.episode_values.
+an episode is rewritten, credit flows on: see tasks.batches.episode_values.
 
     ostinato run env_ppo --config examples/env_ppo.yaml
 """
@@ -16,16 +16,16 @@ from prefect import flow
 
 from engine.handles import TrainingModel
 from engine.text.threads import StringThread
-from flows.collect import Collected
+from flows.configs.env_ppo import ENVPPOConfig
+from flows.display.terminal import TerminalProgress
 from flows.env_grpo import InEnvironment, env_arguments, train_in_environment
-from flows.env_ppo_config import ENVPPOConfig
 from flows.ops.hooks import ON_END
 from flows.ppo import PPO, value_arguments
-from flows.progress import TerminalProgress
-from flows.session import open_run
-from storage.artifacts import ArtifactRef
-from storage.chain import PolicyRef
-from tasks.batches import BatchPlan
+from flows.runs.session import open_run
+from flows.training.collection import Collected
+from storage.chain.records import PolicyRef
+from storage.store.artifacts import ArtifactRef
+from tasks.batches.rl import BatchPlan
 from tasks.datasets.load import LoadedDataset
 from tasks.environments.base import EnvironmentFactory
 from tasks.environments.spec import EnvironmentSpec

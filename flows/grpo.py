@@ -17,40 +17,40 @@ from pydantic import JsonValue
 from engine.handles import Model, TrainingModel
 from engine.losses.spec import CISPOSpec, GRPOSpec, GSPOSpec, KLEstimator, LossNorm
 from engine.text.threads import StringThread
-from flows.arguments import whole_number
-from flows.checkpoints import CheckpointSchedule, Uploads
-from flows.collect import Collector, Lookahead, PromptBatch, Refill
-from flows.config import GRPOAlgorithm, GRPOConfig
-from flows.env_config import ENVGRPOConfig
-from flows.evaluation import Heldout
-from flows.grading import grading_of
-from flows.loop import Journal, optimizer_at, steps
-from flows.names import takes_names
+from flows.configs.common import GRPOAlgorithm, GRPOConfig
+from flows.configs.environments import ENVGRPOConfig
+from flows.configs.reinforcement import PolicyLoss, Regularisation, groups_of
+from flows.display.terminal import TerminalProgress
 from flows.ops.hooks import ON_END
-from flows.progress import TerminalProgress
-from flows.reinforcement_config import PolicyLoss, Regularisation, groups_of
-from flows.schedules import optimizer_arguments
-from flows.session import RunSession, default_model_name, finish_run, open_run
-from flows.trainer import Trainer
-from storage.artifacts import ArtifactRef
-from storage.chain import MinibatchPlan, OldLogprobs, PolicyRef, StepRequest
-from storage.registry import registered_key
-from tasks.batches import AdvantageEstimator, BatchPlan
-from tasks.controllers import AdaptiveKL, FixedKL
+from flows.runs.session import RunSession, default_model_name, finish_run, open_run
+from flows.training.aliases import takes_names
+from flows.training.arguments import whole_number
+from flows.training.base import Trainer
+from flows.training.checkpointing import CheckpointSchedule, Uploads
+from flows.training.collection import Collector, Lookahead, PromptBatch, Refill
+from flows.training.graders import grading_of
+from flows.training.held_out import Heldout
+from flows.training.journal import Journal, optimizer_at, steps
+from flows.training.optimizer import optimizer_arguments
+from flows.training.schedules import is_fixed
+from storage.chain.records import MinibatchPlan, OldLogprobs, PolicyRef, StepRequest
+from storage.registry.models import registered_key
+from storage.store.artifacts import ArtifactRef
+from tasks.batches.rl import AdvantageEstimator, BatchPlan
+from tasks.credit.kl_controllers import AdaptiveKL, FixedKL
+from tasks.credit.rewards import Overlong, RewardKL
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.spec import InlineDataset
 from tasks.grade import grade_rollouts
 from tasks.graders.base import BaseGrader
 from tasks.graders.spec import GraderSpec, grader_spec
-from tasks.gradings import Grading
 from tasks.load import load_prompts
 from tasks.prepare import prepare_batch
 from tasks.publish import publish_model
 from tasks.report import write_report
-from tasks.rewards import Overlong, RewardKL
 from tasks.rollout import generate_rollouts
-from tasks.rollouts import PromptShard, Truncation
-from tasks.schedules import is_fixed
+from tasks.sampling.completions import PromptShard, Truncation
+from tasks.sampling.grading import Grading
 from tasks.train import take_gradient_step
 
 POLICY_LOSSES: dict[PolicyLoss, type[GRPOSpec] | type[CISPOSpec]] = {"clip": GRPOSpec, "cispo": CISPOSpec}
@@ -68,7 +68,7 @@ class GRPO(Trainer):
     and checkpoint_every_steps or checkpoint_frequency=None), the run goes on until a person ends it.
 
     The other arguments are those of `Trainer`, and the fields of `Regularisation` and `BatchRules`
-    (flows.reinforcement_config).
+    (flows.configs.reinforcement).
     """
 
     stage = "grpo"

@@ -13,16 +13,16 @@ from prefect import flow
 from engine.handles import TrainingModel
 from engine.losses.spec import GSPOSpec, LossNorm
 from engine.text.threads import StringThread
+from flows.configs.gspo import GSPOConfig, check_has_gspo
+from flows.display.terminal import TerminalProgress
 from flows.grpo import GRPO, reward_arguments, train_on_rewards
-from flows.gspo_config import GSPOConfig, check_has_gspo
-from flows.names import takes_names
 from flows.ops.hooks import ON_END
-from flows.progress import TerminalProgress
-from flows.session import open_run
+from flows.runs.session import open_run
+from flows.training.aliases import takes_names
 from tasks.datasets.load import LoadedDataset
 from tasks.graders.base import BaseGrader
 from tasks.graders.spec import GraderSpec
-from tasks.gradings import Grading
+from tasks.sampling.grading import Grading
 
 
 @takes_names()

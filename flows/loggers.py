@@ -13,9 +13,9 @@ from typing import Any
 
 import httpx
 
-from flows.progress import TerminalProgress
-from flows.run_log import say
-from flows.run_page import EVERY_SECONDS, Page, flow_run_page
+from flows.display.live_page import EVERY_SECONDS, Page, flow_run_page
+from flows.display.run_log import say
+from flows.display.terminal import TerminalProgress
 
 log = logging.getLogger(__name__)
 

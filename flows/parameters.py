@@ -19,9 +19,9 @@ from pydantic_core import CoreSchema, core_schema
 import engine.handles
 from engine.handles import HasWorkspace
 from engine.text.threads import StringThread
-from flows.config import DatasetSource
-from storage.models import canonical_json
-from storage.tables import RowReader
+from flows.configs.common import DatasetSource
+from storage.records import canonical_json
+from storage.store.tables import RowReader
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.spec import DatasetUse
 from tasks.graders.base import BaseGrader

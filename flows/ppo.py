@@ -16,30 +16,30 @@ from prefect import flow
 from engine.handles import Model, TrainingModel
 from engine.losses.spec import KLEstimator, LossSpec, MSESpec, TrustRegionMSESpec
 from engine.text.threads import StringThread
-from flows.checkpoints import Uploads
-from flows.collect import Collected, Lookahead
-from flows.env_ppo_config import ENVPPOConfig
+from flows.configs.env_ppo import ENVPPOConfig
+from flows.configs.ppo import PPOConfig
+from flows.configs.reinforcement import KLPlace
+from flows.display.terminal import TerminalProgress
 from flows.grpo import GRPO, reward_arguments, train_on_rewards
-from flows.loop import Journal, optimizer_at, steps
-from flows.names import takes_names
 from flows.ops.hooks import ON_END
-from flows.ppo_config import PPOConfig
-from flows.progress import TerminalProgress
-from flows.reinforcement_config import KLPlace
-from flows.schedules import optimizer_arguments
-from flows.session import RunSession, open_run
-from storage.artifacts import ArtifactRef
-from storage.chain import Chain, OptimizerSpec, PolicyRef, StepRequest
-from storage.registry import registered_key
-from tasks.batches import BatchPlan
+from flows.runs.session import RunSession, open_run
+from flows.training.aliases import takes_names
+from flows.training.checkpointing import Uploads
+from flows.training.collection import Collected, Lookahead
+from flows.training.journal import Journal, optimizer_at, steps
+from flows.training.optimizer import optimizer_arguments
+from flows.training.schedules import CosineScheduler, Schedule, is_fixed
+from storage.chain.records import Chain, OptimizerSpec, PolicyRef, StepRequest
+from storage.registry.models import registered_key
+from storage.store.artifacts import ArtifactRef
+from tasks.batches.ppo import Returns, ValuePlan
+from tasks.batches.rl import BatchPlan
 from tasks.datasets.load import LoadedDataset
 from tasks.graders.base import BaseGrader
 from tasks.graders.spec import GraderSpec
-from tasks.gradings import Grading
 from tasks.prepare import prepare_credited
-from tasks.schedules import CosineScheduler, Schedule, is_fixed
+from tasks.sampling.grading import Grading
 from tasks.train import take_gradient_step, take_value_step
-from tasks.value_batches import Returns, ValuePlan
 
 
 @takes_names(also={"lr_scheduler_policy": "lr_scheduler", "lr_scheduler_value": "value_lr_scheduler"})

@@ -8,8 +8,8 @@
     @recipe_main
     async def mine(config: Config, ctx: RecipeContext) -> str: ...
 
-The config's fields are the form; `ctx` is the run (flows.recipe_context). Graders set up in the function work on the
-run's engine and store.
+The config's fields are the form; `ctx` is the run (flows.runs.recipe_context). Graders set up in the function work on
+the run's engine and store.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from pydantic import GetJsonSchemaHandler, TypeAdapter
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticSerializationError
 
-from engine.spec import EngineSpec, LocalEngineSpec
-from flows.config import StorageConfig
+from engine.specs.engine import EngineSpec, LocalEngineSpec
+from flows.configs.common import StorageConfig
 from flows.ops.attempts import check_attempts
 from flows.ops.hooks import ON_END
 from flows.ops.place import placed
 from flows.ops.run_keys import current_key
 from flows.ops.termination import termination_kept
-from flows.recipe_context import RecipeContext
-from flows.session import leave, read_result, write_result
-from storage.models import Frozen, canonical_json
-from tasks.graders.setting import grading_in
+from flows.runs.recipe_context import RecipeContext
+from flows.runs.session import leave, read_result, write_result
+from storage.records import Frozen, canonical_json
+from tasks.graders.running.setting import grading_in
 
 __all__ = ["InputConfig", "RecipeContext", "recipe_main"]
 

@@ -15,27 +15,27 @@ from typing import Any, Literal
 from prefect import flow
 
 from engine.workspace import Workspace
-from flows.approval import ask
-from flows.evaluation_config import EvaluationFlowConfig
-from flows.evaluation_flow import LoadedSuite, evaluation
-from flows.gate import Verdict, judge
-from flows.model_card import commit_card, find_card
+from flows.configs.evaluation import EvaluationFlowConfig
+from flows.configs.recurring import RecurringConfig
+from flows.display.artifacts import put_markdown
+from flows.display.terminal import TerminalProgress
+from flows.evaluation import LoadedSuite, evaluation
 from flows.ops.attempts import check_attempts
 from flows.ops.hooks import ON_END
 from flows.ops.place import placed
 from flows.ops.termination import termination_kept
-from flows.pages import put_markdown
-from flows.progress import TerminalProgress
-from flows.promotion import announce
-from flows.recurring_config import RecurringConfig
-from flows.session import workspace_of
-from flows.training import flow_of, inputs_of
-from storage.decisions import Action, AliasEntry, Decision, champion_of, decide, enforce, find_decision
+from flows.promotion.approval import ask
+from flows.promotion.event import announce
+from flows.promotion.gate import Verdict, judge
+from flows.promotion.model_card import commit_card, find_card
+from flows.runs.session import workspace_of
+from flows.training.child_runs import flow_of, inputs_of
 from storage.errors import AliasMoved
-from storage.lineage import trained_on
-from storage.models import canonical_json, digest
-from tasks.comparisons import Comparison, comparison_sentences
+from storage.inspect.lineage import trained_on
+from storage.records import canonical_json, digest
+from storage.registry.decisions import Action, AliasEntry, Decision, champion_of, decide, enforce, find_decision
 from tasks.datasets.load import LoadedDataset
+from tasks.evaluation.model_comparison import Comparison, comparison_sentences
 from tasks.load import load_prompts
 
 Outcome = Literal["unchanged", "decided before", "promoted", "held", "overtaken"]

@@ -15,13 +15,13 @@ from prefect import flow
 from engine.handles import TrainingModel
 from engine.losses.spec import CrossEntropySpec
 from engine.text.threads import StringThread
-from flows.config import SFTConfig
+from flows.configs.common import SFTConfig
+from flows.display.terminal import TerminalProgress
 from flows.ops.hooks import ON_END
-from flows.progress import TerminalProgress
-from flows.session import open_run
-from flows.supervised import Supervised, supervised_arguments, train_on_dataset
-from storage.artifacts import ArtifactRef
-from storage.chain import PolicyRef
+from flows.runs.session import open_run
+from flows.training.dataset_loop import Supervised, supervised_arguments, train_on_dataset
+from storage.chain.records import PolicyRef
+from storage.store.artifacts import ArtifactRef
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.spec import InlineDataset
 from tasks.load import load_prompts

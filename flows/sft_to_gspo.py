@@ -12,17 +12,17 @@ from typing import Any
 
 from prefect import flow
 
-from flows.config import DatasetSource
-from flows.evaluation import Heldout
+from flows.configs.common import DatasetSource
+from flows.configs.sft_to_gspo import SFTToGSPOConfig
+from flows.display.terminal import TerminalProgress
 from flows.grpo import reward_arguments
 from flows.gspo import GSPO
 from flows.ops.hooks import ON_END
-from flows.progress import TerminalProgress
-from flows.session import RunSession, default_model_name, finish_run, open_run
+from flows.runs.session import RunSession, default_model_name, finish_run, open_run
 from flows.sft import SFT
-from flows.sft_to_gspo_config import SFTToGSPOConfig
-from flows.supervised import supervised_arguments
-from storage.registry import registered_key
+from flows.training.dataset_loop import supervised_arguments
+from flows.training.held_out import Heldout
+from storage.registry.models import registered_key
 from tasks.datasets.spec import DatasetUse
 from tasks.publish import publish_model
 from tasks.report import write_report

@@ -10,22 +10,22 @@ from typing import Any
 
 from prefect import flow
 
-from engine.report_links import report_url
-from flows.config import TrainingConfig
+from engine.http.report_links import report_url
+from flows.configs.common import TrainingConfig
+from flows.configs.sweep import SweepConfig, TrialsFailed
+from flows.display.artifacts import put_markdown, put_table
+from flows.display.terminal import TerminalProgress
 from flows.ops.attempts import check_attempts
 from flows.ops.hooks import ON_END
 from flows.ops.place import placed
 from flows.ops.termination import termination_kept
-from flows.pages import put_markdown, put_table
-from flows.progress import TerminalProgress
-from flows.sweep_config import SweepConfig, TrialsFailed
-from flows.training import flow_of
-from flows.version import code_version
-from storage import keys
-from storage.models import canonical_json, digest
-from storage.objects import ObjectStore, open_store
-from storage.runs import create_or_check_run
-from tasks.run_comparison import Ranked, collect_runs, rank, render_comparison
+from flows.runs.code_version import code_version
+from flows.training.child_runs import flow_of
+from storage.chain.runs import create_or_check_run
+from storage.records import canonical_json, digest
+from storage.store import keys
+from storage.store.objects import ObjectStore, open_store
+from tasks.evaluation.run_comparison import Ranked, collect_runs, rank, render_comparison
 
 
 @flow(name="sweep", flow_run_name="sweep {config.name}", **ON_END)

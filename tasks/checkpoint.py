@@ -4,10 +4,10 @@ a loop can take its next step in between."""
 from __future__ import annotations
 
 from engine.workspace import Workspace
-from storage.artifacts import ArtifactRef
-from storage.chain import PolicyRef
-from storage.retention import KEEP_LAST_TWO, Retention, prune_checkpoints
-from tasks.clock import timed
+from storage.chain.records import PolicyRef
+from storage.chain.retention import KEEP_LAST_TWO, Retention, prune_checkpoints
+from storage.store.artifacts import ArtifactRef
+from tasks.reports.clock import timed
 from tasks.task_runs import durable_task
 
 

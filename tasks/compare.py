@@ -5,10 +5,10 @@ from __future__ import annotations
 import pyarrow as pa
 
 from engine.workspace import Workspace
-from storage import keys
-from storage.artifacts import ArtifactRef, find_artifact
-from storage.tables import SCHEMAS, commit_table
-from tasks.comparisons import Cell, prompt_rows
+from storage.store import keys
+from storage.store.artifacts import ArtifactRef, find_artifact
+from storage.store.tables import SCHEMAS, commit_table
+from tasks.evaluation.model_comparison import Cell, prompt_rows
 from tasks.task_runs import durable_task
 
 STAGE = "0-evaluation"

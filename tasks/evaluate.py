@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from engine.workspace import Workspace
-from storage.artifacts import ArtifactRef
-from storage.chain import PolicyRef
-from tasks.episode_evaluations import EpisodeEvaluationPlan, evaluate_episodes
-from tasks.evaluations import EvaluationPlan, evaluate
+from storage.chain.records import PolicyRef
+from storage.store.artifacts import ArtifactRef
+from tasks.evaluation.completions import EvaluationPlan, evaluate
+from tasks.evaluation.episodes import EpisodeEvaluationPlan, evaluate_episodes
+from tasks.evaluation.lm_validation import ValidationLossPlan, validation_loss
+from tasks.evaluation.reward_validation import ScoreValidationPlan, score_validation
 from tasks.task_runs import durable_task
-from tasks.validation_losses import ValidationLossPlan, validation_loss
-from tasks.validation_scores import ScoreValidationPlan, score_validation
 
 
 @durable_task("evaluate", "evaluate-{policy.step:06d}")

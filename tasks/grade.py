@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from engine.workspace import Workspace
-from storage.artifacts import ArtifactRef
-from tasks.gradings import Grading, grade_shard
+from storage.store.artifacts import ArtifactRef
+from tasks.sampling.grading import Grading, grade_shard
 from tasks.task_runs import durable_task
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from engine.workspace import Workspace
-from tasks.clock import timed
 from tasks.datasets.load import LoadedDataset, load_dataset
 from tasks.datasets.spec import DatasetSpec, DatasetUse
+from tasks.reports.clock import timed
 from tasks.task_runs import durable_task
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from engine.workspace import Workspace
-from storage.artifacts import ArtifactRef
-from storage.chain import PolicyRef
-from tasks.batches import BatchPlan, completion_batch, rollout_batch
-from tasks.episode_values import episode_value_batch
-from tasks.lengths import ANY_LENGTH, LengthPlan
-from tasks.preference_batches import pair_batch, rating_batch
+from storage.chain.records import PolicyRef
+from storage.store.artifacts import ArtifactRef
+from tasks.batches.episode_values import episode_value_batch
+from tasks.batches.episodes import trajectory_batch
+from tasks.batches.pairs import pair_batch, rating_batch
+from tasks.batches.ppo import ValuePlan, value_batch
+from tasks.batches.rl import BatchPlan, completion_batch, rollout_batch
+from tasks.batches.truncation import ANY_LENGTH, LengthPlan
 from tasks.task_runs import durable_task
-from tasks.trajectory_batches import trajectory_batch
-from tasks.value_batches import ValuePlan, value_batch
 
 
 @durable_task("prepare", "batch-{step:06d}")

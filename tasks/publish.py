@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from engine.workspace import Workspace
-from storage.artifacts import ArtifactRef
-from storage.chain import PolicyRef
-from tasks.clock import timed
+from storage.chain.records import PolicyRef
+from storage.store.artifacts import ArtifactRef
+from tasks.reports.clock import timed
 from tasks.task_runs import durable_task
 
 

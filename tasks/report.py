@@ -8,13 +8,13 @@ import httpx
 from prefect import get_run_logger
 from prefect.artifacts import create_markdown_artifact
 
-from engine.report_links import report_url
+from engine.http.report_links import report_url
 from engine.workspace import Workspace
-from storage import keys
-from storage.artifacts import ArtifactRef
-from storage.chain import PolicyRef
-from tasks.html_report import render_report
-from tasks.report_data import collect_report
+from storage.chain.records import PolicyRef
+from storage.store import keys
+from storage.store.artifacts import ArtifactRef
+from tasks.reports.html_report import render_report
+from tasks.reports.report_data import collect_report
 from tasks.task_runs import durable_task
 
 

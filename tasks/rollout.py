@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from engine.protocol import SamplingParams
 from engine.workspace import Workspace
-from storage.artifacts import ArtifactRef
-from storage.chain import PolicyRef
-from tasks.rollouts import PromptShard, sample_shard
+from storage.chain.records import PolicyRef
+from storage.store.artifacts import ArtifactRef
+from tasks.sampling.completions import PromptShard, sample_shard
+from tasks.sampling.episodes import EpisodePlan, play_shard
 from tasks.task_runs import durable_task
-from tasks.trajectories import EpisodePlan, play_shard
 
 
 @durable_task("rollout", "rollout-{step:06d}/{shard.index:02d}")

@@ -21,8 +21,8 @@ from prefect.context import TaskRunContext
 from prefect.runtime import flow_run
 from pydantic import BaseModel
 
-from storage.artifacts import ArtifactRef
-from storage.chain import PolicyRef
+from storage.chain.records import PolicyRef
+from storage.store.artifacts import ArtifactRef
 from tasks.retries import DURABLE
 
 P = ParamSpec("P")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from engine.workspace import Workspace
-from storage.chain import PolicyRef, StepRequest
-from tasks.clock import timed
+from storage.chain.records import PolicyRef, StepRequest
+from tasks.reports.clock import timed
 from tasks.task_runs import durable_task
 
 

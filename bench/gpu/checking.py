@@ -25,15 +25,15 @@ from bench.gpu.setting import (
     seconds,
     sft_samples,
 )
-from engine.backends.attention import PackedLayout
-from engine.backends.causal_lm import CausalLM, digest_weights
-from engine.backends.packing import Fan
 from engine.backends.protocol import Objective
-from engine.backends.torch_trainer import TorchTrainer
+from engine.backends.torch.attention import PackedLayout
+from engine.backends.torch.causal_lm import CausalLM, digest_weights
+from engine.backends.torch.packing import Fan
+from engine.backends.torch.trainer import TorchTrainer
 from engine.losses.spec import CrossEntropySpec, GRPOSpec
+from engine.models.samples import Sample
 from engine.protocol import TokenSequence
-from engine.samples import Sample
-from storage.chain import OptimizerSpec
+from storage.chain.records import OptimizerSpec
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
 """Relative L2 distance of the whole gradient from the definition's in float64. bfloat16 has 8 bits: each of some ten

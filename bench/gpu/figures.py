@@ -29,15 +29,15 @@ from bench.gpu.setting import (
     wait,
 )
 from engine.backends import machine
-from engine.backends.causal_lm import CHUNK_ELEMENTS, frozen_copy
-from engine.backends.packing import micro_batches
-from engine.backends.staging import staging_folder
-from engine.backends.torch_samplers import FollowingSampler, MirrorSampler
-from engine.backends.torch_trainer import TorchTrainer
-from engine.plan_parts import activations, autocast_weights, head_activations, torch_states
+from engine.backends.torch.causal_lm import CHUNK_ELEMENTS, frozen_copy
+from engine.backends.torch.packing import micro_batches
+from engine.backends.torch.trainer import TorchTrainer
+from engine.backends.torch.weight_following import FollowingSampler, MirrorSampler
+from engine.backends.weight_files.staging import staging_folder
+from engine.memory_plan.parts import activations, autocast_weights, head_activations, torch_states
+from engine.models.samples import Sample
 from engine.protocol import SamplingParams, TokenSequence
-from engine.samples import Sample
-from storage.chain import OptimizerSpec
+from storage.chain.records import OptimizerSpec
 
 PACKAGES = ("torch", "transformers", "safetensors", "pyarrow", "pydantic", "deepspeed", "vllm", "flash-attn")
 
@@ -161,7 +161,7 @@ def _memory(setting: Setting, name: str, part: str, loss: str, samples: list[Sam
 
 
 def planned_gib(setting: Setting, name: str, *, trained: int) -> float:
-    """engine.plan_parts for one full micro-batch: states, copies that autocast keeps, activations, logits."""
+    """engine.memory_plan.parts for one full micro-batch: states, copies that autocast keeps, activations, logits."""
     shape, compute = setting.shape(name), setting.compute_dtype.itemsize
     on_device, _ = activations(shape, setting.max_tokens, compute=compute, autocast=True, recompute="none")
     states = torch_states(shape.parameters).total + autocast_weights(shape, compute)

@@ -8,7 +8,7 @@ token's queries, and A pairs (query, key) that attend:
                6 x parameters x tokens plus the attention term, 12 L Q A; A is half the square of a causal sequence's
                length, not the whole.
     hardware = model + what is computed again: with recomputing 2 M T + 4 L Q A (8 x parameters x tokens in all); of
-               the head alone, 2 V H N, where its logits are chunked (engine.backends.causal_lm.CHUNK_ELEMENTS).
+               the head alone, 2 V H N, where its logits are chunked (engine.backends.torch.causal_lm.CHUNK_ELEMENTS).
 
 MFU (arXiv:2204.02311, appendix B) is model operations over the step's seconds and the device's peak: nothing that is
 computed twice counts for it. A shared prompt is computed once, and counts once.
@@ -19,8 +19,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from engine.backends.packing import Fan, Packable, micro_batches, pack
-from engine.plan_shape import ModelShape
+from engine.backends.torch.packing import Fan, Packable, micro_batches, pack
+from engine.memory_plan.shape import ModelShape
 
 NOMINAL = {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12}
 """Dense bfloat16 operations a second by the makers' datasheets."""

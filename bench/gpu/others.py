@@ -17,10 +17,10 @@ from bench.gpu.checking import OBJECTIVES
 from bench.gpu.rows import Row
 from bench.gpu.setting import Setting, grpo_samples, model_of, seconds, wait
 from engine.backends.protocol import Trainer
+from engine.models.samples import Sample
 from engine.protocol import SamplingParams, TokenSequence
-from engine.samples import Sample
-from engine.spec import LocalEngineSpec
-from storage.chain import OptimizerSpec
+from engine.specs.engine import LocalEngineSpec
+from storage.chain.records import OptimizerSpec
 
 SAME_TRAINING = 2e-3
 """Largest |difference| of logprobs, nats, after two float32 steps of lr 1e-3 of one trainer and of another."""

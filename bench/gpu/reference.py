@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from engine.backends.varlen import Pairs
-from engine.samples import Sample
+from engine.backends.torch.varlen import Pairs
+from engine.models.samples import Sample
 
 Grads = dict[str, Tensor]
 CLIP, BETA = 0.2, 0.05
@@ -73,7 +73,7 @@ def distance(found: Grads, expected: Grads) -> float:
 def attention_by_pairs(
     query_THD: Tensor, key_MKD: Tensor, value_MKD: Tensor, pairs: Pairs, scale: float
 ) -> Tensor:
-    """What a variable-length kernel means (engine.backends.varlen.Varlen), one pair at a time, on any device."""
+    """What a variable-length kernel means (engine.backends.torch.varlen.Varlen), one pair at a time, on any device."""
     out, groups = [], query_THD.shape[1] // key_MKD.shape[1]
     spans = zip(pairwise(pairs.starts_q.tolist()), pairwise(pairs.starts_k.tolist()), strict=True)
     for (q, q_end), (k, k_end) in spans:

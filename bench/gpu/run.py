@@ -104,7 +104,7 @@ def _end_session(process: subprocess.Popen[Any]) -> None:
 
 def cannot_run(*, smoke: bool) -> str | None:
     """Why no part can run here, or None. In a process of its own: this one stays without torch and CUDA."""
-    text = "import torch, engine.backends.torch_backend; print(torch.cuda.is_available())"
+    text = "import torch, engine.backends.torch.backend; print(torch.cuda.is_available())"
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
     if done.returncode:
         return f"the engine does not import here: {done.stderr.strip().splitlines()[-1]}"

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from bench.gpu.reference import trained_logprobs
-from engine.backends import varlen
-from engine.backends.attention import IMPLEMENTATION, register_attention
-from engine.backends.causal_lm import CausalLM
-from engine.plan_shape import PRESETS, ModelShape, shape_of
-from engine.samples import Sample
+from engine.backends.torch import varlen
+from engine.backends.torch.attention import IMPLEMENTATION, register_attention
+from engine.backends.torch.causal_lm import CausalLM
+from engine.memory_plan.shape import PRESETS, ModelShape, shape_of
+from engine.models.samples import Sample
 
 
 def _qwen2(hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, vocab: int) -> dict[str, Any]:

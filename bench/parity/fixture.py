@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from engine.samples import Sample
+from engine.models.samples import Sample
 
 GROUPS, COMPLETIONS = 4, 4
 LONGEST = 24

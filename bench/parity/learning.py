@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from engine.handles import Model
-from engine.spec import LocalEngineSpec
+from engine.specs.engine import LocalEngineSpec
 from engine.text.threads import StringThread
 from engine.workspace import Workspace
-from storage.artifacts import Provenance
+from flows.training.schedules import CosineScheduler
+from storage.store.artifacts import Provenance
 from tasks.graders.rules import LastNumber
-from tasks.schedules import CosineScheduler
 
 BASE = Path(".ostinato/models/smollm2-135m-instruct")
 DATA = Path("examples/data")

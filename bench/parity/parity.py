@@ -21,14 +21,14 @@ import torch
 
 from bench.parity.fixture import Row, noise, sequence, token_rows
 from engine.backends.protocol import Objective
-from engine.backends.tiny import build_tiny_model
-from engine.backends.torch_backend import TorchBackend
-from engine.backends.torch_trainer import TorchTrainer
+from engine.backends.torch.backend import TorchBackend
+from engine.backends.torch.tiny import build_tiny_model
+from engine.backends.torch.trainer import TorchTrainer
 from engine.losses.spec import CISPOSpec, CrossEntropySpec, DPOSpec, GRPOSpec, GSPOSpec, LossSpec
-from engine.samples import Sample
-from engine.spec import LocalEngineSpec
-from storage.chain import OptimizerSpec
-from tasks.advantages import group
+from engine.models.samples import Sample
+from engine.specs.engine import LocalEngineSpec
+from storage.chain.records import OptimizerSpec
+from tasks.credit.advantages import group
 
 TOLERANCE = 1e-4
 MAX_TOKENS = 4096

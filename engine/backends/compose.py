@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from engine.backends.protocol import SamplerBackend, TrainerBackend
-from engine.backends.torch_backend import TorchBackend
-from engine.backends.torch_samplers import TorchSamplers
-from engine.sampler_spec import VllmSpec
-from engine.spec import LocalEngineSpec
-from engine.trainer_spec import DeepSpeedSpec
+from engine.backends.torch.backend import TorchBackend
+from engine.backends.torch.weight_following import TorchSamplers
+from engine.specs.engine import LocalEngineSpec
+from engine.specs.sampler import VllmSpec
+from engine.specs.trainer import DeepSpeedSpec
 
 
 def trainer_backend(spec: LocalEngineSpec) -> TrainerBackend:

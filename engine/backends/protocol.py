@@ -12,11 +12,11 @@ from typing import Any, Protocol
 
 import torch
 
-from engine.adapters import Head, LoraSpec
 from engine.losses.spec import LossSpec
+from engine.models.samples import Sample
 from engine.protocol import ActorCount, Completion, OnToken, SamplingParams, TokenIds, TokenSequence
-from engine.samples import Sample
-from storage.chain import Numerics, OptimizerSpec
+from engine.specs.adapters import Head, LoraSpec
+from storage.chain.records import Numerics, OptimizerSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ class Sampler(Protocol):
         on_token: OnToken | None = None,
     ) -> list[Completion]:
         """One that has `takes_images` also takes `images`, those of each prompt; no other is given any
-        (engine.images.check_taken). The same holds of trainers and their sequences."""
+        (engine.models.images.check_taken). The same holds of trainers and their sequences."""
         ...
 
     def nbytes(self) -> int:

@@ -20,9 +20,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from engine.cluster_spec import ADDRESS, ClusterSpec
 from engine.environment import changed_environment
 from engine.errors import BadSpec, EngineUnreachable
+from engine.specs.cluster import ADDRESS, ClusterSpec
 
 PRIVATE_CPUS = 256
 """CPUs that a private Ray is told it has. Its actors share the cores of this machine, as all processes do; the true

@@ -8,8 +8,8 @@ from importlib import import_module
 
 from engine.cluster import connection
 from engine.cluster.connection import connect
-from engine.cluster_spec import ClusterSpec
 from engine.protocol import ActorCount, ClusterInfo
+from engine.specs.cluster import ClusterSpec
 
 HOLDING = ("CREATED", "RESCHEDULING")
 """States of a placement group that has resources."""

@@ -20,9 +20,9 @@ from typing import Any
 from engine.cluster.connection import Cluster, connect, require_ray
 from engine.cluster.generation import Generation, GroupSettings, StartFailure
 from engine.cluster.placement import Bundle, Placement
-from engine.cluster_spec import ClusterSpec
 from engine.errors import EngineError, PermanentEngineError, WorkerDied
 from engine.protocol import ActorCount
+from engine.specs.cluster import ClusterSpec
 
 STARTS = 3
 """Starts in a row that may fail before the next failure is called permanent."""

@@ -1,7 +1,7 @@
 """Worker processes on every machine of the cluster, for graders: a JSON request in, a JSON answer out.
 
-One actor runs on each machine. It holds a pool of worker processes there (`tasks.graders.worker.WorkerPool`, which
-graders use on one machine, too), so a request that crashes or hangs ends a worker process and not the actor.
+One actor runs on each machine. It holds a pool of worker processes there (`tasks.graders.running.worker.WorkerPool`,
+which graders use on one machine, too), so a request that crashes or hangs ends a worker process and not the actor.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from engine.cluster.connection import Cluster, connect
-from engine.cluster_spec import ClusterSpec
 from engine.errors import EngineBusy, WorkerDied
+from engine.specs.cluster import ClusterSpec
 
 logger = logging.getLogger("ostinato.engine")
 

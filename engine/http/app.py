@@ -38,17 +38,17 @@ from engine.http.decoding import BodyDecoder
 from engine.http.errors import DOOR, EXPECTED, STATUSES, ErrorBody, NoSuchRoute, body_of
 from engine.http.guard import Guard
 from engine.http.metrics import MEDIA_TYPE as METRICS_TYPE
-from engine.http.openai_api import openai_router
-from engine.http.openai_models import OpenAIErrorBody
+from engine.http.openai.api import openai_router
+from engine.http.openai.models import OpenAIErrorBody
 from engine.http.reports import report_routes
 from engine.http.service import ServerOptions, Service, error_answer, json_answer, response_of
 from engine.http.uploads import ServedEngine, import_upload
-from engine.model_folder import registered_model
+from engine.local.validation import describe
+from engine.models.folder import registered_model
 from engine.protocol import EngineInfo
-from engine.validation import describe
-from storage.artifacts import ArtifactRef
-from storage.chain import CommitRecord, PolicyRef
-from storage.objects import ObjectStore
+from storage.chain.records import CommitRecord, PolicyRef
+from storage.store.artifacts import ArtifactRef
+from storage.store.objects import ObjectStore
 
 R = TypeVar("R")
 _ARROW = {wire.MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}

@@ -8,16 +8,16 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from engine.errors import BadSpec
 from engine.protocol import PolicySpec
-from storage import keys
-from storage.artifacts import ArtifactRef, Provenance
-from storage.chain import PolicyRef, StepRequest
+from storage.chain.records import PolicyRef, StepRequest
 from storage.errors import InvalidKey
+from storage.store import keys
+from storage.store.artifacts import ArtifactRef, Provenance
 
 VERSION = 1
 """Of this interface; a client of another version is refused with both numbers."""
 VERSION_HEADER = "X-Ostinato-Version"
 STORE_HEADER = "X-Ostinato-Store"
-"""Which store the caller means (storage.identity.store_id): a server over another one refuses."""
+"""Which store the caller means (storage.store.identity.store_id): a server over another one refuses."""
 REQUEST_HEADER = "X-Request-Id"
 """32 hex digits, made once per logical call and kept over its retries: the server does the work of one id once."""
 MAX_WAIT_SECONDS = 30.0

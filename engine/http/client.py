@@ -22,15 +22,15 @@ from engine.http.bodies import (
 )
 from engine.http.transport import Call, Transport, TransportFactory
 from engine.http.uploads import stage_upload
-from engine.model_folder import ModelFolder, local_folder, split_key
+from engine.local.validation import describe
+from engine.models.folder import ModelFolder, local_folder, split_key
 from engine.protocol import Completion, EngineInfo, GenerateRequest, LogprobsRequest, PolicySpec
-from engine.spec import HttpEngineSpec
-from engine.validation import describe
-from storage.artifacts import ArtifactRef, Provenance
-from storage.chain import CommitRecord, PolicyRef, StepRequest
+from engine.specs.engine import HttpEngineSpec
+from storage.chain.records import CommitRecord, PolicyRef, StepRequest
 from storage.errors import ObjectNotFound
-from storage.identity import find_store_id
-from storage.objects import open_store
+from storage.store.artifacts import ArtifactRef, Provenance
+from storage.store.identity import find_store_id
+from storage.store.objects import open_store
 
 M = TypeVar("M", bound=BaseModel)
 B = TypeVar("B", bound=BaseModel)

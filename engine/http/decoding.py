@@ -15,10 +15,10 @@ from typing import Protocol, TypeVar
 from engine.http.bodies import check_head
 from engine.http.wire import Announced
 from engine.text.tokenizers import context_length_of
-from storage.artifacts import ArtifactRef
-from storage.chain import PolicyRef, base_of
+from storage.chain.records import PolicyRef, base_of
 from storage.errors import PermanentStorageError
-from storage.objects import ObjectStore
+from storage.store.artifacts import ArtifactRef
+from storage.store.objects import ObjectStore
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)

@@ -17,9 +17,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from engine.errors import EngineBusy, NotAuthenticated
 from engine.http.bodies import REQUEST_HEADER, VERSION, VERSION_HEADER
 from engine.http.errors import BodyTimeout, BodyTooLarge, ErrorBody, body_of, status_of
+from engine.http.report_links import PREFIX
 from engine.http.service import Note, Service, error_answer, internal_error, response_of
 from engine.http.wire import MEDIA_TYPE
-from engine.report_links import PREFIX
 
 logger = logging.getLogger("ostinato.engine.http")
 

@@ -1,14 +1,15 @@
-"""The reports of the store's runs, as pages for a browser. Their addresses prove themselves: engine/report_links.py."""
+"""The reports of the store's runs, as pages for a browser. Their addresses prove themselves:
+engine/http/report_links.py."""
 
 from __future__ import annotations
 
 from fastapi import APIRouter, HTTPException
 from starlette.responses import HTMLResponse
 
+from engine.http.report_links import PREFIX, is_proof
 from engine.http.service import Service
-from engine.report_links import PREFIX, is_proof
-from storage import keys
 from storage.errors import InvalidKey, ObjectNotFound
+from storage.store import keys
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; frame-ancestors 'none'; sandbox"
 """A report shows what models wrote: it is escaped, and if it were not, nothing in it would run or load."""

@@ -21,9 +21,9 @@ from engine.http.calls import Answer, Call, CallLimits, CallTable
 from engine.http.errors import EXPECTED, INTERNAL, RETRY_AFTER_SECONDS, ErrorBody, body_of, status_of
 from engine.http.metrics import Metrics
 from engine.http.uploads import ServedEngine
-from engine.validation import describe
-from storage.identity import store_id
-from storage.objects import ObjectStore
+from engine.local.validation import describe
+from storage.store.identity import store_id
+from storage.store.objects import ObjectStore
 
 logger = logging.getLogger("ostinato.engine.http")
 

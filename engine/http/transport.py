@@ -21,7 +21,7 @@ import httpx
 from engine.errors import EngineBusy, EngineUnreachable, NotAuthenticated, PermanentEngineError
 from engine.http.bodies import MAX_WAIT_SECONDS, REQUEST_HEADER, VERSION, VERSION_HEADER
 from engine.http.errors import BodyTimeout, UnknownCall, error_from, parse_error
-from engine.spec import HttpEngineSpec
+from engine.specs.engine import HttpEngineSpec
 
 logger = logging.getLogger("ostinato.engine.http")
 

@@ -11,14 +11,14 @@ import tempfile
 from pathlib import Path
 from typing import Protocol
 
-from engine.model_folder import ModelFolder, version_of
+from engine.models.folder import ModelFolder, version_of
 from engine.protocol import Engine
-from storage import keys
-from storage.artifacts import ArtifactRef, Provenance, commit_files, read_manifest
 from storage.errors import CorruptArtifact, ObjectNotFound, StorageError
-from storage.materialise import materialise_files
-from storage.objects import ObjectStore
-from storage.registry import find_published
+from storage.registry.models import find_published
+from storage.store import keys
+from storage.store.artifacts import ArtifactRef, Provenance, commit_files, read_manifest
+from storage.store.download import materialise_files
+from storage.store.objects import ObjectStore
 
 
 class ServedEngine(Engine, Protocol):

@@ -20,7 +20,8 @@ from pydantic import Field, ValidationError
 from engine.errors import BadSpec, PermanentEngineError, SampleTooLong
 from engine.http.arrow_stream import READ_ERRORS, Stream, StreamTooLarge, buffer_weights, decoded_bytes, open_stream
 from engine.http.errors import BodyTooLarge
-from engine.images import Images, PlacedImage
+from engine.local.validation import describe
+from engine.models.images import Images, PlacedImage
 from engine.protocol import (
     Completion,
     GenerateRequest,
@@ -29,9 +30,8 @@ from engine.protocol import (
     StopReason,
     TokenSequence,
 )
-from engine.validation import describe
-from storage.chain import PolicyRef
-from storage.models import Frozen
+from storage.chain.records import PolicyRef
+from storage.records import Frozen
 
 MEDIA_TYPE = "application/vnd.apache.arrow.stream"
 MAX_REQUEST_BYTES = 1 << 30

@@ -12,14 +12,14 @@ from pydantic import TypeAdapter, ValidationError
 
 from engine.backends.protocol import Objective, Trainer, UpdateReport
 from engine.errors import BadSpec, NonFiniteGradient, StepConflict
-from engine.images import check_taken
+from engine.local.validation import describe
 from engine.losses.spec import LossSpec
-from engine.samples import Sample, minibatches, samples_of
-from engine.validation import describe
-from storage.chain import CommitRecord, StepRequest
+from engine.models.images import check_taken
+from engine.models.samples import Sample, minibatches, samples_of
+from storage.chain.records import CommitRecord, StepRequest
 from storage.failpoints import failpoint
-from storage.objects import ObjectStore
-from storage.tables import read_table
+from storage.store.objects import ObjectStore
+from storage.store.tables import read_table
 
 _LOSS = TypeAdapter[LossSpec](LossSpec)
 

@@ -5,14 +5,14 @@ A committed root never changes and takes its run key, so what can be known to fa
 
 from __future__ import annotations
 
-from engine.adapters import trainable_of
 from engine.errors import BadSpec, StepConflict, UnknownPolicy
+from engine.models.scores import check_head
 from engine.protocol import PolicySpec
-from engine.scores import check_head
-from storage.artifacts import ArtifactRef, find_artifact
-from storage.chain import Chain, PolicyRef, Root
+from engine.specs.adapters import trainable_of
+from storage.chain.records import Chain, PolicyRef, Root
 from storage.errors import ObjectNotFound
-from storage.objects import ObjectStore
+from storage.store.artifacts import ArtifactRef, find_artifact
+from storage.store.objects import ObjectStore
 
 
 def check_committed(store: ObjectStore, policy: PolicyRef) -> None:

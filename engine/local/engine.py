@@ -14,35 +14,35 @@ from typing import TypeVar
 
 from engine.backends.compose import sampler_backend, trainer_backend
 from engine.backends.protocol import OnToken
-from engine.backends.shared_base import AdapterTrainer
+from engine.backends.torch.shared_base import AdapterTrainer
 from engine.cluster.connection import require_ray
 from engine.cluster.inventory import cluster_info
 from engine.errors import EngineBusy, EngineError, Fenced
-from engine.images import check_taken
 from engine.local.apply import Effect, apply_request, same_step
 from engine.local.chains import check_committed, create_chain
+from engine.local.generation_batcher import Call, Together, draw
+from engine.local.loaded_policies import NoRoomYet, Slot, Slots
 from engine.local.materialise import Materialiser
 from engine.local.queue import FairQueue
 from engine.local.rebase import Rebaser
 from engine.local.saving import Saver, find_checkpoint, provenance_of
 from engine.local.scratch import scratch, scratch_folder
-from engine.local.slots import NoRoomYet, Slot, Slots
-from engine.local.together import Call, Together, draw
 from engine.local.weights import checked_parameter_count
-from engine.model_folder import ModelFolder, local_folder, registered_model, version_of
+from engine.models.folder import ModelFolder, local_folder, registered_model, version_of
+from engine.models.images import check_taken
 from engine.protocol import Completion, EngineInfo, GenerateRequest, LogprobsRequest, PolicySpec
-from engine.spec import LocalEngineSpec
+from engine.specs.engine import LocalEngineSpec
 from engine.text.tokenizers import TOKENIZER_FILES, load_tokenizer
-from storage.artifacts import ArtifactRef, Provenance, digest_of, file_entries
-from storage.chain import Chain, CommitRecord, PolicyRef, StepRequest, base_of
+from storage.chain.leases import current_epoch
+from storage.chain.records import Chain, CommitRecord, PolicyRef, StepRequest, base_of
 from storage.errors import StorageError, VersionConflict
 from storage.failpoints import failpoint
-from storage.identity import store_id
-from storage.leases import current_epoch
-from storage.materialise import materialise_files
-from storage.models import canonical_json, digest
-from storage.objects import open_store
-from storage.registry import find_model, find_published, publish_model
+from storage.records import canonical_json, digest
+from storage.registry.models import find_model, find_published, publish_model
+from storage.store.artifacts import ArtifactRef, Provenance, digest_of, file_entries
+from storage.store.download import materialise_files
+from storage.store.identity import store_id
+from storage.store.objects import open_store
 from storage.worklog import log_work
 
 R = TypeVar("R")

@@ -10,22 +10,22 @@ import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from engine.adapters import LoraSpec, trainable_of
 from engine.backends.protocol import Sampler, SamplerBackend, Trainer, TrainerBackend
-from engine.backends.shared_base import SharedBase
+from engine.backends.torch.shared_base import SharedBase
 from engine.errors import BadSpec, PermanentEngineError, UnknownPolicy
 from engine.local.apply import apply_request
 from engine.local.chains import check_committed, check_same_part
+from engine.local.loaded_policies import Slot, Slots
 from engine.local.rebase import Rebaser, Redone
 from engine.local.scratch import scratch
-from engine.local.slots import Slot, Slots
-from engine.model_size import parameter_count
-from storage.artifacts import ArtifactRef, read_manifest
-from storage.chain import Chain, CommitRecord, PolicyRef, Root, base_of
+from engine.models.size import parameter_count
+from engine.specs.adapters import LoraSpec, trainable_of
+from storage.chain.rebase import checkpoints_before, rebase_of, step_of
+from storage.chain.records import Chain, CommitRecord, PolicyRef, Root, base_of
 from storage.errors import CorruptArtifact, ObjectNotFound
-from storage.materialise import materialise_files
-from storage.objects import ObjectStore
-from storage.rebase import checkpoints_before, rebase_of, step_of
+from storage.store.artifacts import ArtifactRef, read_manifest
+from storage.store.download import materialise_files
+from storage.store.objects import ObjectStore
 from storage.worklog import log_work
 
 log = logging.getLogger(__name__)

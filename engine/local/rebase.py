@@ -1,4 +1,5 @@
-"""When an engine takes a chain over under other numerics than the ones it was made under: storage.rebase, applied.
+"""When an engine takes a chain over under other numerics than the ones it was made under: storage.chain.rebase,
+applied.
 
 - A policy restored from its own checkpoint has the committed bytes. The first step from it under other numerics commits
   an *exact* rebase before it: nothing is redone, the chain says where its numerics change.
@@ -18,17 +19,17 @@ from typing import NamedTuple
 
 from engine.backends.protocol import TrainerBackend
 from engine.errors import ReplayDiverged
+from engine.local.loaded_policies import Slot
 from engine.local.saving import Saver, checkpoint_key, provenance_of
 from engine.local.scratch import scratch, scratch_folder
-from engine.local.slots import Slot
-from engine.spec import LocalEngineSpec
-from storage import keys
-from storage.artifacts import ArtifactRef, Attempt, find_artifact, read_manifest
-from storage.chain import Chain, CommitRecord, PolicyRef, RebaseMark
+from engine.specs.engine import LocalEngineSpec
+from storage.chain.rebase import Rebase, changes, checkpoint_extra, commit_rebase, discard_checkpoint, rebase_manifest
+from storage.chain.records import Chain, CommitRecord, PolicyRef, RebaseMark
 from storage.errors import CorruptArtifact, ObjectNotFound
-from storage.materialise import materialise_files
-from storage.objects import ObjectStore
-from storage.rebase import Rebase, changes, checkpoint_extra, commit_rebase, discard_checkpoint, rebase_manifest
+from storage.store import keys
+from storage.store.artifacts import ArtifactRef, Attempt, find_artifact, read_manifest
+from storage.store.download import materialise_files
+from storage.store.objects import ObjectStore
 from storage.worklog import log_work
 
 log = logging.getLogger(__name__)

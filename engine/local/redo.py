@@ -14,20 +14,14 @@ from pathlib import Path
 
 import torch
 
-from engine.adapters import LoraSpec, trainable_of
 from engine.backends.compose import trainer_backend
 from engine.backends.protocol import Trainer, TrainerBackend
 from engine.errors import UnknownPolicy
 from engine.local.apply import Effect, apply_request
-from engine.spec import LocalEngineSpec
-from engine.trainer_spec import TorchTrainerSpec, TrainerSpec, spec_of_layout
-from storage import keys
-from storage.artifacts import Manifest, read_manifest
-from storage.chain import Chain, CommitRecord, Numerics, Root, StepRequest
-from storage.errors import ObjectNotFound
-from storage.materialise import materialise_files
-from storage.objects import ObjectStore
-from storage.rebase import (
+from engine.specs.adapters import LoraSpec, trainable_of
+from engine.specs.engine import LocalEngineSpec
+from engine.specs.trainer import TorchTrainerSpec, TrainerSpec, spec_of_layout
+from storage.chain.rebase import (
     Rebase,
     checkpoints_before,
     differences,
@@ -36,6 +30,12 @@ from storage.rebase import (
     rebase_of,
     step_of,
 )
+from storage.chain.records import Chain, CommitRecord, Numerics, Root, StepRequest
+from storage.errors import ObjectNotFound
+from storage.store import keys
+from storage.store.artifacts import Manifest, read_manifest
+from storage.store.download import materialise_files
+from storage.store.objects import ObjectStore
 
 OnStep = Callable[[Chain, int], None]
 RANKS_PER_CORE = 4

@@ -12,8 +12,8 @@ from pydantic import JsonValue
 from engine.errors import UnknownPolicy
 from engine.local.redo import OnStep, Redo, clean_backend, numerics_notes
 from engine.local.verify import first_differing
-from storage.chain import Chain, CommitRecord, StepRequest
-from storage.models import Frozen
+from storage.chain.records import Chain, CommitRecord, StepRequest
+from storage.records import Frozen
 
 
 class WhatIf(Frozen):

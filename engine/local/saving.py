@@ -11,14 +11,14 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.local.slots import Slot
-from storage import keys
-from storage.artifacts import ArtifactRef, Provenance, commit_files, find_artifact, read_manifest
-from storage.chain import Chain, PolicyRef, RebaseMark
+from engine.local.loaded_policies import Slot
+from storage.chain.rebase import checkpoint_extra, rebase_at, stands
+from storage.chain.records import Chain, PolicyRef, RebaseMark
 from storage.errors import StorageFull
-from storage.models import canonical_json
-from storage.objects import ObjectStore
-from storage.rebase import checkpoint_extra, rebase_at, stands
+from storage.records import canonical_json
+from storage.store import keys
+from storage.store.artifacts import ArtifactRef, Provenance, commit_files, find_artifact, read_manifest
+from storage.store.objects import ObjectStore
 from storage.worklog import log_work
 
 log = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from storage.backends.protocol import HIDDEN
-from storage.objects import ObjectStore
+from storage.store.backends.protocol import HIDDEN
+from storage.store.objects import ObjectStore
 
 
 def scratch_folder(store: ObjectStore) -> Path:

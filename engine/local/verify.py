@@ -20,7 +20,7 @@ from pathlib import Path
 from safetensors import safe_open
 
 from engine.backends.protocol import Trainer, TrainerBackend
-from engine.backends.tensor_files import shapes_of, tensor_bytes
+from engine.backends.weight_files.tensor_files import shapes_of, tensor_bytes
 from engine.errors import BadSpec, EngineError, PermanentEngineError
 from engine.local.redo import (
     Redo,
@@ -30,16 +30,16 @@ from engine.local.redo import (
     clean_backend,
     numerics_notes,
 )
-from storage import keys
-from storage.artifacts import FileEntry, Manifest, read_bytes
-from storage.audit_chains import ChainAudit
-from storage.chain import Chain, CommitRecord
+from storage.chain.rebase import Rebase, rebase_manifest, standing
+from storage.chain.records import Chain, CommitRecord
 from storage.errors import ObjectNotFound, StorageError
-from storage.findings import RESTORE, Finding, Findings
-from storage.models import Frozen, digest_file
-from storage.objects import ObjectStore
-from storage.rebase import Rebase, rebase_manifest, standing
-from storage.runs_index import run_chains
+from storage.inspect.audit_chains import ChainAudit
+from storage.inspect.findings import RESTORE, Finding, Findings
+from storage.inspect.run_listing import run_chains
+from storage.records import Frozen, digest_file
+from storage.store import keys
+from storage.store.artifacts import FileEntry, Manifest, read_bytes
+from storage.store.objects import ObjectStore
 
 TENSOR_DIGITS = 8
 """Hex digits of each tensor's digest that a record keeps."""

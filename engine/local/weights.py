@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from engine.backends.tensor_files import read_tensors
+from engine.backends.weight_files.tensor_files import read_tensors
 from engine.errors import BadModelFolder, BadSpec
-from engine.model_folder import ModelFolder
-from engine.model_size import SUFFIX, folder_parameter_count
+from engine.models.folder import ModelFolder
+from engine.models.size import SUFFIX, folder_parameter_count
 from storage.errors import CorruptArtifact
 
 NARROWEST_CHECKED = 2

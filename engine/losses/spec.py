@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from storage.bounds import LARGEST, Coefficient, Divisor, Positive
-from storage.models import Frozen
+from storage.records import Frozen
 
 LossNorm = Literal["token_mean", "sequence_mean", "token_sum", "constant"]
 KLEstimator = Literal["k1", "abs", "k2", "k3"]
@@ -20,7 +20,7 @@ class _Loss(Frozen):
     model_config = ConfigDict(allow_inf_nan=False)  # a request is JSON, which cannot say them
 
     reads: ClassVar[Literal["logprobs", "values"]] = "logprobs"
-    """values: of a model with a scalar head (engine.adapters)."""
+    """values: of a model with a scalar head (engine.specs.adapters)."""
     pairwise: ClassVar[bool] = False
     """Its unit is a pair: two samples of one group, one of them preferred. They are never split."""
 

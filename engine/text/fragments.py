@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
 
-from storage.models import Frozen
+from storage.records import Frozen
 
 Role = Literal["system", "user", "assistant", "tool"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from engine.model_folder import read_config
+from engine.models.folder import read_config
 from engine.text.errors import ChatTemplateMissing, TemplateRefused, TokenizerMissing
 from engine.text.images import PROCESSOR_FILES, ImageTokens, image_tokens_of
 from engine.text.rendering import Renderer
@@ -17,8 +17,8 @@ from engine.text.rendering import Renderer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from storage.artifacts import ArtifactRef
-    from storage.objects import ObjectStore
+    from storage.store.artifacts import ArtifactRef
+    from storage.store.objects import ObjectStore
 
 TOKENIZER_FILES: tuple[str, ...] = (
     "added_tokens.json",
@@ -158,7 +158,7 @@ def _renderer_of(stored: _ByDigest) -> Renderer:
 
 @lru_cache(maxsize=CACHED_RENDERERS)
 def _tokenizer_of(stored: _ByDigest) -> Tokenizer:
-    from storage.materialise import materialise_files
+    from storage.store.download import materialise_files
 
     with TemporaryDirectory() as scratch:
         folder, downloads = Path(scratch, "tokenizer"), Path(scratch, "downloads")
@@ -172,7 +172,7 @@ def _tokenizer_of(stored: _ByDigest) -> Tokenizer:
 
 @lru_cache(maxsize=CACHED_RENDERERS)
 def _context_length_of(stored: _ByDigest) -> int | None:
-    from storage.materialise import materialise_files
+    from storage.store.download import materialise_files
 
     with TemporaryDirectory() as scratch:
         path = materialise_files(stored.store, stored.model.key, Path(scratch), names=(CONFIG_FILE,)).get(CONFIG_FILE)

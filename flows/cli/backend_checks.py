@@ -8,9 +8,9 @@ import sys
 from collections.abc import Iterator
 
 from engine.cluster.inventory import Inventory
-from engine.sampler_spec import VllmSpec
-from engine.spec import EngineSpec, HttpEngineSpec, LocalEngineSpec
-from engine.trainer_spec import DeepSpeedSpec
+from engine.specs.engine import EngineSpec, HttpEngineSpec, LocalEngineSpec
+from engine.specs.sampler import VllmSpec
+from engine.specs.trainer import DeepSpeedSpec
 from flows.cli.checks import Check
 from flows.cli.cluster import ask_cluster, describe_inventory, shortage
 

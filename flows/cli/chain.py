@@ -23,14 +23,14 @@ from flows.cli.output import (
     usage_error,
 )
 from flows.cli.runs import RunArgument, runs_app
-from flows.overrides import ConfigError, load_config
-from flows.version import code_version
-from storage import keys
-from storage.chain import Chain
+from flows.configs.overrides import ConfigError, load_config
+from flows.runs.code_version import code_version
+from storage.chain.fork import fork_run
+from storage.chain.records import Chain
 from storage.errors import ObjectNotFound
-from storage.fork import fork_run
-from storage.objects import ObjectStore, open_store
-from storage.runs_index import run_chains
+from storage.inspect.run_listing import run_chains
+from storage.store import keys
+from storage.store.objects import ObjectStore, open_store
 
 Stage = Annotated[str, typer.Option("--stage", help="Only this stage, like 0-grpo.")]
 ModelName = Annotated[str, typer.Option("--model", help="Only this model's chain.")]

@@ -27,10 +27,10 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from engine.errors import EngineError
-from engine.spec import EngineSpec, HttpEngineSpec, LocalEngineSpec
+from engine.specs.engine import EngineSpec, HttpEngineSpec, LocalEngineSpec
 from storage.errors import StorageError
-from storage.models import Frozen
-from storage.objects import ObjectStore
+from storage.records import Frozen
+from storage.store.objects import ObjectStore
 
 DISTRIBUTION = "ostinato"
 RACERS = 8
@@ -211,7 +211,7 @@ def check_engine(spec: EngineSpec, storage_url: str) -> Iterator[Check]:
 
 def _embedded(spec: LocalEngineSpec) -> Check:
     try:
-        backend = import_module("engine.backends.torch_backend").TorchBackend(spec)
+        backend = import_module("engine.backends.torch.backend").TorchBackend(spec)
     except ImportError as error:
         return Check(
             area="engine", name="embedded", verdict="note",

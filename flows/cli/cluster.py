@@ -6,7 +6,7 @@ from typing import Any
 
 from engine.cluster.inventory import Inventory, inventory_of
 from engine.errors import EngineError
-from engine.spec import LocalEngineSpec
+from engine.specs.engine import LocalEngineSpec
 
 
 def ask_cluster(spec: LocalEngineSpec) -> Inventory | EngineError | None:

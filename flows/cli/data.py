@@ -8,12 +8,12 @@ from typing import Annotated, Literal
 import typer
 
 from flows.cli.output import DEFAULT_STORAGE, AsJson, Storage, print_json, refusals, usage_error
-from flows.overrides import ConfigError, parse_config
-from flows.version import code_version
-from storage import keys
-from storage.artifacts import Provenance
-from storage.models import canonical_json, digest
-from storage.objects import open_store
+from flows.configs.overrides import ConfigError, parse_config
+from flows.runs.code_version import code_version
+from storage.records import canonical_json, digest
+from storage.store import keys
+from storage.store.artifacts import Provenance
+from storage.store.objects import open_store
 from tasks.datasets.errors import DatasetError
 from tasks.datasets.load import LoadedDataset, load_dataset
 from tasks.datasets.spec import DatasetUse, FileDataset
@@ -68,8 +68,8 @@ def _tell(data: LoadedDataset, spec: FileDataset, use: DatasetUse, server: str) 
     if not server or not data.new:
         return
     # imported here: Prefect costs seconds
-    from flows.registration import tell_registered
-    from flows.server import use_server
+    from flows.ops.local_server import use_server
+    from flows.runs.registration import tell_registered
 
     with use_server(server):  # which sends it before the process ends
         tell_registered(data, spec, use)

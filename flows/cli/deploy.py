@@ -10,9 +10,9 @@ import typer
 
 from flows.cli.engine import TOKEN_ENV, read_token
 from flows.cli.output import messages, usage_error
+from flows.configs.overrides import ConfigError
 from flows.ops.deployments import POOL, deploy, find_prefect_yaml
 from flows.ops.state import UpError
-from flows.overrides import ConfigError
 
 Pool = Annotated[str, typer.Option("--pool", help="Work pool; created, of type process, where there is none.")]
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.text import Text
 
-from engine.spec import EngineSpec, HttpEngineSpec
+from engine.specs.engine import EngineSpec, HttpEngineSpec
 from flows.cli.backend_checks import check_backends
 from flows.cli.checks import Check, check_engine, check_prefect, check_storage, check_versions
 from flows.cli.output import (
@@ -28,10 +28,10 @@ from flows.cli.output import (
     table,
     usage_error,
 )
-from flows.config import FlowConfig, StorageConfig
-from flows.overrides import ConfigError, load_config
-from storage.audit import AuditReport, audit_store
-from storage.objects import open_store
+from flows.configs.common import FlowConfig, StorageConfig
+from flows.configs.overrides import ConfigError, load_config
+from storage.inspect.audit import AuditReport, audit_store
+from storage.store.objects import open_store
 
 COLOURS = {"ok": "green", "note": "cyan", "warning": "yellow", "fail": "red"}
 

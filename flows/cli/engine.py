@@ -13,10 +13,10 @@ from typing import Annotated, Any
 import typer
 
 from engine.errors import EngineError
-from engine.spec import LocalEngineSpec
+from engine.specs.engine import LocalEngineSpec
 from flows.cli.plan import plan
-from flows.engine_config import load_engine
-from flows.overrides import ConfigError
+from flows.configs.engine import load_engine
+from flows.configs.overrides import ConfigError
 from storage.errors import StorageError
 
 engine_app = typer.Typer(help="The shared engine as a service.", no_args_is_help=True)

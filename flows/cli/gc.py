@@ -10,10 +10,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from flows.config import StorageConfig
+from flows.configs.common import StorageConfig
 from storage.errors import StorageError
-from storage.gc import GcReport, Tally, collect_garbage
-from storage.objects import open_store
+from storage.inspect.gc import GcReport, Tally, collect_garbage
+from storage.store.objects import open_store
 
 SHOWN = 20
 _UNITS = {"m": "minutes", "h": "hours", "d": "days"}

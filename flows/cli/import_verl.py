@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from flows.cli.output import messages, usage_error
-from flows.overrides import ConfigError
-from flows.verl_import import import_verl
-from flows.verl_report import as_yaml, report
+from flows.configs.overrides import ConfigError
+from flows.verl.importer import import_verl
+from flows.verl.report import as_yaml, report
 
 import_app = typer.Typer(help="Configurations of other trainers as ours.", no_args_is_help=True)
 

@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from uuid import uuid4
 
-from flows.config import FlowConfig
-from storage.models import canonical_json, digest
+from flows.configs.common import FlowConfig
+from storage.records import canonical_json, digest
 
 MEMORY = Path(".ostinato") / "unfinished.json"
 

@@ -19,11 +19,11 @@ from flows.cli.output import (
     table,
     usage_error,
 )
-from flows.model_card import commit_card, find_card, render_card
-from flows.version import code_version
-from storage import keys
-from storage.artifacts import Provenance, find_artifact, read_manifest
-from storage.decisions import (
+from flows.promotion.model_card import commit_card, find_card, render_card
+from flows.runs.code_version import code_version
+from storage.errors import ObjectNotFound
+from storage.records import digest
+from storage.registry.decisions import (
     AliasEntry,
     Decision,
     alias_log,
@@ -34,11 +34,11 @@ from storage.decisions import (
     previous_champion,
     resolve_model,
 )
-from storage.errors import ObjectNotFound
-from storage.models import digest
-from storage.objects import ObjectStore, open_store
-from storage.push import push_model
-from storage.registry import list_models, list_versions, resolve_alias
+from storage.registry.models import list_models, list_versions, resolve_alias
+from storage.registry.push import push_model
+from storage.store import keys
+from storage.store.artifacts import Provenance, find_artifact, read_manifest
+from storage.store.objects import ObjectStore, open_store
 
 models_app = typer.Typer(help="Published models: versions, champions, decisions.", no_args_is_help=True)
 
@@ -235,7 +235,7 @@ def _account() -> str:
 
 
 def _announce(decision: Decision) -> None:
-    from flows.promotion import announce  # Prefect costs seconds: only a move pays
+    from flows.promotion.event import announce  # Prefect costs seconds: only a move pays
 
     announce(decision)
 

@@ -16,9 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from engine.errors import EngineError
-from flows.config import StorageConfig
+from flows.configs.common import StorageConfig
 from storage.errors import InvalidKey, StorageError
-from storage.findings import Finding
+from storage.inspect.findings import Finding
 
 Storage = Annotated[
     str, typer.Option("--storage", help="Where artifacts live: a folder, file:///folder, s3://bucket/prefix.")

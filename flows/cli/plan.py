@@ -16,19 +16,19 @@ import typer
 
 from engine.cluster.inventory import Inventory
 from engine.errors import EngineError
-from engine.model_folder import local_folder, registered_model
-from engine.model_size import parameter_count
-from engine.plan import plan_memory
-from engine.plan_records import DEVICES_GIB, GIB, PHASES, Load, Machine, Plan, Workload
-from engine.plan_remedies import Setting, remedies
-from engine.plan_shape import PRESETS, ModelShape, preset, read_shape, shape_of
-from engine.spec import LocalEngineSpec
+from engine.memory_plan.plan import plan_memory
+from engine.memory_plan.records import DEVICES_GIB, GIB, PHASES, Load, Machine, Plan, Workload
+from engine.memory_plan.remedies import Setting, remedies
+from engine.memory_plan.shape import PRESETS, ModelShape, preset, read_shape, shape_of
+from engine.models.folder import local_folder, registered_model
+from engine.models.size import parameter_count
+from engine.specs.engine import LocalEngineSpec
 from flows.cli.cluster import ask_cluster, cluster_document, describe_inventory, shortage
 from flows.cli.output import AsJson, console, fill, print_json, refusals, table, usage_error
-from flows.engine_config import load_engine
-from flows.overrides import ConfigError
-from storage.artifacts import read_manifest
-from storage.objects import open_store
+from flows.configs.engine import load_engine
+from flows.configs.overrides import ConfigError
+from storage.store.artifacts import read_manifest
+from storage.store.objects import open_store
 
 DOES_NOT_FIT = 3
 CONTEXT = 4096
@@ -240,7 +240,7 @@ def _this_memory() -> int:
 
 
 def _native_bfloat16() -> bool:
-    """As engine.backends.torch_backend decides, which imports torch."""
+    """As engine.backends.torch.backend decides, which imports torch."""
     try:
         flags = Path("/proc/cpuinfo").read_text().split()
     except OSError:

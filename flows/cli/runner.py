@@ -16,22 +16,22 @@ from rich.console import Console
 from engine.errors import EngineError
 from flows.cli.log_file import log_failure, log_file
 from flows.cli.memory import forget, remembered_run
-from flows.config import FlowConfig, GRPOConfig, SFTConfig
-from flows.env_config import ENVGRPOConfig, ENVGSPOConfig
-from flows.env_ppo_config import ENVPPOConfig
-from flows.gspo_config import GSPOConfig
-from flows.overrides import ConfigError, parse_config
-from flows.ppo_config import PPOConfig
-from flows.preference_config import DPOConfig, RewardModelConfig
-from flows.server import ServerError, local_prefect_server, use_server
-from flows.sft_to_gspo_config import SFTToGSPOConfig
-from flows.sweep_config import TrialsFailed
+from flows.configs.common import FlowConfig, GRPOConfig, SFTConfig
+from flows.configs.env_ppo import ENVPPOConfig
+from flows.configs.environments import ENVGRPOConfig, ENVGSPOConfig
+from flows.configs.gspo import GSPOConfig
+from flows.configs.overrides import ConfigError, parse_config
+from flows.configs.ppo import PPOConfig
+from flows.configs.preferences import DPOConfig, RewardModelConfig
+from flows.configs.sft_to_gspo import SFTToGSPOConfig
+from flows.configs.sweep import TrialsFailed
+from flows.ops.local_server import ServerError, local_prefect_server, use_server
 from storage.errors import StorageError
 from tasks.datasets.errors import DatasetError
 from tasks.environments.spec import EnvironmentSpecError
+from tasks.evaluation.statistics import PairedDifference
 from tasks.graders.spec import GraderSpecError
-from tasks.gradings import TooManyMasked
-from tasks.statistics import PairedDifference
+from tasks.sampling.grading import TooManyMasked
 
 QUIET = {
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "WARNING",

@@ -19,13 +19,13 @@ from flows.cli.output import (
     refusals,
     table,
 )
-from storage.lineage import Lineage, StepLineage, lineage_of, step_lineage
-from storage.named_checkpoints import find_named
-from storage.objects import open_store
-from storage.prompts import PromptReport, prompt_report
-from storage.retention import remove_checkpoints
-from storage.run_view import ChainView, RunView, view_run
-from storage.runs_index import RunRow, is_auxiliary, list_runs, seconds_since, summarise_run
+from storage.chain.named_checkpoints import find_named
+from storage.chain.retention import remove_checkpoints
+from storage.inspect.lineage import Lineage, StepLineage, lineage_of, step_lineage
+from storage.inspect.prompt_lineage import PromptReport, prompt_report
+from storage.inspect.run_listing import RunRow, is_auxiliary, list_runs, seconds_since, summarise_run
+from storage.inspect.run_summary import ChainView, RunView, view_run
+from storage.store.objects import open_store
 
 runs_app = typer.Typer(help="The runs of a store, and what made a model.", no_args_is_help=True)
 

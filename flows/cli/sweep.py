@@ -12,15 +12,15 @@ from rich.console import Console
 
 from flows.cli.output import DEFAULT_STORAGE, AsJson, Storage, console, fill, print_json, refusals, table, usage_error
 from flows.cli.runner import attend
-from flows.evaluation_config import EvaluationFlowConfig
-from flows.overrides import ConfigError, parse_config
-from flows.recurring_config import RecurringConfig
-from flows.sweep_config import SweepConfig
-from storage.objects import open_store
-from tasks.comparisons import Comparison, score_table
+from flows.configs.evaluation import EvaluationFlowConfig
+from flows.configs.overrides import ConfigError, parse_config
+from flows.configs.recurring import RecurringConfig
+from flows.configs.sweep import SweepConfig
+from storage.store.objects import open_store
+from tasks.evaluation.model_comparison import Comparison, score_table
 
 if TYPE_CHECKING:
-    from tasks.run_comparison import Ranked
+    from tasks.evaluation.run_comparison import Ranked
 
 Config = TypeVar("Config", bound=BaseModel)
 ConfigFile = Annotated[Path, typer.Option("--config", help="YAML, TOML or JSON file.", exists=True, dir_okay=False)]
@@ -41,7 +41,7 @@ def evaluate(config: ConfigFile, sets: Sets = None, server: Server = "") -> None
     """Compares models on fixed prompts: models x datasets x graders, in pairs, with intervals."""
 
     async def call(parsed: EvaluationFlowConfig) -> dict[str, Any]:
-        from flows.evaluation_flow import evaluation
+        from flows.evaluation import evaluation
 
         return await evaluation(parsed)
 
@@ -82,7 +82,7 @@ def sweep(config: ConfigFile, sets: Sets = None, server: Server = "") -> None:
         return await flow(parsed)
 
     def say(result: dict[str, Any], to: Console) -> None:
-        from tasks.run_comparison import Ranked
+        from tasks.evaluation.run_comparison import Ranked
 
         _say_ranked([Ranked.model_validate(one) for one in result["ranked"]], to)
         to.print(f"comparison: {result['report']}", highlight=False, soft_wrap=True, markup=False)
@@ -97,7 +97,12 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Compares runs on one page: curves over one another, config differences, which is better how surely."""
-    from tasks.run_comparison import collect_runs, config_differences, rank, render_comparison  # draws: slow to import
+    from tasks.evaluation.run_comparison import (  # draws: slow to import
+        collect_runs,
+        config_differences,
+        rank,
+        render_comparison,
+    )
 
     if len(set(runs)) < 2:
         raise usage_error("give two runs or more, each once; `ostinato runs ls` lists them")

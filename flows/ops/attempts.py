@@ -6,7 +6,7 @@ import os
 
 from prefect.context import FlowRunContext
 
-from flows.overrides import ConfigError
+from flows.configs.overrides import ConfigError
 
 MAX_ATTEMPTS_ENV = "OSTINATO_MAX_ATTEMPTS"
 MAX_ATTEMPTS = 20

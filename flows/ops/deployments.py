@@ -15,8 +15,8 @@ from typing import Any
 
 import yaml
 
+from flows.configs.overrides import ConfigError
 from flows.ops.state import UpError
-from flows.overrides import ConfigError
 
 PREFECT_YAML = "prefect.yaml"
 POOL = "ostinato"
@@ -65,7 +65,7 @@ def deploy(path: Path, *, pool: str, storage: str, engine_url: str, token: str) 
 async def _restore(before: list[Any]) -> None:
     from prefect import get_client
 
-    from flows.ops.schedules import restore
+    from flows.ops.deployment_schedules import restore
 
     async with get_client() as client:
         await restore(client, before)
@@ -79,7 +79,7 @@ async def _prepare(pool: str, names: list[str]) -> list[Any]:
     from prefect.workers.process import ProcessWorker
 
     from flows.ops.automations import save_automations
-    from flows.ops.schedules import remember
+    from flows.ops.deployment_schedules import remember
 
     async with get_client() as client:
         template = ProcessWorker.get_default_base_job_template()

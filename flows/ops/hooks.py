@@ -26,16 +26,16 @@ from prefect.states import Cancelled, Crashed
 from pydantic import BaseModel, ValidationError
 
 from engine.workspace import Workspace
-from flows.config import FlowConfig
+from flows.configs.common import FlowConfig
 from flows.ops.place import placed
 from flows.ops.run_keys import EVALUATION_BEGINS, key_of
-from flows.session import leave
-from flows.version import code_version
-from storage.artifacts import Provenance
+from flows.runs.code_version import code_version
+from flows.runs.session import leave
+from storage.chain.leases import current_epoch, holder, is_held
 from storage.errors import StorageError
-from storage.leases import current_epoch, holder, is_held
-from storage.objects import ObjectStore
-from storage.runs_index import list_runs
+from storage.inspect.run_listing import list_runs
+from storage.store.artifacts import Provenance
+from storage.store.objects import ObjectStore
 
 log = logging.getLogger(__name__)
 

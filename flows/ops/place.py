@@ -13,8 +13,8 @@ from prefect.blocks.system import Secret
 from prefect.context import FlowRunContext
 from prefect.variables import Variable
 
-from engine.spec import EngineSpec, HttpEngineSpec, LocalEngineSpec
-from flows.config import StorageConfig
+from engine.specs.engine import EngineSpec, HttpEngineSpec, LocalEngineSpec
+from flows.configs.common import StorageConfig
 from flows.ops.processes import FLOW_RUN
 
 STORAGE_VARIABLE = "ostinato_storage"

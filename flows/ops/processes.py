@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from storage.models import Frozen
+from storage.records import Frozen
 
 MARK = "OSTINATO_UP"
 """The environment variable with the id of the `up` that a process belongs to."""

@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from flows.ops.local_server import server_environment
 from flows.ops.processes import MARK
 from flows.ops.state import Ports, UpError, UpState, token_file, write_private
-from flows.server import server_environment
 
 LOOPBACK = "127.0.0.1"
 BUCKET = "ostinato"

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from flows.ops.processes import ProcessMark
-from storage.models import Frozen
+from storage.records import Frozen
 
 HOME = Path(".ostinato") / "up"
 """Within the working directory."""

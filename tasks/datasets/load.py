@@ -13,11 +13,11 @@ from typing import Any
 
 from engine.text.images import with_images_embedded
 from engine.text.threads import StringThread
-from storage import keys
-from storage.artifacts import ArtifactRef, Provenance, find_artifact
-from storage.models import Frozen, canonical_json, digest
-from storage.objects import ObjectStore
-from storage.tables import TableWriter
+from storage.records import Frozen, canonical_json, digest
+from storage.store import keys
+from storage.store.artifacts import ArtifactRef, Provenance, find_artifact
+from storage.store.objects import ObjectStore
+from storage.store.tables import TableWriter
 from tasks.datasets import files, gym
 from tasks.datasets.convert import Place, check_rating
 from tasks.datasets.errors import BadRow, DatasetError, EmptyDataset

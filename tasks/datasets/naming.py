@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from storage import keys
-from storage.artifacts import ArtifactRef, read_manifest
-from storage.objects import ObjectStore
+from storage.store import keys
+from storage.store.artifacts import ArtifactRef, read_manifest
+from storage.store.objects import ObjectStore
 
 NameRow = Callable[[int], str]
 """0-based index of a row -> its name."""

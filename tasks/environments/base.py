@@ -11,7 +11,7 @@ from typing import Literal
 from pydantic import JsonValue
 
 from engine.text.threads import StringThread
-from tasks.advantages import LARGEST_REWARD, REWARD_RANGE
+from tasks.credit.advantages import LARGEST_REWARD, REWARD_RANGE
 from tasks.graders.base import Grade, as_number
 
 Grades = float | Grade | Sequence[float | Grade]

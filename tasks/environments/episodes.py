@@ -17,11 +17,11 @@ from engine.protocol import Completion
 from engine.text.errors import TemplateNotPrefixStable, TextError
 from engine.text.rendering import Renderer
 from engine.text.threads import StringThread, TokenizedThread
-from tasks.clock import timed
 from tasks.datasets.naming import NameRow
 from tasks.environments.base import Limit
 from tasks.environments.play import EpisodeFailed, PlayedEnvironment
 from tasks.graders.base import IgnoreGradeException
+from tasks.reports.clock import timed
 
 Ending = Literal["environment", "turns", "tokens", "time", "masked", "ignored", "too_long"]
 Generate = Callable[[list[list[int]], list["Episode"]], Awaitable[list[Completion]]]

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import Field
 
 from engine.text.threads import StringThread
-from storage.models import Frozen
+from storage.records import Frozen
 
 
 class Grade(Frozen):
@@ -62,7 +62,8 @@ class BaseGrader(ABC):
         return (await self.grade(thread)).value
 
     async def setup(self) -> None:  # noqa: B027  optional for a subclass
-        """Called once, by whoever owns the grader, before the first grade. Where it works: tasks.graders.setting."""
+        """Called once, by whoever owns the grader, before the first grade. Where it works:
+        tasks.graders.running.setting."""
 
     async def teardown(self) -> None:  # noqa: B027  optional for a subclass
         """Called once, by whoever owns the grader, after the last grade."""

@@ -22,13 +22,13 @@ from typing import Any
 from pydantic import Field, TypeAdapter, ValidationError
 
 from engine.text.threads import StringThread
-from storage.models import Frozen
+from storage.records import Frozen
 from tasks.graders.base import BaseGrader, Grade, GraderError
 from tasks.graders.rules import from_metadata
 
 _FENCED = re.compile(r"^[ \t]*```[ \t]*(\w*)[ \t]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
 _PYTHON = frozenset({"", "python", "python3", "py"})
-_LAUNCHER = Path(__file__).with_name("code_launcher.py")
+_LAUNCHER = Path(__file__).with_name("running") / "code_launcher.py"
 MOST_OUTPUT_BYTES = 1 << 20
 
 

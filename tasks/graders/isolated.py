@@ -14,8 +14,8 @@ from engine.cluster.workers import ClusterWorkers
 from engine.errors import WorkerDied as MachineLost
 from engine.text.threads import StringThread
 from tasks.graders.base import BaseGrader, Grade, GraderCrashed, GraderError, IgnoreGradeException
-from tasks.graders.setting import grading_cluster
-from tasks.graders.worker import WorkerDied, WorkerFailed, WorkerPool
+from tasks.graders.running.setting import grading_cluster
+from tasks.graders.running.worker import WorkerDied, WorkerFailed, WorkerPool
 
 MAX_PROCESSES = 4
 """Worker processes on this machine. On a cluster, each machine has as many as it has CPUs."""
@@ -39,7 +39,7 @@ class IsolatedGrader(BaseGrader):
         """Raises BadSpec for `on_cluster` where Ray is not installed."""
         super().__init__(grader_key)
         arguments: dict[str, Any] = {
-            "module": "tasks.graders.isolated_worker",
+            "module": "tasks.graders.running.isolated_worker",
             "configuration": {"spec": spec_json, "sys_path": sys.path},
             "quiet": False,
         }

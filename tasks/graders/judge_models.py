@@ -11,8 +11,8 @@ from pydantic import BaseModel
 
 from engine.errors import EngineError, SampleTooLong
 from engine.handles import InferenceModel, Model, OpenAIModel
+from engine.models.served_name import served_policy
 from engine.protocol import SamplingParams
-from engine.served import served_policy
 from engine.text.answers import MalformedAnswer, parse_answer
 from engine.text.threads import StringThread
 from engine.text.tokenizers import renderer_of

@@ -12,10 +12,10 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator
 
 from engine.text.threads import StringThread
-from storage.models import Frozen
+from storage.records import Frozen
 from tasks.graders.base import BaseGrader, Grade, IgnoreGradeException
 from tasks.graders.judge_models import JudgeModel, UnusableAnswer, ask, handle_of, spawn_judge
-from tasks.graders.setting import Client, grading_workspace
+from tasks.graders.running.setting import Client, grading_workspace
 
 Answer = TypeVar("Answer", bound=BaseModel)
 

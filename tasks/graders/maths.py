@@ -7,7 +7,7 @@ import importlib.util
 from engine.text.threads import StringThread
 from tasks.graders.base import BaseGrader, Grade, GraderError
 from tasks.graders.rules import from_metadata
-from tasks.graders.worker import WorkerPool, WorkerTimeout
+from tasks.graders.running.worker import WorkerPool, WorkerTimeout
 
 MARGIN_SECONDS = 2.0
 """After its own alarm, before a worker that computes in C and hears no signal is killed."""
@@ -37,7 +37,7 @@ class MathsGrader(BaseGrader):
         if importlib.util.find_spec("math_verify") is None:
             raise ImportError("MathsGrader needs math-verify; install ostinato[maths]")
         self.answer_key, self.timeout_seconds = answer_key, timeout_seconds
-        self._workers = WorkerPool("tasks.graders.maths_worker", processes=processes)
+        self._workers = WorkerPool("tasks.graders.running.maths_worker", processes=processes)
 
     async def setup(self) -> None:
         """Starts a process: its imports take seconds, which are not to count as a grade's."""

@@ -13,13 +13,13 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Protocol
 
-from storage import keys
 from storage.errors import ObjectNotFound
-from storage.models import Frozen
-from storage.objects import ObjectStore
+from storage.records import Frozen
+from storage.store import keys
+from storage.store.objects import ObjectStore
+from tasks.evaluation.validation_curve import Validation
 from tasks.loggers.tables import Table
-from tasks.metrics import StepMetrics
-from tasks.validations import Validation
+from tasks.reports.metrics import StepMetrics
 
 
 class LoggerMissing(ImportError):

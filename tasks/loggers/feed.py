@@ -6,14 +6,14 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from storage.chain import PolicyRef
-from storage.objects import ObjectStore
+from storage.chain.records import PolicyRef
+from storage.store.objects import ObjectStore
+from tasks.evaluation.validation_curve import Validation, read_validations
 from tasks.loggers.base import LoggerMissing, Once, Run, Sink, figures_of
 from tasks.loggers.sinks import SINKS, LoggerName
 from tasks.loggers.tables import Table
-from tasks.metrics import StepMetrics
-from tasks.step_metrics import read_metrics
-from tasks.validations import Validation, read_validations
+from tasks.reports.metrics import StepMetrics
+from tasks.reports.step_metrics import read_metrics
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from storage.models import Frozen
+from storage.records import Frozen
 
 Cell = str | int | float | None
 

@@ -13,8 +13,8 @@ from bench.gpu.flops import Work, hardware_flops, model_flops, nominal_peak, pai
 from bench.gpu.rows import Row, row_of, table
 from bench.gpu.run import LIMITS, cannot_run, rows_of, run_part, run_parts
 from bench.gpu.setting import CONFIGS, grpo_samples, module_of, setting_of, sft_samples
-from engine.backends.packing import Fan, pack
-from engine.plan_shape import shape_of
+from engine.backends.torch.packing import Fan, pack
+from engine.memory_plan.shape import shape_of
 
 QUICK = ["device", "correct", "packing", "train-small", "sampler", "sync", "determinism", "checkpoint"]
 """Parts without a process of their own and without a package that may be missing; train-large is train-small again."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.parity.parity import TOLERANCE, cases, difference
-from engine.backends.tiny import build_tiny_model
+from engine.backends.torch.tiny import build_tiny_model
 
 pytestmark = pytest.mark.slow
 

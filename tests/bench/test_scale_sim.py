@@ -10,7 +10,7 @@ from bench.scale_sim import Size, simulate
 from bench.scale_sim_engine import EngineModel
 from bench.scale_sim_store import Clock, Meter, S3Model, SimulatedS3, VirtualRetry
 from storage.errors import StorageUnavailable
-from storage.objects import ObjectStore
+from storage.store.objects import ObjectStore
 
 ENGINE = EngineModel(new_tokens=4, nominal_tokens=4)
 

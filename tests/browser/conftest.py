@@ -19,11 +19,11 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.spec import LocalEngineSpec
+from engine.specs.engine import LocalEngineSpec
 from engine.workspace import Workspace
 from flows.ops.services import free_port
 from flows.ops.state import UpState, load_state
-from storage.artifacts import Provenance
+from storage.store.artifacts import Provenance
 from tests.fixtures.deployed import Deployed
 
 ROOT = Path(__file__).parents[2]

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from storage import keys
-from storage.artifacts import find_artifact
-from storage.leases import is_held
+from storage.chain.leases import is_held
+from storage.store import keys
+from storage.store.artifacts import find_artifact
 from tests.browser.conftest import Watched, World
 from tests.fixtures.deployed import wait_for
-from tests.toy import toy_config
+from tests.fixtures.toy import toy_config
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 

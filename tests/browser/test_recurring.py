@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from storage.decisions import alias_log, decisions_of
+from storage.registry.decisions import alias_log, decisions_of
 from tests.browser.conftest import Watched, World
 from tests.browser.forms import field, write
 from tests.fixtures.deployed import recurring_config, wait_for

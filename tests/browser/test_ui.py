@@ -21,7 +21,7 @@ PROMPTS = "examples/data/sums-train.jsonl"
 
 def fill_form(page: Any) -> None:
     write(page, "Path", PROMPTS, "Train")
-    write(page, "Import path", "tests.grading:even_share", "Grader")
+    write(page, "Import path", "tests.fixtures.grading:even_share", "Grader")
     write(page, "Max new tokens (Optional)", "6")
     write(page, "Min new tokens (Optional)", "6")
     write(page, "Steps (Optional)", "20", kind="int")

@@ -27,7 +27,7 @@ from datetime import UTC, datetime
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
-from flows.server import local_prefect_server
+from flows.ops.local_server import local_prefect_server
 from tests.chaos.faults import KINDS, OF_S3, Deck, Fault, draw_schedule
 from tests.chaos.outcome import History, history, problems, tell
 from tests.chaos.processes import ROOT, S3Server
@@ -106,7 +106,7 @@ class Stage:
 @contextlib.contextmanager
 def stage(folder: Path, *, s3: bool) -> Iterator[Stage]:
     """Starts what worlds share."""
-    from engine.backends.tiny import build_tiny_model
+    from engine.backends.torch.tiny import build_tiny_model
 
     with contextlib.ExitStack() as stack:
         prefect = stack.enter_context(local_prefect_server(folder / "prefect"))

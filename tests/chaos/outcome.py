@@ -8,12 +8,12 @@ from collections import Counter
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from storage import keys
-from storage.audit import audit_store
-from storage.chain import Chain
-from storage.gc import collect_garbage
-from storage.objects import ObjectStore
-from storage.registry import find_model
+from storage.chain.records import Chain
+from storage.inspect.audit import audit_store
+from storage.inspect.gc import collect_garbage
+from storage.registry.models import find_model
+from storage.store import keys
+from storage.store.objects import ObjectStore
 from tests.chaos.processes import Child
 from tests.chaos.world import Happening, World
 

@@ -16,13 +16,13 @@ import yaml
 from engine.errors import Fenced, StepConflict
 from engine.http.client import EngineClient
 from engine.local.engine import LocalEngine
-from engine.spec import HttpEngineSpec
-from flows.config import GRPOConfig
+from engine.specs.engine import HttpEngineSpec
+from flows.configs.common import GRPOConfig
 from flows.grpo import grpo
-from storage.audit import audit_store
-from storage.chain import Chain, CommitRecord
-from storage.leases import acquire
-from storage.objects import open_store
+from storage.chain.leases import acquire
+from storage.chain.records import Chain, CommitRecord
+from storage.inspect.audit import audit_store
+from storage.store.objects import open_store
 from tests.chaos.processes import ROOT, s3_environment
 from tests.chaos.proxy import Proxy, proxied
 from tests.fixtures.engines import DETERMINISTIC, commit_batch, events, new_policy, request_after

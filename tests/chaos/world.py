@@ -19,13 +19,13 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from storage.objects import ObjectStore, open_store
+from storage.store.objects import ObjectStore, open_store
 from tests.chaos.faults import KINDS, OF_ENGINE, OF_S3, OF_WORKER, Fault, Pause
 from tests.chaos.processes import BUCKET, ROOT, Child, S3Server, error_of, s3_environment
 from tests.chaos.proxy import Proxy
 from tests.chaos.ray_faults import RAY_KINDS, RayNodes, can_happen
 from tests.fixtures.s3 import s3_options
-from tests.toy import toy_config
+from tests.fixtures.toy import toy_config
 
 TICK_SECONDS = 0.02
 MOST_RESTARTS = 40
@@ -163,7 +163,7 @@ class World:
             self.folder,
             tiny_folder,
             # a reward that an untrained model varies in: every step moves the weights
-            grader__path="tests.grading:even_share",
+            grader__path="tests.fixtures.grading:even_share",
             algorithm__steps=self.mode.steps,
             algorithm__samples_per_batch=8,
             algorithm__samples_per_mini_batch=8,

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from engine.protocol import Completion, Engine, GenerateRequest, LogprobsRequest, SamplingParams, TokenSequence
-from storage.artifacts import ArtifactRef
-from storage.chain import PolicyRef
-from storage.materialise import materialise_files
-from storage.objects import ObjectStore, open_store
+from storage.chain.records import PolicyRef
+from storage.store.artifacts import ArtifactRef
+from storage.store.download import materialise_files
+from storage.store.objects import ObjectStore, open_store
 from tests.fixtures.engines import new_policy, row
 
 Connect = Callable[[], Awaitable[Engine]]

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from engine.errors import BadModelFolder, BadSpec, SampleTooLong, StepConflict
 from engine.protocol import Engine, GenerateRequest, LogprobsRequest, PolicySpec, SamplingParams, TokenSequence
-from storage.chain import PolicyRef, Root
-from storage.objects import ObjectStore
+from storage.chain.records import PolicyRef, Root
+from storage.store.objects import ObjectStore
 from tests.contracts.engine_fixtures import (
     PROMPTS,
     SCORED,

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from engine.adapters import FullSpec
 from engine.errors import BadSpec, PermanentEngineError, SampleTooLong, UnknownPolicy
-from engine.images import Images, PlacedImage
+from engine.models.images import Images, PlacedImage
 from engine.protocol import Engine, GenerateRequest, LogprobsRequest, PolicySpec, SamplingParams, TokenSequence
-from storage.artifacts import ArtifactRef
-from storage.chain import Chain, PolicyRef, Root
+from engine.specs.adapters import FullSpec
+from storage.chain.records import Chain, PolicyRef, Root
 from storage.errors import StorageError
-from storage.objects import ObjectStore
+from storage.store.artifacts import ArtifactRef
+from storage.store.objects import ObjectStore
 from tests.contracts.engine_fixtures import PROMPTS, SCORED, SHORT, EngineFixtures, draw, score
 from tests.fixtures.engines import PROVENANCE, commit_batch, new_policy, request_after, row
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from engine.adapters import FullSpec
 from engine.errors import BadSpec
 from engine.protocol import Engine, GenerateRequest, LogprobsRequest, PolicySpec, TokenSequence
-from storage.chain import Chain, PolicyRef
-from storage.objects import ObjectStore
+from engine.specs.adapters import FullSpec
+from storage.chain.records import Chain, PolicyRef
+from storage.store.objects import ObjectStore
 from tests.contracts.engine_fixtures import SCORED, SHORT, Connect, EngineFixtures, close, plain_folder
 from tests.fixtures.engines import (
     PROVENANCE,

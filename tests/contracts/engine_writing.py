@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from engine.backends.attention import IMPLEMENTATION
+from engine.backends.torch.attention import IMPLEMENTATION
 from engine.errors import Fenced, StepConflict, UnknownPolicy
 from engine.protocol import Engine, GenerateRequest, LogprobsRequest, PolicySpec
-from storage.artifacts import read_manifest
-from storage.chain import Chain, PolicyRef, Root
-from storage.leases import acquire
-from storage.objects import ObjectStore
+from storage.chain.leases import acquire
+from storage.chain.records import Chain, PolicyRef, Root
+from storage.store.artifacts import read_manifest
+from storage.store.objects import ObjectStore
 from tests.contracts.engine_fixtures import (
     OTHER_ROWS,
     SCORED,

@@ -14,7 +14,7 @@ from engine.backends.protocol import SamplerBackend, TrainerBackend
 from engine.local import engine as local_engine
 from engine.local.engine import LocalEngine
 from engine.protocol import Engine
-from engine.spec import LocalEngineSpec
+from engine.specs.engine import LocalEngineSpec
 from tests.contracts.engine_fixtures import Connect
 from tests.contracts.test_engine import EngineContract
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from engine.spec import LocalEngineSpec
+from engine.specs.engine import LocalEngineSpec
 from tests.contracts.test_engine_backends import DEEPSPEED, FLOAT32, VLLM, SharedBackends
 from tests.fixtures.ray_nodes import ray_nodes
 

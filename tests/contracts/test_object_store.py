@@ -13,10 +13,10 @@ from uuid import uuid4
 
 import pytest
 
-from storage.artifacts import Provenance, commit_bytes, commit_files, find_artifact, read_bytes
 from storage.errors import InvalidKey, ObjectNotFound
-from storage.materialise import materialise_files
-from storage.objects import ObjectStore, open_store
+from storage.store.artifacts import Provenance, commit_bytes, commit_files, find_artifact, read_bytes
+from storage.store.download import materialise_files
+from storage.store.objects import ObjectStore, open_store
 from tests.fixtures.s3 import s3_options
 
 Opener = Callable[[], ObjectStore]

@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.adapters import LoraSpec
 from engine.backends.protocol import Sampler, SamplerBackend, Trainer
-from engine.backends.torch_backend import TorchBackend
-from engine.backends.torch_samplers import TorchSamplers
+from engine.backends.torch.backend import TorchBackend
+from engine.backends.torch.weight_following import TorchSamplers
 from engine.errors import BadSpec, SampleTooLong
 from engine.protocol import Completion, SamplingParams, TokenIds
-from engine.sampler_spec import VllmSpec
-from engine.spec import LocalEngineSpec
+from engine.specs.adapters import LoraSpec
+from engine.specs.engine import LocalEngineSpec
+from engine.specs.sampler import VllmSpec
 
 SPEC = LocalEngineSpec(
     device="cpu",

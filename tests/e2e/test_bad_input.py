@@ -20,12 +20,12 @@ from safetensors.torch import load_file, save_file
 
 from engine.http.service import ServerOptions
 from engine.local.engine import LocalEngine
-from storage.objects import open_store
-from storage.runs import create_or_check_run
+from storage.chain.runs import create_or_check_run
+from storage.store.objects import open_store
 from tests.fixtures.engines import DETERMINISTIC
 from tests.fixtures.http_engine import running_server
 from tests.fixtures.s3 import KEY, SECRET
-from tests.toy import toy_config
+from tests.fixtures.toy import toy_config
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = "bad"
@@ -70,7 +70,7 @@ class BadRun:
 
 @pytest.fixture
 def bad_run(tmp_path: Path, tiny_folder: Path, prefect_server: str) -> BadRun:
-    config = toy_config(tmp_path, tiny_folder, grader__path="tests.grading:even_share", algorithm__steps=1)
+    config = toy_config(tmp_path, tiny_folder, grader__path="tests.fixtures.grading:even_share", algorithm__steps=1)
     return BadRun(tmp_path, config, {"PREFECT_API_URL": prefect_server})
 
 
@@ -88,7 +88,8 @@ def wrong_column(run: BadRun) -> None:
 
 
 def python_dataset_that_raises(run: BadRun) -> None:
-    run.config["data"]["train"] = {"kind": "python", "path": "tests.grading:by_hash", "arguments": {"nothing": 1}}
+    rows = {"kind": "python", "path": "tests.fixtures.grading:by_hash", "arguments": {"nothing": 1}}
+    run.config["data"]["train"] = rows
 
 
 def unknown_model(run: BadRun) -> None:
@@ -123,19 +124,19 @@ def too_long_prompt(run: BadRun) -> None:
 
 
 def grader_that_raises(run: BadRun) -> None:
-    run.config["grader"] = {"path": "tests.toy:digit_share", "arguments": {"sign": "minus"}, "retries": 0}
+    run.config["grader"] = {"path": "tests.fixtures.toy:digit_share", "arguments": {"sign": "minus"}, "retries": 0}
 
 
 def enormous_reward(run: BadRun) -> None:
-    run.config["grader"] = {"path": "tests.grading:constant", "arguments": {"value": 1e308}, "retries": 0}
+    run.config["grader"] = {"path": "tests.fixtures.grading:constant", "arguments": {"value": 1e308}, "retries": 0}
 
 
 def grader_without_that_argument(run: BadRun) -> None:
-    run.config["grader"] = {"path": "tests.grading:constant", "arguments": {"no_such_argument": 1}}
+    run.config["grader"] = {"path": "tests.fixtures.grading:constant", "arguments": {"no_such_argument": 1}}
 
 
 def unknown_grader(run: BadRun) -> None:
-    run.config["grader"]["path"] = "tests.grading:no_such_grader"
+    run.config["grader"]["path"] = "tests.fixtures.grading:no_such_grader"
 
 
 def other_run_of_the_key(run: BadRun) -> None:
@@ -177,7 +178,7 @@ def check(run: BadRun, status: int, cause: str) -> None:
         (no_data_file, r"^DatasetNotFound: no file at .*prompts\.jsonl"),
         (malformed_row, r"^BadRow: .*prompts\.jsonl, row 3: given '{\"prompt\":', not JSON"),
         (wrong_column, r"^BadRow: .*prompts\.jsonl, row 1, column 'question'"),
-        (python_dataset_that_raises, r"^DatasetError: dataset 'tests.grading:by_hash'.* raised TypeError"),
+        (python_dataset_that_raises, r"^DatasetError: dataset 'tests.fixtures.grading:by_hash'.* raised TypeError"),
         (unknown_model, "^BadModelFolder: no model 'never-published'"),
         (no_tokenizer, "^TokenizerMissing: .*model holds .*, but no tokenizer"),
         (pickled_weights, r"^BadModelFolder: .*pickled weights \(pytorch_model\.bin\)"),

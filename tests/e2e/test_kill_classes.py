@@ -14,13 +14,13 @@ import pytest
 import yaml
 
 from flows.cli.main import RUNS
-from storage.chain import CommitRecord
-from storage.objects import open_store
-from storage.runs_index import run_chains
+from storage.chain.records import CommitRecord
+from storage.inspect.run_listing import run_chains
+from storage.store.objects import open_store
 from tests.e2e.test_kill_nine import Folder
-from tests.guessing import guess_config
-from tests.preferences import preference_config, write_pairs
-from tests.toy import toy_config
+from tests.fixtures.guessing import guess_config
+from tests.fixtures.preferences import preference_config, write_pairs
+from tests.fixtures.toy import toy_config
 
 STEPS = 3
 IN_DATA, IN_SAMPLING, IN_EPISODES = "batch.after_data:2", "rollout.after_data:3", "trajectory.after_data:3"
@@ -74,7 +74,7 @@ def config_of(flow: str, path: Path, tiny_folder: Path) -> dict[str, Any]:
     if flow.startswith("env_"):
         return guess_config(path, tiny_folder, algorithm__steps=STEPS, algorithm__samples_per_mini_batch=8) | value
     toy = toy_config(
-        path, tiny_folder, grader__path="tests.grading:even_share", algorithm__steps=STEPS,
+        path, tiny_folder, grader__path="tests.fixtures.grading:even_share", algorithm__steps=STEPS,
         algorithm__samples_per_mini_batch=8,
     ) | value  # fmt: skip
     if not flow.startswith("sft"):

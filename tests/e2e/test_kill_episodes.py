@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
-from storage.chain import Chain
-from storage.objects import open_store
+from storage.chain.records import Chain
+from storage.store.objects import open_store
 from tests.e2e.test_kill_nine import CHECKPOINT_EVERY, Folder
-from tests.guessing import guess_config
+from tests.fixtures.guessing import guess_config
 
 STEPS, SHARDS_PER_STEP = 3, 2
 

@@ -20,11 +20,11 @@ from typing import Any
 import pytest
 import yaml
 
-from storage.chain import Chain
+from storage.chain.leases import is_held
+from storage.chain.records import Chain
 from storage.failpoints import FAILPOINTS
-from storage.leases import is_held
-from storage.objects import open_store
-from tests.toy import toy_config
+from storage.store.objects import open_store
+from tests.fixtures.toy import toy_config
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, SHARDS_PER_STEP, CHECKPOINT_EVERY = 4, 2, 2
@@ -41,7 +41,7 @@ HITS = {
 """Which hit of a failpoint kills: late enough that steps are committed before it."""
 
 REACHED = sorted(name for name in FAILPOINTS if not name.startswith(("rebase.", "trajectory.")))
-"""No numerics change in a run of one engine, and it plays no episodes: tests/engine/test_rebase.py and
+"""No numerics change in a run of one engine, and it plays no episodes: tests/engine/local/test_rebase.py and
 tests/e2e/test_kill_episodes.py kill at the others."""
 
 QUICK = ("step.before_commit",)
@@ -110,7 +110,7 @@ def make_folder(path: Path, tiny_folder: Path, server: str, **changes: Any) -> F
         path,
         tiny_folder,
         # a reward that an untrained model varies in: every step moves the weights
-        grader__path="tests.grading:even_share",
+        grader__path="tests.fixtures.grading:even_share",
         **{"algorithm__steps": STEPS, "checkpoints__recovery_steps": CHECKPOINT_EVERY, **changes},
     )
     (path / "config.yaml").write_text(yaml.safe_dump(config))

@@ -19,9 +19,9 @@ import psutil
 import pytest
 import yaml
 
-from storage.chain import Chain
-from storage.objects import open_store
-from tests.toy import toy_config
+from storage.chain.records import Chain
+from storage.store.objects import open_store
+from tests.fixtures.toy import toy_config
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 6
@@ -40,7 +40,7 @@ class Command:
         config = toy_config(
             folder,
             tiny_folder,
-            grader__path="tests.grading:even_share",
+            grader__path="tests.fixtures.grading:even_share",
             engine=engine,
             algorithm__steps=STEPS,
             checkpoints__recovery_steps=2,

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import yaml
 
-from storage.chain import Chain, CommitRecord
-from storage.objects import open_store
+from storage.chain.records import Chain, CommitRecord
+from storage.store.objects import open_store
 from tests.e2e.test_kill_nine import Folder
-from tests.preferences import preference_config, write_pairs
-from tests.toy import toy_config
+from tests.fixtures.preferences import preference_config, write_pairs
+from tests.fixtures.toy import toy_config
 
 STAGES: dict[str, dict[str, int]] = {
     "dpo": {"0-dpo": 4},
@@ -64,7 +64,8 @@ def config_of(flow: str, path: Path, tiny_folder: Path, adapter: dict[str, Any] 
     if flow in ("dpo", "reward_model"):
         return preference_config(path, tiny_folder, model=model)
     # a reward that an untrained model varies in: every step moves the weights
-    toy = toy_config(path, tiny_folder, grader__path="tests.grading:even_share", model=model, algorithm__steps=3)
+    grader = "tests.fixtures.grading:even_share"
+    toy = toy_config(path, tiny_folder, grader__path=grader, model=model, algorithm__steps=3)
     if flow == "gspo":
         return toy | {"algorithm": toy["algorithm"] | {"samples_per_mini_batch": 8}}
     algorithm, optimizer = toy.pop("algorithm"), toy.pop("optimizer")

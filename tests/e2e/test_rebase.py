@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 
 from engine.local.engine import LocalEngine
-from engine.local.slots import Slot
+from engine.local.loaded_policies import Slot
 from engine.local.verify import verify_run
-from engine.spec import LocalEngineSpec
-from engine.trainer_spec import DeepSpeedSpec
-from storage import keys
-from storage.artifacts import read_manifest
-from storage.audit import audit_store
-from storage.chain import Chain, CommitRecord, PolicyRef
-from storage.models import digest_file
-from storage.objects import open_store
-from storage.rebase import standing
+from engine.specs.engine import LocalEngineSpec
+from engine.specs.trainer import DeepSpeedSpec
+from storage.chain.rebase import standing
+from storage.chain.records import Chain, CommitRecord, PolicyRef
+from storage.inspect.audit import audit_store
+from storage.records import digest_file
+from storage.store import keys
+from storage.store.artifacts import read_manifest
+from storage.store.objects import open_store
 from tests.fixtures.engines import PROVENANCE, commit_batch, new_policy, request_after
 
 pytest.importorskip("deepspeed")

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from flows.config import GRPOConfig
+from flows.configs.common import GRPOConfig
 from flows.grpo import grpo
-from storage.chain import Chain
-from storage.objects import open_store
+from storage.chain.records import Chain
+from storage.store.objects import open_store
 from tests.fixtures.s3 import KEY, SECRET
-from tests.toy import toy_config
+from tests.fixtures.toy import toy_config
 
 STEPS = 3
-MOVING = {"grader__path": "tests.grading:even_share"}
+MOVING = {"grader__path": "tests.fixtures.grading:even_share"}
 """A reward that an untrained model varies in: every step moves the weights."""
 
 

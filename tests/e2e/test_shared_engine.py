@@ -11,13 +11,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.local.engine import LocalEngine
-from flows.config import GRPOConfig
+from flows.configs.common import GRPOConfig
 from flows.grpo import grpo
-from storage.chain import Chain, CommitRecord, StepRequest
-from storage.objects import open_store
+from storage.chain.records import Chain, CommitRecord, StepRequest
+from storage.store.objects import open_store
 from tests.fixtures.engines import DETERMINISTIC
 from tests.fixtures.http_engine import running_server
-from tests.toy import toy_config
+from tests.fixtures.toy import toy_config
 
 STEPS, COMPLETIONS, TOKENS = 4, 16, 6
 """Of each run; completions of a step, tokens of a completion."""
@@ -47,7 +47,7 @@ class InStep(LocalEngine):
 def config(run: str, folder: Path, tiny_folder: Path, engine: dict[str, Any]) -> GRPOConfig:
     folder.mkdir(exist_ok=True)
     # a reward that an untrained model varies in: every step moves the weights
-    changes = {"grader__path": "tests.grading:even_share", **RUNS[run]}
+    changes = {"grader__path": "tests.fixtures.grading:even_share", **RUNS[run]}
     toy = toy_config(folder, tiny_folder, run=run, **changes)
     return GRPOConfig.model_validate(toy | {"engine": engine})
 

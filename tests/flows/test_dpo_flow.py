@@ -12,14 +12,14 @@ import pandas
 import pytest
 from pydantic import ValidationError
 
-import flows.supervised
+import flows.training.dataset_loop
 from engine.connect import connect
 from engine.text.threads import StringThread
+from flows.configs.preferences import DPOConfig
 from flows.dpo import DPO, dpo
-from flows.preference_config import DPOConfig
-from storage.chain import Chain, CommitRecord
-from storage.objects import open_store
-from tests.preferences import preference_config
+from storage.chain.records import Chain, CommitRecord
+from storage.store.objects import open_store
+from tests.fixtures.preferences import preference_config
 
 STAGE = "0-dpo"
 
@@ -180,7 +180,7 @@ def test_an_interrupted_run_resumes_and_ends_in_the_same_bytes(
     trained: tuple[Path, dict[str, Any]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    task, left = flows.supervised.take_gradient_step, [2]
+    task, left = flows.training.dataset_loop.take_gradient_step, [2]
 
     async def raises_once(*args: Any, **kwargs: Any) -> Any:
         if kwargs["step"] in left:
@@ -188,7 +188,7 @@ def test_an_interrupted_run_resumes_and_ends_in_the_same_bytes(
             raise Interrupted
         return await task(*args, **kwargs)
 
-    monkeypatch.setattr(flows.supervised, "take_gradient_step", raises_once)
+    monkeypatch.setattr(flows.training.dataset_loop, "take_gradient_step", raises_once)
     with pytest.raises(Interrupted):
         asyncio.run(dpo(config_of(tmp_path, tiny_folder)))
     assert len(records(tmp_path)) == 2
@@ -199,7 +199,7 @@ def test_an_interrupted_run_resumes_and_ends_in_the_same_bytes(
 
 
 def test_a_dataset_of_threads_is_refused(trained: tuple[Path, dict[str, Any]]) -> None:
-    from storage.artifacts import ArtifactRef
+    from storage.store.artifacts import ArtifactRef
     from tasks.datasets.load import LoadedDataset
 
     ref = ArtifactRef(key="datasets/x/1", kind="threads", sha256="0" * 64, bytes=1, rows=1, parents=())
@@ -212,7 +212,7 @@ def test_pairs_given_in_process(prefect_server: str, tiny_folder: Path, tmp_path
 
     from engine.handles import Model
     from engine.workspace import Workspace
-    from storage.artifacts import Provenance
+    from storage.store.artifacts import Provenance
 
     asked = StringThread().user("1")
     pairs = [(asked.assistant("111"), asked.assistant("666"))]

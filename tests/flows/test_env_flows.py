@@ -11,19 +11,19 @@ import pandas
 import pytest
 
 from engine.handles import Model, TrainingModel
-from engine.spec import LocalEngineSpec
+from engine.specs.engine import LocalEngineSpec
 from engine.text.threads import StringThread
-from flows.env_config import ENVGRPOConfig, ENVGSPOConfig
+from flows.configs.environments import ENVGRPOConfig, ENVGSPOConfig
 from flows.env_grpo import ENVGRPO, env_grpo
 from flows.env_gspo import ENVGSPO, env_gspo
 from flows.recipe import RecipeContext
-from storage.accounting import account, material_of
-from storage.chain import Chain
-from storage.objects import open_store
-from tasks.gradings import TooManyMasked
-from tasks.run_page import sample_rows
-from tasks.trajectory_batches import NotOneGrade
-from tests.guessing import GuessFactory, guess_config
+from storage.chain.records import Chain
+from storage.inspect.accounting import account, material_of
+from storage.store.objects import open_store
+from tasks.batches.episodes import NotOneGrade
+from tasks.reports.flow_run_page import sample_rows
+from tasks.sampling.grading import TooManyMasked
+from tests.fixtures.guessing import GuessFactory, guess_config
 
 HELDOUT = 3
 
@@ -184,12 +184,12 @@ def test_gspo_refuses_an_episode_of_many_grades(toy: Toy) -> None:
 
 def test_an_environment_that_cannot_be_played_ends_the_run_and_says_why(toy: Toy) -> None:
     with pytest.raises(TooManyMasked, match=r"8 of 8 episodes .* at most 20% may fail.*RuntimeError: no more luck"):
-        toy.run("unlucky", environment__path="tests.guessing:Unlucky")
+        toy.run("unlucky", environment__path="tests.fixtures.guessing:Unlucky")
 
 
 @pytest.mark.slow
 def test_a_few_failures_are_masked_and_counted(toy: Toy) -> None:
-    toy.run("some", environment__path="tests.guessing:Unlucky", environment__arguments={"digits": [3, 4]},
+    toy.run("some", environment__path="tests.fixtures.guessing:Unlucky", environment__arguments={"digits": [3, 4]},
             environment__max_masked_fraction=0.9, algorithm__steps=2)  # fmt: skip
     shards = pandas.concat(toy.tables("some", "trajectories"))
     masked = shards[shards["status"] == "masked"]
@@ -242,7 +242,7 @@ async def test_defaults_are_the_documents(prefect_server: str, tmp_path: Path, t
 def test_a_task_of_two_turns_is_learnt_from_random_weights(toy: Toy) -> None:
     toy.run(
         "learn",
-        environment={"path": "tests.guessing:SayAgain", "max_turns": 2},
+        environment={"path": "tests.fixtures.guessing:SayAgain", "max_turns": 2},
         sampling={"max_new_tokens": 6, "min_new_tokens": 6},
         algorithm={
             "steps": 120, "samples_per_batch": 128, "samples_per_mini_batch": 128, "completions_per_sample": 8,

@@ -15,17 +15,17 @@ import flows.env_ppo
 import flows.ppo
 from engine.connect import connect
 from engine.handles import Model, TrainingModel
-from engine.spec import LocalEngineSpec
+from engine.specs.engine import LocalEngineSpec
 from engine.text.threads import StringThread
+from flows.configs.env_ppo import ENVPPOConfig
 from flows.env_ppo import ENVPPO, env_ppo
-from flows.env_ppo_config import ENVPPOConfig
 from flows.recipe import RecipeContext
-from storage.accounting import account, material_of
-from storage.artifacts import ArtifactRef
-from storage.chain import Chain, CommitRecord
-from storage.objects import open_store
-from storage.tables import read_table
-from tests.guessing import GuessFactory, guess_config
+from storage.chain.records import Chain, CommitRecord
+from storage.inspect.accounting import account, material_of
+from storage.store.artifacts import ArtifactRef
+from storage.store.objects import open_store
+from storage.store.tables import read_table
+from tests.fixtures.guessing import GuessFactory, guess_config
 
 STAGE = "0-env_ppo"
 

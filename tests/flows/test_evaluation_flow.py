@@ -13,15 +13,15 @@ import pandas
 import pytest
 from pydantic import ValidationError
 
-import flows.evaluation_flow
+import flows.evaluation
 from engine.connect import connect
-from flows.evaluation_config import EvaluationFlowConfig
-from flows.evaluation_flow import evaluation
-from storage.audit import audit_store
-from storage.objects import open_store
-from storage.tables import read_table
-from tasks.statistics import paired_difference
-from tests.toy import write_prompts
+from flows.configs.evaluation import EvaluationFlowConfig
+from flows.evaluation import evaluation
+from storage.inspect.audit import audit_store
+from storage.store.objects import open_store
+from storage.store.tables import read_table
+from tasks.evaluation.statistics import paired_difference
+from tests.fixtures.toy import write_prompts
 
 PROMPTS = 10
 
@@ -32,8 +32,8 @@ def suite(folder: Path, **changes: Any) -> dict[str, Any]:
     body: dict[str, Any] = {
         "datasets": [{"name": "digits", "source": {"kind": "file", "path": str(prompts)}}],
         "graders": [
-            {"name": "even", "path": "tests.grading:even_share"},
-            {"name": "hash", "path": "tests.grading:by_hash"},
+            {"name": "even", "path": "tests.fixtures.grading:even_share"},
+            {"name": "hash", "path": "tests.fixtures.grading:by_hash"},
         ],
         "sampling": {"max_new_tokens": 6, "min_new_tokens": 6},
         "samples_per_prompt": 2,
@@ -141,7 +141,7 @@ def test_a_model_is_sampled_once_however_many_it_meets(lab: Lab, worklog: Path) 
     lab.run()
     assert count(worklog, "shard") == 3  # of the second model only
     worklog.write_text("")
-    third = {"name": "constant", "path": "tests.grading:constant"}
+    third = {"name": "constant", "path": "tests.fixtures.grading:constant"}
     lab.run(suite={"graders": [third]})
     assert (count(worklog, "shard"), count(worklog, "grade")) == (0, 2 * 3)  # another grader reads the same samples
     worklog.write_text("")
@@ -156,7 +156,7 @@ def test_an_evaluation_that_was_interrupted_goes_on(
     whole = lab.run(run="whole")
     (lab.folder / "again").mkdir()
     again = Lab(lab.folder / "again", [Path(model) for model in lab.models])
-    grade, left = flows.evaluation_flow.grade_rollouts, [1]
+    grade, left = flows.evaluation.grade_rollouts, [1]
 
     async def raises_once(*args: Any, **kwargs: Any) -> Any:
         if kwargs["shard"] in left:
@@ -164,7 +164,7 @@ def test_an_evaluation_that_was_interrupted_goes_on(
             raise RuntimeError("the process ends here")
         return await grade(*args, **kwargs)
 
-    monkeypatch.setattr(flows.evaluation_flow, "grade_rollouts", raises_once)
+    monkeypatch.setattr(flows.evaluation, "grade_rollouts", raises_once)
     with pytest.raises(RuntimeError, match="ends here"):
         again.run(run="whole")
     connect.cache_clear()
@@ -199,8 +199,8 @@ def test_a_registered_model_by_name_needs_no_folder(lab: Lab) -> None:
     [
         ({"samples_per_prompt": 2, "sampling": {"temperature": 0.0}}, "copies of one completion"),
         ({"graders": []}, "at least 1"),
-        ({"graders": [{"name": "a/b", "path": "tests.grading:even_share"}]}, "is not a name"),
-        ({"graders": [{"path": "tests.grading:even_share"}] * 2}, "reward more than once"),
+        ({"graders": [{"name": "a/b", "path": "tests.fixtures.grading:even_share"}]}, "is not a name"),
+        ({"graders": [{"path": "tests.fixtures.grading:even_share"}] * 2}, "reward more than once"),
     ],
 )
 def test_a_suite_that_makes_no_sense_is_refused_before_anything_runs(
@@ -211,7 +211,7 @@ def test_a_suite_that_makes_no_sense_is_refused_before_anything_runs(
 
 
 def test_the_table_is_readable_through_its_uri(lab: Lab) -> None:
-    from storage.artifacts import find_artifact
+    from storage.store.artifacts import find_artifact
 
     result = lab.run(lab.models[0], suite={"samples_per_prompt": 1})
     ref = find_artifact(lab.store, result["table"].partition("#")[0])

@@ -15,19 +15,19 @@ import pytest
 
 import flows.grpo
 import flows.ops.hooks
-import flows.session
+import flows.runs.session
 import tasks.report
 from engine.connect import connect
 from engine.local.engine import LocalEngine
 from engine.workspace import Workspace
-from flows.config import GRPOConfig
+from flows.configs.common import GRPOConfig
 from flows.grpo import grpo
-from storage import keys
-from storage.chain import Chain
+from storage.chain.leases import is_held
+from storage.chain.records import Chain
 from storage.errors import SemanticMismatch
-from storage.leases import is_held
-from storage.objects import ObjectStore, open_store
-from tests.toy import toy_config, write_prompts
+from storage.store import keys
+from storage.store.objects import ObjectStore, open_store
+from tests.fixtures.toy import toy_config, write_prompts
 
 STAGE = "0-grpo"
 HELDOUT_PROMPTS = 4
@@ -42,7 +42,7 @@ class Toy:
 
     def config(self, run: str, **changes: Any) -> GRPOConfig:
         # the toy's own reward is 0 for nearly every completion of an untrained model: no step would move the weights
-        changes = {"grader__path": "tests.grading:even_share"} | changes
+        changes = {"grader__path": "tests.fixtures.grading:even_share"} | changes
         return GRPOConfig.model_validate(toy_config(self.folder, self.tiny_folder, run=run, **changes))
 
     def run(self, run: str, **changes: Any) -> dict[str, Any]:
@@ -247,7 +247,7 @@ def test_what_does_not_decide_the_result_may_change(
     monkeypatch.setenv("OSTINATO_CODE_VERSION", "another-commit")
     config = toy_config(toy.folder, toy.tiny_folder, run="done", **three_steps(_heldout(toy)))
     config["grader"] = {
-        "path": "tests.grading:even_share", "timeout_seconds": 5.0, "retries": 0, "concurrency": 2,
+        "path": "tests.fixtures.grading:even_share", "timeout_seconds": 5.0, "retries": 0, "concurrency": 2,
         "max_masked_fraction": 1.0,
     }  # fmt: skip
     config["checkpoints"] = {"frequency": 0.5, "keep_last": 1}
@@ -328,7 +328,7 @@ def test_an_interrupted_run_resumes_and_ends_in_the_same_bytes(
 ) -> None:  # fmt: skip
     checkpoints = {"frequency": None, "recovery_steps": recovery_steps, "keep_last": 9}
     interrupt_at(monkeypatch, at, step=3)
-    for module in (flows.session, flows.ops.hooks):  # as who is killed does
+    for module in (flows.runs.session, flows.ops.hooks):  # as who is killed does
         monkeypatch.setattr(module, "leave", leave_without_a_word)
     with pytest.raises(Interrupted):
         toy.run("interrupted", algorithm__steps=5, checkpoints=checkpoints)

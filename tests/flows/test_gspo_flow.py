@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from flows.configs.gspo import GSPOConfig
 from flows.grpo import GRPO
 from flows.gspo import GSPO, gspo
-from flows.gspo_config import GSPOConfig
-from storage.chain import Chain
-from storage.objects import open_store
-from tasks.schedules import ConstantScheduler
-from tests.toy import toy_config
+from flows.training.schedules import ConstantScheduler
+from storage.chain.records import Chain
+from storage.store.objects import open_store
+from tests.fixtures.toy import toy_config
 
 STEPS = 180
 
@@ -78,7 +78,8 @@ def test_a_config_with_a_ratio_per_token_is_refused(tmp_path: Path, tiny_folder:
 def test_every_step_of_the_chain_minimises_its_loss(
     prefect_server: str, tiny_folder: Path, tmp_path: Path, adapter: dict[str, Any] | None
 ) -> None:
-    changes = {"algorithm__steps": 2, "grader__path": "tests.grading:even_share", "algorithm__clip_range": 0.02}
+    grader = "tests.fixtures.grading:even_share"
+    changes = {"algorithm__steps": 2, "grader__path": grader, "algorithm__clip_range": 0.02}
     result = asyncio.run(gspo(config_of(tmp_path, tiny_folder, model__adapter=adapter, **changes)))
     records = list(chain(tmp_path).records(0, 2))
     assert [(r.request.loss["kind"], r.request.loss["norm"]) for r in records] == [("gspo", "sequence_mean")] * 2

@@ -12,17 +12,17 @@ import pytest
 
 import flows.grpo
 import flows.ops.hooks
-import flows.session
+import flows.runs.session
 from engine.connect import connect
 from engine.text.threads import StringThread
-from flows.config import GRPOConfig
+from flows.configs.common import GRPOConfig
 from flows.grpo import grpo
-from storage.chain import Chain
-from storage.objects import open_store
+from storage.chain.records import Chain
+from storage.store.objects import open_store
 from tasks.datasets.errors import BadRow
+from tests.fixtures.toy import toy_config
 from tests.fixtures.vision import RED, TOKENS, data_url, picture
 from tests.flows.test_grpo_flow import Interrupted, interrupt_at, leave_without_a_word
-from tests.toy import toy_config
 
 
 def write_image_prompts(folder: Path) -> Path:
@@ -47,7 +47,7 @@ class Run:
 
     def __call__(self, run: str) -> dict[str, Any]:
         config = toy_config(
-            self.folder, self.vision_folder, run=run, grader__path="tests.grading:even_share",
+            self.folder, self.vision_folder, run=run, grader__path="tests.fixtures.grading:even_share",
             data__train={"kind": "file", "path": str(self.path)},
             algorithm__steps=2, algorithm__prompts_per_shard=2,
             checkpoints={"frequency": None, "recovery_steps": 1, "keep_last": 9},
@@ -73,7 +73,7 @@ def run(prefect_server: str, tmp_path: Path, vision_folder: Path) -> Run:
 @pytest.mark.slow
 def test_an_interrupted_run_over_images_ends_in_the_same_bytes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupt_at(monkeypatch, "take_gradient_step", step=1)
-    for module in (flows.session, flows.ops.hooks):  # as who is killed does
+    for module in (flows.runs.session, flows.ops.hooks):  # as who is killed does
         monkeypatch.setattr(module, "leave", leave_without_a_word)
     with pytest.raises(Interrupted):
         run("interrupted")

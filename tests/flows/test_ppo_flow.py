@@ -12,15 +12,15 @@ import pytest
 
 import flows.ppo
 from engine.connect import connect
+from flows.configs.ppo import PPOConfig
 from flows.ppo import PPO, ppo
-from flows.ppo_config import PPOConfig
-from storage.accounting import account
-from storage.artifacts import ArtifactRef
-from storage.chain import Chain, CommitRecord
-from storage.objects import open_store
-from storage.tables import read_table
-from tasks.step_metrics import read_metrics
-from tests.toy import toy_config
+from storage.chain.records import Chain, CommitRecord
+from storage.inspect.accounting import account
+from storage.store.artifacts import ArtifactRef
+from storage.store.objects import open_store
+from storage.store.tables import read_table
+from tasks.reports.step_metrics import read_metrics
+from tests.fixtures.toy import toy_config
 
 STAGE = "0-ppo"
 
@@ -34,7 +34,7 @@ class Runs:
 
     def config(self, run: str, **changes: Any) -> PPOConfig:
         changes = {
-            "grader__path": "tests.grading:even_share",
+            "grader__path": "tests.fixtures.grading:even_share",
             "algorithm__completions_per_sample": 1,
             "algorithm__kl_beta": 0.1,
             "value_model__lr": 1e-3,

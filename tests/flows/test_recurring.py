@@ -14,16 +14,16 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-import flows.approval
+import flows.promotion.approval
 import flows.recurring
-import storage.decisions
+import storage.registry.decisions
 from engine.connect import connect
+from flows.configs.recurring import RecurringConfig
 from flows.recurring import recurring
-from flows.recurring_config import RecurringConfig
-from storage.artifacts import Provenance
-from storage.decisions import Decision, alias_log, champion_of, decide, decisions_of
-from storage.objects import open_store
-from tests.toy import write_prompts
+from storage.registry.decisions import Decision, alias_log, champion_of, decide, decisions_of
+from storage.store.artifacts import Provenance
+from storage.store.objects import open_store
+from tests.fixtures.toy import write_prompts
 
 NAME = "digits"
 PROVENANCE = Provenance(code_version="abc", config_digest="0" * 64, seed=0)
@@ -54,7 +54,7 @@ class Line:
         prompts = {"kind": "file", "path": str(write_prompts(self.folder / "suite.jsonl"))}
         suite = {
             "datasets": [{"name": "all", "source": prompts}],
-            "graders": [{"name": "even", "path": "tests.grading:even_share"}],
+            "graders": [{"name": "even", "path": "tests.fixtures.grading:even_share"}],
             "sampling": {"max_new_tokens": 6, "min_new_tokens": 6, "temperature": 0.0},
         }
         body = {"model": NAME, "training": {"kind": "sft", "config": training}, "suite": suite}
@@ -166,7 +166,7 @@ def test_a_retry_after_an_end_anywhere_near_the_decision_decides_once(
 ) -> None:
     module, name = {
         "before the decision": (flows.recurring, "decide"),
-        "before the move": (storage.decisions, "enforce"),
+        "before the move": (storage.registry.decisions, "enforce"),
         "after the move": (flows.recurring, "announce"),
     }[where]  # fmt: skip
     real = getattr(module, name)
@@ -212,7 +212,7 @@ def test_a_champion_that_is_moved_meanwhile_is_left_alone(line: Line, monkeypatc
 @pytest.fixture
 def answer(prefect_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[str]]]:
     """Answers the forms of paused runs, in order, as the UI does; gives the forms' descriptions."""
-    monkeypatch.setattr(flows.approval, "POLL_SECONDS", 0.2)
+    monkeypatch.setattr(flows.promotion.approval, "POLL_SECONDS", 0.2)
     threads = []
 
     def start(*answers: dict[str, Any]) -> list[str]:

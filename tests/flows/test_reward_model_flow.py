@@ -11,14 +11,14 @@ from typing import Any
 import pandas
 import pytest
 
-import flows.supervised
+import flows.training.dataset_loop
 from engine.connect import connect
 from engine.text.threads import StringThread
-from flows.preference_config import RewardModelConfig
+from flows.configs.preferences import RewardModelConfig
 from flows.reward_model import RewardModelling, reward_model
-from storage.chain import Chain, CommitRecord
-from storage.objects import open_store
-from tests.preferences import preference_config, write_ratings
+from storage.chain.records import Chain, CommitRecord
+from storage.store.objects import open_store
+from tests.fixtures.preferences import preference_config, write_ratings
 
 STAGE = "0-reward_model"
 
@@ -142,7 +142,7 @@ def test_an_interrupted_run_resumes_and_ends_in_the_same_bytes(
     ranked: tuple[Path, dict[str, Any]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    task, left = flows.supervised.take_gradient_step, [2]
+    task, left = flows.training.dataset_loop.take_gradient_step, [2]
 
     async def raises_once(*args: Any, **kwargs: Any) -> Any:
         if kwargs["step"] in left:
@@ -150,7 +150,7 @@ def test_an_interrupted_run_resumes_and_ends_in_the_same_bytes(
             raise Interrupted
         return await task(*args, **kwargs)
 
-    monkeypatch.setattr(flows.supervised, "take_gradient_step", raises_once)
+    monkeypatch.setattr(flows.training.dataset_loop, "take_gradient_step", raises_once)
     with pytest.raises(Interrupted):
         asyncio.run(reward_model(config_of(tmp_path, tiny_folder)))
     assert len(records(tmp_path)) == 2
@@ -176,7 +176,7 @@ async def _scores(folder: Path, model: str) -> list[tuple[float, float]]:
     """What the published model says of the right and of the wrong answer to each digit."""
     from engine.handles import Model
     from engine.workspace import Workspace
-    from storage.artifacts import Provenance
+    from storage.store.artifacts import Provenance
 
     provenance = Provenance(code_version="abc", config_digest="0" * 64, seed=0)
 

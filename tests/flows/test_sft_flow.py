@@ -10,15 +10,15 @@ from typing import Any
 import pandas
 import pytest
 
-import flows.supervised
+import flows.training.dataset_loop
 from engine.connect import connect
 from engine.errors import BadSpec, SampleTooLong
-from flows.config import SFTConfig
+from flows.configs.common import SFTConfig
 from flows.sft import SFT, sft
-from storage.artifacts import read_manifest
-from storage.chain import Chain
-from storage.objects import open_store
-from storage.tables import read_table
+from storage.chain.records import Chain
+from storage.store.artifacts import read_manifest
+from storage.store.objects import open_store
+from storage.store.tables import read_table
 
 STAGE = "0-sft"
 ANSWER = "yes"
@@ -162,7 +162,7 @@ class Interrupted(Exception):
 def test_an_interrupted_run_resumes_and_ends_in_the_same_bytes(
     prefect_server: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    task, left = flows.supervised.take_gradient_step, [3]
+    task, left = flows.training.dataset_loop.take_gradient_step, [3]
 
     async def raises_once(*args: Any, **kwargs: Any) -> Any:
         if kwargs["step"] in left:
@@ -170,7 +170,7 @@ def test_an_interrupted_run_resumes_and_ends_in_the_same_bytes(
             raise Interrupted
         return await task(*args, **kwargs)
 
-    monkeypatch.setattr(flows.supervised, "take_gradient_step", raises_once)
+    monkeypatch.setattr(flows.training.dataset_loop, "take_gradient_step", raises_once)
     interrupted = config_of(tmp_path, tiny_folder, "interrupted", steps=5)
     with pytest.raises(Interrupted):
         asyncio.run(sft(interrupted))

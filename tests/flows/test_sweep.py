@@ -17,16 +17,16 @@ from typer.testing import CliRunner
 import flows.grpo
 import flows.sweep
 from flows.cli.main import app
-from flows.evaluation_config import EvaluationFlowConfig
+from flows.configs.evaluation import EvaluationFlowConfig
+from flows.configs.overrides import parse_config
+from flows.configs.recurring import RecurringConfig
+from flows.configs.sweep import RandomSearch, SweepConfig, TrialsFailed
 from flows.ops.deployments import deployments_in
-from flows.overrides import parse_config
-from flows.recurring_config import RecurringConfig
 from flows.sweep import sweep
-from flows.sweep_config import RandomSearch, SweepConfig, TrialsFailed
-from storage.objects import open_store
-from storage.runs_index import list_runs
+from storage.inspect.run_listing import list_runs
+from storage.store.objects import open_store
+from tests.fixtures.toy import toy_config, write_prompts
 from tests.fixtures.toy_run import ToyRun
-from tests.toy import toy_config, write_prompts
 
 ROOT = Path(__file__).parents[2]
 GRID = {"kind": "grid", "values": {"optimizer.lr": [1e-3, 3e-3], "seed": [0, 1]}}
@@ -35,7 +35,7 @@ GRID = {"kind": "grid", "values": {"optimizer.lr": [1e-3, 3e-3], "seed": [0, 1]}
 def config_of(folder: Path, tiny_folder: Path, search: dict[str, Any], **changes: Any) -> SweepConfig:
     heldout = {"kind": "file", "path": str(write_prompts(folder / "heldout.jsonl")), "limit": 4}
     grpo = toy_config(
-        folder, tiny_folder, grader__path="tests.grading:even_share", algorithm__steps=1, data__heldout=heldout
+        folder, tiny_folder, grader__path="tests.fixtures.grading:even_share", algorithm__steps=1, data__heldout=heldout
     )
     grpo["model"].pop("publish_as")
     body = {"name": "search", "training": {"kind": "grpo", "config": grpo}, "search": search}

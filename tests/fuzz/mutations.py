@@ -15,9 +15,9 @@ import numpy as np
 import pyarrow as pa
 
 from engine.http import wire
-from engine.images import PlacedImage
+from engine.models.images import PlacedImage
 from engine.protocol import Completion, GenerateRequest, LogprobsRequest, SamplingParams, TokenSequence
-from storage.chain import PolicyRef
+from storage.chain.records import PolicyRef
 
 POLICY = PolicyRef(run="r", stage="0-s", model="policy", step=3, state="f" * 64)
 IMAGES = [(PlacedImage(1, 2, b"\x89PNG" + bytes(range(40))),), (), (PlacedImage(0, 1, b"a"), PlacedImage(2, 2, b"bc"))]

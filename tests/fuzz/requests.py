@@ -15,7 +15,7 @@ from typing import Any
 
 from engine.http import wire
 from engine.protocol import GenerateRequest, LogprobsRequest, SamplingParams, TokenSequence
-from storage.chain import PolicyRef
+from storage.chain.records import PolicyRef
 from tests.fixtures.unchecked import unchecked
 from tests.fuzz.mutations import MUTATIONS
 

@@ -30,11 +30,11 @@ from typing import Any
 
 import psutil
 
-from engine.adapters import FullSpec
-from engine.backends.tiny import build_tiny_model
+from engine.backends.torch.tiny import build_tiny_model
 from engine.http.client import EngineClient
-from engine.spec import HttpEngineSpec
-from storage.objects import open_store
+from engine.specs.adapters import FullSpec
+from engine.specs.engine import HttpEngineSpec
+from storage.store.objects import open_store
 from tests.fixtures.engines import PROVENANCE, commit_batch, new_policy
 from tests.fuzz.requests import Case, World, case
 

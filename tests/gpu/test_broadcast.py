@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from engine.backends.vllm.broadcast import Meeting, Member, kind_of, open_store, place_of, receive, send
-from engine.backends.vllm.manifest import manifest_of
+from engine.backends.vllm.weight_sync.broadcast import Meeting, Member, kind_of, open_store, place_of, receive, send
+from engine.backends.vllm.weight_sync.manifest import manifest_of
 
 pytestmark = pytest.mark.gpu
 

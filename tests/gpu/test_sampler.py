@@ -9,11 +9,11 @@ import torch
 
 from bench.gpu.checking import LOGPROB_TOLERANCE, OBJECTIVES
 from bench.gpu.setting import sft_samples
-from engine.backends.causal_lm import load_causal_lm
-from engine.backends.torch_samplers import FollowingSampler, MirrorSampler
-from engine.backends.torch_trainer import TorchTrainer
+from engine.backends.torch.causal_lm import load_causal_lm
+from engine.backends.torch.trainer import TorchTrainer
+from engine.backends.torch.weight_following import FollowingSampler, MirrorSampler
 from engine.protocol import SamplingParams, TokenSequence
-from storage.chain import OptimizerSpec
+from storage.chain.records import OptimizerSpec
 
 pytestmark = pytest.mark.gpu
 PROMPTS = [[10, 11, 12], [10, 11, 12], [40, 41], [7], list(range(20, 90))]

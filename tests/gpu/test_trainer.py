@@ -11,15 +11,15 @@ import torch
 from bench.gpu.checking import LOGPROB_TOLERANCE, OBJECTIVES, TOLERANCE, gradient_of_update
 from bench.gpu.reference import distance, gradient, trained_logprobs
 from bench.gpu.setting import exact_twin, grpo_samples, near_policy, sft_samples
-from engine.backends.causal_lm import CausalLM, digest_weights, load_causal_lm
 from engine.backends.protocol import Objective
-from engine.backends.torch_backend import TorchBackend
-from engine.backends.torch_trainer import TorchTrainer
+from engine.backends.torch.backend import TorchBackend
+from engine.backends.torch.causal_lm import CausalLM, digest_weights, load_causal_lm
+from engine.backends.torch.trainer import TorchTrainer
 from engine.errors import OutOfMemory
+from engine.models.samples import Sample
 from engine.protocol import TokenSequence
-from engine.samples import Sample
-from engine.spec import LocalEngineSpec
-from storage.chain import OptimizerSpec
+from engine.specs.engine import LocalEngineSpec
+from storage.chain.records import OptimizerSpec
 
 pytestmark = pytest.mark.gpu
 CPU = torch.device("cpu")

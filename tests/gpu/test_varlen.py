@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from bench.gpu.setting import attention_by, grpo_samples
-from engine.backends import varlen
-from engine.backends.attention import PackedLayout
-from engine.backends.causal_lm import CausalLM, load_causal_lm
-from engine.backends.packing import Fan, pack
+from engine.backends.torch import varlen
+from engine.backends.torch.attention import PackedLayout
+from engine.backends.torch.causal_lm import CausalLM, load_causal_lm
+from engine.backends.torch.packing import Fan, pack
 
 pytestmark = pytest.mark.gpu
 FANS = [

@@ -17,13 +17,13 @@ from pathlib import Path
 import numpy as np
 
 from engine.handles import InferenceModel, Model, TrainingModel
-from engine.spec import LocalEngineSpec
+from engine.specs.engine import LocalEngineSpec
 from engine.text.threads import StringThread, TokenizedThread
 from flows.recipe import RecipeContext
-from tasks.batching import DataSet, async_map, async_map_batch, get_minibatches, repeat_thread
+from flows.training.schedules import CosineScheduler
+from tasks.batches.iteration import DataSet, async_map, async_map_batch, get_minibatches, repeat_thread
 from tasks.graders.base import BaseGrader
-from tasks.schedules import CosineScheduler
-from tests.grading import even_share
+from tests.fixtures.grading import even_share
 
 PROMPTS = [StringThread(turns=[("user", str(digit))]) for digit in range(10)]
 ITERATIONS, MINI_BATCHES = 3, 2

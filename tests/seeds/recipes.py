@@ -12,10 +12,10 @@ from flows.parameters import Dataset, Grader, Model, dataset_kinds
 from flows.ppo import PPO
 from flows.recipe import InputConfig, RecipeContext, recipe_main
 from flows.sft import SFT
+from flows.training.schedules import CosineSchedulerWithoutWarmup
 from tasks.graders.base import BaseGrader, Grade
 from tasks.graders.combined import CombinedGrader
 from tasks.graders.judges import BinaryJudgeGrader
-from tasks.schedules import CosineSchedulerWithoutWarmup
 
 
 class GradedConfig(InputConfig):

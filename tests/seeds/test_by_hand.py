@@ -17,20 +17,20 @@ import pytest
 from engine import connect as connecting
 from engine.handles import Model, TrainingModel
 from engine.local.engine import LocalEngine
-from engine.spec import EngineSpec
+from engine.specs.engine import EngineSpec
 from flows.recipe import RecipeContext
-from storage import keys
-from storage.audit import audit_store
-from storage.chain import Chain, CommitRecord, PolicyRef
-from storage.fork import fork_run
-from storage.objects import open_store
-from tasks.batching import async_map
+from storage.chain.fork import fork_run
+from storage.chain.records import Chain, CommitRecord, PolicyRef
+from storage.inspect.audit import audit_store
+from storage.store import keys
+from storage.store.objects import open_store
+from tasks.batches.iteration import async_map
 from tasks.graders.base import BaseGrader
 from tests.chaos.proxy import proxied
 from tests.fixtures.engines import DETERMINISTIC
 from tests.fixtures.http_engine import running_server
+from tests.fixtures.spawning import language_model, own_engines
 from tests.seeds.by_hand import ITERATIONS, MINI_BATCHES, PROMPTS, HandGRPO, recipe, reward
-from tests.spawning import language_model, own_engines
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = ITERATIONS * MINI_BATCHES

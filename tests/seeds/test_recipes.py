@@ -16,13 +16,14 @@ from engine.handles import InferenceModel, TrainingModel
 from engine.text.threads import StringThread
 from flows.parameters import Dataset, Grader, Model, dataset_kinds
 from flows.recipe import InputConfig, RecipeContext, recipe_main
-from storage.chain import Chain, PolicyRef
+from storage.chain.leases import is_held
+from storage.chain.records import Chain, PolicyRef
 from storage.errors import SemanticMismatch
-from storage.leases import is_held
-from storage.objects import open_store
-from storage.registry import list_models, list_versions
+from storage.registry.models import list_models, list_versions
+from storage.store.objects import open_store
 from tasks.datasets.errors import DatasetError
 from tasks.graders.base import FunctionGrader
+from tests.fixtures.spawning import context, own_engines
 from tests.seeds.recipes import (
     GradedConfig,
     PreferenceConfig,
@@ -31,7 +32,6 @@ from tests.seeds.recipes import (
     preferred,
     two_stages,
 )
-from tests.spawning import context, own_engines
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
@@ -75,7 +75,10 @@ async def test_a_recipe_of_several_graders(tmp_path: Path, tiny_folder: Path, pl
     given = {
         "model": str(tiny_folder),
         "prompts": prompts(tmp_path),
-        "graders": ["tests.grading:even_share", {"path": "tests.grading:constant", "arguments": {"value": 0.5}}],
+        "graders": [
+            "tests.fixtures.grading:even_share",
+            {"path": "tests.fixtures.grading:constant", "arguments": {"value": 0.5}},
+        ],
     }
     config = GradedConfig.model_validate(place | given)
     result = await graded(config)
@@ -154,15 +157,16 @@ async def test_fine_tuning_then_gspo_under_a_judge(
 
 
 def test_fields_are_plain_values_outside_and_handles_inside(tiny_folder: Path) -> None:
-    config = GradedConfig(model="m@1", prompts="a.jsonl", graders=["tests.grading:even_share"])  # type: ignore[arg-type]
+    config = GradedConfig(model="m@1", prompts="a.jsonl", graders=["tests.fixtures.grading:even_share"])  # type: ignore[arg-type]
     assert config.model == Model("m@1")
     assert config.prompts == Dataset[dataset_kinds.Prompt]('{"columns":{},"format":"auto","kind":"file","limit":null,'
         '"metadata_columns":[],"on_bad_row":"error","path":"a.jsonl","system_prompt":null}')  # fmt: skip
-    assert config.graders == {Grader("tests.grading:even_share")}
+    assert config.graders == {Grader("tests.fixtures.grading:even_share")}
     assert isinstance(next(iter(config.graders)).build(), FunctionGrader)
     assert GradedConfig.model_validate_json(config.model_dump_json()) == config
     dumped = config.model_dump(mode="json")
-    assert dumped["model"] == "m@1" and dumped["graders"] == [{"path": "tests.grading:even_share", "arguments": {}}]
+    assert dumped["model"] == "m@1"
+    assert dumped["graders"] == [{"path": "tests.fixtures.grading:even_share", "arguments": {}}]
     form = GradedConfig.model_json_schema()
     assert list(form["properties"])[:3] == ["model", "prompts", "graders"]
     assert form["properties"]["model"]["type"] == "string"

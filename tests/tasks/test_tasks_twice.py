@@ -14,31 +14,31 @@ import pytest
 from engine.errors import StepConflict, WorkerDied
 from engine.losses.spec import GRPOSpec
 from engine.protocol import PolicySpec, SamplingParams
-from engine.spec import LocalEngineSpec
+from engine.specs.engine import LocalEngineSpec
 from engine.workspace import Workspace
-from storage import keys
-from storage.artifacts import ArtifactRef, Provenance
-from storage.chain import Chain, OptimizerSpec, PolicyRef, Root, StepRequest
+from storage.chain.records import Chain, OptimizerSpec, PolicyRef, Root, StepRequest
+from storage.chain.runs import create_or_check_run
 from storage.errors import StorageUnavailable
-from storage.runs import create_or_check_run
-from tasks.batches import BatchPlan
+from storage.store import keys
+from storage.store.artifacts import ArtifactRef, Provenance
+from tasks.batches.rl import BatchPlan
 from tasks.checkpoint import save_checkpoint
 from tasks.datasets.spec import FileDataset
 from tasks.evaluate import evaluate_policy
-from tasks.evaluations import EvaluationPlan
+from tasks.evaluation.completions import EvaluationPlan
 from tasks.grade import grade_rollouts
 from tasks.graders.spec import grader_spec
-from tasks.gradings import Grading
 from tasks.load import load_prompts
 from tasks.prepare import prepare_batch
 from tasks.publish import publish_model
 from tasks.report import write_report
 from tasks.retries import DURABLE
 from tasks.rollout import generate_rollouts
-from tasks.rollouts import PromptShard
+from tasks.sampling.completions import PromptShard
+from tasks.sampling.grading import Grading
 from tasks.task_runs import durable_task
 from tasks.train import take_gradient_step
-from tests.toy import write_prompts
+from tests.fixtures.toy import write_prompts
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
@@ -53,7 +53,7 @@ class Stand:
     def __init__(self, workspace: Workspace, base: ArtifactRef, policy: PolicyRef, prompts: FileDataset) -> None:
         self.workspace, self.base, self.policy, self.prompts = workspace, base, policy, prompts
         self.store = workspace.open_store()
-        self.grading = Grading(grader=grader_spec("tests.grading:even_share"))
+        self.grading = Grading(grader=grader_spec("tests.fixtures.grading:even_share"))
         self.dataset = load_prompts(workspace, prompts, "prompt").ref
         self.shard = PromptShard(base=base, dataset=self.dataset, index=0, rows=(0, 1), completions=4)
         self.plan = BatchPlan(reference=policy)

@@ -13,26 +13,26 @@ from typing import Any, NoReturn
 
 import torch
 
-from engine.adapters import Head, LoraSpec
 from engine.backends import machine
 from engine.backends.deepspeed import OUT_OF_MEMORY_MARK
-from engine.backends.deepspeed.held import Places, held_bytes
-from engine.backends.deepspeed.hollow import open_hollow, probe, streamed
+from engine.backends.deepspeed.memory import Places, held_bytes
+from engine.backends.deepspeed.meta_model import open_hollow, probe, streamed
 from engine.backends.deepspeed.options import ZeroOptions
 from engine.backends.protocol import Objective, UpdateReport
-from engine.backends.scalar_lm import check_has_language_head
-from engine.backends.torch_backend import TorchBackend
-from engine.backends.updates import check_gives
+from engine.backends.torch.backend import TorchBackend
+from engine.backends.torch.scalar_lm import check_has_language_head
+from engine.backends.torch.updates import check_gives
 from engine.cluster.inventory import gpu_count
 from engine.cluster.placement import SHARED_GPU, Placement
 from engine.cluster.ranks import RankGroup
 from engine.errors import BadSpec, OutOfMemory, WorkerDied
+from engine.models.samples import Sample
 from engine.protocol import ActorCount, TokenSequence
-from engine.sampler_spec import VllmSpec
-from engine.samples import Sample
-from engine.spec import LocalEngineSpec
-from engine.trainer_spec import DeepSpeedSpec, layout_name
-from storage.chain import Numerics, OptimizerSpec
+from engine.specs.adapters import Head, LoraSpec
+from engine.specs.engine import LocalEngineSpec
+from engine.specs.sampler import VllmSpec
+from engine.specs.trainer import DeepSpeedSpec, layout_name
+from storage.chain.records import Numerics, OptimizerSpec
 
 TARGET = "engine.backends.deepspeed.ranks:RankTrainers"
 

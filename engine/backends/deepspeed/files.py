@@ -1,8 +1,8 @@
 """Checkpoints and model folders, written by all ranks at once, a tensor at a time.
 
-A checkpoint is written without the ranks talking: each its own pieces (engine.backends.pieces has the layout). A
-folder of whole tensors is gathered, each file on the rank that writes it, so that a rank holds one tensor more than it
-did before.
+A checkpoint is written without the ranks talking: each its own pieces (engine.backends.weight_files.pieces has the
+layout). A folder of whole tensors is gathered, each file on the rank that writes it, so that a rank holds one tensor
+more than it did before.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.backends.causal_lm import combine_digests, digest_tensor
-from engine.backends.deepspeed.hollow import Readable
+from engine.backends.deepspeed.meta_model import Readable
 from engine.backends.deepspeed.shards import MOMENTS, Shards
-from engine.backends.pieces import (
+from engine.backends.torch.causal_lm import combine_digests, digest_tensor
+from engine.backends.weight_files.pieces import (
     OPTIMIZER,
     WEIGHTS,
     moment_shapes,
@@ -31,7 +31,7 @@ from engine.backends.pieces import (
     piece_name,
     shapes_metadata,
 )
-from engine.backends.tensor_files import TensorWriter, check_shapes, file_order
+from engine.backends.weight_files.tensor_files import TensorWriter, check_shapes, file_order
 from engine.cluster.rank_side import progress
 from engine.errors import BadSpec
 

@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors
 
-from engine.backends.causal_lm import CausalLM
 from engine.backends.deepspeed.model import Asked, RankModel
 from engine.backends.deepspeed.options import ZeroOptions, deepspeed_config
 from engine.backends.deepspeed.shards import OneAtATime, Shards, laid_out_once, replicated_shards, zero_shards
 from engine.backends.deepspeed.ulysses import SequenceGroup
-from engine.backends.packing import Packed
-from engine.backends.updates import adamw_groups, set_adamw
-from storage.chain import OptimizerSpec
+from engine.backends.torch.causal_lm import CausalLM
+from engine.backends.torch.packing import Packed
+from engine.backends.torch.updates import adamw_groups, set_adamw
+from storage.chain.records import OptimizerSpec
 
 
 class Gradients(Protocol):

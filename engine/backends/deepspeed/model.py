@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.backends.attention import Layout, PackedLayout
-from engine.backends.causal_lm import CausalLM
 from engine.backends.deepspeed.ulysses import SequenceGroup, UlyssesLayout
-from engine.backends.packing import Packed
-from engine.backends.scalar_lm import values_of
+from engine.backends.torch.attention import Layout, PackedLayout
+from engine.backends.torch.causal_lm import CausalLM
+from engine.backends.torch.packing import Packed
+from engine.backends.torch.scalar_lm import values_of
 from engine.errors import BadSpec
-from engine.images import Images
+from engine.models.images import Images
 
 
 class RankModel(CausalLM):

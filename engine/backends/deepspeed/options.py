@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 import torch
 
-from engine.trainer_spec import DeepSpeedSpec
-from storage.models import Frozen
+from engine.specs.trainer import DeepSpeedSpec
+from storage.records import Frozen
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 

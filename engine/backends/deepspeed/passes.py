@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.backends.packing import Packable, micro_batches
-from engine.samples import Sample
+from engine.backends.torch.packing import Packable, micro_batches
+from engine.models.samples import Sample
 
 EMPTY_PASS = Sample(token_ids=[0, 0], weights=[0.0, 1.0])
 

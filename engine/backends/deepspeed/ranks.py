@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from engine.adapters import Head
 from engine.backends.deepspeed.options import ZeroOptions
 from engine.backends.deepspeed.ulysses import SequenceGroup
 from engine.backends.protocol import Objective, UpdateReport
-from engine.backends.scalar_lm import is_scalar
+from engine.backends.torch.scalar_lm import is_scalar
 from engine.errors import BadSpec
+from engine.models.samples import Sample
 from engine.protocol import TokenSequence
-from engine.samples import Sample
-from storage.chain import OptimizerSpec
+from engine.specs.adapters import Head
+from storage.chain.records import OptimizerSpec
 
 
 class RankTrainers:

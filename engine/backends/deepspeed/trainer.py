@@ -16,14 +16,14 @@ import torch.distributed as dist
 
 from engine.backends.deepspeed import OUT_OF_MEMORY_MARK, files
 from engine.backends.deepspeed.gradients import Gradients, make_gradients
-from engine.backends.deepspeed.hollow import open_hollow, probe
+from engine.backends.deepspeed.meta_model import open_hollow, probe
 from engine.backends.deepspeed.model import RankModel, fuse_kernels
 from engine.backends.deepspeed.options import ZeroOptions
 from engine.backends.deepspeed.passes import EMPTY_PASS, deal
 from engine.backends.deepspeed.ulysses import SequenceGroup
-from engine.backends.packing import Packable, Packed, pack
 from engine.backends.protocol import Objective, UpdateReport
-from engine.backends.updates import (
+from engine.backends.torch.packing import Packable, Packed, pack
+from engine.backends.torch.updates import (
     Accumulated,
     Totals,
     check_gives,
@@ -41,9 +41,9 @@ from engine.backends.updates import (
 from engine.cluster.rank_side import RankFailed, lost_peers, progress
 from engine.errors import BadModelFolder, NonFiniteGradient, PermanentEngineError
 from engine.losses.inputs import Outputs
+from engine.models.samples import Sample
 from engine.protocol import TokenSequence
-from engine.samples import Sample
-from storage.chain import OptimizerSpec
+from storage.chain.records import OptimizerSpec
 
 
 class ZeroTrainer:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from engine.backends.attention import Layout
+from engine.backends.torch.attention import Layout
 from engine.errors import BadSpec
 
 

@@ -20,9 +20,9 @@ import numpy
 import torch
 
 from engine.backends.protocol import OnToken
-from engine.backends.torch_sampler import processed_logprobs
-from engine.backends.vllm.answers import receipt_of, refuse_wrong
-from engine.backends.vllm.runtime import EngineOptions, Manifest, Receipt, Source
+from engine.backends.torch.sampler import processed_logprobs
+from engine.backends.vllm.serving.runtime import EngineOptions, Manifest, Receipt, Source
+from engine.backends.vllm.weight_sync.receipts import receipt_of, refuse_wrong
 from engine.errors import BadSpec, SamplerOutOfSync, WorkerDied
 from engine.protocol import Completion, SamplingParams, StopReason, TokenIds
 

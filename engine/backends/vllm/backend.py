@@ -1,5 +1,5 @@
 """The vLLM backend: who gets which host. In this process there is room for one engine at a time, since all of them
-share torch's process group; replicas (engine.backends.vllm.pool) are one pool per architecture.
+share torch's process group; replicas (engine.backends.vllm.serving.pool) are one pool per architecture.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import Literal, cast
 
 import torch
 
-from engine.backends.lora import short_names
 from engine.backends.protocol import Trainer
-from engine.backends.shared_base import SharedTrainer
+from engine.backends.torch.lora import short_names
+from engine.backends.torch.shared_base import SharedTrainer
 from engine.backends.vllm.adapter import CPU_KV_CACHE_BYTES, InProcess
 from engine.backends.vllm.architecture import Architecture, architecture_of
 from engine.backends.vllm.host import Host
-from engine.backends.vllm.runtime import EXTENSION, EngineOptions, Runtime
 from engine.backends.vllm.sampler import DTYPES, VllmSampler
+from engine.backends.vllm.serving.runtime import EXTENSION, EngineOptions, Runtime
 from engine.cluster.placement import Placement
 from engine.errors import BadSpec
 from engine.protocol import ActorCount
-from engine.sampler_spec import VllmSpec
-from engine.spec import LocalEngineSpec
-from engine.trainer_spec import TorchTrainerSpec
+from engine.specs.engine import LocalEngineSpec
+from engine.specs.sampler import VllmSpec
+from engine.specs.trainer import TorchTrainerSpec
 
 _Key = tuple[str, int, bool]
 
@@ -122,7 +122,7 @@ class VllmSamplers:
     def _open(self, config_folder: Path, options: EngineOptions) -> Runtime:
         if self._in_process:
             return InProcess(config_folder, options)
-        from engine.backends.vllm.placing import open_pool
+        from engine.backends.vllm.serving.placement import open_pool
 
         return open_pool(
             self.spec,

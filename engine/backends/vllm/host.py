@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.backends.vllm.architecture import Architecture
-from engine.backends.vllm.pool import VllmPool
-from engine.backends.vllm.replica import count_replicas
-from engine.backends.vllm.runtime import EngineOptions, Runtime
+from engine.backends.vllm.serving.pool import VllmPool
+from engine.backends.vllm.serving.replica import count_replicas
+from engine.backends.vllm.serving.runtime import EngineOptions, Runtime
 from engine.protocol import ActorCount
 
 

@@ -2,8 +2,8 @@
 
   receipt   every tensor arrived with the trainer's names, shapes and bytes        (extension, per sync)
   readback  the live layers compute with these tensors, slice by slice, bit by bit (readback, per sync)
-  gap       they give the trainer's logprobs on probe sequences                    (engine.backends.gate, per sync)
-  check     the same processes still hold the same slices                          (per call, after drawing)
+  gap       they give the trainer's logprobs on probe sequences                    (engine.backends.logprob_gap, per
+  sync) check     the same processes still hold the same slices                          (per call, after drawing)
 
 What fails one of them is SamplerOutOfSync, and the sampler holds nothing until the next sync.
 """
@@ -18,19 +18,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.backends.gate import Gap, logprob_gap, probes_of, tolerance
-from engine.backends.lora import PEFT_PREFIX
-from engine.backends.prompts import check_prompts
+from engine.backends.logprob_gap import Gap, logprob_gap, probes_of, tolerance
+from engine.backends.prompt_checks import check_prompts
 from engine.backends.protocol import OnToken, Trainer
-from engine.backends.shared_base import AdapterTrainer, SharedTrainer
-from engine.backends.staging import staging_folder
-from engine.backends.torch_trainer import TorchTrainer
+from engine.backends.torch.lora import PEFT_PREFIX
+from engine.backends.torch.shared_base import AdapterTrainer, SharedTrainer
+from engine.backends.torch.trainer import TorchTrainer
 from engine.backends.vllm.host import Host
-from engine.backends.vllm.manifest import digest_of, manifest_of, manifest_of_files
-from engine.backends.vllm.runtime import Manifest, Receipt, Source
+from engine.backends.vllm.serving.runtime import Manifest, Receipt, Source
+from engine.backends.vllm.weight_sync.manifest import digest_of, manifest_of, manifest_of_files
+from engine.backends.weight_files.staging import staging_folder
 from engine.errors import BadSpec, SamplerOutOfSync, WorkerDied
 from engine.protocol import Completion, SamplingParams, TokenIds
-from engine.sampler_spec import VllmSpec
+from engine.specs.sampler import VllmSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 RECENT_TOKENS = 64
@@ -200,7 +200,7 @@ class VllmSampler:
         params: SamplingParams,
         on_token: OnToken | None = None,
     ) -> list[Completion]:
-        """As engine.backends.torch_sampler.TorchSampler.sample.
+        """As engine.backends.torch.sampler.TorchSampler.sample.
 
         Raises:
             SamplerOutOfSync: it holds no proven weights, or held others at the end: what was drawn is not returned.

@@ -10,11 +10,11 @@ from pydantic import ValidationError
 
 from engine.backends import compose
 from engine.cluster.connection import connect, kept_open
-from engine.cluster_spec import ClusterSpec
 from engine.errors import EngineUnreachable
-from engine.sampler_spec import VllmSpec
-from engine.spec import LocalEngineSpec
-from engine.trainer_spec import DeepSpeedSpec
+from engine.specs.cluster import ClusterSpec
+from engine.specs.engine import LocalEngineSpec
+from engine.specs.sampler import VllmSpec
+from engine.specs.trainer import DeepSpeedSpec
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from engine.cluster.ranks import RankGroup
-from engine.cluster_spec import ClusterSpec
 from engine.errors import EngineBusy, WorkerDied
+from engine.specs.cluster import ClusterSpec
 from tests.engine.cluster.helpers import a_group
 from tests.fixtures.ray_nodes import ray_nodes
 

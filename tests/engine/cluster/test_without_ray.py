@@ -11,14 +11,14 @@ from typer.testing import CliRunner
 
 from engine.errors import BadSpec
 from engine.local.engine import LocalEngine
-from engine.spec import LocalEngineSpec
+from engine.specs.engine import LocalEngineSpec
 from flows.cli.main import app
 
 WITHOUT_RAY = """
 import sys
 sys.modules["ray"] = None  # `import ray` raises ModuleNotFoundError
 from engine.local.engine import LocalEngine
-from engine.spec import LocalEngineSpec
+from engine.specs.engine import LocalEngineSpec
 import asyncio
 engine = LocalEngine("memory://without-ray", LocalEngineSpec(threads=1))
 print(asyncio.run(engine.info()).devices)

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.backends.causal_lm import load_causal_lm
-from engine.backends.pieces import Tensors, open_checkpoint
 from engine.backends.protocol import Objective, UpdateReport
-from engine.backends.torch_trainer import TorchTrainer
+from engine.backends.torch.causal_lm import load_causal_lm
+from engine.backends.torch.trainer import TorchTrainer
+from engine.backends.weight_files.pieces import Tensors, open_checkpoint
 from engine.cluster.ranks import RankGroup
-from engine.samples import Sample
-from storage.chain import OptimizerSpec
+from engine.models.samples import Sample
+from storage.chain.records import OptimizerSpec
 from tests.engine.deepspeed.lab import TARGET, lab_options
 from tests.fixtures.rounding import rounding
 

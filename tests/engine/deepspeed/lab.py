@@ -12,16 +12,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engine.adapters import Head
-from engine.backends.attention import PackedLayout
 from engine.backends.deepspeed.options import ZeroOptions
 from engine.backends.deepspeed.ranks import RankTrainers
-from engine.backends.packing import pack
-from engine.backends.pieces import Tensors
+from engine.backends.torch.attention import PackedLayout
+from engine.backends.torch.packing import pack
+from engine.backends.weight_files.pieces import Tensors
 from engine.cluster.rank_side import progress
-from engine.samples import Sample
-from engine.trainer_spec import DeepSpeedSpec
-from storage.chain import OptimizerSpec
+from engine.models.samples import Sample
+from engine.specs.adapters import Head
+from engine.specs.trainer import DeepSpeedSpec
+from storage.chain.records import OptimizerSpec
 
 TARGET = "tests.engine.deepspeed.lab:Lab"
 

@@ -8,14 +8,14 @@ from random import Random
 import pytest
 import torch
 
-from engine.adapters import LoraSpec
 from engine.backends.deepspeed.backend import DeepSpeedBackend, layout_name
-from engine.backends.deepspeed.held import Held, held_bytes
+from engine.backends.deepspeed.memory import Held, held_bytes
 from engine.backends.deepspeed.passes import deal
 from engine.errors import BadSpec, OutOfMemory, WorkerDied
-from engine.samples import Sample
-from engine.spec import LocalEngineSpec
-from engine.trainer_spec import DeepSpeedSpec
+from engine.models.samples import Sample
+from engine.specs.adapters import LoraSpec
+from engine.specs.engine import LocalEngineSpec
+from engine.specs.trainer import DeepSpeedSpec
 
 
 def backend(compute_dtype: str = "float32", **trainer: object) -> DeepSpeedBackend:

@@ -15,9 +15,9 @@ from engine.backends.protocol import Objective
 from engine.cluster.ranks import RankGroup
 from engine.errors import NonFiniteGradient, OutOfMemory, WorkerDied
 from engine.losses.spec import CrossEntropySpec, GRPOSpec
-from engine.samples import Sample
-from engine.spec import LocalEngineSpec
-from engine.trainer_spec import DeepSpeedSpec
+from engine.models.samples import Sample
+from engine.specs.engine import LocalEngineSpec
+from engine.specs.trainer import DeepSpeedSpec
 from tests.engine.deepspeed.conftest import (
     ADAMW,
     OnRanks,

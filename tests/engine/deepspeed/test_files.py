@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from engine.backends.pieces import Tensors, open_checkpoint, part_file, piece_name, shapes_metadata
 from engine.backends.protocol import Objective
+from engine.backends.weight_files.pieces import Tensors, open_checkpoint, part_file, piece_name, shapes_metadata
 from engine.cluster.ranks import RankGroup
 from engine.errors import BadSpec
 from engine.losses.spec import CrossEntropySpec

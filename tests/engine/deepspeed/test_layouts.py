@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.backends.pieces import open_checkpoint
 from engine.backends.protocol import Objective
-from engine.backends.torch_trainer import TorchTrainer
+from engine.backends.torch.trainer import TorchTrainer
+from engine.backends.weight_files.pieces import open_checkpoint
 from engine.cluster.ranks import RankGroup
 from engine.errors import BadSpec, SampleTooLong
 from engine.losses.spec import CrossEntropySpec, GRPOSpec
+from engine.models.samples import Sample
 from engine.protocol import TokenSequence
-from engine.samples import Sample
-from storage.chain import OptimizerSpec
+from storage.chain.records import OptimizerSpec
 from tests.engine.deepspeed.conftest import (
     ADAMW,
     VALUE_TOLERANCE,

@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from engine.backends.causal_lm import digest_tensors, load_causal_lm
 from engine.backends.deepspeed.backend import DeepSpeedBackend
-from engine.backends.deepspeed.hollow import Hollow, open_hollow, probe, streamed
+from engine.backends.deepspeed.meta_model import Hollow, open_hollow, probe, streamed
+from engine.backends.torch.causal_lm import digest_tensors, load_causal_lm
 from engine.cluster.ranks import RankGroup
 from engine.errors import BadModelFolder
-from engine.spec import LocalEngineSpec
-from engine.trainer_spec import DeepSpeedSpec
+from engine.specs.engine import LocalEngineSpec
+from engine.specs.trainer import DeepSpeedSpec
 from tests.engine.deepspeed.conftest import NUMBERS, OnRanks, torch_trainer
 from tests.engine.deepspeed.lab import lab_options, wrong_attention
 

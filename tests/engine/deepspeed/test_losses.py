@@ -10,14 +10,14 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from engine.backends.pieces import open_checkpoint
 from engine.backends.protocol import Objective
-from engine.backends.scalar_lm import load_model
-from engine.backends.torch_trainer import TorchTrainer
+from engine.backends.torch.scalar_lm import load_model
+from engine.backends.torch.trainer import TorchTrainer
+from engine.backends.weight_files.pieces import open_checkpoint
 from engine.cluster.ranks import RankGroup
 from engine.errors import BadSpec
 from engine.losses.spec import DPOSpec
-from storage.chain import OptimizerSpec
+from storage.chain.records import OptimizerSpec
 from tests.engine.deepspeed.conftest import OnRanks, assert_weights_close, whole
 from tests.engine.losses.cases import SPECS, samples_near
 

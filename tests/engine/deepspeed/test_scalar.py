@@ -13,21 +13,21 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from engine.backends.causal_lm import digest_tensors, digest_weights
-from engine.backends.deepspeed.hollow import open_hollow, probe, streamed
-from engine.backends.packing import pack
+from engine.backends.deepspeed.meta_model import open_hollow, probe, streamed
 from engine.backends.protocol import Objective
-from engine.backends.scalar_lm import ScalarLM, is_scalar, load_model
-from engine.backends.torch_backend import TorchBackend
-from engine.backends.torch_trainer import TorchTrainer
-from engine.backends.updates import adamw_groups, set_adamw
+from engine.backends.torch.backend import TorchBackend
+from engine.backends.torch.causal_lm import digest_tensors, digest_weights
+from engine.backends.torch.packing import pack
+from engine.backends.torch.scalar_lm import ScalarLM, is_scalar, load_model
+from engine.backends.torch.trainer import TorchTrainer
+from engine.backends.torch.updates import adamw_groups, set_adamw
 from engine.cluster.ranks import RankGroup
 from engine.errors import BadModelFolder, BadSpec
 from engine.losses.spec import CrossEntropySpec, MSESpec, RankingSpec
+from engine.models.samples import Sample
 from engine.protocol import TokenSequence
-from engine.samples import Sample
-from engine.spec import LocalEngineSpec
-from storage.chain import OptimizerSpec
+from engine.specs.engine import LocalEngineSpec
+from storage.chain.records import OptimizerSpec
 from tests.engine.deepspeed.conftest import (
     VALUE_TOLERANCE,
     OnRanks,

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from engine.backends.pieces import open_checkpoint
 from engine.backends.protocol import Objective
+from engine.backends.weight_files.pieces import open_checkpoint
 from engine.cluster.ranks import RankGroup
 from engine.errors import BadSpec
 from engine.losses.spec import CrossEntropySpec, GRPOSpec
+from engine.models.samples import Sample
 from engine.protocol import TokenSequence
-from engine.samples import Sample
 from tests.engine.deepspeed.conftest import (
     ADAMW,
     VALUE_TOLERANCE,

@@ -17,7 +17,7 @@ from engine.http import wire
 from engine.http.app import create_app
 from engine.local.engine import LocalEngine
 from engine.protocol import GenerateRequest, LogprobsRequest, TokenSequence
-from storage.chain import PolicyRef
+from storage.chain.records import PolicyRef
 from tests.fixtures.engines import DETERMINISTIC, new_policy
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -33,12 +33,12 @@ from engine.http.service import ServerOptions, Service
 from engine.http.transport import LONGEST_DELAY_SECONDS, Patience
 from engine.local.engine import LocalEngine
 from engine.protocol import Engine, GenerateRequest, LogprobsRequest, PolicySpec, SamplingParams, TokenSequence
-from engine.spec import HttpEngineSpec
+from engine.specs.engine import HttpEngineSpec
 from storage import errors as storage_errors
-from storage import keys
-from storage.chain import Chain, PolicyRef, Root, StepRequest
+from storage.chain.records import Chain, PolicyRef, Root, StepRequest
 from storage.errors import ObjectNotFound, StorageUnavailable
-from storage.objects import ObjectStore, open_store
+from storage.store import keys
+from storage.store.objects import ObjectStore, open_store
 from tests.fixtures.engines import DETERMINISTIC, PROVENANCE, commit_batch, events, new_policy, request_after
 from tests.fixtures.http_engine import running_server
 from tests.fixtures.scripted_engine import ScriptedEngine, ref

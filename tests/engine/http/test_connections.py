@@ -21,7 +21,7 @@ from engine.http import guard
 from engine.http.app import create_app
 from engine.http.connections import ConnectionLimits
 from engine.http.wire import MEDIA_TYPE
-from storage.objects import ObjectStore, open_store
+from storage.store.objects import ObjectStore, open_store
 from tests.fixtures.engines import PROVENANCE
 from tests.fixtures.http_engine import running_server
 from tests.fixtures.scripted_engine import ScriptedEngine

@@ -19,12 +19,12 @@ from engine.errors import BadSpec
 from engine.http import wire
 from engine.http.app import create_app
 from engine.http.guard import MAX_JSON_BYTES, MAX_JSON_VALUES, MAX_PROMPT_VALUES
-from engine.http.openai_models import ChatRequest
+from engine.http.openai.models import ChatRequest
 from engine.http.server import Binding
 from engine.http.service import ServerOptions, Service
 from engine.protocol import GenerateRequest, LogprobsRequest, TokenSequence
-from storage.chain import PolicyRef
-from storage.objects import ObjectStore, open_store
+from storage.chain.records import PolicyRef
+from storage.store.objects import ObjectStore, open_store
 from tests.fixtures.engines import PROVENANCE
 from tests.fixtures.http_engine import running_server
 from tests.fixtures.scripted_engine import ScriptedEngine

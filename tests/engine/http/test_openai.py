@@ -12,13 +12,13 @@ import httpx
 import openai
 import pytest
 
-from engine.http.openai_api import POLICY_HEADER
+from engine.http.openai.api import POLICY_HEADER
 from engine.local.engine import LocalEngine
 from engine.protocol import PolicySpec
 from engine.text.tokenizers import Tokenizer, load_tokenizer
-from storage import leases
-from storage.chain import PolicyRef, Root
-from storage.objects import open_store
+from storage.chain import leases
+from storage.chain.records import PolicyRef, Root
+from storage.store.objects import open_store
 from tests.fixtures.engines import (
     DETERMINISTIC,
     commit_batch,

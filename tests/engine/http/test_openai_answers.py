@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.http.openai_answers import BROKEN, Answer, stop_token_ids
+from engine.http.openai.answers import BROKEN, Answer, stop_token_ids
 from engine.text.rendering import Renderer
 from engine.text.tokenizers import Tokenizer, load_tokenizer
 

@@ -14,10 +14,10 @@ from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.http.openai_api import openai_router
+from engine.http.openai.api import openai_router
 from engine.local.engine import LocalEngine
 from engine.protocol import Completion, GenerateRequest, PolicySpec
-from storage.chain import PolicyRef
+from storage.chain.records import PolicyRef
 from tests.fixtures.engines import DETERMINISTIC, new_policy
 
 pytestmark = pytest.mark.slow

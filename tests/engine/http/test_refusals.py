@@ -16,11 +16,11 @@ from fastapi import FastAPI
 from engine import errors
 from engine.http import wire
 from engine.http.app import create_app
-from engine.http.openai_api import openai_router
+from engine.http.openai.api import openai_router
 from engine.local.engine import LocalEngine
 from engine.protocol import Completion, GenerateRequest, LogprobsRequest, SamplingParams, TokenSequence
 from storage import errors as storage_errors
-from storage.chain import Chain, PolicyRef
+from storage.chain.records import Chain, PolicyRef
 from tests.fixtures.engines import DETERMINISTIC, commit_batch, new_policy, request_after
 from tests.fixtures.unchecked import unchecked
 

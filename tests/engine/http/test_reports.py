@@ -9,11 +9,11 @@ import httpx
 import pytest
 
 from engine.http.app import create_app
+from engine.http.report_links import report_url
 from engine.http.service import ServerOptions
-from engine.report_links import report_url
-from engine.spec import HttpEngineSpec, LocalEngineSpec
-from storage import keys
-from storage.objects import ObjectStore, open_store
+from engine.specs.engine import HttpEngineSpec, LocalEngineSpec
+from storage.store import keys
+from storage.store.objects import ObjectStore, open_store
 from tests.fixtures.scripted_engine import ScriptedEngine
 
 ENGINE = HttpEngineSpec(url="http://engine:8777/")

@@ -27,7 +27,7 @@ from engine.http.app import create_app
 from engine.http.service import ServerOptions
 from engine.local.engine import LocalEngine
 from engine.protocol import GenerateRequest, LogprobsRequest, SamplingParams, TokenSequence
-from storage.chain import PolicyRef
+from storage.chain.records import PolicyRef
 from tests.fixtures.engines import DETERMINISTIC, commit_batch, new_policy
 
 CHECKS = (not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance)

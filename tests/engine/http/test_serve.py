@@ -20,10 +20,10 @@ from engine.http.client import EngineClient
 from engine.http.server import Binding
 from engine.local.engine import LocalEngine
 from engine.protocol import Engine, GenerateRequest, SamplingParams
-from engine.spec import HttpEngineSpec
+from engine.specs.engine import HttpEngineSpec
 from flows.cli.main import app
-from storage.chain import Chain, CommitRecord, PolicyRef
-from storage.objects import ObjectStore, open_store
+from storage.chain.records import Chain, CommitRecord, PolicyRef
+from storage.store.objects import ObjectStore, open_store
 from tests.fixtures.engines import DETERMINISTIC, commit_batch, new_policy, request_after
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from engine.errors import BadSpec, SampleTooLong
 from engine.http import arrow_stream, wire
 from engine.http.errors import BodyTooLarge
-from engine.images import MAX_IMAGE_BYTES, Images, PlacedImage, images_or_none
+from engine.models.images import MAX_IMAGE_BYTES, Images, PlacedImage, images_or_none
 from engine.protocol import Completion, GenerateRequest, LogprobsRequest, SamplingParams, TokenSequence
-from storage.chain import PolicyRef
+from storage.chain.records import PolicyRef
 from tests.fixtures.unchecked import unchecked
 from tests.fuzz.mutations import END, messages
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.backends.packing import Packed
 from engine.backends.protocol import Objective
-from engine.backends.updates import micro_batch_loss, totals_of
+from engine.backends.torch.packing import Packed
+from engine.backends.torch.updates import micro_batch_loss, totals_of
 from engine.losses.inputs import Outputs
 from engine.losses.spec import (
     CISPOSpec,
@@ -28,7 +28,7 @@ from engine.losses.spec import (
     TangentsSpec,
     TrustRegionMSESpec,
 )
-from engine.samples import Sample
+from engine.models.samples import Sample
 
 _CLIP: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.28, "kl_beta": 0.0}
 

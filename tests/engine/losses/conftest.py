@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.backends.causal_lm import CausalLM
-from engine.backends.scalar_lm import load_model
-from engine.backends.tiny import build_tiny_model
+from engine.backends.torch.causal_lm import CausalLM
+from engine.backends.torch.scalar_lm import load_model
+from engine.backends.torch.tiny import build_tiny_model
 
 CPU = torch.device("cpu")
 

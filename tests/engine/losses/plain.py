@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from engine.losses.spec import LossSpec
-from engine.samples import Sample
+from engine.models.samples import Sample
 
 EXACT = "tests_exact"
 

@@ -9,14 +9,14 @@ from typing import get_args
 import pytest
 import torch
 
-from engine.backends.packing import longest_unit
 from engine.backends.protocol import Objective
-from engine.backends.torch_trainer import TorchTrainer
+from engine.backends.torch.packing import longest_unit
+from engine.backends.torch.trainer import TorchTrainer
 from engine.losses.spec import LossSpec
-from tests.engine.gradients import WHOLE, distance, update
 from tests.engine.losses.cases import SPECS, VARIANTS, samples_near
 from tests.engine.losses.conftest import load
 from tests.engine.losses.plain import DEFINITIONS, Plain
+from tests.engine.torch.gradients import WHOLE, distance, update
 
 WITHIN = {torch.float64: 1e-10, torch.float32: 1e-5}
 

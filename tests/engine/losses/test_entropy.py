@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.backends import causal_lm
-from engine.backends.causal_lm import CausalLM
-from engine.backends.packing import pack
-from engine.samples import Sample
+from engine.backends.torch import causal_lm
+from engine.backends.torch.causal_lm import CausalLM
+from engine.backends.torch.packing import pack
+from engine.models.samples import Sample
 from tests.engine.losses.cases import SHAPES, sample
 from tests.engine.losses.plain import Plain
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.backends.causal_lm import CausalLM
-from engine.backends.packing import pack
 from engine.backends.protocol import Objective
-from engine.backends.updates import forward_of, micro_batch_loss, totals_of
+from engine.backends.torch.causal_lm import CausalLM
+from engine.backends.torch.packing import pack
+from engine.backends.torch.updates import forward_of, micro_batch_loss, totals_of
 from engine.losses.inputs import Outputs
 from engine.losses.spec import LossSpec
-from engine.samples import Sample
+from engine.models.samples import Sample
 from tests.engine.losses.cases import SPECS, loss_of, samples_near
 
 STEP = 1e-5

@@ -11,17 +11,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.backends.causal_lm import CausalLM
-from engine.backends.packing import longest_unit
 from engine.backends.protocol import Objective
-from engine.backends.torch_trainer import TorchTrainer
+from engine.backends.torch.causal_lm import CausalLM
+from engine.backends.torch.packing import longest_unit
+from engine.backends.torch.trainer import TorchTrainer
 from engine.errors import BadSpec
 from engine.losses.inputs import LossInputs, Outputs, PairLoss
 from engine.losses.registry import LOSSES
 from engine.losses.spec import GRPOSpec, LossSpec
-from engine.samples import Sample
-from tests.engine.gradients import WHOLE, Grads, distance, update
+from engine.models.samples import Sample
 from tests.engine.losses.cases import SPECS, loss_of, samples_near
+from tests.engine.torch.gradients import WHOLE, Grads, distance, update
 
 EXACTLY = 1e-10
 FEW = settings(max_examples=20, deadline=None)

@@ -23,7 +23,7 @@ from engine.losses.spec import (
     LossSpec,
     MSESpec,
 )
-from storage.models import canonical_json
+from storage.records import canonical_json
 from tests.engine.losses.cases import SPECS
 
 SPEC = TypeAdapter(LossSpec)

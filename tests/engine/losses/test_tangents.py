@@ -10,18 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.backends.causal_lm import CausalLM
-from engine.backends.packing import longest_unit
 from engine.backends.protocol import Objective
-from engine.backends.torch_trainer import TorchTrainer
+from engine.backends.torch.causal_lm import CausalLM
+from engine.backends.torch.packing import longest_unit
+from engine.backends.torch.trainer import TorchTrainer
 from engine.losses.inputs import Outputs
 from engine.losses.spec import LossSpec, TangentsSpec
+from engine.models.samples import Sample
 from engine.protocol import TokenSequence
-from engine.samples import Sample
-from storage.chain import OptimizerSpec
-from tests.engine.gradients import WHOLE, distance, update
+from storage.chain.records import OptimizerSpec
 from tests.engine.losses.cases import ON_LOGPROBS, loss_of, samples_near
 from tests.engine.losses.conftest import load
+from tests.engine.torch.gradients import WHOLE, distance, update
 
 OF_LOGPROBS = {
     name: spec for name, spec in ON_LOGPROBS.items() if not spec.needs_entropy and spec.kind != "tangents"

@@ -10,7 +10,7 @@ from tokenizers import decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from engine.backends.tiny import CHAT_TEMPLATE, byte_tokenizer
+from engine.backends.torch.tiny import CHAT_TEMPLATE, byte_tokenizer
 from engine.text.errors import (
     ChatTemplateMissing,
     TemplateNotPrefixStable,

@@ -14,9 +14,9 @@ from engine.text.errors import ChatTemplateMissing, TokenizerMissing
 from engine.text.rendering import Renderer
 from engine.text.threads import StringThread
 from engine.text.tokenizers import load_tokenizer, renderer_of
-from storage.artifacts import Provenance
-from storage.objects import open_store
-from storage.registry import publish_model
+from storage.registry.models import publish_model
+from storage.store.artifacts import Provenance
+from storage.store.objects import open_store
 
 PROVENANCE = Provenance(code_version="test", config_digest="0", seed=0)
 
@@ -96,7 +96,7 @@ def test_all_of_it_works_without_torch(tiny_folder: Path) -> None:
 import sys
 sys.modules["torch"] = None  # as if it were not installed
 from pathlib import Path
-import engine.losses.spec, tasks.advantages, tasks.schedules
+import engine.losses.spec, tasks.credit.advantages, flows.training.schedules
 from engine.text.rendering import Renderer
 from engine.text.threads import StringThread
 from engine.text.tokenizers import load_tokenizer
@@ -109,7 +109,7 @@ print(len(Renderer(load_tokenizer(Path({str(tiny_folder)!r}))).prompt_ids(thread
 
 
 def test_importing_the_text_layer_does_not_import_torch() -> None:
-    modules = "engine.text.threads, engine.text.rendering, engine.text.tokenizers, engine.losses.spec, tasks.schedules"
+    modules = "engine.text.threads, engine.text.rendering, engine.text.tokenizers, engine.losses.spec"
     script = f"import sys, {modules}; print('torch' in sys.modules, 'transformers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "False False"

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from engine.backends.tiny import build_tiny_model
-from engine.backends.torch_backend import TorchBackend
-from engine.backends.torch_trainer import TorchTrainer
-from engine.backends.vllm.manifest import manifest_of_files
-from engine.backends.vllm.placing import open_pool
-from engine.backends.vllm.pool import VllmPool
+from engine.backends.torch.backend import TorchBackend
+from engine.backends.torch.tiny import build_tiny_model
+from engine.backends.torch.trainer import TorchTrainer
+from engine.backends.vllm.serving.placement import open_pool
+from engine.backends.vllm.serving.pool import VllmPool
+from engine.backends.vllm.weight_sync.manifest import manifest_of_files
 from engine.cluster.connection import Cluster, connect
-from engine.cluster_spec import ClusterSpec
 from engine.protocol import Completion
-from engine.sampler_spec import VllmSpec
+from engine.specs.cluster import ClusterSpec
+from engine.specs.sampler import VllmSpec
 from tests.engine.vllm.gating import move, spec_of
 from tests.engine.vllm.planted import FOLDER_ENV
 from tests.engine.vllm.pools import (

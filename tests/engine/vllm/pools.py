@@ -11,9 +11,9 @@ from typing import Any
 import psutil
 import pytest
 
-from engine.backends.vllm.pool import VllmPool
-from engine.backends.vllm.replica import Replica
-from engine.backends.vllm.runtime import EngineOptions, Manifest
+from engine.backends.vllm.serving.pool import VllmPool
+from engine.backends.vllm.serving.replica import Replica
+from engine.backends.vllm.serving.runtime import EngineOptions, Manifest
 from engine.cluster.actors import Actor
 from engine.protocol import Completion, SamplingParams
 from tests.engine.vllm.planted import PLANTED

@@ -17,12 +17,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.backends.vllm.broadcast import BrokenOff, Meeting, Member, open_store, receive, send
-from engine.backends.vllm.delivery import ByBroadcast
-from engine.backends.vllm.extension import Extension
-from engine.backends.vllm.last_weights import Weights
-from engine.backends.vllm.manifest import manifest_of
-from engine.backends.vllm.runtime import Receipt
+from engine.backends.vllm.serving.runtime import Receipt
+from engine.backends.vllm.weight_sync.broadcast import BrokenOff, Meeting, Member, open_store, receive, send
+from engine.backends.vllm.weight_sync.delivery import ByBroadcast
+from engine.backends.vllm.weight_sync.extension import Extension
+from engine.backends.vllm.weight_sync.last_weights import Weights
+from engine.backends.vllm.weight_sync.manifest import manifest_of
 from engine.errors import SamplerOutOfSync, WorkerDied
 from tests.engine.vllm.pools import ROOT
 
@@ -140,7 +140,7 @@ def test_who_does_not_come_is_not_waited_for_for_ever(store: int) -> None:
 ENTRIES = {"first": ("torch.uint8", (1000,), ""), "more": ("torch.uint8", (MORE,), "")}
 RECEIVER = f"""
 import json, sys, torch
-from engine.backends.vllm.broadcast import BrokenOff, Meeting, Member, receive
+from engine.backends.vllm.weight_sync.broadcast import BrokenOff, Meeting, Member, receive
 print("ready", flush=True)
 member = Member(Meeting(**json.loads(sys.argv[1])), int(sys.argv[2]), torch.device("cpu"))
 try:
@@ -153,7 +153,7 @@ except BrokenOff as error:
 """
 SENDER = f"""
 import dataclasses, json, sys, torch
-from engine.backends.vllm.broadcast import Meeting, Member, open_store, send
+from engine.backends.vllm.weight_sync.broadcast import Meeting, Member, open_store, send
 store, port = open_store("127.0.0.1", 60)
 meeting = Meeting("g", "127.0.0.1", port, 3, "gloo", {LONG_SECONDS}, 1000)
 print(json.dumps(dataclasses.asdict(meeting)), flush=True)

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from engine.backends.tensor_files import read_tensors, write_tensors
-from engine.backends.torch_backend import TorchBackend
-from engine.backends.torch_trainer import TorchTrainer
-from engine.backends.vllm.extension import Extension
+from engine.backends.torch.backend import TorchBackend
+from engine.backends.torch.trainer import TorchTrainer
+from engine.backends.vllm.weight_sync.extension import Extension
+from engine.backends.weight_files.tensor_files import read_tensors, write_tensors
 from tests.engine.vllm.gating import LAYER, assert_drawn_from, assert_recovers, assert_refused, draw, plant, spec_of
 
 pytestmark = pytest.mark.vllm

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.backends.vllm.pool import VllmPool
+from engine.backends.vllm.serving.pool import VllmPool
 from engine.errors import SamplerOutOfSync
 from engine.protocol import Completion
 from tests.engine.vllm.pools import LONG, PROMPTS, SEEDS, SHORT, Weights, call, count_requests, load, same

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.adapters import LoraSpec
-from engine.backends.torch_backend import TorchBackend
-from engine.backends.vllm import delivery
+from engine.backends.torch.backend import TorchBackend
 from engine.backends.vllm.backend import VllmSamplers
+from engine.backends.vllm.weight_sync import delivery
 from engine.cluster.connection import Cluster
 from engine.errors import SamplerOutOfSync
+from engine.specs.adapters import LoraSpec
 from tests.engine.vllm.gating import LAYER, assert_drawn_from, assert_recovers, assert_refused, draw, move, spec_of
 from tests.engine.vllm.planted import PLANTED
 from tests.engine.vllm.pools import Weights, call, core_of, load, until

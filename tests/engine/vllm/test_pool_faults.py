@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from engine.backends.vllm.pool import VllmPool
+from engine.backends.vllm.serving.pool import VllmPool
 from engine.errors import SamplerOutOfSync
 from engine.protocol import Completion
 from tests.engine.vllm.pools import (
@@ -107,9 +107,9 @@ def test_no_replica_outlives_a_parent_that_is_killed(tmp_path: Path, weights: li
     program = f"""
 import time
 from pathlib import Path
-from engine.backends.vllm.placing import open_pool
-from engine.backends.vllm.runtime import EngineOptions
-from engine.sampler_spec import VllmSpec
+from engine.backends.vllm.serving.placement import open_pool
+from engine.backends.vllm.serving.runtime import EngineOptions
+from engine.specs.sampler import VllmSpec
 options = EngineOptions(dtype="float32", max_context=512, vocab_size=259, kv_cache_bytes=128 << 20)
 pool = open_pool(VllmSpec(replicas=1), Path({str(weights[0].files[0].parent)!r}), options)
 print(pool.replicas[0].actor.process.pid, flush=True)

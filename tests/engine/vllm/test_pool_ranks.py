@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from engine.backends.vllm.placing import open_pool
-from engine.backends.vllm.pool import VllmPool
+from engine.backends.vllm.serving.placement import open_pool
+from engine.backends.vllm.serving.pool import VllmPool
 from engine.cluster.connection import Cluster
 from engine.protocol import Completion
-from engine.sampler_spec import VllmSpec
+from engine.specs.sampler import VllmSpec
 from tests.engine.vllm.pools import OPTIONS, PROMPTS, SEEDS, SHORT, Weights, load, named, same, until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from engine.adapters import LoraSpec
-from engine.backends.shared_base import AdapterTrainer
-from engine.backends.torch_backend import TorchBackend
-from engine.backends.vllm.pool import VllmPool
+from engine.backends.torch.backend import TorchBackend
+from engine.backends.torch.shared_base import AdapterTrainer
+from engine.backends.vllm.serving.pool import VllmPool
 from engine.cluster.connection import Cluster
 from engine.protocol import TokenSequence
+from engine.specs.adapters import LoraSpec
 from tests.engine.vllm.gating import PARAMS, move, spec_of
 from tests.engine.vllm.pools import call, count_requests, process_of, until
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from engine.backends.vllm.pool import VllmPool
-from engine.backends.vllm.replica import Replica
-from engine.backends.vllm.runtime import Manifest
+from engine.backends.vllm.serving.pool import VllmPool
+from engine.backends.vllm.serving.replica import Replica
+from engine.backends.vllm.serving.runtime import Manifest
 from engine.errors import SamplerOutOfSync, WorkerDied
 
 NAMES = ("replica-0", "replica-1")

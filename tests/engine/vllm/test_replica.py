@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from engine.backends.vllm.replica import Replica
+from engine.backends.vllm.serving.replica import Replica
 from engine.cluster.actors import Actor, Hosted, start_actor
 from engine.cluster.connection import Cluster
 from engine.errors import SamplerOutOfSync, WorkerDied

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.backends.vllm.routing import BOUND, LEADING_TOKENS, Work, affinity, plan, ranking
+from engine.backends.vllm.serving.routing import BOUND, LEADING_TOKENS, Work, affinity, plan, ranking
 
 names = st.lists(st.sampled_from([f"replica-{n}" for n in range(8)]), min_size=1, max_size=8, unique=True)
 works = st.lists(

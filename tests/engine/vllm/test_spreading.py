@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from engine.backends.vllm.drawing import Drawing
-from engine.backends.vllm.replica import Replica
-from engine.backends.vllm.routing import Work, affinity
-from engine.backends.vllm.spreading import FAILURES, spread
+from engine.backends.vllm.serving.drawing import Drawing
+from engine.backends.vllm.serving.replica import Replica
+from engine.backends.vllm.serving.routing import Work, affinity
+from engine.backends.vllm.serving.spreading import FAILURES, spread
 from engine.errors import BadSpec, SamplerOutOfSync, WorkerDied
 
 

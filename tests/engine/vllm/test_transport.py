@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from engine.backends.vllm.backend import VllmSamplers
-from engine.backends.vllm.broadcast import kind_of, own_address
-from engine.backends.vllm.last_weights import Weights
-from engine.cluster_spec import ClusterSpec
+from engine.backends.vllm.weight_sync.broadcast import kind_of, own_address
+from engine.backends.vllm.weight_sync.last_weights import Weights
 from engine.errors import BadSpec
-from engine.sampler_spec import VllmSpec
+from engine.specs.cluster import ClusterSpec
+from engine.specs.sampler import VllmSpec
 from tests.engine.vllm.gating import spec_of
 
 CPU = torch.device("cpu")

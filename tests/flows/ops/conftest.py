@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.server import local_prefect_server
+from flows.ops.local_server import local_prefect_server
 from tests.fixtures.deployed import Site
 
 

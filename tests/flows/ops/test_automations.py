@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from prefect.blocks.notifications import CustomWebhookNotificationBlock
 
-from flows import events
 from flows.ops.automations import automations
-from flows.server import use_server
+from flows.ops.local_server import use_server
+from flows.runs import events
 from tests.fixtures.deployed import ROOT, Site, recurring_config, wait_for
-from tests.toy import write_prompts
+from tests.fixtures.toy import write_prompts
 
 pytestmark = pytest.mark.slow
 

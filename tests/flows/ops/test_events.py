@@ -13,7 +13,7 @@ import yaml
 from prefect.events.schemas.automations import AutomationCore
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from flows import events
+from flows.runs import events
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "automations"
 SENT = {

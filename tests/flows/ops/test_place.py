@@ -12,17 +12,17 @@ import pytest
 from prefect.client.schemas.objects import FlowRun
 from prefect.states import Cancelling, Crashed, Running, Scheduled, State
 
-from engine.spec import HttpEngineSpec, LocalEngineSpec
+from engine.specs.engine import HttpEngineSpec, LocalEngineSpec
 from engine.workspace import Workspace
-from flows.config import FlowConfig, StorageConfig
+from flows.configs.common import FlowConfig, StorageConfig
+from flows.configs.overrides import ConfigError
 from flows.ops import attempts, hooks, place
 from flows.ops.attempts import TooManyAttempts, check_attempts
 from flows.ops.processes import FLOW_RUN
 from flows.ops.run_keys import key_of
-from flows.overrides import ConfigError
-from storage import leases
-from storage.leases import is_held
-from storage.objects import open_store
+from storage.chain import leases
+from storage.chain.leases import is_held
+from storage.store.objects import open_store
 from tests.fixtures.engines import PROVENANCE
 
 DEPLOYED = {"ostinato_storage": "s3://bucket/data", "engine": {"url": "http://engine:8777", "token": "t" * 32}}

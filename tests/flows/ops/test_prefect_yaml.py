@@ -12,13 +12,13 @@ from prefect.client.schemas.schedules import CronSchedule
 from prefect.flows import Flow
 from prefect.utilities.callables import parameter_schema
 
+from flows.configs.overrides import ConfigError
 from flows.ops.attempts import MAX_ATTEMPTS_ENV
 from flows.ops.automations import SILENT_SECONDS, TAG, automations
 from flows.ops.deployments import deployments_in, find_prefect_yaml
 from flows.ops.hooks import ON_END
 from flows.ops.services import HEARTBEAT_SECONDS
 from flows.ops.steps import work_in
-from flows.overrides import ConfigError
 
 FILE = find_prefect_yaml()
 ENTRIES = deployments_in(FILE)

@@ -19,7 +19,7 @@ import pytest
 from flows.ops.processes import marked
 from flows.ops.services import free_port
 from flows.ops.state import UpState, load_state
-from storage.leases import current_epoch, is_held
+from storage.chain.leases import current_epoch, is_held
 from tests.fixtures.deployed import Deployed, wait_for
 
 pytestmark = pytest.mark.slow

@@ -11,10 +11,10 @@ import psutil
 import pytest
 
 from flows.ops.processes import FLOW_RUN, environment_of
-from storage import keys
-from storage.decisions import champion_of
-from storage.leases import is_held
-from storage.runs_index import list_runs
+from storage.chain.leases import is_held
+from storage.inspect.run_listing import list_runs
+from storage.registry.decisions import champion_of
+from storage.store import keys
 from tests.fixtures.deployed import ATTEMPTS, Site, recurring_config, wait_for
 
 pytestmark = pytest.mark.slow

@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from engine.text.threads import StringThread
-from storage.artifacts import Provenance, read_manifest
-from storage.objects import ObjectStore, open_store
-from storage.tables import RowReader, read_table
+from storage.store.artifacts import Provenance, read_manifest
+from storage.store.objects import ObjectStore, open_store
+from storage.store.tables import RowReader, read_table
 from tasks.datasets.errors import BadRow, EmptyDataset
 from tasks.datasets.load import LoadedDataset, load_dataset
 from tasks.datasets.naming import row_name

@@ -12,9 +12,9 @@ import pytest
 from pydantic import ValidationError
 
 from engine.text.threads import StringThread
-from storage.artifacts import Provenance, read_manifest
-from storage.objects import ObjectStore, open_store
-from storage.tables import read_table
+from storage.store.artifacts import Provenance, read_manifest
+from storage.store.objects import ObjectStore, open_store
+from storage.store.tables import read_table
 from tasks.datasets.errors import BadRow, DatasetError
 from tasks.datasets.files import SkippedRows, pairs, rows
 from tasks.datasets.load import LoadedDataset, load_dataset

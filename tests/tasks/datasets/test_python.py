@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from storage.artifacts import Provenance
-from storage.objects import ObjectStore, open_store
-from storage.tables import read_table
+from storage.store.artifacts import Provenance
+from storage.store.objects import ObjectStore, open_store
+from storage.store.tables import read_table
 from tasks.datasets.errors import BadRow, DatasetError, EmptyDataset
 from tasks.datasets.load import load_dataset
 from tasks.datasets.spec import FileDataset, PythonDataset

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from engine.text.threads import StringThread
-from storage.artifacts import Provenance
-from storage.objects import open_store
-from storage.tables import read_table
+from storage.store.artifacts import Provenance
+from storage.store.objects import open_store
+from storage.store.tables import read_table
 from tasks.datasets.errors import DatasetError
 from tasks.datasets.load import load_dataset
 from tasks.datasets.spec import PythonDataset

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from tasks.trajectory_batches import NotOneGrade, step_advantages, turn_advantages
-from tasks.trajectory_rows import Trajectory
+from tasks.batches.episodes import NotOneGrade, step_advantages, turn_advantages
+from tasks.sampling.trajectories import Trajectory
 
 
 def trajectory(number: int, turns: int, grades: dict[int, float], prompt: str = "p") -> Trajectory:

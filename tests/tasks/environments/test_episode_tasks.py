@@ -10,21 +10,21 @@ import pytest
 
 from engine.errors import BadSpec, SampleTooLong
 from engine.text.threads import StringThread
-from storage import keys
-from storage.artifacts import ArtifactRef, read_manifest
-from storage.tables import read_table
-from tasks.batches import BatchPlan
+from storage.store import keys
+from storage.store.artifacts import ArtifactRef, read_manifest
+from storage.store.tables import read_table
+from tasks.batches.rl import BatchPlan
 from tasks.environments.spec import environment_spec
-from tasks.episode_evaluations import EpisodeEvaluationPlan
 from tasks.evaluate import evaluate_in_environment
+from tasks.evaluation.episodes import EpisodeEvaluationPlan
 from tasks.prepare import prepare_trajectories
 from tasks.rollout import play_episodes
-from tasks.trajectories import EpisodePlan
+from tasks.sampling.episodes import EpisodePlan
 from tests.tasks.test_tasks_twice import GREEDY, SAMPLING, STAGE, Stand, count, stand, three_times  # noqa: F401  fixture
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
-PLAN = EpisodePlan(environment=environment_spec("tests.guessing:SayAgain"), max_turns=4)
+PLAN = EpisodePlan(environment=environment_spec("tests.fixtures.guessing:SayAgain"), max_turns=4)
 
 
 async def play(stand: Stand, *, plan: EpisodePlan = PLAN, **shard: Any) -> ArtifactRef:  # noqa: F811

@@ -9,13 +9,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from storage.chain import PolicyRef
-from storage.tables import SCHEMAS
-from tasks.batches import BatchPlan
-from tasks.episode_values import credited_episodes, grades_per_token
-from tasks.rewards import RewardKL
-from tasks.trajectory_rows import Trajectory
-from tasks.value_batches import ValuePlan
+from storage.chain.records import PolicyRef
+from storage.store.tables import SCHEMAS
+from tasks.batches.episode_values import credited_episodes, grades_per_token
+from tasks.batches.ppo import ValuePlan
+from tasks.batches.rl import BatchPlan
+from tasks.credit.rewards import RewardKL
+from tasks.sampling.trajectories import Trajectory
 
 VALUE = PolicyRef(run="r", stage="0-env_ppo", model="value", step=0, state="s")
 

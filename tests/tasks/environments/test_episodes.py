@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engine.backends.tiny import byte_tokenizer
+from engine.backends.torch.tiny import byte_tokenizer
 from engine.errors import SampleTooLong
 from engine.protocol import Completion
 from engine.text.rendering import Renderer

@@ -10,7 +10,7 @@ import pytest
 
 from tasks.environments.base import Environment, EnvironmentFactory
 from tasks.environments.spec import EnvironmentSpec, EnvironmentSpecError, build, environment_spec, in_process_spec
-from tests.guessing import Guess
+from tests.fixtures.guessing import Guess
 
 
 class NoReaction(Environment):
@@ -32,13 +32,14 @@ class Local(EnvironmentFactory):
 
 
 def test_an_environment_class_is_made_with_metadata_and_arguments() -> None:
-    spec = environment_spec("tests.guessing:Guess", {"guesses": 5})
+    spec = environment_spec("tests.fixtures.guessing:Guess", {"guesses": 5})
     made = build(spec).create_environment({"secret": 4})
     assert isinstance(made, Guess) and (made.secret, made.left) == ("4", 5)
 
 
 def test_a_factory_is_made_with_its_arguments() -> None:
-    made = build(environment_spec("tests.guessing:GuessFactory", {"guesses": 2})).create_environment({"secret": 1})
+    spec = environment_spec("tests.fixtures.guessing:GuessFactory", {"guesses": 2})
+    made = build(spec).create_environment({"secret": 1})
     assert isinstance(made, Guess) and made.left == 2
 
 
@@ -46,9 +47,13 @@ def test_a_factory_is_made_with_its_arguments() -> None:
     ("path", "arguments", "message"),
     [
         ("tests.nowhere:Guess", {}, "no module 'tests.nowhere'"),
-        ("tests.guessing:Guessing", {}, "tests.guessing has no 'Guessing'"),
-        ("tests.guessing:Guess", {"tries": 3}, r"given metadata and the arguments \['tries'\]; expected .*guesses"),
-        ("tests.guessing:write_secrets", {}, "given function; expected a subclass of EnvironmentFactory or"),
+        ("tests.fixtures.guessing:Guessing", {}, "tests.fixtures.guessing has no 'Guessing'"),
+        (
+            "tests.fixtures.guessing:Guess",
+            {"tries": 3},
+            r"given metadata and the arguments \['tries'\]; expected .*guesses",
+        ),
+        ("tests.fixtures.guessing:write_secrets", {}, "given function; expected a subclass of EnvironmentFactory or"),
         ("tasks.graders.rules:LastNumber", {}, "given LastNumber; expected a subclass of EnvironmentFactory or"),
         ("tests.tasks.environments.test_spec:NoReaction", {}, "is abstract; it must define react_to"),
         ("tests.tasks.environments.test_spec:Unmakeable", {"ready": False}, "refused its arguments .*: not ready"),
@@ -61,7 +66,7 @@ def test_what_cannot_be_built_is_refused_now(path: str, arguments: dict[str, Any
 
 
 def test_a_changed_source_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
-    spec = environment_spec("tests.guessing:Guess")
+    spec = environment_spec("tests.fixtures.guessing:Guess")
     assert spec.source_digest
     with caplog.at_level(logging.WARNING, "ostinato.environments"):
         build(spec)

@@ -9,7 +9,7 @@ import pytest
 from engine.text.threads import StringThread
 from tasks.graders.base import BaseGrader, Grade, GraderError, IgnoreGradeException
 from tasks.graders.combined import CombinedGrader
-from tasks.graders.run import grade_threads
+from tasks.graders.running.run import grade_threads
 from tasks.graders.spec import build, grader_spec
 
 THREAD = StringThread(turns=[("user", "q"), ("assistant", "a")])
@@ -138,7 +138,7 @@ async def test_logs_of_each_grader() -> None:
 def test_a_config_can_name_a_whole_combination() -> None:
     parts = [
         {"path": "tasks.graders.rules:LastNumber", "arguments": {"answer_key": "n"}},
-        {"path": "tests.grading:constant", "arguments": {"value": 0.25}},
+        {"path": "tests.fixtures.grading:constant", "arguments": {"value": 0.25}},
     ]
     arguments: dict[str, Any] = {"grader_key": "both", "graders": parts, "weights": [3, 1]}
     grader = build(grader_spec("tasks.graders.combined:CombinedGrader", arguments))

@@ -16,16 +16,16 @@ from engine.cluster import connection
 from engine.errors import BadSpec
 from engine.protocol import SamplingParams
 from engine.text.threads import StringThread
-from storage.artifacts import ArtifactRef
-from storage.chain import PolicyRef
-from tasks.evaluations import EvaluationPlan
+from storage.chain.records import PolicyRef
+from storage.store.artifacts import ArtifactRef
+from tasks.evaluation.completions import EvaluationPlan
 from tasks.graders.base import BaseGrader, GraderCrashed, GraderError
-from tasks.graders.run import grade_threads
+from tasks.graders.running.run import grade_threads
 from tasks.graders.spec import GraderSpec, Workers, build, grader_spec
-from tasks.gradings import Grading
-from tasks.rollouts import PromptShard
+from tasks.sampling.completions import PromptShard
+from tasks.sampling.grading import Grading
 from tests.fixtures.ray_nodes import ray_nodes
-from tests.waiting import alive, wait_for_text, wait_until
+from tests.fixtures.waiting import alive, wait_for_text, wait_until
 
 
 def answered(text: str, **metadata: Any) -> StringThread:
@@ -47,7 +47,7 @@ def workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @asynccontextmanager
 async def grader_in(workers: Workers, path: str, **arguments: Any) -> AsyncIterator[BaseGrader]:
-    grader = build(grader_spec(path if ":" in path else f"tests.crashing:{path}", arguments, workers=workers))
+    grader = build(grader_spec(path if ":" in path else f"tests.fixtures.crashing:{path}", arguments, workers=workers))
     await grader.setup()
     try:
         yield grader
@@ -136,7 +136,7 @@ from engine.text.threads import StringThread
 from tasks.graders.spec import build, grader_spec
 
 async def main(folder, workers):
-    grader = build(grader_spec("tests.crashing:hang", {"folder": folder}, workers=workers))
+    grader = build(grader_spec("tests.fixtures.crashing:hang", {"folder": folder}, workers=workers))
     await grader.grade(StringThread(turns=[("user", "q"), ("assistant", "hang")]))
 
 asyncio.run(main(*sys.argv[1:]))
@@ -170,4 +170,4 @@ def test_where_a_grader_runs_does_not_rename_an_evaluation() -> None:
 def test_a_grader_on_a_cluster_is_refused_where_ray_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "find_spec", lambda name: None)
     with pytest.raises(BadSpec, match=r"Ray is not installed.*pip install 'ostinato\[cluster\]'"):
-        grader_spec("tests.grading:even_share", workers="cluster")
+        grader_spec("tests.fixtures.grading:even_share", workers="cluster")

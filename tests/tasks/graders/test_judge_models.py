@@ -14,20 +14,20 @@ from engine import connect as connecting
 from engine.handles import InferenceModel
 from engine.text.threads import StringThread
 from engine.workspace import Workspace
-from storage import keys
-from storage.artifacts import ArtifactRef
-from storage.runs_index import list_runs
-from storage.tables import SCHEMAS, commit_table, read_table
+from storage.inspect.run_listing import list_runs
+from storage.store import keys
+from storage.store.artifacts import ArtifactRef
+from storage.store.tables import SCHEMAS, commit_table, read_table
 from tasks.graders.combined import CombinedGrader
 from tasks.graders.judge_models import seeded, spawn_judge
 from tasks.graders.judges import BinaryJudgeGrader
-from tasks.graders.owner import release_graders
 from tasks.graders.range_judge import NUMBER_ONLY, RangeJudgeGrader
 from tasks.graders.retrieval_judges import AnswerRelevancyGrader, ContextRelevancyGrader, FaithfulnessGrader
-from tasks.graders.run import grade_threads
-from tasks.graders.setting import grading_in
+from tasks.graders.running.owner import release_graders
+from tasks.graders.running.run import grade_threads
+from tasks.graders.running.setting import grading_in
 from tasks.graders.spec import grader_spec
-from tasks.gradings import Grading, grade_shard
+from tasks.sampling.grading import Grading, grade_shard
 from tests.fixtures.engines import DETERMINISTIC, PROVENANCE
 
 THREAD = StringThread(turns=[("user", "2+3?"), ("assistant", "It is 5.")], metadata={"documents": ["2+3=5"]})

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import yaml
 
-from flows.config import GraderConfig, GRPOConfig
+from flows.configs.common import GraderConfig, GRPOConfig
 from flows.grpo import grpo
-from storage.chain import Chain
-from storage.objects import open_store
-from storage.runs_index import list_runs
+from storage.chain.records import Chain
+from storage.inspect.run_listing import list_runs
+from storage.store.objects import open_store
 from tasks.graders.combined import CombinedGrader
 from tasks.graders.spec import build, grader_spec
-from tests.toy import toy_config
+from tests.fixtures.toy import toy_config
 
 DOCS = Path(__file__).parents[3] / "docs" / "graders.md"
 

@@ -13,9 +13,9 @@ from engine.text.threads import StringThread
 GRADING_PROCESS = """
 import asyncio, sys
 from engine.workspace import Workspace
-from storage.artifacts import Provenance
+from storage.store.artifacts import Provenance
 from tasks.graders.spec import grader_spec
-from tasks.gradings import Grading, grade_texts
+from tasks.sampling.grading import Grading, grade_texts
 
 provenance = Provenance(code_version="c", config_digest="0" * 64, seed=0)
 workspace = Workspace(store="memory://notes", run="noted", provenance=provenance)
@@ -28,7 +28,7 @@ print(asyncio.run(grade_texts(rows, grading, workspace))[0].reward)
 def grade_in_process(cache: Path, name: str, text: str) -> subprocess.CompletedProcess[str]:
     thread = StringThread(turns=[("user", "q")]).to_json()
     return subprocess.run(
-        [sys.executable, "-c", GRADING_PROCESS, f"tests.crashing:{name}", thread, text],
+        [sys.executable, "-c", GRADING_PROCESS, f"tests.fixtures.crashing:{name}", thread, text],
         env=os.environ | {"XDG_CACHE_HOME": str(cache)}, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
 
@@ -39,7 +39,7 @@ def test_a_crash_in_the_run_s_process_is_said_then_and_by_the_next_process(tmp_p
     assert "Segmentation fault" in crashed.stderr and "crashing.py" in crashed.stderr and "segfault" in crashed.stderr
     resumed = grade_in_process(tmp_path, "segfault", "fine")
     assert resumed.stdout.split() == ["1.0"]
-    assert "ended without a word while tests.crashing:segfault graded" in resumed.stderr
+    assert "ended without a word while tests.fixtures.crashing:segfault graded" in resumed.stderr
     assert "workers: local" in resumed.stderr
     assert not list((tmp_path / "ostinato" / "grading").iterdir()), "said once, and nothing is left"
 

@@ -9,11 +9,11 @@ from engine.errors import EngineUnreachable
 from engine.text.threads import StringThread
 from engine.workspace import Workspace
 from storage.errors import StorageUnavailable
-from tasks.graders import owner
 from tasks.graders.base import BaseGrader, Grade, GraderError
-from tasks.graders.owner import grader_in_use, release_graders
-from tasks.graders.run import grade_threads
-from tasks.graders.setting import grading_in, grading_workspace
+from tasks.graders.running import owner
+from tasks.graders.running.owner import grader_in_use, release_graders
+from tasks.graders.running.run import grade_threads
+from tasks.graders.running.setting import grading_in, grading_workspace
 from tasks.graders.spec import GraderSpec, in_process_spec
 from tests.fixtures.engines import PROVENANCE
 

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from engine.coalesce import Coalescer
 from engine.handles import InferenceModel, Model
+from engine.models.call_batching import Coalescer
 from engine.protocol import Completion, GenerateRequest
 from engine.text.threads import StringThread
-from storage.models import canonical_json
+from storage.records import canonical_json
 from tasks.graders import judge_models
 from tasks.graders.base import BaseGrader, FunctionGrader, Grade
 from tasks.graders.judges import BinaryJudgeGrader
-from tasks.graders.run import grade_threads
-from tests.spawning import Context, context, own_engines
+from tasks.graders.running.run import grade_threads
+from tests.fixtures.spawning import Context, context, own_engines
 
 ANSWERED = StringThread([("user", "2+3?"), ("assistant", "5")])
 LIMIT = 0.05

@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 
-from storage import key_kinds, keys
-from storage.artifacts import Provenance, commit_bytes
-from storage.chain import PolicyRef
-from storage.objects import ObjectStore, open_store
+from storage.chain.records import PolicyRef
+from storage.store import key_kinds, keys
+from storage.store.artifacts import Provenance, commit_bytes
+from storage.store.objects import ObjectStore, open_store
+from tasks.evaluation.validation_curve import Validation, measured
 from tasks.loggers.base import LoggerMissing, Run, figures_of
 from tasks.loggers.feed import Loggers
 from tasks.loggers.sinks import SINKS, run_id
 from tasks.loggers.tables import Table
-from tasks.metrics import StepMetrics
-from tasks.step_metrics import write_metrics
-from tasks.validations import Validation, measured
+from tasks.reports.metrics import StepMetrics
+from tasks.reports.step_metrics import write_metrics
 
 
 def policy(step: int, stage: str = "0-sft") -> PolicyRef:

@@ -1,0 +1,146 @@
+"""The torch backend: trainers in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from engine.backends import machine
+from engine.backends.torch.causal_lm import CausalLM
+from engine.backends.torch.scalar_lm import load_model, load_with_head
+from engine.backends.torch.shared_base import AdapterOff, AdapterTrainer, SharedBase
+from engine.backends.torch.trainer import TorchTrainer
+from engine.protocol import ActorCount
+from engine.specs.adapters import Head, LoraSpec
+from engine.specs.engine import LocalEngineSpec
+from storage.chain.records import Numerics
+
+
+class TorchBackend:
+    """Implements engine.backends.protocol.TrainerBackend for `trainer.kind = "torch"`."""
+
+    def __init__(self, spec: LocalEngineSpec) -> None:
+        self.spec = spec
+        self.threads = cpu_threads(fixed=spec.deterministic) if spec.threads == "auto" else spec.threads
+        cuda = spec.device == "cuda" or (spec.device == "auto" and torch.cuda.is_available())
+        self.device = torch.device("cuda" if cuda else "cpu")
+        if not cuda:  # transformers imports an installed DeepSpeed when it saves, which complains where it finds no GPU
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        self.compute_dtype = self._compute_dtype()
+        self.master_dtype = torch.float64 if self.compute_dtype == torch.float64 else torch.float32
+
+    def _compute_dtype(self) -> torch.dtype:
+        if self.spec.compute_dtype != "auto":
+            return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}[
+                self.spec.compute_dtype
+            ]
+        return torch.bfloat16 if not self.spec.deterministic and has_native_bfloat16(self.device) else torch.float32
+
+    @property
+    def actors(self) -> ActorCount:
+        return ActorCount()
+
+    @property
+    def devices(self) -> int:
+        return 1
+
+    def numerics(self) -> Numerics:
+        return Numerics(
+            backend="torch",
+            device=torch.cuda.get_device_name() if self.device.type == "cuda" else platform.machine(),
+            compute_dtype=str(self.compute_dtype).removeprefix("torch."),
+            threads=self.threads,
+            max_tokens=self.spec.max_tokens_per_forward,
+            versions={"torch": torch.__version__, "transformers": version("transformers")},
+        )
+
+    def prepare_thread(self) -> None:
+        """Called once in the thread that computes: the thread count is a setting of the calling thread."""
+        torch.set_num_threads(self.threads)
+        if self.spec.deterministic and self.device.type == "cuda":
+            # strict: with warn_only, the gradient of attention in float32 stays a sum in any order
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+        disable_progress_bar()  # transformers' own bars would break into the progress a person watches
+
+    @staticmethod
+    @contextlib.contextmanager
+    def threads_of(numerics: Numerics) -> Iterator[None]:
+        """Computes with the thread count of a committed step: "auto" may have chosen another one since."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(numerics.threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+    def memory_bytes(self) -> int:
+        """What weights, moments and gradients may fill."""
+        given = self.spec.memory_gib
+        return machine.memory_bytes(self.device) if given == "auto" else int(given * (1 << 30))
+
+    def operations_per_second(self) -> float:
+        return machine.operations_per_second(self.device, self.compute_dtype)
+
+    def load(self, folder: Path, *, head: Head = "lm", init_seed: int = 0) -> TorchTrainer:
+        """A model all of whose weights are trained."""
+        model = load_with_head(
+            folder,
+            head=head,
+            init_seed=init_seed,
+            dtype=self.master_dtype,
+            compute_dtype=self.compute_dtype,
+            device=self.device,
+        )
+        return TorchTrainer(model)
+
+    def try_load(self, folder: Path) -> None:
+        """Raises BadModelFolder for a folder that `load` would refuse. In this machine's memory, not the device's."""
+        self._load_on_cpu(folder)
+
+    def load_base(self, folder: Path, *, key: str = "") -> SharedBase:
+        """A frozen model that adapters share; `key` is its registry key, for what adapters export."""
+        # on the CPU first: the device never holds the part in master precision that is computed in a lower one
+        return SharedBase(self._load_on_cpu(folder), device=self.device, key=key)
+
+    def _load_on_cpu(self, folder: Path) -> CausalLM:
+        return load_model(
+            folder, dtype=self.master_dtype, compute_dtype=self.compute_dtype, device=torch.device("cpu")
+        )
+
+    @staticmethod
+    def adapter(base: SharedBase, spec: LoraSpec, *, init_seed: int) -> AdapterTrainer:
+        """A new adapter on `base`, which it leaves as it is: until its first update it computes what the base does."""
+        return AdapterTrainer(base, spec, init_seed=init_seed)
+
+    @staticmethod
+    def adapter_off(base: SharedBase) -> AdapterOff:
+        """The base itself as a policy that is only read."""
+        return AdapterOff(base)
+
+    def close(self) -> None:
+        """Weights go with the slots that hold them."""
+
+
+def cpu_threads(*, fixed: bool = False) -> int:
+    """All cores when the machine is idle, else one: under contention, two OpenMP threads are slower than one.
+    `fixed` does not look at the load: the bits of a sum may depend on how many threads shared it."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    return cores if fixed or os.getloadavg()[0] < 0.5 * cores else 1
+
+
+def has_native_bfloat16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    try:
+        flags = Path("/proc/cpuinfo").read_text().split()
+    except OSError:
+        return False
+    return "avx512_bf16" in flags or "amx_bf16" in flags

@@ -1,0 +1,179 @@
+"""LoRA (arXiv:2106.09685) as linear layers that take their low-rank pair for the time of a call.
+
+The layers replace a model's own under the same names and with the same weights, so everything else about the model
+(packing, head, digests, export) stays as it was, and a layer without a pair computes exactly what it did before.
+Pairs are not part of the module: many adapters share one base, and the switch is an attribute. Names, shapes, scale
+and the distribution of A are peft's; peft itself wraps the whole model in another one, which hides the decoder.
+
+Axes: I input feature · O output feature · R rank
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from engine.backends.torch.causal_lm import CausalLM
+from engine.backends.torch.scalar_lm import HEAD_NAME
+from engine.errors import BadSpec
+from engine.specs.adapters import ALL_LINEAR, LoraSpec
+
+A_NAME, B_NAME = "lora_A.weight", "lora_B.weight"
+PEFT_PREFIX = "base_model.model."
+ADAPTER_FILE, ADAPTER_CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class LoraPair:
+    """What one adapter adds to one layer: scale * B @ A."""
+
+    a_RI: Tensor
+    b_OR: Tensor
+    scale: float
+
+    def delta(self) -> Tensor:
+        """(O, I) in the pair's dtype."""
+        return self.scale * (self.b_OR.detach() @ self.a_RI.detach())
+
+
+class LoraLinear(nn.Linear):
+    """A linear layer with a frozen weight and, during a call, the pair of the adapter in use."""
+
+    def __init__(self, original: nn.Linear) -> None:
+        nn.Module.__init__(self)  # nn.Linear's own would allocate a second weight
+        self.in_features, self.out_features = original.in_features, original.out_features
+        self.weight, self.bias = original.weight, original.bias
+        self.pair: LoraPair | None = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = linear(input, self.weight, self.bias)
+        if self.pair is None:
+            return output
+        return output + self.pair.scale * linear(linear(input, self.pair.a_RI), self.pair.b_OR)
+
+
+Pairs = Mapping[str, LoraPair]
+"""By the name of the layer, in the order of the names."""
+
+
+def replace_linears(model: CausalLM) -> dict[str, LoraLinear]:
+    """Puts a LoraLinear in the place of every linear layer but the head; returns them by name, sorted."""
+    found = {}
+    for name, child in sorted(model.module.named_modules()):
+        if type(child) is nn.Linear and child is not model.head:
+            parent, _, own = name.rpartition(".")
+            found[name] = LoraLinear(child)
+            setattr(model.module.get_submodule(parent), own, found[name])
+    return found
+
+
+def lora_layers(module: nn.Module) -> dict[str, LoraLinear]:
+    """The replaced layers of a module, or of a copy of it, by name, sorted."""
+    return {name: child for name, child in sorted(module.named_modules()) if isinstance(child, LoraLinear)}
+
+
+@contextmanager
+def using(layers: Mapping[str, LoraLinear], pairs: Pairs) -> Iterator[None]:
+    """The layers compute with these pairs, and afterwards, whatever happens, with those they had before."""
+    before = {name: layer.pair for name, layer in layers.items()}
+    try:
+        for name, layer in layers.items():
+            layer.pair = pairs.get(name)
+        yield
+    finally:
+        for name, layer in layers.items():
+            layer.pair = before[name]
+
+
+def target_layers(model: CausalLM, layers: Mapping[str, LoraLinear], spec: LoraSpec) -> dict[str, LoraLinear]:
+    """The layers that `spec` names, sorted.
+
+    Raises:
+        BadSpec: a name matches no linear layer, or only the language head, or the model has no linear layers.
+    """
+    if not layers:
+        raise BadSpec("the model has no plain linear layers besides its head, so LoRA has nothing to adapt")
+    if spec.target_modules == ALL_LINEAR:
+        return dict(layers)
+    for target in spec.target_modules:
+        if not any(_names(target, name) for name in layers):
+            is_head = any(_names(target, name) for name, m in model.module.named_modules() if m is model.head)
+            raise BadSpec(
+                f"target_modules names {target!r}, which is "
+                + ("the language head, which is not adapted" if is_head else "no linear layer of the model")
+                + f"; expected 'all-linear' or some of {', '.join(short_names(layers))}"
+            )
+    return {n: layer for n, layer in layers.items() if any(_names(target, n) for target in spec.target_modules)}
+
+
+def _names(target: str, layer: str) -> bool:
+    return layer == target or layer.endswith("." + target)
+
+
+def short_names(layers: Mapping[str, Any]) -> list[str]:
+    """The last parts of the layers' names, each once: what peft lists."""
+    return sorted({name.rpartition(".")[2] for name in layers})
+
+
+def new_pairs(
+    targets: Mapping[str, LoraLinear], spec: LoraSpec, *, init_seed: int, dtype: torch.dtype
+) -> dict[str, LoraPair]:
+    """A uniform in +-1/sqrt(I), which is peft's kaiming_uniform_(a=sqrt(5)), each layer from a generator of its own,
+    on the CPU in float32 whatever the device and dtype; B zero."""
+    pairs = {}
+    for name, layer in targets.items():
+        seed = hashlib.sha256(f"{init_seed} {name}.{A_NAME}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(seed[:8], "big") >> 1)
+        bound = 1 / sqrt(layer.in_features)
+        a_RI = torch.empty(spec.rank, layer.in_features).uniform_(-bound, bound, generator=generator)
+        device = layer.weight.device
+        pairs[name] = LoraPair(
+            nn.Parameter(a_RI.to(device, dtype)),
+            nn.Parameter(torch.zeros(layer.out_features, spec.rank, device=device, dtype=dtype)),
+            spec.scale,
+        )
+    return pairs
+
+
+def copy_pairs(pairs: Pairs, dtype: torch.dtype) -> dict[str, LoraPair]:
+    """Copies without gradients, for a sampler in another precision."""
+    return {
+        name: LoraPair(pair.a_RI.detach().to(dtype, copy=True), pair.b_OR.detach().to(dtype, copy=True), pair.scale)
+        for name, pair in pairs.items()
+    }
+
+
+def pair_tensors(pairs: Pairs) -> Iterator[tuple[str, Any]]:
+    """A and B of every layer, sorted by name."""
+    for name, pair in pairs.items():
+        yield f"{name}.{A_NAME}", pair.a_RI
+        yield f"{name}.{B_NAME}", pair.b_OR
+
+
+def peft_config(spec: LoraSpec, pairs: Pairs, base_model: str) -> str:
+    """adapter_config.json."""
+    fields = {
+        "peft_type": "LORA",
+        "task_type": "SEQ_CLS" if spec.head == "scalar" else "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": spec.rank,
+        "lora_alpha": spec.alpha,
+        "target_modules": short_names(pairs) if spec.target_modules == ALL_LINEAR else list(spec.target_modules),
+        "use_rslora": spec.use_rslora,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    if spec.head == "scalar":
+        fields["modules_to_save"] = [HEAD_NAME]
+    return json.dumps(fields, indent=2, sort_keys=True) + "\n"

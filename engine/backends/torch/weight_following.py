@@ -1,0 +1,172 @@
+"""Samplers in the engine's own process, and how each follows its trainer: by sharing its weights, by a copy in the
+compute precision, by the adapter on a shared base, or by staged files where the trainer lives in other processes.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from engine.backends.protocol import Sampler, Trainer
+from engine.backends.torch.attention import IMPLEMENTATION, register_attention
+from engine.backends.torch.causal_lm import CausalLM, frozen_copy
+from engine.backends.torch.lora import Pairs, copy_pairs, lora_layers, using
+from engine.backends.torch.sampler import TorchSampler
+from engine.backends.torch.shared_base import SharedTrainer
+from engine.backends.torch.trainer import TorchTrainer
+from engine.backends.weight_files.staging import staging_folder
+from engine.backends.weight_files.tensor_files import check_shapes, read_into, shapes_of
+from engine.errors import BadSpec, SamplerOutOfSync
+from engine.protocol import ActorCount, Completion
+from engine.specs.engine import LocalEngineSpec
+
+
+class TorchSamplers:
+    """Implements engine.backends.protocol.SamplerBackend: one sampler per trainer."""
+
+    def __init__(self, spec: LocalEngineSpec, *, compute_dtype: torch.dtype, device: torch.device) -> None:
+        self.compute_dtype, self.device = compute_dtype, device
+        self._limits = {"max_rows": spec.max_rows, "max_tokens": spec.max_tokens_per_forward}
+
+    @property
+    def actors(self) -> ActorCount:
+        return ActorCount()
+
+    @property
+    def devices(self) -> int:
+        return 1
+
+    @property
+    def fixed_spread(self) -> bool:
+        return True
+
+    def new_bytes(self, trainer: Trainer) -> int:
+        if isinstance(trainer, SharedTrainer):
+            return 0  # the base's one copy is counted with the base
+        if isinstance(trainer, TorchTrainer):
+            if self.compute_dtype == trainer.model.dtype:
+                return 0
+            return trainer.weights_nbytes * self.compute_dtype.itemsize // trainer.model.dtype.itemsize
+        return trainer.weights_nbytes * self.compute_dtype.itemsize // torch.float32.itemsize
+
+    def sampler(self, trainer: Trainer, *, tensor_parallel: int | None = None) -> Sampler:
+        if tensor_parallel not in (None, 1):
+            raise BadSpec(
+                f"tp({tensor_parallel}) was asked for, but the torch sampler runs on one device; "
+                "use engine.sampler.kind='vllm', or leave tp out"
+            )
+        if isinstance(trainer, SharedTrainer):
+            return AdapterSampler(trainer, **self._limits)
+        if isinstance(trainer, TorchTrainer):
+            return FollowingSampler(trainer, self.compute_dtype, **self._limits)
+        return MirrorSampler(trainer, self.compute_dtype, self.device, **self._limits)
+
+    def make_way(self) -> None:
+        """Nothing to give back: what is held is the trainer's, or small beside it."""
+
+    def close(self) -> None:
+        """Nothing outlives the slots."""
+
+
+class FollowingSampler(TorchSampler):
+    """Over the trainer's own weights, or over one copy of them in the compute precision."""
+
+    def __init__(self, trainer: TorchTrainer, compute_dtype: torch.dtype, **limits: int) -> None:
+        model = trainer.model
+        self._owns = compute_dtype != model.dtype
+        if self._owns:
+            model = model.like(frozen_copy(model.module, compute_dtype), compute_dtype=compute_dtype)
+        super().__init__(model, **limits)
+
+    def sync(self, trainer: Trainer, state: str) -> None:
+        self.holds = None
+        if not isinstance(trainer, TorchTrainer) or isinstance(trainer, SharedTrainer):
+            raise BadSpec("a sampler over a whole model can only follow a trainer of one; make a new sampler")
+        if self.model is not trainer.model:
+            source, target = dict(trainer.model.named_weights()), dict(self.model.named_weights())
+            check_shapes(_shapes(source), _shapes(target), "trainer")
+            with torch.no_grad():
+                for name, weight in source.items():
+                    target[name].copy_(weight)
+        self.holds = state
+
+    def nbytes(self) -> int:
+        return _nbytes(self.model) if self._owns else 0
+
+
+class AdapterSampler(TorchSampler):
+    """Over a shared base with exactly one adapter, that of the trainer it was last synced with."""
+
+    def __init__(self, trainer: SharedTrainer, **limits: int) -> None:
+        super().__init__(trainer.base.sampling_model(), **limits)
+        self.base = trainer.base
+        self.pairs: Pairs = {}
+        self._layers = lora_layers(self.model.module)
+
+    def sync(self, trainer: Trainer, state: str) -> None:
+        """Raises BadSpec unless both stand on one shared base."""
+        self.holds = None
+        if not isinstance(trainer, SharedTrainer) or trainer.base is not self.base:
+            raise BadSpec("a sampler can only follow a trainer on the base it was made for; make a new sampler")
+        shares = self.model is trainer.model  # in the master precision the trainer's own matrices are used
+        self.pairs = trainer.pairs if shares else copy_pairs(trainer.pairs, self.model.dtype)
+        self.holds = state
+
+    def sample(self, *args: Any, **kwargs: Any) -> list[Completion]:
+        with using(self._layers, self.pairs):
+            return super().sample(*args, **kwargs)
+
+    def nbytes(self) -> int:
+        return 0
+
+
+class MirrorSampler(TorchSampler):
+    """A model of its own in the compute precision, filled from the files that a trainer elsewhere stages."""
+
+    def __init__(self, trainer: Trainer, compute_dtype: torch.dtype, device: torch.device, **limits: int) -> None:
+        with tempfile.TemporaryDirectory(prefix="ostinato-config-") as folder:
+            trainer.write_config(Path(folder))
+            super().__init__(_empty_model(Path(folder), compute_dtype, device), **limits)
+
+    def sync(self, trainer: Trainer, state: str) -> None:
+        """Raises SamplerOutOfSync when what was staged is not the model's weights, one of each."""
+        self.holds = None
+        target = dict(self.model.exported_weights())
+        with staging_folder(trainer.weights_nbytes) as folder:
+            files = trainer.stage_weights(folder, dtype=self.model.dtype)
+            shapes = [item for path in files for item in shapes_of(path).items()]
+            try:
+                check_shapes(dict(shapes), _shapes(target), "set of staged weights")
+            except BadSpec as error:
+                raise SamplerOutOfSync(f"{error} (policy state {state[:12]})") from error
+            for path in files:
+                read_into(path, target.__getitem__)
+        self.holds = state
+
+    def nbytes(self) -> int:
+        return _nbytes(self.model)
+
+
+def _nbytes(model: CausalLM) -> int:
+    return sum(tensor.nbytes for _, tensor in model.named_weights())
+
+
+def _empty_model(folder: Path, dtype: torch.dtype, device: torch.device) -> CausalLM:
+    """A model of that config whose weights mean nothing yet."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    register_attention()
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    module: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=IMPLEMENTATION)
+    if (folder / "generation_config.json").is_file():
+        module.generation_config = GenerationConfig.from_pretrained(folder)
+    return CausalLM(frozen_copy(module, dtype).to(device), compute_dtype=dtype)
+
+
+def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}

@@ -1,0 +1,1 @@
+"""Brings a trainer's weights into vLLM and proves that they arrived."""

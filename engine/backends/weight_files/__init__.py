@@ -1,0 +1,1 @@
+"""Weight files: safetensors and GGUF, read and written tensor by tensor."""

@@ -1,0 +1,1 @@
+"""The OpenAI-compatible routes of the engine's server."""

@@ -1,0 +1,159 @@
+"""What a model folder is, and how it is named in the registry. Without torch: clients of a remote engine ask too."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.errors import BadModelFolder
+from engine.models.size import tensor_names
+from engine.specs.adapters import Head
+from storage.errors import CorruptArtifact
+from storage.registry.models import find_model
+from storage.store.artifacts import MANIFEST_NAME, ArtifactRef, digest_of, file_entries
+from storage.store.download import materialise_files
+from storage.store.objects import ObjectStore
+
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+"""Weights that can run code when read; they are neither read nor published."""
+
+CONFIG_FILE = "config.json"
+LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+"""How a config.json names its number of layers."""
+SCALAR_ARCHITECTURE = "ForSequenceClassification"
+"""How the names of transformers' models with a scalar head end."""
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A checked folder: what of it is published, and as what."""
+
+    path: Path
+    name: str
+    files: dict[str, Path]
+
+    def digest(self) -> str:
+        """sha256 of what is published: the first 12 digits are the version."""
+        return digest_of(file_entries(self.files, lambda file: file))
+
+    @classmethod
+    def of(cls, path: Path, *, name: str | None = None) -> ModelFolder:
+        """The folder at `path`, named after it unless `name` is given. Raises BadModelFolder."""
+        check_model_folder(path)
+        entries = [file for file in sorted(path.iterdir()) if file.is_file()]
+        files = {file.name: file for file in entries if file.suffix not in PICKLE_SUFFIXES}
+        files.pop(MANIFEST_NAME, None)
+        return cls(path, name or _name_of(path), files)
+
+
+def version_of(digest: str) -> str:
+    """The version under which an imported folder of that digest is registered."""
+    return digest[:12]
+
+
+def local_folder(source: str) -> Path | None:
+    """The folder that `source` names on this machine, or None: then it is a registry key."""
+    folder = Path(os.path.expanduser(source))
+    return folder if source and folder.is_dir() else None
+
+
+def split_key(source: str) -> tuple[str, str | None]:
+    """(name, version or None) of a registry key. Raises BadModelFolder for what looks like a path."""
+    name, _, version = source.partition("@")
+    if Path(source).exists() or "/" in source or source.startswith(".") or source.endswith("@"):
+        raise BadModelFolder(f"{source!r} is not a model folder; give a folder, or the key of a registered model")
+    return name, version or None
+
+
+def registered_model(store: ObjectStore, source: str) -> ArtifactRef:
+    """The model of a registry key, `name` or `name@version`. Raises BadModelFolder when there is none."""
+    name, version = split_key(source)
+    found = find_model(store, name, version)
+    if found is None:
+        raise BadModelFolder(
+            f"no model {source!r}: not a local folder, and not registered in {store.url}; give an existing "
+            "Hugging Face folder, or a key that `save` returned"
+        )
+    return found
+
+
+def head_of(store: ObjectStore, model: ArtifactRef) -> Head:
+    """The head of a registered model."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = materialise_files(store, model.key, Path(folder), names=(CONFIG_FILE,))
+        return head_in_config(files.get(CONFIG_FILE, Path(folder, CONFIG_FILE)))
+
+
+def head_in_config(path: Path) -> Head:
+    """The head of the model that a config.json describes; "lm" where there is none to read."""
+    names = read_config(path).get("architectures")
+    if not isinstance(names, list):
+        return "lm"
+    return "scalar" if any(str(name).endswith(SCALAR_ARCHITECTURE) for name in names) else "lm"
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    """What the folder's config.json says; empty where there is none to read."""
+    return read_config(folder / CONFIG_FILE)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """What a config.json says; empty where it is missing, or no JSON object."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def no_language_head(name: str) -> str:
+    return (
+        f"{name} has a scalar head, which gives values and no logprobs; spawn it with builder.into_scoring_model(), or "
+        "give a causal language model"
+    )
+
+
+def check_model_folder(folder: Path) -> None:
+    """Refuses what is not a safetensors Hugging Face folder, before anything heavy happens."""
+    if not (folder / "config.json").is_file():
+        raise BadModelFolder(
+            f"{folder} has no config.json; give a Hugging Face model folder (config, tokenizer, *.safetensors)"
+        )
+    if any(folder.glob("*.safetensors")):
+        _check_layers(folder)
+        return
+    pickled = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES)
+    if pickled:
+        raise BadModelFolder(
+            f"{folder} holds pickled weights ({', '.join(pickled[:3])}), which can run code when read; convert them "
+            "with save_pretrained(..., safe_serialization=True)"
+        )
+    raise BadModelFolder(f"{folder} has a config.json but no *.safetensors weights")
+
+
+def _check_layers(folder: Path) -> None:
+    """Refuses a config.json of more layers than the files have tensors: to build such a model would take minutes."""
+    config = config_of(folder)
+    groups = [config, *(value for value in config.values() if isinstance(value, dict))]
+    layers = {key: group[key] for group in groups for key in LAYER_KEYS if isinstance(group.get(key), int)}
+    key = max(layers, key=layers.__getitem__, default="")
+    try:
+        names = tensor_names(folder)
+    except CorruptArtifact:
+        return  # loading the file reports what is wrong with it
+    if not key or layers[key] <= len(names):
+        return
+    numbers = [int(part) for name in names for part in name.split(".") if part.isdecimal()]
+    raise BadModelFolder(
+        f"{folder}: its config.json says {key}={layers[key]}, and its safetensors files hold {len(names)} tensors of "
+        f"{max(numbers, default=-1) + 1} layers; give the config.json that the weights were saved with"
+    )
+
+
+def _name_of(folder: Path) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name).strip("-.") or "model"

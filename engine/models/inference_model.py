@@ -1,0 +1,232 @@
+"""Reading one policy: generation, answers as pydantic classes, logprobs, scores. Sampling views are shallow copies."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Awaitable, Callable, Hashable
+from copy import copy
+from dataclasses import replace
+from typing import Any, Protocol, Self, TypeVar, cast, overload
+
+from pydantic import BaseModel
+
+from engine.errors import BadSpec
+from engine.models.call_batching import Coalescer
+from engine.models.images import Images, image_digests, images_or_none
+from engine.models.scores import Scores
+from engine.models.structured import answer_once, answer_repaired
+from engine.models.tape import prompt_group
+from engine.protocol import Completion, GenerateRequest, LogprobsRequest, SamplingParams, TokenSequence
+from engine.text.rendering import Renderer
+from engine.text.stops import stop_token_ids, text_until_stop, tokens_until_stop
+from engine.text.threads import StringThread, TokenizedThread
+from engine.text.tokenizers import context_length_of
+from engine.workspace import Workspace, derive_seed
+from storage.chain.records import PolicyRef
+from storage.store.artifacts import ArtifactRef
+
+Answer = TypeVar("Answer", bound=BaseModel)
+
+
+class HasWorkspace(Protocol):
+    """What a builder needs of a context."""
+
+    @property
+    def workspace(self) -> Workspace: ...
+
+
+class InferenceModel(Scores):
+    """Reads one policy: generation and logprobs, or scores. Sampling views (`.temperature(0.7)`) are shallow copies."""
+
+    def __init__(
+        self,
+        workspace: Workspace,
+        name: str,
+        renderer: Renderer,
+        sampling: SamplingParams,
+        base: ArtifactRef,
+        policy: PolicyRef | None,
+    ) -> None:
+        self.workspace, self.name, self.base = workspace, name, base
+        self.renderer: Renderer = renderer
+        self.sampling: SamplingParams = sampling
+        self.stops: tuple[str, ...] = ()
+        self.tensor_parallel: int | None = None
+        self.engine = workspace.connect()
+        self._policy = policy
+        self._calls: Counter[tuple[str, str]] = Counter()
+        self._generations: Coalescer[tuple[TokenSequence, int], Completion] = Coalescer(self._generate)
+        self._scorings: Coalescer[TokenSequence, list[float]] = Coalescer(self._score)
+        self._values: Coalescer[TokenSequence, list[float]] = Coalescer(self._read_values)
+        self._seed: int | None = None
+
+    async def policy(self) -> PolicyRef:
+        """The policy this handle reads now."""
+        if self._policy is None:
+            raise BadSpec(f"the model {self.name!r} has no policy yet")
+        return self._policy
+
+    async def dealloc(self) -> None:
+        """Lets the engine take this run's weights out of memory first. Nothing is lost, and the handle stays good: a
+        later call brings back what it needs. The run's other models are brought back in the same way."""
+        policy = await self.policy()
+        await self.engine.release(policy.run, epoch=self.workspace.epoch)
+
+    # -- sampling views ----------------------------------------------------------------------------------------
+
+    def _view(self, **changes: Any) -> Self:
+        view = copy(self)
+        # model_validate, not model_copy: a view with a negative temperature must not come to be
+        view.sampling = SamplingParams.model_validate(self.sampling.model_dump() | changes)
+        return view
+
+    def with_sampling(self, sampling: SamplingParams) -> Self:
+        """A view with all sampling parameters replaced."""
+        return self._view(**sampling.model_dump())
+
+    def temperature(self, value: float) -> Self:
+        return self._view(temperature=value)
+
+    def top_p(self, value: float) -> Self:
+        return self._view(top_p=value)
+
+    def top_k(self, value: int) -> Self:
+        return self._view(top_k=value)
+
+    def max_gen_len(self, tokens: int) -> Self:
+        return self._view(max_new_tokens=tokens)
+
+    def fitted(self, thread: StringThread) -> Self:
+        """A view that generates no more tokens than the model's context has left after `thread`; this one where all
+        fit, and where not even one does."""
+        context = context_length_of(self.workspace.open_store(), self.base)
+        if context is None:
+            return self
+        room = context - len(self.renderer.prompt_sequence(thread).token_ids)
+        return self if room >= self.sampling.max_new_tokens or room < 1 else self.max_gen_len(room)
+
+    def min_gen_len(self, tokens: int) -> Self:
+        return self._view(min_new_tokens=tokens)
+
+    def stop(self, *strings: str) -> Self:
+        """A view whose completions also end at the first of these strings, after `min_gen_len` tokens; none: at none.
+        The tokens keep the one that completes the string, the text of `generate` ends before it."""
+        if any(not string for string in strings):
+            raise BadSpec(f"stop strings {strings}: an empty one would end every completion; give text")
+        view = self._view(stop_token_ids=stop_token_ids(self.renderer.tokenizer, strings))
+        view.stops = strings
+        return view
+
+    def seed(self, value: int) -> Self:
+        """A view whose draws follow `value` instead of the run's seed; a new view begins them anew."""
+        view = copy(self)
+        view._seed, view._calls = value, Counter()
+        return view
+
+    # -- text --------------------------------------------------------------------------------------------------
+
+    async def tokenize_thread(self, thread: StringThread) -> TokenizedThread:
+        return self.renderer.tokenize(thread)
+
+    async def detokenize_thread(self, tokenized: TokenizedThread) -> StringThread:
+        return self.renderer.detokenize(tokenized)
+
+    async def serialize_thread(self, thread: StringThread) -> tuple[list[int], Images | None, list[float]]:
+        """(token ids, image patches, weights) of a conversation in text."""
+        return await self.serialize_tokenized_thread(self.renderer.tokenize(thread))
+
+    async def serialize_tokenized_thread(
+        self, tokenized: TokenizedThread
+    ) -> tuple[list[int], Images | None, list[float]]:
+        """(token ids, image patches, weights). Tokens and weights have equal lengths. Image patches are None, or one
+        engine.models.images.PlacedImage per image: its placeholder tokens are [start, start + tokens), `data` its
+        bytes as they were given; the engine turns them into pixels."""
+        sequence = self.renderer.sequence(tokenized)
+        return sequence.token_ids, sequence.images or None, sequence.weights
+
+    # -- reading -----------------------------------------------------------------------------------------------
+
+    @overload
+    async def generate(self, thread: StringThread) -> StringThread: ...
+
+    @overload
+    async def generate(self, thread: StringThread, schema: type[Answer]) -> Answer: ...
+
+    async def generate(
+        self, thread: StringThread, schema: type[Answer] | None = None
+    ) -> StringThread | Answer:
+        """The thread with the model's answer appended. With a pydantic class, the answer as one: the first JSON object
+        in it that fits; one that does not fit is shown to the model once, with the error and the JSON schema. Raises
+        MalformedAnswer when the second one does not fit either."""
+        if schema is not None:
+            return await answer_repaired(self._said, thread, schema)
+        return await self._said(thread)
+
+    async def answer(self, thread: StringThread, schema: type[Answer]) -> Answer:
+        """`generate(thread, schema)` without the second try."""
+        return await answer_once(self._said, thread, schema)
+
+    async def _said(self, thread: StringThread) -> StringThread:
+        answered = self.renderer.detokenize(await self.generate_tokens(thread))
+        if not self.stops:
+            return answered
+        said = text_until_stop(answered.last_content(), self.stops)
+        return StringThread([*answered.turns[:-1], ("assistant", said)], answered.metadata, answered.weights)
+
+    async def generate_tokens(self, thread: StringThread | TokenizedThread) -> TokenizedThread:
+        """The tokenized thread with one sampled turn appended: its ids are the sampler's, never re-tokenised."""
+        prompt = self.renderer.prompt(thread)
+        whole = self.renderer.sequence(prompt)
+        asked = str(whole.token_ids) if not whole.images else str([whole.token_ids, *image_digests(whole.images)])
+        policy = await self.policy()
+        call = (policy.state, asked)
+        self._calls[call] += 1
+        parts = (policy.stage, policy.step, asked, self._calls[call])
+        seed = derive_seed(self.workspace.seed if self._seed is None else self._seed, *parts)
+        done = await self._generations.submit((policy, self.sampling), (whole, seed))
+        kept = tokens_until_stop(
+            self.renderer.tokenizer, done.token_ids, self.stops, at_least=self.sampling.min_new_tokens
+        )
+        return self.renderer.with_completion(prompt, done.token_ids[:kept], done.logprobs[:kept])
+
+    async def logprobs_per_token(self, tokenized: TokenizedThread) -> list[float]:
+        """Nats of each trained token (weight > 0), by the trainer's weights, at the view's temperature."""
+        sequence = self.renderer.sequence(tokenized)
+        key = (await self.policy(), self.sampling.temperature or 1.0)
+        return await self._scorings.submit(key, replace(sequence, group=prompt_group(sequence)))
+
+    async def logprobs(self, thread: StringThread) -> float:
+        """Summed nats of the thread's trained tokens."""
+        return math.fsum(await self.logprobs_per_token(self.renderer.tokenize(thread)))
+
+    async def _generate(self, key: Hashable, items: list[tuple[TokenSequence, int]]) -> list[Completion]:
+        policy, sampling = cast(tuple[PolicyRef, SamplingParams], key)
+        prompts, seeds = [prompt.token_ids for prompt, _ in items], [seed for _, seed in items]
+        images = images_or_none(prompt.images for prompt, _ in items)
+        request = GenerateRequest(policy, prompts, seeds, sampling, self.tensor_parallel, images)
+        return await self.engine.generate(request, epoch=self.workspace.epoch)
+
+    async def _score(self, key: Hashable, items: list[TokenSequence]) -> list[list[float]]:
+        policy, temperature = cast(tuple[PolicyRef, float], key)
+        request = LogprobsRequest(policy, items, temperature=temperature, max_tokens=self.workspace.max_tokens)
+        return await self.engine.logprobs(request, epoch=self.workspace.epoch)
+
+
+class LiveView(InferenceModel):
+    """Reads the policy at which a training model stands when it is asked."""
+
+    def __init__(
+        self,
+        workspace: Workspace,
+        name: str,
+        renderer: Renderer,
+        sampling: SamplingParams,
+        base: ArtifactRef,
+        current: Callable[[], Awaitable[PolicyRef]],
+    ) -> None:
+        super().__init__(workspace, name, renderer, sampling, base, None)
+        self._current = current
+
+    async def policy(self) -> PolicyRef:
+        return await self._current()

@@ -1,0 +1,176 @@
+"""A model behind an OpenAI-compatible endpoint: it generates, and nothing else. A judge can be one.
+
+    Model("openai://gpt-5-mini")                          OPENAI_BASE_URL, or api.openai.com; OPENAI_API_KEY
+    Model("openai://my-run@http://127.0.0.1:8000/v1")     this endpoint; OPENAI_API_KEY, if it is set
+
+What it says is the endpoint's: no seed makes it repeatable for good, and it is no part of any chain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Any, Self, TypeVar, overload
+
+import httpx
+from pydantic import BaseModel
+
+from engine.errors import BadSpec, EngineBusy, EngineError, EngineUnreachable, NotAuthenticated
+from engine.models.structured import answer_once, answer_repaired
+from engine.protocol import SamplingParams
+from engine.text.errors import UnsupportedFragment
+from engine.text.fragments import ImageFragment
+from engine.text.threads import StringThread
+
+SCHEME = "openai://"
+DEFAULT_URL = "https://api.openai.com/v1"
+TRIES = 4
+TIMEOUT_SECONDS = 120.0
+LONGEST_WAIT_SECONDS = 30.0
+
+Answer = TypeVar("Answer", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class OpenAIModel:
+    """Sampling views are copies, as those of other models; `min_gen_len` and `top_k` are refused: the API has none."""
+
+    name: str
+    model: str
+    url: str
+    sampling: SamplingParams
+    stops: tuple[str, ...] = ()
+    seed_value: int | None = None
+    first_wait_seconds: float = field(default=0.5, repr=False)
+
+    @classmethod
+    def of(cls, key: str, name: str, sampling: SamplingParams) -> Self:
+        """Raises BadSpec for a key that names no model."""
+        model, _, url = key.removeprefix(SCHEME).partition("@")
+        url = url or os.environ.get("OPENAI_BASE_URL", "") or DEFAULT_URL
+        if not model or not url.startswith(("http://", "https://")):
+            raise BadSpec(f"{key!r} was given; expected openai://NAME, or openai://NAME@http(s)://host/v1")
+        return cls(name, model, url.rstrip("/"), sampling)
+
+    # -- sampling views ----------------------------------------------------------------------------------------
+
+    def temperature(self, value: float) -> Self:
+        return self._view(temperature=value)
+
+    def top_p(self, value: float) -> Self:
+        return self._view(top_p=value)
+
+    def max_gen_len(self, tokens: int) -> Self:
+        return self._view(max_new_tokens=tokens)
+
+    def top_k(self, value: int) -> Self:
+        raise BadSpec(f"top_k({value}): {self.name!r} is behind an OpenAI endpoint, whose API has none; use top_p")
+
+    def min_gen_len(self, tokens: int) -> Self:
+        raise BadSpec(f"min_gen_len({tokens}): {self.name!r} is behind an OpenAI endpoint, whose API has none")
+
+    def stop(self, *strings: str) -> Self:
+        return self._with(stops=strings)
+
+    def seed(self, value: int) -> Self:
+        """The endpoint is asked to draw by it, which it may or may not do."""
+        return self._with(seed_value=value % 2**31)
+
+    def _view(self, **changes: Any) -> Self:
+        return self._with(sampling=SamplingParams.model_validate(self.sampling.model_dump() | changes))
+
+    def _with(self, **changes: Any) -> Self:
+        view = copy(self)
+        for name, value in changes.items():
+            object.__setattr__(view, name, value)
+        return view
+
+    # -- answers -----------------------------------------------------------------------------------------------
+
+    @overload
+    async def generate(self, thread: StringThread) -> StringThread: ...
+
+    @overload
+    async def generate(self, thread: StringThread, schema: type[Answer]) -> Answer: ...
+
+    async def generate(
+        self, thread: StringThread, schema: type[Answer] | None = None
+    ) -> StringThread | Answer:
+        """The thread with the answer appended; or, with a pydantic class, the answer as one: the endpoint is asked for
+        JSON of its schema, and one that does not fit is shown to it once (MalformedAnswer). Raises EngineUnreachable,
+        EngineBusy, NotAuthenticated, BadSpec."""
+        if schema is None:
+            return await self._said(thread, None)
+        return await answer_repaired(lambda asked: self._said(asked, schema), thread, schema)
+
+    async def answer(self, thread: StringThread, schema: type[Answer]) -> Answer:
+        """`generate(thread, schema)` without the second try."""
+        return await answer_once(lambda asked: self._said(asked, schema), thread, schema)
+
+    async def _said(self, thread: StringThread, schema: type[BaseModel] | None) -> StringThread:
+        for index, turn in enumerate(thread.turns):
+            if not isinstance(turn.content, str) and any(isinstance(part, ImageFragment) for part in turn.content):
+                raise UnsupportedFragment(f"turn {index} holds an image; only text is sent to {self.url}: remove it")
+        body: dict[str, Any] = {
+            "model": self.model,
+            "messages": thread.messages(),
+            "temperature": self.sampling.temperature,
+            "top_p": self.sampling.top_p,
+            "max_tokens": self.sampling.max_new_tokens,
+        }
+        body |= {"stop": list(self.stops)} if self.stops else {}
+        body |= {} if self.seed_value is None else {"seed": self.seed_value}
+        answer = await self._post(body) if schema is None else await self._constrained(body, schema)
+        try:
+            said = answer["choices"][0]["message"]["content"]
+        except (KeyError, IndexError, TypeError) as error:
+            raise BadSpec(f"{self.url} answered {str(answer)[:200]}; expected an OpenAI chat completion") from error
+        return thread.assistant(said or "")
+
+    async def _constrained(self, body: dict[str, Any], schema: type[BaseModel]) -> Any:
+        """The answer as JSON of the schema where the endpoint knows how to; else as it comes."""
+        named = {"name": schema.__name__, "schema": schema.model_json_schema()}
+        try:
+            return await self._post(body | {"response_format": {"type": "json_schema", "json_schema": named}})
+        except BadSpec:  # many an endpoint has no JSON schemas; what else is wrong is said again
+            return await self._post(body)
+
+    async def _post(self, body: dict[str, Any]) -> Any:
+        wait, error = self.first_wait_seconds, None
+        for attempt in range(TRIES):
+            if attempt:
+                await asyncio.sleep(min(wait, LONGEST_WAIT_SECONDS))
+                wait *= 2
+            try:
+                return await self._post_once(body)
+            except (EngineUnreachable, EngineBusy) as failed:
+                error = failed
+                wait = max(wait, getattr(failed, "retry_after", 0.0))
+        assert error is not None
+        raise error
+
+    async def _post_once(self, body: dict[str, Any]) -> Any:
+        key = os.environ.get("OPENAI_API_KEY")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        try:
+            async with httpx.AsyncClient(timeout=TIMEOUT_SECONDS) as client:
+                response = await client.post(f"{self.url}/chat/completions", json=body, headers=headers)
+                if response.status_code == 200:
+                    return response.json()
+        except (httpx.HTTPError, ValueError) as error:
+            raise EngineUnreachable(f"{self.url} gave no answer ({type(error).__name__}: {error})") from error
+        raise _refusal(self.url, response)
+
+
+def _refusal(url: str, response: httpx.Response) -> EngineError:
+    status, said = response.status_code, response.text[:300]
+    if status in (401, 403):
+        return NotAuthenticated(f"{url} answered {status}: set OPENAI_API_KEY to a key that it takes. {said}")
+    if status in (408, 409, 429) or status >= 500:
+        busy = EngineBusy(f"{url} answered {status}: {said}")
+        given = response.headers.get("retry-after", "")
+        busy.retry_after = float(given) if given.isdecimal() else 0.0  # type: ignore[attr-defined]
+        return busy
+    return BadSpec(f"{url} refused the request with {status}: {said}")

@@ -1,0 +1,64 @@
+"""How large a registered model is, from the headers of its files alone: no torch, no download."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import BinaryIO
+
+from storage.errors import CorruptArtifact
+from storage.store.artifacts import ArtifactRef, read_manifest
+from storage.store.objects import ObjectStore
+
+SUFFIX = ".safetensors"
+METADATA = "__metadata__"
+"""The one entry of a header that is no tensor."""
+MAX_HEADER_BYTES = 100 << 20
+"""safetensors' own limit."""
+
+
+def parameter_count(store: ObjectStore, model: ArtifactRef) -> int:
+    """Elements of all tensors in the model's safetensors files. Raises CorruptArtifact."""
+    count = 0
+    for entry in read_manifest(store, model.key).files:
+        if entry.name.endswith(SUFFIX) and "/" not in entry.name:
+            with store.open(entry.key) as file:
+                count += _elements(file, entry.key)
+    return count
+
+
+def folder_parameter_count(files: Mapping[str, Path]) -> int:
+    """The same for the files of a local folder. Raises CorruptArtifact."""
+    count = 0
+    for name, path in files.items():
+        if name.endswith(SUFFIX):
+            with path.open("rb") as file:
+                count += _elements(file, name)
+    return count
+
+
+def tensor_names(folder: Path) -> list[str]:
+    """The names of all tensors in the folder's safetensors files. Raises CorruptArtifact."""
+    names: list[str] = []
+    for path in sorted(folder.glob(f"*{SUFFIX}")):
+        with path.open("rb") as file:
+            names += _shapes(file, path.name)
+    return names
+
+
+def _elements(file: BinaryIO, name: str) -> int:
+    return sum(prod(shape) for shape in _shapes(file, name).values())
+
+
+def _shapes(file: BinaryIO, name: str) -> dict[str, list[int]]:
+    """Shape by tensor, from the header alone. Raises CorruptArtifact."""
+    size = int.from_bytes(file.read(8), "little")
+    if not 0 < size <= MAX_HEADER_BYTES:
+        raise CorruptArtifact(f"{name} does not begin like a safetensors file; export the model again")
+    try:
+        header = json.loads(file.read(size))
+        return {tensor: [int(n) for n in entry["shape"]] for tensor, entry in header.items() if tensor != METADATA}
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptArtifact(f"{name} has no readable safetensors header: {error}") from error

@@ -1,0 +1,42 @@
+"""Config of the `env_ppo` flow: that of `env_grpo`, and a value model."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import model_validator
+
+from flows.configs.environments import ENVGRPOConfig, EpisodeRegularisation
+from flows.configs.ppo import CreditConfig, PPOAlgorithm, ValueModelConfig, check_valued_run
+from flows.configs.reinforcement import KLPlace
+from flows.configs.titles import training_title
+
+
+class ENVPPOAlgorithm(PPOAlgorithm):
+    """PPO (arXiv:1707.06347) over the tokens that the policy says in an episode. `samples_*` count episodes."""
+
+
+class ENVPPORegularisation(EpisodeRegularisation):
+    """What the policy's loss has besides the clipped ratio."""
+
+    kl_in: KLPlace = "reward"  # type: ignore[assignment]  # every token has a reward of its own
+    """Where the KL term stands: taken off the reward, token by token, or in the loss."""
+
+
+class ENVPPOConfig(ENVGRPOConfig):
+    """`ostinato run env_ppo`: reinforcement learning from episodes with an environment, with a value model."""
+
+    value_model: ValueModelConfig = ValueModelConfig()
+    algorithm: ENVPPOAlgorithm = ENVPPOAlgorithm()  # type: ignore[assignment]  # its advantages are the value model's
+    credit: CreditConfig = CreditConfig()
+    regularisation: ENVPPORegularisation = ENVPPORegularisation()
+
+    @property
+    def title(self) -> str:
+        """The flow run's name."""
+        return training_title("env_ppo", self.model.key, self.data.train, self.seed)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        check_valued_run(self.model, self.value_model, self.algorithm, self.credit, self.optimizer)
+        return self

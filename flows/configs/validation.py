@@ -1,0 +1,68 @@
+"""Configs of what is measured on held-out rows, before, during and after training. None of it decides the result."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from engine.protocol import SamplingTemperature
+from storage.records import Frozen
+
+
+class Every(Frozen):
+    """How often, besides before and after training."""
+
+    before: bool = True
+    """Also measure the model that the run starts from."""
+    every: float | None = Field(None, gt=0, le=1)
+    """Measure at every such fraction of the run."""
+    every_steps: int | None = Field(None, ge=1)
+    """Measure every so many steps (instead of `every`)."""
+
+    @model_validator(mode="after")
+    def _one_cadence(self) -> Self:
+        if self.every is not None and self.every_steps is not None:
+            raise ValueError(f"both every={self.every} and every_steps={self.every_steps} were given; give one of them")
+        return self
+
+    def check_length(self, group: str, *, endless: bool) -> None:
+        """Raises ValueError for a fraction of a run without an end."""
+        if endless and self.every is not None:
+            raise ValueError(
+                f"a run without steps or epochs has no fractions, and {group}.every={self.every}; give "
+                f"{group}.every_steps"
+            )
+
+
+class EvaluationConfig(Every):
+    """The evaluation on held-out prompts before, during and after training."""
+
+    temperature: SamplingTemperature = 0.0
+    """0 is greedy."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Sample from the most probable tokens that together have this probability."""
+    top_k: int = Field(0, ge=0)
+    """Sample from so many most probable tokens; 0: from all."""
+    samples_per_prompt: int = Field(1, ge=1)
+    """Completions of each prompt. A prompt's reward is their mean."""
+    samples_shown: int = Field(10, ge=0)
+    """Rollouts shown in the report, before and after."""
+
+    @model_validator(mode="after")
+    def _samples_differ(self) -> Self:
+        if self.samples_per_prompt > 1 and self.temperature == 0:
+            raise ValueError(
+                f"samples_per_prompt={self.samples_per_prompt} at temperature=0 would be as many copies of one "
+                "completion; give a temperature above 0, or samples_per_prompt=1"
+            )
+        return self
+
+    @property
+    def sampling(self) -> dict[str, float]:
+        """What differs from how completions are drawn for training."""
+        return {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+
+
+class ValidationConfig(Every):
+    """The loss on held-out rows (data.heldout) before, during and after training."""

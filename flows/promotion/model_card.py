@@ -1,0 +1,154 @@
+"""The card of a promoted model, in the form of a Hugging Face README.md: what it is, what made it, how it was judged.
+
+It is an artifact of the decision, beside the version: a version never changes, and may be promoted more than once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from storage.chain.records import Chain, CommitRecord
+from storage.chain.runs import read_run
+from storage.errors import ObjectNotFound
+from storage.inspect.lineage import Lineage, lineage_of, trained_on
+from storage.records import canonical_json
+from storage.registry.decisions import Decision
+from storage.store import keys
+from storage.store.artifacts import Provenance, commit_bytes, find_artifact, read_bytes
+from storage.store.objects import ObjectStore
+from storage.store.tables import read_table
+from tasks.evaluation.model_comparison import compare, comparison_markdown
+
+
+def commit_card(store: ObjectStore, decision: Decision, *, provenance: Provenance) -> str:
+    """Writes the card of the version that the decision is about; returns its text. Safe to repeat: the first stands."""
+    key = keys.model_note(decision.model, "cards", decision.id)
+    ref = find_artifact(store, key)
+    if ref is None:
+        text = render_card(store, decision.model, decision.version, decision)
+        parents = [keys.model_note(decision.model, "decisions", decision.id)]
+        ref = commit_bytes(
+            store, key, text.encode(), kind="card", suffix=".md", parents=parents, provenance=provenance
+        )
+    return read_bytes(store, ref).decode()
+
+
+def find_card(store: ObjectStore, decision: Decision) -> str | None:
+    """The card that was written when the decision was made, or None."""
+    ref = find_artifact(store, keys.model_note(decision.model, "cards", decision.id))
+    return None if ref is None else read_bytes(store, ref).decode()
+
+
+def render_card(store: ObjectStore, name: str, version: str, decision: Decision | None = None) -> str:
+    """The card as the store has it now. Raises ObjectNotFound, CorruptArtifact."""
+    lineage = lineage_of(store, f"{name}@{version}")
+    stages = [_stage(store, chain, until) for chain, until in lineage.chains(store)]
+    sections = [
+        _header(lineage, stages),
+        f"# {name}@{version}\n",
+        _origin(lineage),
+        _training(stages),
+        _data(store, name, version, lineage),
+        _decision(decision),
+        _evaluation(store, decision),
+        _lineage(lineage, name, version),
+    ]
+    return "\n".join(section for section in sections if section)
+
+
+def _stage(store: ObjectStore, chain: Chain, until: int) -> dict[str, Any]:
+    record = chain.record(until) if until else None
+    return {
+        "run": chain.run,
+        "stage": chain.stage,
+        "algorithm": keys.stage_kind(chain.stage),
+        "steps": until,
+        "head": chain.policy(until).state,
+        "record": record,
+        "config": _config(store, chain.run),
+    }
+
+
+def _config(store: ObjectStore, run: str) -> dict[str, Any]:
+    try:
+        return dict(read_run(store, run).semantic)
+    except ObjectNotFound:
+        return {}
+
+
+def _header(lineage: Lineage, stages: list[dict[str, Any]]) -> str:
+    tags = ["ostinato", *dict.fromkeys(stage["algorithm"] for stage in stages)]
+    body: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": tags}
+    if lineage.base is not None and stages:
+        body["base_model"] = lineage.base
+    return f"---\n{yaml.safe_dump(body, sort_keys=True)}---\n"
+
+
+def _origin(lineage: Lineage) -> str:
+    if lineage.policy is None:
+        return "Imported into the registry as it is; nothing was trained here.\n"
+    steps = sum(segment.until for segment in lineage.segments)
+    noun = "gradient step" if steps == 1 else "gradient steps"
+    return f"Trained from `{lineage.base}` by Ostinato in {steps} {noun}, each committed once.\n"
+
+
+def _training(stages: list[dict[str, Any]]) -> str:
+    if not stages:
+        return ""
+    columns = "| run | stage | algorithm | steps | learning rate | seed | chain head |"
+    lines = ["## Training\n", columns, "|-|-|-|-:|-:|-:|-|"]
+    for stage in stages:
+        record: CommitRecord | None = stage["record"]
+        rate = f"{record.request.optimizer.lr:.3g}" if record else "–"
+        lines.append(
+            f"| `{stage['run']}` | `{stage['stage']}` | {stage['algorithm']} | {stage['steps']} | {rate} | "
+            f"{stage['config'].get('seed', '–')} | `{stage['head'][:16]}` |"
+        )
+    last = stages[-1]["config"]
+    if last:
+        shown = {name: last[name] for name in ("algorithm", "optimizer", "sampling", "grader") if name in last}
+        lines += ["", "Config of the last run:\n", f"```yaml\n{yaml.safe_dump(shown, sort_keys=True)}```"]
+    return "\n".join(lines) + "\n"
+
+
+def _data(store: ObjectStore, name: str, version: str, lineage: Lineage) -> str:
+    if lineage.policy is None:
+        return ""
+    digests = sorted(trained_on(store, f"{name}@{version}"))
+    return "## Data\n\n" + "\n".join(f"- dataset sha256 `{sha256}`" for sha256 in digests) + "\n"
+
+
+def _decision(decision: Decision | None) -> str:
+    if decision is None:
+        return ""
+    over = f"`{decision.champion}`" if decision.champion else "no champion"
+    lines = [
+        "## Decision\n",
+        f"`{decision.action}` by {decision.who}, {decision.created[:19]} UTC, over {over} "
+        f"(decision `{decision.id}`{f', run `{decision.run}`' if decision.run else ''}):\n",
+        *(f"- {reason}" for reason in decision.reasons),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _evaluation(store: ObjectStore, decision: Decision | None) -> str:
+    if decision is None or decision.evaluation is None:
+        return ""
+    key, _, sha256 = decision.evaluation.partition("#")
+    ref = find_artifact(store, key)
+    if ref is None or ref.sha256 != sha256 or ref.kind != "comparison":
+        return f"## Evaluation\n\n`{decision.evaluation}` (not in this store)\n"
+    found = compare(read_table(store, ref).to_pylist())
+    return f"## Evaluation\n\n{comparison_markdown(found)}\nTable: `{decision.evaluation}`\n"
+
+
+def _lineage(lineage: Lineage, name: str, version: str) -> str:
+    body = {
+        "policy": lineage.policy.uri if lineage.policy else None,
+        "base": lineage.base,
+        "segments": [segment.model_dump(mode="json") for segment in lineage.segments],
+    }
+    again = f"`ostinato runs lineage {name}@{version}` lists every step; `ostinato verify RUN` redoes a run.\n"
+    return f"## Lineage\n\n```json\n{canonical_json(body).decode()}\n```\n\n{again}"

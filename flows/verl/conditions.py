@@ -1,0 +1,79 @@
+"""Conditions without which verl does not read a key, by the names that verl_keys.toml gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from flows.verl.read import Verl
+from flows.verl.values import ACTOR, ROLLOUT, flow_of
+
+
+@dataclass(frozen=True)
+class Condition:
+    """`holds` of a config; `otherwise` says why the key means nothing where it does not."""
+
+    holds: Callable[[Verl], bool]
+    otherwise: str
+
+
+def _model_of(verl: Verl) -> str:
+    return "actor_rollout_ref.model." if verl.kind == "ppo_trainer" else "model."
+
+
+def _on(*keys: str) -> Callable[[Verl], bool]:
+    return lambda verl: any(bool(verl.get(key)) for key in keys)
+
+
+def _loss_mode(verl: Verl) -> str:
+    return str(verl.get(ACTOR + "policy_loss.loss_mode"))
+
+
+CONDITIONS: dict[str, Condition] = {
+    "adaptive_kl": Condition(
+        lambda verl: bool(verl.get("algorithm.use_kl_in_reward")) and verl.get("algorithm.kl_ctrl.type") == "adaptive",
+        "the KL controller is fixed",
+    ),
+    "agent": Condition(
+        lambda verl: verl.get(ROLLOUT + "agent.default_agent_loop") != "single_turn_agent", "no agent loop is used"
+    ),
+    "async": Condition(lambda verl: verl.get("trainer.v1.trainer_mode") != "sync", "the trainer mode is sync"),
+    "bypass": Condition(_on("algorithm.rollout_correction.bypass_mode"), "bypass_mode is false"),
+    "clipped": Condition(lambda verl: _loss_mode(verl) == "vanilla", "this loss has no second clip"),
+    "cpu_offload": Condition(_on("model.fsdp_config.cpu_offload"), "cpu_offload is false"),
+    "critic": Condition(lambda verl: flow_of(verl) == "ppo", "there is no critic: adv_estimator is not gae"),
+    "critic_lora": Condition(lambda verl: (verl.get("critic.model.lora_rank") or 0) > 0, "the critic's lora_rank is 0"),
+    "distillation": Condition(_on("distillation.enabled"), "distillation is off"),
+    "filter_groups": Condition(_on("algorithm.filter_groups.enable"), "filter_groups is off"),
+    "importance": Condition(
+        lambda verl: (
+            verl.get("algorithm.rollout_correction.rollout_is") == "token"
+            and not verl.get("algorithm.rollout_correction.bypass_mode")
+        ),
+        "rollout_is is null, or bypass_mode is true, which needs no weights",
+    ),
+    "kl_in_reward": Condition(_on("algorithm.use_kl_in_reward"), "use_kl_in_reward is false"),
+    "kl_loss": Condition(_on(ACTOR + "use_kl_loss"), "use_kl_loss is false"),
+    "lora": Condition(lambda verl: (verl.get(_model_of(verl) + "lora_rank") or 0) > 0, "lora_rank is 0"),
+    "megatron": Condition(lambda verl: verl.get(ACTOR + "strategy") == "megatron", "the strategy is not megatron"),
+    "multiturn": Condition(_on("data.multiturn.enable"), "multiturn is off"),
+    "other_loss": Condition(lambda verl: _loss_mode(verl) not in ("vanilla", "gspo", "cispo"), "no such loss is used"),
+    "other_trainer": Condition(lambda verl: False, "the trainer is FSDP"),
+    "pf_ppo": Condition(_on("algorithm.use_pf_ppo"), "use_pf_ppo is false"),
+    "reward_model": Condition(
+        _on("reward_model.enable", "reward.reward_model.enable"), "there is no reward model: enable is false"
+    ),
+    "sandbox": Condition(
+        _on("sandbox_fusion.url", "reward.sandbox_fusion.url", "reward_model.sandbox_fusion.url"), "it has no url"
+    ),
+    "tracing": Condition(_on(ROLLOUT + "trace.backend"), "trace.backend is null"),
+    "validation": Condition(_on("data.val_files"), "there are no val_files"),
+    "vllm": Condition(lambda verl: verl.get(ROLLOUT + "name") not in ("hf",), "the sampler is not vLLM"),
+}
+
+
+def idle(verl: Verl, when: str | None) -> str | None:
+    """Why a key under the condition means nothing; None: it counts."""
+    if when is None or CONDITIONS[when].holds(verl):
+        return None
+    return CONDITIONS[when].otherwise

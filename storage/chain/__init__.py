@@ -1,0 +1,1 @@
+"""The chain of a run: its records, rebases, forks, leases and checkpoints."""

@@ -1,0 +1,71 @@
+"""What refers to a checkpoint, so that it is not removed: forks, runs in progress, champions, rebases.
+
+A chain can rebuild a policy without the checkpoint of that policy, only slower. The exception is a policy at which the
+chain was rebased: what follows is computed from that checkpoint. A person who removes any other checkpoint should still
+know what was made from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from storage.chain.fork import read_fork
+from storage.chain.leases import is_held
+from storage.chain.rebase import standing
+from storage.chain.records import Chain, PolicyRef
+from storage.registry.decisions import champion_of
+from storage.registry.models import list_models
+from storage.store import keys
+from storage.store.artifacts import read_manifest
+from storage.store.objects import ObjectStore
+
+
+def checkpoint_uses(store: ObjectStore, policies: Collection[PolicyRef]) -> dict[PolicyRef, list[str]]:
+    """What refers to the checkpoint of each of these policies, in words; a policy that nothing refers to is left out.
+
+    Lists all runs and models of the store once. Raises CorruptArtifact.
+    """
+    uses: dict[PolicyRef, list[str]] = {}
+    if policies:
+        for policy, use in (
+            *_uses_by_rebases(store, policies),
+            *_uses_by_runs(store),
+            *_uses_by_champions(store, policies),
+        ):
+            if policy in policies:
+                uses.setdefault(policy, []).append(use)
+    return uses
+
+
+def _uses_by_rebases(store: ObjectStore, policies: Collection[PolicyRef]) -> Iterator[tuple[PolicyRef, str]]:
+    for chain in {(policy.run, policy.stage, policy.model): Chain.of(store, policy) for policy in policies}.values():
+        for rebase in standing(chain):
+            yield rebase.policy, f"run {chain.run!r} was rebased there and goes on from it"
+
+
+def _uses_by_runs(store: ObjectStore) -> Iterator[tuple[PolicyRef, str]]:
+    for info in store.list(keys.runs_prefix()):
+        run, chain = keys.run_of(info.key), keys.chain_of(info.key)
+        if run is not None and info.key == keys.fork_json(run):
+            fork = read_fork(store, run)
+            for policy in fork.shared if fork else ():  # of each chain, the last policy that both runs share
+                yield policy, f"run {run!r} was forked there"
+        elif chain is not None and info.key == keys.chain_root(*chain):
+            root = Chain(store, *chain).root()
+            if root is not None and root.start is not None and _is_in_progress(store, chain[0]):
+                yield root.start, f"stage {chain[1]} of run {chain[0]!r} began there, and the run is not finished"
+
+
+def _is_in_progress(store: ObjectStore, run: str) -> bool:
+    """Whether a process works on the run. A killed process counts, too, because it could not release its lease."""
+    return is_held(store, run) and not store.exists(keys.result_json(run))
+
+
+def _uses_by_champions(store: ObjectStore, policies: Collection[PolicyRef]) -> Iterator[tuple[PolicyRef, str]]:
+    by_uri = {policy.uri: policy for policy in policies}
+    for name in list_models(store):
+        champion = champion_of(store, name)
+        if champion is not None:
+            manifest = read_manifest(store, keys.model_version(name, champion.version))
+            for uri in by_uri.keys() & set(manifest.parents):
+                yield by_uri[uri], f"{name}@{champion.version}, the champion of {name}, was made from it"

@@ -1,0 +1,38 @@
+"""stage.json: what each stage of a run started from, and which model began it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import ValidationError
+
+from storage.chain.records import PolicyRef
+from storage.errors import CorruptArtifact
+from storage.inspect.run_listing import read_json
+from storage.records import Frozen, canonical_json
+from storage.store import keys
+from storage.store.objects import ObjectStore
+
+
+class StageInfo(Frozen):
+    """The content of stage.json. The first model that begins a stage writes it."""
+
+    start: PolicyRef
+    reference: PolicyRef
+    optimizer: Literal["reset"] = "reset"
+
+
+def claim_stage(store: ObjectStore, start: PolicyRef) -> None:
+    """Writes that the stage of `start` starts there, unless the stage was begun before."""
+    info = StageInfo(start=start, reference=start)
+    store.put_if_absent(keys.stage_json(start.run, start.stage), canonical_json(info))
+
+
+def stage_owner(store: ObjectStore, run: str, stage: str) -> str | None:
+    """The name of the model that began the stage; None for a stage that was not begun. Raises CorruptArtifact."""
+    key = keys.stage_json(run, stage)
+    body = read_json(store, key)
+    try:
+        return None if body is None else StageInfo.model_validate(body).start.model
+    except ValidationError as error:
+        raise CorruptArtifact(f"{key} does not say what the stage starts from: {error}") from error

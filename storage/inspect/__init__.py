@@ -1,0 +1,1 @@
+"""Reads a whole store: audit, garbage collection, lineage, listings of runs."""

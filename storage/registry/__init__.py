@@ -1,0 +1,1 @@
+"""Models by name and version, and the decisions about which of them is champion."""

@@ -1,0 +1,1 @@
+"""The object store: objects, artifacts, tables and the keys that name them."""

@@ -1,0 +1,375 @@
+"""The commit protocol, the same for every artifact.
+
+Data goes to keys that only this attempt uses; then one small manifest is put-if-absent under the logical key. The
+first writer wins, a loser removes its data and returns the winner's reference. Readers follow manifests only, and
+check digests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from pydantic import Field, JsonValue, ValidationError, field_validator
+
+from storage.errors import (
+    ArtifactConflict,
+    AttemptTooOld,
+    CorruptArtifact,
+    InvalidKey,
+    ObjectNotFound,
+    SchemaMismatch,
+    StorageError,
+)
+from storage.failpoints import FAILPOINTS, failpoint
+from storage.records import Frozen, canonical_json, digest, digest_file
+from storage.store import keys
+from storage.store.objects import ObjectStore
+
+MANIFEST_VERSION = 1
+MAX_ATTEMPT_SECONDS = 12 * 3600.0
+"""Older attempts are not committed. Garbage collection takes data that nothing names once it is twice as old."""
+MANIFEST_NAME = Path(keys.manifest_of_files("folder")).name
+_FAILPOINT_NAMES = {"rollouts": "rollout", "trajectories": "trajectory", "graded": "grade"}
+
+
+class Provenance(Frozen):
+    """What made an artifact."""
+
+    code_version: str
+    config_digest: str
+    seed: int
+
+
+class ArtifactRef(Frozen):
+    """The only thing tasks pass to one another, besides a PolicyRef."""
+
+    kind: str
+    key: str
+    sha256: str
+    bytes: int
+    rows: int | None
+    parents: tuple[str, ...]
+
+    @property
+    def uri(self) -> str:
+        return f"{self.key}#{self.sha256}"
+
+
+class FileEntry(Frozen):
+    """One file of an artifact."""
+
+    name: str
+    """Relative to the artifact's folder; the whole key's last part for a one-file artifact."""
+    key: str
+    sha256: str
+    bytes: int
+
+    @field_validator("name", "key")
+    @classmethod
+    def _plain(cls, value: str) -> str:
+        try:
+            return keys.validate_key(value)
+        except InvalidKey as error:
+            raise ValueError(str(error)) from error
+
+    def check(self, sha256: str, size: int) -> None:
+        """Raises CorruptArtifact unless this is the digest of the file that was stored."""
+        if sha256 != self.sha256:
+            raise CorruptArtifact(
+                f"{self.key} has {size} bytes with sha256 {sha256[:12]}, its manifest says {self.bytes} with "
+                f"{self.sha256[:12]}; restore the object from a backup, or delete the manifest to make the artifact "
+                "again"
+            )
+
+
+class Attempt:
+    """One try to make an artifact: an id that no other has, and how long ago it began."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self.id = uuid4().hex
+        self._store, self._began = store, [clock() for clock in store.clocks]
+
+    def seconds(self) -> float:
+        return max(clock() - began for clock, began in zip(self._store.clocks, self._began, strict=True))
+
+    @property
+    def too_old(self) -> bool:
+        return self.seconds() > MAX_ATTEMPT_SECONDS
+
+
+class Manifest(Frozen):
+    """The commit of one artifact."""
+
+    schema_version: int = MANIFEST_VERSION
+    kind: str
+    key: str
+    files: tuple[FileEntry, ...] = Field(min_length=1)
+    sha256: str
+    """Of the one file's bytes; of the canonical JSON of the sorted (name, sha256) pairs when there are several."""
+    bytes: int
+    rows: int | None
+    parents: tuple[str, ...]
+    provenance: Provenance
+    attempt: str
+    created: str
+    """ISO time, UTC, by the writer's clock."""
+    extra: dict[str, JsonValue] = {}
+
+    @property
+    def ref(self) -> ArtifactRef:
+        fields = {"kind", "key", "sha256", "bytes", "rows", "parents"}
+        return ArtifactRef(**self.model_dump(include=fields))
+
+
+def commit_bytes(  # noqa: PLR0913 - one field of the manifest each
+    store: ObjectStore,
+    key: str,
+    data: bytes,
+    *,
+    kind: str,
+    suffix: str,
+    rows: int | None = None,
+    parents: Sequence[str | ArtifactRef] = (),
+    provenance: Provenance,
+    extra: Mapping[str, JsonValue] | None = None,
+) -> ArtifactRef:
+    """Commits one file of bytes under the logical key; `suffix` is its extension, like '.parquet'."""
+    attempt = Attempt(store)
+    data_key = f"{key}.{attempt.id}{suffix}"
+    entry = FileEntry(name=Path(data_key).name, key=data_key, sha256=digest(data), bytes=len(data))
+    draft = _draft(key, [entry], attempt, kind=kind, rows=rows, parents=parents, provenance=provenance, extra=extra)
+    _fail(kind, "before_data")
+    store.put(data_key, data)
+    return _commit(store, keys.manifest(key), draft, attempt).ref
+
+
+def commit_file(  # noqa: PLR0913 - one field of the manifest each
+    store: ObjectStore,
+    key: str,
+    path: Path,
+    *,
+    kind: str,
+    suffix: str,
+    rows: int | None = None,
+    parents: Sequence[str | ArtifactRef] = (),
+    provenance: Provenance,
+    extra: Mapping[str, JsonValue] | None = None,
+) -> ArtifactRef:
+    """Like commit_bytes for a file that need not fit in memory; the file is taken (see ObjectStore.put_file)."""
+    attempt = Attempt(store)
+    data_key = f"{key}.{attempt.id}{suffix}"
+    sha256, size = digest_file(path)
+    entry = FileEntry(name=Path(data_key).name, key=data_key, sha256=sha256, bytes=size)
+    draft = _draft(key, [entry], attempt, kind=kind, rows=rows, parents=parents, provenance=provenance, extra=extra)
+    _fail(kind, "before_data")
+    store.put_file(data_key, path, move=True)
+    return _commit(store, keys.manifest(key), draft, attempt).ref
+
+
+def commit_files(  # noqa: PLR0913 - one field of the manifest each
+    store: ObjectStore,
+    key: str,
+    files: Mapping[str, Path],
+    *,
+    kind: str,
+    rows: int | None = None,
+    parents: Sequence[str | ArtifactRef] = (),
+    provenance: Provenance,
+    extra: Mapping[str, JsonValue] | None = None,
+    move: bool = True,
+) -> ArtifactRef:
+    """Commits a folder: name -> local file. With `move` the files may be taken instead of copied."""
+    attempt = Attempt(store)
+    entries = file_entries(files, lambda name: f"{key}/{attempt.id}/{name}")
+    draft = _draft(key, entries, attempt, kind=kind, rows=rows, parents=parents, provenance=provenance, extra=extra)
+    _fail(kind, "before_data")
+    upload_files(store, draft, files, move=move)
+    return _commit(store, keys.manifest_of_files(key), draft, attempt).ref
+
+
+def publish_files(
+    store: ObjectStore,
+    key: str,
+    files: Mapping[str, Path],
+    entries: Sequence[FileEntry],
+    *,
+    kind: str,
+    parents: Sequence[str | ArtifactRef] = (),
+    provenance: Provenance,
+    extra: Mapping[str, JsonValue] | None = None,
+) -> ArtifactRef:
+    """Commits a folder whose files lie directly under `key`, for a key that names this very content: everyone who
+    writes there writes the same bytes, so a loser leaves them alone. `entries` are file_entries of `files`."""
+    attempt = Attempt(store)
+    draft = _draft(key, entries, attempt, kind=kind, rows=None, parents=parents, provenance=provenance, extra=extra)
+    upload_files(store, draft, files, move=False)
+    return _commit(store, keys.manifest_of_files(key), draft, attempt, shared=True).ref
+
+
+def find_artifact(store: ObjectStore, key: str) -> ArtifactRef | None:
+    """The committed artifact of that key, or None. Raises CorruptArtifact."""
+    try:
+        return read_manifest(store, key).ref
+    except ObjectNotFound:
+        return None
+
+
+def made_from(ref: ArtifactRef, parent: str) -> ArtifactRef:
+    """The ref itself. Raises ArtifactConflict unless `parent`, a uri, led to it: two models of one stage share the keys
+    of its steps."""
+    if parent not in ref.parents:
+        raise ArtifactConflict(
+            f"{ref.key} was made from {', '.join(ref.parents) or 'nothing'}, not from {parent}; train two models in "
+            "stages of different names, or in two runs"
+        )
+    return ref
+
+
+def read_manifest(store: ObjectStore, key: str) -> Manifest:
+    """The manifest of a logical key. Raises ObjectNotFound, CorruptArtifact."""
+    for manifest_key in (keys.manifest(key), keys.manifest_of_files(key)):
+        try:
+            data = store.get(manifest_key)
+        except ObjectNotFound:
+            continue
+        return _parse(data, manifest_key, key)
+    raise ObjectNotFound(f"no artifact {key!r} is committed in {store.url}")
+
+
+def read_bytes(store: ObjectStore, ref: ArtifactRef) -> bytes:
+    """The bytes of a one-file artifact. Raises ObjectNotFound, CorruptArtifact when they are not what `ref` says."""
+    entry = entry_of(store, ref)
+    try:
+        data = store.get(entry.key)
+    except ObjectNotFound as error:
+        raise CorruptArtifact(f"{ref.key} is committed, but its data {entry.key} is gone from {store.url}") from error
+    entry.check(digest(data), len(data))
+    return data
+
+
+def entry_of(store: ObjectStore, ref: ArtifactRef) -> FileEntry:
+    """Where the data of a one-file artifact is. Raises CorruptArtifact when the store holds another artifact there."""
+    manifest = read_manifest(store, ref.key)
+    if manifest.sha256 != ref.sha256:
+        raise CorruptArtifact(
+            f"{ref.key} is {manifest.sha256[:12]} in {store.url}, the reference says {ref.sha256[:12]}; "
+            "the reference belongs to another store, or the artifact was deleted and made anew"
+        )
+    if len(manifest.files) != 1:
+        raise SchemaMismatch(
+            f"{ref.key} is a {manifest.kind} of {len(manifest.files)} files, and one file was expected; give the "
+            "reference of a table"
+        )
+    return manifest.files[0]
+
+
+def file_entries(files: Mapping[str, Path], key_of: Callable[[str], str]) -> list[FileEntry]:
+    """Name, digest and size of each local file, sorted by name. Raises InvalidKey, ValueError when there is none."""
+    if not files:
+        raise ValueError("an artifact has at least one file, none was given")
+    entries = []
+    for name, path in sorted(files.items()):
+        if name == MANIFEST_NAME:
+            raise InvalidKey(f"a file of an artifact cannot be called {name!r}: its manifest is; leave it out")
+        key = keys.validate_key(key_of(keys.validate_key(name)))
+        sha256, size = digest_file(path)
+        entries.append(FileEntry(name=name, key=key, sha256=sha256, bytes=size))
+    return entries
+
+
+def digest_of(entries: Sequence[FileEntry]) -> str:
+    """The digest of an artifact made of these files."""
+    if len(entries) == 1:
+        return entries[0].sha256
+    return digest(canonical_json(sorted([entry.name, entry.sha256] for entry in entries)))
+
+
+def upload_files(store: ObjectStore, draft: Manifest, files: Mapping[str, Path], *, move: bool) -> None:
+    """Puts each file of a manifest that is not committed yet at its key."""
+    for index, entry in enumerate(draft.files):
+        store.put_file(entry.key, files[entry.name], move=move)
+        if index == 0:
+            _fail(draft.kind, "mid_upload")
+
+
+def _draft(key: str, entries: Sequence[FileEntry], attempt: Attempt, **fields: Any) -> Manifest:
+    parents = tuple(p.uri if isinstance(p, ArtifactRef) else p for p in fields.pop("parents"))
+    return Manifest(
+        key=keys.validate_key(key),
+        files=tuple(entries),
+        sha256=digest_of(entries),
+        bytes=sum(entry.bytes for entry in entries),
+        parents=parents,
+        attempt=attempt.id,
+        created=datetime.now(UTC).isoformat(),
+        extra=dict(fields.pop("extra") or {}),
+        **fields,
+    )
+
+
+def _commit(
+    store: ObjectStore, manifest_key: str, draft: Manifest, attempt: Attempt, *, shared: bool = False
+) -> Manifest:
+    """The manifest that stands. Data is complete before this is called: that order is the whole protocol.
+
+    Raises AttemptTooOld, and then nothing was committed.
+    """
+    _fail(draft.kind, "after_data")
+    _fail(draft.kind, "before_manifest")
+    if attempt.too_old:
+        raise AttemptTooOld(_too_old(draft.key, attempt))
+    put = store.put_if_absent(manifest_key, canonical_json(draft.model_dump(mode="json")))
+    _fail(draft.kind, "after_manifest")
+    if put.won:
+        # a writer that was frozen right before its commit wakes up with a manifest of data that may be collected
+        if attempt.too_old and not all(store.exists(entry.key) for entry in draft.files):
+            store.delete(manifest_key)
+            raise AttemptTooOld(_too_old(draft.key, attempt))
+        return draft
+    winner = _parse(put.data, manifest_key, draft.key)
+    if not shared:
+        _discard(store, draft, keep={entry.key for entry in winner.files})
+    return winner
+
+
+def _too_old(key: str, attempt: Attempt) -> str:
+    return (
+        f"the attempt to make {key} began {attempt.seconds() / 3600:.1f} h ago, and what is older than "
+        f"{MAX_ATTEMPT_SECONDS / 3600:.0f} h is not committed: its data may be collected as garbage; make it again"
+    )
+
+
+def _discard(store: ObjectStore, draft: Manifest, *, keep: set[str]) -> None:
+    """Removes a loser's data. What cannot be removed now is left for garbage collection: the artifact stands."""
+    for entry in draft.files:
+        if entry.key not in keep:
+            try:
+                store.delete(entry.key)
+            except StorageError:
+                return
+
+
+def _parse(data: bytes, manifest_key: str, key: str) -> Manifest:
+    try:
+        manifest = Manifest.model_validate_json(data)
+    except ValidationError as error:
+        raise CorruptArtifact(f"{manifest_key} is not a readable manifest (or of a newer version): {error}") from error
+    if manifest.schema_version > MANIFEST_VERSION:
+        raise CorruptArtifact(
+            f"{manifest_key} has schema version {manifest.schema_version}, this code reads up to {MANIFEST_VERSION}; "
+            "upgrade, or read it with the version that wrote it"
+        )
+    if manifest.key != key:
+        raise CorruptArtifact(f"{manifest_key} is the manifest of {manifest.key}, not of {key}: it was copied or moved")
+    return manifest
+
+
+def _fail(kind: str, moment: str) -> None:
+    """The failpoints of this kind of artifact and of all artifacts, where they exist."""
+    for owner in (_FAILPOINT_NAMES.get(kind, kind), "artifact"):
+        if f"{owner}.{moment}" in FAILPOINTS:
+            failpoint(f"{owner}.{moment}")

@@ -1,0 +1,276 @@
+"""file://: a folder as an object store, durable against power loss.
+
+An object is written to a hidden file of its own folder, synced, and given its name by one system call: `rename`, or
+`link` where only the first writer may win. Then the folder is synced, so that the name lasts as well as the bytes.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, Literal
+from uuid import uuid4
+
+from storage.errors import InvalidKey, ObjectNotFound, StorageUnavailable, UnsupportedFilesystem
+from storage.store.backends.local_errors import typed
+from storage.store.backends.local_folder import StoreFolder
+from storage.store.backends.protocol import HIDDEN, Leftover, ObjectInfo, PutResult
+from storage.store.keys import is_key
+
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EXDEV, errno.EINVAL}
+
+
+class LocalBackend:
+    """Objects are plain files below `root`."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.url = f"file://{root}"
+        self._folder = StoreFolder(root, self.url)
+        self._durable: set[Path] = set()  # folders whose name is known to be synced; a cache
+
+    def get(self, key: str) -> bytes:
+        with self._reading(key):
+            return self._path(key).read_bytes()
+
+    def open(self, key: str) -> BinaryIO:
+        with self._reading(key):
+            return open(self._path(key), "rb")
+
+    def exists(self, key: str) -> bool:
+        try:
+            with self._reading(key):
+                return stat.S_ISREG(os.stat(self._path(key)).st_mode)
+        except ObjectNotFound:
+            return False
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        return self._walk(prefix[: prefix.rfind("/") + 1], prefix)
+
+    def put(self, key: str, data: bytes) -> None:
+        target = self._path(key)
+        with self._writing(key):
+            with self._temporary(target.parent) as temporary:
+                _write(temporary, data)
+                os.replace(temporary, target)
+            _sync_folder(target.parent)
+
+    def put_file(self, key: str, path: Path, *, move: bool) -> None:
+        """A moved file is linked into the store and its old name removed last, so a failed move can be repeated.
+
+        A file of this very store is linked whether it moves or not, and keeps its old name: objects never change.
+        """
+        target = self._path(key)
+        ours = path.resolve().is_relative_to(self.root.resolve())
+        with self._writing(key):
+            with self._temporary(target.parent) as temporary:
+                if not ((move or ours) and _linked(path, temporary, shared=ours)):
+                    shutil.copyfile(path, temporary)
+                _sync_file(temporary)
+                os.replace(temporary, target)
+            _sync_folder(target.parent)
+            if move and not ours:
+                path.unlink(missing_ok=True)
+
+    def put_if_absent(self, key: str, data: bytes, attempt: str) -> PutResult:
+        target = self._path(key)
+        with self._writing(key):
+            if target.is_dir():
+                raise IsADirectoryError(errno.EISDIR, "is a folder", str(target))
+            won = not target.exists() and self._link_if_absent(target, data)
+            _sync_folder(target.parent)  # the loser too: it is about to rely on a name that may not be synced yet
+        if won:
+            return PutResult(True, data)
+        try:
+            return PutResult(False, self.get(key))
+        except ObjectNotFound as error:
+            raise StorageUnavailable(f"{key!r} was there and is gone again in {self.url}") from error
+
+    def delete(self, key: str) -> None:
+        """Synced: whoever deletes a manifest and then its data must not find the manifest again after a power cut."""
+        target = self._path(key)
+        with self._writing(key):
+            try:
+                target.unlink()
+            except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+                return  # there is no such object
+            _sync_folder(target.parent)
+
+    def download(self, key: str, to: Path) -> None:
+        with self._reading(key):
+            shutil.copyfile(self._path(key), to)
+
+    def local_path(self, key: str) -> Path | None:
+        self._folder.check()  # the caller may make the folders on the way
+        return self._path(key)
+
+    def now(self) -> float:
+        with self._writing("the store's clock"), self._temporary(self.root) as temporary:
+            _write(temporary, b"")
+            return _changed(temporary.stat())
+
+    def leftovers(self) -> Iterator[Leftover]:
+        """Hidden files and folders: writes that never got their name, and scratch folders of engines."""
+        for folder, folders, files in os.walk(self.root):
+            for name in [name for name in (*folders, *files) if name.startswith(HIDDEN)]:
+                path = Path(folder, name)
+                try:
+                    size, changed = _size_and_change(path)
+                except FileNotFoundError:
+                    continue  # finished since the folder was read
+                except OSError as error:
+                    raise typed(error, str(path), self.url) from error
+                kind: Literal["scratch folder", "temporary file"] = (
+                    "scratch folder" if name in folders else "temporary file"
+                )
+                yield Leftover(str(path.relative_to(self.root)), kind, size, changed)
+            folders[:] = [name for name in folders if not name.startswith(HIDDEN)]
+
+    def remove_leftover(self, name: str) -> None:
+        path = self.root / name
+        if not path.name.startswith(HIDDEN) or not path.parent.resolve().is_relative_to(self.root.resolve()):
+            raise InvalidKey(f"{name!r} is no leftover of {self.url}; its name would begin with {HIDDEN}")
+        with self._writing(name):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+
+    def _path(self, key: str) -> Path:
+        return self.root / key
+
+    @contextmanager
+    def _reading(self, key: str) -> Iterator[None]:
+        """Types the errors of a read. The folder is checked after it: what is not found may be on a lost disk."""
+        try:
+            yield
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+            self._folder.check()
+            raise ObjectNotFound(f"no object {key!r} in {self.url}") from error
+        except OSError as error:
+            raise typed(error, key, self.url) from error
+        self._folder.check()
+
+    @contextmanager
+    def _writing(self, key: str) -> Iterator[None]:
+        """Types the errors of a write. The folder is checked before it, so that none is made in place of a lost one,
+        and after it."""
+        self._folder.check()
+        try:
+            yield
+        except (IsADirectoryError, NotADirectoryError, FileExistsError) as error:
+            raise InvalidKey(f"{key!r} cannot be an object of {self.url}: {error.filename} is in its way") from error
+        except OSError as error:
+            raise typed(error, key, self.url) from error
+        self._folder.check()
+
+    def _link_if_absent(self, target: Path, data: bytes) -> bool:
+        with self._temporary(target.parent) as temporary:
+            _write(temporary, data)
+            try:
+                os.link(temporary, target)
+            except FileExistsError:
+                # NFS can lose the answer to a link that was made, and refuse its own repetition
+                return target.is_file() and os.path.samefile(temporary, target)
+            except OSError as error:
+                if error.errno in _NO_LINKS:
+                    raise UnsupportedFilesystem(
+                        f"{self.root} is on a file system without hard links ({error}), so the first of two writers "
+                        "cannot be told; put the store on a local disk, NFS, or s3://"
+                    ) from error
+                raise
+            return True
+
+    @contextmanager
+    def _temporary(self, folder: Path) -> Iterator[Path]:
+        """A new hidden name in `folder`, which is made; whatever bears the name at the end is removed."""
+        self._make_folder(folder)
+        temporary = folder / f"{HIDDEN}{uuid4().hex}"
+        try:
+            yield temporary
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _make_folder(self, folder: Path) -> None:
+        """Makes `folder` and syncs the names of its whole path, once per process."""
+        if folder in self._durable and folder.is_dir():
+            return
+        missing = [parent for parent in (self.root, *self.root.parents) if not parent.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        inside = [f for f in (folder, *folder.parents) if f != self.root and f.is_relative_to(self.root)]
+        for made in (*inside, *missing):
+            if made not in self._durable or made == folder:
+                _sync_folder(made.parent)
+        self._durable.update(inside, missing, [folder])
+
+    def _walk(self, at: str, prefix: str) -> Iterator[ObjectInfo]:
+        try:
+            with self._reading(at), os.scandir(self.root / at) as entries:
+                named = [(f"{at}{entry.name}", entry, entry.is_dir()) for entry in entries]
+        except ObjectNotFound:
+            return
+        for name, entry, is_folder in named:
+            if is_folder:
+                if f"{name}/".startswith(prefix) or prefix.startswith(f"{name}/"):
+                    yield from self._walk(f"{name}/", prefix)
+            elif name.startswith(prefix) and is_key(name):  # not a temporary or foreign file
+                try:
+                    status = entry.stat()
+                except FileNotFoundError:
+                    continue  # deleted since the folder was read
+                except OSError as error:
+                    raise typed(error, name, self.url) from error
+                yield ObjectInfo(name, status.st_size, _changed(status))
+
+
+def _linked(path: Path, temporary: Path, *, shared: bool) -> bool:
+    """Tries to give the file of `path` a second name; False means copy. A file that others may still write to (another
+    name, or a symbolic link as in a Hugging Face cache) is copied, unless it is `shared` on purpose."""
+    if path.is_symlink() or (path.stat().st_nlink > 1 and not shared):
+        return False
+    try:
+        os.link(path, temporary)
+    except OSError:
+        return False
+    return True
+
+
+def _changed(stat: os.stat_result) -> float:
+    """When the file got its bytes or this name, whichever came later: a link of an old file is a new object."""
+    return max(stat.st_mtime, stat.st_ctime)
+
+
+def _size_and_change(path: Path) -> tuple[int, float]:
+    """Bytes, and the last change, of a file or of anything in a folder."""
+    stat = path.lstat()
+    size, changed = 0 if path.is_dir() else stat.st_size, _changed(stat)
+    if path.is_dir() and not path.is_symlink():
+        for inside in path.rglob("*"):
+            stat = inside.lstat()
+            size, changed = size + (0 if inside.is_dir() else stat.st_size), max(changed, _changed(stat))
+    return size, changed
+
+
+def _write(path: Path, data: bytes) -> None:
+    with open(path, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_file(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,86 @@
+"""memory://name: fsspec's in-process file system, made atomic by a lock. For tests; gone with the process."""
+
+from __future__ import annotations
+
+import io
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import BinaryIO
+
+from fsspec.implementations.memory import MemoryFileSystem
+
+from storage.errors import ObjectNotFound
+from storage.store.backends.protocol import Leftover, ObjectInfo, PutResult
+
+_lock = threading.RLock()  # fsspec's memory store is one dict per process, so its lock is too
+
+
+class MemoryBackend:
+    """Stores of the same name share their objects within a process."""
+
+    def __init__(self, name: str, clock: Callable[[], float] = time.time) -> None:
+        self.url = f"memory://{name}"
+        self._clock = clock
+        self._fs = MemoryFileSystem()
+        self._root = f"/{name}/"
+
+    def get(self, key: str) -> bytes:
+        with _lock:
+            file = self._fs.store.get(self._root + key)
+            if file is None:
+                raise ObjectNotFound(f"no object {key!r} in {self.url}")
+            return file.getvalue()
+
+    def open(self, key: str) -> BinaryIO:
+        return io.BytesIO(self.get(key))
+
+    def exists(self, key: str) -> bool:
+        return self._root + key in self._fs.store
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        with _lock:
+            found = [
+                ObjectInfo(path[len(self._root) :], file.getbuffer().nbytes, file.modified.timestamp())
+                for path, file in self._fs.store.items()
+                if path.startswith(self._root + prefix)
+            ]
+        yield from found
+
+    def put(self, key: str, data: bytes) -> None:
+        with _lock:
+            self._fs.pipe_file(self._root + key, data)
+            self._fs.store[self._root + key].modified = datetime.fromtimestamp(self._clock(), UTC)
+
+    def put_file(self, key: str, path: Path, *, move: bool) -> None:
+        self.put(key, path.read_bytes())
+        if move:
+            path.unlink(missing_ok=True)
+
+    def put_if_absent(self, key: str, data: bytes, attempt: str) -> PutResult:
+        with _lock:
+            if self.exists(key):
+                return PutResult(False, self.get(key))
+            self.put(key, data)
+            return PutResult(True, data)
+
+    def delete(self, key: str) -> None:
+        with _lock:
+            self._fs.store.pop(self._root + key, None)
+
+    def download(self, key: str, to: Path) -> None:
+        to.write_bytes(self.get(key))
+
+    def local_path(self, key: str) -> Path | None:
+        return None
+
+    def now(self) -> float:
+        return self._clock()
+
+    def leftovers(self) -> Iterator[Leftover]:
+        return iter(())
+
+    def remove_leftover(self, name: str) -> None:
+        """There is none to remove."""

@@ -1,0 +1,171 @@
+"""Files of any size to and from S3 in bounded memory: parts, a few at a time, each tried again by itself.
+
+An upload in parts is visible when its last request is answered, and not before; one that fails is aborted, one whose
+process dies is an unfinished upload that garbage collection finds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from s3fs import S3FileSystem
+
+from storage.errors import ObjectNotFound, PermanentStorageError, StorageError, StorageUnavailable
+from storage.store.backends.s3_errors import typed
+from storage.store.retry import RetryPolicy, retried_async
+
+ATTEMPT = "ostinato-attempt"
+"""Metadata of an object: which call wrote it."""
+PART_BYTES = 8 << 20
+CONCURRENT_PARTS = 2
+MAX_PARTS = 10_000
+"""S3's limit; the parts of a larger file grow."""
+PER_PART = RetryPolicy(attempts=4)
+
+
+class Transfer:
+    """One file's way to or from a bucket. Its methods run on s3fs's loop. Raises StorageError only."""
+
+    def __init__(self, fs: S3FileSystem, bucket: str, url: str, part_bytes: int, retry: RetryPolicy) -> None:
+        self._fs, self._bucket, self._url, self._part_bytes, self._retry = fs, bucket, url, part_bytes, retry
+
+    async def upload(self, name: str, path: Path) -> None:
+        """The file as the object `name` (a whole key of the bucket)."""
+        size = path.stat().st_size
+        if size <= self._part_bytes:
+            await self._call("put_object", name, Body=await asyncio.to_thread(path.read_bytes))
+            return
+        attempt = uuid4().hex
+        created = await self._call("create_multipart_upload", name, Metadata={ATTEMPT: attempt})
+        upload = {"Key": name, "UploadId": created["UploadId"]}
+        try:
+            parts = await self._upload_parts(upload, path, size)
+            await self._complete(upload, parts, attempt)
+        except BaseException:
+            await asyncio.shield(self._abort(upload))
+            raise
+
+    async def download(self, name: str, to: Path) -> None:
+        """The object as the file `to`. Raises CorruptArtifact when it is replaced meanwhile."""
+        head = await self._call("head_object", name)
+        size: int = head["ContentLength"]
+        descriptor = await asyncio.to_thread(os.open, to, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+
+        async def part(index: int) -> None:
+            start = index * self._part_bytes
+            stop = min(start + self._part_bytes, size)
+            data = await retried_async(
+                lambda: self._range(name, start, stop, head["ETag"]), f"read {name!r} of {self._url}", self._retry
+            )
+            await asyncio.to_thread(_write_at, descriptor, data, start)
+
+        try:
+            await _some_at_a_time(part, -(-size // self._part_bytes))
+        finally:
+            os.close(descriptor)
+
+    async def _upload_parts(self, upload: dict[str, str], path: Path, size: int) -> list[dict[str, Any]]:
+        part_bytes = max(self._part_bytes, -(-size // MAX_PARTS))
+        parts: list[dict[str, Any]] = [{}] * -(-size // part_bytes)
+        descriptor = await asyncio.to_thread(os.open, path, os.O_RDONLY | os.O_CLOEXEC)
+
+        async def part(index: int) -> None:
+            start = index * part_bytes
+            expected = min(part_bytes, size - start)
+            data = await asyncio.to_thread(_read_at, descriptor, expected, start)
+            if len(data) != expected:
+                raise PermanentStorageError(f"{path} became shorter while it was uploaded to {self._url}")
+            answer = await retried_async(
+                lambda: self._call("upload_part", upload["Key"], UploadId=upload["UploadId"], PartNumber=index + 1,
+                                   Body=data),
+                f"upload part {index + 1} of {upload['Key']!r} to {self._url}",
+                self._retry,
+            )  # fmt: skip
+            checksums = {name: value for name, value in answer.items() if name.startswith("Checksum") and value}
+            checksums.pop("ChecksumType", None)
+            parts[index] = {"PartNumber": index + 1, "ETag": answer["ETag"]} | checksums
+
+        try:
+            await _some_at_a_time(part, len(parts))
+        finally:
+            os.close(descriptor)
+        return parts
+
+    async def _complete(self, upload: dict[str, str], parts: list[dict[str, Any]], attempt: str) -> None:
+        """An answer that was lost may have been yes: then the upload is gone, and the object bears our attempt."""
+
+        async def complete() -> None:
+            try:
+                await self._call(
+                    "complete_multipart_upload",
+                    upload["Key"],
+                    UploadId=upload["UploadId"],
+                    MultipartUpload={"Parts": parts},
+                )
+            except StorageUnavailable:
+                if not await self._is_ours(upload["Key"], attempt):
+                    raise
+
+        await retried_async(complete, f"complete {upload['Key']!r} in {self._url}", self._retry)
+
+    async def _is_ours(self, name: str, attempt: str) -> bool:
+        try:
+            head = await self._call("head_object", name)
+        except ObjectNotFound:
+            return False
+        return {k.lower(): v for k, v in head.get("Metadata", {}).items()}.get(ATTEMPT) == attempt
+
+    async def _abort(self, upload: dict[str, str]) -> None:
+        try:
+            await self._call("abort_multipart_upload", upload["Key"], UploadId=upload["UploadId"])
+        except StorageError:
+            return  # the upload's own failure is the one to tell; garbage collection aborts it later
+
+    async def _range(self, name: str, start: int, stop: int, etag: str) -> bytes:
+        with typed(name, self._url):
+            answer = await self._fs._call_s3(
+                "get_object", Bucket=self._bucket, Key=name, Range=f"bytes={start}-{stop - 1}", IfMatch=etag
+            )
+            async with answer["Body"] as body:
+                data: bytes = await body.read()
+        if len(data) != stop - start:
+            raise StorageUnavailable(f"{name!r} in {self._url}: {len(data)} of {stop - start} bytes came")
+        return data
+
+    async def _call(self, method: str, name: str, **arguments: Any) -> dict[str, Any]:
+        with typed(name, self._url):
+            answer: dict[str, Any] = await self._fs._call_s3(method, Bucket=self._bucket, Key=name, **arguments)
+        return answer
+
+
+async def _some_at_a_time(do: Callable[[int], Awaitable[None]], count: int) -> None:
+    """do(0) … do(count - 1), CONCURRENT_PARTS at once. The first failure ends the others, and is raised."""
+    indices = iter(range(count))
+
+    async def work() -> None:
+        for index in indices:
+            await do(index)
+
+    workers = [asyncio.ensure_future(work()) for _ in range(min(CONCURRENT_PARTS, count))]
+    try:
+        await asyncio.gather(*workers)
+    finally:
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+
+
+def _read_at(descriptor: int, size: int, start: int) -> bytes:
+    return os.pread(descriptor, size, start)
+
+
+def _write_at(descriptor: int, data: bytes, start: int) -> None:
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(descriptor, view, start)
+        view, start = view[written:], start + written

@@ -1,0 +1,30 @@
+"""Which store this is: two processes that name it differently (a mount, another endpoint) can tell that it is one."""
+
+from __future__ import annotations
+
+import logging
+from uuid import uuid4
+
+from storage.errors import ObjectNotFound
+from storage.records import canonical_json
+from storage.store import keys
+from storage.store.backends.local_folder import read_store_id
+from storage.store.objects import ObjectStore
+
+log = logging.getLogger(__name__)
+
+
+def store_id(store: ObjectStore) -> str:
+    """The store's own id. A store without one is begun: it gets a new id."""
+    put = store.put_if_absent(keys.store_json(), canonical_json({"schema_version": 1, "id": uuid4().hex}))
+    if put.won:
+        log.info("a new store was begun at %s", store.url)
+    return read_store_id(put.data, store.address(keys.store_json()))
+
+
+def find_store_id(store: ObjectStore) -> str | None:
+    """The store's own id; None where no store was begun yet."""
+    try:
+        return read_store_id(store.get(keys.store_json()), store.address(keys.store_json()))
+    except ObjectNotFound:
+        return None

@@ -1,0 +1,335 @@
+"""Tables as Parquet files with declared schemas: pandas, DuckDB and `datasets` open them as they are.
+
+Rows are written in groups of ROW_GROUP and with fixed settings, however they were chunked before, so that equal tables
+are equal bytes. Every page carries a checksum, so that reading a few row groups of a large file is checked too.
+"""
+
+from __future__ import annotations
+
+import io
+import tempfile
+import threading
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import JsonValue
+
+from storage.errors import CorruptArtifact, SchemaMismatch, StorageError
+from storage.records import digest_file
+from storage.store.artifacts import ArtifactRef, FileEntry, Provenance, commit_bytes, commit_file, entry_of, read_bytes
+from storage.store.backends.local_errors import typed
+from storage.store.objects import ObjectStore
+from storage.store.schemas import OPTIONAL, SCHEMAS, table_schema
+
+__all__ = [
+    "ROW_GROUP",
+    "SCHEMAS",
+    "RowReader",
+    "TableWriter",
+    "checked",
+    "commit_table",
+    "read_table",
+    "shared_rows",
+    "table_schema",
+]
+
+ROW_GROUP = 256
+"""Rows that are compressed together: the unit of random access, and of memory when writing."""
+CACHED_GROUPS = 8
+COPIED_BYTES = 1 << 30
+"""Tables up to this are copied to the machine that reads many of their rows."""
+
+
+def commit_table(
+    store: ObjectStore,
+    key: str,
+    table: pa.Table,
+    *,
+    kind: str,
+    parents: Sequence[str | ArtifactRef] = (),
+    provenance: Provenance,
+    extra: Mapping[str, JsonValue] | None = None,
+) -> ArtifactRef:
+    """Commits a table of one of the SCHEMAS. Raises SchemaMismatch, naming the column."""
+    table = checked(table, kind)
+    buffer = io.BytesIO()
+    with _parquet_writer(buffer, table.schema) as writer:
+        _write_groups(writer, table)
+    return commit_bytes(
+        store, key, buffer.getvalue(), kind=kind, suffix=".parquet", rows=table.num_rows, parents=parents,
+        provenance=provenance, extra=extra,
+    )  # fmt: skip
+
+
+def read_table(store: ObjectStore, ref: ArtifactRef, columns: Sequence[str] | None = None) -> pa.Table:
+    """The table, or some of its columns; of OPTIONAL ones those that it has. Raises ObjectNotFound, CorruptArtifact,
+    SchemaMismatch for another column."""
+    data = read_bytes(store, ref)
+    try:
+        file = pq.ParquetFile(pa.BufferReader(data))
+        if columns is not None and ref.kind in OPTIONAL:
+            absent = set(OPTIONAL[ref.kind].names) - set(file.schema_arrow.names)
+            columns = [name for name in columns if name not in absent]
+        _columns_exist(file, columns, ref)
+        return file.read(columns=None if columns is None else list(columns))
+    except (pa.ArrowException, OSError) as error:
+        raise CorruptArtifact(f"{ref.key} is no readable Parquet file: {error}") from error
+
+
+class TableWriter:
+    """Streams a table larger than memory into a local file, then commits it.
+
+        with TableWriter("threads") as writer:
+            for rows in ...:
+                writer.write(rows)              # dicts, or a pyarrow table
+            version = writer.digest()           # sha256 of the finished file, for a key that names the content
+            ref = writer.commit(store, key, provenance=provenance)
+
+    Equal rows give the digest that commit_table gives. Leaving the block removes what was not committed.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.rows = 0
+        self._folder = tempfile.TemporaryDirectory(prefix="ostinato-table-")
+        self.path = Path(self._folder.name) / "table.parquet"
+        self._schema = table_schema(kind)
+        self._writer: pq.ParquetWriter | None = None
+        self._finished = False
+        self._pending: list[pa.Table] = []
+        self._pending_rows = 0
+
+    def __enter__(self) -> TableWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def write(self, rows: pa.Table | Sequence[Mapping[str, Any]]) -> None:
+        """Appends rows. Raises SchemaMismatch, ValueError after digest or commit."""
+        if self._finished:
+            raise ValueError("this table is finished: write before digest() and commit()")
+        table = checked(rows if isinstance(rows, pa.Table) else _table_of_rows(rows, self.kind), self.kind)
+        if not self.rows:
+            self._schema = table.schema
+        self._pending.append(_fitted(table, self._schema, self.kind))
+        self._pending_rows += table.num_rows
+        self.rows += table.num_rows
+        if self._pending_rows >= ROW_GROUP:
+            pending = pa.concat_tables(self._pending)
+            whole = pending.num_rows // ROW_GROUP * ROW_GROUP
+            _write_groups(self._open(), pending.slice(0, whole))
+            self._pending, self._pending_rows = [pending.slice(whole)], pending.num_rows - whole
+
+    def digest(self) -> str:
+        """sha256 of the whole file. Nothing can be written afterwards."""
+        self._finish()
+        return digest_file(self.path)[0]
+
+    def commit(
+        self,
+        store: ObjectStore,
+        key: str,
+        *,
+        parents: Sequence[str | ArtifactRef] = (),
+        provenance: Provenance,
+        extra: Mapping[str, JsonValue] | None = None,
+    ) -> ArtifactRef:
+        """Commits what was written. The local file is gone afterwards."""
+        self._finish()
+        ref = commit_file(
+            store, key, self.path, kind=self.kind, suffix=".parquet", rows=self.rows, parents=parents,
+            provenance=provenance, extra=extra,
+        )  # fmt: skip
+        self.close()
+        return ref
+
+    def close(self) -> None:
+        """Drops the local file."""
+        self._finished = True
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        self._folder.cleanup()
+
+    def _open(self) -> pq.ParquetWriter:
+        if self._writer is None:
+            self._writer = _parquet_writer(self.path, self._schema)
+        return self._writer
+
+    def _finish(self) -> None:
+        if not self._finished:
+            if self._pending:
+                _write_groups(self._open(), pa.concat_tables(self._pending))
+            self._open().close()
+            self._writer, self._pending, self._finished = None, [], True
+
+
+class RowReader:
+    """Rows of a committed table by number, without reading the rest: a dataset larger than memory can be shuffled.
+
+    Safe to use from several threads. Raises ObjectNotFound, CorruptArtifact (a checksum of a page, or the size).
+    """
+
+    def __init__(self, store: ObjectStore, ref: ArtifactRef, *, copy: bool = False) -> None:
+        """`copy` reads a remote table whole, once, and then from this machine's disk."""
+        self.ref, self._store = ref, store
+        entry = entry_of(store, ref)
+        self._lock = threading.Lock()
+        self._groups: OrderedDict[int, pa.Table] = OrderedDict()
+        self._source = _copied(store, entry) if copy else store.open(entry.key)
+        if self._source.seek(0, io.SEEK_END) != entry.bytes:
+            raise CorruptArtifact(f"{entry.key} has not the {entry.bytes} bytes that its manifest says")
+        try:
+            self._file = pq.ParquetFile(self._source, page_checksum_verification=True, pre_buffer=False)
+        except (pa.ArrowException, OSError) as error:
+            raise _unreadable(error, f"{ref.key} is no readable Parquet file", ref, store) from error
+        self._starts = [0]
+        for group in range(self._file.num_row_groups):
+            self._starts.append(self._starts[-1] + self._file.metadata.row_group(group).num_rows)
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def rows(self, indices: Iterable[int]) -> list[dict[str, Any]]:
+        """The rows of these numbers, in their order. Raises IndexError."""
+        wanted = list(indices)
+        by_group: dict[int, list[int]] = defaultdict(list)
+        for place, index in enumerate(wanted):
+            if not 0 <= index < len(self):
+                raise IndexError(f"{self.ref.key} has {len(self)} rows, and none of index {index}")
+            by_group[index // ROW_GROUP].append(place)
+        found: list[dict[str, Any]] = [{}] * len(wanted)
+        for group, places in sorted(by_group.items()):
+            table = self._group(group).take([wanted[place] - self._starts[group] for place in places])
+            for place, row in zip(places, table.to_pylist(), strict=True):
+                found[place] = row
+        return found
+
+    def close(self) -> None:
+        self._source.close()
+
+    def _group(self, number: int) -> pa.Table:
+        with self._lock:
+            if number in self._groups:
+                self._groups.move_to_end(number)
+                return self._groups[number]
+            try:
+                table = self._file.read_row_group(number)
+            except (pa.ArrowException, OSError) as error:
+                problem = f"row group {number} of {self.ref.key} is torn"
+                raise _unreadable(error, problem, self.ref, self._store) from error
+            self._groups[number] = table
+            if len(self._groups) > CACHED_GROUPS:
+                self._groups.popitem(last=False)
+            return table
+
+
+def _unreadable(error: Exception, problem: str, ref: ArtifactRef, store: ObjectStore) -> StorageError:
+    """The storage error for a failed read of a table: an OSError with a number is the disk's, not the table's."""
+    if isinstance(error, OSError) and error.errno:
+        return typed(error, ref.key, store.url)
+    return CorruptArtifact(f"{problem}: {error}")
+
+
+def shared_rows(store: ObjectStore, ref: ArtifactRef, indices: Iterable[int]) -> list[dict[str, Any]]:
+    """Like RowReader(store, ref).rows(indices), for who asks often: shards of a shuffled dataset have their rows in as
+    many row groups, each a request of its own. One reader per table and process; up to COPIED_BYTES are copied once."""
+    return _shared_reader(_Table(store, ref)).rows(indices)
+
+
+class _Table:
+    """A committed table that equals any other of the same content in the same store."""
+
+    def __init__(self, store: ObjectStore, ref: ArtifactRef) -> None:
+        self.store, self.ref = store, ref
+        self.name = (store.url, ref.key, ref.sha256)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Table) and self.name == other.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+
+@lru_cache(maxsize=4)
+def _shared_reader(table: _Table) -> RowReader:
+    here = table.store.local_path(table.ref.key) is not None
+    return RowReader(table.store, table.ref, copy=not here and table.ref.bytes <= COPIED_BYTES)
+
+
+def _copied(store: ObjectStore, entry: FileEntry) -> BinaryIO:
+    """The file on this machine; it is gone when it is closed. Raises ObjectNotFound, CorruptArtifact."""
+    with tempfile.TemporaryDirectory(prefix="ostinato-table-") as folder:
+        path = Path(folder, "table.parquet")
+        store.fetch(entry.key, path)
+        if (there := digest_file(path)[0]) != entry.sha256:
+            raise CorruptArtifact(f"{entry.key} has sha256 {there[:12]}, its manifest says {entry.sha256[:12]}")
+        return path.open("rb")
+
+
+def checked(table: pa.Table, kind: str) -> pa.Table:
+    """The table in its declared order of columns and without foreign metadata. Raises SchemaMismatch."""
+    schema = table_schema(kind, table.column_names)
+    for name in table.column_names:
+        if name not in schema.names or table.column_names.count(name) > 1:
+            raise SchemaMismatch(f"column {name!r} does not belong in a {kind} table; its columns are {schema.names}")
+    for field in schema:
+        if field.name not in table.column_names:
+            raise SchemaMismatch(f"column {field.name!r} ({field.type}) of a {kind} table is missing")
+        column = table.column(field.name)
+        if column.type != field.type:
+            raise SchemaMismatch(f"column {field.name!r} of a {kind} table is {column.type}, expected {field.type}")
+        if column.null_count and not field.nullable:
+            raise SchemaMismatch(f"column {field.name!r} of a {kind} table has nulls, expected none")
+        if pa.types.is_list(field.type) and any(chunk.flatten().null_count for chunk in column.chunks):
+            raise SchemaMismatch(f"column {field.name!r} of a {kind} table has nulls within its lists, expected none")
+    return pa.table([table.column(name) for name in schema.names], schema=schema)
+
+
+def _fitted(table: pa.Table, schema: pa.Schema, kind: str) -> pa.Table:
+    """The table with the columns of the rows before it. Raises SchemaMismatch for an optional one that those lack."""
+    for field in schema:
+        if field.name not in table.column_names:
+            table = table.append_column(field, pa.nulls(table.num_rows, field.type))
+    if table.schema != schema:
+        raise SchemaMismatch(f"rows of a {kind} table have {table.column_names}, those before them {schema.names}")
+    return table
+
+
+def _table_of_rows(rows: Sequence[Mapping[str, Any]], kind: str) -> pa.Table:
+    schema = table_schema(kind, {name for row in rows for name in row})
+    for row in rows:
+        if odd := set(row) ^ set(schema.names):
+            raise SchemaMismatch(f"a row of a {kind} table has the columns {sorted(row)}: {sorted(odd)} differ")
+    columns = []
+    for field in schema:
+        try:
+            columns.append(pa.array([row[field.name] for row in rows], type=field.type))
+        except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+            raise SchemaMismatch(f"column {field.name!r} of a {kind} table, {field.type}: {error}") from error
+    return pa.table(columns, schema=schema)
+
+
+def _parquet_writer(where: Path | io.BytesIO, schema: pa.Schema) -> pq.ParquetWriter:
+    return pq.ParquetWriter(
+        where, schema, compression="zstd", compression_level=3, version="2.6", write_page_checksum=True
+    )
+
+
+def _write_groups(writer: pq.ParquetWriter, table: pa.Table) -> None:
+    for start in range(0, table.num_rows, ROW_GROUP):
+        writer.write_table(table.slice(start, ROW_GROUP).combine_chunks(), row_group_size=ROW_GROUP)
+
+
+def _columns_exist(file: pq.ParquetFile, columns: Sequence[str] | None, ref: ArtifactRef) -> None:
+    if missing := set(columns or ()) - set(file.schema_arrow.names):
+        raise SchemaMismatch(f"{ref.key} has no column {sorted(missing)}; it has {file.schema_arrow.names}")

@@ -1,0 +1,1 @@
+"""From graded rollouts, conversations or preferences to the rows of a training batch."""

@@ -1,0 +1,1 @@
+"""From rewards to advantages: normalisation, returns, GAE, KL controllers. Plain code without Prefect or torch."""

@@ -1,0 +1,70 @@
+"""IsolatedGrader grades in this process: {"thread"} in; "logs" and "grade", "ignored", "permanent" or "raised" out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from engine.errors import PermanentEngineError
+from engine.text.threads import StringThread
+from tasks.graders.base import BaseGrader, Grade, GraderError, IgnoreGradeException
+from tasks.graders.running.worker_side import Connection, connect
+from tasks.graders.spec import GraderSpec, build
+
+
+async def graded(grader: BaseGrader, thread: StringThread) -> dict[str, Any]:
+    """The outcome of one grade, as plain data."""
+    try:
+        grade = await grader.grade(thread)
+        if not isinstance(grade, Grade):
+            raise TypeError(f"grade() returned {type(grade).__name__}; expected a Grade")
+        return {"grade": grade.model_dump()}
+    except IgnoreGradeException as declined:
+        return {"ignored": str(declined)}
+    except (GraderError, PermanentEngineError) as error:
+        return {"permanent": str(error)}
+    except SystemExit as error:
+        return {"permanent": f"the grader raised {error!r}, which would end the process"}
+    except Exception as error:  # noqa: BLE001  the boundary to a user's code: raised again in the run's process
+        return {"raised": f"{type(error).__name__}: {error}"}
+
+
+def serve(connection: Connection, grader: BaseGrader) -> None:
+    """Grades until the input ends, then tears the grader down."""
+    logs: list[dict[str, float]] = []
+
+    def keep(values: Mapping[str, float]) -> None:
+        """Statistics are kept in the run's process."""
+        logs.append(dict(values))
+
+    grader.add_log = keep  # type: ignore[method-assign]
+    with asyncio.Runner() as runner:
+        try:
+            runner.run(grader.setup())
+        except Exception as error:  # noqa: BLE001  the boundary to a user's code: the parent raises it
+            connection.say(f"setup raised {type(error).__name__}: {error}".replace("\n", " "))
+            return
+
+        def answer(request: dict[str, Any]) -> dict[str, Any]:
+            logs.clear()
+            outcome = runner.run(graded(grader, StringThread.from_json(request["thread"])))
+            return outcome | {"logs": list(logs)}
+
+        connection.serve(answer)
+        runner.run(grader.teardown())
+
+
+def main() -> None:
+    connection = connect()
+    configuration = json.loads(connection.requests.readline() or "{}")
+    if configuration:
+        # the run's own modules first; on another machine the packages may lie elsewhere
+        sys.path[:] = [*configuration["sys_path"], *sys.path]
+        serve(connection, build(GraderSpec.model_validate_json(configuration["spec"])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Generates and grades rollouts: completions of prompts and episodes in environments, as tables."""

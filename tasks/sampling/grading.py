@@ -1,0 +1,107 @@
+"""Plain code behind the grade task: from completions to rewards, every one accounted for."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pyarrow as pa
+from pydantic import Field
+
+from engine.workspace import Workspace
+from storage.records import Frozen
+from storage.store import keys
+from storage.store.artifacts import ArtifactRef, find_artifact, made_from
+from storage.store.tables import SCHEMAS, commit_table, read_table
+from storage.worklog import log_work
+from tasks.evaluation.validation_curve import sums_by_source
+from tasks.graders.running.notes import grading_noted
+from tasks.graders.running.owner import grader_in_use
+from tasks.graders.running.run import GradeOutcome, grade_threads
+from tasks.graders.spec import GraderSpec
+from tasks.reports.clock import timed
+from tasks.sampling.completions import answered_thread
+
+
+class TooManyMasked(Exception):
+    """More completions could not be graded than the run allows."""
+
+
+class Grading(Frozen):
+    """Which grader, and how patiently."""
+
+    grader: GraderSpec
+    timeout_seconds: float = Field(60.0, gt=0)
+    """Per grade and attempt, without the time in which a judge waits for its engine."""
+    retries: int = Field(2, ge=0)
+    concurrency: int = Field(32, ge=1)
+    max_masked_fraction: float = Field(0.2, ge=0, le=1)
+    """The run fails when more of a shard's completions than this could not be graded."""
+
+
+async def grade_shard(
+    workspace: Workspace, rollouts: ArtifactRef, grading: Grading, *, stage: str, step: int, shard: int
+) -> ArtifactRef:
+    """The committed grades of one shard, graded now if nobody did before."""
+    store = workspace.open_store()
+    key = keys.step_artifact(workspace.run, stage, step, "graded", shard)
+    with timed("storage"):
+        found = find_artifact(store, key)
+        if found is not None:
+            return made_from(found, rollouts.uri)
+        rows = read_table(store, rollouts).to_pylist()
+    with timed("grade"):
+        outcomes = await grade_texts(rows, grading, workspace)
+    check_masked(outcomes, grading, where=rollouts.key)
+    log_work("grade", stage=stage, step=step, shard=shard)
+    table = graded_table(rows, outcomes)
+    by_source = sums_by_source([row["thread"] for row in rows], [one.reward for one in outcomes])
+    with timed("storage"):
+        committed = commit_table(
+            store,
+            key,
+            table,
+            kind="graded",
+            parents=(rollouts.uri,),
+            provenance=workspace.provenance,
+            extra={"by_source": by_source},  # type: ignore[dict-item]
+        )
+    return made_from(committed, rollouts.uri)
+
+
+async def grade_texts(rows: list[dict[str, object]], grading: Grading, workspace: Workspace) -> list[GradeOutcome]:
+    """One outcome per row of a rollouts table, in order. Judges that the grader names are spawned in `workspace`."""
+    spec = grading.grader
+    with grading_noted(spec.path, workspace) if spec.workers == "none" else nullcontext():
+        async with grader_in_use(spec, workspace) as grader:
+            return await grade_threads(
+                grader,
+                [answered_thread(row) for row in rows],
+                concurrency=grading.concurrency,
+                timeout_seconds=grading.timeout_seconds,
+                retries=grading.retries,
+            )
+
+
+def check_masked(outcomes: list[GradeOutcome], grading: Grading, *, where: str) -> None:
+    masked = [outcome for outcome in outcomes if outcome.status == "masked"]
+    if len(masked) > grading.max_masked_fraction * len(outcomes):
+        raise TooManyMasked(
+            f"{len(masked)} of {len(outcomes)} completions of {where} could not be graded, at most "
+            f"{grading.max_masked_fraction:.0%} may fail; the first reason: {masked[0].reason}. Mend the grader (the "
+            "rollouts are kept), or raise max_masked_fraction"
+        )
+
+
+def graded_table(rows: list[dict[str, object]], outcomes: list[GradeOutcome]) -> pa.Table:
+    graded = [
+        {
+            "prompt_index": row["prompt_index"],
+            "prompt_id": row["prompt_id"],
+            "completion": row["completion"],
+            "reward": outcome.reward,
+            "status": outcome.status,
+            "reason": outcome.reason,
+        }
+        for row, outcome in zip(rows, outcomes, strict=True)
+    ]
+    return pa.Table.from_pylist(graded, schema=SCHEMAS["graded"])

@@ -1,0 +1,60 @@
+"""Gradients of a trainer's updates, caught where they are used: at the door of the optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from engine.backends.protocol import Objective, UpdateReport
+from engine.backends.torch.trainer import TorchTrainer
+from engine.models.samples import Sample
+from storage.chain.records import OptimizerSpec
+
+WHOLE = 4096
+"""Packed tokens that no test's minibatch has."""
+NO_CLIP = 1e300
+"""A gradient norm that none has; lr 0 leaves the weights as they are."""
+
+Grads = dict[str, Tensor]
+
+
+def update(
+    trainer: TorchTrainer,
+    samples: Sequence[Sample],
+    objective: Objective,
+    optimizer: OptimizerSpec | None = None,
+    *,
+    max_tokens: int = WHOLE,
+) -> tuple[UpdateReport, Grads]:
+    """One update and the gradient that the optimizer was given; no gradient when it was not called."""
+    names = {id(p): name for name, p in trainer.model.module.named_parameters()}
+    caught: Grads = {}
+
+    def catch(adamw: torch.optim.Optimizer, *_: Any) -> None:
+        for group in adamw.param_groups:
+            caught.update({names[id(p)]: p.grad.clone() for p in group["params"] if p.grad is not None})
+
+    hook = register_optimizer_step_pre_hook(catch)
+    try:
+        report = trainer.update(
+            samples, objective, optimizer or OptimizerSpec(lr=0, max_grad_norm=NO_CLIP), max_tokens=max_tokens
+        )
+    finally:
+        hook.remove()
+    return report, caught
+
+
+def distance(found: Grads, expected: Grads) -> float:
+    """Relative L2 distance of the whole gradients; the distance itself from a gradient of zeros."""
+    assert found.keys() == expected.keys()
+    gap = math.sqrt(sum((found[name] - expected[name]).double().square().sum().item() for name in expected))
+    return gap / (norm_of(expected) or 1.0)
+
+
+def norm_of(grads: Grads) -> float:
+    return math.sqrt(sum(grad.double().square().sum().item() for grad in grads.values()))

@@ -1,0 +1,345 @@
+"""Adapters on one base: peft's maths and files, independent of each other, and the base is never changed."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from engine.backends.protocol import Objective
+from engine.backends.torch.causal_lm import load_causal_lm
+from engine.backends.torch.shared_base import AdapterTrainer, SharedBase
+from engine.backends.torch.trainer import TorchTrainer
+from engine.errors import BadSpec, NonFiniteGradient
+from engine.losses.spec import GRPOSpec
+from engine.models.samples import Sample
+from engine.protocol import TokenSequence
+from engine.specs.adapters import FullSpec, LoraSpec, trainable_of
+from storage.chain.records import OptimizerSpec
+from tests.fixtures.adapters import (
+    CE,
+    FAST,
+    LORA,
+    SOME,
+    SPECS,
+    SPLIT,
+    WHOLE,
+    backend,
+    logprobs,
+    samples,
+    state_of,
+    train,
+)
+
+
+@pytest.fixture
+def base(tiny_folder: Path) -> SharedBase:
+    return backend().load_base(tiny_folder, key="models/tiny/000001")
+
+
+# -- the spec --------------------------------------------------------------------------------------------------
+
+
+def test_what_a_root_says_is_trained() -> None:
+    assert trainable_of({"kind": "full"}) == FullSpec()
+    assert trainable_of({"kind": "lora", "rank": 2, "target_modules": ["q_proj"]}) == LoraSpec(
+        rank=2, alpha=32.0, target_modules=("q_proj",), use_rslora=False
+    )
+    assert trainable_of(SOME.model_dump(mode="json")) == SOME
+    assert (LORA.scale, LoraSpec(rank=4, alpha=6.0, use_rslora=True).scale) == (1.5, 3.0)  # 6 / 4, 6 / sqrt 4
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({}, "kind"),
+        ({"kind": "ia3"}, "ia3"),
+        ({"kind": "lora", "rank": 0}, "rank"),
+        ({"kind": "lora", "alpha": 0}, "alpha"),
+        ({"kind": "lora", "alpha": float("inf")}, "alpha"),
+        ({"kind": "lora", "target_modules": []}, "target_modules"),
+        ({"kind": "lora", "target_modules": "q_proj"}, "target_modules"),
+        ({"kind": "lora", "r": 8}, "r=8: is not a known field"),
+        ({"kind": "full", "rank": 8}, "rank=8: is not a known field"),
+    ],
+)
+def test_a_bad_spec_is_refused_by_name(given: dict[str, Any], named: str) -> None:
+    with pytest.raises(BadSpec, match=f"{named}.*Expected"):
+        trainable_of(given)
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [("no_proj", "no linear layer"), ("lm_head", "language head"), ("embed_tokens", "no linear layer"), ("proj", "no")],
+)
+def test_a_target_that_is_no_linear_layer_is_named(base: SharedBase, target: str, reason: str) -> None:
+    with pytest.raises(BadSpec, match=f"{target}.*{reason}.*down_proj, gate_proj, k_proj") as refused:
+        backend().adapter(base, LoraSpec(target_modules=("q_proj", target)), init_seed=0)
+    assert "all-linear" in str(refused.value)
+
+
+# -- policy 0 --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_policy_0_and_the_base_are_the_full_model_to_the_bit(tiny_folder: Path, dtype: str) -> None:
+    engine = backend(dtype)
+    full, base = engine.load(tiny_folder), engine.load_base(tiny_folder)
+    expected = logprobs(full)
+    assert logprobs(engine.adapter(base, LORA, init_seed=3)) == expected
+    assert logprobs(engine.adapter_off(base)) == expected
+    assert engine.adapter_off(base).weights_digest() == full.weights_digest()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_policy_0_of_a_model_with_biases_and_a_head_of_its_own(tmp_path: Path, dtype: str) -> None:
+    sizes = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    config = Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        made = Qwen2ForCausalLM(config)
+        for name, parameter in made.named_parameters():
+            if name.endswith("bias"):
+                nn.init.normal_(parameter)
+    made.save_pretrained(tmp_path / "qwen")
+    engine = backend(dtype)
+    base = engine.load_base(tmp_path / "qwen")
+    assert logprobs(engine.adapter(base, LORA, init_seed=0)) == logprobs(engine.load(tmp_path / "qwen"))
+    assert base.model.head.weight.dtype == base.model.compute_dtype
+    assert "lm_head" not in base.layers
+    off = engine.adapter_off(base)
+    off.export_merged(tmp_path / "again")
+    assert logprobs(engine.load(tmp_path / "again")) == logprobs(off)
+
+
+def test_a_base_in_lower_precision_holds_its_linear_layers_once(tiny_folder: Path) -> None:
+    full, half = (backend(dtype).load_base(tiny_folder) for dtype in ("float32", "bfloat16"))
+    linear = sum(layer.weight.numel() for layer in full.layers.values())
+    assert full.nbytes() - half.nbytes() == 2 * linear
+    every = sum(p.numel() for p in full.model.module.parameters())
+    half.sampling_model()
+    assert full.nbytes() - half.nbytes() == 2 * linear - 2 * (every - linear)  # embeddings and norms in both
+
+
+def test_a_is_drawn_by_seed_and_name_and_b_is_zero(base: SharedBase, tiny_folder: Path) -> None:
+    def draw(seed: int, spec: LoraSpec = LORA, on: SharedBase = base) -> dict[str, Tensor]:
+        return {name: p.detach().clone() for name, p in backend().adapter(on, spec, init_seed=seed).trained()}
+
+    first, again, other = draw(0), draw(0, on=backend().load_base(tiny_folder)), draw(1)
+    assert len(first) == 2 * 7 * 4  # A and B of the seven linear layers of four blocks
+    a_names = [name for name in first if name.endswith("lora_A.weight")]
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not any(torch.equal(first[name], other[name]) for name in a_names)
+    assert not any(first[name].any() for name in first.keys() - set(a_names))
+    narrow = draw(0, LoraSpec(rank=4, target_modules=("q_proj",)))
+    assert all(torch.equal(narrow[name], first[name]) for name in narrow)
+    same_shape = [first[name] for name in a_names if "q_proj" in name or "k_proj" in name]
+    assert not any(torch.equal(x, y) for i, x in enumerate(same_shape) for y in same_shape[:i])
+    for name in a_names:  # uniform in +-1/sqrt(fan in), as peft's kaiming_uniform_(a=sqrt(5))
+        bound = first[name].shape[1] ** -0.5
+        assert 0.9 * bound < first[name].abs().max() <= bound
+
+
+# -- peft's maths ----------------------------------------------------------------------------------------------
+
+
+def peft_model(module: nn.Module, spec: LoraSpec, adapter: AdapterTrainer) -> nn.Module:
+    """peft on another load of the model, with the adapter's matrices."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        r=spec.rank,
+        lora_alpha=spec.alpha,
+        target_modules=spec.target_modules if spec.target_modules == "all-linear" else list(spec.target_modules),
+        use_rslora=spec.use_rslora,
+        task_type="CAUSAL_LM",
+    )
+    wrapped = get_peft_model(module, config, autocast_adapter_dtype=False)
+    theirs = peft_parameters(wrapped)
+    assert theirs.keys() == dict(adapter.trained()).keys()
+    with torch.no_grad():
+        for name, parameter in adapter.trained():
+            theirs[name].copy_(parameter)
+    return wrapped.eval()
+
+
+def peft_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    found = {name: p for name, p in module.named_parameters() if "lora_" in name}
+    return {n.removeprefix("base_model.model.").replace(".default", ""): p for n, p in found.items()}
+
+
+@contextmanager
+def caught_gradients(trainer: TorchTrainer) -> Iterator[dict[str, Tensor]]:
+    """The gradients that the optimizer is given, by name."""
+    names = {id(p): name for name, p in trainer.trained()}
+    caught: dict[str, Tensor] = {}
+
+    def catch(adamw: torch.optim.Optimizer, *_: Any) -> None:
+        caught.update({names[id(p)]: p.grad.clone() for g in adamw.param_groups for p in g["params"]})
+
+    hook = register_optimizer_step_pre_hook(catch)
+    try:
+        yield caught
+    finally:
+        hook.remove()
+
+
+@pytest.mark.parametrize("max_tokens", [WHOLE, SPLIT])
+@pytest.mark.parametrize("spec", [LORA, SOME], ids=["all-linear", "some-rslora"])
+def test_the_gradient_is_pefts(tiny_folder: Path, spec: LoraSpec, max_tokens: int) -> None:
+    base = backend("float64").load_base(tiny_folder)
+    adapter = backend("float64").adapter(base, spec, init_seed=1)
+    train(adapter, 60)  # at B = 0 the gradient of A is zero
+    plain = load_causal_lm(
+        tiny_folder, dtype=torch.float64, compute_dtype=torch.float64, device=torch.device("cpu")
+    ).module
+    plain.set_attn_implementation("sdpa")  # type: ignore[operator]
+    theirs = peft_model(plain, spec, adapter)
+    batch = samples(100)
+    nats = []
+    for sample in batch:
+        ids = torch.tensor([sample.token_ids])
+        all_T = theirs(input_ids=ids, use_cache=False).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])
+        nats.append(all_T.squeeze(1)[torch.tensor(sample.weights[1:]) > 0])
+    loss = -torch.cat(nats).mean()
+    loss.backward()
+    with caught_gradients(adapter) as found:
+        report = adapter.update(batch, CE, OptimizerSpec(lr=0, max_grad_norm=1e9), max_tokens=max_tokens)
+    assert report.metrics["loss"] == pytest.approx(loss.item(), rel=1e-12)
+    expected = {name: p.grad for name, p in peft_parameters(theirs).items()}
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        assert expected[name] is not None and expected[name].abs().max() > 1e-6
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("spec", [LORA, SOME], ids=["all-linear", "some-rslora"])
+def test_peft_loads_the_export_and_transformers_the_merged_one(
+    base: SharedBase, tiny_folder: Path, tmp_path: Path, spec: LoraSpec
+) -> None:
+    from peft import PeftModel
+
+    adapter = backend().adapter(base, spec, init_seed=5)
+    train(adapter, 60, updates=3)
+    files = adapter.export(tmp_path / "adapter")
+    assert sorted(files) == ["adapter_config.json", "adapter_model.safetensors"]
+    config = json.loads(files["adapter_config.json"].read_text())
+    assert config["base_model_name_or_path"] == "models/tiny/000001"
+    plain = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32, attn_implementation="eager").eval()
+    ids = torch.tensor([[5, 60, 61, 7, 8, 9, 100]])
+    with torch.no_grad():
+        untrained = plain(ids).logits
+        loaded = PeftModel.from_pretrained(plain, tmp_path / "adapter").eval()(ids).logits
+        adapter.export_merged(tmp_path / "merged")
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager").eval()
+        assert merged.dtype == torch.float32
+        together = merged(ids).logits
+    assert (loaded - untrained).abs().max() > 0.1
+    assert (loaded - together).abs().max() <= 1e-5
+    token = TokenSequence(ids[0].tolist(), [0.0] + [1.0] * 6, "")
+    own = torch.tensor(adapter.logprobs([token], temperature=1.0, max_tokens=WHOLE)[0])
+    expected = loaded[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
+    assert (own - expected).abs().max() <= 1e-5
+
+
+# -- many adapters on one base ---------------------------------------------------------------------------------
+
+def test_adapters_trained_in_turn_are_those_trained_alone(base: SharedBase, tiny_folder: Path, tmp_path: Path) -> None:
+    off = backend().adapter_off(base)
+    untouched, weights = logprobs(off), base.model.module.state_dict()
+    weights = {name: tensor.clone() for name, tensor in weights.items()}
+    together = [backend().adapter(base, spec, init_seed=seed) for seed, spec in enumerate(SPECS)]
+    for update in range(3):
+        for index, adapter in enumerate(together):
+            train(adapter, 20 * index + update)
+            logprobs(together[index - 1])
+    assert logprobs(off) == untouched
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in base.model.module.state_dict().items())
+    found = [logprobs(adapter) for adapter in together]
+    assert len({str(values) for values in [*found, untouched]}) == 4
+    for index, (spec, adapter) in enumerate(zip(SPECS, together, strict=True)):
+        alone = backend().adapter(backend().load_base(tiny_folder), spec, init_seed=index)
+        train(alone, 20 * index, updates=3)
+        assert logprobs(alone) == found[index]
+        assert alone.weights_digest() == adapter.weights_digest()
+        assert state_of(alone, tmp_path / f"alone-{index}") == state_of(adapter, tmp_path / f"together-{index}")
+
+
+def test_an_error_in_an_adapters_call_leaves_the_base_without_it(base: SharedBase) -> None:
+    off, adapter = backend().adapter_off(base), backend().adapter(base, LORA, init_seed=0)
+    train(adapter, 60)
+    before = logprobs(off)
+    bad = [Sample([1, 2], [0.0, 1.0], advantages=[float("inf")], old_logprobs=[-5.0])]
+    with pytest.raises(NonFiniteGradient):
+        adapter.update(bad, Objective(GRPOSpec(kl_beta=0)), FAST, max_tokens=WHOLE)
+
+    def fail() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        adapter.update(samples(1), CE, FAST, max_tokens=WHOLE, on_micro_batch=fail)
+    assert all(layer.pair is None for layer in base.layers.values())
+    assert logprobs(off) == before
+
+
+def test_a_call_within_a_call_has_its_own_adapter_and_gives_the_outer_one_back(base: SharedBase) -> None:
+    off = backend().adapter_off(base)
+    wide, narrow = (backend().adapter(base, spec, init_seed=0) for spec in SPECS[:2])
+    train(wide, 60)
+    train(narrow, 80)
+    alone = [logprobs(trainer) for trainer in (off, wide, narrow)]
+    with wide.in_use():
+        assert [logprobs(trainer) for trainer in (off, narrow)] == [alone[0], alone[2]]
+        assert {name: layer.pair for name, layer in base.layers.items()} == wide.pairs
+    assert logprobs(off) == alone[0]
+
+
+def test_the_base_itself_is_only_read(base: SharedBase, tmp_path: Path) -> None:
+    off = backend().adapter_off(base)
+    with pytest.raises(BadSpec, match="adapter"):
+        off.update(samples(1), CE, FAST, max_tokens=WHOLE)
+    with pytest.raises(BadSpec, match="checkpoint"):
+        off.write_checkpoint(tmp_path)
+    with pytest.raises(BadSpec, match="checkpoint"):
+        off.read_checkpoint({}, optimizer=False)
+    assert off.nbytes() == 0
+
+
+def live_tensor_bytes() -> int:
+    """Of every tensor that Python can reach in this process, each storage once."""
+    gc.collect()
+    tensors = [found for found in gc.get_objects() if isinstance(found, Tensor)]
+    tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_three_adapters_cost_less_than_half_a_base(tiny_folder: Path, dtype: str) -> None:
+    engine = backend(dtype)
+    empty = live_tensor_bytes()
+    base = engine.load_base(tiny_folder)
+    alone = live_tensor_bytes() - empty
+    assert base.nbytes() <= alone <= 1.01 * base.nbytes()  # buffers are not counted
+    spec = LoraSpec(rank=1) if dtype == "bfloat16" else LoraSpec(rank=2)
+    adapters = [engine.adapter(base, spec, init_seed=seed) for seed in range(3)]
+    for adapter in adapters:
+        train(adapter, 3)
+    together = live_tensor_bytes() - empty
+    assert together < 1.5 * alone
+    assert base.nbytes() + sum(adapter.nbytes() for adapter in adapters) < 1.5 * base.nbytes()
+    held = sum(adapter.nbytes(training=False) for adapter in adapters)  # no gradient between updates
+    assert together - alone == pytest.approx(held, rel=0.01)
+    weights = sum(p.nbytes for _, p in adapters[0].trained())
+    assert adapters[0].nbytes() == 4 * weights  # and a gradient and two moments
+    adapters[0].reset_optimizer()
+    assert adapters[0].nbytes(training=False) == weights

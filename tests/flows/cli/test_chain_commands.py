@@ -1,0 +1,180 @@
+"""The chain's commands as they are typed: what they print, and how they end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from flows.cli.main import app
+from storage.chain.records import Chain
+from storage.store import keys
+from storage.store.artifacts import find_artifact
+from tests.fixtures.toy_run import ToyRun
+
+
+@pytest.fixture
+def toy(toy_run: ToyRun, tmp_path: Path) -> ToyRun:
+    return toy_run.copied(tmp_path / "copy")
+
+
+def ostinato(run: ToyRun, *words: str) -> Result:
+    return CliRunner().invoke(app, [*words, "--storage", str(run.folder)])
+
+
+def answer(run: ToyRun, *words: str, status: int = 0) -> Any:
+    """The JSON document that a command prints."""
+    result = ostinato(run, *words, "--json")
+    assert result.exit_code == status, result.output
+    return json.loads(result.stdout)
+
+
+def test_ls_shows_runs_and_forks(toy: ToyRun) -> None:
+    assert ostinato(toy, "fork", "toy", "--step", "2", "--run", "nightly/1").exit_code == 0
+    rows = {row["run"]: row for row in answer(toy, "runs", "ls")}
+    assert set(rows) == {"toy", "nightly/1"}
+    run, new = rows["toy"], rows["nightly/1"]
+    assert (run["state"], run["kind"], run["head_step"], run["lease_epoch"]) == ("finished", "grpo", 4, 1)
+    assert (new["state"], new["created"], new["head_step"], new["lease_epoch"]) == ("fork", None, 2, 0)
+    assert (run["forked_from"], new["forked_from"]) == (None, "toy/0-grpo@2")
+    shown = ostinato(toy, "runs", "ls")
+    assert "nightly/1" in shown.stdout
+    assert "toy/0-grpo@2" in shown.stdout
+
+
+def test_ls_leaves_out_what_nobody_started(toy: ToyRun) -> None:
+    assert ostinato(toy, "fork", "toy", "--step", "2", "--run", "evaluation/ab12").exit_code == 0
+    assert [row["run"] for row in answer(toy, "runs", "ls")] == ["toy"]
+    assert [row["run"] for row in answer(toy, "runs", "ls", "--all")] == ["evaluation/ab12", "toy"]
+
+
+def test_show_tells_the_run(toy: ToyRun) -> None:
+    view = answer(toy, "runs", "show", "toy")
+    assert view["semantic"]["grader"]["path"] == "tests.fixtures.grading:even_share"
+    (chain,) = view["chains"]
+    assert (chain["stage"], chain["head"], chain["checkpoints"]) == ("0-grpo", 4, [2, 4])
+    assert view["last_metrics"]["0-grpo"]["step"] == 3  # metrics count from 0
+    assert [lease["epoch"] for lease in view["leases"]] == [1]
+    assert view["models"] == [{"model": view["result"]["model"], "policy": toy.chain.policy(4).uri}]
+    shown = ostinato(toy, "runs", "show", "toy").stdout
+    assert "tests.fixtures.grading:even_share" in shown
+    assert view["result"]["model"] in shown
+
+
+def test_a_named_checkpoint_is_shown_and_removed(toy: ToyRun) -> None:
+    key = keys.checkpoint("toy", "0-grpo", "policy", 2)
+    toy.store.put_if_absent(keys.checkpoint_name(key), b'{"name":"good"}')
+    (chain,) = answer(toy, "runs", "show", "toy")["chains"]
+    assert (chain["checkpoints"], chain["names"]) == ([2, 4], {"2": ["good"]})
+    assert "2=good 4" in ostinato(toy, "runs", "show", "toy").stdout
+    size = find_artifact(toy.store, key).bytes  # type: ignore[union-attr]
+    remove = ("runs", "remove-checkpoint", "toy/0-grpo/good")
+    would = ostinato(toy, *remove, "--dry-run")
+    assert (would.exit_code, would.stdout) == (0, f"would remove {key}: {size / 2**20:.1f} MiB\n")
+    assert find_artifact(toy.store, key) is not None
+    assert answer(toy, *remove) == {"dry_run": False, "removed": [{"checkpoint": key, "bytes": size}]}
+    (chain,) = answer(toy, "runs", "show", "toy")["chains"]
+    assert (chain["checkpoints"], chain["names"]) == ([4], {})
+    again = ostinato(toy, *remove)
+    assert again.exit_code == 1
+    assert "NoSuchCheckpoint: there is no checkpoint 'toy/0-grpo/good'" in again.stderr
+
+
+def test_a_checkpoint_in_use_is_not_removed(toy: ToyRun) -> None:
+    key = keys.checkpoint("toy", "0-grpo", "policy", 2)
+    toy.store.put_if_absent(keys.checkpoint_name(key), b'{"name":"good"}')
+    assert ostinato(toy, "fork", "toy", "--step", "2", "--run", "new").exit_code == 0
+    refused = ostinato(toy, "runs", "remove-checkpoint", "toy/good")
+    assert refused.exit_code == 1
+    assert "run 'new' was forked there" in refused.stderr
+    assert find_artifact(toy.store, key) is not None
+
+
+def test_nothing_of_the_environment_is_shown(toy: ToyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = "hush-4f1c9b"
+    for name in ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "OSTINATO_ENGINE_TOKEN"):
+        monkeypatch.setenv(name, secret)
+    for words in (["runs", "ls"], ["runs", "show", "toy"], ["runs", "lineage", "toy"], ["verify", "toy"]):
+        for form in ([], ["--json"]):
+            assert secret not in ostinato(toy, *words, *form).output
+
+
+def test_lineage_of_a_model(toy: ToyRun) -> None:
+    found = answer(toy, "runs", "lineage", "toy")
+    assert found["base"].startswith("tiny@")
+    assert [step["step"] for step in found["steps"]] == [1, 2, 3, 4]
+    assert [step["completions"] for step in found["steps"]] == [16, 16, 16, 16]
+    # ten prompts in an epoch: the first two steps cannot meet one twice
+    assert len({prompt for step in found["steps"][:2] for prompt in step["prompts"]}) == 8
+    prompt = found["steps"][3]["prompts"][0]
+    touched = answer(toy, "runs", "lineage", "toy", "--prompt", prompt)["prompt"]
+    assert touched["ids"] == [prompt]
+    assert "toy/0-grpo/policy@4" in touched["checkpoints"]
+    assert ostinato(toy, "runs", "lineage", "toy").exit_code == 0
+    assert "toy/0-grpo/policy@4" in ostinato(toy, "runs", "lineage", "toy", "--prompt", prompt).stdout
+    nobody = ostinato(toy, "runs", "lineage", "toy", "--prompt", "no such text")
+    assert nobody.exit_code == 1
+    assert "no step of this lineage used" in nobody.stdout
+
+
+def test_verify_says_what_is_equal_and_what_differs(toy: ToyRun) -> None:
+    fine = ostinato(toy, "verify", "toy")
+    assert fine.exit_code == 0, fine.output
+    assert "equal to the byte" in fine.stdout
+    key = keys.chain_record("toy", "0-grpo", "policy", 3)
+    body = json.loads(toy.store.get(key)) | {"weights_digest": "0" * 64, "tensor_digests": []}
+    toy.store.put(key, json.dumps(body).encode())
+    broken = ostinato(toy, "verify", "toy", "--stage", "0-grpo", "--model", "policy")
+    assert broken.exit_code == 1
+    assert f"error {key}: step 3 differs" in broken.stdout
+    assert "what to do:" in broken.stdout
+    (problem,) = answer(toy, "verify", "toy", status=1)["chains"][0]["problems"]
+    assert problem["key"] == key
+
+
+def test_replay_says_equal_aloud(toy: ToyRun) -> None:
+    shown = ostinato(toy, "replay", "toy", "--step", "2")
+    assert shown.exit_code == 0, shown.output
+    assert "equal to the byte" in shown.stdout
+    body = answer(toy, "replay", "toy", "--step", "2", "--lr", "0.5", "--loss", "kl_beta=0.5")
+    assert body["what_if"] == {"loss": {"kl_beta": 0.5}, "lr": 0.5, "batch_of": None}
+    assert body["weights_equal"] is False
+    what_if = ostinato(toy, "replay", "toy", "--step", "2", "--lr", "0.5")
+    assert what_if.exit_code == 0
+    assert "Nothing was committed" in what_if.stdout
+    assert Chain(toy.store, "toy", "0-grpo", "policy").head().step == 4
+
+
+def test_fork_says_how_to_go_on(toy: ToyRun) -> None:
+    said = ostinato(toy, "fork", "toy", "--step", "3", "--run", "new")
+    assert said.exit_code == 0, said.output
+    assert "ostinato run grpo --config FILE --run new" in said.stdout
+    assert answer(toy, "fork", "toy", "--step", "3", "--run", "new")["new"] == "new"
+    assert Chain(toy.store, "new", "0-grpo", "policy").head().step == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "says"),
+    [
+        (["runs", "show", "none"], 1, "no run 'none'"),
+        (["runs", "show", "../x"], 2, "not a name"),
+        (["runs", "lineage", "none"], 1, "neither a registered model nor a run"),
+        (["verify", "none"], 1, "no chain"),
+        (["verify", "toy", "--sample", "0"], 2, "--sample"),
+        (["replay", "toy", "--step", "9"], 1, "no step 9; it has steps 1 to 4"),
+        (["replay", "toy", "--step", "1", "--model", "value"], 1, "no such chain"),
+        (["replay", "toy", "--step", "1", "--loss", "kl_beta"], 2, "kl_beta"),
+        (["replay", "toy", "--step", "1", "--loss", "kl_bata=1"], 1, "kl_bata"),
+        (["fork", "toy", "--step", "1", "--run", "toy"], 1, "into itself"),
+        (["fork", "toy", "--step", "9", "--run", "new"], 1, "no step 9"),
+        (["fork", "toy", "--step", "1"], 2, "--run"),
+    ],
+)
+def test_refusals_are_one_message_and_a_status(toy_run: ToyRun, words: list[str], status: int, says: str) -> None:
+    result = ostinato(toy_run, *words)
+    assert result.exit_code == status, result.output
+    assert says in result.output
+    assert "Traceback" not in result.output

@@ -1,0 +1,207 @@
+"""`ostinato models` as it is typed: champions moved and moved back, cards, and pushes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from flows.cli.main import app
+from storage.inspect.audit import audit_store
+from storage.registry.models import find_model, list_versions
+from storage.store import keys
+from tests.fixtures.s3 import KEY, SECRET
+from tests.fixtures.toy_run import ToyRun
+
+
+@pytest.fixture
+def toy(toy_run: ToyRun, tmp_path: Path) -> ToyRun:
+    return toy_run.copied(tmp_path / "copy")
+
+
+@pytest.fixture
+def version(toy: ToyRun) -> str:
+    (only,) = list_versions(toy.store, "toy")
+    return only
+
+
+@pytest.fixture
+def second(toy: ToyRun, tmp_path: Path) -> str:
+    """Another version of the model `toy`."""
+    from storage.registry.models import publish_model
+    from storage.store.artifacts import Provenance
+    from storage.store.download import materialise_files
+
+    (version,) = list_versions(toy.store, "toy")
+    files = materialise_files(toy.store, keys.model_version("toy", version), tmp_path / "files")
+    note = tmp_path / "note.txt"
+    note.write_text("the same weights")
+    provenance = Provenance(code_version="a", config_digest="0" * 64, seed=0)
+    publish_model(toy.store, "toy", "again", files | {"note.txt": note}, provenance=provenance)
+    return "again"
+
+
+def ostinato(toy: ToyRun, *words: str) -> Result:
+    return CliRunner().invoke(app, ["models", *words, "--storage", str(toy.folder)], env={"COLUMNS": "250"})
+
+
+def answer(toy: ToyRun, *words: str) -> Any:
+    result = ostinato(toy, *words, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def done(toy: ToyRun, *words: str) -> str:
+    result = ostinato(toy, *words)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def refused(toy: ToyRun, *words: str) -> str:
+    result = ostinato(toy, *words)
+    assert result.exit_code == 1, result.output
+    return " ".join(result.output.split())
+
+
+def test_promote_promote_rollback(toy: ToyRun, version: str, second: str) -> None:
+    assert "who" not in done(toy, "promote", f"toy@{version}", "--why", "first", "--who", "Ada")
+    done(toy, "promote", "toy@again", "--why", "better", "--who", "Ada")
+    rows = {row["model"]: row for row in answer(toy, "ls")}
+    assert (rows["toy"]["champion"], rows["toy"]["by"], rows["toy"]["versions"]) == ("again", "Ada", 2)
+    assert rows["tiny"]["champion"] is None
+
+    said = done(toy, "rollback", "toy", "--why", "it repeats itself", "--who", "Bo")
+    assert f"the champion of toy is {version}, after again" in said
+    told = answer(toy, "show", "toy")
+    assert [move["version"] for move in told["moves"]] == [version, "again", version]
+    assert [move["action"] for move in told["moves"]] == ["promote", "promote", "rollback"]
+    assert [(d["action"], d["who"], d["reasons"], d["in_force"]) for d in told["decisions"]] == [
+        ("promote", "Ada", ["first"], True),
+        ("promote", "Ada", ["better"], True),
+        ("rollback", "Bo", ["it repeats itself"], True),
+    ]
+    assert "nobody to roll back to" in refused(toy, "rollback", "toy")
+    assert audit_store(toy.store).problems == ()
+    shown = done(toy, "show", "toy")
+    assert "it repeats itself" in shown and "champion" in shown
+
+
+def test_the_champion_again_is_no_decision(toy: ToyRun, version: str) -> None:
+    done(toy, "promote", "toy")
+    before = {info.key for info in toy.store.list()}
+    assert "is the champion already" in done(toy, "promote", "toy@champion")
+    assert {info.key for info in toy.store.list()} == before
+
+
+def test_what_is_not_there_is_refused(toy: ToyRun, version: str) -> None:
+    assert f"no version or alias '9'; published: {version}" in refused(toy, "promote", "toy@9")
+    assert "no model 'nobody'" in refused(toy, "show", "nobody")
+    assert "published: tiny, toy" in refused(toy, "promote", "nobody")
+    assert "there is no champion" in refused(toy, "rollback", "toy")
+    assert ostinato(toy, "show", "../up").exit_code == 2
+
+
+def test_a_card_has_a_header_that_hubs_read_and_says_what_made_the_model(toy: ToyRun, version: str) -> None:
+    done(toy, "promote", "toy", "--why", "reads well", "--who", "Ada")
+    text = done(toy, "card", "toy@champion")
+    _, header, body = text.split("---\n", 2)
+    fields = yaml.safe_load(header)
+    assert fields["library_name"] == "transformers" and fields["pipeline_tag"] == "text-generation"
+    assert fields["base_model"].startswith("tiny@") and fields["tags"] == ["ostinato", "grpo"]
+    assert f"# toy@{version}" in body and "4 gradient steps" in body
+    assert toy.chain.head().state[:16] in body and "reads well" in body and "by Ada" in body
+    record = toy.chain.record(1)
+    assert record is not None
+    dataset = json.loads(toy.store.get(keys.run_json("toy")))["semantic"]["inputs"]["dataset"]
+    assert dataset in body
+    model = find_model(toy.store, "toy", version)
+    assert model is not None
+    files = {info.key for info in toy.store.list(f"{model.key}/")}
+    assert not any(key.endswith("README.md") for key in files)  # the version itself is as it was
+
+
+def test_an_imported_model_has_a_card_too(toy: ToyRun) -> None:
+    text = done(toy, "card", "tiny")
+    assert "Imported into the registry" in text and "base_model" not in text
+
+
+def test_push_copies_the_version_and_its_card_and_completes_what_was_interrupted(
+    toy: ToyRun, version: str, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    target = tmp_path / "pushed"
+    assert "files" in done(toy, "push", "toy", str(target))
+    names = {path.name for path in target.iterdir()}
+    assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= names
+    source = toy.folder / "models" / "toy" / version / "model.safetensors"
+    assert (target / "model.safetensors").read_bytes() == source.read_bytes()
+    assert f"# toy@{version}" in (target / "README.md").read_text()
+    assert AutoModelForCausalLM.from_pretrained(target).config.model_type == "llama"
+    (target / "tokenizer.json").unlink()
+    (target / "README.md").unlink()
+    done(toy, "push", "toy", str(target))
+    assert {path.name for path in target.iterdir()} == names
+
+
+def test_a_folder_with_other_files_is_refused_unless_forced(toy: ToyRun, tmp_path: Path) -> None:
+    target = tmp_path / "mine"
+    target.mkdir()
+    (target / "thesis.txt").write_text("years of work")
+    assert "holds other files (thesis.txt)" in refused(toy, "push", "toy", str(target))
+    assert [path.name for path in target.iterdir()] == ["thesis.txt"]
+    done(toy, "push", "toy", str(target), "--force")
+    assert (target / "thesis.txt").read_text() == "years of work" and (target / "config.json").is_file()
+
+
+def test_push_to_another_scheme(toy: ToyRun) -> None:
+    import fsspec
+
+    done(toy, "push", "toy", "memory://bucket/toy")
+    assert fsspec.filesystem("memory").exists("/bucket/toy/README.md")
+    assert "nothing can be pushed to 'nonsense://x'" in refused(toy, "push", "toy", "nonsense://x")
+
+
+def test_push_to_s3_takes_its_server_and_credentials_from_the_environment(
+    toy: ToyRun, version: str, moto_endpoint: str, moto_bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import boto3
+
+    for name, value in {"ENDPOINT_URL": moto_endpoint, "ACCESS_KEY_ID": KEY, "SECRET_ACCESS_KEY": SECRET}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    for _ in range(2):  # again: the same files are no strangers
+        done(toy, "push", "toy", f"s3://{moto_bucket}/models/toy")
+    client = boto3.client("s3")
+    found = {each["Key"] for each in client.list_objects_v2(Bucket=moto_bucket)["Contents"]}
+    assert {f"models/toy/{name}" for name in ("README.md", "config.json", "model.safetensors")} <= found
+    source = toy.folder / "models" / "toy" / version / "model.safetensors"
+    copy = client.get_object(Bucket=moto_bucket, Key="models/toy/model.safetensors")["Body"].read()
+    assert copy == source.read_bytes()
+    client.put_object(Bucket=moto_bucket, Key="models/toy/thesis.txt", Body=b"years of work")
+    assert "holds other files (thesis.txt)" in refused(toy, "push", "toy", f"s3://{moto_bucket}/models/toy")
+    assert "cannot be written" in refused(toy, "push", "toy", "s3://no-such-bucket/toy")
+    assert "no-such-bucket" not in {bucket["Name"] for bucket in client.list_buckets()["Buckets"]}
+
+
+def test_push_to_a_hub_is_one_commit(toy: ToyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+    calls: list[Any] = []
+
+    class Hub:
+        def create_repo(self, repository: str, **options: Any) -> None:
+            calls.append((repository, options))
+
+        def create_commit(self, repository: str, operations: list[Any], **options: Any) -> None:
+            calls.append((repository, sorted(operation.path_in_repo for operation in operations)))
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    done(toy, "push", "toy", "hf://ada/toy")
+    (made, options), (written, names) = calls
+    assert made == written == "ada/toy"
+    assert options == {"private": True, "exist_ok": True}
+    assert names.count("README.md") == 1 and "model.safetensors" in names

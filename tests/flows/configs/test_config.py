@@ -1,0 +1,376 @@
+"""Configs: what is refused, and how it is said; run keys the command line remembers; when checkpoints are due."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import BaseModel, ValidationError
+from typer.testing import CliRunner
+
+from flows.cli import demo
+from flows.cli.main import app
+from flows.cli.memory import forget, remembered_run
+from flows.configs.common import CheckpointConfig, FlowConfig, GRPOConfig, SFTConfig
+from flows.configs.overrides import ConfigError, parse_config
+from flows.runs.code_version import code_version
+from flows.training.checkpointing import CheckpointSchedule
+
+GRPO = {"model": {"key": "m"}, "data": {"train": {"kind": "file", "path": "p"}}, "grader": {"path": "a:b"}}
+SFT = {"model": {"key": "m"}, "data": {"train": {"kind": "file", "path": "p"}}}
+
+
+def changed(base: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """A config with dotted changes, __ for dots. Steps are given unless a change says otherwise."""
+    config: dict[str, Any] = {group: dict(keys) for group, keys in base.items()}
+    config["algorithm"] = {"steps": 4}
+    for name, value in changes.items():
+        group, _, key = name.partition("__")
+        if key:
+            config.setdefault(group, {})[key] = value
+        else:
+            config[group] = value
+    return config
+
+
+def refusal(model: type[FlowConfig], config: dict[str, Any], tmp_path: Path) -> str:
+    """What a person reads about a config that cannot be used."""
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    with pytest.raises(ConfigError) as refused:
+        parse_config(model, path)
+    return str(refused.value)
+
+
+# -- refused -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        # what was given, and what to do
+        ({"algorithm__clip_rnage": 0.2}, ["algorithm.clip_rnage", "unknown key", "did you mean 'clip_range'"]),
+        ({"optimiser": {"lr": 1.0}}, ["optimiser", "unknown key", "did you mean 'optimizer'"]),
+        (
+            {"algorithm__samples_per_batch": 20, "algorithm__completions_per_sample": 8},
+            ["samples_per_batch=20", "multiple of completions_per_sample=8"],
+        ),
+        (
+            {"algorithm__samples_per_batch": 64, "algorithm__samples_per_mini_batch": 128},
+            ["samples_per_mini_batch=128", "samples_per_batch=64", "lower it"],
+        ),
+        ({"algorithm__clip_range": 0.0}, ["algorithm.clip_range", "greater than 0", "0.0"]),
+        ({"algorithm__clip_range": -0.1}, ["algorithm.clip_range", "greater than 0", "-0.1"]),
+        ({"algorithm__clip_range": 1.5}, ["algorithm.clip_range", "less than or equal to 1", "1.5"]),
+        ({"algorithm__clip_range_high": 0.0}, ["algorithm.clip_range_high", "greater than 0", "0.0"]),
+        ({"algorithm__kl_beta": -1.0}, ["algorithm.kl_beta", "greater than or equal to 0", "-1.0"]),
+        ({"algorithm__steps": 0}, ["algorithm.steps", "greater than or equal to 1", "0"]),
+        ({"algorithm__steps": 4, "algorithm__epochs": 2}, ["steps=4", "epochs=2", "give one"]),
+        ({"algorithm__steps": None}, ["algorithm.steps", "algorithm.epochs", "'cosine'", "give steps", "'constant'"]),
+        (
+            {"algorithm__steps": None, "optimizer__schedule": "constant"},
+            ["without steps or epochs", "checkpoints.frequency=null", "checkpoints.every_steps"],
+        ),
+        (
+            {"algorithm__old_logprobs": "sampler", "regularisation__importance_cap": 2.0},
+            ["importance_cap=2.0 has no effect", "old_logprobs='sampler'", "leave it out"],
+        ),
+        ({"sampling__temperature": 0.0}, ["sampling.temperature=0", "use"]),
+        ({"sampling__temperature": -1.0}, ["sampling.temperature", "greater than or equal to 0", "-1.0"]),
+        ({"optimizer__lr": "fast"}, ["optimizer.lr", "number", "'fast'"]),
+        ({"optimizer__lr": 1e38}, ["optimizer.lr", "less than or equal to 1000", "1e+38"]),
+        ({"optimizer__weight_decay": 1e38}, ["optimizer.weight_decay", "less than or equal to 1000", "1e+38"]),
+        ({"algorithm__kl_beta": 1e308}, ["algorithm.kl_beta", "less than or equal to 10000", "1e+308"]),
+        ({"optimizer__schedule": "cosin"}, ["optimizer.schedule", "'cosine'", "'constant'", "'cosin'"]),
+        ({"data__truncation": "middle"}, ["data.truncation", "'left'", "'drop'", "'middle'"]),
+        ({"model__publish_as": "a name"}, ["model.publish_as", "'a name' is not a name"]),
+        ({"model__name": "../up"}, ["model.name", "'../up' is not a name"]),
+        ({"engine": {"deterministic": True, "compute_dtype": "bfloat16"}}, ["deterministic=true", "compute_dtype"]),
+        ({"checkpoints__frequency": 1.5}, ["checkpoints.frequency", "less than or equal to 1", "1.5"]),
+    ],
+)
+def test_a_bad_grpo_config_is_refused_with_what_was_given_and_what_to_do(
+    changes: dict[str, Any], words: list[str], tmp_path: Path
+) -> None:
+    message = refusal(GRPOConfig, changed(GRPO, **changes), tmp_path)
+    for word in words:
+        assert word in message, message
+    assert "1 problem" in message
+
+
+def test_the_config_that_the_bad_ones_are_changes_of_is_fine() -> None:
+    GRPOConfig.model_validate(changed(GRPO))
+    SFTConfig.model_validate(changed(SFT))
+    endless = changed(GRPO, algorithm__steps=None, optimizer__schedule="constant", checkpoints={"frequency": None})
+    GRPOConfig.model_validate(endless)
+
+
+def test_every_wrong_key_is_listed_at_once(tmp_path: Path) -> None:
+    config = changed(GRPO, algorithm__clip_range=0.0, optimizer__lr=-1.0, model={}, sed=1)
+    message = refusal(GRPOConfig, config, tmp_path)
+    assert "4 problems" in message
+    for key in ("algorithm.clip_range", "optimizer.lr", "model.key: missing", "sed: unknown key; did you mean 'seed'"):
+        assert key in message
+
+
+def test_sft_takes_steps_or_epochs(tmp_path: Path) -> None:
+    message = refusal(SFTConfig, changed(SFT, algorithm__epochs=2), tmp_path)
+    assert "steps=4" in message and "epochs=2" in message and "give one" in message
+
+
+@pytest.mark.parametrize("key", ["max_prompt_tokens", "truncation"])
+def test_sft_refuses_what_it_has_no_use_for(key: str, tmp_path: Path) -> None:
+    assert f"data.{key}: unknown key" in refusal(SFTConfig, changed(SFT, **{f"data__{key}": None}), tmp_path)
+
+
+def test_a_config_is_frozen() -> None:
+    config = GRPOConfig.model_validate(changed(GRPO))
+    with pytest.raises(ValidationError, match="frozen"):
+        config.algorithm.clip_range = 0.5  # type: ignore[misc]
+
+
+# -- size and documentation --------------------------------------------------------------------------------------
+
+
+def groups_of(model: type[BaseModel]) -> dict[str, type[BaseModel]]:
+    """The groups of a config by name: fields that hold keys of their own."""
+    return {
+        name: field.annotation
+        for name, field in model.model_fields.items()
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+    }
+
+
+@pytest.mark.parametrize("model", [GRPOConfig, SFTConfig])
+def test_a_config_has_at_most_twelve_groups_of_fifteen_keys(model: type[FlowConfig]) -> None:
+    groups = groups_of(model)
+    assert {"model", "data", "algorithm", "optimizer", "checkpoints", "storage"} <= set(groups)
+    assert len(groups) <= 12
+    assert len(model.model_fields) <= 15
+    for name, group in groups.items():
+        assert len(group.model_fields) <= 15, f"{name} has {len(group.model_fields)} keys"
+
+
+@pytest.mark.parametrize("model", [GRPOConfig, SFTConfig])
+def test_each_group_refuses_unknown_keys_and_says_what_it_is(model: type[FlowConfig]) -> None:
+    for name, group in groups_of(model).items():
+        assert group.model_config.get("extra") == "forbid" and group.model_config.get("frozen"), name
+        assert group.__doc__ or name == "storage", name
+
+
+def test_names_and_patience_do_not_decide_the_result() -> None:
+    one = GRPOConfig.model_validate(changed(GRPO))
+    for change in (
+        {"model": {"key": "m", "publish_as": "n"}},
+        {"grader": {"path": "a:b", "timeout_seconds": 1.0, "retries": 0, "concurrency": 1}},
+        {"checkpoints": {"frequency": 0.5}},
+        {"storage": {"url": "elsewhere"}},
+        {"run": "key"},
+        {"engine": {"threads": 1}},
+    ):
+        assert GRPOConfig.model_validate(changed(GRPO, **change)).semantic() == one.semantic(), change
+    for change in (
+        {"seed": 1},
+        {"optimizer__lr": 1e-3},
+        {"sampling__top_p": 0.9},
+        {"grader": {"path": "a:c"}},
+        {"grader": {"path": "a:b", "arguments": {"x": 1}}},
+        {"data__max_prompt_tokens": 9, "data__truncation": "drop"},
+        {"model": {"key": "other"}},
+    ):
+        assert GRPOConfig.model_validate(changed(GRPO, **change)).semantic() != one.semantic(), change
+
+
+# -- the command line --------------------------------------------------------------------------------------------
+
+
+def cli(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """`ostinato …`, in a process of its own, which ends by saying which heavy modules were imported."""
+    code = (
+        "import sys\n"
+        "from flows.cli.main import app\n"
+        "try:\n"
+        "    app()\n"
+        "finally:\n"
+        "    heavy = [name for name in ('torch', 'transformers', 'prefect') if name in sys.modules]\n"
+        "    print('IMPORTED', heavy, file=sys.stderr)\n"
+    )
+    root = Path(__file__).parents[3]
+    return subprocess.run(
+        [sys.executable, "-c", code, *words],
+        cwd=folder,
+        env={"PYTHONPATH": str(root), "PATH": "/usr/bin:/bin", "COLUMNS": "200", "HOME": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_the_command_line_refuses_a_bad_config_before_torch_is_imported(tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(yaml.safe_dump(changed(GRPO, algorithm__clip_range=0.0)))
+    done = cli(tmp_path, "run", "grpo", "--config", str(path), "--set", "optimizer.lr=fast")
+    assert done.returncode == 2, done.stderr
+    assert "2 problems" in done.stdout
+    assert "algorithm.clip_range" in done.stdout and "optimizer.lr" in done.stdout
+    assert "IMPORTED []" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / ".ostinato").exists(), "a refused config must not be remembered as a run"
+
+
+def test_a_set_puts_a_value_over_the_files(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(changed(GRPO, optimizer__lr=1e-3)))
+    config = parse_config(GRPOConfig, path, ["optimizer.lr=5e-4", "algorithm.steps=9", "model.publish_as=name"])
+    assert (config.optimizer.lr, config.algorithm.steps, config.model.publish_as) == (5e-4, 9, "name")
+    # a set that leads to a contradiction is refused like a file that holds one
+    with pytest.raises(ConfigError, match=re.escape("both steps=4 and epochs=2")):
+        parse_config(GRPOConfig, path, ["algorithm.epochs=2"])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["run", "grpo"],
+        pytest.param(["run", "grpo", "--config", "absent.yaml"], marks=pytest.mark.slow),
+        pytest.param(["run", "gspoo", "--config", "x"], marks=pytest.mark.slow),
+    ],
+)
+def test_wrong_words_are_a_usage_error(words: list[str], tmp_path: Path) -> None:
+    done = cli(tmp_path, *words)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+
+
+def test_the_demo_refuses_a_bad_set_without_a_traceback(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "DEMO_CONFIG", Path(__file__).parents[3] / "examples" / "demo.yaml")
+    monkeypatch.setattr(demo, "MODEL_FOLDER", here)
+    (here / "config.json").touch()
+    assert demo.run_demo(seed=0, sets=["algorithm.stepps=3"], new=False) == 2
+
+
+def test_only_the_model_of_the_demo_trains_nothing(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "find_spec", lambda _: None)
+    asked = ["demo", "--only-model"]
+    refused = CliRunner().invoke(app, asked)
+    assert refused.exit_code == 2 and "`make demo` installs them" in refused.output
+    monkeypatch.setattr(demo, "MODEL_FOLDER", here)
+    (here / "config.json").touch()
+    assert CliRunner().invoke(app, asked).exit_code == 0
+    assert [path.name for path in here.iterdir()] == ["config.json"]
+
+
+def test_without_git_the_code_version_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("OSTINATO_CODE_VERSION", raising=False)
+    assert code_version() == "unknown"
+
+
+# -- remembered runs ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_key_of_an_unfinished_equal_run_is_used_again(here: Path) -> None:
+    config = GRPOConfig.model_validate(changed(GRPO))
+    first, was_there = remembered_run("grpo", config, new=False)
+    assert not was_there and first.startswith("grpo-")
+    equal = GRPOConfig.model_validate(changed(GRPO, checkpoints={"frequency": 0.5}, model__publish_as="other"))
+    assert remembered_run("grpo", equal, new=False) == (first, True)
+
+
+@pytest.mark.parametrize(
+    "change", [{"optimizer__lr": 1e-3}, {"seed": 1}, {"storage": {"url": "elsewhere"}}, {"algorithm__steps": 5}]
+)
+def test_another_config_or_store_is_another_run(here: Path, change: dict[str, Any]) -> None:
+    first, _ = remembered_run("grpo", GRPOConfig.model_validate(changed(GRPO)), new=False)
+    other, was_there = remembered_run("grpo", GRPOConfig.model_validate(changed(GRPO, **change)), new=False)
+    assert other != first and not was_there
+
+
+def test_new_starts_another_run_and_takes_its_place(here: Path) -> None:
+    config = GRPOConfig.model_validate(changed(GRPO))
+    first, _ = remembered_run("grpo", config, new=False)
+    second, was_there = remembered_run("grpo", config, new=True)
+    assert second != first and not was_there
+    assert remembered_run("grpo", config, new=False) == (second, True)
+
+
+def test_a_finished_run_is_forgotten_and_others_are_not(here: Path) -> None:
+    config, other = (GRPOConfig.model_validate(changed(GRPO, seed=seed)) for seed in (0, 1))
+    first, _ = remembered_run("grpo", config, new=False)
+    kept, _ = remembered_run("grpo", other, new=False)
+    forget("grpo", config)
+    again, was_there = remembered_run("grpo", config, new=False)
+    assert again != first and not was_there
+    assert remembered_run("grpo", other, new=False) == (kept, True)
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------
+
+
+def named(total: int | None, steps: int | None = None, **config: Any) -> dict[int, str]:
+    """Named checkpoints by the number of steps done."""
+    schedule = CheckpointSchedule(CheckpointConfig(**config))
+    due = {step + 1: schedule.due(step, total, model="policy") for step in range(steps or total or 0)}
+    return {done: found.named for done, found in due.items() if found is not None and found.named is not None}
+
+
+def test_a_fifth_of_ten_steps_is_every_second_step() -> None:
+    assert named(10, frequency=0.2) == {
+        2: "policy-0.2", 4: "policy-0.4", 6: "policy-0.6", 8: "policy-0.8", 10: "policy-1",
+    }  # fmt: skip
+
+
+def test_a_fifth_of_seven_steps_is_after_the_step_that_reaches_each_fifth() -> None:
+    # ceil(7 k / 5) for k = 1 … 5
+    assert list(named(7, frequency=0.2)) == [2, 3, 5, 6, 7]
+
+
+@pytest.mark.parametrize("frequency", [0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 1 / 3, 0.7, 1.0])
+@pytest.mark.parametrize("total", [1, 2, 3, 7, 10, 20, 60, 100, 199])
+def test_a_checkpoint_stands_where_a_multiple_of_the_fraction_is_first_reached(frequency: float, total: int) -> None:
+    expected = {-(-round(k * frequency * total * 3e6) // 3_000_000) for k in range(1, int(1 / frequency + 1e-9) + 1)}
+    assert set(named(total, frequency=frequency)) == expected
+
+
+def test_every_so_many_steps_goes_before_the_fraction_and_needs_no_end() -> None:
+    assert named(10, every_steps=3, frequency=0.2) == {3: "policy-3", 6: "policy-6", 9: "policy-9"}
+    assert named(None, 7, every_steps=3, frequency=None) == {3: "policy-3", 6: "policy-6"}
+    assert named(None, 7, frequency=None) == {}
+
+
+def test_a_resume_writes_the_named_checkpoint_that_a_crash_came_before() -> None:
+    schedule = CheckpointSchedule(CheckpointConfig(every_steps=2, recovery_steps=1))
+    missed = [schedule.missed(done, 4, model="policy") for done in range(5)]
+    assert [found and found.named for found in missed] == [None, None, "policy-2", None, "policy-4"]
+
+
+def test_recovery_checkpoints_are_unnamed() -> None:
+    schedule = CheckpointSchedule(CheckpointConfig(frequency=None, recovery_steps=2))
+    due = [schedule.due(step, 5, model="policy") for step in range(5)]
+    assert [found is not None for found in due] == [False, True, False, True, False]
+    assert all(found.named is None for found in due if found)
+
+
+def test_a_recovery_checkpoint_is_due_when_the_last_is_long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("flows.training.checkpointing.time.monotonic", lambda: now[0])
+    schedule = CheckpointSchedule(CheckpointConfig(frequency=None, recovery_seconds=60.0))
+    written = []
+    for step in range(6):
+        now[0] += 25.0
+        if schedule.due(step, None, model="policy"):
+            written.append(step)
+    # 75 s and 150 s after the start: each counts from the last write
+    assert written == [2, 5]

@@ -1,0 +1,58 @@
+"""The files of examples/: each is a config of the flow that its first line runs, and its data are there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from flows.cli.runner import CONFIGS
+from flows.configs.evaluation import EvaluationFlowConfig
+from flows.configs.overrides import parse_config
+from flows.configs.recurring import RecurringConfig
+from flows.configs.sweep import SweepConfig
+from tasks.datasets.files import SkippedRows
+from tasks.datasets.load import items
+from tasks.datasets.spec import FileDataset
+
+EXAMPLES = Path("examples")
+OF_COMMAND: dict[str, type[BaseModel]] = {
+    "evaluate": EvaluationFlowConfig, "recurring": RecurringConfig, "sweep": SweepConfig,
+    **{f"run {flow}": config for flow, config in CONFIGS.items()},
+}  # fmt: skip
+
+
+def command_of(file: Path) -> str:
+    if file.name == "demo.yaml":
+        return "run grpo"
+    found = re.match(r"# `ostinato (.+) --config " + re.escape(str(file)) + "`", file.read_text())
+    assert found, f"the first line of {file} does not say how it is run"
+    return found[1]
+
+
+@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.yaml")), ids=lambda file: file.stem)
+def test_an_example_is_a_config_of_its_flow(file: Path) -> None:
+    config = parse_config(OF_COMMAND[command_of(file)], file, [])
+    for source in files_in(config):
+        assert next(iter(items(source, kind=use_of(source), skipped=SkippedRows())))
+
+
+def test_every_flow_has_an_example() -> None:
+    assert {command_of(file) for file in EXAMPLES.glob("*.yaml")} == set(OF_COMMAND)
+
+
+def files_in(value: Any) -> list[FileDataset]:
+    if isinstance(value, FileDataset):
+        return [value]
+    if isinstance(value, BaseModel):
+        value = {name: getattr(value, name) for name in type(value).model_fields}
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [found for one in inner for found in files_in(one)]
+
+
+def use_of(source: FileDataset) -> Any:
+    text = Path(source.path).read_text().splitlines()[0]
+    return "preference" if '"chosen"' in text else "completion" if '"completion"' in text else "prompt"

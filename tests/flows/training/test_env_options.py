@@ -1,0 +1,141 @@
+"""What the training classes in environments refuse, before they touch a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from pydantic import ValidationError
+
+from engine.handles import TrainingModel
+from engine.text.threads import StringThread
+from flows.configs.env_ppo import ENVPPOConfig
+from flows.configs.environments import ENVGRPOConfig, ENVGSPOConfig
+from flows.env_grpo import ENVGRPO, NOT_OF_EPISODES
+from flows.env_gspo import ENVGSPO
+from flows.env_ppo import ENVPPO
+from flows.grpo import GRPO
+from flows.gspo import GSPO
+from flows.ppo import PPO
+from tests.fixtures.guessing import GuessFactory, guess_config
+
+PROMPTS = [StringThread([("user", "1")], {"secret": 1})]
+POLICY, VALUE = (cast(TrainingModel, SimpleNamespace(name=name)) for name in ("policy", "value"))
+"""Nobody: only their names are there."""
+
+
+def env_grpo(**options: Any) -> ENVGRPO:
+    return ENVGRPO(PROMPTS, POLICY, GuessFactory(), max_num_grpo_steps=2, **options)
+
+
+def env_gspo(**options: Any) -> ENVGSPO:
+    return ENVGSPO(PROMPTS, POLICY, GuessFactory(), max_num_gspo_steps=2, **options)
+
+
+def env_ppo(**options: Any) -> ENVPPO:
+    return ENVPPO(PROMPTS, POLICY, VALUE, GuessFactory(), max_num_ppo_steps=2, **options)
+
+
+SINGLE: dict[str, Any] = {
+    "dynamic_sampling": True, "max_refill_rounds": 2, "refill_end": "fail",
+    "mask_truncated": True, "overlong_buffer": 8, "overlong_penalty": 0.5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [env_grpo, env_gspo, env_ppo])
+@pytest.mark.parametrize("name", sorted(SINGLE))
+def test_rules_about_single_answers_are_refused(make: Any, name: str) -> None:
+    with pytest.raises(ValueError, match=rf"\['{name}'\] act on single answers"):
+        make(**{name: SINGLE[name]})
+
+
+def test_at_their_defaults_they_say_nothing() -> None:
+    assert sorted(SINGLE) == sorted(NOT_OF_EPISODES)
+    off = {"dynamic_sampling": False, "mask_truncated": False, "overlong_buffer": None, "overlong_penalty": 1.0}
+    assert [make(**off).stage for make in (env_grpo, env_gspo, env_ppo)] == ["env_grpo", "env_gspo", "env_ppo"]
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "said"),
+    [
+        *((make, {"kl_in": "reward"}, "in environments the KL term is in the loss") for make in (env_grpo, env_gspo)),
+        *(
+            (make, {"advantage_estimator": name}, "has no advantage per turn; take one of group")
+            for make in (env_grpo, env_gspo)
+            for name in ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae")
+        ),
+        *(
+            (env_ppo, {"advantage_estimator": name}, "PPO's are the value model's")
+            for name in ("reinforce_plus_plus", "group")
+        ),
+        (env_gspo, {"policy_loss": "cispo"}, "which GSPO does not have"),
+        (env_gspo, {"dual_clip": 3.0}, "which GSPO does not have"),
+        (env_ppo, {"value_only_fraction": 1.0}, "below 1"),
+        *((make, {"grader": None}, "the environment grades the turns") for make in (env_grpo, env_gspo, env_ppo)),
+    ],
+)
+def test_what_has_no_meaning_in_an_environment_is_refused(make: Any, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        make(**options)
+
+
+def grpo(**options: Any) -> GRPO:
+    return GRPO(PROMPTS, POLICY, None, max_num_grpo_steps=2, **options)
+
+
+def ppo(**options: Any) -> PPO:
+    return PPO(PROMPTS, POLICY, VALUE, None, max_num_ppo_steps=2, **options)
+
+
+def gspo(**options: Any) -> GSPO:
+    return GSPO(PROMPTS, POLICY, cast(Any, None), max_num_gspo_steps=2, **options)
+
+
+@pytest.mark.parametrize("make", [grpo, gspo, ppo, env_grpo, env_gspo, env_ppo])
+def test_a_cap_on_weights_that_are_all_1_is_refused(make: Any) -> None:
+    with pytest.raises(ValueError, match="importance_cap=2.0 has no effect with old_logprobs='sampler'"):
+        make(importance_cap=2.0, old_logprobs="sampler")
+    assert make(importance_cap=2.0).loss.importance_cap == 2.0
+
+
+def test_ppo_has_the_value_models_advantages_alone() -> None:
+    with pytest.raises(ValueError, match="PPO's are the value model's"):
+        ppo(advantage_estimator="leave_one_out")
+
+
+def test_a_penalty_of_ppo_may_stand_in_the_loss() -> None:
+    inside, outside = env_ppo(kl_in="loss"), env_ppo()
+    assert (inside.loss.kl_beta, inside.reward_kl) == (0.1, None)
+    assert outside.loss.kl_beta == 0.0 and outside.reward_kl is not None and outside.reward_kl.beta == 0.1
+
+
+def config_of(flow: type[ENVGRPOConfig], tmp_path: Path, **groups: Any) -> ENVGRPOConfig:
+    return flow.model_validate(guess_config(tmp_path, tmp_path, run="r") | groups)
+
+
+def test_configs_have_the_options_of_the_classes(tmp_path: Path) -> None:
+    plain = config_of(ENVGRPOConfig, tmp_path)
+    assert not {"regularisation", "rules"} & set(plain.semantic())  # a run without them is the run it was before
+    given = config_of(ENVGRPOConfig, tmp_path, regularisation={"entropy_coef": 0.1}, rules={"max_staleness": 1})
+    assert given.semantic()["regularisation"]["entropy_coef"] == 0.1
+    assert given.semantic()["rules"] == {"max_staleness": 1}
+    assert plain.regularisation.kl_in == "loss"
+    assert ENVPPOConfig.model_fields["regularisation"].default.kl_in == "reward"
+
+
+@pytest.mark.parametrize(
+    ("flow", "groups", "said"),
+    [
+        (ENVGRPOConfig, {"regularisation": {"kl_in": "reward"}}, "regularisation.kl_in"),
+        (ENVGRPOConfig, {"regularisation": {"norm_constant": 9.0}}, "loss_norm"),
+        (ENVGRPOConfig, {"rules": {"dynamic_sampling": True}}, "rules.dynamic_sampling"),
+        (ENVGSPOConfig, {"regularisation": {"policy_loss": "cispo"}}, "GSPO does not have"),
+    ],
+)
+def test_options_without_a_meaning_in_an_environment_are_no_config(
+    tmp_path: Path, flow: type[ENVGRPOConfig], groups: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValidationError, match=said):
+        config_of(flow, tmp_path, **groups)

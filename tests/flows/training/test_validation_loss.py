@@ -1,0 +1,150 @@
+"""The loss on held-out rows: the loss of training, on other rows, of every policy that it is asked of."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+from pydantic import ValidationError
+
+from engine.losses.spec import DPOSpec
+from flows.configs.common import SFTConfig
+from flows.configs.preferences import DPOConfig, RewardModelConfig
+from flows.dpo import dpo
+from flows.reward_model import reward_model
+from flows.sft import sft
+from storage.chain.records import Chain
+from storage.store.objects import open_store
+from tasks.evaluation.lm_validation import dpo_loss
+from tasks.evaluation.reward_validation import ranked, rated
+from tasks.evaluation.validation_curve import Validation, read_validations
+from tests.fixtures.preferences import preference_config, write_ratings
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        (DPOSpec(beta=0.1), 0.62095705),
+        (DPOSpec(beta=0.05), 0.65635014),
+        (DPOSpec(beta=0.1, variant="cdpo", label_smoothing=0.1), 0.63595705),
+        (DPOSpec(beta=0.1, variant="ipo"), 12.25),
+    ],
+)
+def test_the_loss_of_a_pair(loss: DPOSpec, expected: float) -> None:
+    """Logprobs -10 and -12, of the reference -11 and -11.5: golden values of the algorithm notes."""
+    assert dpo_loss(loss, (-10 + 12) - (-11 + 11.5)) == pytest.approx(expected, abs=1e-8)
+    if loss.variant == "sigmoid":
+        assert dpo_loss(loss, 0.0) == pytest.approx(math.log(2))
+        assert dpo_loss(loss, 1e6) == 0.0
+        assert dpo_loss(loss, -1e6) == pytest.approx(loss.beta * 1e6)
+
+
+def test_the_loss_of_scores() -> None:
+    """By hand: -log σ(1) = 0.31326169, -log σ(-0.5) = 0.97407698; (1 - 3)² = 4, (0.5 - 0)² = 0.25."""
+    table, measures = ranked([(2.0, 1.0), (-1.0, -0.5), (0.0, 0.0)])
+    assert [row["loss"] for row in table] == pytest.approx([0.31326169, 0.97407698, math.log(2)], abs=1e-8)
+    assert [row["margin"] for row in table] == [1.0, -0.5, 0.0]
+    assert measures["accuracy"] == pytest.approx(1 / 3)  # equal scores tell nothing apart
+    assert measures["margin"] == pytest.approx(0.5 / 3)
+    assert measures["loss"] == pytest.approx((0.31326169 + 0.97407698 + math.log(2)) / 3, abs=1e-8)
+    table, measures = rated([1.0, 0.5], [3.0, 0.0])
+    assert [row["loss"] for row in table] == [4.0, 0.25] and measures == {"loss": 2.125}
+
+
+@pytest.mark.parametrize("use", ["preference", pytest.param("rating", marks=pytest.mark.slow)])
+def test_the_validation_loss_of_a_reward_model_is_that_of_a_step_on_the_same_rows(
+    use: str, prefect_server: str, tmp_path: Path, tiny_folder: Path
+) -> None:
+    rows = 10 if use == "preference" else 20
+    body = preference_config(
+        tmp_path, tiny_folder, run="v", validation={"every_steps": 1},
+        algorithm={"steps": 2, "samples_per_batch": rows},
+    )  # fmt: skip
+    if use == "rating":
+        body["data"]["train"]["path"] = str(write_ratings(tmp_path / "ratings.jsonl"))
+    body["data"] |= {"heldout": body["data"]["train"], "use": use}
+    asyncio.run(reward_model(RewardModelConfig.model_validate(body)))
+    found = validations(tmp_path, "0-reward_model")
+    assert [(one.step, one.name) for one in found] == [(step, "validation") for step in range(3)]
+    chain = Chain(open_store(str(tmp_path / "data")), "v", "0-reward_model", "policy")
+    for one in found[:2]:
+        step = chain.record(one.step + 1).metrics  # of the policy before that step
+        assert one.measures["loss"] == pytest.approx(step["loss"], rel=1e-5)
+        if use == "preference":
+            assert one.measures["accuracy"] == pytest.approx(step["accuracy_mean"])
+            apart = step["score_chosen_mean"] - step["score_rejected_mean"]
+            assert one.measures["margin"] == pytest.approx(apart, abs=1e-5)
+    assert found[-1].measures["loss"] < found[0].measures["loss"]
+
+
+def validations(folder: Path, stage: str) -> list[Validation]:
+    return read_validations(open_store(str(folder / "data")), "v", stage)
+
+
+@pytest.mark.slow
+def test_the_validation_loss_of_dpo_is_that_of_a_step_on_the_same_rows(
+    prefect_server: str, tmp_path: Path, tiny_folder: Path
+) -> None:
+    body = preference_config(
+        tmp_path, tiny_folder, run="v", validation={"every": 0.25}, algorithm={"steps": 4, "samples_per_batch": 10}
+    )
+    body["data"]["heldout"] = body["data"]["train"]
+    result = asyncio.run(dpo(DPOConfig.model_validate(body)))
+    found = validations(tmp_path, "0-dpo")
+    assert [(one.step, one.name) for one in found] == [(step, "validation") for step in range(5)]
+    assert found[0].measures["loss"] == pytest.approx(math.log(2), abs=1e-5)
+    assert found[0].measures["margin"] == pytest.approx(0, abs=1e-5)
+    chain = Chain(open_store(str(tmp_path / "data")), "v", "0-dpo", "policy")
+    for one in found[:4]:
+        step = chain.record(one.step + 1).metrics  # of the policy before that step
+        assert one.measures["loss"] == pytest.approx(step["loss"], rel=1e-4)
+        assert one.measures["margin"] == pytest.approx(step["reward_margin_mean"], abs=1e-4)
+        assert one.step == 0 or one.measures["accuracy"] == pytest.approx(step["accuracy_mean"])
+    assert "Validation: loss" in Path(result["report"]).read_text()
+
+
+def test_the_validation_loss_of_sft_is_that_of_a_step_on_the_same_rows(
+    prefect_server: str, tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a logger is sent both, in their order."""
+    rows = [{"prompt": str(n), "completion": str(n) * (1 + n)} for n in range(6)]  # of unequal lengths
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = {"kind": "file", "path": str(path)}
+    body = {
+        "model": {"key": str(tiny_folder)}, "data": {"train": source, "heldout": source}, "run": "v",
+        "algorithm": {"steps": 3, "samples_per_batch": 6}, "optimizer": {"lr": 1e-3, "schedule": "constant"},
+        "checkpoints": {"frequency": None}, "validation": {"every_steps": 1},
+        "logging": {"loggers": ["swanlab"], "folder": str(tmp_path / "logs")},
+        "engine": {"deterministic": True, "threads": 1}, "storage": {"url": str(tmp_path / "data")},
+    }  # fmt: skip
+    lines: list[tuple[int, dict[str, float]]] = []
+    module = ModuleType("swanlab")
+    module.__dict__["init"] = lambda **_: SimpleNamespace(
+        log=lambda figures, step: lines.append((step, figures)), finish=lambda: lines.append((-1, {}))
+    )
+    monkeypatch.setitem(sys.modules, "swanlab", module)
+    asyncio.run(sft(SFTConfig.model_validate(body)))
+    found = validations(tmp_path, "0-sft")
+    chain = Chain(open_store(str(tmp_path / "data")), "v", "0-sft", "policy")
+    losses = [chain.record(step).metrics["loss"] for step in (1, 2, 3)]  # of the policies before these steps
+    assert [one.step for one in found] == [0, 1, 2, 3]
+    assert [one.measures["loss"] for one in found[:3]] == pytest.approx(losses, rel=1e-5)
+    assert [step for step, _ in lines] == [0, 1, 1, 2, 2, 3, 3, -1]
+    assert [figures["train/loss"] for _, figures in lines if "train/loss" in figures] == losses
+    assert lines[0][1] == {"validation/loss": found[0].measures["loss"]}
+
+
+def test_held_out_rows_decide_nothing() -> None:
+    body = {"model": {"key": "m"}, "data": {"train": {"kind": "file", "path": "p.jsonl"}}}
+    with_rows = body | {"data": body["data"] | {"heldout": {"kind": "file", "path": "h.jsonl"}}}
+    for make in (SFTConfig, DPOConfig, RewardModelConfig):
+        plain = make.model_validate(body).semantic()
+        assert make.model_validate(with_rows | {"validation": {"every": 0.1}}).semantic() == plain
+        with pytest.raises(ValidationError, match="give one of them"):
+            make.model_validate(body | {"validation": {"every": 0.1, "every_steps": 2}})

@@ -1,0 +1,364 @@
+"""Whole verl configs as ours: which flow, what the config says, what is refused, what the command prints."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from flows.cli.main import app
+from flows.configs.common import GRPOConfig, SFTConfig
+from flows.configs.evaluation import EvaluationFlowConfig
+from flows.configs.gspo import GSPOConfig
+from flows.configs.overrides import ConfigError, load_config, parse_config
+from flows.configs.ppo import PPOConfig
+from flows.verl.importer import import_verl, kind_of
+from flows.verl.read import VerlError
+from flows.verl.report import as_yaml, report
+
+DATA = Path(__file__).parents[2] / "data" / "verl"
+LEAST = {
+    "data": {"train_files": "train.parquet"},
+    "actor_rollout_ref": {"model": {"path": "models/m"}},
+    "algorithm": {"adv_estimator": "grpo"},
+    "custom_reward_function": {"path": "r.py"},
+}
+
+
+def write(tmp_path: Path, body: dict[str, Any]) -> Path:
+    path = tmp_path / "verl.yaml"
+    path.write_text(yaml.safe_dump(body), encoding="utf-8")
+    return path
+
+
+def with_keys(**flat: Any) -> dict[str, Any]:
+    """The least config with further keys, whose dots are written __."""
+    body: dict[str, Any] = json.loads(json.dumps(LEAST))
+    for name, value in flat.items():
+        *groups, last = name.split("__")
+        at = body
+        for group in groups:
+            at = at.setdefault(group, {})
+        at[last] = value
+    return body
+
+
+def imported(tmp_path: Path, model: type[Any], path: Path, **options: Any) -> Any:
+    """The config that `ostinato run` would read from what the import writes."""
+    made = import_verl(path, **options)
+    ours = tmp_path / "ours.yaml"
+    ours.write_text(as_yaml(made, path.name), encoding="utf-8")
+    return parse_config(model, ours)
+
+
+# -- the samples -----------------------------------------------------------------------------------------------
+
+
+def test_a_grpo_config(tmp_path: Path) -> None:
+    config = imported(tmp_path, GRPOConfig, DATA / "grpo.yaml")
+    assert config.run == "qwen2.5_7b_function_rm"
+    assert config.model.key == "models/qwen2.5-7b-instruct"
+    assert config.data.train.path == "data/gsm8k/train.parquet"
+    assert config.data.train.columns == {"prompt": "prompt"}
+    assert config.data.train.metadata_columns == ("data_source", "reward_model")
+    assert config.data.heldout.path == "data/gsm8k/test.parquet"
+    assert (config.data.max_prompt_tokens, config.data.truncation) == (512, "drop")
+    assert (config.sampling.max_new_tokens, config.sampling.temperature) == (1024, 1.0)
+    algorithm = config.algorithm
+    assert algorithm.completions_per_sample == 8
+    assert algorithm.samples_per_batch == 1024 * 8
+    assert algorithm.samples_per_mini_batch == 256 * 8
+    assert (algorithm.epochs, algorithm.steps) == (15, None)
+    assert (algorithm.clip_range, algorithm.clip_range_high, algorithm.dual_clip) == (0.2, 0.2, 3.0)
+    assert (algorithm.kl_beta, algorithm.kl_estimator) == (0.001, "k3")
+    assert (algorithm.loss_norm, algorithm.advantage_estimator) == ("token_mean", "group_sample_std")
+    assert (config.optimizer.lr, config.optimizer.weight_decay) == (1e-6, 0.01)
+    assert (config.optimizer.schedule, config.optimizer.max_grad_norm) == ("constant", 1.0)
+    assert (config.engine.trainer.kind, config.engine.trainer.ranks, config.engine.trainer.zero_stage) == (
+        "deepspeed", 8, 3,
+    )  # fmt: skip
+    assert config.engine.trainer.activation_checkpointing == "recompute"
+    assert config.engine.max_tokens_per_forward == 16 * (512 + 1024)
+    sampler = config.engine.sampler
+    assert (sampler.kind, sampler.tensor_parallel, sampler.gpu_share) == ("vllm", 2, 0.6)
+    assert (config.checkpoints.every_steps, config.checkpoints.frequency) == (20, None)
+    assert config.grader.path == "tasks.graders.verl:VerlReward"
+    assert config.grader.arguments == {"path": "rewards/gsm8k.py"}
+
+
+def test_the_gpus_of_several_nodes_are_ranks_on_a_ray_cluster(tmp_path: Path) -> None:
+    words = ["trainer.nnodes=2", "trainer.n_gpus_per_node=4"]
+    config = imported(tmp_path, GRPOConfig, DATA / "grpo.yaml", overrides=words)
+    assert (config.engine.trainer.ranks, config.engine.cluster.address) == (8, "auto")
+    one = imported(tmp_path, GRPOConfig, DATA / "grpo.yaml")
+    assert (one.engine.trainer.ranks, one.engine.cluster.address) == (8, None)
+
+
+def test_a_gspo_config_is_the_grpo_one_with_its_loss_mode(tmp_path: Path) -> None:
+    words = ["actor_rollout_ref.actor.policy_loss.loss_mode=gspo", "actor_rollout_ref.actor.clip_ratio_low=3e-4"]
+    config = imported(tmp_path, GSPOConfig, DATA / "grpo.yaml", overrides=words)
+    assert config.algorithm.clip_range == 3e-4
+    assert config.algorithm.dual_clip is None
+    assert config.algorithm.loss_norm == "sequence_mean"
+
+
+def test_a_ppo_config(tmp_path: Path) -> None:
+    config = imported(tmp_path, PPOConfig, DATA / "ppo.yaml")
+    assert (config.model.key, config.value_model.key) == ("models/deepseek-7b-chat", "models/deepseek-7b-chat")
+    assert (config.optimizer.lr, config.value_model.lr) == (1e-6, 1e-5)
+    credit = config.credit
+    assert (credit.gae_gamma, credit.gae_lambda) == (1.0, 1.0)
+    assert (credit.value_clip, credit.value_only_fraction) == (0.5, 0.0)
+    assert (credit.returns, credit.whiten_advantages) == ("advantages", True)
+    assert (config.algorithm.completions_per_sample, config.algorithm.samples_per_batch) == (1, 1024)
+    assert config.algorithm.advantage_estimator == "gae"
+    assert (config.algorithm.clip_range, config.algorithm.kl_beta) == (0.2, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("words", "place", "beta"),
+    [
+        (["actor_rollout_ref.actor.use_kl_loss=true"], "loss", 0.001),
+        (["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0.02"], "reward", 0.02),
+    ],
+)
+def test_the_kl_term_of_ppo_stands_where_verl_puts_it(
+    tmp_path: Path, words: list[str], place: str, beta: float
+) -> None:
+    config = imported(tmp_path, PPOConfig, DATA / "ppo.yaml", overrides=words)
+    assert (config.regularisation.kl_in, config.algorithm.kl_beta) == (place, beta)
+
+
+def test_an_sft_config(tmp_path: Path) -> None:
+    config = imported(tmp_path, SFTConfig, DATA / "sft.yaml")
+    assert config.model.adapter.rank == 32
+    assert config.model.adapter.alpha == 16
+    assert config.data.train.columns == {"prompt": "question", "completion": "answer"}
+    assert (config.algorithm.samples_per_batch, config.algorithm.epochs) == (256, 2)
+    assert (config.optimizer.lr, config.optimizer.weight_decay) == (1e-4, 0.01)
+    assert config.optimizer.schedule == "cosine"
+    assert config.engine.trainer.sequence_parallel == 2
+    assert config.engine.max_tokens_per_forward == 4 * 1024
+
+
+def test_an_evaluation_config(tmp_path: Path) -> None:
+    config = imported(tmp_path, EvaluationFlowConfig, DATA / "evaluation.yaml", sets=["models=[models/m]"])
+    assert config.models == ("models/m",)
+    assert config.suite.datasets[0].source.path == "data/math.parquet"
+    assert config.suite.graders[0].arguments["path"] == "rewards/maths.py"
+
+
+def test_all_defaults_of_verl_written_out_say_what_leaving_them_out_says(tmp_path: Path) -> None:
+    flat = load_config(DATA / "keys" / "ppo_trainer.yaml")
+    words = [f"{name}={json.dumps(value)}" for name, value in flat.items()]
+    placeholders = ("data.train_files=", "data.val_files=", "trainer.experiment_name=", "trainer.default_local_dir=")
+    placeholders += ("actor_rollout_ref.model.path=", "algorithm.adv_estimator=", "custom_reward_function.path=")
+    written = [word for word in words if not word.startswith(placeholders)]
+    least = write(tmp_path, LEAST)
+    found = import_verl(least, overrides=written).config
+    assert found.pop("logging")["loggers"] == ["wandb"]  # only who writes a service down has it
+    assert found == import_verl(least).config
+
+
+@pytest.mark.parametrize("name", ["page_ppo_trainer", "ppo_trainer_2026_01", "dapo"])
+def test_defaults_of_other_versions_written_out_are_not_refused(tmp_path: Path, name: str) -> None:
+    words = [f"{key}={json.dumps(value)}" for key, value in load_config(DATA / "keys" / f"{name}.yaml").items()]
+    own = ("data.train_files=", "actor_rollout_ref.model.path=", "algorithm.adv_estimator=")
+    own += ("custom_reward_function.path=",)
+    made = import_verl(write(tmp_path, LEAST), overrides=[word for word in words if not word.startswith(own)])
+    assert made.flow == "grpo"
+    assert made.refused == []
+
+
+def test_a_ppo_config_without_its_critic_is_refused() -> None:
+    with pytest.raises(VerlError, match=r"critic\.model\.path = None: it is needed"):
+        import_verl(DATA / "grpo.yaml", overrides=["algorithm.adv_estimator=gae"])
+
+
+def test_keys_of_a_critic_count_only_where_there_is_one(tmp_path: Path) -> None:
+    made = import_verl(write(tmp_path, with_keys(critic__optim__lr=1e-5, critic__model__trust_remote_code=True)))
+    assert [key for keys in made.unread.values() for key in keys if key.startswith("critic.")] == [
+        "critic.optim.lr", "critic.model.trust_remote_code",
+    ]  # fmt: skip
+
+
+# -- which kind ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "kind"),
+    [
+        ({"algorithm.adv_estimator": "grpo"}, "ppo_trainer"),
+        ({"model.partial_pretrain": "m", "data.train_files": "f"}, "sft_trainer"),
+        ({"model.path": "m", "data.messages_key": "f"}, "sft_trainer_engine"),
+        ({"data.path": "f", "data.response_key": "f"}, "evaluation"),
+    ],
+)
+def test_the_kind_is_the_one_that_knows_the_keys(given: dict[str, Any], kind: str) -> None:
+    assert kind_of(given) == kind
+
+
+def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(VerlError, match=r"none of the 2 keys is one of verl's"):
+        import_verl(write(tmp_path, {"learning_rate": 1, "epochs": 2}))
+    with pytest.raises(VerlError, match=r"no kind 'dpo'.*ppo_trainer"):
+        import_verl(write(tmp_path, LEAST), kind="dpo")
+
+
+# -- refusals --------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_key_is_named_with_the_one_that_was_meant(tmp_path: Path) -> None:
+    path = write(tmp_path, with_keys(data__train_batchsize=8, actor_rollout_ref__rollout__zzz=1))
+    with pytest.raises(VerlError) as caught:
+        import_verl(path, force=True)
+    message = str(caught.value)
+    assert "2 keys are none of verl's ppo_trainer" in message
+    assert "data.train_batchsize: unknown key; did you mean 'data.train_batch_size'?" in message
+    assert "actor_rollout_ref.rollout.zzz: unknown key" in message
+
+
+def test_a_value_in_the_place_of_a_group_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(VerlError, match=r"actor_rollout_ref\.actor\.optim: 3 was given for a group"):
+        import_verl(write(tmp_path, with_keys(actor_rollout_ref__actor__optim=3)))
+
+
+def test_an_empty_group_says_nothing(tmp_path: Path) -> None:
+    made = import_verl(write(tmp_path, with_keys(critic=None, actor_rollout_ref__ref={})))
+    assert made.config == import_verl(write(tmp_path, LEAST)).config
+
+
+REFUSED_WHEN_ON = [
+    ("actor_rollout_ref.model.external_lib", "my.models", None),
+    ("actor_rollout_ref.model.trust_remote_code", True, False),
+    ("actor_rollout_ref.model.mtp.enable", True, False),
+    ("trainer.default_hdfs_dir", "hdfs://c/x", None),
+    ("distillation.enabled", True, False),
+    ("algorithm.use_pf_ppo", True, False),
+    ("actor_rollout_ref.rollout.multi_turn.enable", True, False),
+    ("actor_rollout_ref.actor.fsdp_config.fsdp_size", 4, -1),
+]
+
+
+@pytest.mark.parametrize(("key", "on", "off"), REFUSED_WHEN_ON)
+def test_what_is_not_here_is_refused_only_where_it_is_on(tmp_path: Path, key: str, on: Any, off: Any) -> None:
+    name = key.replace(".", "__")
+    with pytest.raises(VerlError) as caught:
+        import_verl(write(tmp_path, with_keys(**{name: on})))
+    assert f"{key} = {on!r}: " in str(caught.value)
+    made = import_verl(write(tmp_path, with_keys(**{name: off})))
+    assert key in [one for keys in made.off.values() for one in keys]
+    forced = import_verl(write(tmp_path, with_keys(**{name: on})), force=True)
+    assert [(found, value) for found, value, _ in forced.refused] == [(key, on)]
+    assert forced.config == made.config
+
+
+def test_blocks_of_megatron_count_only_under_its_strategy(tmp_path: Path) -> None:
+    block = {"actor_rollout_ref__actor__megatron__tensor_model_parallel_size": 4}
+    made = import_verl(write(tmp_path, with_keys(**block)))
+    assert made.unread == made.unread | {
+        "the strategy is not megatron": ["actor_rollout_ref.actor.megatron.tensor_model_parallel_size"]
+    }
+    with pytest.raises(VerlError) as caught:
+        import_verl(write(tmp_path, with_keys(**block, actor_rollout_ref__actor__strategy="megatron")))
+    assert "actor_rollout_ref.actor.strategy = 'megatron'" in str(caught.value)
+    assert "actor_rollout_ref.actor.megatron.tensor_model_parallel_size = 4" in str(caught.value)
+
+
+def test_defaults_of_older_versions_ask_for_nothing_either(tmp_path: Path) -> None:
+    made = import_verl(write(tmp_path, with_keys(actor_rollout_ref__actor__optim__optimizer="adam")))
+    assert made.off["the optimizer is AdamW"] == ["actor_rollout_ref.actor.optim.optimizer"]
+
+
+def test_the_model_and_the_data_are_needed(tmp_path: Path) -> None:
+    with pytest.raises(VerlError) as caught:
+        import_verl(write(tmp_path, {"algorithm": {"adv_estimator": "grpo"}}))
+    assert "data.train_files = None" in str(caught.value)
+    assert "actor_rollout_ref.model.path = None" in str(caught.value)
+
+
+def test_a_reward_that_verl_chooses_by_the_data_must_be_named(tmp_path: Path) -> None:
+    body = {name: value for name, value in LEAST.items() if name != "custom_reward_function"}
+    with pytest.raises(VerlError, match=r"custom_reward_function\.path is not given.*--set grader\.path="):
+        import_verl(write(tmp_path, body))
+    made = import_verl(write(tmp_path, body), sets=["grader.path=tasks.graders.rules:LastNumber"])
+    assert made.config["grader"] == {"concurrency": 8, "path": "tasks.graders.rules:LastNumber"}
+
+
+def test_what_our_config_refuses_is_said_by_our_keys(tmp_path: Path) -> None:
+    path = write(tmp_path, with_keys(data__train_batch_size=8))
+    with pytest.raises(VerlError, match=r"(?s)the values make no grpo config.*samples_per_mini_batch=256 exceeds"):
+        import_verl(path)
+
+
+def test_the_wrong_type_is_refused_by_key(tmp_path: Path) -> None:
+    with pytest.raises(VerlError, match=r"data\.train_max_samples = 'many'"):
+        import_verl(write(tmp_path, with_keys(data__train_max_samples="many")))
+    with pytest.raises(VerlError, match=r"data\.train_batch_size = '64': a str is no value"):
+        import_verl(write(tmp_path, with_keys(data__train_batch_size="64")))
+
+
+def test_a_set_of_ours_goes_over_the_import(tmp_path: Path) -> None:
+    sets = ["engine={kind: http, url: 'http://127.0.0.1:8000'}", "optimizer.schedule=cosine"]
+    made = import_verl(write(tmp_path, LEAST), sets=sets)
+    assert made.config["engine"] == {"kind": "http", "url": "http://127.0.0.1:8000"}
+    assert made.config["optimizer"]["schedule"] == "cosine"
+    assert made.config["optimizer"]["lr"] == 1e-6
+
+
+# -- the report and the command --------------------------------------------------------------------------------
+
+
+def test_every_key_that_is_given_is_in_the_report_once() -> None:
+    made = import_verl(DATA / "grpo.yaml")
+    text = report(made).splitlines()
+    body = yaml.safe_load((DATA / "grpo.yaml").read_text())
+    body.pop("defaults")
+    for key in _keys(body):
+        assert len([line for line in text if line.strip().split(" = ")[0] == key]) == 1, key
+
+
+def _keys(tree: dict[str, Any], at: str = "") -> list[str]:
+    found = []
+    for name, value in tree.items():
+        found += _keys(value, f"{at}{name}.") if isinstance(value, dict) else [f"{at}{name}"]
+    return found
+
+
+def test_a_schedule_that_is_not_quite_verls_is_said(tmp_path: Path) -> None:
+    made = import_verl(write(tmp_path, with_keys(actor_rollout_ref__actor__optim__lr_scheduler_type="cosine")))
+    assert "not quite: " in report(made)
+
+
+def test_the_command_writes_a_config_and_says_what_became_of_each_key(tmp_path: Path) -> None:
+    out = tmp_path / "ours.yaml"
+    done = CliRunner().invoke(app, ["import", "verl", str(DATA / "grpo.yaml"), "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    assert parse_config(GRPOConfig, out).algorithm.samples_per_batch == 8192
+    assert "data.train_batch_size = 1024 -> algorithm.samples_per_batch = 8192" in done.stderr
+    assert done.stdout == ""
+
+
+def test_the_command_prints_the_config_alone_on_stdout() -> None:
+    done = CliRunner().invoke(app, ["import", "verl", str(DATA / "grpo.yaml"), "--override", "data.seed=4"])
+    assert done.exit_code == 0, done.output
+    assert yaml.safe_load(done.stdout)["seed"] == 4
+
+
+def test_the_command_refuses_with_status_2_and_writes_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "ours.yaml"
+    words = ["--override", "reward_model.enable=true", "--out", str(out)]
+    done = CliRunner().invoke(app, ["import", "verl", str(DATA / "grpo.yaml"), *words])
+    assert done.exit_code == 2
+    assert "reward_model.enable = True" in done.stderr
+    assert not out.exists()
+
+
+def test_a_file_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["import", "verl", str(tmp_path / "none.yaml")])
+    assert done.exit_code == 2
+    assert "none.yaml cannot be read" in done.stderr
+    with pytest.raises(ConfigError):
+        import_verl(tmp_path / "none.yaml")

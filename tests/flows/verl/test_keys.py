@@ -1,0 +1,91 @@
+"""The table of verl's keys is complete, and says of each what verl's own files say."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.configs.overrides import load_config
+from flows.verl.conditions import CONDITIONS
+from flows.verl.convert import CONVERSIONS
+from flows.verl.keys import Mapped, Unmapped, key_tables
+
+KEYS = Path(__file__).parents[2] / "data" / "verl" / "keys"
+
+LISTS = {
+    "ppo_trainer": "ppo_trainer", "ppo_trainer_2026_01": "ppo_trainer", "page_ppo_trainer": "ppo_trainer",
+    "dapo": "ppo_trainer",
+    "sft_trainer": "sft_trainer", "page_sft_trainer": "sft_trainer", "sft_trainer_engine": "sft_trainer_engine",
+    "evaluation": "evaluation", "page_evaluation": "evaluation",
+}  # fmt: skip
+NEWEST = ("ppo_trainer", "sft_trainer", "sft_trainer_engine", "evaluation")
+
+
+def keys_of(name: str) -> dict[str, Any]:
+    return load_config(KEYS / f"{name}.yaml")
+
+
+@pytest.mark.parametrize(("name", "kind"), LISTS.items())
+def test_every_key_of_verl_is_mapped_dropped_or_refused(name: str, kind: str) -> None:
+    table = key_tables()[kind]
+    assert [key for key in keys_of(name) if key not in table.mapped and key not in table.unmapped] == []
+
+
+@pytest.mark.parametrize("kind", NEWEST)
+def test_the_defaults_are_verls(kind: str) -> None:
+    table = key_tables()[kind]
+    wrong = {key: table.default(key) for key, value in keys_of(kind).items() if table.default(key) != value}
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("kind", NEWEST)
+def test_the_table_has_no_key_that_verl_has_not(kind: str) -> None:
+    known = {key for name, of in LISTS.items() if of == kind for key in keys_of(name)}
+    table = key_tables()[kind]
+    assert {*table.mapped, *table.unmapped} - known == set()
+
+
+@pytest.mark.parametrize("kind", NEWEST)
+def test_every_entry_can_be_carried_out(kind: str) -> None:
+    table = key_tables()[kind]
+    for key, entry in table.mapped.items():
+        assert entry.convert is None or entry.convert in CONVERSIONS, key
+        assert entry.to or entry.convert, key
+    for entry in (*table.mapped.values(), *table.unmapped.values(), *table.patterns.values()):
+        assert entry.when is None or entry.when in CONDITIONS
+    assert all(entry.why for entry in table.unmapped.values())
+
+
+def test_every_conversion_and_condition_is_used() -> None:
+    entries = [
+        entry
+        for table in key_tables().values()
+        for entry in (*table.mapped.values(), *table.unmapped.values(), *table.patterns.values())
+    ]
+    assert {entry.convert for entry in entries if isinstance(entry, Mapped)} >= set(CONVERSIONS)
+    assert {entry.when for entry in entries} >= set(CONDITIONS)
+
+
+def test_keys_of_other_trainers_and_class_names_are_known_by_pattern() -> None:
+    table = key_tables()["ppo_trainer"]
+    for key in ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size", "critic.megatron.seed"):
+        found = table.find(key)
+        assert isinstance(found, Unmapped)
+        assert found.refused
+        assert found.when == "megatron"
+    dropped = table.find("actor_rollout_ref.actor.optim._target_")
+    assert isinstance(dropped, Unmapped)
+    assert not dropped.refused
+    assert table.find("actor_rollout_ref.actor.megatronic") is None
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("data.train_file", "data.train_files"),
+        ("actor_rollout_ref.rollout.temprature", "actor_rollout_ref.rollout.temperature"),
+        ("algorithm.total_epochs", "trainer.total_epochs"),
+    ],
+)
+def test_the_key_that_was_meant_is_found(key: str, meant: str) -> None:
+    assert key_tables()["ppo_trainer"].nearest(key) == meant

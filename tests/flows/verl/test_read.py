@@ -1,0 +1,118 @@
+"""Reading verl's files: lists of defaults, overrides, interpolations."""
+
+from pathlib import Path
+
+import pytest
+
+from flows.configs.overrides import ConfigError
+from flows.verl.keys import KeyTable, Mapped
+from flows.verl.read import Verl, VerlError, flatten, read_config
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_flatten_keeps_empty_groups_as_values() -> None:
+    assert flatten({"a": {"b": 1, "c": {"d": None}}, "e": {}}) == {"a.b": 1, "a.c.d": None, "e": {}}
+
+
+def test_a_list_of_defaults_is_composed_in_its_order(tmp_path: Path) -> None:
+    write(tmp_path, "base.yaml", "trainer: {total_epochs: 1, nnodes: 2}\ndata: {seed: 1}\n")
+    write(tmp_path, "actor/dp.yaml", "defaults:\n  - ../optim@optim: adam\n  - _self_\nstrategy: fsdp\n")
+    write(tmp_path, "optim/adam.yaml", "lr: 1e-6\nbetas: [0.9, 0.99]\n")
+    main = write(
+        tmp_path,
+        "main.yaml",
+        "defaults:\n  - base\n  - actor@actor_rollout_ref.actor: dp\n  - _self_\n  - model: nowhere\n"
+        "trainer: {total_epochs: 3}\nactor_rollout_ref: {actor: {optim: {lr: 2e-6}}}\n",
+    )
+    given, missing = read_config(main)
+    assert given == {
+        "trainer.total_epochs": 3, "trainer.nnodes": 2, "data.seed": 1, "actor_rollout_ref.actor.optim.lr": 2e-6,
+        "actor_rollout_ref.actor.optim.betas": [0.9, 0.99], "actor_rollout_ref.actor.strategy": "fsdp",
+    }  # fmt: skip
+    assert missing == ["model: nowhere"]
+
+
+def test_what_comes_after_self_goes_over_it(tmp_path: Path) -> None:
+    write(tmp_path, "base.yaml", "data: {seed: 1}\n")
+    main = write(tmp_path, "main.yaml", "defaults:\n  - _self_\n  - base\ndata: {seed: 2}\n")
+    assert read_config(main)[0] == {"data.seed": 1}
+
+
+def test_words_of_verls_command_line_go_over_the_file(tmp_path: Path) -> None:
+    main = write(tmp_path, "main.yaml", "data: {seed: 2}\n")
+    given, _ = read_config(main, ["data.seed=3", "+data.x=[a, b]"])
+    assert given == {"data.seed": 3, "data.x": ["a", "b"]}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a: [1\n", ["cannot be parsed"]),
+        ("a: 1\na: 2\n", ["'a'", "twice"]),
+        ("- a\n", ["list", "expected keys"]),
+        ("defaults: {a: b}\n", ["defaults is a dict", "list"]),
+        ("defaults: [{a: b, c: d}]\n", ["neither a name nor"]),
+        ("defaults: [main]\n", ["names itself"]),
+    ],
+)
+def test_bad_files_are_refused_by_name(tmp_path: Path, text: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_config(write(tmp_path, "main.yaml", text))
+    for word in ["main.yaml", *words]:
+        assert word in str(caught.value)
+
+
+TABLE = KeyTable(
+    mapped={
+        "data.length": Mapped(512, ()), "rollout.length": Mapped("${oc.select:data.length,7}", ()),
+        "rollout.name": Mapped("${.kind}/${rollout.length}", ()), "rollout.kind": Mapped("vllm", ()),
+        "save.load": Mapped("${.what}", ()), "save.what": Mapped(["model"], ()),
+    }
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "key", "value"),
+    [
+        ({}, "rollout.length", 512),
+        ({"data.length": 9}, "rollout.length", 9),
+        ({"rollout.length": "${oc.select:no.such,7}"}, "rollout.length", 7),
+        ({"rollout.length": "${oc.select:no.such}"}, "rollout.length", None),
+        ({"rollout.length": "${oc.select:no.such,${oc.select:none,${data.length}}}"}, "rollout.length", 512),
+        ({}, "rollout.name", "vllm/512"),
+        ({}, "save.load", ["model"]),
+        ({"save.what": ["a", "${rollout.kind}"]}, "save.load", ["a", "vllm"]),
+        ({"rollout.kind": "${..data.length}"}, "rollout.kind", 512),
+        ({"rollout.kind": "${oc.env:OSTINATO_NO_SUCH,5}"}, "rollout.kind", 5),
+    ],
+)
+def test_interpolations_are_put_in(given: dict[str, object], key: str, value: object) -> None:
+    assert Verl(given, TABLE, kind="ppo_trainer").get(key) == value
+
+
+def test_an_environment_variable_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OSTINATO_TEST_NAME", "x")
+    verl = Verl({"rollout.kind": "a-${oc.env:OSTINATO_TEST_NAME}"}, TABLE, kind="ppo_trainer")
+    assert verl.get("rollout.kind") == "a-x"
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("${no.such}", ["rollout.kind", "no.such", "neither given"]),
+        ("${rollout.kind}", ["rollout.kind", "refers to itself"]),
+        ("${data.length", ["rollout.kind", "does not close"]),
+        ("${eval:1+1}", ["rollout.kind", "'eval'"]),
+    ],
+)
+def test_interpolations_of_nothing_are_refused_by_key(value: str, words: list[str]) -> None:
+    with pytest.raises(VerlError) as caught:
+        Verl({"rollout.kind": value}, TABLE, kind="ppo_trainer").get("rollout.kind")
+    for word in words:
+        assert word in str(caught.value)

@@ -1,0 +1,22 @@
+"""Where recipes say how far their loops came: records of the run, known to those who sweep and list."""
+
+from __future__ import annotations
+
+import pytest
+
+from storage.errors import InvalidKey
+from storage.store import key_kinds, keys
+
+
+@pytest.mark.parametrize("run", ["mine", "nightly/20260101T000000Z"])
+def test_a_mark_is_a_plain_object_of_its_run(run: str) -> None:
+    mark = keys.loop_mark(run, 1, 42)
+    assert mark == f"runs/{run}/loops/000001/000042.json"
+    assert mark.startswith(keys.loop_prefix(run, 1))
+    assert (keys.run_of(mark), key_kinds.kind_of_key(mark), keys.numbered(mark)) == (run, "plain", 42)
+    assert key_kinds.artifact_of(mark) is None and not key_kinds.is_data(mark)
+
+
+def test_no_run_is_named_like_the_folder() -> None:
+    with pytest.raises(InvalidKey):
+        keys.loop_mark("mine/loops", 0, 0)

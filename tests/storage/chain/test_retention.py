@@ -1,0 +1,181 @@
+"""Recovery checkpoints beyond the last few are removed, and named ones where keep_named says how many stay."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from engine.local.engine import LocalEngine
+from storage.chain.records import Chain, CommitRecord, Numerics, OptimizerSpec, PolicyRef, StepRequest
+from storage.chain.retention import prune_checkpoints
+from storage.errors import ObjectNotFound
+from storage.inspect.gc import collect_garbage
+from storage.registry.decisions import CHAMPION
+from storage.registry.models import publish_model, set_alias
+from storage.store import keys
+from storage.store.artifacts import ArtifactRef, Provenance, commit_files, find_artifact, read_manifest
+from storage.store.download import materialise_files
+from storage.store.objects import ObjectStore, open_store
+from tests.fixtures.engines import DETERMINISTIC, PROVENANCE, commit_batch, new_policy, request_after
+
+POLICY = PolicyRef(run="r", stage="0-s", model="policy", step=9, state="s")
+
+
+def write(store: ObjectStore, folder: Path, step: int, name: str | None = None) -> str:
+    file = folder / "weights.safetensors"
+    file.write_bytes(b"weights")
+    key = keys.checkpoint("r", "0-s", "policy", step)
+    provenance = Provenance(code_version="test", config_digest="0" * 64, seed=0)
+    commit_files(store, key, {file.name: file}, kind="checkpoint", provenance=provenance, extra={"name": name})
+    return key
+
+
+def test_named_checkpoints_neither_go_nor_count(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "store")
+    written = {step: write(store, tmp_path, step, "kept" if step in (2, 6, 7, 8) else None) for step in range(1, 9)}
+    store.put_if_absent(keys.checkpoint_name(written[3]), b'{"name":"named later"}')
+    # unnamed: 1, 4, 5; the last two of them stay
+    assert prune_checkpoints(store, POLICY, keep_last=2) == [1]
+    assert [step for step, key in written.items() if find_artifact(store, key) is None] == [1]
+    assert not list(store.list(written[1] + "/"))
+    assert prune_checkpoints(store, POLICY, keep_last=2) == []
+
+
+def record(store: ObjectStore, step: int, **metrics: float) -> None:
+    """The record that made policy `step` of a chain that is not checked."""
+    parent = POLICY.model_copy(update={"step": step - 1, "state": f"s{step - 1}"})
+    batch = ArtifactRef(kind="batch", key="b", sha256="0", bytes=1, rows=1, parents=())
+    request = StepRequest(parent=parent, batch=batch, loss={}, optimizer=OptimizerSpec(lr=1.0))
+    numerics = Numerics(backend="b", device="cpu", compute_dtype="float32", threads=1, max_tokens=1)
+    Chain.of(store, POLICY).commit(
+        CommitRecord(request=request, state=request.next_state(), metrics=metrics, updates=1, numerics=numerics)
+    )
+
+
+def kept(store: ObjectStore, written: dict[int, str]) -> list[int]:
+    return [step for step, key in written.items() if find_artifact(store, key) is not None]
+
+
+def test_every_so_many_steps_are_kept(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "store")
+    written = {step: write(store, tmp_path, step) for step in range(0, 11)}
+    assert prune_checkpoints(store, POLICY, keep_last=1, keep_every=4) == [1, 2, 3, 5, 6, 7, 9]
+    assert kept(store, written) == [0, 4, 8, 10]
+
+
+def named_and_unnamed(store: ObjectStore, folder: Path) -> dict[int, str]:
+    """Checkpoints of steps 1 to 8; those of even steps are named, step 8 after it was written."""
+    names = {step: f"policy-{step}" for step in (2, 4, 6)}
+    written = {step: write(store, folder, step, names.get(step)) for step in range(1, 9)}
+    store.put_if_absent(keys.checkpoint_name(written[8]), b'{"name":"policy-8"}')
+    for step in written:
+        record(store, step, reward=1.0 if step == 2 else 0.1)
+    return written
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [2, 4, 6, 7, 8]),
+        ({"keep_named": 9}, [2, 4, 6, 7, 8]),
+        ({"keep_named": 2}, [6, 7, 8]),
+        ({"keep_named": 1, "keep_every": 4}, [4, 7, 8]),
+        ({"keep_named": 1, "keep_best": 1, "metric": "reward"}, [2, 7, 8]),
+    ],
+)
+def test_the_latest_named_ones_are_kept(tmp_path: Path, options: dict[str, Any], expected: list[int]) -> None:
+    store = open_store(tmp_path / "store")
+    written = named_and_unnamed(store, tmp_path)
+    removed = prune_checkpoints(store, POLICY, keep_last=1, **options)
+    assert kept(store, written) == expected
+    assert removed == [step for step in written if step not in expected]
+    assert not [info.key for step in removed for info in store.list(f"{written[step]}/")]
+
+
+def test_a_named_one_that_a_champion_was_made_from_is_kept(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "store")
+    written = named_and_unnamed(store, tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"weights")
+    made_from = Chain.of(store, POLICY).policy(4).uri
+    publish_model(store, "m", "1", {file.name: file}, provenance=PROVENANCE, parents=[made_from])
+    set_alias(store, "m", CHAMPION, "1")
+    prune_checkpoints(store, POLICY, keep_last=1, keep_named=1)
+    assert kept(store, written) == [4, 7, 8]
+
+
+def test_named_ones_stay_while_another_run_is_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = open_store(tmp_path / "store")
+    written = named_and_unnamed(store, tmp_path)
+    damaged = keys.chain_root("another-run", "0-sft", "policy")
+    store.put(damaged, b'{"base":')
+    prune_checkpoints(store, POLICY, keep_last=1, keep_named=1)
+    assert kept(store, written) == [2, 4, 6, 7, 8]
+    assert "named checkpoints beyond keep_named=1 stay" in caplog.text
+    store.delete(damaged)
+    prune_checkpoints(store, POLICY, keep_last=1, keep_named=1)
+    assert kept(store, written) == [7, 8]
+
+
+@pytest.mark.parametrize(("best", "expected"), [("max", [2, 3, 6]), ("min", [1, 4, 6])])
+def test_the_best_by_a_metric_are_kept(tmp_path: Path, best: Literal["min", "max"], expected: list[int]) -> None:
+    store = open_store(tmp_path / "store")
+    rewards = {1: 0.1, 2: 0.9, 3: 0.5, 4: 0.2, 5: math.inf, 6: 0.3}
+    written = {step: write(store, tmp_path, step) for step in range(0, 7)}  # step 0 has no record
+    for step, reward in rewards.items():
+        record(store, step, **({"reward": reward} if math.isfinite(reward) else {"loss": 1.0}))
+    prune_checkpoints(store, POLICY, keep_last=1, keep_best=2, metric="reward", best=best)
+    assert kept(store, written) == expected
+    with pytest.raises(ValueError, match="has the metric 'rewards'; they have reward"):
+        prune_checkpoints(store, POLICY, keep_last=1, keep_best=2, metric="rewards")
+    with pytest.raises(ValueError, match="without a metric"):
+        prune_checkpoints(store, POLICY, keep_last=1, keep_best=2)
+
+
+def test_equal_values_keep_the_earlier(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "store")
+    written = {step: write(store, tmp_path, step) for step in (1, 2, 3)}
+    for step in written:
+        record(store, step, reward=0.5)
+    assert prune_checkpoints(store, POLICY, keep_last=1, keep_best=1, metric="reward") == [2]
+
+
+def test_a_reader_never_follows_a_manifest_to_data_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(tmp_path / "store")
+    key = write(store, tmp_path, 1)
+    real = store.delete
+
+    def dies_after_one(key: str) -> None:
+        real(key)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(store, "delete", dies_after_one)
+    with pytest.raises(KeyboardInterrupt):
+        prune_checkpoints(store, POLICY, keep_last=0)
+    assert find_artifact(store, key) is None
+    assert len(list(store.list(key))) == 1  # the data, for garbage collection
+    with pytest.raises(ObjectNotFound):
+        materialise_files(store, key, tmp_path / "to")
+
+
+async def test_after_pruning_everything_the_policy_is_rebuilt(tmp_path: Path, tiny_folder: Path) -> None:
+    url = f"file://{tmp_path}/store"
+    store, engine = open_store(url), LocalEngine(url, DETERMINISTIC)
+    policy = await new_policy(engine, tiny_folder)
+    for _ in range(2):
+        policy = (await engine.take_gradient_step(request_after(policy, commit_batch(store, policy)))).policy
+        await engine.save_checkpoint(policy, provenance=PROVENANCE)
+    assert prune_checkpoints(store, policy, keep_last=0) == [1, 2]
+    collect_garbage(store, now=store.now() + 1e6)
+    await engine.close()
+    fresh = LocalEngine(url, DETERMINISTIC)
+    await fresh.save_checkpoint(policy, provenance=PROVENANCE)  # rebuilds: a redo that differs is an error
+    checkpoint = read_manifest(store, keys.checkpoint(policy.run, policy.stage, policy.model, 2))
+    committed = Chain.of(store, policy).record(2)
+    assert committed is not None and checkpoint.extra["state"] == committed.state
+    await fresh.close()

@@ -1,0 +1,67 @@
+"""Advantages of a group: golden values of the algorithm notes, and what must be exactly zero."""
+
+from __future__ import annotations
+
+import pytest
+
+from tasks.batches.rl import AdvantageEstimator
+from tasks.credit.advantages import ESTIMATORS, centred, group, group_sample_std, leave_one_out
+from tasks.credit.rewards import BATCH_ESTIMATORS
+
+
+@pytest.mark.parametrize(
+    ("estimator", "winner", "loser"),
+    [
+        (group, 1.732051, -0.577350),
+        (group_sample_std, 1.5, -0.5),
+        (leave_one_out, 1.0, -0.333333),
+        (centred, 0.75, -0.25),
+    ],
+)
+def test_one_winner_of_four(estimator, winner: float, loser: float) -> None:
+    assert estimator([1.0, 0.0, 0.0, 0.0]) == pytest.approx([winner, loser, loser, loser], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "winner"),
+    [(group, 1.0), (group_sample_std, 0.866025), (leave_one_out, 0.666667), (centred, 0.5)],
+)
+def test_two_winners_of_four(estimator, winner: float) -> None:
+    assert estimator([1.0, 0.0, 0.0, 1.0]) == pytest.approx([winner, -winner, -winner, winner], abs=1e-6)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS.values(), ids=ESTIMATORS)
+class TestEveryEstimator:
+    def test_equal_rewards_teach_exactly_nothing(self, estimator) -> None:
+        # the float32 mean of seven times 0.1 is not 0.1: dividing by the tiny std would make it -0.43
+        assert estimator([0.1] * 7) == [0.0] * 7
+
+    def test_one_valid_grade_teaches_exactly_nothing(self, estimator) -> None:
+        assert estimator([None, 0.7, None]) == [None, 0.0, None]
+
+    def test_a_masked_grade_leaves_the_statistics_and_keeps_its_place(self, estimator) -> None:
+        without = estimator([1.0, 0.0, 0.0])
+        assert estimator([1.0, None, 0.0, 0.0]) == [without[0], None, *without[1:]]
+
+    def test_nothing_valid(self, estimator) -> None:
+        assert estimator([None, None]) == [None, None]
+        assert estimator([]) == []
+
+    def test_advantages_sum_to_zero_and_follow_the_rewards(self, estimator) -> None:
+        found = estimator([3.0, -1.0, 0.5, 2.0])
+        assert sum(found) == pytest.approx(0, abs=1e-6)
+        assert found[0] > found[3] > 0 > found[2] > found[1]
+
+    @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e308, 1e30])
+    def test_a_reward_that_is_no_number_is_refused(self, estimator, bad: float) -> None:
+        with pytest.raises(ValueError, match="mask a grade"):
+            estimator([1.0, bad])
+
+
+def test_the_population_std_is_scale_free_and_centred_is_not() -> None:
+    assert group([10.0, 0.0]) == pytest.approx([1.0, -1.0])
+    assert centred([10.0, 0.0]) == [5.0, -5.0]
+
+
+def test_every_estimator_can_be_configured() -> None:
+    assert set(ESTIMATORS) | set(BATCH_ESTIMATORS) == set(AdvantageEstimator.__args__)

@@ -1,0 +1,113 @@
+"""An evaluation's figures, from rewards written by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tasks.evaluation.model_comparison import (
+    Comparison,
+    compare,
+    comparison_markdown,
+    comparison_sentences,
+    score_table,
+)
+from tasks.evaluation.statistics import mean_interval, paired_difference
+
+
+def rows(model: str, rewards: dict[str, float | None], dataset: str = "sums") -> list[dict[str, Any]]:
+    return [
+        {
+            "model": model, "dataset": dataset, "grader": "exact", "prompt_index": n, "prompt_id": prompt,
+            "reward": reward, "graded": 0 if reward is None else 2, "completions": 2,
+        }
+        for n, (prompt, reward) in enumerate(rewards.items())
+    ]  # fmt: skip
+
+
+FIRST: dict[str, float | None] = {"a": 0.0, "b": 0.5, "c": 1.0, "d": None, "e": 0.5}
+SECOND: dict[str, float | None] = {"b": 1.0, "a": 0.5, "c": 1.0, "d": 1.0, "e": None}
+
+
+def test_a_difference_is_of_the_prompts_that_both_have_a_grade_for_in_pairs() -> None:
+    (difference,) = compare(rows("m1", FIRST) + rows("m2", SECOND)).differences
+    # a: +0.5, b: +0.5, c: 0; d and e have one grade only
+    assert difference.paired == paired_difference([0.0, 0.5, 1.0], [0.5, 1.0, 1.0])
+    assert (difference.first, difference.second, difference.cell) == ("m1", "m2", "sums/exact")
+    assert difference.paired is not None
+    assert difference.paired.difference == pytest.approx(1 / 3)
+    # t(0.975, 2) = 4.303, s = 0.2887 of (0.5, 0.5, 0): half = 4.303 * 0.2887 / sqrt(3) = 0.7172
+    assert difference.paired.low == pytest.approx(1 / 3 - 0.7172, abs=1e-3)
+    assert difference.verdict == "within chance"
+
+
+def test_a_score_is_a_mean_over_prompts_and_counts_what_is_masked() -> None:
+    score = compare(rows("m1", FIRST)).scores[0]
+    expected = mean_interval([0.0, 0.5, 1.0, 0.5])
+    assert (score.mean, score.low, score.high) == (expected.mean, expected.low, expected.high)
+    assert (score.prompts, score.completions, score.masked) == (4, 10, 2)
+
+
+def test_every_two_models_are_compared_in_their_order_in_every_cell() -> None:
+    table = [
+        row
+        for dataset in ("sums", "words")
+        for model in ("m2", "m1", "m3")
+        for row in rows(model, {"a": 1.0, "b": 0.0}, dataset)
+    ]
+    found = compare(table)
+    assert [(d.dataset, d.first, d.second) for d in found.differences] == [
+        (dataset, first, second) for dataset in ("sums", "words")
+        for first, second in (("m2", "m1"), ("m2", "m3"), ("m1", "m3"))
+    ]  # fmt: skip
+    assert len(found.scores) == 6
+    assert [d.dataset for d in found.between("m2", "m3")] == ["sums", "words"]
+
+
+def test_models_without_a_grade_in_common_are_not_compared() -> None:
+    found = compare(rows("m1", {"a": 1.0, "b": None}) + rows("m2", {"a": None, "b": 1.0}))
+    assert found.differences[0].paired is None and found.differences[0].verdict == "no prompt in common"
+    assert "no prompt in common" in comparison_markdown(found)
+
+
+def test_a_model_without_a_grade_has_no_mean() -> None:
+    found = compare(rows("m1", {"a": None}))
+    assert (found.scores[0].mean, found.scores[0].masked) == (None, 2)
+    assert "| – | – | 0 |" in comparison_markdown(found)
+
+
+def test_one_prompt_is_no_evidence() -> None:
+    (difference,) = compare(rows("m1", {"a": 0.0}) + rows("m2", {"a": 1.0})).differences
+    assert difference.paired is not None and difference.paired.low is None
+    assert difference.verdict == "within chance"
+
+
+def test_a_clear_difference_says_its_direction() -> None:
+    up = {"a": 1.0, "b": 1.0, "c": 0.9}
+    down = {"a": 0.0, "b": 0.1, "c": 0.0}
+    found = compare(rows("m1", up) + rows("m2", down))
+    assert found.differences[0].verdict == "lower, beyond chance"
+    assert "lower, beyond chance" in comparison_markdown(found)
+    assert score_table(found)[0]["mean"] == pytest.approx(0.9667)
+
+
+def test_a_sentence_says_both_means_on_the_same_prompts_and_how_sure_their_difference_is() -> None:
+    # on a, b and c: (0 + 0.5 + 1) / 3, (0.5 + 1 + 1) / 3; the interval as above
+    assert comparison_sentences(compare(rows("m1", FIRST) + rows("m2", SECOND))) == (
+        "- **sums**, graded by **exact**: `m1` 0.500, `m2` 0.833, change +0.333 (95 % interval -0.384 to +1.050) "
+        "on 3 prompts: within chance.\n"
+    )
+    nothing = compare(rows("m1", {"a": 1.0, "b": None}) + rows("m2", {"a": None, "b": 1.0}))
+    assert comparison_sentences(nothing) == (
+        "- **sums**, graded by **exact**: `m1` and `m2` have no prompt in common.\n"
+    )
+
+
+def test_a_comparison_survives_json() -> None:
+    found = compare(rows("m1", FIRST) + rows("m2", SECOND))
+    assert Comparison.model_validate_json(found.model_dump_json()) == found
+
+
+def test_a_bar_in_a_name_does_not_break_the_table() -> None:
+    assert "a\\|b" in comparison_markdown(compare(rows("a|b", {"x": 1.0})))

@@ -1,0 +1,39 @@
+"""Where the time of a step goes, when tasks overlap."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import pytest
+
+from tasks.reports.clock import StepClock, timed
+from tasks.reports.metrics import StepMetrics
+
+
+def test_the_parts_add_up_to_the_wall_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("tasks.reports.clock.time.perf_counter", lambda: now[0])
+    clock = StepClock()
+    now[0] = 1.0
+    first, second, third = ExitStack(), ExitStack(), ExitStack()
+    first.enter_context(timed("rollout"))
+    second.enter_context(timed("rollout"))  # waits for the first
+    now[0] = 5.0
+    first.close()
+    third.enter_context(timed("storage"))
+    now[0] = 7.0  # two seconds, shared
+    third.close()
+    now[0] = 10.0
+    second.close()
+    now[0] = 11.0
+    split = clock.lap()
+    assert split == {"rollout": 8.0, "grade": 0, "train": 0, "sync": 0, "storage": 1.0, "orchestration": 2.0}
+    now[0] = 12.0
+    assert sum(clock.lap().values()) == 1.0
+
+
+def test_a_step_without_a_finite_loss_is_read_back_as_it_was_written() -> None:
+    written = StepMetrics(step=0, loss=float("nan"), grad_norm=float("nan"), learning_rate=0.1).model_dump_json()
+    assert "null" not in written.split('"learning_rate"')[0].partition('"loss"')[2]
+    read = StepMetrics.model_validate_json(written)
+    assert read.loss != read.loss and read.grad_norm != read.grad_norm

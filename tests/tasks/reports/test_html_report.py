@@ -1,0 +1,184 @@
+"""The report: whole, safe with a model's words, the same every time, and without what a run does not have."""
+
+import math
+import re
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import pytest
+
+from tasks.reports.html_report import TEXT_SHOWN, ReportData, render_report
+from tasks.reports.metrics import ACTIVITIES, SampleRollout, StepMetrics, summarise_evaluation
+
+VOID = {"meta", "br", "img", "link", "input", "hr"}
+
+
+class Page(HTMLParser):
+    """Collects tags and text, and checks that every element is closed in order."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.open: list[str] = []
+        self.feed(html)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+        if tag in ("td", "th", "div"):
+            self.text += " "
+
+    def handle_data(self, data: str) -> None:
+        if "style" not in self.open:
+            self.text += data
+
+    def captions(self) -> list[str | None]:
+        return [attributes.get("aria-label") for tag, attributes in self.tags if tag == "svg"]
+
+
+def rl_step(step: int, **changes: object) -> StepMetrics:
+    values: dict[str, object] = dict(
+        step=step, total_steps=3, reward_mean=0.2 * step, reward_std=0.1, kl_mean=0.01, loss=-0.1, grad_norm=1.0,
+        learning_rate=1e-5, completion_tokens=100, completion_length_mean=25.0, prompts=2, completions=4, masked=0,
+        entropy=1.0, logprob_gap=0.001, tokens_per_second=50.0, seconds=dict.fromkeys(ACTIVITIES, 1.0),
+    )  # fmt: skip
+    return StepMetrics.model_validate(values | changes)
+
+
+def sft_step(step: int) -> StepMetrics:
+    return StepMetrics(step=step, loss=2.0, grad_norm=1.0, learning_rate=1e-5, seconds={"train": 1.0})
+
+
+def report(**changes: object) -> ReportData:
+    values: dict[str, object] = dict(
+        title="GRPO on sums",
+        run="grpo-1",
+        steps=tuple(rl_step(step) for step in range(3)),
+        before=(summarise_evaluation("held-out", [0.0, 0.0, 1.0, None]),),
+        after=(summarise_evaluation("held-out", [1.0, 1.0, 1.0, 1.0]),),
+        samples_before=(SampleRollout(prompt="1+1?", completion="three", reward=0.0, reference="2"),),
+        samples_after=(SampleRollout(prompt="1+1?", completion="two", reward=1.0, reference="2"),),
+        facts={"code version": "abc", "config": {"loss": {"clip_low": 0.2}, "stop": ["a"]}},
+    )
+    return ReportData.model_validate(values | changes)
+
+
+def test_a_full_report_shows_every_part() -> None:
+    page = Page(render_report(report()))
+    assert page.captions() == [
+        "Held-out means with 95 % intervals", "Reward by step", "KL to the reference by step",
+        "Completion length by step", "Loss by step", "Gradient norm by step", "Learning rate by step",
+        "Entropy by step", "Sampler and trainer apart by step", "Seconds per step by activity",
+    ]  # fmt: skip
+    for text in ("GRPO on sums", "grpo-1", "expected: 2", "three", "reward 1", "loss.clip_low", '["a"]', *ACTIVITIES):
+        assert text in page.text
+
+
+def test_the_change_is_paired_over_prompts_graded_in_both() -> None:
+    # (0,1) (0,1) (1,1): differences 1, 1, 0: mean 0.667, s = 0.5774, half = 4.3027 · 0.5774 / √3 = 1.434
+    after = (summarise_evaluation("held-out", [1.0, 1.0, 1.0, 0.0]),)
+    text = " ".join(Page(render_report(report(after=after))).text.split())
+    assert "held-out 0.333 1.000 +0.667 (-0.768 to +2.101) 3 2 / 0 within chance" in text
+
+
+def test_a_models_words_stay_words() -> None:
+    evil = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'</div></main>&amp;{{ 7*7 }}"
+    sample = SampleRollout(prompt=evil, completion=evil, reward=0.0, reference=evil)
+    evaluations = (summarise_evaluation(evil, [0.0, 1.0]), summarise_evaluation("$x^{$ & $", [0.5]))
+    html = render_report(
+        report(title=evil, run=evil, before=evaluations, after=evaluations, samples_before=(sample,),
+               samples_after=(sample,), facts={evil: evil, "group " + evil: {evil: evil}})
+    )  # fmt: skip
+    page = Page(html)
+    names = [tag for tag, _ in page.tags]
+    assert "script" not in names
+    assert "img" not in names
+    assert not [key for _, attributes in page.tags for key in attributes if key.startswith("on")]
+    assert page.text.count(evil) >= 9
+    assert "default-src 'none'" in html
+
+
+def test_the_file_needs_nothing_else() -> None:
+    html = render_report(report())
+    for tag, attributes in Page(html).tags:
+        for name in ("src", "href", "xlink:href"):
+            assert (attributes.get(name) or "#").startswith("#"), (tag, attributes)
+    assert "url(http" not in html
+    assert "@import" not in html
+
+
+def test_each_drawing_is_well_formed() -> None:
+    drawings = re.findall(r"<svg.*?</svg>", render_report(report()), flags=re.DOTALL)
+    assert len(drawings) == 10
+    for drawing in drawings:
+        ElementTree.fromstring(drawing)
+
+
+def test_equal_data_gives_equal_bytes() -> None:
+    assert render_report(report()) == render_report(report())
+
+
+def test_sft_leaves_out_what_it_has_not() -> None:
+    page = Page(render_report(ReportData(title="SFT", run="sft-1", steps=tuple(sft_step(step) for step in range(3)))))
+    assert page.captions() == [
+        "Loss by step", "Gradient norm by step", "Learning rate by step", "Seconds per step by activity",
+    ]  # fmt: skip
+    for word in ("eward", "KL", "ompletion", "Sample", "Before", "Facts"):
+        assert word not in page.text
+
+
+def test_nothing_yet_is_still_a_page() -> None:
+    assert "not started" in Page(render_report(ReportData(title="not started", run="r"))).text
+
+
+def test_a_resumption_is_marked_in_every_curve_and_said() -> None:
+    resumed = report(steps=(rl_step(0), rl_step(1, resumed=True), rl_step(2)))
+    assert "resumed at step 2." in " ".join(Page(render_report(resumed)).text.split())
+    assert render_report(resumed).count("stroke-dasharray") == render_report(report()).count("stroke-dasharray") + 9
+
+
+def test_values_that_are_not_finite_are_counted_not_fatal() -> None:
+    steps = (rl_step(0, grad_norm=math.inf), rl_step(1, loss=math.nan), rl_step(2, reward_std=None))
+    assert "not finite in 1 of 3 steps" in Page(render_report(report(steps=steps))).text
+
+
+def test_one_step_and_many_steps_are_drawn() -> None:
+    for count in (1, 400):
+        steps = tuple(rl_step(step) for step in range(count))
+        assert len(Page(render_report(report(steps=steps))).captions()) == 10
+
+
+def test_broken_text_is_shown_and_can_be_written() -> None:
+    sample = SampleRollout(prompt="\x00\x1b[31m", completion="\ud83d half" + "a" * TEXT_SHOWN, reward=None)
+    html = render_report(report(samples_before=(sample,), samples_after=()))
+    assert "\N{REPLACEMENT CHARACTER} half" in html.encode().decode()
+    page = Page(html)
+    assert "… (6 more characters)" in page.text
+    assert "no grade" in page.text
+    assert "no sample" in page.text
+
+
+def test_evaluations_of_different_prompts_are_refused() -> None:
+    with pytest.raises(ValueError, match="4 prompts before and 1 after"):
+        report(after=(summarise_evaluation("held-out", [1.0]),))
+
+
+def test_an_evaluation_without_a_grade_is_refused() -> None:
+    with pytest.raises(ValueError, match="2 prompts and no grade"):
+        summarise_evaluation("held-out", [None, None])
+
+
+def test_every_sample_that_was_asked_for_is_shown() -> None:
+    samples = tuple(SampleRollout(prompt=f"prompt {n}.", completion="c", reward=None) for n in range(12))
+    page = Page(render_report(report(samples_before=samples, samples_after=samples)))
+    assert all(sample.prompt in page.text for sample in samples)

@@ -1,0 +1,209 @@
+"""A step of many shards: read in order and a few at a time, scored in pieces, measured from what the manifests say."""
+
+from __future__ import annotations
+
+import math
+import threading
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+import tasks.batches.rl
+import tasks.sampling.shards
+from engine.errors import PermanentEngineError
+from storage.chain.records import CommitRecord, Numerics, OptimizerSpec, PolicyRef, StepRequest
+from storage.errors import CorruptArtifact, ObjectNotFound
+from storage.store import keys
+from storage.store.artifacts import ArtifactRef, Provenance, entry_of
+from storage.store.objects import ObjectStore, open_store
+from storage.store.tables import SCHEMAS, commit_table, read_table, shared_rows
+from tasks.batches.rl import BatchPlan, rollout_batch
+from tasks.reports.step_metrics import measure_step
+from tasks.sampling.shards import AHEAD, read_tables
+
+PROVENANCE = Provenance(code_version="test", config_digest="0" * 64, seed=0)
+POLICY = PolicyRef(run="r", stage="0-s", model="m", step=0, state="5" * 64)
+
+
+@pytest.fixture
+def store() -> ObjectStore:
+    return open_store(f"memory://{uuid4().hex}")
+
+
+def rollouts(store: ObjectStore, shard: int, prompts: list[str], *, first: int = 0, extra: Any = None) -> ArtifactRef:
+    """Two completions of each prompt, of 1 and of 2 tokens."""
+    rows = [
+        {
+            "prompt_index": 0, "prompt_id": prompt, "completion": first + n, "seed": 0, "prompt_ids": [7, 8, 9],
+            "completion_ids": [10 + n] * (n + 1), "logprobs": [-1.0] * (n + 1), "stop_reason": "eos", "text": "",
+            "thread": "{}", "policy_state": POLICY.state,
+        }
+        for prompt in prompts for n in range(2)
+    ]  # fmt: skip
+    return commit(store, "rollouts", shard, rows, parents=(POLICY.uri,), extra=extra)
+
+
+def graded(store: ObjectStore, shard: int, of: ArtifactRef, rewards: list[float | None]) -> ArtifactRef:
+    rows = [
+        {name: row[name] for name in ("prompt_index", "prompt_id", "completion")}
+        | {"reward": reward, "status": "masked" if reward is None else "ok", "reason": ""}
+        for row, reward in zip(read_table(store, of).to_pylist(), rewards, strict=True)
+    ]
+    return commit(store, "graded", shard, rows, parents=(of.uri,))
+
+
+def commit(store: ObjectStore, kind: str, shard: int, rows: list[dict[str, Any]], **fields: Any) -> ArtifactRef:
+    key = keys.step_artifact(POLICY.run, POLICY.stage, POLICY.step, kind, shard)
+    table = pa.Table.from_pylist(rows, schema=SCHEMAS[kind])
+    return commit_table(store, key, table, kind=kind, provenance=PROVENANCE, **fields)
+
+
+class Scorer:
+    """A workspace and an engine: the logprob of a token is minus its id; it counts the rows of each call."""
+
+    provenance, epoch, max_tokens = PROVENANCE, 0, None
+
+    def __init__(self, store: ObjectStore) -> None:
+        self.store, self.calls = store, list[int]()
+
+    def open_store(self) -> ObjectStore:
+        return self.store
+
+    def connect(self) -> Scorer:
+        return self
+
+    async def logprobs(self, request: Any, *, epoch: int) -> list[list[float]]:
+        self.calls.append(len(request.sequences))
+        return [
+            [-float(i) for i, weight in zip(s.token_ids, s.weights, strict=True) if weight > 0]
+            for s in request.sequences
+        ]
+
+
+# -- reading -------------------------------------------------------------------------------------------------------
+
+
+def test_tables_come_in_their_order_and_a_few_at_a_time(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    refs = [rollouts(store, shard, [f"p{shard}"]) for shard in range(2 * AHEAD + 3)]
+    lock, begun, most = threading.Lock(), 0, 0
+    taken = 0
+
+    def counting(*arguments: Any) -> pa.Table:
+        nonlocal begun, most
+        with lock:
+            begun += 1
+            most = max(most, begun - taken)
+        return read_table(*arguments)
+
+    monkeypatch.setattr(tasks.sampling.shards, "read_table", counting)
+    found = []
+    for table in read_tables(store, refs, ["prompt_id"]):
+        found.append(table["prompt_id"][0].as_py())
+        taken += 1
+    assert found == [f"p{shard}" for shard in range(2 * AHEAD + 3)]
+    assert begun == len(refs) and most <= AHEAD + 1  # one may begin between the yield and the count
+
+
+def test_a_missing_shard_is_an_error_where_it_is_missing(store: ObjectStore) -> None:
+    refs = [rollouts(store, shard, ["p"]) for shard in range(3)]
+    store.delete(keys.manifest(refs[1].key))
+    tables = read_tables(store, refs)
+    assert next(tables).num_rows == 2
+    with pytest.raises(ObjectNotFound, match="00001"):
+        next(tables)
+
+
+def test_the_rows_of_a_remote_table_are_fetched_once(store: ObjectStore) -> None:
+    ref = rollouts(store, 0, ["a", "b"])
+    assert [row["prompt_id"] for row in shared_rows(store, ref, [3, 0])] == ["b", "a"]
+    store.delete(keys.manifest(ref.key))  # from here on only the copy can answer
+    assert [row["prompt_id"] for row in shared_rows(store, ref, [1, 2])] == ["a", "b"]
+
+
+def test_a_copy_of_a_damaged_table_is_refused(store: ObjectStore) -> None:
+    ref = rollouts(store, 0, ["a"])
+    store.put(entry_of(store, ref).key, b"other bytes")
+    with pytest.raises(CorruptArtifact, match="sha256"):
+        shared_rows(store, ref, [0])
+
+
+def test_a_local_table_is_read_in_place(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "store")
+    ref = rollouts(store, 0, ["a"])
+    assert shared_rows(store, ref, [1])[0]["completion_ids"] == [11, 11]
+
+
+# -- the batch -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("tokens", "calls"), [(1 << 20, [5, 5]), (1, [2, 2, 2, 2, 1, 1])])
+async def test_a_batch_is_the_same_however_it_is_cut(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch, tokens: int, calls: list[int]
+) -> None:
+    monkeypatch.setattr(tasks.batches.rl, "CHUNK_TOKENS", tokens)
+    # prompt a comes twice in the step, and the second time in another shard: one group of four
+    refs = [rollouts(store, 0, ["a"]), rollouts(store, 1, ["b"]), rollouts(store, 2, ["a"], first=2)]
+    rewards: list[list[float | None]] = [[0.0, 1.0], [3.0, 5.0], [5.0, None]]
+    grades = [graded(store, n, ref, given) for n, (ref, given) in enumerate(zip(refs, rewards, strict=True))]
+    scorer = Scorer(store)
+    plan = BatchPlan(reference=POLICY, advantage_estimator="centred")
+    batch = await rollout_batch(scorer, POLICY, refs, grades, plan, step=0)  # type: ignore[arg-type]
+    rows = read_table(store, batch).to_pylist()
+    # of a: 0, 1, 5 with mean 2; of b: 3, 5 with mean 4
+    assert [(row["group"], row["completion"]) for row in rows] == [("a", 0), ("a", 1), ("b", 0), ("b", 1), ("a", 2)]
+    assert [row["advantages"] for row in rows] == [[-2.0], [-1.0, -1.0], [-1.0], [1.0, 1.0], [3.0]]
+    assert [row["token_ids"] for row in rows[:2]] == [[7, 8, 9, 10], [7, 8, 9, 11, 11]]
+    assert [row["weights"] for row in rows[:2]] == [[0, 0, 0, 1], [0, 0, 0, 1, 1]]
+    assert [row["old_logprobs"] for row in rows[:2]] == [[-10.0], [-11.0, -11.0]]
+    assert [row["reference_logprobs"] for row in rows] == [row["old_logprobs"] for row in rows]
+    assert [row["reward"] for row in rows] == [0.0, 1.0, 3.0, 5.0, 5.0]
+    assert scorer.calls == calls
+
+
+async def test_a_policy_whose_weights_overflowed_is_named(store: ObjectStore) -> None:
+    class Overflowed(Scorer):
+        async def logprobs(self, request: Any, *, epoch: int) -> list[list[float]]:
+            return [[math.nan] * len(row) for row in await super().logprobs(request, epoch=epoch)]
+
+    ref = rollouts(store, 0, ["a"])
+    grades, plan = [graded(store, 0, ref, [0.0, 1.0])], BatchPlan(reference=None)
+    with pytest.raises(PermanentEngineError, match=r"step 3: policy:r/0-s/m@0.* gives NaN .*Lower optimizer.lr"):
+        await rollout_batch(Overflowed(store), POLICY, [ref], grades, plan, step=2)  # type: ignore[arg-type]
+
+
+async def test_without_trainer_logprobs_the_engine_is_not_asked(store: ObjectStore) -> None:
+    ref = rollouts(store, 0, ["a"])
+    scorer = Scorer(store)
+    plan = BatchPlan(reference=None, old_logprobs="sampler")
+    batch = await rollout_batch(scorer, POLICY, [ref], [graded(store, 0, ref, [0.0, 1.0])], plan, step=0)  # type: ignore[arg-type]
+    row = read_table(store, batch).to_pylist()[0]
+    assert scorer.calls == [] and row["old_logprobs"] is None and row["sampler_logprobs"] == [-1.0]
+
+
+# -- the metrics ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("told", [True, False])
+async def test_metrics_are_the_same_from_manifests_and_from_tables(store: ObjectStore, told: bool) -> None:
+    extra = {"dropped": 1, "prompts": 3} | ({"completion_tokens": 6} if told else {})
+    refs = [rollouts(store, n, [f"a{n}", f"b{n}"], extra=extra) for n in range(2)]
+    grades = [graded(store, n, ref, [0.0, 1.0, None, 3.0]) for n, ref in enumerate(refs)]
+    scorer = Scorer(store)
+    batch = await rollout_batch(scorer, POLICY, refs, grades, BatchPlan(reference=None), step=0)  # type: ignore[arg-type]
+    if not told:
+        table = read_table(store, batch)
+        batch = commit(store, "batch", 1, table.to_pylist())  # as a hand-written loop does
+    request = StepRequest(parent=POLICY, batch=batch, loss={"kind": "grpo"}, optimizer=OptimizerSpec(lr=1.0))
+    numerics = Numerics(backend="x", device="x", compute_dtype="x", threads=1, max_tokens=1)
+    record = CommitRecord(request=request, state=request.next_state(), updates=1, numerics=numerics)
+    found = measure_step(store, record, refs, grades, total_steps=1, seconds={"rollout": 2.0})
+    assert (found.completions, found.completion_tokens, found.completion_length_mean) == (8, 12, 1.5)
+    assert (found.prompts, found.masked, found.dropped, found.tokens_per_second) == (4, 2, 2, 6.0)
+    assert found.reward_mean == pytest.approx(4 / 3)
+    assert found.reward_std == pytest.approx(np.std([0.0, 1.0, 3.0]))
+    # trained tokens of each shard: one 10 (gap 9) and two pairs of 11 (gap 10): (9 + 4 x 10) / 5
+    assert found.logprob_gap == pytest.approx(9.8)

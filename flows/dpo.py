@@ -20,7 +20,7 @@ from flows.configs.preferences import DPOConfig
 from flows.display.terminal import TerminalProgress
 from flows.ops.hooks import ON_END
 from flows.runs.session import open_run
-from flows.training.aliases import takes_names
+from flows.training.aliases import accept_aliases
 from flows.training.dataset_loop import Supervised, supervised_arguments, train_on_dataset
 from storage.chain.records import PolicyRef
 from storage.store.artifacts import ArtifactRef
@@ -31,7 +31,7 @@ from tasks.load import load_prompts
 from tasks.prepare import prepare_pairs
 
 
-@takes_names()
+@accept_aliases()
 class DPO(Supervised):
     """Trains `model` in place on pairs (preferred, dispreferred) of threads that begin alike, or on a loaded preference
     dataset. `samples_per_batch` counts pairs. The other arguments are those of `Supervised`.

@@ -29,7 +29,7 @@ from tasks.batches.rl import BatchPlan
 from tasks.datasets.load import LoadedDataset
 from tasks.environments.base import EnvironmentFactory
 from tasks.environments.spec import EnvironmentSpec
-from tasks.prepare import prepare_credited_episodes
+from tasks.prepare import prepare_ppo_episode_batch
 
 
 class ENVPPO(InEnvironment, PPO):
@@ -49,11 +49,11 @@ class ENVPPO(InEnvironment, PPO):
     ) -> None:
         super().__init__(dataset, model, environment_factory, value_model=value_model, **options)
 
-    async def _prepare_credited(
+    async def _prepare_ppo_batch(
         self, policy: PolicyRef, value: PolicyRef, found: Collected, plan: BatchPlan, step: int
     ) -> ArtifactRef:
         """The step's batch: an advantage and a return at every token that the policy said."""
-        return await prepare_credited_episodes(
+        return await prepare_ppo_episode_batch(
             self.model.workspace, policy, found.rollouts, plan, self._value_plan(value), step=step
         )
 

@@ -23,7 +23,7 @@ from flows.configs.reinforcement import PolicyLoss, Regularisation, groups_of
 from flows.display.terminal import TerminalProgress
 from flows.ops.hooks import ON_END
 from flows.runs.session import RunSession, default_model_name, finish_run, open_run
-from flows.training.aliases import takes_names
+from flows.training.aliases import accept_aliases
 from flows.training.arguments import whole_number
 from flows.training.base import Trainer
 from flows.training.checkpointing import CheckpointSchedule, Uploads
@@ -56,7 +56,7 @@ from tasks.train import take_gradient_step
 POLICY_LOSSES: dict[PolicyLoss, type[GRPOSpec] | type[CISPOSpec]] = {"clip": GRPOSpec, "cispo": CISPOSpec}
 
 
-@takes_names()
+@accept_aliases()
 class GRPO(Trainer):
     """Trains `model` in place on graded rollouts of `dataset`. `await GRPO(...).run()` resumes where the run stands.
 

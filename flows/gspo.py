@@ -18,14 +18,14 @@ from flows.display.terminal import TerminalProgress
 from flows.grpo import GRPO, reward_arguments, train_on_rewards
 from flows.ops.hooks import ON_END
 from flows.runs.session import open_run
-from flows.training.aliases import takes_names
+from flows.training.aliases import accept_aliases
 from tasks.datasets.load import LoadedDataset
 from tasks.graders.base import BaseGrader
 from tasks.graders.spec import GraderSpec
 from tasks.sampling.grading import Grading
 
 
-@takes_names()
+@accept_aliases()
 class GSPO(GRPO):
     """Trains `model` in place on graded rollouts of `dataset`, as GRPO does; its other arguments are GRPO's.
 

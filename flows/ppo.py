@@ -23,7 +23,7 @@ from flows.display.terminal import TerminalProgress
 from flows.grpo import GRPO, reward_arguments, train_on_rewards
 from flows.ops.hooks import ON_END
 from flows.runs.session import RunSession, open_run
-from flows.training.aliases import takes_names
+from flows.training.aliases import accept_aliases
 from flows.training.checkpointing import Uploads
 from flows.training.collection import Collected, Lookahead
 from flows.training.journal import Journal, optimizer_at, steps
@@ -37,12 +37,12 @@ from tasks.batches.rl import BatchPlan
 from tasks.datasets.load import LoadedDataset
 from tasks.graders.base import BaseGrader
 from tasks.graders.spec import GraderSpec
-from tasks.prepare import prepare_credited
+from tasks.prepare import prepare_ppo_batch
 from tasks.sampling.grading import Grading
 from tasks.train import take_gradient_step, take_value_step
 
 
-@takes_names(also={"lr_scheduler_policy": "lr_scheduler", "lr_scheduler_value": "value_lr_scheduler"})
+@accept_aliases(also={"lr_scheduler_policy": "lr_scheduler", "lr_scheduler_value": "value_lr_scheduler"})
 class PPO(GRPO):
     """Trains `model` and `value_model` in place. `value_model` has a scalar head: `builder.into_scoring_model()`; its
     name within the run is not the policy's. Arguments that are not here are GRPO's; a prompt has one completion, unless
@@ -160,7 +160,7 @@ class PPO(GRPO):
                 found = await rollouts.collected(policy)
                 kl_beta = self.kl.next(journal.last, samples=self.samples_per_batch)
                 plan = self._batch_plan(start, kl_beta)
-                batch = await self._prepare_credited(policy, value, found, plan, step)
+                batch = await self._prepare_ppo_batch(policy, value, found, plan, step)
                 common = {"batch": batch, **_cursors(found), "nan_policy": self.nan_policy}
                 request = StepRequest(
                     parent=policy,
@@ -198,11 +198,11 @@ class PPO(GRPO):
         rest = None if total_steps is None else total_steps - alone
         return optimizer_at(max(0, step - alone), rest, lr=self.schedule, **self.optimizer)
 
-    async def _prepare_credited(
+    async def _prepare_ppo_batch(
         self, policy: PolicyRef, value: PolicyRef, found: Collected, plan: BatchPlan, step: int
     ) -> ArtifactRef:
         """The step's batch: an advantage and a return at every token."""
-        return await prepare_credited(
+        return await prepare_ppo_batch(
             self.model.workspace, policy, found.rollouts, found.graded, plan, self._value_plan(value), step=step
         )
 

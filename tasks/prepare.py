@@ -47,7 +47,7 @@ async def prepare_trajectories(
 
 
 @durable_task("prepare", "batch-{step:06d}")
-async def prepare_credited(
+async def prepare_ppo_batch(
     workspace: Workspace,
     policy: PolicyRef,
     rollouts: list[ArtifactRef],
@@ -62,7 +62,7 @@ async def prepare_credited(
 
 
 @durable_task("prepare", "batch-{step:06d}")
-async def prepare_credited_episodes(
+async def prepare_ppo_episode_batch(
     workspace: Workspace,
     policy: PolicyRef,
     trajectories: list[ArtifactRef],

@@ -13,7 +13,7 @@ OLDER = {"policy_model": "model", "beta": "kl_beta"}
 """Names of older documents: accepted with a warning."""
 
 
-def takes_names(older: Mapping[str, str] = OLDER, also: Mapping[str, str] | None = None) -> Callable[[Class], Class]:
+def accept_aliases(older: Mapping[str, str] = OLDER, also: Mapping[str, str] | None = None) -> Callable[[Class], Class]:
     """A class whose constructor takes arguments under the names on the left too; `also` without a warning. Both names
     at once are a TypeError."""
     names = {**older, **(also or {})}

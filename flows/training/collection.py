@@ -16,7 +16,7 @@ from engine.errors import PermanentEngineError
 from engine.handles import TrainingModel
 from storage.chain.records import PolicyRef
 from storage.store.artifacts import ArtifactRef
-from tasks.batches.rl import teaching_prompts
+from tasks.batches.rl import informative_prompts
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.order import DataCursor, repetitions, take
 from tasks.sampling.completions import PromptShard, Truncation
@@ -124,7 +124,7 @@ class Collector:
 
     async def _teaching(self, found: Collected) -> int:
         store = self.batch.model.workspace.open_store()
-        return await asyncio.to_thread(teaching_prompts, store, found.graded)
+        return await asyncio.to_thread(informative_prompts, store, found.graded)
 
 
 @dataclass

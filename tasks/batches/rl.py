@@ -119,7 +119,7 @@ async def rollout_batch(
             with timed("storage"):
                 writer.write(table)
         if held:
-            table, extra = whole_batch(pa.concat_tables(held), grades, plan)
+            table, extra = batch_level_advantages(pa.concat_tables(held), grades, plan)
             with timed("storage"):
                 writer.write(table)
         check_gradable(bool(writer.rows), grades, step)
@@ -150,7 +150,7 @@ def check_gradable(any_kept: bool, grades: Grades, step: int) -> None:
 
 def shape_rewards(store: ObjectStore, rollouts: list[ArtifactRef], grades: Grades, plan: BatchPlan) -> None:
     """What is known of the answers' lengths and groups before any logprob."""
-    if plan.drop_equal_groups:  # by the grades themselves, as teaching_prompts counts them
+    if plan.drop_equal_groups:  # by the grades themselves, as informative_prompts counts them
         grades.mask_equal_groups()
     if plan.overlong or plan.mask_truncated:
         tables = list(read_tables(store, rollouts, ["completion_ids", "stop_reason"]))
@@ -161,7 +161,7 @@ def shape_rewards(store: ObjectStore, rollouts: list[ArtifactRef], grades: Grade
             grades.masked_N |= np.concatenate([pc.equal(t["stop_reason"], "length").to_numpy() for t in tables])
 
 
-def whole_batch(table: pa.Table, grades: Grades, plan: BatchPlan) -> tuple[pa.Table, dict[str, JsonValue]]:
+def batch_level_advantages(table: pa.Table, grades: Grades, plan: BatchPlan) -> tuple[pa.Table, dict[str, JsonValue]]:
     """The batch with advantages that need all of it, and what its manifest says of the KL in the reward: `reward_kl`,
     the mean over tokens, nats."""
     lengths_N, rows = trained_lengths(table), grades.kept_rows
@@ -186,7 +186,7 @@ def whole_batch(table: pa.Table, grades: Grades, plan: BatchPlan) -> tuple[pa.Ta
     return with_lists(table, "advantages", advantages_T), extra
 
 
-def teaching_prompts(store: ObjectStore, graded: list[ArtifactRef]) -> int:
+def informative_prompts(store: ObjectStore, graded: list[ArtifactRef]) -> int:
     """Prompts whose valid rewards differ: the others give no advantage."""
     table = pa.concat_tables(read_tables(store, graded, ["prompt_id", "reward", "status"]))
     valid = table.filter(pc.equal(table["status"], "ok")).group_by("prompt_id")

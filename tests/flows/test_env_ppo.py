@@ -147,13 +147,13 @@ class Interrupted(BaseException):
     [
         pytest.param(at, where, marks=pytest.mark.slow)  # one of PPO's is in the default suite
         for at in (1, 3)
-        for where in ("take_gradient_step", "take_value_step", "prepare_credited_episodes")
+        for where in ("take_gradient_step", "take_value_step", "prepare_ppo_episode_batch")
     ],
 )
 def test_a_run_that_ends_between_two_commits_resumes_to_the_same_bytes(
     runs: Runs, monkeypatch: pytest.MonkeyPatch, where: str, at: int
 ) -> None:
-    module: Any = flows.env_ppo if where == "prepare_credited_episodes" else flows.ppo
+    module: Any = flows.env_ppo if where == "prepare_ppo_episode_batch" else flows.ppo
     run, call = f"cut-{where}-{at}", getattr(module, where)
 
     async def stop(*arguments: Any, step: int, **named: Any) -> Any:

@@ -114,7 +114,7 @@ class Interrupted(BaseException):
         *(
             pytest.param(at, where, marks=pytest.mark.slow)
             for at in (1, 3)
-            for where in ("take_gradient_step", "take_value_step", "prepare_credited")
+            for where in ("take_gradient_step", "take_value_step", "prepare_ppo_batch")
             if (at, where) != (3, "take_value_step")
         ),
     ],

@@ -10,7 +10,7 @@ from flows.dpo import DPO
 from flows.grpo import GRPO
 from flows.gspo import GSPO
 from flows.ppo import PPO
-from flows.training.aliases import takes_names
+from flows.training.aliases import accept_aliases
 from flows.training.schedules import ConstantScheduler
 
 
@@ -52,7 +52,7 @@ def test_ppo_takes_its_schedules_under_the_documents_names(recwarn: pytest.Warni
 
 
 def test_a_class_keeps_its_signature() -> None:
-    @takes_names({"old": "new"})
+    @accept_aliases({"old": "new"})
     class Kind:
         def __init__(self, new: int = 1) -> None:
             """Doc."""

@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 
 from engine.http.bodies import check_head
 from engine.http.wire import Announced
-from engine.text.tokenizers import context_length_of
+from engine.text.stored_models import context_length_of
 from storage.chain.records import PolicyRef, base_of
 from storage.errors import PermanentStorageError
 from storage.store.artifacts import ArtifactRef

@@ -14,7 +14,7 @@ from engine.models.training_model import TrainingModel
 from engine.protocol import SamplingParams
 from engine.specs.adapters import FullSpec, LoraSpec, trainable_of
 from engine.text.rendering import Renderer
-from engine.text.tokenizers import context_length_of, renderer_of
+from engine.text.stored_models import context_length_of, renderer_of
 from engine.workspace import Workspace
 from storage.chain.records import Root
 from storage.store import keys

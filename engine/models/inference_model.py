@@ -20,8 +20,8 @@ from engine.models.tape import prompt_group
 from engine.protocol import Completion, GenerateRequest, LogprobsRequest, SamplingParams, TokenSequence
 from engine.text.rendering import Renderer
 from engine.text.stops import stop_token_ids, text_until_stop, tokens_until_stop
+from engine.text.stored_models import context_length_of
 from engine.text.threads import StringThread, TokenizedThread
-from engine.text.tokenizers import context_length_of
 from engine.workspace import Workspace, derive_seed
 from storage.chain.records import PolicyRef
 from storage.store.artifacts import ArtifactRef

@@ -15,7 +15,7 @@ from engine.models.scores import check_head
 from engine.models.tape import Call, Tape, commit_calls
 from engine.protocol import PolicySpec, SamplingParams
 from engine.text.rendering import Renderer
-from engine.text.tokenizers import renderer_of
+from engine.text.stored_models import renderer_of
 from engine.workspace import Workspace
 from storage.chain.named_checkpoints import restart_point
 from storage.chain.records import Chain, CommitRecord, OptimizerSpec, PolicyRef, Root, StepRequest, base_of

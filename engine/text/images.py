@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from engine.text.threads import StringThread, TokenizedTurn
     from engine.text.turns import Turn
 
-FAMILIES: tuple[str, ...] = ("idefics3", "smolvlm")
+VISION_MODEL_TYPES: tuple[str, ...] = ("idefics3", "smolvlm")
 """`model_type`s whose images the engine takes: plain rotary positions, one square view per image."""
 
 PROCESSOR_FILES: tuple[str, ...] = ("preprocessor_config.json", "processor_config.json")
@@ -63,7 +63,7 @@ def image_tokens_of(folder: Path, tokenizer: Any, name: str) -> ImageTokens | No
     Raises TokenizerMissing for a vision-language model whose processor is missing, or cuts images into tiles.
     """
     config = _json(folder / "config.json")
-    if config.get("model_type") not in FAMILIES:
+    if config.get("model_type") not in VISION_MODEL_TYPES:
         return None
     processor, own = _json(folder / "processor_config.json"), _json(folder / "preprocessor_config.json")
     own = own or processor.get("image_processor") or {}
@@ -124,13 +124,13 @@ def image_bytes(url: str) -> bytes:
     return data
 
 
-def with_images_embedded(thread: StringThread) -> StringThread:
+def embed_images(thread: StringThread) -> StringThread:
     """The thread with every image as a `data:` URL; itself where there is nothing to do. Raises as `image_bytes`."""
     turns, changed = [], False
     for turn in thread.turns:
         content = turn.content
         if not isinstance(content, str) and any(isinstance(part, ImageFragment) for part in content):
-            content = tuple(embedded_image(part) if isinstance(part, ImageFragment) else part for part in content)
+            content = tuple(embed_image(part) if isinstance(part, ImageFragment) else part for part in content)
             changed = changed or content != turn.content
         turns.append((turn.role, content))
     return type(thread)(turns, thread.metadata, thread.weights) if changed else thread
@@ -169,7 +169,7 @@ def placed_images(turns: Iterable[TokenizedTurn], kind: ImageTokens | None) -> t
     return tuple(found)
 
 
-def embedded_image(part: ImageFragment) -> ImageFragment:
+def embed_image(part: ImageFragment) -> ImageFragment:
     """The image as a `data:` URL. Raises as `image_bytes`."""
     data = image_bytes(part.url)
     if part.url.startswith("data:"):

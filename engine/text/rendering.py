@@ -12,17 +12,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engine.protocol import TokenSequence
 from engine.text.errors import ChatTemplateMissing, ThreadError, UnsupportedFragment
-from engine.text.images import images_in, placed_images, with_images_embedded
+from engine.text.images import embed_images, images_in, placed_images
 from engine.text.template import Piece, generation_header, template_pieces, template_text
 from engine.text.threads import StringThread, TokenizedThread, TokenizedTurn
+from engine.text.tokenizers import Tokenizer
 from engine.text.turns import Turn
-
-if TYPE_CHECKING:
-    from engine.text.tokenizers import Tokenizer
 
 
 class Renderer:
@@ -172,7 +170,7 @@ class Renderer:
         """The thread with the bytes of its images. No file is read for a model that takes none."""
         if self.tokenizer.images is None:
             self._check_text_only(thread.turns)
-        return with_images_embedded(thread)
+        return embed_images(thread)
 
     def _content(self, turn: TokenizedTurn) -> Any:
         return turn.content if turn.logprobs is None else self.decode_completion(turn.token_ids[turn.header :])

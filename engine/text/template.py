@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from engine.text.errors import TemplateNotPrefixStable, TemplateRefused, ThreadError, UnsupportedFragment
 from engine.text.fragments import ReasoningFragment, ToolCallFragment
 from engine.text.images import images_in
+from engine.text.tokenizers import Tokenizer
 from engine.text.turns import Turn, turn_messages
-
-if TYPE_CHECKING:
-    from engine.text.tokenizers import Tokenizer
 
 
 class Piece(NamedTuple):

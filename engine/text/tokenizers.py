@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from engine.models.folder import read_config
 from engine.text.errors import ChatTemplateMissing, TemplateRefused, TokenizerMissing
 from engine.text.images import PROCESSOR_FILES, ImageTokens, image_tokens_of
-from engine.text.rendering import Renderer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from storage.store.artifacts import ArtifactRef
-    from storage.store.objects import ObjectStore
 
 TOKENIZER_FILES: tuple[str, ...] = (
     "added_tokens.json",
@@ -38,11 +31,6 @@ TOKENIZER_FILES: tuple[str, ...] = (
 )
 """What of a model folder a tokenizer needs; generation_config.json names all the ids that end a turn, the processor's
 files how many tokens an image takes."""
-
-CONFIG_FILE = "config.json"
-"""Names the tokenizer's class where tokenizer_config.json does not. The model's own, so no tokenizer file."""
-
-CACHED_RENDERERS = 8
 
 
 class Tokenizer:
@@ -121,65 +109,6 @@ def load_tokenizer(folder: Path, *, name: str | None = None) -> Tokenizer:
         ) from error
     images = image_tokens_of(folder, tokenizer, name)
     return Tokenizer(tokenizer, name=name, eos_token_ids=_eos_token_ids(tokenizer, folder, name), images=images)
-
-
-def renderer_of(store: ObjectStore, model: ArtifactRef) -> Renderer:
-    """The renderer of a stored model. Raises TokenizerMissing, ChatTemplateMissing, and storage's errors."""
-    return _renderer_of(_ByDigest(store, model))
-
-
-def tokenizer_of(store: ObjectStore, model: ArtifactRef) -> Tokenizer:
-    """The tokenizer of a stored model, chat template or not. Raises TokenizerMissing, and storage's errors."""
-    return _tokenizer_of(_ByDigest(store, model))
-
-
-def context_length_of(store: ObjectStore, model: ArtifactRef) -> int | None:
-    """Tokens that a stored model was made for, by its config.json; None where it does not say."""
-    return _context_length_of(_ByDigest(store, model))
-
-
-class _ByDigest:
-    """A stored model that equals any other of the same bytes, so that its renderer is built once in a process."""
-
-    def __init__(self, store: ObjectStore, model: ArtifactRef) -> None:
-        self.store, self.model = store, model
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ByDigest) and self.model.sha256 == other.model.sha256
-
-    def __hash__(self) -> int:
-        return hash(self.model.sha256)
-
-
-@lru_cache(maxsize=CACHED_RENDERERS)
-def _renderer_of(stored: _ByDigest) -> Renderer:
-    return Renderer(_tokenizer_of(stored))
-
-
-@lru_cache(maxsize=CACHED_RENDERERS)
-def _tokenizer_of(stored: _ByDigest) -> Tokenizer:
-    from storage.store.download import materialise_files
-
-    with TemporaryDirectory() as scratch:
-        folder, downloads = Path(scratch, "tokenizer"), Path(scratch, "downloads")
-        folder.mkdir()
-        downloads.mkdir()
-        names = (*TOKENIZER_FILES, CONFIG_FILE)
-        for name, path in materialise_files(stored.store, stored.model.key, downloads, names=names).items():
-            (folder / name).symlink_to(path.resolve())  # stored files may lie under other names, in other folders
-        return load_tokenizer(folder, name=stored.model.key)
-
-
-@lru_cache(maxsize=CACHED_RENDERERS)
-def _context_length_of(stored: _ByDigest) -> int | None:
-    from storage.store.download import materialise_files
-
-    with TemporaryDirectory() as scratch:
-        path = materialise_files(stored.store, stored.model.key, Path(scratch), names=(CONFIG_FILE,)).get(CONFIG_FILE)
-        config = {} if path is None else read_config(path)
-    text = config.get("text_config") or {}  # of a vision-language model
-    given = config.get("max_position_embeddings", text.get("max_position_embeddings"))
-    return given if isinstance(given, int) else None
 
 
 def _eos_token_ids(tokenizer: Any, folder: Path, name: str) -> list[int]:

@@ -12,8 +12,8 @@ from engine.models.images import image_rows, images_of
 from engine.models.scores import scored_whole
 from engine.protocol import LogprobsRequest, TokenSequence
 from engine.text.rendering import Renderer
+from engine.text.stored_models import renderer_of
 from engine.text.threads import StringThread
-from engine.text.tokenizers import renderer_of
 from engine.workspace import Workspace
 from storage.chain.records import PolicyRef
 from storage.store import keys

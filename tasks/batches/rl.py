@@ -16,8 +16,8 @@ from pydantic import JsonValue
 from engine.errors import BadSpec, PermanentEngineError
 from engine.models.images import image_rows, images_of
 from engine.protocol import LogprobsRequest, TokenSequence
+from engine.text.stored_models import renderer_of
 from engine.text.threads import StringThread
-from engine.text.tokenizers import renderer_of
 from engine.workspace import Workspace
 from storage.chain.records import OldLogprobs, PolicyRef
 from storage.records import Frozen

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from engine.errors import SampleTooLong
 from engine.protocol import TokenSequence
-from engine.text.tokenizers import context_length_of
+from engine.text.stored_models import context_length_of
 from engine.workspace import Workspace
 from storage.records import Frozen
 from storage.store.artifacts import ArtifactRef

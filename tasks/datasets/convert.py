@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.text.errors import TextError, ThreadError
 from engine.text.fragments import ImageFragment, TextFragment
-from engine.text.images import embedded_image
+from engine.text.images import embed_image
 from engine.text.threads import StringThread
 from storage.records import canonical_json
 from tasks.credit.advantages import LARGEST_REWARD, REWARD_RANGE
@@ -171,7 +171,7 @@ def _part(part: Any, column: str, place: Place) -> TextFragment | ImageFragment:
         )
     url = part["url"] if "://" in part["url"][:20] or part["url"].startswith("data:") else _beside(part["url"], place)
     try:
-        return embedded_image(ImageFragment(url=url))
+        return embed_image(ImageFragment(url=url))
     except TextError as error:
         raise place.bad(
             f"{column}.url", given=_shown(part["url"]), expected="a data: URL or a file", todo=str(error)

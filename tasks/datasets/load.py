@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from engine.text.images import with_images_embedded
+from engine.text.images import embed_images
 from engine.text.threads import StringThread
 from storage.records import Frozen, canonical_json, digest
 from storage.store import keys
@@ -134,11 +134,11 @@ def _identity(item: StringThread | Pair) -> tuple[str, dict[str, str]]:
     """What names an item, and its columns, which hold the images themselves. Raises UnsupportedFragment for one that
     would have to be fetched, ThreadError for one that cannot be read."""
     if isinstance(item, StringThread):
-        whole = with_images_embedded(item)
+        whole = embed_images(item)
         return prompt_id(whole), {"thread": whole.to_json()}
     columns = {
-        "chosen": with_images_embedded(item.chosen).to_json(),
-        "rejected": with_images_embedded(item.rejected).to_json(),
+        "chosen": embed_images(item.chosen).to_json(),
+        "rejected": embed_images(item.rejected).to_json(),
     }
     return digest(canonical_json(list(columns.values())))[:ID_CHARACTERS], columns
 

@@ -8,8 +8,8 @@ import pyarrow as pa
 
 from engine.protocol import SamplingParams
 from engine.text.rendering import Renderer
+from engine.text.stored_models import renderer_of
 from engine.text.threads import StringThread
-from engine.text.tokenizers import renderer_of
 from engine.workspace import Workspace
 from storage.chain.records import PolicyRef
 from storage.records import Frozen, canonical_json, digest

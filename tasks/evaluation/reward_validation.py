@@ -12,8 +12,8 @@ from engine.errors import BadSpec
 from engine.losses.spec import MSESpec, RankingSpec
 from engine.models.scores import scored_whole
 from engine.protocol import LogprobsRequest, TokenSequence
+from engine.text.stored_models import renderer_of
 from engine.text.threads import StringThread
-from engine.text.tokenizers import renderer_of
 from engine.workspace import Workspace
 from storage.chain.records import PolicyRef
 from storage.records import Frozen, canonical_json, digest

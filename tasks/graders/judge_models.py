@@ -14,8 +14,8 @@ from engine.handles import InferenceModel, Model, OpenAIModel
 from engine.models.served_name import served_policy
 from engine.protocol import SamplingParams
 from engine.text.answers import MalformedAnswer, parse_answer
+from engine.text.stored_models import renderer_of
 from engine.text.threads import StringThread
-from engine.text.tokenizers import renderer_of
 from engine.workspace import Workspace, derive_seed
 from tasks.graders.base import GraderError, IgnoreGradeException
 

@@ -14,8 +14,8 @@ from engine.models.images import image_rows, images_or_none
 from engine.protocol import Completion, GenerateRequest, SamplingParams, TokenSequence
 from engine.text.errors import UnsupportedFragment
 from engine.text.rendering import Renderer
+from engine.text.stored_models import context_length_of, renderer_of
 from engine.text.threads import StringThread
-from engine.text.tokenizers import context_length_of, renderer_of
 from engine.workspace import Workspace
 from storage.chain.records import PolicyRef
 from storage.failpoints import failpoint

@@ -11,7 +11,7 @@ from pydantic import Field
 from engine.errors import BadSpec
 from engine.protocol import Completion, GenerateRequest, SamplingParams
 from engine.text.rendering import Renderer
-from engine.text.tokenizers import context_length_of, renderer_of
+from engine.text.stored_models import context_length_of, renderer_of
 from engine.workspace import Workspace
 from storage.chain.records import PolicyRef
 from storage.failpoints import failpoint

@@ -26,7 +26,7 @@ from engine.errors import BadModelFolder, BadSpec
 from engine.models.folder import check_model_folder, config_of
 from engine.models.images import Images
 from engine.text.errors import UnsupportedFragment
-from engine.text.images import FAMILIES
+from engine.text.images import VISION_MODEL_TYPES
 
 CHUNK_ELEMENTS = 1 << 26
 """Logits (trained tokens x vocabulary) held at once; more than twice this are computed in chunks (256 MiB each in
@@ -265,7 +265,7 @@ def load_causal_lm(folder: Path, *, dtype: torch.dtype, compute_dtype: torch.dty
     """
     from transformers import AutoModelForCausalLM
 
-    if config_of(folder).get("model_type") in FAMILIES:
+    if config_of(folder).get("model_type") in VISION_MODEL_TYPES:
         from engine.backends.torch.vision_lm import load_vision_lm
 
         return load_vision_lm(folder, dtype=dtype, compute_dtype=compute_dtype, device=device)

@@ -135,8 +135,8 @@ def decode_image(data: bytes) -> Image.Image:
 
 
 def load_vision_lm(folder: Path, *, dtype: torch.dtype, compute_dtype: torch.dtype, device: torch.device) -> VisionLM:
-    """Reads a plain Hugging Face folder of one of the FAMILIES, and checks that the packed forward means what the
-    model's own means, with an image and without. Raises BadModelFolder."""
+    """Reads a plain Hugging Face folder of one of the VISION_MODEL_TYPES, and checks that the packed forward means what
+    the model's own means, with an image and without. Raises BadModelFolder."""
     from transformers import AutoModelForImageTextToText
 
     processor = load_image_processor(folder)

@@ -40,8 +40,9 @@ from engine.http.openai.models import (
 from engine.http.openai.policies import RECENT_SECONDS, Found, Policies
 from engine.http.openai.shapes import Form
 from engine.protocol import Engine, GenerateRequest, SamplingParams
+from engine.text.stored_models import renderer_of, tokenizer_of
 from engine.text.threads import StringThread
-from engine.text.tokenizers import Tokenizer, renderer_of, tokenizer_of
+from engine.text.tokenizers import Tokenizer
 from engine.workspace import derive_seed
 from storage.errors import StorageError
 from storage.store.objects import ObjectStore

@@ -21,7 +21,7 @@ from typing import Generic, NamedTuple, TypeVar
 from engine.http.openai.models import ApiError, ModelCard
 from engine.models.served_name import POLICY, served_policy
 from engine.protocol import Engine
-from engine.text.tokenizers import context_length_of
+from engine.text.stored_models import context_length_of
 from storage.chain.leases import current_epoch
 from storage.chain.records import Chain, PolicyRef, base_of
 from storage.inspect.run_listing import SERVED, is_auxiliary

@@ -22,7 +22,7 @@ from engine.models.openai_model import OpenAIModel
 from engine.protocol import Completion, GenerateRequest, LogprobsRequest, OnToken, SamplingParams, TokenSequence
 from engine.text.errors import TextError, ThreadError, TokenizerMissing, UnsupportedFragment
 from engine.text.fragments import ImageFragment, TextFragment
-from engine.text.images import with_images_embedded
+from engine.text.images import embed_images
 from engine.text.rendering import Renderer
 from engine.text.threads import StringThread
 from engine.text.tokenizers import load_tokenizer
@@ -89,12 +89,12 @@ async def test_a_file_is_read_when_the_thread_is_rendered(model: TrainingModel, 
     (tmp_path / "red.png").write_bytes(RED)
     by_path = question(str(tmp_path / "red.png")).assistant("red")
     assert await model.serialize_thread(by_path) == await model.serialize_thread(ANSWERED)
-    assert with_images_embedded(by_path) == ANSWERED
+    assert embed_images(by_path) == ANSWERED
     drawn = await model.generate_tokens(question(str(tmp_path / "red.png")))
     (tmp_path / "red.png").write_bytes(BLUE)
     _, images, _ = await model.serialize_tokenized_thread(drawn)
     assert images is not None and images[0].data == RED  # what the answer was drawn for
-    assert with_images_embedded(ANSWERED) is ANSWERED
+    assert embed_images(ANSWERED) is ANSWERED
 
 
 async def test_a_vision_model_takes_text_alone(model: TrainingModel) -> None:
@@ -210,7 +210,7 @@ async def test_an_image_without_bytes_is_refused(
         with pytest.raises(error, match=said):
             await call(question(url))
     with pytest.raises(error, match=said):
-        with_images_embedded(question(url))
+        embed_images(question(url))
 
 
 async def test_text_that_spells_an_image_is_refused(model: TrainingModel) -> None:

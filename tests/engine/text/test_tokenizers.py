@@ -12,8 +12,9 @@ import pytest
 
 from engine.text.errors import ChatTemplateMissing, TokenizerMissing
 from engine.text.rendering import Renderer
+from engine.text.stored_models import renderer_of
 from engine.text.threads import StringThread
-from engine.text.tokenizers import load_tokenizer, renderer_of
+from engine.text.tokenizers import load_tokenizer
 from storage.registry.models import publish_model
 from storage.store.artifacts import Provenance
 from storage.store.objects import open_store

@@ -1,0 +1,80 @@
+"""Tokenizer, renderer and context length of a model in the object store. A process builds each once per model.
+
+Two stored models with the same content share them. `engine.text.tokenizers` loads a tokenizer from a folder.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from engine.models.folder import CONFIG_FILE, read_config
+from engine.text.rendering import Renderer
+from engine.text.tokenizers import TOKENIZER_FILES, Tokenizer, load_tokenizer
+from storage.store.artifacts import ArtifactRef
+from storage.store.download import materialise_files
+from storage.store.objects import ObjectStore
+
+CACHED_MODELS = 8
+"""Number of models whose renderer, tokenizer and context length stay in memory."""
+
+
+def renderer_of(store: ObjectStore, model: ArtifactRef) -> Renderer:
+    """Returns the renderer of a stored model. Raises TokenizerMissing, ChatTemplateMissing, and storage's errors."""
+    return _cached_renderer(_StoredModel(store, model))
+
+
+def tokenizer_of(store: ObjectStore, model: ArtifactRef) -> Tokenizer:
+    """Returns the tokenizer of a stored model, which needs no chat template. Raises TokenizerMissing, and storage's
+    errors."""
+    return _cached_tokenizer(_StoredModel(store, model))
+
+
+def context_length_of(store: ObjectStore, model: ArtifactRef) -> int | None:
+    """Returns the longest sequence of a stored model, in tokens, as its config.json gives it. None: it is not given."""
+    return _cached_context_length(_StoredModel(store, model))
+
+
+class _StoredModel:
+    """A key of the caches: equal for two models with the same content, whatever store they are read from."""
+
+    def __init__(self, store: ObjectStore, model: ArtifactRef) -> None:
+        self.store, self.model = store, model
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _StoredModel) and self.model.sha256 == other.model.sha256
+
+    def __hash__(self) -> int:
+        return hash(self.model.sha256)
+
+
+@lru_cache(maxsize=CACHED_MODELS)
+def _cached_renderer(stored: _StoredModel) -> Renderer:
+    return Renderer(_cached_tokenizer(stored))
+
+
+@lru_cache(maxsize=CACHED_MODELS)
+def _cached_tokenizer(stored: _StoredModel) -> Tokenizer:
+    with TemporaryDirectory() as scratch:
+        folder, downloads = Path(scratch, "tokenizer"), Path(scratch, "downloads")
+        folder.mkdir()
+        downloads.mkdir()
+        # transformers reads the tokenizer's class from config.json if tokenizer_config.json does not name it
+        names = (*TOKENIZER_FILES, CONFIG_FILE)
+        paths = materialise_files(stored.store, stored.model.key, downloads, names=names)
+        for name, path in paths.items():
+            # a local store returns its own files, which have other names and lie in other folders
+            (folder / name).symlink_to(path.resolve())
+        return load_tokenizer(folder, name=stored.model.key)
+
+
+@lru_cache(maxsize=CACHED_MODELS)
+def _cached_context_length(stored: _StoredModel) -> int | None:
+    with TemporaryDirectory() as scratch:
+        paths = materialise_files(stored.store, stored.model.key, Path(scratch), names=(CONFIG_FILE,))
+        config = read_config(paths[CONFIG_FILE]) if CONFIG_FILE in paths else {}
+    # the config of a vision-language model has the config of its language model inside
+    text_config = config.get("text_config") or {}
+    length = config.get("max_position_embeddings", text_config.get("max_position_embeddings"))
+    return length if isinstance(length, int) else None

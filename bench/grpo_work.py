@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from engine.losses.spec import GRPOSpec
+from engine.losses.policy_gradient import GRPOSpec
 from engine.protocol import (
     Completion,
     Engine,

@@ -60,7 +60,7 @@ def measure(folder: Path, dtype: str, tokens: int, *, sampler: bool) -> None:
     from engine.backends.torch.causal_lm import CausalLM, frozen_copy, load_causal_lm
     from engine.backends.torch.sampler import TorchSampler
     from engine.backends.torch.trainer import TorchTrainer
-    from engine.losses.spec import CrossEntropySpec
+    from engine.losses.likelihood import CrossEntropySpec
     from engine.models.samples import Sample
     from engine.protocol import SamplingParams
     from storage.chain.records import OptimizerSpec

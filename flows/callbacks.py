@@ -15,7 +15,10 @@ from fractions import Fraction
 from typing import Any, Protocol, Self
 
 from engine.handles import TrainingModel
-from engine.losses.spec import CrossEntropySpec, DPOSpec, LossSpec, MSESpec, RankingSpec
+from engine.losses.likelihood import CrossEntropySpec
+from engine.losses.pairs import DPOSpec, RankingSpec
+from engine.losses.spec import LossSpec
+from engine.losses.values import MSESpec
 from engine.protocol import SamplingParams
 from engine.text.threads import StringThread
 from flows.configs.validation import Every

@@ -14,7 +14,7 @@ from typing import Any
 from prefect import flow
 
 from engine.handles import TrainingModel
-from engine.losses.spec import DPOSpec, DPOVariant
+from engine.losses.pairs import DPOSpec, DPOVariant
 from engine.text.threads import StringThread
 from flows.configs.preferences import DPOConfig
 from flows.display.terminal import TerminalProgress

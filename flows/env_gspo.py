@@ -13,7 +13,8 @@ from typing import Any
 from prefect import flow
 
 from engine.handles import TrainingModel
-from engine.losses.spec import GSPOSpec, LossNorm
+from engine.losses.base import LossNorm
+from engine.losses.policy_gradient import GSPOSpec
 from engine.text.threads import StringThread
 from flows.configs.environments import ENVGSPOConfig
 from flows.configs.gspo import check_has_gspo

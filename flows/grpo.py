@@ -15,7 +15,9 @@ from prefect import flow
 from pydantic import JsonValue
 
 from engine.handles import Model, TrainingModel
-from engine.losses.spec import CISPOSpec, GRPOSpec, GSPOSpec, KLEstimator, LossNorm
+from engine.losses.base import LossNorm
+from engine.losses.kl import KLEstimator
+from engine.losses.policy_gradient import CISPOSpec, GRPOSpec, GSPOSpec
 from engine.text.threads import StringThread
 from flows.configs.common import GRPOAlgorithm, GRPOConfig
 from flows.configs.environments import ENVGRPOConfig

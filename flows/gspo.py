@@ -11,7 +11,8 @@ from typing import Any, Literal
 from prefect import flow
 
 from engine.handles import TrainingModel
-from engine.losses.spec import GSPOSpec, LossNorm
+from engine.losses.base import LossNorm
+from engine.losses.policy_gradient import GSPOSpec
 from engine.text.threads import StringThread
 from flows.configs.gspo import GSPOConfig, check_has_gspo
 from flows.display.terminal import TerminalProgress

@@ -14,7 +14,9 @@ from typing import Any, Literal
 from prefect import flow
 
 from engine.handles import Model, TrainingModel
-from engine.losses.spec import KLEstimator, LossSpec, MSESpec, TrustRegionMSESpec
+from engine.losses.kl import KLEstimator
+from engine.losses.spec import LossSpec
+from engine.losses.values import MSESpec, TrustRegionMSESpec
 from engine.text.threads import StringThread
 from flows.configs.env_ppo import ENVPPOConfig
 from flows.configs.ppo import PPOConfig

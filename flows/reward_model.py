@@ -13,7 +13,8 @@ from typing import Any
 from prefect import flow
 
 from engine.handles import TrainingModel
-from engine.losses.spec import MSESpec, RankingSpec
+from engine.losses.pairs import RankingSpec
+from engine.losses.values import MSESpec
 from engine.text.threads import StringThread
 from flows.configs.preferences import RewardModelConfig
 from flows.display.terminal import TerminalProgress

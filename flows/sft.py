@@ -13,7 +13,7 @@ from typing import Any
 from prefect import flow
 
 from engine.handles import TrainingModel
-from engine.losses.spec import CrossEntropySpec
+from engine.losses.likelihood import CrossEntropySpec
 from engine.text.threads import StringThread
 from flows.configs.common import SFTConfig
 from flows.display.terminal import TerminalProgress

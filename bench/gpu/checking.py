@@ -30,7 +30,8 @@ from engine.backends.torch.attention import PackedLayout
 from engine.backends.torch.causal_lm import CausalLM, digest_weights
 from engine.backends.torch.packing import Fan
 from engine.backends.torch.trainer import TorchTrainer
-from engine.losses.spec import CrossEntropySpec, GRPOSpec
+from engine.losses.likelihood import CrossEntropySpec
+from engine.losses.policy_gradient import GRPOSpec
 from engine.models.samples import Sample
 from engine.protocol import TokenSequence
 from storage.chain.records import OptimizerSpec

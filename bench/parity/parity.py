@@ -24,7 +24,10 @@ from engine.backends.protocol import Objective
 from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.tiny import build_tiny_model
 from engine.backends.torch.trainer import TorchTrainer
-from engine.losses.spec import CISPOSpec, CrossEntropySpec, DPOSpec, GRPOSpec, GSPOSpec, LossSpec
+from engine.losses.likelihood import CrossEntropySpec
+from engine.losses.pairs import DPOSpec
+from engine.losses.policy_gradient import CISPOSpec, GRPOSpec, GSPOSpec
+from engine.losses.spec import LossSpec
 from engine.models.samples import Sample
 from engine.specs.engine import LocalEngineSpec
 from storage.chain.records import OptimizerSpec

@@ -1,1 +1,1 @@
-"""Losses: `spec` says which one (no torch), the other modules are the maths, pure functions on flat unpadded axes."""
+"""Losses: each module holds loss specs and their functions. Only `inputs` and `normalisation` import torch."""

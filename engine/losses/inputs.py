@@ -1,65 +1,106 @@
-"""What a loss takes and gives. Axes: N trained token of one micro-batch · S its sequence · P its pair."""
+"""Inputs of the losses: what a forward pass returned, the columns of the batch, and sums over sequences.
+
+All per-token tensors are flat and unpadded: the trained tokens of one micro-batch, sequence after sequence.
+
+Axes: N trained token of one micro-batch · S its sequence · P its pair
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from engine.errors import BadSpec
 
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """What a forward gave for the trained tokens, with gradient."""
+    """Outputs of a forward pass for the trained tokens, with gradient. What the loss does not read is None."""
 
     logprobs_N: Tensor | None = None
-    """Nats, under the weights in training."""
+    """Log-probability of each trained token under the weights in training, in nats."""
     values_N: Tensor | None = None
-    """Of a scalar head, at the position before each trained token."""
+    """Number that a scalar head gives at the position before each trained token."""
     entropy_N: Tensor | None = None
-    """Nats, of the distribution that each trained token was drawn from; only when the loss reads it."""
+    """Entropy of the distribution that each trained token was drawn from, in nats."""
 
     @property
     def any_N(self) -> Tensor:
-        """Whichever there is: for its length, dtype and device."""
-        found = self.logprobs_N if self.logprobs_N is not None else self.values_N
-        assert found is not None
-        return found
+        """The logprobs, or else the values: for code that reads the length, dtype and device only."""
+        tensor_N = self.values_N if self.logprobs_N is None else self.logprobs_N
+        assert tensor_N is not None
+        return tensor_N
 
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """Flat over the micro-batch's trained tokens, sequence after sequence; what the batch does not have is None."""
+    """Inputs of one micro-batch's loss. A column that the batch does not have is None."""
 
     outputs: Outputs
     lengths_S: tuple[int, ...] = ()
     """Trained tokens of each sequence; they add up to N."""
     old_N: Tensor | None = None
-    """Under the policy that is being improved on."""
+    """Logprobs under the old policy, which the ratio of a policy gradient divides by."""
     reference_N: Tensor | None = None
+    """Logprobs under the reference policy of the KL term."""
     sampler_N: Tensor | None = None
-    """Under the distribution that was sampled from."""
+    """Logprobs under the distribution that the tokens were sampled from."""
     advantages_N: Tensor | None = None
     returns_N: Tensor | None = None
-    """What a value should be."""
+    """Targets of the values."""
     old_values_N: Tensor | None = None
+    """Values of the value model before this step."""
     tangents_N: Tensor | None = None
+    """Derivative of an external loss with respect to each logprob."""
     preferred_P: Tensor | None = None
-    """Sequence of each pair that is preferred; its other one stands in dispreferred_P."""
+    """Index of the preferred sequence of each pair."""
     dispreferred_P: Tensor | None = None
+    """Index of the other sequence of each pair."""
 
-    def needed(self, name: str) -> Tensor:
-        """The column of that name. Raises BadSpec when the batch has none."""
+    def require(self, name: str) -> Tensor:
+        """The output or column of that name, such as "old_N". Raises BadSpec when it is None."""
         column = getattr(self.outputs if hasattr(self.outputs, name) else self, name)
         if column is None:
             raise BadSpec(
-                f"the loss needs {_SAID[name]}, and the batch has none; prepare the batch for this loss"
+                f"the loss needs {_DESCRIPTIONS[name]}, and the batch has none; prepare the batch for this loss"
             )
         return column  # type: ignore[no-any-return]
 
+    def sum_by_sequence(self, values_N: Tensor) -> Tensor:
+        """(S,): the sum of each sequence's values; 0 for a sequence without trained tokens."""
+        sequences = len(self.lengths_S)
+        zeros_S = torch.zeros(sequences, dtype=values_N.dtype, device=values_N.device)
+        return zeros_S.index_add(0, self._sequence_of_token(values_N.device), values_N)
 
-_SAID = {
+    def mean_by_sequence(self, values_N: Tensor) -> Tensor:
+        """(S,): the mean of each sequence's values; 0 for a sequence without trained tokens."""
+        lengths_S = torch.tensor(self.lengths_S, dtype=values_N.dtype, device=values_N.device).clamp(min=1)
+        return self.sum_by_sequence(values_N) / lengths_S
+
+    def spread(self, values_S: Tensor) -> Tensor:
+        """(N,): the value of each token's sequence."""
+        return values_S.index_select(0, self._sequence_of_token(values_S.device))
+
+    def by_preference(self, values_S: Tensor) -> tuple[Tensor, Tensor]:
+        """The values of the preferred and of the dispreferred sequences, (P,) each."""
+        preferred_P, dispreferred_P = self.require("preferred_P"), self.require("dispreferred_P")
+        return values_S.index_select(0, preferred_P), values_S.index_select(0, dispreferred_P)
+
+    @staticmethod
+    def log_sigmoid(values_P: Tensor) -> Tensor:
+        """log σ(x), which tensors have no method for."""
+        return logsigmoid(values_P)
+
+    def _sequence_of_token(self, device: torch.device) -> Tensor:
+        """(N,) index of each token's sequence."""
+        lengths_S = torch.tensor(list(self.lengths_S), dtype=torch.long, device=device)
+        return torch.repeat_interleave(torch.arange(len(lengths_S), device=device), lengths_S)
+
+
+_DESCRIPTIONS = {
     "logprobs_N": "logprobs",
     "values_N": "values of a scalar model",
     "entropy_N": "entropies",
@@ -70,23 +111,6 @@ _SAID = {
     "returns_N": "returns",
     "old_values_N": "old values",
     "tangents_N": "tangents",
-    "preferred_P": "pairs, one of each preferred",
-    "dispreferred_P": "pairs, one of each preferred",
+    "preferred_P": "pairs with one preferred sample each",
+    "dispreferred_P": "pairs with one preferred sample each",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLoss:
-    """Loss per trained token. Metrics are sums, so that they add over micro-batches: a name that ends in `_sum` becomes
-    a mean over the tokens that had a pass, one in `_per_pair` a mean over the pairs."""
-
-    values_N: Tensor
-    sums: dict[str, Tensor] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class PairLoss:
-    """Loss per pair; metrics as in TokenLoss."""
-
-    values_P: Tensor
-    sums: dict[str, Tensor] = field(default_factory=dict)

@@ -1,17 +1,40 @@
-"""Losses linear in the logprobs. Axes: N trained token."""
+"""Losses that are linear in the logprobs of the trained tokens.
+
+Axes: N trained token
+"""
 
 from __future__ import annotations
 
-from engine.losses.inputs import LossInputs, TokenLoss
-from engine.losses.spec import CrossEntropySpec, TangentsSpec
+from typing import TYPE_CHECKING, Literal
+
+from engine.losses.base import BaseLossSpec, NormalisedLossSpec, TokenLoss
+
+if TYPE_CHECKING:
+    from engine.losses.inputs import LossInputs
 
 
-def cross_entropy_loss(inputs: LossInputs, _: CrossEntropySpec) -> TokenLoss:
-    """-log p(token)."""
-    return TokenLoss(-inputs.needed("logprobs_N"))
+class CrossEntropySpec(NormalisedLossSpec):
+    """The negative log-likelihood of the trained tokens."""
+
+    kind: Literal["cross_entropy"] = "cross_entropy"
+
+    def compute(self, inputs: LossInputs) -> TokenLoss:
+        """-log p(token)."""
+        return TokenLoss(-inputs.require("logprobs_N"))
 
 
-def tangents_loss(inputs: LossInputs, _: TangentsSpec) -> TokenLoss:
-    """tangent · log p(token): its gradient is that of the loss whose d(loss)/d(logprob) the tangents are, so that an
-    optimizer step descends that loss. Its value means nothing."""
-    return TokenLoss(inputs.needed("tangents_N") * inputs.needed("logprobs_N"))
+class TangentsSpec(BaseLossSpec):
+    """A loss whose derivative with respect to each logprob, d(loss)/d(logprob), is given by the batch as its tangents.
+
+    A tangent is the derivative itself, not its negative, so an optimizer step descends the loss.
+    """
+
+    kind: Literal["tangents"] = "tangents"
+
+    def compute(self, inputs: LossInputs) -> TokenLoss:
+        """tangent · log p(token). The gradient is that of the external loss; the value has no meaning."""
+        return TokenLoss(inputs.require("tangents_N") * inputs.require("logprobs_N"))
+
+
+LikelihoodSpec = CrossEntropySpec | TangentsSpec
+"""Every loss of this module. A new one is added here."""

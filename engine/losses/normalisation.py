@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.losses.spec import LossNorm
+from engine.losses.base import LossNorm
 
 
 def token_weights(

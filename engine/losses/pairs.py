@@ -1,54 +1,92 @@
-"""Losses of pairs, one of each preferred. Axes: N trained token · S sequence · P pair"""
+"""Losses of pairs, in each of which one sequence is preferred. Each is a mean over pairs.
+
+Axes: N trained token · S sequence · P pair
+"""
 
 from __future__ import annotations
 
-from torch import Tensor
-from torch.nn.functional import logsigmoid
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
-from engine.losses.inputs import LossInputs, PairLoss
-from engine.losses.segments import sum_by_sequence
-from engine.losses.spec import DPOSpec, RankingSpec
+from pydantic import Field, model_validator
+
+from engine.losses.base import BaseLossSpec, PairLoss
+from storage.bounds import Divisor
+
+if TYPE_CHECKING:
+    from engine.losses.inputs import LossInputs
+
+DPOVariant = Literal["sigmoid", "ipo", "cdpo"]
 
 
-def dpo_loss(inputs: LossInputs, spec: DPOSpec) -> PairLoss:
-    """-log σ(h), h = β[(L⁺ - L⁻) - (Lref⁺ - Lref⁻)], L the summed logprob of a sequence (arXiv:2305.18290); `ipo`:
-    (h/β - 1/(2β))² (arXiv:2310.12036); `cdpo`: the sigmoid loss under labels that are wrong with probability ε.
+class DPOSpec(BaseLossSpec):
+    """Direct preference optimisation (arXiv:2305.18290) and two variants of it."""
 
-    The rewards among the metrics are the implicit ones, β(L - Lref).
-    """
-    lead_S = sum_by_sequence(inputs.needed("logprobs_N") - inputs.needed("reference_N"), inputs.lengths_S)
-    good_P, bad_P = _pairs_of(lead_S, inputs)
-    margin_P = good_P - bad_P
-    logit_P = spec.beta * margin_P
-    if spec.variant == "ipo":
-        values_P = (margin_P - 1 / (2 * spec.beta)).square()
-    else:
-        wrong = spec.label_smoothing or 0.0
-        values_P = -(1 - wrong) * logsigmoid(logit_P) - wrong * logsigmoid(-logit_P)
-    return PairLoss(
-        values_P,
-        {
-            "reward_chosen_per_pair": spec.beta * good_P.detach().sum(),
-            "reward_rejected_per_pair": spec.beta * bad_P.detach().sum(),
+    pairwise: ClassVar[bool] = True
+    kind: Literal["dpo"] = "dpo"
+    beta: Divisor = 0.1
+    """Strength β of the implicit KL constraint to the reference policy."""
+    variant: DPOVariant = "sigmoid"
+    """Loss of a pair with logit h. sigmoid: -log σ(h) (arXiv:2305.18290). ipo: (h/β - 1/(2β))² (arXiv:2310.12036), of
+    summed logprobs. cdpo: the sigmoid loss for labels that are wrong with probability label_smoothing
+    (ericmitchell.ai/cdpo.pdf)."""
+    label_smoothing: float | None = Field(None, gt=0, lt=0.5)
+    """Probability that a label is wrong. variant="cdpo" needs it; the other variants do not take it."""
+
+    @model_validator(mode="after")
+    def _smoothing_goes_with_cdpo(self) -> Self:
+        if (self.variant == "cdpo") != (self.label_smoothing is not None):
+            raise ValueError(
+                f"variant={self.variant!r} was given with label_smoothing={self.label_smoothing}; variant='cdpo' needs "
+                "a label_smoothing below 0.5, such as 0.1, and the other variants take none"
+            )
+        return self
+
+    def compute(self, inputs: LossInputs) -> PairLoss:
+        """-log σ(h) of each pair, h = β[(L⁺ - L⁻) - (Lref⁺ - Lref⁻)] (arXiv:2305.18290).
+
+        L is the summed logprob of a sequence, Lref that of the reference. `ipo` is (h/β - 1/(2β))²
+        (arXiv:2310.12036). `cdpo` is -(1 - ε) log σ(h) - ε log σ(-h), ε the probability of a wrong label. The reward
+        metrics are the implicit rewards β(L - Lref).
+        """
+        log_ratio_N = inputs.require("logprobs_N") - inputs.require("reference_N")
+        chosen_P, rejected_P = inputs.by_preference(inputs.sum_by_sequence(log_ratio_N))
+        margin_P = chosen_P - rejected_P
+        logit_P = self.beta * margin_P
+        if self.variant == "ipo":
+            values_P = (margin_P - 1 / (2 * self.beta)).square()
+        else:
+            wrong = self.label_smoothing or 0.0
+            values_P = -(1 - wrong) * inputs.log_sigmoid(logit_P) - wrong * inputs.log_sigmoid(-logit_P)
+        sums = {
+            "reward_chosen_per_pair": self.beta * chosen_P.detach().sum(),
+            "reward_rejected_per_pair": self.beta * rejected_P.detach().sum(),
             "reward_margin_per_pair": logit_P.detach().sum(),
             "accuracy_per_pair": (logit_P > 0).sum(),
-        },
-    )
+        }
+        return PairLoss(values_P, sums)
 
 
-def ranking_loss(inputs: LossInputs, _: RankingSpec) -> PairLoss:
-    """-log σ(s⁺ - s⁻), s the score of a sequence: the sum of its values, of which it has one."""
-    good_P, bad_P = _pairs_of(sum_by_sequence(inputs.needed("values_N"), inputs.lengths_S), inputs)
-    return PairLoss(
-        -logsigmoid(good_P - bad_P),
-        {
-            "score_chosen_per_pair": good_P.detach().sum(),
-            "score_rejected_per_pair": bad_P.detach().sum(),
-            "accuracy_per_pair": (good_P > bad_P).sum(),
-        },
-    )
+class RankingSpec(BaseLossSpec):
+    """The Bradley-Terry loss of a scalar model's scores, for reward models (arXiv:2203.02155)."""
+
+    reads: ClassVar[Literal["logprobs", "values"]] = "values"
+    pairwise: ClassVar[bool] = True
+    kind: Literal["ranking"] = "ranking"
+
+    def compute(self, inputs: LossInputs) -> PairLoss:
+        """-log σ(s⁺ - s⁻) of each pair (arXiv:2203.02155, with K = 2 completions per prompt).
+
+        s is the score of a sequence: the sum of its values, of which a batch of scores has one per sequence.
+        """
+        scores_S = inputs.sum_by_sequence(inputs.require("values_N"))
+        chosen_P, rejected_P = inputs.by_preference(scores_S)
+        sums = {
+            "score_chosen_per_pair": chosen_P.detach().sum(),
+            "score_rejected_per_pair": rejected_P.detach().sum(),
+            "accuracy_per_pair": (chosen_P > rejected_P).sum(),
+        }
+        return PairLoss(-inputs.log_sigmoid(chosen_P - rejected_P), sums)
 
 
-def _pairs_of(values_S: Tensor, inputs: LossInputs) -> tuple[Tensor, Tensor]:
-    preferred_P, dispreferred_P = inputs.needed("preferred_P"), inputs.needed("dispreferred_P")
-    return values_S.index_select(0, preferred_P), values_S.index_select(0, dispreferred_P)
+PairSpec = DPOSpec | RankingSpec
+"""Every loss of this module. A new one is added here."""

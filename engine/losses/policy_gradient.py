@@ -1,86 +1,166 @@
-"""The policy gradient, per token: clipped by token (GRPO, PPO), by sequence (GSPO), or without a hole in its gradient
-(CISPO). l logprob, o old, q reference, A advantage.
+"""Policy-gradient losses per token, and the terms that each of them may add.
+
+A new policy loss is a subclass of `BasePolicyGradientSpec` with a `kind`, its own settings and `compute`, and one more
+member of the union `PolicyGradientSpec` at the end of this module.
+
+l is the logprob of a token under the weights in training, o under the old policy, A the advantage; ρ = exp(l - o).
 
 Axes: N trained token · S sequence
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal, Self
 
-from engine.losses.inputs import LossInputs, TokenLoss
-from engine.losses.kl import KL_ESTIMATORS
-from engine.losses.segments import spread, sum_by_sequence
-from engine.losses.spec import CISPOSpec, GRPOSpec, GSPOSpec
+from pydantic import Field, model_validator
 
+from engine.losses.base import LossNorm, NormalisedLossSpec, TokenLoss
+from engine.losses.kl import KL_ESTIMATORS, KLEstimator
+from storage.bounds import LARGEST, Coefficient, Positive
 
-def grpo_loss(inputs: LossInputs, spec: GRPOSpec) -> TokenLoss:
-    """-min(ρA, clip(ρ, 1-ε, 1+ε')A) + β·KL(l, q),  ρ = exp(l - o)   (arXiv:2402.03300).
+if TYPE_CHECKING:
+    from torch import Tensor
 
-    With `dual_clip` c, a token of negative advantage counts at most -cA (arXiv:1912.09729).
-    """
-    logprobs_N, old_N, advantages_N = (inputs.needed(name) for name in ("logprobs_N", "old_N", "advantages_N"))
-    ratio_N = (logprobs_N - old_N).exp()
-    values_N, clipped_N = _clipped(ratio_N, advantages_N, spec)
-    if spec.dual_clip is not None:
-        worst_N = -spec.dual_clip * advantages_N
-        values_N = torch.where(advantages_N < 0, torch.minimum(values_N, worst_N), values_N)
-    sums = {"clip_fraction_sum": clipped_N.sum(), "ratio_sum": ratio_N.detach().sum()}
-    return _with_terms(values_N, ratio_N, sums, inputs, spec)
+    from engine.losses.inputs import LossInputs
 
 
-def gspo_loss(inputs: LossInputs, spec: GSPOSpec) -> TokenLoss:
-    """-min(sA, clip(s)A) of each sequence, s = exp(mean(l - o)) (arXiv:2507.18071), as the loss of each of its tokens:
-    norm="sequence_mean" then is the mean over sequences. The gradient flows through s; the KL term is per token.
-    """
-    logprobs_N, old_N, advantages_N = (inputs.needed(name) for name in ("logprobs_N", "old_N", "advantages_N"))
-    lengths_S = torch.tensor(inputs.lengths_S, dtype=logprobs_N.dtype, device=logprobs_N.device).clamp(min=1)
-    ratio_S = (sum_by_sequence(logprobs_N - old_N, inputs.lengths_S) / lengths_S).exp()
-    ratio_N = spread(ratio_S, inputs.lengths_S)
-    values_N, clipped_N = _clipped(ratio_N, advantages_N, spec)
-    sums = {"clip_fraction_sum": clipped_N.sum(), "ratio_sum": ratio_N.detach().sum()}
-    return _with_terms(values_N, ratio_N, sums, inputs, spec)
+class BasePolicyGradientSpec(NormalisedLossSpec):
+    """Settings and terms that all policy-gradient losses share."""
+
+    clip_low: float = Field(0.1, gt=0, le=1)
+    """The ratio is clipped from below at 1 - clip_low."""
+    clip_high: Positive = 0.1
+    """The ratio is clipped from above at 1 + clip_high."""
+    kl_beta: Coefficient = 0.01
+    """Coefficient of the KL term. With 0 there is no KL term, and the batch needs no reference logprobs."""
+    kl_estimator: KLEstimator = "k3"
+    """Estimator of the KL divergence per token (engine.losses.kl)."""
+    kl_importance: bool = Field(False, exclude_if=lambda weighted: not weighted)  # absent from older requests
+    """Whether the KL term is multiplied by the ratio (GSPO: by the ratio of the sequence), with gradient. With k3, the
+    term and its gradient are then unbiased estimates for the KL divergence to the reference (arXiv:2512.02556)."""
+    entropy_coef: Coefficient = 0.0
+    """Coefficient of the entropy bonus: this times the entropy is subtracted from each token's loss."""
+    importance_cap: Positive | None = None
+    """Upper bound of the truncated importance weights min(exp(o - sampler), cap), which multiply the policy's part of
+    the loss, without gradient. They correct for the distribution that was sampled from
+    (fengyao.notion.site/off-policy-rl). None: no such weights."""
+
+    @model_validator(mode="after")
+    def _importance_goes_with_a_kl_term(self) -> Self:
+        if self.kl_importance and self.kl_beta == 0:
+            raise ValueError(
+                "kl_importance weighs the KL term of the loss, which has none with kl_beta=0 or kl_in='reward'; leave "
+                "it out, or give kl_beta"
+            )
+        return self
+
+    @property
+    def needs_entropy(self) -> bool:
+        return self.entropy_coef > 0
+
+    @property
+    def zero_without_advantage(self) -> bool:
+        return self.kl_beta == 0 and not self.needs_entropy
+
+    def _pessimistic(self, ratio_N: Tensor, advantages_N: Tensor) -> tuple[Tensor, Tensor]:
+        """(-min(ρA, clip(ρ)A), whether the clipped one is the minimum), both (N,)."""
+        free_N = -ratio_N * advantages_N
+        clipped_N = -ratio_N.clamp(1 - self.clip_low, 1 + self.clip_high) * advantages_N
+        return free_N.maximum(clipped_N), clipped_N > free_N
+
+    def _add_terms(
+        self, values_N: Tensor, ratio_N: Tensor, sums: dict[str, Tensor], inputs: LossInputs
+    ) -> TokenLoss:
+        """Adds to the policy's loss: truncated importance weights on it, then the KL term, then the entropy bonus."""
+        logprobs_N = inputs.require("logprobs_N")
+        if self.importance_cap is not None:
+            log_weight_N = inputs.require("old_N") - inputs.require("sampler_N")
+            weight_N = log_weight_N.exp().clamp(max=self.importance_cap)
+            values_N = values_N * weight_N
+            sums["importance_weight_sum"] = weight_N.sum()
+        if self.kl_beta > 0 or inputs.reference_N is not None:
+            kl_N = KL_ESTIMATORS[self.kl_estimator](logprobs_N, inputs.require("reference_N"))
+            sums["kl_sum"] = kl_N.detach().sum()
+            if self.kl_beta > 0:  # 0 times an overflow would be NaN
+                term_N = ratio_N * kl_N if self.kl_importance else kl_N
+                values_N = values_N + self.kl_beta * term_N
+        if self.entropy_coef > 0:
+            entropy_N = inputs.require("entropy_N")
+            sums["entropy_sum"] = entropy_N.detach().sum()
+            values_N = values_N - self.entropy_coef * entropy_N
+        return TokenLoss(values_N, sums)
 
 
-def cispo_loss(inputs: LossInputs, spec: CISPOSpec) -> TokenLoss:
-    """-clip(ρ, 1-ε, 1+ε')·A·l, the clipped ratio without gradient (arXiv:2506.13585)."""
-    logprobs_N, old_N, advantages_N = (inputs.needed(name) for name in ("logprobs_N", "old_N", "advantages_N"))
-    ratio_N = (logprobs_N - old_N).exp()
-    held_N = ratio_N.detach()
-    weight_N = held_N.clamp(1 - spec.clip_low, 1 + spec.clip_high)
-    sums = {"clip_fraction_sum": (weight_N != held_N).sum(), "ratio_sum": held_N.sum()}
-    return _with_terms(-weight_N * advantages_N * logprobs_N, ratio_N, sums, inputs, spec)
+class GRPOSpec(BasePolicyGradientSpec):
+    """GRPO's clipped policy gradient per token with a KL term (arXiv:2402.03300). With kl_beta=0 it is PPO's
+    (arXiv:1707.06347)."""
+
+    kind: Literal["grpo"] = "grpo"
+    dual_clip: float | None = Field(None, gt=1, le=LARGEST)
+    """Lower bound c·A of the objective of tokens with a negative advantage A (arXiv:1912.09729). None: no bound."""
+
+    def compute(self, inputs: LossInputs) -> TokenLoss:
+        """-min(ρA, clip(ρ, 1-ε, 1+ε')A) + β·KL(l, q),  ρ = exp(l - o)   (arXiv:2402.03300).
+
+        q is the logprob under the reference. With `dual_clip` c, the loss of a token with a negative advantage is at
+        most -cA (arXiv:1912.09729). Departures from the paper: the two clips may differ (arXiv:2503.14476), and the
+        default normalisation is the mean over tokens; the paper's is norm="sequence_mean".
+        """
+        logprobs_N, old_N, advantages_N = (inputs.require(name) for name in ("logprobs_N", "old_N", "advantages_N"))
+        ratio_N = (logprobs_N - old_N).exp()
+        values_N, clipped_N = self._pessimistic(ratio_N, advantages_N)
+        if self.dual_clip is not None:
+            bound_N = -self.dual_clip * advantages_N
+            values_N = values_N.minimum(bound_N).where(advantages_N < 0, values_N)
+        sums = {"clip_fraction_sum": clipped_N.sum(), "ratio_sum": ratio_N.detach().sum()}
+        return self._add_terms(values_N, ratio_N, sums, inputs)
 
 
-def _clipped(ratio_N: Tensor, advantages_N: Tensor, spec: GRPOSpec | GSPOSpec) -> tuple[Tensor, Tensor]:
-    """(the pessimistic of the free and the bound loss, where that is the bound one)."""
-    free_N = -ratio_N * advantages_N
-    bound_N = -ratio_N.clamp(1 - spec.clip_low, 1 + spec.clip_high) * advantages_N
-    return torch.maximum(free_N, bound_N), bound_N > free_N
+class GSPOSpec(BasePolicyGradientSpec):
+    """GSPO's policy gradient, which is clipped by one ratio per sequence (arXiv:2507.18071)."""
+
+    kind: Literal["gspo"] = "gspo"
+    norm: LossNorm = "sequence_mean"
+    clip_low: float = Field(0.01, gt=0, le=1)
+    """The ratio of a sequence is clipped from below at 1 - clip_low."""
+    clip_high: Positive = 0.01
+    """The ratio of a sequence is clipped from above at 1 + clip_high."""
+
+    def compute(self, inputs: LossInputs) -> TokenLoss:
+        """-min(sA, clip(s, 1-ε, 1+ε')A) of each sequence,  s = exp(mean_t(l - o))   (arXiv:2507.18071).
+
+        The loss of a sequence is the loss of each of its tokens, so norm="sequence_mean" is the paper's mean over
+        sequences. The gradient flows through s. Departures from the paper: advantages may differ by token, and the KL
+        and entropy terms, which the paper does not have, are per token.
+        """
+        logprobs_N, old_N, advantages_N = (inputs.require(name) for name in ("logprobs_N", "old_N", "advantages_N"))
+        ratio_S = inputs.mean_by_sequence(logprobs_N - old_N).exp()
+        ratio_N = inputs.spread(ratio_S)
+        values_N, clipped_N = self._pessimistic(ratio_N, advantages_N)
+        sums = {"clip_fraction_sum": clipped_N.sum(), "ratio_sum": ratio_N.detach().sum()}
+        return self._add_terms(values_N, ratio_N, sums, inputs)
 
 
-def _with_terms(
-    values_N: Tensor,
-    ratio_N: Tensor,
-    sums: dict[str, Tensor],
-    inputs: LossInputs,
-    spec: GRPOSpec | GSPOSpec | CISPOSpec,
-) -> TokenLoss:
-    """What every policy gradient may add: truncated importance weights on its own part, then KL (under the ratio, if
-    asked), then entropy."""
-    logprobs_N = inputs.needed("logprobs_N")
-    if spec.importance_cap is not None:
-        weight_N = (inputs.needed("old_N") - inputs.needed("sampler_N")).exp().clamp(max=spec.importance_cap)
-        values_N = values_N * weight_N
-        sums["importance_weight_sum"] = weight_N.sum()
-    if spec.kl_beta > 0 or inputs.reference_N is not None:
-        kl_N = KL_ESTIMATORS[spec.kl_estimator](logprobs_N, inputs.needed("reference_N"))
-        sums["kl_sum"] = kl_N.detach().sum()
-        if spec.kl_beta > 0:  # 0 times an overflow would be NaN
-            values_N = values_N + spec.kl_beta * (ratio_N * kl_N if spec.kl_importance else kl_N)
-    if spec.entropy_coef > 0:
-        entropy_N = inputs.needed("entropy_N")
-        sums["entropy_sum"] = entropy_N.detach().sum()
-        values_N = values_N - spec.entropy_coef * entropy_N
-    return TokenLoss(values_N, sums)
+class CISPOSpec(BasePolicyGradientSpec):
+    """CISPO's policy gradient: the ratio is clipped and held constant, so every token keeps a gradient
+    (arXiv:2506.13585)."""
+
+    kind: Literal["cispo"] = "cispo"
+
+    def compute(self, inputs: LossInputs) -> TokenLoss:
+        """-clip(ρ, 1-ε, 1+ε')·A·l, the clipped ratio without gradient   (arXiv:2506.13585).
+
+        Departures from the paper: the lower clip, which the paper switches off, applies, and a KL term, which the paper
+        leaves out, is added unless kl_beta=0.
+        """
+        logprobs_N, old_N, advantages_N = (inputs.require(name) for name in ("logprobs_N", "old_N", "advantages_N"))
+        ratio_N = (logprobs_N - old_N).exp()
+        constant_ratio_N = ratio_N.detach()
+        weight_N = constant_ratio_N.clamp(1 - self.clip_low, 1 + self.clip_high)
+        clipped_N = weight_N != constant_ratio_N
+        sums = {"clip_fraction_sum": clipped_N.sum(), "ratio_sum": constant_ratio_N.sum()}
+        return self._add_terms(-weight_N * advantages_N * logprobs_N, ratio_N, sums, inputs)
+
+
+PolicyGradientSpec = GRPOSpec | GSPOSpec | CISPOSpec
+"""Every loss of this module. A new one is added here."""

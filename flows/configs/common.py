@@ -13,7 +13,8 @@ from pydantic import Field, GetJsonSchemaHandler, JsonValue, field_validator, mo
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from engine.losses.spec import KLEstimator, LossNorm
+from engine.losses.base import LossNorm
+from engine.losses.kl import KLEstimator
 from engine.protocol import SamplingParams
 from engine.specs.adapters import FullSpec, LoraSpec
 from engine.specs.engine import EngineSpec, LocalEngineSpec

@@ -6,7 +6,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from engine.losses.spec import LossNorm
+from engine.losses.base import LossNorm
 from flows.configs.common import GRPOAlgorithm, GRPOConfig
 from flows.configs.reinforcement import PolicyLoss
 from flows.configs.titles import training_title

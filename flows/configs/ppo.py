@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from engine.losses.spec import KLEstimator
+from engine.losses.kl import KLEstimator
 from flows.configs.common import GRPOAlgorithm, GRPOConfig, ModelConfig
 from flows.configs.optimizer import OptimizerConfig, ScheduleName
 from flows.configs.reinforcement import BatchRules, KLPlace, Regularisation

@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from engine.losses.spec import DPOSpec, DPOVariant
+from engine.losses.pairs import DPOSpec, DPOVariant
 from flows.configs.common import DataConfig, OptimizerConfig, RowsSource, SFTAlgorithm, TrainingConfig
 from flows.configs.titles import training_title
 from flows.configs.validation import ValidationConfig

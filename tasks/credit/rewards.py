@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 from pydantic import Field
 
-from engine.losses.spec import KLEstimator
+from engine.losses.kl import KLEstimator
 from storage.records import Frozen
 
 EPSILON = 1e-8

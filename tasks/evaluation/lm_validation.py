@@ -11,7 +11,9 @@ import pyarrow as pa
 from pydantic import Field
 
 from engine.errors import BadSpec
-from engine.losses.spec import CrossEntropySpec, DPOSpec, LossSpec
+from engine.losses.likelihood import CrossEntropySpec
+from engine.losses.pairs import DPOSpec
+from engine.losses.spec import LossSpec
 from engine.protocol import LogprobsRequest, TokenSequence
 from engine.text.stored_models import renderer_of
 from engine.text.threads import StringThread

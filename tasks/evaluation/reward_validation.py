@@ -9,7 +9,8 @@ from functools import partial
 from pydantic import Field
 
 from engine.errors import BadSpec
-from engine.losses.spec import MSESpec, RankingSpec
+from engine.losses.pairs import RankingSpec
+from engine.losses.values import MSESpec
 from engine.models.scores import scored_whole
 from engine.protocol import LogprobsRequest, TokenSequence
 from engine.text.stored_models import renderer_of

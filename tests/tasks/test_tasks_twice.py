@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from engine.errors import StepConflict, WorkerDied
-from engine.losses.spec import GRPOSpec
+from engine.losses.policy_gradient import GRPOSpec
 from engine.protocol import PolicySpec, SamplingParams
 from engine.specs.engine import LocalEngineSpec
 from engine.workspace import Workspace

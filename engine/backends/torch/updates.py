@@ -18,9 +18,9 @@ from engine.backends.protocol import Objective
 from engine.backends.torch.causal_lm import CausalLM
 from engine.backends.torch.packing import Packable, Packed, longest_unit, pack
 from engine.errors import BadSpec, OutOfMemory, SampleTooLong
-from engine.losses.inputs import LossInputs, Outputs, PairLoss
+from engine.losses.base import PairLoss
+from engine.losses.inputs import LossInputs, Outputs
 from engine.losses.normalisation import token_weights
-from engine.losses.registry import LOSSES
 from engine.losses.spec import LossSpec
 from engine.models.samples import PER_TOKEN, Sample
 from storage.chain.records import OptimizerSpec
@@ -72,7 +72,7 @@ def without_gradient(sample: Sample, objective: Objective) -> bool:
         return False
     if sample.trained == 0:
         return True
-    if getattr(loss, "kl_beta", None) != 0 or loss.needs_entropy:
+    if not loss.zero_without_advantage:
         return False
     return sample.advantages is not None and not any(sample.advantages)
 
@@ -138,7 +138,7 @@ def micro_batch_loss(
     """What these samples add to the loss of the whole minibatch, with its gradient; and metrics as sums over tokens."""
     outputs = forward(pack(samples, device=device))
     inputs = _inputs(outputs, samples, objective)
-    found = LOSSES[objective.loss.kind](inputs, objective.loss)
+    found = objective.loss.compute(inputs)
     if isinstance(found, PairLoss):
         return found.values_P.sum() / totals.groups, found.sums
     weights_N = token_weights(

@@ -14,7 +14,8 @@ from engine.backends.deepspeed.backend import DeepSpeedBackend
 from engine.backends.protocol import Objective
 from engine.cluster.ranks import RankGroup
 from engine.errors import NonFiniteGradient, OutOfMemory, WorkerDied
-from engine.losses.spec import CrossEntropySpec, GRPOSpec
+from engine.losses.likelihood import CrossEntropySpec
+from engine.losses.policy_gradient import GRPOSpec
 from engine.models.samples import Sample
 from engine.specs.engine import LocalEngineSpec
 from engine.specs.trainer import DeepSpeedSpec

@@ -15,7 +15,7 @@ from engine.backends.protocol import Objective
 from engine.backends.weight_files.pieces import Tensors, open_checkpoint, part_file, piece_name, shapes_metadata
 from engine.cluster.ranks import RankGroup
 from engine.errors import BadSpec
-from engine.losses.spec import CrossEntropySpec
+from engine.losses.likelihood import CrossEntropySpec
 from tests.engine.deepspeed.conftest import (
     ADAMW,
     OnRanks,

@@ -15,7 +15,8 @@ from engine.backends.torch.trainer import TorchTrainer
 from engine.backends.weight_files.pieces import open_checkpoint
 from engine.cluster.ranks import RankGroup
 from engine.errors import BadSpec, SampleTooLong
-from engine.losses.spec import CrossEntropySpec, GRPOSpec
+from engine.losses.likelihood import CrossEntropySpec
+from engine.losses.policy_gradient import GRPOSpec
 from engine.models.samples import Sample
 from engine.protocol import TokenSequence
 from storage.chain.records import OptimizerSpec

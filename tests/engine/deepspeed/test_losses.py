@@ -16,7 +16,7 @@ from engine.backends.torch.trainer import TorchTrainer
 from engine.backends.weight_files.pieces import open_checkpoint
 from engine.cluster.ranks import RankGroup
 from engine.errors import BadSpec
-from engine.losses.spec import DPOSpec
+from engine.losses.pairs import DPOSpec
 from storage.chain.records import OptimizerSpec
 from tests.engine.deepspeed.conftest import OnRanks, assert_weights_close, whole
 from tests.engine.losses.cases import SPECS, samples_near

@@ -23,7 +23,9 @@ from engine.backends.torch.trainer import TorchTrainer
 from engine.backends.torch.updates import adamw_groups, set_adamw
 from engine.cluster.ranks import RankGroup
 from engine.errors import BadModelFolder, BadSpec
-from engine.losses.spec import CrossEntropySpec, MSESpec, RankingSpec
+from engine.losses.likelihood import CrossEntropySpec
+from engine.losses.pairs import RankingSpec
+from engine.losses.values import MSESpec
 from engine.models.samples import Sample
 from engine.protocol import TokenSequence
 from engine.specs.engine import LocalEngineSpec

@@ -11,7 +11,8 @@ from engine.backends.protocol import Objective
 from engine.backends.weight_files.pieces import open_checkpoint
 from engine.cluster.ranks import RankGroup
 from engine.errors import BadSpec
-from engine.losses.spec import CrossEntropySpec, GRPOSpec
+from engine.losses.likelihood import CrossEntropySpec
+from engine.losses.policy_gradient import GRPOSpec
 from engine.models.samples import Sample
 from engine.protocol import TokenSequence
 from tests.engine.deepspeed.conftest import (

@@ -10,7 +10,7 @@ from engine.backends.protocol import Objective
 from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.tiny import CONTEXT_TOKENS
 from engine.errors import SampleTooLong
-from engine.losses.spec import CrossEntropySpec
+from engine.losses.likelihood import CrossEntropySpec
 from engine.models.samples import Sample
 from engine.protocol import TokenSequence
 from engine.specs.engine import LocalEngineSpec

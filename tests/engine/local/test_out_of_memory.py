@@ -16,7 +16,7 @@ from engine.backends.torch.causal_lm import load_causal_lm
 from engine.backends.torch.packing import Packed
 from engine.backends.torch.trainer import TorchTrainer
 from engine.errors import BadSpec, OutOfMemory
-from engine.losses.spec import CrossEntropySpec
+from engine.losses.likelihood import CrossEntropySpec
 from engine.models.samples import Sample
 from engine.protocol import TokenSequence
 from storage.chain.records import OptimizerSpec

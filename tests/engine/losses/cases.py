@@ -16,18 +16,11 @@ from engine.backends.protocol import Objective
 from engine.backends.torch.packing import Packed
 from engine.backends.torch.updates import micro_batch_loss, totals_of
 from engine.losses.inputs import Outputs
-from engine.losses.spec import (
-    CISPOSpec,
-    CrossEntropySpec,
-    DPOSpec,
-    GRPOSpec,
-    GSPOSpec,
-    LossSpec,
-    MSESpec,
-    RankingSpec,
-    TangentsSpec,
-    TrustRegionMSESpec,
-)
+from engine.losses.likelihood import CrossEntropySpec, TangentsSpec
+from engine.losses.pairs import DPOSpec, RankingSpec
+from engine.losses.policy_gradient import CISPOSpec, GRPOSpec, GSPOSpec
+from engine.losses.spec import LossSpec
+from engine.losses.values import MSESpec, TrustRegionMSESpec
 from engine.models.samples import Sample
 
 _CLIP: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.28, "kl_beta": 0.0}

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.losses.inputs import LossInputs, Outputs, PairLoss
-from engine.losses.registry import LOSSES
-from engine.losses.spec import DPOSpec, RankingSpec
+from engine.losses.base import PairLoss
+from engine.losses.inputs import LossInputs, Outputs
+from engine.losses.pairs import DPOSpec, RankingSpec
 
 
 def f64(*values: float) -> Tensor:
@@ -19,7 +19,7 @@ def f64(*values: float) -> Tensor:
 
 
 def pair_loss(inputs: LossInputs, spec: DPOSpec | RankingSpec) -> PairLoss:
-    found = LOSSES[spec.kind](inputs, spec)
+    found = spec.compute(inputs)
     assert isinstance(found, PairLoss)
     return found
 

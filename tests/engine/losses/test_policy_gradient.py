@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from engine.errors import BadSpec
-from engine.losses.inputs import LossInputs, Outputs, TokenLoss
+from engine.losses.base import TokenLoss
+from engine.losses.inputs import LossInputs, Outputs
 from engine.losses.kl import KL_ESTIMATORS
 from engine.losses.normalisation import token_weights
-from engine.losses.registry import LOSSES
-from engine.losses.spec import CISPOSpec, GRPOSpec, GSPOSpec
+from engine.losses.policy_gradient import CISPOSpec, GRPOSpec, GSPOSpec
 from tests.engine.losses.cases import SPECS
 
 
@@ -45,7 +45,7 @@ def one_token(logprob: Tensor, old: float, advantage: float, **columns: Tensor) 
 
 
 def token_loss(inputs: LossInputs, spec: PolicySpec) -> TokenLoss:
-    found = LOSSES[spec.kind](inputs, spec)
+    found = spec.compute(inputs)
     assert isinstance(found, TokenLoss)
     return found
 

@@ -16,9 +16,10 @@ from engine.backends.torch.causal_lm import CausalLM
 from engine.backends.torch.packing import longest_unit
 from engine.backends.torch.trainer import TorchTrainer
 from engine.errors import BadSpec
-from engine.losses.inputs import LossInputs, Outputs, PairLoss
-from engine.losses.registry import LOSSES
-from engine.losses.spec import GRPOSpec, LossSpec
+from engine.losses.base import PairLoss
+from engine.losses.inputs import LossInputs, Outputs
+from engine.losses.policy_gradient import GRPOSpec
+from engine.losses.spec import LossSpec
 from engine.models.samples import Sample
 from tests.engine.losses.cases import SPECS, loss_of, samples_near
 from tests.engine.torch.gradients import WHOLE, Grads, distance, update
@@ -164,7 +165,7 @@ def test_ratios_of_fifty_nats_stay_finite(
         sampler_N=-60 - old - sampler,
         advantages_N=advantages,
     )
-    found = LOSSES[spec.kind](inputs, spec)
+    found = spec.compute(inputs)
     assert not isinstance(found, PairLoss)
     found.values_N.sum().backward()
     for numbers in (found.values_N, logprobs_N.grad, *found.sums.values()):

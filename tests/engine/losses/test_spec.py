@@ -1,8 +1,9 @@
-"""Loss specs as data, and the registry that must know every one of them."""
+"""Loss specs as data, and the union that must have every one of them."""
 
 from __future__ import annotations
 
 import json
+from inspect import isabstract
 from typing import get_args
 
 import pytest
@@ -10,28 +11,29 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from engine.errors import BadSpec
+from engine.losses.base import BaseLossSpec
 from engine.losses.inputs import LossInputs, Outputs
-from engine.losses.kl import KL_ESTIMATORS
-from engine.losses.registry import LOSSES
-from engine.losses.spec import (
-    CISPOSpec,
-    CrossEntropySpec,
-    DPOSpec,
-    GRPOSpec,
-    GSPOSpec,
-    KLEstimator,
-    LossSpec,
-    MSESpec,
-)
+from engine.losses.kl import KL_ESTIMATORS, KLEstimator
+from engine.losses.likelihood import CrossEntropySpec
+from engine.losses.pairs import DPOSpec
+from engine.losses.policy_gradient import CISPOSpec, GRPOSpec, GSPOSpec
+from engine.losses.spec import LossSpec
+from engine.losses.values import MSESpec
 from storage.records import canonical_json
 from tests.engine.losses.cases import SPECS
 
 SPEC = TypeAdapter(LossSpec)
 
 
-def test_the_registry_knows_every_spec_and_every_estimator() -> None:
-    union = get_args(get_args(LossSpec)[0])
-    assert set(LOSSES) == {member.model_fields["kind"].default for member in union}
+def concrete_subclasses(base: type[BaseLossSpec]) -> set[type[BaseLossSpec]]:
+    below = set[type[BaseLossSpec]]()
+    for child in base.__subclasses__():
+        below |= concrete_subclasses(child)
+    return below if isabstract(base) else below | {base}
+
+
+def test_the_union_has_every_loss_spec_and_the_table_every_estimator() -> None:
+    assert set(get_args(get_args(LossSpec)[0])) == concrete_subclasses(BaseLossSpec)
     assert set(KL_ESTIMATORS) == set(get_args(KLEstimator))
 
 
@@ -41,7 +43,7 @@ def test_a_spec_survives_json(spec: LossSpec) -> None:
     assert SPEC.validate_python(json.loads(canonical_json(spec))) == spec  # as a step request carries it
 
 
-def test_the_defaults_of_the_algorithm_notes() -> None:
+def test_the_defaults() -> None:
     spec = GRPOSpec()
     assert (spec.clip_low, spec.clip_high, spec.kl_beta, spec.kl_estimator) == (0.1, 0.1, 0.01, "k3")
     assert (spec.norm, spec.dual_clip) == ("token_mean", None)
@@ -61,7 +63,7 @@ def test_requests_of_before_there_was_a_kl_term_under_the_ratio_are_the_same(mak
 
 
 def test_what_a_loss_says_about_itself() -> None:
-    """Of the algorithm notes: which read a scalar head, and which are of pairs."""
+    """docs/algorithms.md: which losses read a scalar head, and which are of pairs."""
     assert {spec.kind for spec in SPECS.values() if spec.reads == "values"} == {"ranking", "mse", "trust_region_mse"}
     assert {spec.kind for spec in SPECS.values() if spec.pairwise} == {"dpo", "ranking"}
     assert {name for name, spec in SPECS.items() if spec.needs_entropy} == {
@@ -111,7 +113,7 @@ def test_what_contradicts_itself_or_has_no_effect_is_refused(bad: dict) -> None:
 
 def test_cross_entropy_is_minus_the_logprob_and_pushes_it_up() -> None:
     logprobs = torch.tensor([-0.5, -2.0], dtype=torch.float64, requires_grad=True)
-    token = LOSSES["cross_entropy"](LossInputs(Outputs(logprobs)), CrossEntropySpec())
+    token = CrossEntropySpec().compute(LossInputs(Outputs(logprobs)))
     token.values_N.sum().backward()
     assert token.values_N.tolist() == [0.5, 2.0]
     assert logprobs.grad.tolist() == [-1.0, -1.0]
@@ -122,15 +124,15 @@ def test_grpo_names_the_column_a_batch_lacks(missing: str) -> None:
     columns = {name: torch.zeros(2) for name in ("old_N", "reference_N", "advantages_N") if name != missing}
     name = {"old_N": "old logprobs", "reference_N": "reference logprobs", "advantages_N": "advantages"}[missing]
     with pytest.raises(BadSpec, match=name):
-        LOSSES["grpo"](LossInputs(Outputs(torch.zeros(2)), **columns), GRPOSpec())
+        GRPOSpec().compute(LossInputs(Outputs(torch.zeros(2)), **columns))
 
 
 def test_grpo_without_a_kl_term_needs_no_reference() -> None:
     inputs = LossInputs(Outputs(torch.zeros(1)), old_N=torch.zeros(1), advantages_N=torch.ones(1))
-    assert LOSSES["grpo"](inputs, GRPOSpec(kl_beta=0.0)).values_N.tolist() == [-1.0]
+    assert GRPOSpec(kl_beta=0.0).compute(inputs).values_N.tolist() == [-1.0]
 
 
-def test_the_registry_hands_each_column_to_its_place() -> None:
+def test_each_column_is_used_in_its_place() -> None:
     # ρ = e^(0.2) = 1.221403 inside the clip, A = 2, q - l = 0.1: k3 = e^0.1 - 0.1 - 1 = 0.00517092
     f64 = {"dtype": torch.float64}
     inputs = LossInputs(
@@ -139,7 +141,7 @@ def test_the_registry_hands_each_column_to_its_place() -> None:
         reference_N=torch.tensor([-0.7], **f64),
         advantages_N=torch.tensor([2.0], **f64),
     )
-    token = LOSSES["grpo"](inputs, GRPOSpec(clip_high=0.5, clip_low=0.5, kl_beta=0.1))
+    token = GRPOSpec(clip_high=0.5, clip_low=0.5, kl_beta=0.1).compute(inputs)
     assert token.values_N.item() == pytest.approx(-2 * 1.22140276 + 0.1 * 0.00517092, abs=1e-8)
     assert token.sums["kl_sum"].item() == pytest.approx(0.00517092, abs=1e-8)
     assert token.sums["ratio_sum"].item() == pytest.approx(1.22140276, abs=1e-8)

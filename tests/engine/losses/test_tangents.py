@@ -15,7 +15,8 @@ from engine.backends.torch.causal_lm import CausalLM
 from engine.backends.torch.packing import longest_unit
 from engine.backends.torch.trainer import TorchTrainer
 from engine.losses.inputs import Outputs
-from engine.losses.spec import LossSpec, TangentsSpec
+from engine.losses.likelihood import TangentsSpec
+from engine.losses.spec import LossSpec
 from engine.models.samples import Sample
 from engine.protocol import TokenSequence
 from storage.chain.records import OptimizerSpec

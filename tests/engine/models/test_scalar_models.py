@@ -17,7 +17,7 @@ from engine.backends.torch.trainer import TorchTrainer
 from engine.errors import BadModelFolder, BadSpec
 from engine.local.engine import LocalEngine
 from engine.local.verify import verify_run
-from engine.losses.spec import MSESpec
+from engine.losses.values import MSESpec
 from engine.models.samples import Sample
 from engine.protocol import LogprobsRequest, PolicySpec, TokenSequence
 from engine.specs.adapters import FullSpec, LoraSpec, trainable_of

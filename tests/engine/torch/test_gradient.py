@@ -21,8 +21,9 @@ from engine.backends.protocol import Objective
 from engine.backends.torch.causal_lm import CausalLM, digest_weights, load_causal_lm
 from engine.backends.torch.trainer import TorchTrainer
 from engine.errors import BadSpec, NonFiniteGradient
+from engine.losses.likelihood import CrossEntropySpec
 from engine.losses.normalisation import token_weights
-from engine.losses.spec import CrossEntropySpec, GRPOSpec
+from engine.losses.policy_gradient import GRPOSpec
 from engine.models.samples import Sample
 from storage.chain.records import OptimizerSpec
 from tests.engine.torch.gradients import WHOLE, Grads, distance, norm_of, update

@@ -20,7 +20,7 @@ from engine.backends.torch.causal_lm import load_causal_lm
 from engine.backends.torch.shared_base import AdapterTrainer, SharedBase
 from engine.backends.torch.trainer import TorchTrainer
 from engine.errors import BadSpec, NonFiniteGradient
-from engine.losses.spec import GRPOSpec
+from engine.losses.policy_gradient import GRPOSpec
 from engine.models.samples import Sample
 from engine.protocol import TokenSequence
 from engine.specs.adapters import FullSpec, LoraSpec, trainable_of

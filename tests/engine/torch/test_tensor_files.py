@@ -16,7 +16,7 @@ from engine.backends.torch.trainer import TorchTrainer
 from engine.backends.weight_files import tensor_files
 from engine.backends.weight_files.tensor_files import read_tensors, shapes_of, write_tensors
 from engine.errors import BadSpec
-from engine.losses.spec import CrossEntropySpec
+from engine.losses.likelihood import CrossEntropySpec
 from engine.models.samples import Sample
 from storage.chain.records import OptimizerSpec
 

@@ -23,7 +23,10 @@ from engine.backends.torch.trainer import TorchTrainer
 from engine.backends.torch.updates import check_pairs, metrics_of, rehearse, totals_of, without_gradient
 from engine.errors import BadSpec, OutOfMemory, SampleTooLong
 from engine.local.apply import apply_request
-from engine.losses.spec import CrossEntropySpec, DPOSpec, GRPOSpec, LossSpec, RankingSpec
+from engine.losses.likelihood import CrossEntropySpec
+from engine.losses.pairs import DPOSpec, RankingSpec
+from engine.losses.policy_gradient import GRPOSpec
+from engine.losses.spec import LossSpec
 from engine.models.samples import Sample, minibatches
 from storage.chain.records import MinibatchPlan, OptimizerSpec, PolicyRef, StepRequest
 from storage.store.artifacts import Provenance

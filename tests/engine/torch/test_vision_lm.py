@@ -16,7 +16,7 @@ from engine.backends.torch.sampler import TorchSampler
 from engine.backends.torch.scalar_lm import load_model, load_with_head
 from engine.backends.torch.trainer import TorchTrainer
 from engine.errors import BadModelFolder, BadSpec
-from engine.losses.spec import CrossEntropySpec
+from engine.losses.likelihood import CrossEntropySpec
 from engine.models.images import PlacedImage
 from engine.models.samples import Sample
 from engine.protocol import SamplingParams, TokenSequence

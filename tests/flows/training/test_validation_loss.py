@@ -12,7 +12,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from pydantic import ValidationError
 
-from engine.losses.spec import DPOSpec
+from engine.losses.pairs import DPOSpec
 from flows.configs.common import SFTConfig
 from flows.configs.preferences import DPOConfig, RewardModelConfig
 from flows.dpo import dpo

@@ -12,7 +12,7 @@ import pytest
 
 from engine.errors import SampleTooLong
 from engine.handles import Model, TrainingModel
-from engine.losses.spec import CrossEntropySpec
+from engine.losses.likelihood import CrossEntropySpec
 from engine.models.images import PlacedImage, images_of
 from engine.specs.engine import LocalEngineSpec
 from engine.text.errors import ThreadError, UnsupportedFragment

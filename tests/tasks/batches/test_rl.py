@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 from engine.errors import BadSpec, SampleTooLong
-from engine.losses.spec import GRPOSpec
+from engine.losses.policy_gradient import GRPOSpec
 from engine.protocol import LogprobsRequest, PolicySpec, SamplingParams, TokenSequence
 from engine.specs.engine import LocalEngineSpec
 from engine.workspace import Workspace

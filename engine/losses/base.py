@@ -1,0 +1,95 @@
+"""Base classes of the loss specs, and the results that their functions return.
+
+A loss spec is plain data: configs and step requests carry it, also where torch is not installed. Its method `compute`
+is the loss, a pure function of `LossInputs`. So that both can be in one module, the modules of losses do not import
+torch: `compute` calls methods of the tensors that it receives, and methods of `LossInputs`.
+
+Axes: N trained token of one micro-batch · P pair
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
+
+from pydantic import ConfigDict, model_validator
+
+from storage.bounds import Divisor
+from storage.records import Frozen
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engine.losses.inputs import LossInputs
+
+LossNorm = Literal["token_mean", "sequence_mean", "token_sum", "constant"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLoss:
+    """The loss of each trained token, and metrics.
+
+    Metrics are sums, so that they add up over micro-batches. A metric whose name ends in `_sum` is reported as a mean
+    over the tokens that had a forward pass; one whose name ends in `_per_pair` is reported as a mean over the pairs.
+    """
+
+    values_N: Tensor
+    sums: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PairLoss:
+    """The loss of each pair, and metrics as in TokenLoss."""
+
+    values_P: Tensor
+    sums: dict[str, Tensor] = field(default_factory=dict)
+
+
+class BaseLossSpec(Frozen):
+    """Properties of a loss that the trainer reads before it runs a forward pass."""
+
+    model_config = ConfigDict(allow_inf_nan=False)  # a request is JSON, which has no NaN and no infinity
+
+    reads: ClassVar[Literal["logprobs", "values"]] = "logprobs"
+    """Output of the model that the loss reads. "values" needs a model with a scalar head (engine.specs.adapters)."""
+    pairwise: ClassVar[bool] = False
+    """Whether the unit of the loss is a pair: two samples of one group, of which one is preferred. A pair always stays
+    in one micro-batch."""
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the loss reads the entropy of each trained token's distribution, which costs one pass more over the
+        logits."""
+        return False
+
+    @property
+    def zero_without_advantage(self) -> bool:
+        """Whether a sample whose advantages are all 0 has a loss of exactly 0, so that it needs no forward pass."""
+        return False
+
+    @abstractmethod
+    def compute(self, inputs: LossInputs) -> TokenLoss | PairLoss:
+        """The loss of one micro-batch, before it is normalised over the minibatch."""
+
+
+class NormalisedLossSpec(BaseLossSpec):
+    """A loss per token that is normalised over the whole minibatch (engine.losses.normalisation)."""
+
+    norm: LossNorm = "token_mean"
+    """How the losses of tokens become one number. token_mean: the mean over all trained tokens. sequence_mean: the mean
+    over each sequence's tokens, then over sequences. token_sum: the sum. constant: the sum divided by the number of
+    sequences and by norm_constant."""
+    norm_constant: Divisor | None = None
+    """Tokens per sequence that norm="constant" divides by, besides the number of sequences (arXiv:2503.20783)."""
+
+    @model_validator(mode="after")
+    def _constant_goes_with_its_norm(self) -> Self:
+        if self.norm == "constant" and self.norm_constant is None:
+            raise ValueError("norm='constant' divides by norm_constant tokens per sequence; give norm_constant")
+        if self.norm != "constant" and self.norm_constant is not None:
+            raise ValueError(
+                f"norm={self.norm!r} does not use norm_constant, given {self.norm_constant}; leave it out, or set "
+                "norm='constant'"
+            )
+        return self

@@ -18,7 +18,7 @@ from typing import Any
 
 from bench.memory_plan import MODEL, status
 from engine.backends.deepspeed.ranks import RankTrainers
-from engine.cluster.ranks import RankGroup
+from engine.cluster.rank_group import RankGroup
 from engine.memory_plan.plan import plan_memory
 from engine.memory_plan.records import Machine, Workload
 from engine.memory_plan.shape import ModelShape, read_shape

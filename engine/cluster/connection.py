@@ -111,7 +111,7 @@ def connect(spec: ClusterSpec, *, spare_first_gpu: bool = False, any_cluster: bo
 
 
 @contextmanager
-def kept_open() -> Iterator[bool]:
+def hold_connection() -> Iterator[bool]:
     """Tells whether this process is connected to Ray, and keeps the connection in the block. It opens none, and does
     not wait for one that another thread is opening or closing."""
     if not _lock.acquire(blocking=False):

@@ -105,7 +105,7 @@ def gpu_count(spec: ClusterSpec) -> int:
 
 def inventory_if_connected() -> Inventory | None:
     """The cluster that this process is connected to, if it is; opens nothing. Takes about two milliseconds."""
-    with connection.kept_open() as connected:
+    with connection.hold_connection() as connected:
         return take_inventory() if connected else None
 
 

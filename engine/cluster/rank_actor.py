@@ -23,7 +23,7 @@ import psutil
 import ray
 
 from engine.cluster.actors import Whereabouts, own_whereabouts
-from engine.cluster.rank_side import REPORTER, RankFailed, RankPhase, end_with_parent, lost_peers
+from engine.cluster.rank_progress import REPORTER, RankFailed, RankPhase, end_with_parent, is_peer_loss
 from engine.errors import EngineError, PermanentEngineError
 
 TRACEBACK_CHARS = 4000
@@ -60,7 +60,7 @@ class Failure:
     """Name of the EngineError's class; "" for any other exception."""
     message: str
     ends_group: bool = False
-    to_blame: bool = True
+    is_cause: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,9 +190,9 @@ REPORTER would be another one than that of the code which calls `progress`."""
 def describe(error: Exception, rank: int) -> Failure:
     """An exception as plain data. Anything but an EngineError becomes a text that names the rank and the place."""
     if isinstance(error, RankFailed):
-        return Failure("", str(error), ends_group=True, to_blame=error.to_blame)
-    if lost_peers(error):
-        return Failure("", f"it lost the other ranks: {error}", ends_group=True, to_blame=False)
+        return Failure("", str(error), ends_group=True, is_cause=error.is_cause)
+    if is_peer_loss(error):
+        return Failure("", f"it lost the other ranks: {error}", ends_group=True, is_cause=False)
     if isinstance(error, EngineError):
         return Failure(type(error).__name__, str(error))
     trace = "".join(traceback.format_exception(error))[-TRACEBACK_CHARS:]

@@ -24,7 +24,7 @@ MOST_PROCESSES = 64
 """Worker processes on one machine, at most."""
 MOST_CALLS = 10_000
 """Calls that one actor holds at a time; all but one per process wait."""
-LOOK_SECONDS = 30.0
+DISCOVERY_INTERVAL = 30.0
 """How often a call looks whether machines have joined the cluster, or a lost one is back."""
 CANCEL_SECONDS = 5.0
 """What an actor may take to give up a call, and to end its worker processes, before it is killed."""
@@ -114,7 +114,7 @@ class ClusterWorkers:
 
     async def _least_loaded(self) -> _Machine:
         loop = asyncio.get_running_loop()
-        if self._looking is None and (not self._machines or loop.time() > self._looked + LOOK_SECONDS):
+        if self._looking is None and (not self._machines or loop.time() > self._looked + DISCOVERY_INTERVAL):
             self._looking = loop.create_task(self._look_for_machines())
             self._looking.add_done_callback(self._end_of_look)
         if not self._machines and self._looking is not None:

@@ -89,7 +89,7 @@ def vllm_sampler(
 
 def _staging(spec: LocalEngineSpec, vllm: VllmSpec, weights: float) -> Part:
     """Files of all weights in shared memory, where they travel so: a broadcast of what other processes train too."""
-    way = vllm.way(spec.cluster)
+    way = vllm.resolved_transport(spec.cluster)
     elsewhere = spec.trainer.kind == "deepspeed"  # its ranks write what this process hands on
     by_files = way == "shm" or (way != "checkpoint" and elsewhere)
     return part("staged", "weights on their way", weights if by_files else 0, "files in shared memory", ("sampling",))

@@ -65,7 +65,7 @@ class VllmSpec(Frozen):
     """Mean |logprob of the sampler - logprob of the trainer|, nats, over the probes of a weight sync, beyond which the
     sampler is refused. auto: 1e-3 in float32, 0.15 in bfloat16."""
 
-    def way(self, cluster: ClusterSpec) -> Transport:
+    def resolved_transport(self, cluster: ClusterSpec) -> Transport:
         """`transport`, with "auto" decided for replicas on this cluster."""
         if self.transport != "auto":
             return self.transport

@@ -24,7 +24,7 @@ from engine.backends.torch.scalar_lm import check_has_language_head
 from engine.backends.torch.updates import check_gives
 from engine.cluster.inventory import gpu_count
 from engine.cluster.placement import SHARED_GPU, Placement
-from engine.cluster.ranks import RankGroup
+from engine.cluster.rank_group import RankGroup
 from engine.errors import BadSpec, OutOfMemory, WorkerDied
 from engine.models.samples import Sample
 from engine.protocol import ActorCount, TokenSequence
@@ -90,7 +90,7 @@ class DeepSpeedBackend:
 
     @property
     def actors(self) -> ActorCount:
-        return self.group.count()
+        return self.group.actor_count()
 
     def reserve(self) -> Placement:
         """The bundles of the ranks, for replicas of vLLM that share their GPUs. Raises as `RankGroup.reserve`."""
@@ -139,11 +139,11 @@ class DeepSpeedBackend:
         """Every rank reads its part of the folder, which all nodes must see."""
         if head == "lm":
             check_has_language_head(folder)
-        generation = self.group.start()
+        start_number = self.group.start()
         self.sweep()
         number = next(self._numbers)
-        info = self.group.call_in(generation, "load", number, folder, head, init_seed)
-        return DeepSpeedTrainer(self, number, generation, info)
+        info = self.group.call_unless_restarted(start_number, "load", number, folder, head, init_seed)
+        return DeepSpeedTrainer(self, number, start_number, info)
 
     def try_load(self, folder: Path) -> None:
         """In this process, on the CPU, a module's weights at a time: the ranks keep what they hold."""
@@ -175,15 +175,15 @@ class DeepSpeedBackend:
             master_bytes=self.master_dtype.itemsize,
         )
 
-    def drop(self, generation: int, number: int) -> None:
+    def drop(self, start_number: int, number: int) -> None:
         """The proxy is gone: its ranks let go of the model before the next call. Any thread may say so."""
-        self._dropped.append((generation, number))
+        self._dropped.append((start_number, number))
 
     def sweep(self) -> None:
         while self._dropped:
-            generation, number = self._dropped.pop()
-            if self.group.alive and generation == self.group.generation:
-                self.group.call_in(generation, "free", number)
+            start_number, number = self._dropped.pop()
+            if self.group.alive and start_number == self.group.start_number:
+                self.group.call_unless_restarted(start_number, "free", number)
 
     def fitting(self, max_tokens: int) -> int:
         """Packed tokens per forward, as far as is known."""
@@ -204,16 +204,16 @@ class DeepSpeedBackend:
 
 
 class DeepSpeedTrainer:
-    """Implements engine.backends.protocol.Trainer: a number that the ranks of one generation know."""
+    """Implements engine.backends.protocol.Trainer: a number that the ranks of one start know."""
 
-    def __init__(self, backend: DeepSpeedBackend, number: int, generation: int, info: dict[str, Any]) -> None:
-        self._backend, self._number, self._generation = backend, number, generation
+    def __init__(self, backend: DeepSpeedBackend, number: int, start_number: int, info: dict[str, Any]) -> None:
+        self._backend, self._number, self._start_number = backend, number, start_number
         self._info, self._held = info, backend.held(info)
-        weakref.finalize(self, backend.drop, generation, number)
+        weakref.finalize(self, backend.drop, start_number, number)
 
     def _call(self, method: str, *args: Any) -> Any:
         self._backend.sweep()
-        return self._backend.group.call_in(self._generation, method, self._number, *args)
+        return self._backend.group.call_unless_restarted(self._start_number, method, self._number, *args)
 
     def _call_within_memory(self, method: str, *args: Any, max_tokens: int) -> Any:
         """WorkerDied of a rank without memory is remembered: the engine's next try is a smaller one."""
@@ -227,7 +227,7 @@ class DeepSpeedTrainer:
     @property
     def alive(self) -> bool:
         group = self._backend.group
-        return group.alive and group.generation == self._generation
+        return group.alive and group.start_number == self._start_number
 
     @property
     def scalar(self) -> bool:
@@ -242,7 +242,7 @@ class DeepSpeedTrainer:
         max_tokens: int,
         on_micro_batch: Callable[[], None] = lambda: None,
     ) -> UpdateReport:
-        with self._backend.group.listening(on_micro_batch):
+        with self._backend.group.progress_callback(on_micro_batch):
             return self._call_within_memory(
                 "update", list(samples), objective, optimizer, max_tokens=max_tokens
             )  # fmt: skip

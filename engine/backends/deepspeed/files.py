@@ -32,7 +32,7 @@ from engine.backends.weight_files.pieces import (
     shapes_metadata,
 )
 from engine.backends.weight_files.tensor_files import TensorWriter, check_shapes, file_order
-from engine.cluster.rank_side import progress
+from engine.cluster.rank_progress import report_progress
 from engine.errors import BadSpec
 
 SHARD_BYTES = 5_000_000_000
@@ -93,7 +93,7 @@ def _write(path: Path, tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple
     with TensorWriter(path, layouts, metadata=shapes_metadata(shapes)) as writer:
         for name in writer.order:
             writer.write(tensors[name])
-            progress()
+            report_progress()
 
 
 @torch.no_grad()
@@ -118,7 +118,7 @@ def read_checkpoint(state: State, files: Mapping[str, Path], *, optimizer: bool)
             for moment in MOMENTS:
                 key = f"{moment}.{state.trained[piece.name]}"
                 moments.read_into(key, shards.moment(piece, moment), start=piece.start)
-            progress()
+            report_progress()
 
 
 @torch.no_grad()
@@ -126,7 +126,7 @@ def fill(state: State, weights: Readable) -> None:
     """Reads this rank's pieces, no more, and brings the weights that compute to them. Every rank calls it."""
     for piece in state.shards.pieces:
         weights.read_into(piece.name, piece.of(piece.flat), start=piece.start)
-        progress()
+        report_progress()
     for name, buffer in state.buffers.items():
         weights.read_into(name, buffer)
     state.shards.publish()
@@ -143,7 +143,7 @@ def weights_digest(state: State) -> tuple[str, dict[str, str]]:
         tensor = state.assemble(name, on=index % dist.get_world_size())
         if tensor is not None:
             mine[name] = digest_tensor(tensor)
-        progress()
+        report_progress()
     gathered: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, mine)
     found = {name: digest for part in gathered for name, digest in part.items()}
@@ -177,7 +177,7 @@ def write_folder(state: State, folder: Path, *, dtype: torch.dtype | None = None
                     tensor = None if name is None else state.assemble(state.exported[name], on=owner)
                     if tensor is not None:
                         writer.write(tensor)
-                    progress()
+                    report_progress()
     if len(parts) > 1:
         names.append("model.safetensors.index.json")
         if rank == 0:

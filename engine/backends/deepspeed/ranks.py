@@ -23,7 +23,7 @@ from storage.chain.records import OptimizerSpec
 
 
 class RankTrainers:
-    """Methods are called on all ranks at once (engine.cluster.ranks). Paths are seen by every rank."""
+    """Methods are called on all ranks at once (engine.cluster.rank_group). Paths are seen by every rank."""
 
     def __init__(self, options: Mapping[str, Any], rank: int, world_size: int) -> None:
         """`options` is a dumped ZeroOptions. torch.distributed is up already."""

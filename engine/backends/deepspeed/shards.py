@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from engine.cluster.rank_side import progress
+from engine.cluster.rank_progress import report_progress
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 PUBLISHED_ELEMENTS = 1 << 25
@@ -130,7 +130,7 @@ class OneAtATime(nn.Module):
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         for parameter in self.inner.parameters(recurse):
             parameter.data = torch.zeros(parameter.shape, dtype=parameter.dtype, device=self._device)
-            progress()
+            report_progress()
             yield parameter
 
 
@@ -218,7 +218,7 @@ def _stage_1_2_publish(optimizer: Any) -> Callable[[], None]:
             for rank, part in enumerate(parts):
                 for chunk in part.split(PUBLISHED_ELEMENTS):
                     dist.broadcast(chunk, rank)
-                    progress()
+                    report_progress()
 
     return publish
 

@@ -38,7 +38,7 @@ from engine.backends.torch.updates import (
     totals_of,
     without_gradient,
 )
-from engine.cluster.rank_side import RankFailed, lost_peers, progress
+from engine.cluster.rank_progress import RankFailed, is_peer_loss, report_progress
 from engine.errors import BadModelFolder, NonFiniteGradient, PermanentEngineError
 from engine.losses.inputs import Outputs
 from engine.models.samples import Sample
@@ -155,7 +155,7 @@ class ZeroTrainer:
         def run() -> None:
             for row in passes:
                 self._pass(row[self._reader], taught, objective, totals, mine)
-                progress()
+                report_progress()
 
         self._together(run, recovers=self.gradients.recovers)
         whole = Accumulated(max_tokens, micro_batches=sum(batch is not None for row in passes for batch in row))
@@ -208,7 +208,7 @@ class ZeroTrainer:
         if mine is not None and not recovers and self._ranks > 1:
             short_of_memory = isinstance(mine, RuntimeError) and is_out_of_memory(mine)
             reason = f"{OUT_OF_MEMORY_MARK}: {mine}" if short_of_memory else f"a pass failed: {mine!r}"
-            raise RankFailed(reason, to_blame=not lost_peers(mine))
+            raise RankFailed(reason, is_cause=not is_peer_loss(mine))
         failures = [(rank, error) for rank, error in enumerate(_gather(_described(mine))) if error is not None]
         if failures and all(short_of_memory for _, (_, short_of_memory) in failures):
             raise torch.OutOfMemoryError(f"rank {failures[0][0]}: {failures[0][1][0]}")
@@ -250,7 +250,7 @@ class ZeroTrainer:
                     chosen: list[Packable] = [EMPTY_PASS] if indices is None else [sequences[i] for i in indices]
                     packed = pack(chosen, device=self._device)
                     mine.update(zip(indices or [], per_sequence(forward(packed), packed), strict=False))
-                    progress()
+                    report_progress()
 
             self._together(compute, recovers=self._stage != 3 and self._sequence is None)
             found = {index: values for part in _gather(mine) for index, values in part.items()}

@@ -47,7 +47,7 @@ class VllmSamplers:
         assert isinstance(spec.sampler, VllmSpec)
         if refused := _refused(spec.sampler):
             raise BadSpec(f"sampler.transport={spec.sampler.transport!r} was given, but {refused}")
-        self.spec = spec.sampler.model_copy(update={"transport": spec.sampler.way(spec.cluster)})
+        self.spec = spec.sampler.model_copy(update={"transport": spec.sampler.resolved_transport(spec.cluster)})
         self._rows, self._extension = spec.max_rows, extension
         self._cluster, self._beside = spec.cluster, beside
         self._trains_here = isinstance(spec.trainer, TorchTrainerSpec)

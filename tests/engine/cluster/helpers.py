@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from engine.cluster.ranks import RankGroup
+from engine.cluster.rank_group import RankGroup
 
 TARGET = "tests.engine.cluster.targets:Target"
 PATIENCE = 60.0

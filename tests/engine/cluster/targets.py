@@ -15,7 +15,7 @@ import ray
 import torch
 import torch.distributed as dist
 
-from engine.cluster.rank_side import progress
+from engine.cluster.rank_progress import report_progress
 from engine.errors import BadSpec, OutOfMemory
 
 
@@ -81,7 +81,7 @@ class Target:
         """Longer than the watchdog's patience in all, and never in one step."""
         for _ in range(steps):
             time.sleep(seconds)
-            progress()
+            report_progress()
         return steps
 
     def exit(self, on: int, status: int) -> None:

@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from engine.backends import compose
-from engine.cluster.connection import connect, kept_open
+from engine.cluster.connection import connect, hold_connection
 from engine.errors import EngineUnreachable
 from engine.specs.cluster import ClusterSpec
 from engine.specs.engine import LocalEngineSpec
@@ -70,7 +70,7 @@ def test_backends_connect_at_their_first_use_and_not_before(replicas: int) -> No
     trainers = compose.trainer_backend(spec)
     samplers = compose.sampler_backend(spec, trainers)
     try:
-        with kept_open() as connected:
+        with hold_connection() as connected:
             assert not connected
     finally:
         samplers.close()

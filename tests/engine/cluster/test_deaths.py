@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from engine.cluster.ranks import RankGroup
+from engine.cluster.rank_group import RankGroup
 from engine.errors import BadSpec, PermanentEngineError, WorkerDied
 from tests.engine.cluster.helpers import TARGET, a_group, once_all_compute, running, wait_for, wait_until_gone
 
@@ -36,7 +36,7 @@ def up(group: RankGroup) -> dict[int, int]:
 @pytest.mark.parametrize("ranks", [[0], [0, 1]])
 def test_killed_during_a_call(group: RankGroup, ranks: list[int], tmp_path: Path) -> None:
     pids = up(group)
-    before = group.generation
+    before = group.start_number
 
     def kill(running: dict[int, int]) -> None:
         for rank in ranks:
@@ -48,21 +48,21 @@ def test_killed_during_a_call(group: RankGroup, ranks: list[int], tmp_path: Path
         group.call("mark_and_wait", str(tmp_path))
     wait_until_gone(pids.values())
     assert group.call("count", "new") == ("new", 2)
-    assert group.generation == before + 1
+    assert group.start_number == before + 1
 
 
 @pytest.mark.parametrize("ranks", [[0], [1], [0, 1]])
 def test_killed_between_calls(group: RankGroup, ranks: list[int]) -> None:
     pids = up(group)
-    before = group.generation
+    before = group.start_number
     for rank in ranks:
         os.kill(pids[rank], signal.SIGKILL)
     wait_for(lambda: not group.alive, "the death to be noticed")
     with pytest.raises(WorkerDied, match=f"rank [{''.join(map(str, ranks))}] died"):
-        group.call_in(before, "count", "lost")
+        group.call_unless_restarted(before, "count", "lost")
     wait_until_gone(pids.values())
     assert group.call("count", "new") == ("new", 2)
-    assert group.generation == before + 1
+    assert group.start_number == before + 1
 
 
 def test_the_rank_that_exits_is_to_blame_and_not_the_one_that_loses_it(group: RankGroup) -> None:
@@ -123,7 +123,7 @@ def test_a_listener_that_raises_ends_the_group(group: RankGroup) -> None:
     def listener() -> None:
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), group.listening(listener):
+    with pytest.raises(KeyboardInterrupt), group.progress_callback(listener):
         group.call("slow", 1000, 0.1)
     assert not group.alive
     wait_until_gone(pids.values())
@@ -131,7 +131,7 @@ def test_a_listener_that_raises_ends_the_group(group: RankGroup) -> None:
 
 ENGINE = f"""
 import sys, threading
-from engine.cluster.ranks import RankGroup
+from engine.cluster.rank_group import RankGroup
 group = RankGroup({TARGET!r}, {{}}, ranks=2, start_seconds=60, hang_seconds=60)
 print(*group.call("pids"), flush=True)
 threading.Event().wait() if sys.argv[1] == "idle" else group.call("mark_and_wait", sys.argv[1])
@@ -188,7 +188,7 @@ def test_a_start_that_a_rank_refuses_on_purpose_raises_what_it_raised() -> None:
         for generation in (1, 2):
             with pytest.raises(BadSpec, match="no such model"):
                 group.call("who")
-            assert group.generation == generation and not group.alive
+            assert group.start_number == generation and not group.alive
             wait_until_gone(group.pids.values())
 
 

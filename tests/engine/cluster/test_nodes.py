@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine.cluster.ranks import RankGroup
+from engine.cluster.rank_group import RankGroup
 from engine.errors import EngineBusy, WorkerDied
 from engine.specs.cluster import ClusterSpec
 from tests.engine.cluster.helpers import a_group

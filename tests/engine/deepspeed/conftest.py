@@ -17,7 +17,7 @@ from engine.backends.protocol import Objective, UpdateReport
 from engine.backends.torch.causal_lm import load_causal_lm
 from engine.backends.torch.trainer import TorchTrainer
 from engine.backends.weight_files.pieces import Tensors, open_checkpoint
-from engine.cluster.ranks import RankGroup
+from engine.cluster.rank_group import RankGroup
 from engine.models.samples import Sample
 from storage.chain.records import OptimizerSpec
 from tests.engine.deepspeed.lab import TARGET, lab_options

@@ -17,7 +17,7 @@ from engine.backends.deepspeed.ranks import RankTrainers
 from engine.backends.torch.attention import PackedLayout
 from engine.backends.torch.packing import pack
 from engine.backends.weight_files.pieces import Tensors
-from engine.cluster.rank_side import progress
+from engine.cluster.rank_progress import report_progress
 from engine.models.samples import Sample
 from engine.specs.adapters import Head
 from engine.specs.trainer import DeepSpeedSpec
@@ -149,5 +149,5 @@ class Lab(RankTrainers):
             whole(loss)
 
         trainer.gradients.backward = die
-        progress()
+        report_progress()
         self.update(number, *args)

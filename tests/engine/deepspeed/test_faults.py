@@ -12,7 +12,7 @@ import pytest
 
 from engine.backends.deepspeed.backend import DeepSpeedBackend
 from engine.backends.protocol import Objective
-from engine.cluster.ranks import RankGroup
+from engine.cluster.rank_group import RankGroup
 from engine.errors import NonFiniteGradient, OutOfMemory, WorkerDied
 from engine.losses.likelihood import CrossEntropySpec
 from engine.losses.policy_gradient import GRPOSpec

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.backends.protocol import Objective
 from engine.backends.weight_files.pieces import Tensors, open_checkpoint, part_file, piece_name, shapes_metadata
-from engine.cluster.ranks import RankGroup
+from engine.cluster.rank_group import RankGroup
 from engine.errors import BadSpec
 from engine.losses.likelihood import CrossEntropySpec
 from tests.engine.deepspeed.conftest import (

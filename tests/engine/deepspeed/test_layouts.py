@@ -13,7 +13,7 @@ import torch
 from engine.backends.protocol import Objective
 from engine.backends.torch.trainer import TorchTrainer
 from engine.backends.weight_files.pieces import open_checkpoint
-from engine.cluster.ranks import RankGroup
+from engine.cluster.rank_group import RankGroup
 from engine.errors import BadSpec, SampleTooLong
 from engine.losses.likelihood import CrossEntropySpec
 from engine.losses.policy_gradient import GRPOSpec

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from engine.backends.deepspeed.backend import DeepSpeedBackend
 from engine.backends.deepspeed.meta_model import Hollow, open_hollow, probe, streamed
 from engine.backends.torch.causal_lm import digest_tensors, load_causal_lm
-from engine.cluster.ranks import RankGroup
+from engine.cluster.rank_group import RankGroup
 from engine.errors import BadModelFolder
 from engine.specs.engine import LocalEngineSpec
 from engine.specs.trainer import DeepSpeedSpec

@@ -14,7 +14,7 @@ from engine.backends.protocol import Objective
 from engine.backends.torch.scalar_lm import load_model
 from engine.backends.torch.trainer import TorchTrainer
 from engine.backends.weight_files.pieces import open_checkpoint
-from engine.cluster.ranks import RankGroup
+from engine.cluster.rank_group import RankGroup
 from engine.errors import BadSpec
 from engine.losses.pairs import DPOSpec
 from storage.chain.records import OptimizerSpec

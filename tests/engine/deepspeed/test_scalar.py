@@ -21,7 +21,7 @@ from engine.backends.torch.packing import pack
 from engine.backends.torch.scalar_lm import ScalarLM, is_scalar, load_model
 from engine.backends.torch.trainer import TorchTrainer
 from engine.backends.torch.updates import adamw_groups, set_adamw
-from engine.cluster.ranks import RankGroup
+from engine.cluster.rank_group import RankGroup
 from engine.errors import BadModelFolder, BadSpec
 from engine.losses.likelihood import CrossEntropySpec
 from engine.losses.pairs import RankingSpec

@@ -9,7 +9,7 @@ import pytest
 
 from engine.backends.protocol import Objective
 from engine.backends.weight_files.pieces import open_checkpoint
-from engine.cluster.ranks import RankGroup
+from engine.cluster.rank_group import RankGroup
 from engine.errors import BadSpec
 from engine.losses.likelihood import CrossEntropySpec
 from engine.losses.policy_gradient import GRPOSpec

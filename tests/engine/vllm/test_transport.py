@@ -45,7 +45,7 @@ def test_the_address_is_the_one_by_which_another_host_is_reached() -> None:
     ],
 )
 def test_the_transport_on_this_machine(given: dict[str, Any], way: str) -> None:
-    assert VllmSpec.model_validate(given).way(ClusterSpec()) == way
+    assert VllmSpec.model_validate(given).resolved_transport(ClusterSpec()) == way
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_the_transport_on_this_machine(given: dict[str, Any], way: str) -> None:
     ],
 )
 def test_the_transport_on_a_cluster(given: dict[str, Any], way: str) -> None:
-    assert VllmSpec.model_validate(given).way(ClusterSpec(address="head:6379")) == way
+    assert VllmSpec.model_validate(given).resolved_transport(ClusterSpec(address="head:6379")) == way
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ async def test_grades_are_given_on_both_nodes_and_survive_the_loss_of_one(monkey
             after = await grade_on_nodes(grader, 20)
             assert set(after) < set(before) and len(after) == 1
             cluster.add_node(num_cpus=2)
-            monkeypatch.setattr("engine.cluster.workers.LOOK_SECONDS", 0.0)
+            monkeypatch.setattr("engine.cluster.workers.DISCOVERY_INTERVAL", 0.0)
             while len(await grade_on_nodes(grader, 20)) == 1:
                 await asyncio.sleep(0.1)
         finally:

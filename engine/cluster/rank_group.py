@@ -5,7 +5,7 @@ watched, and started again as a whole.
     group.call("update", samples)      # Trainer.update(samples) on every rank; rank 0's result
 
 Every rank builds `Trainer(options, rank=…, world_size=…)` once torch.distributed is initialised, gloo on the CPU and
-NCCL on GPUs. What it does for longer than moments calls `rank_side.progress()` now and then.
+NCCL on GPUs. What it does for longer than moments calls `rank_progress.progress()` now and then.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.cluster.connection import Cluster, connect, require_ray
-from engine.cluster.generation import Generation, GroupSettings, StartFailure
 from engine.cluster.placement import Bundle, Placement
+from engine.cluster.rank_processes import GroupSettings, RankProcesses, StartFailure
 from engine.errors import EngineError, PermanentEngineError, WorkerDied
 from engine.protocol import ActorCount
 from engine.specs.cluster import ClusterSpec
@@ -30,7 +30,7 @@ MAX_BACKOFF = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Disagreement:
+class PartialFailure:
     """A call that some ranks ran to the end and others did not: what it was to change is undefined."""
 
     method: str
@@ -60,9 +60,9 @@ class RankGroup:
         Raises BadSpec where Ray is not installed.
         """
         require_ray()
-        self.generation = 0
+        self.start_number = 0
         """Grows at each start, also of one that fails. What the ranks of an older one held is gone."""
-        self.disagreement: Disagreement | None = None
+        self.partial_failure: PartialFailure | None = None
         """Of this generation's calls, the last one that ended differently on different ranks."""
         self._settings = GroupSettings(
             target=target,
@@ -79,7 +79,7 @@ class RankGroup:
         self._lock = threading.Lock()
         self._cluster: Cluster | None = None
         self._placement: Placement | None = None
-        self._current: Generation | None = None
+        self._current: RankProcesses | None = None
         self._closed = threading.Event()
         self._failed_starts = 0
         self._retry_at = 0.0
@@ -91,12 +91,12 @@ class RankGroup:
         current = self._current
         return current is not None and current.alive
 
-    def count(self) -> ActorCount:
+    def actor_count(self) -> ActorCount:
         """Its ranks, without asking Ray. Any thread may ask."""
         current = self._current
         up = current is not None and current.ready and current.failure is None
         ranks = self._settings.ranks
-        return ActorCount(wanted=ranks, alive=ranks if up else 0, restarts=max(0, self.generation - 1))
+        return ActorCount(wanted=ranks, alive=ranks if up else 0, restarts=max(0, self.start_number - 1))
 
     @property
     def pids(self) -> dict[int, int]:
@@ -120,12 +120,12 @@ class RankGroup:
             WorkerDied: a rank ended, or the group hung, or did not start; no rank is left, the next call starts them.
             EngineBusy: the cluster has no room for the ranks.
             EngineError: as a rank raised it; any other exception of a rank comes as a PermanentEngineError. When the
-                ranks did not all fail, a note of the error says so, and `disagreement`.
+                ranks did not all fail, a note of the error says so, and `partial_failure`.
         """
         with self._lock:
             return self._run(self._up(), method, args, kwargs)
 
-    def call_in(self, generation: int, method: str, *args: Any, **kwargs: Any) -> Any:
+    def call_unless_restarted(self, generation: int, method: str, *args: Any, **kwargs: Any) -> Any:
         """`call`, for what needs the state that the ranks of this generation hold: raises WorkerDied where they are
         gone, and starts nothing."""
         with self._lock:
@@ -143,7 +143,7 @@ class RankGroup:
             return self._up().number
 
     @contextmanager
-    def listening(self, listener: Callable[[], None]) -> Iterator[None]:
+    def progress_callback(self, listener: Callable[[], None]) -> Iterator[None]:
         """In the block, each call runs `listener` in the calling thread while rank 0 makes progress, several times a
         second at most and once at least. What it raises ends the group."""
         self._listener = listener
@@ -171,7 +171,7 @@ class RankGroup:
         finally:
             self._lock.release()
 
-    def _run(self, generation: Generation, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, generation: RankProcesses, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         from engine.cluster.rank_actor import error_of
 
         outcomes = generation.call(method, (args, kwargs), self._listener)
@@ -183,14 +183,14 @@ class RankGroup:
         error = error_of(failure)
         finished = tuple(sorted(set(outcomes) - set(failures)))
         if finished:
-            self.disagreement = Disagreement(method, finished, tuple(sorted(failures)))
+            self.partial_failure = PartialFailure(method, finished, tuple(sorted(failures)))
             error.add_note(
                 f"ranks {sorted(failures)} failed and ranks {list(finished)} finished {method}: what it changed is "
                 "undefined"
             )
         raise error
 
-    def _up(self) -> Generation:
+    def _up(self) -> RankProcesses:
         """The generation that runs, started if there is none."""
         if self._closed.is_set():
             raise WorkerDied("the group is closed")
@@ -200,9 +200,9 @@ class RankGroup:
             self._current.wait_gone()
         if self._closed.wait(max(0.0, self._retry_at - time.monotonic())):
             raise WorkerDied("the group is closed")
-        self.generation += 1
-        self.disagreement = None
-        self._current = Generation(self.generation, self._settings, self.reserve(), self._clock)
+        self.start_number += 1
+        self.partial_failure = None
+        self._current = RankProcesses(self.start_number, self._settings, self.reserve(), self._clock)
         if self._closed.is_set():
             raise WorkerDied("the group is closed")
         try:
@@ -212,7 +212,7 @@ class RankGroup:
         self._failed_starts = 0
         return self._current
 
-    def _start_error(self, failure: StartFailure, generation: Generation) -> EngineError:
+    def _start_error(self, failure: StartFailure, generation: RankProcesses) -> EngineError:
         if failure.error is not None:
             return failure.error
         if generation.lost_machine:  # Ray notices that a machine is gone only seconds after its processes are
@@ -224,7 +224,7 @@ class RankGroup:
         return PermanentEngineError(f"the ranks did not start, {self._failed_starts} times in a row: {failure}")
 
 
-def _reason_of(generation: Generation | None, number: int) -> str:
+def _reason_of(generation: RankProcesses | None, number: int) -> str:
     """Why the generation of this number is gone, where it is the last one."""
     if generation is None or generation.number != number:
         return ""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.cluster.ranks import Disagreement, RankGroup
+from engine.cluster.rank_group import PartialFailure, RankGroup
 from engine.errors import OutOfMemory, PermanentEngineError, WorkerDied
 from tests.engine.cluster.helpers import a_group, once_all_compute, wait_until_gone
 
@@ -30,7 +30,7 @@ def test_the_ranks_know_who_they_are_and_see_what_they_should(group: RankGroup) 
     assert group.call("pids") == [group.pids[0], group.pids[1]]
     assert group.call("environment", "COLOUR") == "blue"
     assert group.call("environment", "LOCAL_RANK") == "0"
-    assert group.generation == 1
+    assert group.start_number == 1
 
 
 def test_every_rank_runs_every_call_in_order(group: RankGroup) -> None:
@@ -46,7 +46,7 @@ def test_large_values_come_back_as_they_went(group: RankGroup) -> None:
 
 def test_the_listener_runs_in_the_calling_thread_while_rank_0_makes_progress(group: RankGroup) -> None:
     heard: list[int] = []
-    with group.listening(lambda: heard.append(threading.get_ident())):
+    with group.progress_callback(lambda: heard.append(threading.get_ident())):
         assert group.call("slow", 8, 0.25) == 8
         assert len(heard) > 1 and set(heard) == {threading.get_ident()}
         heard.clear()
@@ -58,15 +58,15 @@ def test_the_listener_runs_in_the_calling_thread_while_rank_0_makes_progress(gro
 
 @pytest.mark.parametrize("on", [[0], [1], [0, 1]])
 def test_an_engine_error_comes_as_it_was_raised_from_any_rank(group: RankGroup, on: list[int]) -> None:
-    group.disagreement = None
+    group.partial_failure = None
     with pytest.raises(OutOfMemory) as caught:
         group.call("fail", on, "memory")
     assert type(caught.value) is OutOfMemory and str(caught.value) == "half a micro-batch"
     finished = tuple(rank for rank in (0, 1) if rank not in on)
-    assert group.disagreement == (Disagreement("fail", finished, tuple(on)) if finished else None)
+    assert group.partial_failure == (PartialFailure("fail", finished, tuple(on)) if finished else None)
     assert any("undefined" in note for note in getattr(caught.value, "__notes__", [])) == bool(finished)
     assert group.call("fail", [], "memory") == "fine"  # the group lives on
-    assert group.generation == 1
+    assert group.start_number == 1
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -83,7 +83,7 @@ def test_what_cannot_be_sent_or_called_is_an_error_and_not_a_death(group: RankGr
         group.call("no_such_method")
     with pytest.raises(TypeError):
         group.call("echo", threading.Lock())  # fails here, before any rank hears of it
-    assert group.call("echo", 1) == 1 and group.generation == 1
+    assert group.call("echo", 1) == 1 and group.start_number == 1
 
 
 def test_a_rank_killed_during_a_call_ends_all_and_the_next_call_starts_anew(group: RankGroup, tmp_path: Path) -> None:
@@ -95,8 +95,8 @@ def test_a_rank_killed_during_a_call_ends_all_and_the_next_call_starts_anew(grou
     assert not group.alive
     wait_until_gone(pids.values())
     with pytest.raises(WorkerDied, match="generation 1 are gone"):
-        group.call_in(1, "count", "lost")
-    assert group.generation == 1  # `call_in` starts nothing
+        group.call_unless_restarted(1, "count", "lost")
+    assert group.start_number == 1  # `call_unless_restarted` starts nothing
     assert group.call("count", "new") == ("new", 2)  # ranks that have counted nothing yet
-    assert group.alive and group.generation == 2
-    assert group.call_in(2, "count", "again") == ("again", 4)
+    assert group.alive and group.start_number == 2
+    assert group.call_unless_restarted(2, "count", "again") == ("again", 4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.cluster.rank_side import RankPhase
+from engine.cluster.rank_progress import RankPhase
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Stuck:
         return f"rank {self.rank} made no progress for {self.seconds:.0f} s ({self.phase.name.lower()}{silent})"
 
 
-class ProgressWatch:
+class HangDetector:
     """Judges a running call. There are two rules, since a rank may rightly wait long for another one:
 
     - a rank that computes and made no progress for `hang_seconds` is hung;

@@ -28,10 +28,10 @@ class RankPhase(IntEnum):
 class RankFailed(Exception):
     """A rank cannot go on in the middle of an exchange with the others: the group must end."""
 
-    def __init__(self, reason: str, *, to_blame: bool = True) -> None:
-        """`to_blame` is False where the rank only noticed that another one was gone."""
+    def __init__(self, reason: str, *, is_cause: bool = True) -> None:
+        """`is_cause` is False where the rank only noticed that another one was gone."""
         super().__init__(reason)
-        self.to_blame = to_blame
+        self.is_cause = is_cause
 
 
 class Reporter:
@@ -54,7 +54,7 @@ REPORTER = Reporter()
 """A process is at most one rank."""
 
 
-def progress() -> None:
+def report_progress() -> None:
     """Says that the computation got one step further. It has no effect in a process that is no rank."""
     REPORTER.step()
 
@@ -66,7 +66,7 @@ def end_with_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def lost_peers(error: BaseException) -> bool:
+def is_peer_loss(error: BaseException) -> bool:
     """Whether an exchange failed because another rank is gone. gloo raises plain RuntimeErrors."""
     import torch.distributed as dist
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine.cluster.rank_side import RankPhase
-from engine.cluster.watch import ProgressWatch
+from engine.cluster.hang_detector import HangDetector
+from engine.cluster.rank_progress import RankPhase
 
 IDLE, COMPUTING, FINISHED = RankPhase.IDLE, RankPhase.COMPUTING, RankPhase.FINISHED
 
@@ -26,11 +26,11 @@ def clock() -> Hands:
 
 
 @pytest.fixture
-def watch(clock: Hands) -> ProgressWatch:
-    return ProgressWatch(2, 10.0, clock)
+def watch(clock: Hands) -> HangDetector:
+    return HangDetector(2, 10.0, clock)
 
 
-def saw(watch: ProgressWatch, *ranks: tuple[int, RankPhase]) -> None:
+def saw(watch: HangDetector, *ranks: tuple[int, RankPhase]) -> None:
     for rank, (counter, phase) in enumerate(ranks):
         if phase is FINISHED:
             watch.finished(rank)
@@ -38,11 +38,11 @@ def saw(watch: ProgressWatch, *ranks: tuple[int, RankPhase]) -> None:
             watch.saw(rank, counter, phase)
 
 
-def stuck(watch: ProgressWatch) -> list[int]:
+def stuck(watch: HangDetector) -> list[int]:
     return [one.rank for one in watch.stuck()]
 
 
-def test_time_before_the_call_is_not_counted(watch: ProgressWatch, clock: Hands) -> None:
+def test_time_before_the_call_is_not_counted(watch: HangDetector, clock: Hands) -> None:
     saw(watch, (1, IDLE), (1, IDLE))
     clock.now += 1e6
     watch.begin()
@@ -50,7 +50,7 @@ def test_time_before_the_call_is_not_counted(watch: ProgressWatch, clock: Hands)
 
 
 def test_the_rank_that_computes_without_progress_is_stuck_and_the_other_not(
-    watch: ProgressWatch, clock: Hands
+    watch: HangDetector, clock: Hands
 ) -> None:
     watch.begin()
     saw(watch, (1, COMPUTING), (1, COMPUTING))
@@ -61,7 +61,7 @@ def test_the_rank_that_computes_without_progress_is_stuck_and_the_other_not(
     assert stuck(watch) == [1]
 
 
-def test_a_rank_may_wait_for_one_that_makes_progress(watch: ProgressWatch, clock: Hands) -> None:
+def test_a_rank_may_wait_for_one_that_makes_progress(watch: HangDetector, clock: Hands) -> None:
     watch.begin()
     saw(watch, (1, COMPUTING), (2, FINISHED))
     for counter in range(2, 12):
@@ -70,7 +70,7 @@ def test_a_rank_may_wait_for_one_that_makes_progress(watch: ProgressWatch, clock
         assert stuck(watch) == []
 
 
-def test_a_group_without_any_progress_is_stuck_where_it_has_not_finished(watch: ProgressWatch, clock: Hands) -> None:
+def test_a_group_without_any_progress_is_stuck_where_it_has_not_finished(watch: HangDetector, clock: Hands) -> None:
     watch.begin()
     saw(watch, (2, FINISHED), (0, IDLE))  # rank 1 was stopped before it heard of the call
     watch.heard_nothing(1)
@@ -78,7 +78,7 @@ def test_a_group_without_any_progress_is_stuck_where_it_has_not_finished(watch: 
     assert stuck(watch) == [1]
 
 
-def test_the_phase_of_the_call_before_is_not_the_phase_of_this_one(watch: ProgressWatch, clock: Hands) -> None:
+def test_the_phase_of_the_call_before_is_not_the_phase_of_this_one(watch: HangDetector, clock: Hands) -> None:
     watch.begin()
     saw(watch, (2, COMPUTING), (2, COMPUTING))
     watch.begin()
@@ -87,7 +87,7 @@ def test_the_phase_of_the_call_before_is_not_the_phase_of_this_one(watch: Progre
     assert [one.phase for one in watch.stuck()] == [IDLE, IDLE]
 
 
-def test_a_rank_that_has_not_begun_this_call_is_not_taken_for_finished(watch: ProgressWatch, clock: Hands) -> None:
+def test_a_rank_that_has_not_begun_this_call_is_not_taken_for_finished(watch: HangDetector, clock: Hands) -> None:
     watch.begin()
     watch.saw(1, 4, FINISHED)  # the last counter and phase of the call before, which nobody had asked for
     for counter in range(2):
@@ -99,7 +99,7 @@ def test_a_rank_that_has_not_begun_this_call_is_not_taken_for_finished(watch: Pr
     assert stuck(watch) == [1]
 
 
-def test_the_rank_that_does_not_answer_is_named_first(watch: ProgressWatch, clock: Hands) -> None:
+def test_the_rank_that_does_not_answer_is_named_first(watch: HangDetector, clock: Hands) -> None:
     watch.begin()
     saw(watch, (1, COMPUTING), (1, COMPUTING))
     watch.heard_nothing(1)
@@ -110,7 +110,7 @@ def test_the_rank_that_does_not_answer_is_named_first(watch: ProgressWatch, cloc
     assert second.describe() == "rank 0 made no progress for 10 s (computing)"
 
 
-def test_progress_is_told_apart_from_an_answer(watch: ProgressWatch) -> None:
+def test_progress_is_told_apart_from_an_answer(watch: HangDetector) -> None:
     watch.begin()
     assert watch.saw(0, 1, COMPUTING)
     assert not watch.saw(0, 1, COMPUTING)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.cluster.actors import Whereabouts
+from engine.cluster.hang_detector import HangDetector
 from engine.cluster.placement import Placement
-from engine.cluster.watch import ProgressWatch
 from engine.errors import EngineError, WorkerDied
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class StartFailure(Exception):
         """What a rank raised on purpose, and would raise again."""
 
 
-class Generation:
+class RankProcesses:
     """The actors of one start. `fail` and `alive` are for any thread, all else for the one that calls the group."""
 
     def __init__(
@@ -76,7 +76,7 @@ class Generation:
         """Where each rank runs, by rank."""
         self._settings = settings
         self._placement = placement
-        self._watch = ProgressWatch(settings.ranks, settings.hang_seconds, clock)
+        self._watch = HangDetector(settings.ranks, settings.hang_seconds, clock)
         self._lock = threading.Lock()
         self._gone = threading.Event()
         self._actors: list[Any] = []
@@ -162,7 +162,7 @@ class Generation:
         failures = {rank: answer.failure for rank, answer in answers.items() if getattr(answer, "failure", None)}
         if not failures:
             return
-        rank, failure = min(failures.items(), key=lambda item: (not item[1].kind, not item[1].to_blame, item[0]))
+        rank, failure = min(failures.items(), key=lambda item: (not item[1].kind, not item[1].is_cause, item[0]))
         self.fail(f"rank {rank} did not start: {failure.message}{self._log_tail(rank)}")
         raise StartFailure(self.failure or "", error_of(failure) if failure.kind else None)
 
@@ -265,7 +265,7 @@ class Generation:
             return Outcome(failure=Failure("", f"rank {rank}: {type(error.cause).__name__}: {error.cause}"))
         failure = outcome.failure
         if failure is not None and failure.ends_group:
-            if not failure.to_blame and self._wait_for_a_death():
+            if not failure.is_cause and self._wait_for_a_death():
                 self._fail_by_death()
             else:
                 self.fail(f"rank {rank}: {failure.message}{self._log_tail(rank)}")
@@ -312,7 +312,7 @@ class Generation:
 class _Polls:
     """Questions to the ranks during a call: how far are you?"""
 
-    def __init__(self, actors: list[Any], watch: ProgressWatch) -> None:
+    def __init__(self, actors: list[Any], watch: HangDetector) -> None:
         self._actors, self._watch = actors, watch
         self._asked: dict[int, Any] = {}
 

@@ -33,7 +33,7 @@ from flows.ops.termination import termination_kept
 from flows.runs.recipe_context import RecipeContext
 from flows.runs.session import leave, read_result, write_result
 from storage.records import Frozen, canonical_json
-from tasks.graders.running.setting import grading_in
+from tasks.graders.running.workspace import grading_in
 
 __all__ = ["InputConfig", "RecipeContext", "recipe_main"]
 

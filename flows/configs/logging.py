@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from storage.records import Frozen
-from tasks.loggers.sinks import LoggerName
+from tasks.loggers.services import LoggerName
 
 
 class LoggingConfig(Frozen):

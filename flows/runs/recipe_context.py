@@ -22,7 +22,7 @@ from storage.chain.runs import create_or_check_run
 from storage.records import canonical_json, digest
 from storage.store import keys
 from storage.store.artifacts import Provenance
-from tasks.graders.running.setting import grade_from_now_on_in
+from tasks.graders.running.workspace import set_grading_workspace
 
 
 class Positioned(Protocol):
@@ -91,7 +91,7 @@ class RecipeContext:
             code_version=provenance.code_version,
         )
         ctx = cls(take_lease(workspace))
-        grade_from_now_on_in(ctx)
+        set_grading_workspace(ctx)
         return ctx
 
     @property

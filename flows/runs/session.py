@@ -37,7 +37,7 @@ from storage.store.identity import find_store_id
 from storage.worklog import log_work
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.spec import DatasetUse
-from tasks.graders.running.owner import release_graders
+from tasks.graders.running.shared_graders import tear_down_idle_graders
 from tasks.load import load_prompts
 
 log = logging.getLogger(__name__)
@@ -169,7 +169,7 @@ async def leave(workspace: Workspace) -> None:
     """Gives the run back, however its flow ended: the engine checkpoints what moved past its last checkpoint and may
     send its weights away, and the lease says that nobody acts any more. What fails here harms nothing: the next holder
     takes a higher epoch, and an engine forgets whom it does not hear from."""
-    await release_graders()
+    await tear_down_idle_graders()
     await tell_engine_done(workspace)
     try:
         release(workspace.open_store(), workspace.run, workspace.epoch)

@@ -26,8 +26,8 @@ from storage.store.objects import ObjectStore
 from storage.worklog import log_work
 from tasks.datasets.order import DataCursor
 from tasks.evaluation.validation_curve import Validation, validation_of
-from tasks.loggers.base import Once, Run
-from tasks.loggers.feed import Loggers
+from tasks.loggers.base import LoggedRun, SentLog
+from tasks.loggers.stage_loggers import Loggers
 from tasks.loggers.tables import Table
 from tasks.reports.clock import StepClock
 from tasks.reports.step_metrics import measure_step, write_metrics
@@ -113,7 +113,7 @@ class Journal:
         self.logger.note(table.text())
         self.loggers.table(table)
         stage = self.chain.run, self.chain.stage
-        if flow_run_page() is not None and Once(self.store, *stage, "prefect").take_table(table):
+        if flow_run_page() is not None and SentLog(self.store, *stage, "prefect").take_table(table):
             key = re.sub(r"[^a-z0-9]+", "-", table.name.lower())
             await put_table(key, [dict(row) for row in table.rows], description=f"{stage[1]} after {table.step} steps")
 
@@ -146,7 +146,7 @@ def open_loggers(store: ObjectStore, policy: PolicyRef, config: LoggingConfig) -
         semantic = read_run(store, policy.run).semantic
     except ObjectNotFound:
         semantic = {}  # a loop without a flow
-    run = Run(
+    run = LoggedRun(
         project=config.project, name=config.experiment or policy.run.replace("/", "-"), run=policy.run,
         folder=config.folder, config=semantic,
     )  # fmt: skip

@@ -20,17 +20,17 @@ Turn = tuple[str, str | tuple[TextFragment | ImageFragment, ...]]
 
 
 @dataclass(frozen=True)
-class Place:
+class RowLocation:
     """Where a row stands."""
 
     source: str
     row: int
 
-    def bad(self, column: str | None, *, given: str, expected: str, todo: str = "") -> BadRow:
+    def bad_row(self, column: str | None, *, given: str, expected: str, todo: str = "") -> BadRow:
         return BadRow(self.source, self.row, column, given=given, expected=expected, todo=todo)
 
 
-def thread_from_row(values: dict[str, Any], place: Place, spec: RowsDataset, kind: DatasetUse) -> StringThread:
+def thread_from_row(values: dict[str, Any], location: RowLocation, spec: RowsDataset, kind: DatasetUse) -> StringThread:
     """The thread of one row. Raises BadRow.
 
     kind prompt: the last turn is not the assistant's. kind completion: it is, and the assistant turns to learn have
@@ -38,31 +38,33 @@ def thread_from_row(values: dict[str, Any], place: Place, spec: RowsDataset, kin
     has the number `res`.
     """
     answered = kind in ("completion", "rating")
-    metadata = metadata_of(values, place, spec)
-    if _layout(values, place, spec) == "messages":
-        turns, learn_from = _messages(values, column_of("messages", spec), place), 0
+    metadata = metadata_of(values, location, spec)
+    if _layout(values, location, spec) == "messages":
+        turns, learn_from = _messages(values, column_of("messages", spec), location), 0
     else:
-        turns = prompt_turns(values, column_of("prompt", spec), place)
+        turns = prompt_turns(values, column_of("prompt", spec), location)
         learn_from = len(turns)
         if answered:
-            turns = turns + answer_turns(values, column_of("completion", spec), place)
+            turns = turns + answer_turns(values, column_of("completion", spec), location)
     if spec.system_prompt and turns[0][0] != "system":
         turns, learn_from = [("system", spec.system_prompt), *turns], learn_from + 1
-    _check_last_turn(turns, place, kind)
+    _check_last_turn(turns, location, kind)
     try:
         thread = StringThread(turns=turns, metadata=metadata)
     except ThreadError as error:
-        raise place.bad(None, given="values that make no thread", expected="a conversation", todo=str(error)) from error
+        raise location.bad_row(
+            None, given="values that make no thread", expected="a conversation", todo=str(error)
+        ) from error
     if kind == "rating":
-        check_rating(thread, place)
+        check_rating(thread, location)
     return thread.with_weight_assistant_turns_from_index(learn_from) if answered else thread
 
 
-def check_rating(thread: StringThread, place: Place) -> None:
+def check_rating(thread: StringThread, location: RowLocation) -> None:
     """Raises BadRow for a thread without the number that a reward model is to give it."""
     given = thread.metadata.get("res")
     if isinstance(given, bool) or not isinstance(given, int | float) or abs(given) > LARGEST_REWARD:
-        raise place.bad(
+        raise location.bad_row(
             "metadata.res",
             given=_shown(given),
             expected=f"a rating of the answer, {REWARD_RANGE}",
@@ -74,7 +76,7 @@ def column_of(role: ColumnRole, spec: RowsDataset) -> str:
     return spec.columns.get(role, role)
 
 
-def _layout(values: dict[str, Any], place: Place, spec: RowsDataset) -> ColumnRole:
+def _layout(values: dict[str, Any], location: RowLocation, spec: RowsDataset) -> ColumnRole:
     """Which of the two layouts the row has. Naming one in `columns` decides; having both does not."""
     named = [role for role in ("messages", "prompt") if role in spec.columns]
     if named:
@@ -85,13 +87,13 @@ def _layout(values: dict[str, Any], place: Place, spec: RowsDataset) -> ColumnRo
     if len(present) == 1:
         return present[0]  # type: ignore[return-value]
     if present:
-        raise place.bad(
+        raise location.bad_row(
             None,
             given="both 'messages' and 'prompt'",
             expected="one of them",
             todo="Choose with columns={'messages': 'messages'} or columns={'prompt': 'prompt'}.",
         )
-    raise place.bad(
+    raise location.bad_row(
         None,
         given=f"the columns {', '.join(values) or '(none)'}",
         expected="'messages' or 'prompt', and not null",
@@ -99,9 +101,9 @@ def _layout(values: dict[str, Any], place: Place, spec: RowsDataset) -> ColumnRo
     )
 
 
-def _value(values: dict[str, Any], column: str, place: Place) -> Any:
+def _value(values: dict[str, Any], column: str, location: RowLocation) -> Any:
     if column not in values:
-        raise place.bad(
+        raise location.bad_row(
             column,
             given=f"a row with {', '.join(values) or 'no columns'}",
             expected=f"the column {column!r}",
@@ -110,40 +112,40 @@ def _value(values: dict[str, Any], column: str, place: Place) -> Any:
     return values[column]
 
 
-def prompt_turns(values: dict[str, Any], column: str, place: Place) -> list[Turn]:
+def prompt_turns(values: dict[str, Any], column: str, location: RowLocation) -> list[Turn]:
     """A text is one user turn; a list is messages."""
-    value = _value(values, column, place)
+    value = _value(values, column, location)
     if isinstance(value, list):
-        return _messages(values, column, place)
+        return _messages(values, column, location)
     if not isinstance(value, str) or not value.strip():
-        raise place.bad(column, given=_shown(value), expected="a text that is not empty, or a list of messages")
-    return [("user", _text(value, column, place))]
+        raise location.bad_row(column, given=_shown(value), expected="a text that is not empty, or a list of messages")
+    return [("user", _text(value, column, location))]
 
 
-def answer_turns(values: dict[str, Any], column: str, place: Place) -> list[Turn]:
+def answer_turns(values: dict[str, Any], column: str, location: RowLocation) -> list[Turn]:
     """A text is one assistant turn (an empty one teaches the end of turn); a list is messages."""
-    value = _value(values, column, place)
+    value = _value(values, column, location)
     if isinstance(value, list):
-        return _messages(values, column, place)
+        return _messages(values, column, location)
     if not isinstance(value, str):
-        raise place.bad(column, given=_shown(value), expected="a text, or a list of messages")
-    return [("assistant", _text(value, column, place))]
+        raise location.bad_row(column, given=_shown(value), expected="a text, or a list of messages")
+    return [("assistant", _text(value, column, location))]
 
 
-def _messages(values: dict[str, Any], column: str, place: Place) -> list[Turn]:
-    value = _value(values, column, place)
+def _messages(values: dict[str, Any], column: str, location: RowLocation) -> list[Turn]:
+    value = _value(values, column, location)
     if not isinstance(value, list) or not value:
-        raise place.bad(column, given=_shown(value), expected="a list of at least one {'role', 'content'}")
-    return [_message(message, f"{column}[{index}]", place) for index, message in enumerate(value)]
+        raise location.bad_row(column, given=_shown(value), expected="a list of at least one {'role', 'content'}")
+    return [_message(message, f"{column}[{index}]", location) for index, message in enumerate(value)]
 
 
-def _message(message: Any, column: str, place: Place) -> Turn:
+def _message(message: Any, column: str, location: RowLocation) -> Turn:
     if not isinstance(message, dict):
-        raise place.bad(column, given=_shown(message), expected="an object with 'role' and 'content'")
+        raise location.bad_row(column, given=_shown(message), expected="an object with 'role' and 'content'")
     # Parquet gives every row the union of the fields, null where absent: only a field with a value is lost data.
     extra = sorted(key for key, value in message.items() if key not in ("role", "content") and value is not None)
     if extra:
-        raise place.bad(
+        raise location.bad_row(
             column,
             given=f"the fields {', '.join(extra)} beside 'role' and 'content'",
             expected="'role' and 'content' only",
@@ -151,99 +153,103 @@ def _message(message: Any, column: str, place: Place) -> Turn:
         )
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
-        raise place.bad(f"{column}.role", given=_shown(role), expected=f"one of {', '.join(ROLES)}")
+        raise location.bad_row(f"{column}.role", given=_shown(role), expected=f"one of {', '.join(ROLES)}")
     if isinstance(content, list) and content:
-        return role, tuple(_part(part, f"{column}.content[{n}]", place) for n, part in enumerate(content))
+        return role, tuple(_part(part, f"{column}.content[{n}]", location) for n, part in enumerate(content))
     if not isinstance(content, str):
-        raise place.bad(f"{column}.content", given=_shown(content), expected="a text, or a list of parts")
-    return role, _text(content, f"{column}.content", place)
+        raise location.bad_row(f"{column}.content", given=_shown(content), expected="a text, or a list of parts")
+    return role, _text(content, f"{column}.content", location)
 
 
-def _part(part: Any, column: str, place: Place) -> TextFragment | ImageFragment:
+def _part(part: Any, column: str, location: RowLocation) -> TextFragment | ImageFragment:
     """{'type': 'text', 'text': …} or {'type': 'image', 'url': …}: a data: URL, or a file, whose path begins where the
     dataset's own file lies."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "text" and isinstance(part.get("text"), str):
-        return TextFragment(text=_text(part["text"], column, place))
+        return TextFragment(text=_text(part["text"], column, location))
     if kind != "image" or not isinstance(part.get("url"), str):
-        raise place.bad(
+        raise location.bad_row(
             column, given=_shown(part), expected="{'type': 'text', 'text': …} or {'type': 'image', 'url': …}"
         )
-    url = part["url"] if "://" in part["url"][:20] or part["url"].startswith("data:") else _beside(part["url"], place)
+    url = (
+        part["url"] if "://" in part["url"][:20] or part["url"].startswith("data:") else _beside(part["url"], location)
+    )
     try:
         return embed_image(ImageFragment(url=url))
     except TextError as error:
-        raise place.bad(
+        raise location.bad_row(
             f"{column}.url", given=_shown(part["url"]), expected="a data: URL or a file", todo=str(error)
         ) from error
 
 
-def _beside(path: str, place: Place) -> str:
-    return str(Path(place.source).parent / Path(path).expanduser())
+def _beside(path: str, location: RowLocation) -> str:
+    return str(Path(location.source).parent / Path(path).expanduser())
 
 
-def _text(value: str, column: str, place: Place) -> str:
+def _text(value: str, column: str, location: RowLocation) -> str:
     """JSON can spell half a surrogate pair, which no UTF-8 file and no tokenizer can hold."""
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise place.bad(
+        raise location.bad_row(
             column, given=f"half a surrogate pair at character {error.start}", expected="whole Unicode characters"
         ) from error
     return value
 
 
-def metadata_of(values: dict[str, Any], place: Place, spec: RowsDataset) -> dict[str, Any]:
+def metadata_of(values: dict[str, Any], location: RowLocation, spec: RowsDataset) -> dict[str, Any]:
     column = column_of("metadata", spec)
-    value = _value(values, column, place) if "metadata" in spec.columns else values.get(column)
+    value = _value(values, column, location) if "metadata" in spec.columns else values.get(column)
     if isinstance(value, str):
-        value = _json_object(value, column, place)
+        value = _json_object(value, column, location)
     if value is None:
         value = {}
     if not isinstance(value, dict):
-        raise place.bad(column, given=_shown(value), expected="an object, or a text that holds a JSON object")
+        raise location.bad_row(column, given=_shown(value), expected="an object, or a text that holds a JSON object")
     metadata = dict(value)
-    _check_json(metadata, column, place)
+    _check_json(metadata, column, location)
     for name in spec.metadata_columns:
         if name in metadata:
-            raise place.bad(
+            raise location.bad_row(
                 name,
                 given=f"{name!r} both as a column and inside {column!r}",
                 expected="one of them",
                 todo="Leave it out of metadata_columns.",
             )
-        metadata[name] = _value(values, name, place)
-        _check_json(metadata[name], name, place)
+        metadata[name] = _value(values, name, location)
+        _check_json(metadata[name], name, location)
     return metadata
 
 
-def _json_object(text: str, column: str, place: Place) -> Any:
+def _json_object(text: str, column: str, location: RowLocation) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise place.bad(column, given=_shown(text), expected="an object, or a text that holds a JSON object") from error
+        raise location.bad_row(
+            column, given=_shown(text), expected="an object, or a text that holds a JSON object"
+        ) from error
 
 
-def _check_json(value: Any, column: str, place: Place) -> None:
+def _check_json(value: Any, column: str, location: RowLocation) -> None:
     try:
         canonical_json(value)
     except (TypeError, ValueError, RecursionError) as error:
-        raise place.bad(
+        raise location.bad_row(
             column, given=f"{_shown(value)} ({error})", expected="values that JSON can hold", todo="Cast the column."
         ) from error
 
 
-def _check_last_turn(turns: list[Turn], place: Place, kind: DatasetUse) -> None:
+def _check_last_turn(turns: list[Turn], location: RowLocation, kind: DatasetUse) -> None:
     last = turns[-1][0]
     if kind == "prompt" and last in ("assistant", "system"):
-        raise place.bad(
+        raise location.bad_row(
             None,
             given=f"a thread that ends with the {last} turn",
             expected="prompts, which end with a user or tool turn",
             todo="Load it as completions, or leave that turn out.",
         )
     if kind in ("completion", "rating") and last != "assistant":
-        raise place.bad(
+        raise location.bad_row(
             None,
             given=f"a thread that ends with the {last} turn",
             expected="completions, which end with an assistant turn",

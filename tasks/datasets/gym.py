@@ -12,7 +12,7 @@ from typing import Any
 
 from engine.text.threads import StringThread
 from tasks.datasets.errors import DatasetError, ExtraNotInstalled
-from tasks.datasets.seen import SeenBefore
+from tasks.datasets.repetition_counter import RepetitionCounter
 from tasks.datasets.spec import DatasetUse, ReasoningGymDataset
 
 DRAWS_PER_ROW = 20
@@ -28,7 +28,7 @@ def rows(spec: ReasoningGymDataset, *, kind: DatasetUse = "prompt") -> Iterator[
     budget = _draws(spec)
     source = create_procedural(spec.name, spec.config, size=budget, seed=spec.seed)
     made = 0
-    with SeenBefore() as seen:
+    with RepetitionCounter() as seen:
         for index in range(budget):
             entry = _entry(source, spec, index)
             question = entry["question"]

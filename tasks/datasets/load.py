@@ -18,12 +18,12 @@ from storage.store import keys
 from storage.store.artifacts import ArtifactRef, Provenance, find_artifact
 from storage.store.objects import ObjectStore
 from storage.store.tables import TableWriter
-from tasks.datasets import files, gym
-from tasks.datasets.convert import Place, check_rating
+from tasks.datasets import gym, read
+from tasks.datasets.convert import RowLocation, check_rating
 from tasks.datasets.errors import BadRow, DatasetError, EmptyDataset
-from tasks.datasets.files import SkippedRows
 from tasks.datasets.preferences import Pair, checked_pair
-from tasks.datasets.seen import SeenBefore
+from tasks.datasets.read import SkippedRows
+from tasks.datasets.repetition_counter import RepetitionCounter
 from tasks.datasets.spec import (
     DatasetUse,
     FileDataset,
@@ -97,8 +97,8 @@ def items(spec: Source, *, kind: DatasetUse, skipped: SkippedRows) -> Iterator[S
     """The threads, or pairs of them, of any spec, in order, streamed. Raises DatasetError where there are none."""
     if isinstance(spec, FileDataset | PythonDataset):
         if kind == "preference":
-            return files.pairs(spec, skipped=skipped)
-        return files.rows(spec, kind=kind, skipped=skipped)
+            return read.pairs(spec, skipped=skipped)
+        return read.rows(spec, kind=kind, skipped=skipped)
     if isinstance(spec, InlinePairs) != (kind == "preference"):
         given = "pairs" if isinstance(spec, InlinePairs) else f"{dataset_name(spec)!r}, which has none"
         raise DatasetError(f"given {given}, for a dataset of {kind}s; expected {kind}s")
@@ -145,7 +145,7 @@ def _identity(item: StringThread | Pair) -> tuple[str, dict[str, str]]:
 
 def _numbered(source: Iterator[StringThread | Pair]) -> Iterator[dict[str, Any]]:
     """Rows of the table. The n-th repetition of a row (from 1) has `#n` after its id."""
-    with SeenBefore() as seen:
+    with RepetitionCounter() as seen:
         for index, item in enumerate(source):
             identity, columns = _identity(item)
             repetition = seen.count(identity)
@@ -171,13 +171,13 @@ def _inline(spec: InlineDataset, kind: DatasetUse) -> Iterator[StringThread]:
             given = "an empty thread" if last is None else f"a thread that ends with the {last} turn"
             raise BadRow("threads", row, None, given=given, expected=f"{kind}s, which end with {ends}")
         if kind == "rating":
-            check_rating(thread, Place("threads", row))
+            check_rating(thread, RowLocation("threads", row))
         yield thread
 
 
 def _inline_pairs(spec: InlinePairs) -> Iterator[Pair]:
     for row, (chosen, rejected) in enumerate(spec.pairs, start=1):
-        yield checked_pair(chosen, rejected, Place("pairs", row))
+        yield checked_pair(chosen, rejected, RowLocation("pairs", row))
 
 
 def _why_empty(spec: Source, skipped: SkippedRows) -> str:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from tasks.datasets.convert import Place
+from tasks.datasets.convert import RowLocation
 from tasks.datasets.errors import DatasetError
 from tasks.datasets.spec import PythonDataset
 from tasks.import_paths import ImportPathError, load_object
 
 
-def raw_rows(spec: PythonDataset) -> Iterator[tuple[Place, Any]]:
+def raw_rows(spec: PythonDataset) -> Iterator[tuple[RowLocation, Any]]:
     """Its rows, counted from 1, as they come. Raises DatasetError, naming the user's code, for
     what that raises."""
     try:
@@ -20,7 +20,7 @@ def raw_rows(spec: PythonDataset) -> Iterator[tuple[Place, Any]]:
         raise DatasetError(f"dataset {error}") from error
     try:
         for row, values in enumerate(_called(target, spec), start=1):
-            yield Place(spec.path, row), values
+            yield RowLocation(spec.path, row), values
     except DatasetError:
         raise
     except Exception as error:  # the user's code: whatever it raises is its own fault, and the run has not begun

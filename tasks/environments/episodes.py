@@ -19,7 +19,7 @@ from engine.text.rendering import Renderer
 from engine.text.threads import StringThread, TokenizedThread
 from tasks.datasets.naming import NameRow
 from tasks.environments.base import Limit
-from tasks.environments.play import EpisodeFailed, PlayedEnvironment
+from tasks.environments.runner import EnvironmentRunner, EpisodeFailed
 from tasks.graders.base import IgnoreGradeException
 from tasks.reports.clock import timed
 
@@ -29,7 +29,7 @@ Generate = Callable[[list[list[int]], list["Episode"]], Awaitable[list[Completio
 
 
 @dataclass(frozen=True)
-class Limits:
+class EpisodeLimits:
     """Where an episode ends at the latest."""
 
     turns: int
@@ -46,7 +46,7 @@ class Limits:
 
 
 @dataclass
-class Segment:
+class EpisodeSegment:
     """A stretch of an episode whose tokens follow one another."""
 
     tokenized: TokenizedThread
@@ -63,8 +63,8 @@ class Episode:
 
     row: dict[str, Any]
     number: int
-    environment: PlayedEnvironment
-    segments: list[Segment] = field(default_factory=list)
+    environment: EnvironmentRunner
+    segments: list[EpisodeSegment] = field(default_factory=list)
     turn: int = 0
     """Answers that the environment has reacted to."""
     answer: Completion | None = None
@@ -73,7 +73,7 @@ class Episode:
     reason: str | None = None
 
     @property
-    def now(self) -> Segment:
+    def now(self) -> EpisodeSegment:
         return self.segments[-1]
 
     @property
@@ -84,10 +84,10 @@ class Episode:
         self.ending, self.reason = ending, reason
 
 
-class Players:
+class EpisodePlayer:
     """Plays episodes to their ends. No exception of an environment leaves it: such an episode is masked."""
 
-    def __init__(self, renderer: Renderer, limits: Limits, *, concurrency: int, name_row: NameRow) -> None:
+    def __init__(self, renderer: Renderer, limits: EpisodeLimits, *, concurrency: int, name_row: NameRow) -> None:
         self.renderer, self.limits, self.name_row = renderer, limits, name_row
         self._gate = asyncio.Semaphore(concurrency)
 
@@ -211,4 +211,4 @@ class Players:
             tokenized = self.renderer.prompt(thread)
         except TextError as error:
             raise EpisodeFailed(f"the environment's conversation cannot be answered: {error}") from error
-        episode.segments.append(Segment(tokenized, first_turn=episode.turn))
+        episode.segments.append(EpisodeSegment(tokenized, first_turn=episode.turn))

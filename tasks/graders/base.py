@@ -63,7 +63,7 @@ class BaseGrader(ABC):
 
     async def setup(self) -> None:  # noqa: B027  optional for a subclass
         """Called once, by whoever owns the grader, before the first grade. Where it works:
-        tasks.graders.running.setting."""
+        tasks.graders.running.workspace."""
 
     async def teardown(self) -> None:  # noqa: B027  optional for a subclass
         """Called once, by whoever owns the grader, after the last grade."""

@@ -11,11 +11,11 @@ from typing import Any
 
 from engine.cluster.connection import require_ray
 from engine.cluster.workers import ClusterWorkers
-from engine.errors import WorkerDied as MachineLost
+from engine.errors import WorkerDied
 from engine.text.threads import StringThread
 from tasks.graders.base import BaseGrader, Grade, GraderCrashed, GraderError, IgnoreGradeException
-from tasks.graders.running.setting import grading_cluster
-from tasks.graders.running.worker import WorkerDied, WorkerFailed, WorkerPool
+from tasks.graders.running.worker_pool import WorkerFailed, WorkerPool, WorkerProcessDied
+from tasks.graders.running.workspace import grading_cluster
 
 MAX_PROCESSES = 4
 """Worker processes on this machine. On a cluster, each machine has as many as it has CPUs."""
@@ -63,7 +63,7 @@ class IsolatedGrader(BaseGrader):
     async def grade(self, thread: StringThread) -> Grade:
         try:
             answer = await self._workers.call({"thread": thread.to_json()}, timeout_seconds=None)
-        except (WorkerDied, MachineLost) as died:
+        except (WorkerProcessDied, WorkerDied) as died:
             text = thread.last_content()
             shown = text if len(text) <= TEXT_SHOWN else f"{text[:TEXT_SHOWN]}…"
             raise GraderCrashed(f"the process of grader {self.grader_key!r} on {shown!r} {died}") from died

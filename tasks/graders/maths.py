@@ -7,7 +7,7 @@ import importlib.util
 from engine.text.threads import StringThread
 from tasks.graders.base import BaseGrader, Grade, GraderError
 from tasks.graders.rules import from_metadata
-from tasks.graders.running.worker import WorkerPool, WorkerTimeout
+from tasks.graders.running.worker_pool import WorkerPool, WorkerTimeout
 
 MARGIN_SECONDS = 2.0
 """After its own alarm, before a worker that computes in C and hears no signal is killed."""

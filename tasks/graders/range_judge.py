@@ -15,7 +15,7 @@ from engine.text.threads import StringThread
 from tasks.graders.base import Grade, GraderError
 from tasks.graders.judge_models import JudgeModel, ScoringText, UnusableAnswer
 from tasks.graders.judges import JudgeGrader, as_material
-from tasks.graders.running.setting import Client
+from tasks.graders.running.workspace import Client
 
 MOST_SCORES = 101
 

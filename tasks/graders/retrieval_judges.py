@@ -18,7 +18,7 @@ from tasks.graders.base import Grade, GraderError, IgnoreGradeException
 from tasks.graders.judge_models import JudgeModel, UnusableAnswer
 from tasks.graders.judges import JudgeGrader
 from tasks.graders.rules import from_metadata
-from tasks.graders.running.setting import Client
+from tasks.graders.running.workspace import Client
 
 # A full stop inside a number or a name has no space after it; a line is an end of its own, as in lists.
 _SENTENCE_END = re.compile(r"([.!?][\"')\]]*)\s+")

@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 from engine.handles import Model
 from engine.text.threads import StringThread
 from tasks.graders.base import BaseGrader, Grade, GraderError
-from tasks.graders.running.setting import grading_workspace
+from tasks.graders.running.workspace import grading_workspace
 
 
 @runtime_checkable

@@ -17,7 +17,7 @@ from engine.text.threads import StringThread
 from tasks.graders.base import Grade, GraderError, IgnoreGradeException, as_number
 from tasks.graders.judge_models import JudgeModel
 from tasks.graders.judges import JudgeGrader
-from tasks.graders.running.setting import Client
+from tasks.graders.running.workspace import Client
 
 
 class ScoredAnswer(BaseModel):

@@ -26,7 +26,7 @@ class LoggerMissing(ImportError):
     """A logger's package is not installed."""
 
 
-class Run(Frozen):
+class LoggedRun(Frozen):
     """What a logger calls the run."""
 
     project: str
@@ -80,7 +80,7 @@ def figures_of(metrics: StepMetrics) -> dict[str, float]:
     return found
 
 
-class Logged(Frozen):
+class SentItems(Frozen):
     """What a logger was sent."""
 
     steps: int = 0
@@ -89,15 +89,15 @@ class Logged(Frozen):
     tables: tuple[str, ...] = ()
 
 
-class Once:
+class SentLog:
     """What a logger of a stage was sent, kept in the store."""
 
     def __init__(self, store: ObjectStore, run: str, stage: str, logger: str) -> None:
         self._store, self._key = store, keys.logged(run, stage, logger)
         try:
-            self._logged = Logged.model_validate_json(store.get(self._key))
+            self._logged = SentItems.model_validate_json(store.get(self._key))
         except ObjectNotFound:
-            self._logged = Logged()
+            self._logged = SentItems()
 
     @property
     def steps(self) -> int:
@@ -127,6 +127,6 @@ class Once:
         self._write(self._logged.model_copy(update={"tables": (*self._logged.tables, name)}))
         return True
 
-    def _write(self, logged: Logged) -> None:
+    def _write(self, logged: SentItems) -> None:
         self._store.put(self._key, logged.model_dump_json().encode())
         self._logged = logged

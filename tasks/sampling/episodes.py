@@ -23,8 +23,8 @@ from storage.worklog import log_work
 from tasks.batches.truncation import shortest
 from tasks.datasets.naming import row_name
 from tasks.environments.base import EnvironmentFactory
-from tasks.environments.episodes import Episode, Limits, Players, Segment
-from tasks.environments.play import PlayedEnvironment
+from tasks.environments.episodes import Episode, EpisodeLimits, EpisodePlayer, EpisodeSegment
+from tasks.environments.runner import EnvironmentRunner
 from tasks.environments.spec import EnvironmentSpec, build
 from tasks.reports.clock import timed
 from tasks.sampling.completions import PromptShard
@@ -113,7 +113,7 @@ async def play(
 
     limits = _limits(workspace, shard, sampling, plan)
     name_row = partial(row_name, store, shard.dataset)
-    players = Players(renderer_of(store, shard.base), limits, concurrency=plan.concurrency, name_row=name_row)
+    players = EpisodePlayer(renderer_of(store, shard.base), limits, concurrency=plan.concurrency, name_row=name_row)
     await players.play(episodes, generate)
     check_masked(episodes, plan, where=where)
     return episodes
@@ -132,12 +132,12 @@ def _episodes(
     for row, times in zip(rows, earlier, strict=True):
         for number in range(times * shard.completions, (times + 1) * shard.completions):
             seed = workspace.seed_for("environment", *seeds, row["id"], number)
-            environment = PlayedEnvironment(factory, seed=seed, seconds=plan.reaction_seconds)
+            environment = EnvironmentRunner(factory, seed=seed, seconds=plan.reaction_seconds)
             episodes.append(Episode(row, number, environment))
     return episodes
 
 
-def _limits(workspace: Workspace, shard: PromptShard, sampling: SamplingParams, plan: EpisodePlan) -> Limits:
+def _limits(workspace: Workspace, shard: PromptShard, sampling: SamplingParams, plan: EpisodePlan) -> EpisodeLimits:
     context = context_length_of(workspace.open_store(), shard.base)
     tokens = shortest(context, plan.max_tokens, workspace.max_tokens)
     if tokens is not None and tokens <= sampling.max_new_tokens:
@@ -150,7 +150,7 @@ def _limits(workspace: Workspace, shard: PromptShard, sampling: SamplingParams, 
             f"truncation={shard.truncation!r} cuts token ids, but an environment must see what the model sees; use "
             "error or drop, or shorten the conversation in initialize_state"
         )
-    return Limits(
+    return EpisodeLimits(
         turns=plan.max_turns,
         tokens=tokens,
         seconds=plan.episode_seconds,
@@ -196,7 +196,7 @@ def trajectory_table(renderer: Renderer, policy: PolicyRef, episodes: list[Episo
 
 
 def _row(
-    renderer: Renderer, policy: PolicyRef, episode: Episode, index: int, segment: Segment | None
+    renderer: Renderer, policy: PolicyRef, episode: Episode, index: int, segment: EpisodeSegment | None
 ) -> dict[str, Any]:
     ids, weights = ([], []) if segment is None else renderer.serialize(segment.tokenized)
     shown = segment or (episode.segments[-1] if episode.segments else None)

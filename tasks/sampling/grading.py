@@ -14,9 +14,9 @@ from storage.store.artifacts import ArtifactRef, find_artifact, made_from
 from storage.store.tables import SCHEMAS, commit_table, read_table
 from storage.worklog import log_work
 from tasks.evaluation.validation_curve import sums_by_source
-from tasks.graders.running.notes import grading_noted
-from tasks.graders.running.owner import grader_in_use
-from tasks.graders.running.run import GradeOutcome, grade_threads
+from tasks.graders.running.crash_notes import note_grading
+from tasks.graders.running.grade_threads import GradeOutcome, grade_threads
+from tasks.graders.running.shared_graders import shared_grader
 from tasks.graders.spec import GraderSpec
 from tasks.reports.clock import timed
 from tasks.sampling.completions import answered_thread
@@ -71,8 +71,8 @@ async def grade_shard(
 async def grade_texts(rows: list[dict[str, object]], grading: Grading, workspace: Workspace) -> list[GradeOutcome]:
     """One outcome per row of a rollouts table, in order. Judges that the grader names are spawned in `workspace`."""
     spec = grading.grader
-    with grading_noted(spec.path, workspace) if spec.workers == "none" else nullcontext():
-        async with grader_in_use(spec, workspace) as grader:
+    with note_grading(spec.path, workspace) if spec.workers == "none" else nullcontext():
+        async with shared_grader(spec, workspace) as grader:
             return await grade_threads(
                 grader,
                 [answered_thread(row) for row in rows],

@@ -11,7 +11,7 @@ from typing import Any
 from engine.errors import PermanentEngineError
 from engine.text.threads import StringThread
 from tasks.graders.base import BaseGrader, Grade, GraderError, IgnoreGradeException
-from tasks.graders.running.worker_side import Connection, connect
+from tasks.graders.running.worker_process import Connection, connect
 from tasks.graders.spec import GraderSpec, build
 
 

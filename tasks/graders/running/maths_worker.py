@@ -11,7 +11,7 @@ from typing import Any
 
 from math_verify import parse, verify
 
-from tasks.graders.running.worker_side import connect
+from tasks.graders.running.worker_process import connect
 
 MEMORY_BYTES = 4 << 30
 BOXED = "\\boxed{"

@@ -14,8 +14,8 @@ from flows.configs.evaluation import EvaluationFlowConfig
 from flows.configs.overrides import parse_config
 from flows.configs.recurring import RecurringConfig
 from flows.configs.sweep import SweepConfig
-from tasks.datasets.files import SkippedRows
 from tasks.datasets.load import items
+from tasks.datasets.read import SkippedRows
 from tasks.datasets.spec import FileDataset
 
 EXAMPLES = Path("examples")

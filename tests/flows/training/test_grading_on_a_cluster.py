@@ -15,7 +15,7 @@ from flows.grpo import grpo
 from storage.chain.records import Chain
 from storage.store.objects import ObjectStore, open_store
 from tasks.graders.base import BaseGrader
-from tasks.graders.running.run import grade_threads
+from tasks.graders.running.grade_threads import grade_threads
 from tasks.graders.spec import build, grader_spec
 from tests.fixtures.ray_nodes import ray_nodes
 from tests.fixtures.toy import toy_config

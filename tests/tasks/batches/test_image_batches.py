@@ -26,8 +26,8 @@ from storage.store.tables import read_table
 from tasks.batches.pairs import pair_batch, rating_batch
 from tasks.batches.rl import completion_batch
 from tasks.datasets.errors import BadRow
-from tasks.datasets.files import rows
 from tasks.datasets.load import load_dataset
+from tasks.datasets.read import rows
 from tasks.datasets.spec import FileDataset, InlineDataset, InlinePairs
 from tasks.evaluation.lm_validation import ValidationLossPlan, validation_loss
 from tasks.sampling.completions import Truncation, render_prompts

@@ -10,10 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 from pydantic import ValidationError
 
-from tasks.datasets import files as files_module
-from tasks.datasets import readers
+from tasks.datasets import file_formats, read
 from tasks.datasets.errors import BadRow, DatasetError, DatasetNotFound
-from tasks.datasets.files import SkippedRows, rows
+from tasks.datasets.read import SkippedRows, rows
 from tasks.datasets.spec import FileDataset
 
 
@@ -225,13 +224,13 @@ def test_only_ten_reasons_are_kept_and_all_are_counted(tmp_path: Path) -> None:
     skipped = SkippedRows()
     path = jsonl(tmp_path, *[{"prompt": ""}] * 25)
     assert list(rows(FileDataset(path=path, on_bad_row="skip"), skipped=skipped)) == []
-    assert skipped.count == 25 and len(skipped.reasons) == files_module.KEPT_REASONS
+    assert skipped.count == 25 and len(skipped.reasons) == read.KEPT_REASONS
 
 
 def test_a_line_over_the_limit_is_a_bad_row_and_the_next_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(readers, "MAX_LINE_BYTES", 100)
+    monkeypatch.setattr(file_formats, "MAX_LINE_BYTES", 100)
     path = jsonl(tmp_path, {"prompt": "x" * 1000}, {"prompt": "ok"})
     skipped = SkippedRows()
     (thread,) = rows(FileDataset(path=path, on_bad_row="skip"), skipped=skipped)

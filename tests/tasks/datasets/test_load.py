@@ -18,7 +18,7 @@ from storage.store.tables import RowReader, read_table
 from tasks.datasets.errors import BadRow, EmptyDataset
 from tasks.datasets.load import LoadedDataset, load_dataset
 from tasks.datasets.naming import row_name
-from tasks.datasets.seen import SeenBefore
+from tasks.datasets.repetition_counter import RepetitionCounter
 from tasks.datasets.spec import FileDataset, InlineDataset, ReasoningGymDataset
 
 PROVENANCE = Provenance(code_version="test", config_digest="0" * 64, seed=0)
@@ -188,5 +188,5 @@ def test_memory_is_bounded(store: ObjectStore, tmp_path: Path) -> None:
 
 
 def test_seen_before() -> None:
-    with SeenBefore() as seen:
+    with RepetitionCounter() as seen:
         assert [seen.count(key) for key in ("a", "b", "a", "a")] == [0, 0, 1, 2]

@@ -16,8 +16,8 @@ from storage.store.artifacts import Provenance, read_manifest
 from storage.store.objects import ObjectStore, open_store
 from storage.store.tables import read_table
 from tasks.datasets.errors import BadRow, DatasetError
-from tasks.datasets.files import SkippedRows, pairs, rows
 from tasks.datasets.load import LoadedDataset, load_dataset
+from tasks.datasets.read import SkippedRows, pairs, rows
 from tasks.datasets.spec import FileDataset, InlineDataset, InlinePairs, ReasoningGymDataset
 
 PROVENANCE = Provenance(code_version="abc", config_digest="0" * 64, seed=7)

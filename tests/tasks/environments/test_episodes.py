@@ -16,8 +16,8 @@ from engine.text.rendering import Renderer
 from engine.text.threads import StringThread
 from engine.text.tokenizers import Tokenizer
 from tasks.environments.base import Environment, EnvironmentFactory, Grades, Limit, Reaction, turn_grade
-from tasks.environments.episodes import Episode, Limits, Players
-from tasks.environments.play import PlayedEnvironment
+from tasks.environments.episodes import Episode, EpisodeLimits, EpisodePlayer
+from tasks.environments.runner import EnvironmentRunner
 from tasks.graders.base import Grade, IgnoreGradeException
 
 END = "<|im_end|>"
@@ -58,7 +58,7 @@ def renderer() -> Renderer:
     raw = byte_tokenizer()
     return Renderer(Tokenizer(raw, name="tiny", eos_token_ids=[raw.eos_token_id]))
 
-SHORT = Limits(turns=2, tokens=None, seconds=None, new_tokens=3)
+SHORT = EpisodeLimits(turns=2, tokens=None, seconds=None, new_tokens=3)
 
 
 def row_of_file(index: int) -> str:
@@ -86,11 +86,11 @@ def play(
 ) -> tuple[list[Episode], Sampler]:
     sampler = sampler or Sampler(renderer)
     row = {"id": "p", "index": 0, "thread": StringThread([("user", "q")], {"m": 1}).to_json()}
-    bounds = Limits(**({"turns": 4, "tokens": None, "seconds": None, "new_tokens": 3} | limits))
+    bounds = EpisodeLimits(**({"turns": 4, "tokens": None, "seconds": None, "new_tokens": 3} | limits))
 
     async def run() -> list[Episode]:
-        episodes = [Episode(row, n, PlayedEnvironment(factory, seed=n, seconds=5)) for n in range(count)]
-        await Players(renderer, bounds, concurrency=2, name_row=row_of_file).play(episodes, sampler)
+        episodes = [Episode(row, n, EnvironmentRunner(factory, seed=n, seconds=5)) for n in range(count)]
+        await EpisodePlayer(renderer, bounds, concurrency=2, name_row=row_of_file).play(episodes, sampler)
         return episodes
 
     return asyncio.run(run()), sampler
@@ -218,7 +218,7 @@ def test_a_segment_that_would_not_fit_is_not_begun(renderer: Renderer) -> None:
 
 def test_the_environments_time_is_limited(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter(range(1000))
-    monkeypatch.setattr("tasks.environments.play.monotonic", lambda: float(next(now)))
+    monkeypatch.setattr("tasks.environments.runner.monotonic", lambda: float(next(now)))
     # begin and each reaction take a second by this clock
     (episode,), _ = play(renderer, Factory(forever), turns=100, seconds=3.0)
     assert (episode.ending, episode.turn) == ("time", 2)
@@ -286,8 +286,8 @@ def test_an_environment_that_hangs_is_masked_and_cannot_hold_the_run(renderer: R
     row = {"id": "p", "index": 0, "thread": StringThread([("user", "q")]).to_json()}
 
     async def run() -> Episode:
-        episode = Episode(row, 0, PlayedEnvironment(factory, seed=0, seconds=0.05))
-        players = Players(renderer, SHORT, concurrency=1, name_row=row_of_file)
+        episode = Episode(row, 0, EnvironmentRunner(factory, seed=0, seconds=0.05))
+        players = EpisodePlayer(renderer, SHORT, concurrency=1, name_row=row_of_file)
         await players.play([episode], Sampler(renderer))
         return episode
 

@@ -9,7 +9,7 @@ import pytest
 from engine.text.threads import StringThread
 from tasks.graders.base import BaseGrader, Grade, GraderError, IgnoreGradeException
 from tasks.graders.combined import CombinedGrader
-from tasks.graders.running.run import grade_threads
+from tasks.graders.running.grade_threads import grade_threads
 from tasks.graders.spec import build, grader_spec
 
 THREAD = StringThread(turns=[("user", "q"), ("assistant", "a")])

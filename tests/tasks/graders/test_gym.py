@@ -9,7 +9,7 @@ from engine.text.threads import StringThread
 from tasks.datasets import gym
 from tasks.datasets.spec import ReasoningGymDataset
 from tasks.graders.gym import ReasoningGymGrader
-from tasks.graders.running.run import grade_threads
+from tasks.graders.running.grade_threads import grade_threads
 from tasks.graders.spec import build, grader_spec
 
 

@@ -23,9 +23,9 @@ from tasks.graders.judge_models import seeded, spawn_judge
 from tasks.graders.judges import BinaryJudgeGrader
 from tasks.graders.range_judge import NUMBER_ONLY, RangeJudgeGrader
 from tasks.graders.retrieval_judges import AnswerRelevancyGrader, ContextRelevancyGrader, FaithfulnessGrader
-from tasks.graders.running.owner import release_graders
-from tasks.graders.running.run import grade_threads
-from tasks.graders.running.setting import grading_in
+from tasks.graders.running.grade_threads import grade_threads
+from tasks.graders.running.shared_graders import tear_down_idle_graders
+from tasks.graders.running.workspace import grading_in
 from tasks.graders.spec import grader_spec
 from tasks.sampling.grading import Grading, grade_shard
 from tests.fixtures.engines import DETERMINISTIC, PROVENANCE
@@ -127,7 +127,7 @@ async def test_the_grade_task_spawns_the_judges_that_a_spec_names(tmp_path: Path
 
     first = await rewards(0)
     assert len(set(first)) == 2 and all(0 < reward < 1 for reward in first)
-    await release_graders()
+    await tear_down_idle_graders()
     connecting.connect.cache_clear()  # as in another process
     assert await rewards(1) == first
-    await release_graders()
+    await tear_down_idle_graders()

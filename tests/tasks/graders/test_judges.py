@@ -14,7 +14,7 @@ from tasks.graders.base import GraderError, IgnoreGradeException
 from tasks.graders.judge_models import UnusableAnswer, ask, parse_answer
 from tasks.graders.judges import BinaryJudgeGrader, BinaryVerdict
 from tasks.graders.range_judge import RangeJudgeGrader
-from tasks.graders.running.run import grade_threads
+from tasks.graders.running.grade_threads import grade_threads
 from tasks.graders.spec import build, grader_spec
 from tests.fixtures.judges import ScoringJudge, ScriptedJudge, in_order
 

@@ -12,9 +12,9 @@ pytest.importorskip("math_verify")
 from engine.text.threads import StringThread
 from tasks.graders.base import GraderError
 from tasks.graders.maths import MathsGrader
+from tasks.graders.running.grade_threads import grade_threads
 from tasks.graders.running.maths_worker import last_boxes
-from tasks.graders.running.run import grade_threads
-from tasks.graders.running.worker import WorkerFailed, WorkerPool, WorkerTimeout
+from tasks.graders.running.worker_pool import WorkerFailed, WorkerPool, WorkerTimeout
 
 
 def answered(expected: object, text: str) -> StringThread:

@@ -10,7 +10,7 @@ import pytest
 from engine.text.threads import StringThread
 from tasks.graders.base import GraderError
 from tasks.graders.reward_model import RewardModelGrader
-from tasks.graders.running.run import grade_threads
+from tasks.graders.running.grade_threads import grade_threads
 
 THREAD = StringThread(turns=[("user", "q"), ("assistant", "abcd")])
 

@@ -14,7 +14,7 @@ from engine.text.threads import StringThread
 from tasks.graders import reward_server
 from tasks.graders.base import GraderError, IgnoreGradeException
 from tasks.graders.reward_server import RewardServerGrader, RewardServerUnavailable
-from tasks.graders.running.run import grade_threads
+from tasks.graders.running.grade_threads import grade_threads
 
 THREAD = StringThread(turns=[("user", "q"), ("assistant", "abcd")], metadata={"row": 3})
 

@@ -17,9 +17,9 @@ from storage.store import key_kinds, keys
 from storage.store.artifacts import Provenance, commit_bytes
 from storage.store.objects import ObjectStore, open_store
 from tasks.evaluation.validation_curve import Validation, measured
-from tasks.loggers.base import LoggerMissing, Run, figures_of
-from tasks.loggers.feed import Loggers
-from tasks.loggers.sinks import SINKS, run_id
+from tasks.loggers.base import LoggedRun, LoggerMissing, figures_of
+from tasks.loggers.services import SINKS, run_id
+from tasks.loggers.stage_loggers import Loggers
 from tasks.loggers.tables import Table
 from tasks.reports.metrics import StepMetrics
 from tasks.reports.step_metrics import write_metrics
@@ -40,8 +40,8 @@ def store(tmp_path: Path) -> ObjectStore:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
-    return Run(project="p", name="n", run="r", folder=str(tmp_path / "logs"), config={"seed": 1})
+def run(tmp_path: Path) -> LoggedRun:
+    return LoggedRun(project="p", name="n", run="r", folder=str(tmp_path / "logs"), config={"seed": 1})
 
 
 def fake(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
@@ -82,7 +82,9 @@ def test_figures_are_the_finite_ones() -> None:
     assert figures_of(metrics(1).model_copy(update={"reward_mean": 0.0}))["train/reward_mean"] == 0.0
 
 
-def test_wandb_goes_on_with_the_run_it_knows(store: ObjectStore, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_goes_on_with_the_run_it_knows(
+    store: ObjectStore, run: LoggedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wandb = Recorder()
     fake(monkeypatch, "wandb", init=wandb.init)
     for first in (0, 2):
@@ -99,7 +101,7 @@ def test_wandb_goes_on_with_the_run_it_knows(store: ObjectStore, run: Run, monke
 
 
 def test_a_resume_logs_no_step_twice_and_none_too_few(
-    store: ObjectStore, run: Run, monkeypatch: pytest.MonkeyPatch
+    store: ObjectStore, run: LoggedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed after the metrics of step 2 were stored and before they were logged; then the step is asked for again."""
     swanlab = Recorder()
@@ -114,7 +116,9 @@ def test_a_resume_logs_no_step_twice_and_none_too_few(
     assert len(swanlab.opened[0]["id"]) == 21
 
 
-def test_what_was_measured_on_held_out_rows(store: ObjectStore, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_measured_on_held_out_rows(
+    store: ObjectStore, run: LoggedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     swanlab = Recorder()
     fake(monkeypatch, "swanlab", init=swanlab.init)
     key = keys.evaluation("r", "0-sft", "000000-abc")
@@ -131,7 +135,7 @@ def test_what_was_measured_on_held_out_rows(store: ObjectStore, run: Run, monkey
 
 
 def test_a_further_stage_has_figures_of_its_own(
-    store: ObjectStore, run: Run, monkeypatch: pytest.MonkeyPatch
+    store: ObjectStore, run: LoggedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     swanlab = Recorder()
     fake(monkeypatch, "swanlab", init=swanlab.init)
@@ -141,7 +145,7 @@ def test_a_further_stage_has_figures_of_its_own(
     assert "train/loss" in swanlab.lines[0][1] and "1-gspo/train/loss" in swanlab.lines[1][1]
 
 
-def test_mlflow_finds_its_run_again(store: ObjectStore, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_finds_its_run_again(store: ObjectStore, run: LoggedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[dict[str, Any]] = []
     logged: list[tuple[str, str, float, int]] = []
     ended: list[str] = []
@@ -185,7 +189,7 @@ def test_mlflow_finds_its_run_again(store: ObjectStore, run: Run, monkeypatch: p
 
 @pytest.mark.parametrize("name", SINKS)
 def test_a_missing_package_is_named(
-    name: Any, store: ObjectStore, run: Run, monkeypatch: pytest.MonkeyPatch
+    name: Any, store: ObjectStore, run: LoggedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("tensorboard.summary.writer.event_file_writer", "wandb", "mlflow.entities", "swanlab"):
         monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
@@ -194,7 +198,7 @@ def test_a_missing_package_is_named(
 
 
 def test_a_service_that_is_away_is_said_once(
-    store: ObjectStore, run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    store: ObjectStore, run: LoggedRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def away(*_: Any, **__: Any) -> None:
         raise ConnectionError("no route")
@@ -218,7 +222,9 @@ def test_a_table_of_markdown_keeps_its_cells() -> None:
     assert TABLE.text() == "samples after 2 steps\n  prompt 'a|b'  grade 0.5\n  prompt 'c\\nd'  grade None"
 
 
-def test_a_table_is_given_to_each_service_once(store: ObjectStore, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_is_given_to_each_service_once(
+    store: ObjectStore, run: LoggedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wandb, swanlab = Recorder(), Recorder()
     files: list[tuple[str, dict[str, list[Any]], str]] = []
     fake(monkeypatch, "wandb", init=wandb.init, Table=lambda columns, data: (columns, data))
@@ -242,7 +248,7 @@ def test_a_table_is_given_to_each_service_once(store: ObjectStore, run: Run, mon
     assert list(swanlab.lines[-1][1]) == ["1-gspo/samples"]
 
 
-def test_tensorboard_has_tables_as_text(store: ObjectStore, run: Run) -> None:
+def test_tensorboard_has_tables_as_text(store: ObjectStore, run: LoggedRun) -> None:
     loader = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
     loggers = Loggers(store, policy(2), ["tensorboard"], run)
     loggers.table(TABLE)
@@ -253,7 +259,7 @@ def test_tensorboard_has_tables_as_text(store: ObjectStore, run: Run) -> None:
     assert value.tensor.string_val == [TABLE.markdown().encode()]
 
 
-def test_nothing_is_kept_without_loggers(store: ObjectStore, run: Run) -> None:
+def test_nothing_is_kept_without_loggers(store: ObjectStore, run: LoggedRun) -> None:
     loggers = Loggers(store, policy(0), [], run)
     record(store, loggers, 0)
     loggers.close()
@@ -261,7 +267,7 @@ def test_nothing_is_kept_without_loggers(store: ObjectStore, run: Run) -> None:
     assert key_kinds.is_plain(keys.logged("r", "0-sft", "wandb"))
 
 
-def test_tensorboard_reads_back_what_was_logged(store: ObjectStore, run: Run) -> None:
+def test_tensorboard_reads_back_what_was_logged(store: ObjectStore, run: LoggedRun) -> None:
     loader = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
     for first in (0, 1):
         loggers = Loggers(store, policy(first), ["tensorboard"], run)

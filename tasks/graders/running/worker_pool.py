@@ -1,7 +1,7 @@
 """Helper processes for graders whose work may hang, eat memory or crash: a line of JSON in, a line of JSON out.
 
 A worker writes the line "ready" when it is ready for calls; any other line says why it cannot work. One that does not
-answer in time is killed and replaced, which no thread allows. `tasks.graders.running.worker_side` is the side of the
+answer in time is killed and replaced, which no thread allows. `tasks.graders.running.worker_process` is the side of the
 worker.
 """
 
@@ -41,7 +41,7 @@ class WorkerFailed(Exception):
     """The worker cannot work, ended, or answered what is no JSON."""
 
 
-class WorkerDied(WorkerFailed):
+class WorkerProcessDied(WorkerFailed):
     """The worker's process ended during a start or a call. The message says how and, after a crash, where."""
 
 
@@ -86,7 +86,7 @@ class WorkerPool:
                 self._idle.append(await self._start())
 
     async def call(self, request: Any, *, timeout_seconds: float | None) -> Any:
-        """The answer to `request`. Raises WorkerTimeout, WorkerFailed and WorkerDied."""
+        """The answer to `request`. Raises WorkerTimeout, WorkerFailed and WorkerProcessDied."""
         async with self._turn:
             worker = self._idle.pop() if self._idle else await self._start()
             try:
@@ -110,7 +110,7 @@ class WorkerPool:
         try:
             ready = await asyncio.wait_for(self._first_line(worker), START_SECONDS)
             if not ready:
-                raise WorkerDied(
+                raise WorkerProcessDied(
                     f"{self.module} ended before it was ready ({await worker.how_it_ended()}); "
                     f"run `python -m {self.module}` to see why"
                 )
@@ -154,7 +154,7 @@ class WorkerPool:
         except (OSError, ValueError) as error:
             raise WorkerFailed(f"{self.module}: {error}") from error
         if not line.endswith(b"\n"):
-            raise WorkerDied(await worker.how_it_ended())
+            raise WorkerProcessDied(await worker.how_it_ended())
         try:
             return json.loads(line)
         except ValueError as error:

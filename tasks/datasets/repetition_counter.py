@@ -5,7 +5,7 @@ from types import TracebackType
 from typing import Self
 
 
-class SeenBefore:
+class RepetitionCounter:
     """A counter over digests. Use as a context manager."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from engine.text.threads import StringThread
 from tasks.graders.base import BaseGrader, Grade, GraderError, IgnoreGradeException
-from tasks.graders.running.run import GradeOutcome, grade_threads
+from tasks.graders.running.grade_threads import GradeOutcome, grade_threads
 
 
 def numbered(n: int) -> list[StringThread]:

@@ -6,7 +6,7 @@ unless another place is named:
     with grading_in(ctx):              # a RecipeContext, a session, anything with a workspace
         await grader.setup()
 
-Deployed flows do so around the setup of the graders that their configs name (tasks.graders.running.owner).
+Deployed flows do so around the setup of the graders that their configs name (tasks.graders.running.shared_graders).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def grading_in(ctx: HasWorkspace | Workspace) -> Iterator[None]:
         _WORKSPACE.reset(token)
 
 
-def grade_from_now_on_in(ctx: HasWorkspace) -> None:
+def set_grading_workspace(ctx: HasWorkspace) -> None:
     """Graders that are set up from now on work on the engine and the store of `ctx`: of a context that was opened."""
     _WORKSPACE.set(ctx.workspace)
 

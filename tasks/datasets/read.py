@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from engine.text.threads import StringThread
-from tasks.datasets.convert import Place, column_of, thread_from_row
+from tasks.datasets.convert import RowLocation, column_of, thread_from_row
 from tasks.datasets.errors import BadRow, DatasetError
+from tasks.datasets.file_formats import find_files, format_of, json_lines, parquet_rows, parse_json_line
 from tasks.datasets.preferences import Pair, pair_from_row
 from tasks.datasets.python import raw_rows
-from tasks.datasets.readers import find_files, format_of, json_lines, parquet_rows, parse_json_line
 from tasks.datasets.spec import ColumnRole, DatasetUse, FileDataset, PythonDataset
 
 T = TypeVar("T")
@@ -52,30 +52,30 @@ def rows(
             f"{spec.source}: given a completion column, {spec.columns['completion']!r}, for a dataset of prompts, "
             f"which has no use for it. To keep it for graders: metadata_columns=({spec.columns['completion']!r},)."
         )
-    yield from _converted(spec, kind, skipped, lambda values, place: thread_from_row(values, place, spec, kind))
+    yield from _converted(spec, kind, skipped, lambda values, location: thread_from_row(values, location, spec, kind))
 
 
 def pairs(spec: FileDataset | PythonDataset, *, skipped: SkippedRows | None = None) -> Iterator[Pair]:
     """The source's preferences in its order, at most `spec.limit`. Raises as `rows` does."""
-    yield from _converted(spec, "preference", skipped, lambda values, place: pair_from_row(values, place, spec))
+    yield from _converted(spec, "preference", skipped, lambda values, location: pair_from_row(values, location, spec))
 
 
 def _converted(
     spec: FileDataset | PythonDataset,
     kind: DatasetUse,
     skipped: SkippedRows | None,
-    convert: Callable[[dict[str, Any], Place], T],
+    convert: Callable[[dict[str, Any], RowLocation], T],
 ) -> Iterator[T]:
     skipped = SkippedRows() if skipped is None else skipped
     made = 0
-    for place, raw in _raw_rows(spec, kind) if isinstance(spec, FileDataset) else raw_rows(spec):
+    for location, raw in _raw_rows(spec, kind) if isinstance(spec, FileDataset) else raw_rows(spec):
         if made == spec.limit:
             return
         try:
-            values = parse_json_line(place.source, place.row, raw) if isinstance(raw, bytes) else raw
+            values = parse_json_line(location.source, location.row, raw) if isinstance(raw, bytes) else raw
             if not isinstance(values, dict):
-                raise place.bad(None, given=f"a {type(values).__name__}", expected="a dict of columns")
-            found = convert(values, place)
+                raise location.bad_row(None, given=f"a {type(values).__name__}", expected="a dict of columns")
+            found = convert(values, location)
         except BadRow as error:
             if spec.on_bad_row == "error":
                 raise
@@ -85,14 +85,14 @@ def _converted(
         made += 1
 
 
-def _raw_rows(spec: FileDataset, kind: DatasetUse) -> Iterator[tuple[Place, bytes | dict[str, Any]]]:
+def _raw_rows(spec: FileDataset, kind: DatasetUse) -> Iterator[tuple[RowLocation, bytes | dict[str, Any]]]:
     for file in [file for path in spec.paths for file in find_files(path)]:  # a missing one is told before any is read
         if format_of(file, spec.format) == "parquet":
             for row, values in _parquet_rows(file, spec, kind):
-                yield Place(str(file), row), values
+                yield RowLocation(str(file), row), values
         else:
             for row, line in json_lines(file):
-                yield Place(str(file), row), line
+                yield RowLocation(str(file), row), line
 
 
 def _parquet_rows(file: Path, spec: FileDataset, kind: DatasetUse) -> Iterator[tuple[int, dict[str, Any]]]:

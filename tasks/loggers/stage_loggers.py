@@ -9,8 +9,8 @@ from typing import TypeVar
 from storage.chain.records import PolicyRef
 from storage.store.objects import ObjectStore
 from tasks.evaluation.validation_curve import Validation, read_validations
-from tasks.loggers.base import LoggerMissing, Once, Run, Sink, figures_of
-from tasks.loggers.sinks import SINKS, LoggerName
+from tasks.loggers.base import LoggedRun, LoggerMissing, SentLog, Sink, figures_of
+from tasks.loggers.services import SINKS, LoggerName
 from tasks.loggers.tables import Table
 from tasks.reports.metrics import StepMetrics
 from tasks.reports.step_metrics import read_metrics
@@ -22,14 +22,14 @@ T = TypeVar("T")
 class Loggers:
     """Open for one stage of a run. A service that fails is said once, and the run goes on."""
 
-    def __init__(self, store: ObjectStore, policy: PolicyRef, names: Sequence[LoggerName], run: Run) -> None:
+    def __init__(self, store: ObjectStore, policy: PolicyRef, names: Sequence[LoggerName], run: LoggedRun) -> None:
         """Raises LoggerMissing for a logger whose package is not installed."""
         self._stage, self._failed = policy.stage, set[str]()
-        self._sinks: dict[str, tuple[Sink, Once]] = {}
+        self._sinks: dict[str, tuple[Sink, SentLog]] = {}
         for name in dict.fromkeys(names):
             opened = self._try(name, lambda name=name: SINKS[name](run))  # type: ignore[misc]
             if opened is not None:
-                self._sinks[name] = (opened, Once(store, policy.run, policy.stage, name))
+                self._sinks[name] = (opened, SentLog(store, policy.run, policy.stage, name))
         if self._sinks:
             for metrics in read_metrics(store, policy.run, policy.stage, steps=policy.step):
                 self.step(metrics)

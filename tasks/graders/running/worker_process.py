@@ -1,4 +1,4 @@
-"""The side of a worker process of `tasks.graders.running.worker`: it reads lines of JSON and answers each with one.
+"""The side of a worker process of `tasks.graders.running.worker_pool`: it answers lines of JSON with lines of JSON.
 
 Whatever the code prints goes to standard error, and it reads from nothing, so that only `serve` talks to the parent.
 A worker ends when its input ends, and on Linux also when the thread that started it ends while it computes.
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from tasks.graders.running.worker import CRASH_REPORT_FD
+from tasks.graders.running.worker_pool import CRASH_REPORT_FD
 
 PR_SET_PDEATHSIG = 1
 

@@ -20,7 +20,7 @@ from storage.chain.records import PolicyRef
 from storage.store.artifacts import ArtifactRef
 from tasks.evaluation.completions import EvaluationPlan
 from tasks.graders.base import BaseGrader, GraderCrashed, GraderError
-from tasks.graders.running.run import grade_threads
+from tasks.graders.running.grade_threads import grade_threads
 from tasks.graders.spec import GraderSpec, Workers, build, grader_spec
 from tasks.sampling.completions import PromptShard
 from tasks.sampling.grading import Grading

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from hashlib import sha256
 from typing import Any, Literal
 
-from tasks.loggers.base import Run, Sink, imported
+from tasks.loggers.base import LoggedRun, Sink, imported
 from tasks.loggers.tables import Table
 
 LoggerName = Literal["tensorboard", "wandb", "mlflow", "swanlab"]
@@ -16,7 +16,7 @@ RUN_TAG = "ostinato.run"
 """By which MLflow finds a run again."""
 
 
-def run_id(run: Run, length: int) -> str:
+def run_id(run: LoggedRun, length: int) -> str:
     """The same for the same run of the same project, in hex digits."""
     return sha256(f"{run.project}\n{run.run}".encode()).hexdigest()[:length]
 
@@ -24,7 +24,7 @@ def run_id(run: Run, length: int) -> str:
 class TensorBoard:
     """An event file of this attempt, in folder/project/name. It needs no torch."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: LoggedRun) -> None:
         writer = _module("tensorboard.summary.writer.event_file_writer", "tensorboard")
         self._event = _module("tensorboard.compat.proto.event_pb2", "tensorboard").Event
         self._summary = _module("tensorboard.compat.proto.summary_pb2", "tensorboard").Summary
@@ -59,7 +59,7 @@ class TensorBoard:
 class WandB:
     """Weights & Biases; the account and the server are the environment's (WANDB_API_KEY, WANDB_BASE_URL)."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: LoggedRun) -> None:
         os.makedirs(run.folder, exist_ok=True)
         self._run = _module("wandb", "wandb").init(
             project=run.project, name=run.name, id=run_id(run, 32), resume="allow", dir=run.folder, config=run.config
@@ -79,7 +79,7 @@ class WandB:
 class MLflow:
     """An MLflow run of the experiment that is named as the project; the server is MLFLOW_TRACKING_URI."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: LoggedRun) -> None:
         self._entities = _module("mlflow.entities", "mlflow")
         self._client = client = _module("mlflow.tracking", "mlflow").MlflowClient()
         experiment = client.get_experiment_by_name(run.project)
@@ -105,7 +105,7 @@ class MLflow:
 class SwanLab:
     """SwanLab; the account is the environment's (SWANLAB_API_KEY)."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: LoggedRun) -> None:
         os.makedirs(run.folder, exist_ok=True)
         self._run = _module("swanlab", "swanlab").init(
             project=run.project, experiment_name=run.name, id=run_id(run, 21), resume="allow", logdir=run.folder,
@@ -126,6 +126,6 @@ def _module(name: str, package: str) -> Any:
     return imported(name, logger=package, package=package)
 
 
-SINKS: dict[LoggerName, Callable[[Run], Sink]] = {
+SINKS: dict[LoggerName, Callable[[LoggedRun], Sink]] = {
     "tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow, "swanlab": SwanLab,
 }  # fmt: skip

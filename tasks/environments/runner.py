@@ -21,7 +21,7 @@ from tasks.graders.base import IgnoreGradeException
 logger = logging.getLogger("ostinato.environments")
 
 T = TypeVar("T")
-Outcome = tuple[StringThread | None, float | None]
+GradedReaction = tuple[StringThread | None, float | None]
 """A reaction whose grade is one number."""
 
 
@@ -29,7 +29,7 @@ class EpisodeFailed(Exception):
     """The environment failed twice in a row; the message says how."""
 
 
-class PlayedEnvironment:
+class EnvironmentRunner:
     """The environment of one episode. Its calls raise EpisodeFailed, IgnoreGradeException and nothing else."""
 
     def __init__(self, factory: EnvironmentFactory, *, seed: int, seconds: float) -> None:
@@ -40,7 +40,7 @@ class PlayedEnvironment:
         self._environment: Environment | None = None
         self._prompt: StringThread | None = None
         self._opening: StringThread | None = None
-        self._seen: list[tuple[StringThread, Outcome]] = []
+        self._seen: list[tuple[StringThread, GradedReaction]] = []
 
     async def begin(self, prompt: StringThread) -> StringThread:
         """The conversation that the assistant answers first."""
@@ -48,7 +48,7 @@ class PlayedEnvironment:
         self._opening = await self._twice(lambda: self._fresh())
         return self._opening
 
-    async def react(self, thread: StringThread) -> Outcome:
+    async def react(self, thread: StringThread) -> GradedReaction:
         """What follows the last turn of `thread`."""
         outcome = await self._twice(lambda: self._reaction(thread))
         self._seen.append((thread, outcome))
@@ -115,7 +115,7 @@ class PlayedEnvironment:
         self._environment = environment
         return _thread(await environment.initialize_state(self._prompt), "initialize_state")
 
-    async def _reaction(self, thread: StringThread) -> Outcome:
+    async def _reaction(self, thread: StringThread) -> GradedReaction:
         given: Any = await self._live().react_to(thread)
         if not isinstance(given, tuple) or len(given) != 2:
             raise TypeError(f"react_to returned {given!r:.80}; expected (next thread or None, grades or None)")

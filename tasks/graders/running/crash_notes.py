@@ -26,7 +26,7 @@ _serial = count()
 
 
 @contextlib.contextmanager
-def grading_noted(grader: str, workspace: Workspace) -> Iterator[None]:
+def note_grading(grader: str, workspace: Workspace) -> Iterator[None]:
     """Notes that the grader grades for the run until the block is left, and warns of notes that a dead process of the
     run left behind. A crash of the interpreter inside the block prints the Python stack to standard error."""
     if not faulthandler.is_enabled():

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 from engine.workspace import Workspace
 from tasks.graders.base import BaseGrader
-from tasks.graders.running.setting import grading_in
+from tasks.graders.running.workspace import grading_in
 from tasks.graders.spec import GraderSpec, build
 
 logger = logging.getLogger("ostinato.graders")
@@ -39,7 +39,7 @@ _owned: WeakKeyDictionary[asyncio.AbstractEventLoop, OrderedDict[str, _Owned]] =
 
 
 @asynccontextmanager
-async def grader_in_use(spec: GraderSpec, workspace: Workspace | None) -> AsyncIterator[BaseGrader]:
+async def shared_grader(spec: GraderSpec, workspace: Workspace | None) -> AsyncIterator[BaseGrader]:
     """The grader that `spec` names, set up in `workspace`. What its setup raises is raised here, and tried anew by the
     next caller."""
     if spec.in_process:
@@ -63,7 +63,7 @@ async def grader_in_use(spec: GraderSpec, workspace: Workspace | None) -> AsyncI
         await _tear_down_idle(graders, keep=IDLE_GRADERS)
 
 
-async def release_graders() -> None:
+async def tear_down_idle_graders() -> None:
     """Tear down every grader of this event loop that nobody uses: what the owner of a run does at its end."""
     await _tear_down_idle(_graders_of_this_loop(), keep=0)
 

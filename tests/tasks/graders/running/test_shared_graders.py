@@ -10,10 +10,10 @@ from engine.text.threads import StringThread
 from engine.workspace import Workspace
 from storage.errors import StorageUnavailable
 from tasks.graders.base import BaseGrader, Grade, GraderError
-from tasks.graders.running import owner
-from tasks.graders.running.owner import grader_in_use, release_graders
-from tasks.graders.running.run import grade_threads
-from tasks.graders.running.setting import grading_in, grading_workspace
+from tasks.graders.running import shared_graders
+from tasks.graders.running.grade_threads import grade_threads
+from tasks.graders.running.shared_graders import shared_grader, tear_down_idle_graders
+from tasks.graders.running.workspace import grading_in, grading_workspace
 from tasks.graders.spec import GraderSpec, in_process_spec
 from tests.fixtures.engines import PROVENANCE
 
@@ -60,19 +60,19 @@ def spec(key: str = "recorded") -> GraderSpec:
 
 async def test_shards_share_one_grader() -> None:
     async def shard() -> BaseGrader:
-        async with grader_in_use(spec(), workspace()) as grader:
+        async with shared_grader(spec(), workspace()) as grader:
             return grader
 
     first, second = await asyncio.gather(shard(), shard())
     assert first is second is await shard()
     assert events == ["built recorded", "set up recorded in r"]
-    await release_graders()
+    await tear_down_idle_graders()
     assert events[2:] == ["torn down recorded"]
     assert await shard() is not first
 
 
 async def test_another_run_has_its_own() -> None:
-    async with grader_in_use(spec(), workspace("one")) as first, grader_in_use(spec(), workspace("two")) as second:
+    async with shared_grader(spec(), workspace("one")) as first, shared_grader(spec(), workspace("two")) as second:
         assert first is not second
     assert "set up recorded in one" in events and "set up recorded in two" in events
 
@@ -80,16 +80,16 @@ async def test_another_run_has_its_own() -> None:
 async def test_a_setup_that_failed_is_tried_by_the_next_caller() -> None:
     Recorded.fail_setups = 1
     with pytest.raises(EngineUnreachable):
-        async with grader_in_use(spec(), workspace()):
+        async with shared_grader(spec(), workspace()):
             raise AssertionError("a grader that is not set up was given out")
-    async with grader_in_use(spec(), workspace()) as grader:
+    async with shared_grader(spec(), workspace()) as grader:
         assert (await grader.grade(StringThread())).value == 1.0
     assert events.count("built recorded") == 2
 
 
 async def test_a_caller_that_is_cancelled_leaves_the_setup_to_the_others() -> None:
     async def use() -> BaseGrader:
-        async with grader_in_use(spec(), workspace()) as grader:
+        async with shared_grader(spec(), workspace()) as grader:
             return grader
 
     first, second = asyncio.create_task(use()), asyncio.create_task(use())
@@ -100,21 +100,21 @@ async def test_a_caller_that_is_cancelled_leaves_the_setup_to_the_others() -> No
 
 
 async def test_the_longest_idle_go_and_those_in_use_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owner, "IDLE_GRADERS", 1)
-    async with grader_in_use(spec("kept"), workspace()):
+    monkeypatch.setattr(shared_graders, "IDLE_GRADERS", 1)
+    async with shared_grader(spec("kept"), workspace()):
         for key in ("a", "b"):
-            async with grader_in_use(spec(key), workspace()):
+            async with shared_grader(spec(key), workspace()):
                 pass
         assert [event for event in events if event.startswith("torn")] == ["torn down a"]
-    await release_graders()
+    await tear_down_idle_graders()
     assert set(events[-2:]) == {"torn down b", "torn down kept"}
 
 
 async def test_a_live_grader_belongs_to_its_maker() -> None:
     live = Recorded("live")
-    async with grader_in_use(in_process_spec(live, version="1"), workspace()) as grader:
+    async with shared_grader(in_process_spec(live, version="1"), workspace()) as grader:
         assert grader is live
-    await release_graders()
+    await tear_down_idle_graders()
     assert events == ["built live"]
 
 

@@ -19,7 +19,7 @@ from storage.records import canonical_json
 from tasks.graders import judge_models
 from tasks.graders.base import BaseGrader, FunctionGrader, Grade
 from tasks.graders.judges import BinaryJudgeGrader
-from tasks.graders.running.run import grade_threads
+from tasks.graders.running.grade_threads import grade_threads
 from tests.fixtures.spawning import Context, context, own_engines
 
 ANSWERED = StringThread([("user", "2+3?"), ("assistant", "5")])

@@ -1,7 +1,8 @@
 """Worker processes on every machine of the cluster, for graders: a JSON request in, a JSON answer out.
 
-One actor runs on each machine. It holds a pool of worker processes there (`tasks.graders.running.worker_pool.WorkerPool`,
-which graders use on one machine, too), so a request that crashes or hangs ends a worker process and not the actor.
+One actor runs on each machine. It holds a pool of worker processes there
+(`tasks.graders.running.worker_pool.WorkerPool`, which graders use on one machine, too), so a request that crashes or
+hangs ends a worker process and not the actor.
 """
 
 from __future__ import annotations

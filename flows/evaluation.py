@@ -20,14 +20,14 @@ from flows.configs.evaluation import EvaluationFlowConfig, Suite, semantic
 from flows.display.artifacts import put_markdown, put_table
 from flows.display.terminal import TerminalProgress
 from flows.ops.attempts import check_attempts
+from flows.ops.deployment_settings import with_deployment_settings
 from flows.ops.hooks import ON_END
-from flows.ops.place import placed
-from flows.ops.run_keys import EVALUATION_BEGINS
-from flows.ops.termination import termination_kept
+from flows.ops.run_keys import EVALUATION_KEY_PREFIX
+from flows.ops.termination import reraise_termination
 from flows.recipe import RecipeContext
 from flows.runs.code_version import code_version
-from flows.runs.events import eval_regressed
-from flows.runs.session import leave, read_result, take_lease, tell_engine_done, write_result
+from flows.runs.events import emit_eval_regressed
+from flows.runs.session import read_result, release_engine, release_run, take_lease, write_result
 from storage.chain.runs import create_or_check_run
 from storage.inspect.run_listing import EVALUATED
 from storage.records import canonical_json, digest
@@ -76,20 +76,20 @@ async def evaluation(config: EvaluationFlowConfig) -> dict[str, Any]:
     Args:
         config: which models, on which datasets, graded by whom.
     """
-    with termination_kept():
+    with reraise_termination():
         return await _compared(config)
 
 
 async def _compared(config: EvaluationFlowConfig) -> dict[str, Any]:
     check_attempts(config.run or config.title)
-    config, logger = placed(config), TerminalProgress()
+    config, logger = with_deployment_settings(config), TerminalProgress()
     workspace = _workspace(config)
     loaded = LoadedSuite.load(workspace, config.suite)
     models = await _models(workspace, config.models)
     body = loaded.semantic(models={name: ref.sha256 for name, ref in models.items()})
     config_digest = digest(canonical_json(body))
     provenance = workspace.provenance.model_copy(update={"config_digest": config_digest})
-    run = config.run or f"{EVALUATION_BEGINS}{config_digest[:12]}"
+    run = config.run or f"{EVALUATION_KEY_PREFIX}{config_digest[:12]}"
     workspace = workspace.model_copy(update={"run": run, "provenance": provenance})
     opening = create_or_check_run(
         workspace.open_store(), run, semantic=body, other=_other(config), code_version=provenance.code_version
@@ -104,7 +104,7 @@ async def _compared(config: EvaluationFlowConfig) -> dict[str, Any]:
         cells = [cell for base in models.values() for cell in await _evaluate(workspace, base, loaded, logger)]
         table = compare_models(workspace, cells)
     finally:
-        await leave(workspace)
+        await release_run(workspace)
     comparison = read_comparison(workspace, table)
     await put_table("evaluation", score_table(comparison), description=f"Evaluation `{run}`")
     await put_markdown("comparison", comparison_markdown(comparison))
@@ -125,7 +125,7 @@ def _tell_regressions(comparison: Comparison, baseline: str) -> None:
             continue
         if paired.high < 0:
             name, _, version = difference.second.partition("@")
-            eval_regressed(
+            emit_eval_regressed(
                 name, version, baseline=baseline, dataset=difference.cell, difference=paired.difference,
                 low=paired.low, high=paired.high, n=paired.n,
             )  # fmt: skip
@@ -185,7 +185,7 @@ async def _evaluate(
                 )
             logger.note(f"{name} is evaluated on {dataset}: {data.rows} prompts, {len(rollouts)} shards")
     finally:
-        await tell_engine_done(own)
+        await release_engine(own)
     return cells
 
 

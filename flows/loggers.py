@@ -13,8 +13,8 @@ from typing import Any
 
 import httpx
 
-from flows.display.live_page import EVERY_SECONDS, Page, flow_run_page
-from flows.display.run_log import say
+from flows.display.live_page import UPDATE_INTERVAL_SECONDS, Page, flow_run_page
+from flows.display.run_log import log_line
 from flows.display.terminal import TerminalProgress
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class StageNotifier:
         self.progress = done / total
         if self._said != (percent := int(100 * self.progress)):
             self._said = percent
-            say(f"{self.name}: {100 * self.progress:.0f} %")
+            log_line(f"{self.name}: {100 * self.progress:.0f} %")
         self._draw()
 
     def settle(self) -> None:
@@ -72,7 +72,7 @@ class StageNotifier:
     def _draw(self) -> None:
         page = self._page or flow_run_page()
         ended = self.progress == 1
-        early = self._shown_at is not None and self._clock() - self._shown_at < EVERY_SECONDS
+        early = self._shown_at is not None and self._clock() - self._shown_at < UPDATE_INTERVAL_SECONDS
         busy = self._under_way is not None and not self._under_way.done()
         if page is None or ((early or busy) and not ended):
             return

@@ -26,12 +26,12 @@ from pydantic_core import CoreSchema, PydanticSerializationError
 from engine.specs.engine import EngineSpec, LocalEngineSpec
 from flows.configs.common import StorageConfig
 from flows.ops.attempts import check_attempts
+from flows.ops.deployment_settings import with_deployment_settings
 from flows.ops.hooks import ON_END
-from flows.ops.place import placed
-from flows.ops.run_keys import current_key
-from flows.ops.termination import termination_kept
+from flows.ops.run_keys import current_run_key
+from flows.ops.termination import reraise_termination
 from flows.runs.recipe_context import RecipeContext
-from flows.runs.session import leave, read_result, write_result
+from flows.runs.session import read_result, release_run, write_result
 from storage.records import Frozen, canonical_json
 from tasks.graders.running.workspace import grading_in
 
@@ -81,9 +81,9 @@ def recipe_main(function: Recipe) -> Flow[..., Any]:
     name = function.__name__
 
     async def run(config: InputConfig) -> Any:
-        with termination_kept():
-            config = placed(config)
-            key = config.run or current_key(name)
+        with reraise_termination():
+            config = with_deployment_settings(config)
+            key = config.run or current_run_key(name)
             check_attempts(key)
             semantic, store = {"config": config.semantic()}, config.storage.url
             ctx = RecipeContext.open(key, store=store, seed=config.seed, engine=config.engine, semantic=semantic)
@@ -95,7 +95,7 @@ def recipe_main(function: Recipe) -> Flow[..., Any]:
                     returned = await function(**{config_name: config} | ({ctx_name: ctx} if ctx_name else {}))
                 return write_result(ctx.workspace, {"run": key, "returned": _as_json(name, returned)})["returned"]
             finally:
-                await leave(ctx.workspace)
+                await release_run(ctx.workspace)
 
     run.__name__, run.__qualname__, run.__module__ = name, function.__qualname__, function.__module__
     run.__doc__ = function.__doc__

@@ -21,13 +21,13 @@ from flows.display.artifacts import put_markdown
 from flows.display.terminal import TerminalProgress
 from flows.evaluation import LoadedSuite, evaluation
 from flows.ops.attempts import check_attempts
+from flows.ops.deployment_settings import with_deployment_settings
 from flows.ops.hooks import ON_END
-from flows.ops.place import placed
-from flows.ops.termination import termination_kept
-from flows.promotion.approval import ask
-from flows.promotion.event import announce
+from flows.ops.termination import reraise_termination
+from flows.promotion.approval import request_approval
 from flows.promotion.gate import Verdict, judge
 from flows.promotion.model_card import commit_card, find_card
+from flows.runs.events import announce_promotion
 from flows.runs.session import workspace_of
 from flows.training.child_runs import flow_of, inputs_of
 from storage.errors import AliasMoved
@@ -92,9 +92,9 @@ async def recurring(config: RecurringConfig) -> dict[str, Any]:
     Args:
         config: which model, trained how, judged by what.
     """
-    with termination_kept():
+    with reraise_termination():
         logger = TerminalProgress()
-        training = config.training.model_copy(update={"config": placed(config.training.config)})
+        training = config.training.model_copy(update={"config": with_deployment_settings(config.training.config)})
         config = config.model_copy(update={"training": training})
         check_attempts(f"recurring-{config.model}")
         question = _question(config)
@@ -185,7 +185,7 @@ async def _approved(
     seconds = question.config.approval.timeout_seconds
     title = f"## Promote `{challenger}` over `{question.champion_key or 'no champion'}`?\n\n"
     gate = "\n".join(f"- {reason}" for reason in reasons)
-    answer = await ask(f"{title}{gate}\n\n{comparison_sentences(comparison)}", timeout_seconds=seconds)
+    answer = await request_approval(f"{title}{gate}\n\n{comparison_sentences(comparison)}", timeout_seconds=seconds)
     if answer is None:
         return "hold", [*reasons, f"nobody approved within {seconds:g} s"], "flow recurring"
     said = [answer.reason] if answer.reason else []
@@ -223,7 +223,7 @@ def _promoted(question: Question, decision: Decision) -> dict[str, Any]:
     """What follows a promotion: the event, then the card, whose presence says that both are done."""
     store = question.workspace.open_store()
     if find_card(store, decision) is None:
-        announce(decision)
+        announce_promotion(decision)
         commit_card(store, decision, provenance=question.workspace.provenance)
     return _outcome(question, "promoted", list(decision.reasons), decision)
 

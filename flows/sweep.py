@@ -16,9 +16,9 @@ from flows.configs.sweep import SweepConfig, TrialsFailed
 from flows.display.artifacts import put_markdown, put_table
 from flows.display.terminal import TerminalProgress
 from flows.ops.attempts import check_attempts
+from flows.ops.deployment_settings import with_deployment_settings
 from flows.ops.hooks import ON_END
-from flows.ops.place import placed
-from flows.ops.termination import termination_kept
+from flows.ops.termination import reraise_termination
 from flows.runs.code_version import code_version
 from flows.training.child_runs import flow_of
 from storage.chain.runs import create_or_check_run
@@ -35,14 +35,14 @@ async def sweep(config: SweepConfig) -> dict[str, Any]:
     Args:
         config: what is trained, and over which keys is searched.
     """
-    with termination_kept():
+    with reraise_termination():
         return await _search(config)
 
 
 async def _search(config: SweepConfig) -> dict[str, Any]:
     logger = TerminalProgress()
     check_attempts(config.name)
-    training = config.training.model_copy(update={"config": placed(config.training.config)})
+    training = config.training.model_copy(update={"config": with_deployment_settings(config.training.config)})
     config = config.model_copy(update={"training": training})
     children = config.children()
     gate = asyncio.Semaphore(config.parallel)

@@ -69,7 +69,7 @@ def _tell(data: LoadedDataset, spec: FileDataset, use: DatasetUse, server: str) 
         return
     # imported here: Prefect costs seconds
     from flows.ops.local_server import use_server
-    from flows.runs.registration import tell_registered
+    from flows.runs.events import announce_dataset
 
     with use_server(server):  # which sends it before the process ends
-        tell_registered(data, spec, use)
+        announce_dataset(data, spec, use)

@@ -13,8 +13,8 @@ from storage.records import canonical_json, digest
 MEMORY = Path(".ostinato") / "unfinished.json"
 
 
-def remembered_run(flow: str, config: FlowConfig, *, new: bool) -> tuple[str, bool]:
-    """(run key, whether it is an unfinished run of an equal config). A new key is remembered until `forget`."""
+def find_or_create_run_key(flow: str, config: FlowConfig, *, new: bool) -> tuple[str, bool]:
+    """(run key, whether it is an unfinished run of an equal config). A new key is remembered until `forget_run_key`."""
     known = _read()
     name = _name(flow, config)
     if not new and name in known:
@@ -24,7 +24,7 @@ def remembered_run(flow: str, config: FlowConfig, *, new: bool) -> tuple[str, bo
     return run, False
 
 
-def forget(flow: str, config: FlowConfig) -> None:
+def forget_run_key(flow: str, config: FlowConfig) -> None:
     """The run is finished: the next equal command is a new one."""
     known = _read()
     known.pop(_name(flow, config), None)

@@ -235,9 +235,9 @@ def _account() -> str:
 
 
 def _announce(decision: Decision) -> None:
-    from flows.promotion.event import announce  # Prefect costs seconds: only a move pays
+    from flows.runs.events import announce_promotion  # Prefect costs seconds: only a move pays
 
-    announce(decision)
+    announce_promotion(decision)
 
 
 def _said(decision: Decision) -> None:

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from engine.errors import EngineError
 from flows.cli.log_file import log_failure, log_file
-from flows.cli.memory import forget, remembered_run
+from flows.cli.memory import find_or_create_run_key, forget_run_key
 from flows.configs.common import FlowConfig, GRPOConfig, SFTConfig
 from flows.configs.env_ppo import ENVPPOConfig
 from flows.configs.environments import ENVGRPOConfig, ENVGSPOConfig
@@ -75,21 +75,21 @@ def run_config(
     """Runs a validated config. See `run_flow`."""
     remembered = not (run_key or config.run)
     if remembered:
-        run_key, unfinished = remembered_run(flow, config, new=new)
+        run_key, unfinished = find_or_create_run_key(flow, config, new=new)
         if unfinished:
             console.print(f"resuming the unfinished run [bold]{run_key}[/bold] (--new starts another)")
     keyed = config.model_copy(update={"run": run_key or config.run})
     console.print(f"run [bold]{keyed.run}[/bold], artifacts in {config.storage.url}", highlight=False)
     what = f"run [bold]{keyed.run}[/bold]"
-    status, result = attend(lambda: _call(flow, keyed), console, what=what, log_name=keyed.run, server=server)
+    status, result = run_with_server(lambda: _call(flow, keyed), console, what=what, log_name=keyed.run, server=server)
     if status == 0:
         if remembered:
-            forget(flow, config)
+            forget_run_key(flow, config)
         _say(result, console)
     return status
 
 
-def attend(
+def run_with_server(
     call: Callable[[], Coroutine[Any, Any, dict[str, Any]]],
     console: Console,
     *,

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from rich.console import Console
 
 from flows.cli.output import DEFAULT_STORAGE, AsJson, Storage, console, fill, print_json, refusals, table, usage_error
-from flows.cli.runner import attend
+from flows.cli.runner import run_with_server
 from flows.configs.evaluation import EvaluationFlowConfig
 from flows.configs.overrides import ConfigError, parse_config
 from flows.configs.recurring import RecurringConfig
@@ -145,7 +145,7 @@ def _run(
         parsed = parse_config(kind, file, sets or [])
     except ConfigError as error:
         raise usage_error(f"{file} is not usable: {error}") from None
-    status, result = attend(lambda: call(parsed), to, what=what, log_name=file.stem, server=server)
+    status, result = run_with_server(lambda: call(parsed), to, what=what, log_name=file.stem, server=server)
     if status == 0:
         say(result, to)
     raise typer.Exit(status)

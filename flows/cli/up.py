@@ -17,8 +17,8 @@ import typer
 from rich.console import Console
 
 from flows.cli.output import DEFAULT_STORAGE, AsJson, console, fill, messages, print_json, table, usage_error
-from flows.ops.processes import ProcessMark, end, marked
-from flows.ops.services import BUCKET, free_ports, is_free, weed_program
+from flows.ops.processes import ProcessIdentity, processes_of_up, terminate_all
+from flows.ops.services import BUCKET, find_seaweedfs, free_ports, is_free
 from flows.ops.state import HOME, UpError, UpOptions, UpState, forget_state, load_state, save_state, status, supervising
 from flows.ops.supervisor import Supervisor, deploy_by_command, tail
 
@@ -68,13 +68,13 @@ def down() -> None:
     if supervisor is not None:
         supervisor.terminate()
         _, lingering = psutil.wait_procs([supervisor], timeout=DOWN_SECONDS)
-        end(lingering, grace_seconds=0.0)
+        terminate_all(lingering, grace_seconds=0.0)
     with supervising(home) as alone:
         if not alone:
             raise usage_error("another `ostinato up` has just begun here; nothing of it was ended")
         if load_state(home) is not None:  # the supervisor is dead, or was killed while it ended the others
             Supervisor(home, state, print, lambda _: None).close()
-    left = marked(state.id)
+    left = processes_of_up(state.id)
     if left:
         raise usage_error(f"processes that did not end: {', '.join(str(process.pid) for process in left)}")
     print("all ended")
@@ -125,7 +125,7 @@ def _up_detached(home: Path, options: UpOptions) -> int:
         if child.poll() is not None:
             raise UpError(f"it did not come up; {tail(log)}")
         state = load_state(home)
-        if state is not None and state.ready and state.supervisor == ProcessMark.of(child.pid):
+        if state is not None and state.ready and state.supervisor == ProcessIdentity.of(child.pid):
             _say_ready(state)
             return 0
         time.sleep(0.3)
@@ -163,7 +163,7 @@ def _options(
     storage: str, *, with_s3: bool, database: str, port: int, engine_config: Path | None
 ) -> UpOptions:
     if with_s3:
-        weed_program()
+        find_seaweedfs()
         if storage and not f"{storage}/".startswith(f"s3://{BUCKET}/"):
             raise UpError(f"--with-s3 serves s3://{BUCKET}, not {storage!r}; leave --storage out, or --with-s3")
         storage = storage or f"s3://{BUCKET}/data"

@@ -28,7 +28,7 @@ from prefect.settings import PREFECT_API_URL
 
 from engine.http.report_links import report_url
 from engine.specs.engine import EngineSpec, HttpEngineSpec
-from flows.display.terminal import duration
+from flows.display.terminal import format_duration
 from storage.chain.records import PolicyRef
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef
@@ -40,13 +40,13 @@ from tasks.reports.step_metrics import read_metrics
 
 log = logging.getLogger(__name__)
 
-EVERY_SECONDS = 5.0
+UPDATE_INTERVAL_SECONDS = 5.0
 """Between two updates at least."""
 SHARE = 0.02
 """Of one core's time that updates may take: a page that is dear to draw is drawn less often."""
-LAST_SECONDS = 15.0
+FINAL_UPDATE_TIMEOUT = 15.0
 """How long the end of a loop waits for its last update."""
-STEPS_KEPT = 4000
+MAX_STEPS = 4000
 """Steps behind the curves; of a longer run every second, fourth, … one."""
 
 
@@ -59,7 +59,7 @@ class Page(Protocol):
 
 
 class RunPage:
-    """Enter it around a loop; call `stepped` after each step. Without a flow run or a server it does nothing."""
+    """Enter it around a loop; call `add_step` after each step. Without a flow run or a server it does nothing."""
 
     def __init__(
         self,
@@ -69,11 +69,11 @@ class RunPage:
         total_steps: int | None,
         engine: EngineSpec,
         page: Page | None = None,
-        every_seconds: float = EVERY_SECONDS,
+        every_seconds: float = UPDATE_INTERVAL_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self._policy, self._total = store, policy, total_steps
-        self._links = links_of(store, policy.run, engine)
+        self._links = page_links(store, policy.run, engine)
         self._page, self._every, self._clock = page or flow_run_page(), every_seconds, clock
         self._started, self._first = clock(), policy.step
         self._lock = threading.Lock()
@@ -85,19 +85,19 @@ class RunPage:
         context = contextvars.copy_context()  # Prefect finds its settings in it
         self._thread = threading.Thread(target=context.run, args=(self._keep_up,), name="run-page", daemon=True)
 
-    def stepped(
+    def add_step(
         self, metrics: StepMetrics, rollouts: list[ArtifactRef] | None = None, graded: list[ArtifactRef] | None = None
     ) -> None:
         """A step has ended. Returns at once."""
         with self._lock:
             self._steps.append(metrics)
-            if len(self._steps) > STEPS_KEPT:
-                self._steps = thinned(self._steps, STEPS_KEPT // 2)
+            if len(self._steps) > MAX_STEPS:
+                self._steps = thinned(self._steps, MAX_STEPS // 2)
             if rollouts and graded:
                 self._samples = (metrics.step, rollouts[0], graded[0])
         self._changed.set()
 
-    def validated(self, validation: Validation) -> None:
+    def add_validation(self, validation: Validation) -> None:
         """Something was measured on held-out rows. Returns at once."""
         with self._lock:
             self._validations.append(validation)
@@ -139,7 +139,7 @@ class RunPage:
         measured: list[Validation] = []
         self._try(lambda: measured.extend(read_validations(self._store, policy.run, policy.stage, steps=policy.step)))
         with self._lock:
-            self._steps = thinned([*earlier, *self._steps], STEPS_KEPT)
+            self._steps = thinned([*earlier, *self._steps], MAX_STEPS)
             self._validations = [*measured, *self._validations]
 
     def _try(self, act: Callable[[], None]) -> None:
@@ -158,7 +158,7 @@ class RunPage:
         if self._total is None:
             return f"step {done}"
         pace = (self._clock() - self._started) / max(1, done - self._first)
-        left = "" if done >= self._total else f", about {duration(pace * (self._total - done))} left"
+        left = "" if done >= self._total else f", about {format_duration(pace * (self._total - done))} left"
         return f"step {done} of {self._total}{left}"
 
     def _key(self, kind: str) -> str:
@@ -179,10 +179,10 @@ class RunPage:
         self._stop.set()
         self._changed.set()
         if self._page is not None:
-            self._thread.join(LAST_SECONDS)
+            self._thread.join(FINAL_UPDATE_TIMEOUT)
 
 
-def links_of(store: ObjectStore, run: str, engine: EngineSpec) -> dict[str, str]:
+def page_links(store: ObjectStore, run: str, engine: EngineSpec) -> dict[str, str]:
     """Where to look further: caption -> url or path."""
     links = {"report, once the run has ended": report_url(engine, store, run) or store.address(keys.report(run))}
     if isinstance(engine, HttpEngineSpec):

@@ -14,7 +14,7 @@ TASK_LEVEL = "PREFECT_LOGGING_LOGGERS_PREFECT_TASK_RUNS_LEVEL"
 """Prefect's own variable. Unset: WARNING, since four tasks a step that end well would bury the steps."""
 
 
-def say(text: str) -> None:
+def log_line(text: str) -> None:
     """One line at INFO in the log of the flow run that runs here. Sent in the background; a server that is away costs
     nothing. Without a flow run or a server it does nothing."""
     context = FlowRunContext.get()
@@ -33,7 +33,7 @@ def _logger() -> logging.Logger:
     return logger
 
 
-def quiet_tasks() -> None:
+def silence_task_logs() -> None:
     """Leaves "Finished in state Completed()" of every task out, unless the environment asks for it."""
     if TASK_LEVEL not in os.environ:
         logging.getLogger("prefect.task_runs").setLevel(logging.WARNING)

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flows.configs.logging import LoggingConfig
-from flows.display.run_log import quiet_tasks, say
+from flows.display.run_log import log_line, silence_task_logs
 from tasks.reports.metrics import ACTIVITIES, StepMetrics
 
 ROWS_SHOWN = 8
@@ -40,7 +40,7 @@ class TerminalProgress:
         """Where else the figures are sent."""
         self._console = console or Console(highlight=False)
         self._clock = clock
-        quiet_tasks()
+        silence_task_logs()
         self._total: int | None = None
         self._finished_at: deque[float] = deque(maxlen=STEPS_AVERAGED + 1)
         self._rows: deque[StepMetrics] = deque(maxlen=ROWS_SHOWN)
@@ -75,7 +75,7 @@ class TerminalProgress:
         self._finished_at.append(self._clock())
         eta = self._eta(metrics.step + 1)
         line = step_line(metrics, total_steps=self._total, eta_seconds=eta)
-        say(line)
+        log_line(line)
         if self._live is None or self._task is None:
             self._print(line)
             return
@@ -84,13 +84,13 @@ class TerminalProgress:
             self._task,
             completed=metrics.step + 1,
             description=f"step {_number(metrics.step, self._total)}",
-            eta="" if eta is None else f"{duration(eta)} left",
+            eta="" if eta is None else f"{format_duration(eta)} left",
         )
         self._live.update(self._view(), refresh=True)
 
     def note(self, text: str) -> None:
         """Print a line of plain text, above the live view where there is one."""
-        say(text)
+        log_line(text)
         self._print(text)
 
     def close(self) -> None:
@@ -128,13 +128,13 @@ def step_line(metrics: StepMetrics, *, total_steps: int | None = None, eta_secon
     parts += [f"{name} {text}" for name, text in _cells(metrics).items()]
     parts.append(_split(metrics))
     if eta_seconds is not None:
-        parts.append(f"{duration(eta_seconds)} left")
+        parts.append(f"{format_duration(eta_seconds)} left")
     if metrics.resumed:
         parts.append("resumed")
     return "  ".join(part for part in parts if part)
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Whole seconds as a person says them: 42s, 3m05s, 2h07m, 3d04h."""
     whole = max(0, round(seconds))
     for unit, size, lower, lower_size in (("d", 86400, "h", 3600), ("h", 3600, "m", 60), ("m", 60, "s", 1)):

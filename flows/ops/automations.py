@@ -19,9 +19,9 @@ from prefect.events.schemas.automations import AutomationCore, EventTrigger, Pos
 from prefect.events.schemas.events import ResourceSpecification
 
 from flows.ops.attempts import max_attempts
-from flows.ops.services import HEARTBEAT_SECONDS, QUIET_SECONDS, TAG
+from flows.ops.services import HEARTBEAT_SECONDS, RETRY_DELAY_SECONDS, TAG
 
-SILENT_SECONDS = 3 * HEARTBEAT_SECONDS
+HEARTBEAT_TIMEOUT_SECONDS = 3 * HEARTBEAT_SECONDS
 """A busy machine may miss a heartbeat, or two."""
 ANY_EVENT = "prefect.flow-run.*"
 CRASHED = "prefect.flow-run.Crashed"
@@ -36,18 +36,18 @@ def automations() -> list[AutomationCore]:
     return [
         AutomationCore(
             name="ostinato: silent runs have crashed",
-            description=f"A flow run whose heartbeats stopped for {SILENT_SECONDS} s is marked Crashed.",
-            trigger=_silence(after="prefect.flow-run.heartbeat", seconds=SILENT_SECONDS),
+            description=f"A flow run whose heartbeats stopped for {HEARTBEAT_TIMEOUT_SECONDS} s is marked Crashed.",
+            trigger=_silence(after="prefect.flow-run.heartbeat", seconds=HEARTBEAT_TIMEOUT_SECONDS),
             actions=[
                 ChangeFlowRunState(
-                    state=StateType.CRASHED, name="Crashed", message=f"no sign of life for {SILENT_SECONDS} s"
+                    state=StateType.CRASHED, name="Crashed", message=f"no heartbeat for {HEARTBEAT_TIMEOUT_SECONDS} s"
                 )
             ],
         ),
         AutomationCore(
             name="ostinato: crashed runs go on",
             description="A flow run that crashed is due again, and goes on from its last committed step.",
-            trigger=_silence(after=CRASHED, seconds=QUIET_SECONDS),
+            trigger=_silence(after=CRASHED, seconds=RETRY_DELAY_SECONDS),
             actions=[
                 ChangeFlowRunState(
                     state=StateType.SCHEDULED,

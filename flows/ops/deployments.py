@@ -54,9 +54,9 @@ def deploy(path: Path, *, pool: str, storage: str, engine_url: str, token: str) 
         before = asyncio.run(_prepare(pool, names))
         _deploy_all(path, pool)
         asyncio.run(_restore(before))
-        from flows.ops.place import save_place
+        from flows.ops.deployment_settings import save_deployment_settings
 
-        save_place(storage, engine_url, token)
+        save_deployment_settings(storage, engine_url, token)
     except PrefectHTTPStatusError as error:
         raise UpError(f"the Prefect server refused: {error}") from error
     return names

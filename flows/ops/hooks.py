@@ -27,10 +27,10 @@ from pydantic import BaseModel, ValidationError
 
 from engine.workspace import Workspace
 from flows.configs.common import FlowConfig
-from flows.ops.place import placed
-from flows.ops.run_keys import EVALUATION_BEGINS, key_of
+from flows.ops.deployment_settings import with_deployment_settings
+from flows.ops.run_keys import EVALUATION_KEY_PREFIX, run_key_of
 from flows.runs.code_version import code_version
-from flows.runs.session import leave
+from flows.runs.session import release_run
 from storage.chain.leases import current_epoch, holder, is_held
 from storage.errors import StorageError
 from storage.inspect.run_listing import list_runs
@@ -70,7 +70,7 @@ async def release_lease(flow: Flow[..., Any], flow_run: FlowRun, state: State) -
             if now is not None and not (now.is_final() or now.is_cancelling()):
                 return  # it runs again already
             for workspace in held:
-                await leave(workspace)
+                await release_run(workspace)
             await _end(client, children, cancelled=now is not None and now.type in CANCELLED)
     except (ValidationError, ValueError, StorageError, PrefectHTTPStatusError) as error:
         log.warning("flow run %s ended, and its lease is not released: %s", flow_run.name, error)
@@ -78,7 +78,7 @@ async def release_lease(flow: Flow[..., Any], flow_run: FlowRun, state: State) -
 
 def _held(flow_name: str, flow_run: FlowRun) -> list[Workspace]:
     """The runs whose lease in force this flow run took, and did not release."""
-    config = placed(_where(flow_run), deployed=flow_run.deployment_id is not None)
+    config = with_deployment_settings(_where(flow_run), deployed=flow_run.deployment_id is not None)
     if flow_name in PARENTS:
         return []  # all that was wanted of its place is the engine's token, which its children use
     provenance = Provenance(code_version=code_version(), config_digest="", seed=config.seed)
@@ -105,8 +105,8 @@ def _runs(store: ObjectStore, flow_name: str, config: FlowConfig, flow_run: Flow
     if config.run:
         return [config.run]
     if flow_name == "evaluation":
-        return list_runs(store, EVALUATION_BEGINS)  # named by their inputs, which may be others by now
-    return [key_of(flow_name, flow_run)]
+        return list_runs(store, EVALUATION_KEY_PREFIX)  # named by their inputs, which may be others by now
+    return [run_key_of(flow_name, flow_run)]
 
 
 async def _children(client: PrefectClient, flow_run: FlowRun) -> list[FlowRun]:

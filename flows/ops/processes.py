@@ -15,15 +15,15 @@ import psutil
 
 from storage.records import Frozen
 
-MARK = "OSTINATO_UP"
+UP_ID_ENV = "OSTINATO_UP"
 """The environment variable with the id of the `up` that a process belongs to."""
-FLOW_RUN = "PREFECT__FLOW_RUN_ID"
+FLOW_RUN_ENV = "PREFECT__FLOW_RUN_ID"
 """The environment variable by which Prefect's worker tells a process which flow run it is."""
 SAME_START_SECONDS = 0.05
 """Start times are read from the kernel's clock ticks, which are 0.01 s."""
 
 
-class ProcessMark(Frozen):
+class ProcessIdentity(Frozen):
     """A process that cannot be mistaken for another one."""
 
     pid: int
@@ -31,7 +31,7 @@ class ProcessMark(Frozen):
     """When it started: seconds since 1970."""
 
     @classmethod
-    def of(cls, pid: int) -> ProcessMark | None:
+    def of(cls, pid: int) -> ProcessIdentity | None:
         """The process that has this pid now, or None."""
         try:
             return cls(pid=pid, created=psutil.Process(pid).create_time())
@@ -52,7 +52,7 @@ class ProcessMark(Frozen):
         return self.process() is not None
 
 
-def spawn(command: Sequence[str], *, environment: Mapping[str, str], log: Path, folder: Path) -> ProcessMark:
+def spawn(command: Sequence[str], *, environment: Mapping[str, str], log: Path, folder: Path) -> ProcessIdentity:
     """Starts a process in a session of its own (Ctrl-C is for the supervisor), appending what it says to `log`."""
     with log.open("ab") as output:
         child = subprocess.Popen(
@@ -64,13 +64,13 @@ def spawn(command: Sequence[str], *, environment: Mapping[str, str], log: Path, 
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    mark = ProcessMark.of(child.pid)
+    mark = ProcessIdentity.of(child.pid)
     assert mark is not None  # nobody has waited for it, so the kernel keeps it
     child.returncode = 0  # watched by its mark, and waited for by `reap`: Popen must not warn that it lives on
     return mark
 
 
-def reap(mark: ProcessMark) -> None:
+def reap(mark: ProcessIdentity) -> None:
     """Lets the kernel forget a dead child. Not our child (adopted), or alive: nothing."""
     try:
         os.waitpid(mark.pid, os.WNOHANG)
@@ -78,7 +78,7 @@ def reap(mark: ProcessMark) -> None:
         return
 
 
-def end(processes: Iterable[psutil.Process], *, grace_seconds: float) -> None:
+def terminate_all(processes: Iterable[psutil.Process], *, grace_seconds: float) -> None:
     """SIGTERM to all, SIGKILL to those that are there after `grace_seconds`; returns when all are gone."""
     asked = list(processes)
     for process in asked:
@@ -89,7 +89,7 @@ def end(processes: Iterable[psutil.Process], *, grace_seconds: float) -> None:
     psutil.wait_procs(lingering, timeout=grace_seconds)
 
 
-def kill(processes: Iterable[psutil.Process]) -> None:
+def kill_all(processes: Iterable[psutil.Process]) -> None:
     """SIGKILL to all; returns when all are gone."""
     asked = list(processes)
     for process in asked:
@@ -97,16 +97,16 @@ def kill(processes: Iterable[psutil.Process]) -> None:
     psutil.wait_procs(asked, timeout=10.0)
 
 
-def marked(mark: str) -> list[psutil.Process]:
+def processes_of_up(mark: str) -> list[psutil.Process]:
     """Every living process of this `up` but this one. Only those whose environment we may read can be ours."""
     found = []
     for process in psutil.process_iter():
-        if process.pid != os.getpid() and environment_of(process).get(MARK) == mark:
+        if process.pid != os.getpid() and process_environment(process).get(UP_ID_ENV) == mark:
             found.append(process)
     return found
 
 
-def environment_of(process: psutil.Process) -> dict[str, str]:
+def process_environment(process: psutil.Process) -> dict[str, str]:
     """Empty for a process that is gone, dead, or another user's."""
     try:
         return process.environ()

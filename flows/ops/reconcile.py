@@ -13,13 +13,13 @@ from typing import Any
 
 import httpx
 
-from flows.ops.services import QUIET_SECONDS, TAG
+from flows.ops.services import RETRY_DELAY_SECONDS, TAG
 
 PAGE = 200
 TIMEOUT_SECONDS = 20.0
 LEFT = ("RUNNING", "PENDING", "CANCELLING", "CRASHED")
 """States of runs that a dead worker may have left."""
-FORGOTTEN = timedelta(seconds=4 * QUIET_SECONDS), timedelta(hours=1)
+FORGOTTEN = timedelta(seconds=4 * RETRY_DELAY_SECONDS), timedelta(hours=1)
 """A run that has been Crashed so long was forgotten by its automation; for the latter, a person may have left it."""
 
 
@@ -43,7 +43,7 @@ def reconcile(api_url: str, pool: str, *, worker: str, seen: Collection[str]) ->
         return said
 
 
-def bring_back(api_url: str, pool: str, *, now: datetime | None = None) -> list[str]:
+def reschedule_crashed_runs(api_url: str, pool: str, *, now: datetime | None = None) -> list[str]:
     """Makes runs of the pool due again that crashed and were forgotten; one line for each. What goes on by itself, or
     has failed for good, is left alone. Raises httpx.HTTPError."""
     now = now or datetime.now(UTC)

@@ -9,18 +9,18 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.context import FlowRunContext
 
 ID_LETTERS = 8
-EVALUATION_BEGINS = "evaluation-"
+EVALUATION_KEY_PREFIX = "evaluation-"
 """The key of an evaluation that was given none: this, and a digest of what is evaluated."""
 
 
-def current_key(flow_name: str) -> str:
+def current_run_key(flow_name: str) -> str:
     """The key of the flow that runs here; one of chance where none does."""
     context = FlowRunContext.get()
     run = context.flow_run if context else None
-    return f"{flow_name}-{os.urandom(ID_LETTERS // 2).hex()}" if run is None else key_of(flow_name, run)
+    return f"{flow_name}-{os.urandom(ID_LETTERS // 2).hex()}" if run is None else run_key_of(flow_name, run)
 
 
-def key_of(flow_name: str, run: FlowRun) -> str:
+def run_key_of(flow_name: str, run: FlowRun) -> str:
     """`<flow>-<first 8 of the flow run's id>`; of a scheduled run `<flow>-<first 8 of the deployment's id>/<time for
     which it was scheduled, UTC>`. Prefect keeps all of them over retries."""
     if run.auto_scheduled and run.expected_start_time is not None and run.deployment_id is not None:

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flows.ops.local_server import server_environment
-from flows.ops.processes import MARK
+from flows.ops.processes import UP_ID_ENV
 from flows.ops.state import Ports, UpError, UpState, token_file, write_private
 
 LOOPBACK = "127.0.0.1"
 BUCKET = "ostinato"
 HEARTBEAT_SECONDS = 30
 """How often a running flow says that it lives: Prefect's smallest."""
-QUIET_SECONDS = 30
+RETRY_DELAY_SECONDS = 30
 """Between a crash and the next attempt: every report of the crash is in by then."""
 TAG = "ostinato"
 """Of every deployment of ours, and its runs."""
@@ -33,7 +33,7 @@ TOKEN_ENV = "OSTINATO_ENGINE_TOKEN"
 
 
 @dataclass(frozen=True)
-class Service:
+class ServiceSpec:
     """One process to keep alive."""
 
     name: str
@@ -49,7 +49,7 @@ class Service:
     """Between SIGTERM and SIGKILL."""
 
 
-def services(state: UpState, home: Path) -> list[Service]:
+def services(state: UpState, home: Path) -> list[ServiceSpec]:
     """In the order of their starts: each needs only those before it. They end in the opposite order."""
     chosen = [_prefect(state, home), _engine(state, home), _worker(state, home)]
     return [_s3(state, home), *chosen] if state.options.with_s3 else chosen
@@ -58,7 +58,7 @@ def services(state: UpState, home: Path) -> list[Service]:
 def client_environment(state: UpState) -> dict[str, str]:
     """The environment of whoever works with this machine's services: flows, the engine, deployments."""
     ours = {
-        MARK: state.id,
+        UP_ID_ENV: state.id,
         "PREFECT_API_URL": state.api_url,
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS),
         "PREFECT_LOGGING_EXTRA_LOGGERS": "flows,tasks,engine,storage",
@@ -115,7 +115,7 @@ def is_free(port: int) -> bool:
     return True
 
 
-def weed_program() -> str:
+def find_seaweedfs() -> str:
     """seaweedfs, of this environment or of the PATH. Raises UpError."""
     found = shutil.which("weed", path=sysconfig.get_path("scripts")) or shutil.which("weed")
     if found is None:
@@ -146,17 +146,18 @@ def make_bucket(state: UpState) -> bool:
     return True
 
 
-def _prefect(state: UpState, home: Path) -> Service:
+def _prefect(state: UpState, home: Path) -> ServiceSpec:
     command = _python("prefect", "server", "start", "--host", LOOPBACK, "--port", str(state.options.port))
     folder = home / "prefect"
     folder.mkdir(parents=True, exist_ok=True)
-    environment = server_environment(folder, state.options.port, database=state.options.database) | {MARK: state.id}
-    return Service(
+    environment = server_environment(folder, state.options.port, database=state.options.database)
+    environment |= {UP_ID_ENV: state.id}
+    return ServiceSpec(
         "server", command, environment, lambda: answers(f"{state.api_url}/health"), start_seconds=120.0
     )
 
 
-def _engine(state: UpState, home: Path) -> Service:
+def _engine(state: UpState, home: Path) -> ServiceSpec:
     token = token_file(home)
     write_private(token, state.token)
     command = _python(
@@ -166,7 +167,7 @@ def _engine(state: UpState, home: Path) -> Service:
     if state.options.engine_config:
         command += ("--config", state.options.engine_config)
     health = f"{state.engine_url}/health"
-    return Service(
+    return ServiceSpec(
         "engine",
         command,
         client_environment(state),
@@ -177,7 +178,7 @@ def _engine(state: UpState, home: Path) -> Service:
     )
 
 
-def _worker(state: UpState, home: Path) -> Service:
+def _worker(state: UpState, home: Path) -> ServiceSpec:
     health = state.ports.worker
     command = _python(
         "prefect", "worker", "start", "--pool", state.options.pool, "--type", "process",
@@ -192,7 +193,7 @@ def _worker(state: UpState, home: Path) -> Service:
         "PYTHONPATH": os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH", "")))),
     }
     url = f"http://{LOOPBACK}:{health}/health"
-    return Service(
+    return ServiceSpec(
         "worker", command, environment, lambda: answers(url), start_seconds=120.0, needs="server"
     )
 
@@ -201,7 +202,7 @@ def worker_name(state: UpState) -> str:
     return f"{state.options.pool}-{state.id}"
 
 
-def _s3(state: UpState, home: Path) -> Service:
+def _s3(state: UpState, home: Path) -> ServiceSpec:
     folder = home / "s3"
     folder.mkdir(parents=True, exist_ok=True)
     credentials = {"accessKey": state.s3_key, "secretKey": state.s3_secret}
@@ -211,14 +212,14 @@ def _s3(state: UpState, home: Path) -> Service:
     ports = state.ports
     command = (
         # everything on loopback, and no telemetry: both are otherwise by default
-        weed_program(), "-logtostderr", "server", f"-dir={folder}", f"-ip={LOOPBACK}", f"-ip.bind={LOOPBACK}",
+        find_seaweedfs(), "-logtostderr", "server", f"-dir={folder}", f"-ip={LOOPBACK}", f"-ip.bind={LOOPBACK}",
         "-master.telemetry=false", "-master.volumeSizeLimitMB=1024", "-volume.max=100",
         f"-master.port={ports.master}", f"-volume.port={ports.volume}", f"-filer.port={ports.filer}", "-filer",
         "-s3", f"-s3.port={ports.s3}", f"-s3.ip.bind={LOOPBACK}", f"-s3.config={folder / 's3.json'}", "-s3.iam=false",
         "-s3.port.iceberg=0", "-s3.port.lance=0", "-webdav=false",
     )  # fmt: skip
-    environment = dict(os.environ) | {MARK: state.id}
-    return Service("s3", command, environment, lambda: make_bucket(state), start_seconds=90.0)
+    environment = dict(os.environ) | {UP_ID_ENV: state.id}
+    return ServiceSpec("s3", command, environment, lambda: make_bucket(state), start_seconds=90.0)
 
 
 def _python(*module: str) -> tuple[str, ...]:

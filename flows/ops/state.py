@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from flows.ops.processes import ProcessMark
+from flows.ops.processes import ProcessIdentity
 from storage.records import Frozen
 
 HOME = Path(".ostinato") / "up"
@@ -70,8 +70,8 @@ class UpState(Frozen):
     """The engine's bearer token."""
     s3_key: str = ""
     s3_secret: str = ""
-    supervisor: ProcessMark | None = None
-    services: dict[str, ProcessMark] = {}
+    supervisor: ProcessIdentity | None = None
+    services: dict[str, ProcessIdentity] = {}
     restarts: dict[str, int] = {}
     ready: bool = False
     """Whether all that was asked for answers and all deployments were made."""

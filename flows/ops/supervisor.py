@@ -17,9 +17,18 @@ from pathlib import Path
 import httpx
 import psutil
 
-from flows.ops.processes import FLOW_RUN, ProcessMark, end, environment_of, kill, marked, reap, spawn
-from flows.ops.reconcile import bring_back, reconcile
-from flows.ops.services import Service, client_environment, is_free, services, worker_name
+from flows.ops.processes import (
+    FLOW_RUN_ENV,
+    ProcessIdentity,
+    kill_all,
+    process_environment,
+    processes_of_up,
+    reap,
+    spawn,
+    terminate_all,
+)
+from flows.ops.reconcile import reconcile, reschedule_crashed_runs
+from flows.ops.services import ServiceSpec, client_environment, is_free, services, worker_name
 from flows.ops.state import UpError, UpState, forget_state, save_state
 
 TICK_SECONDS = 1.0
@@ -67,7 +76,7 @@ class Supervisor:
         self._lost_worker = not self._alive("worker")  # runs may wait for a worker that an earlier life lost
         self._seen: set[str] = set()
         self._brought_back = time.monotonic()
-        self._save(supervisor=ProcessMark.of(psutil.Process().pid), ready=False)
+        self._save(supervisor=ProcessIdentity.of(psutil.Process().pid), ready=False)
 
     def start(self) -> None:
         """All services, each once those it needs answer; adopts what lives. Raises UpError."""
@@ -107,19 +116,19 @@ class Supervisor:
         try:
             if self._alive("worker"):
                 # SIGKILL: on SIGTERM the worker would kill its flows before they have left their runs
-                kill(filter(None, [self.state.services["worker"].process()]))
+                kill_all(filter(None, [self.state.services["worker"].process()]))
             self._lost_worker = True
             self._find_lost_runs()
         finally:
             for service in reversed(self.services):
                 mark = self.state.services.get(service.name)
                 if mark is not None:
-                    end(filter(None, [mark.process()]), grace_seconds=service.grace_seconds)
+                    terminate_all(filter(None, [mark.process()]), grace_seconds=service.grace_seconds)
                     reap(mark)
-            end(marked(self.state.id), grace_seconds=10.0)
+            terminate_all(processes_of_up(self.state.id), grace_seconds=10.0)
             forget_state(self.home)
 
-    def _look(self, service: Service) -> None:
+    def _look(self, service: ServiceSpec) -> None:
         if self._alive(service.name):
             return
         now, backoff = time.time(), self._backoff[service.name]
@@ -139,18 +148,18 @@ class Supervisor:
         restarts = self.state.restarts | {service.name: self.state.restarts.get(service.name, 0) + 1}
         self._save(restarts=restarts)
 
-    def _lacks(self, service: Service) -> bool:
+    def _lacks(self, service: ServiceSpec) -> bool:
         needed = [other for other in self.services if other.name == service.needs]
         return not all(self._alive(other.name) and other.healthy() for other in needed)
 
     def _find_lost_runs(self) -> None:
         """The worker is gone: its flows, which nobody can cancel any more, are asked to leave their runs, and the
         server is told that these wait. Where the server is away, it is told later."""
-        flows = [process for process in marked(self.state.id) if FLOW_RUN in environment_of(process)]
-        self._seen |= {environment_of(process).get(FLOW_RUN, "") for process in flows}
+        flows = [process for process in processes_of_up(self.state.id) if FLOW_RUN_ENV in process_environment(process)]
+        self._seen |= {process_environment(process).get(FLOW_RUN_ENV, "") for process in flows}
         pids = {process.pid for process in flows}
-        end((process for process in flows if _parent(process) not in pids), grace_seconds=FLOW_GRACE_SECONDS)
-        kill(flows)
+        terminate_all((process for process in flows if _parent(process) not in pids), grace_seconds=FLOW_GRACE_SECONDS)
+        kill_all(flows)
         try:
             said = reconcile(
                 self.state.api_url, self.state.options.pool, worker=worker_name(self.state), seen=self._seen
@@ -168,18 +177,18 @@ class Supervisor:
         if not self._alive("server") or not self._alive("worker"):
             return
         try:
-            said = bring_back(self.state.api_url, self.state.options.pool)
+            said = reschedule_crashed_runs(self.state.api_url, self.state.options.pool)
         except httpx.HTTPError:
             return
         for line in said:
             self.say(line)
 
-    def _spawn(self, service: Service) -> None:
+    def _spawn(self, service: ServiceSpec) -> None:
         mark = spawn(service.command, environment=service.environment, log=self._log(service), folder=Path.cwd())
         self._save(services=self.state.services | {service.name: mark})
         self.say(f"{service.name} is started (pid {mark.pid})")
 
-    def _wait(self, service: Service) -> None:
+    def _wait(self, service: ServiceSpec) -> None:
         deadline = time.monotonic() + service.start_seconds
         while not service.healthy():
             if self.stop.is_set():
@@ -203,7 +212,7 @@ class Supervisor:
         self.state = self.state.model_copy(update=changes)
         save_state(self.home, self.state)
 
-    def _log(self, service: Service) -> Path:
+    def _log(self, service: ServiceSpec) -> Path:
         return self.home / f"{service.name}.log"
 
 

@@ -14,7 +14,7 @@ from prefect.exceptions import TerminationSignal
 
 
 @contextmanager
-def termination_kept() -> Iterator[None]:
+def reraise_termination() -> Iterator[None]:
     """Raises TerminationSignal for an error that came of one; any other as it is."""
     try:
         yield

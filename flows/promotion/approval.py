@@ -40,7 +40,7 @@ class Approval(Frozen):
     reason: str = Field("", max_length=10_000)
 
 
-async def ask(comparison: str, *, timeout_seconds: float) -> Approval | None:
+async def request_approval(comparison: str, *, timeout_seconds: float) -> Approval | None:
     """Pauses the flow run until a person answers; None when nobody does in time. An answer without a name is asked for
     again, within the same time."""
     loop = asyncio.get_running_loop()

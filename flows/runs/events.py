@@ -1,8 +1,8 @@
-"""What Ostinato tells a Prefect server besides states: events that automations answer. docs/operations.md has examples.
+"""Events that Ostinato sends to the Prefect server, for automations to react to. docs/operations.md has examples.
 
-Each function sends one event and returns; without a server it does nothing. The resource is what the event is about
-(`ostinato.model.<name>`, `ostinato.run.<key>`, `ostinato.dataset.<name>`); the flow run that sends it is a related
-resource.
+Each `emit_*` function sends one event and returns. Without a Prefect server it does nothing. The resource of an event
+is the model, run or dataset it is about (`ostinato.model.<name>`, `ostinato.run.<key>`, `ostinato.dataset.<name>`).
+Prefect adds the flow run that sent the event as a related resource.
 """
 
 from __future__ import annotations
@@ -12,17 +12,49 @@ from typing import Any
 from prefect.events import emit_event
 from prefect.settings import PREFECT_API_URL
 
+from storage.registry.decisions import CHAMPION, Decision
+from storage.store import keys
+from tasks.datasets.load import LoadedDataset
+from tasks.datasets.spec import DatasetSpec, DatasetUse, FileDataset, PythonDataset
+
 MODEL_PROMOTED = "ostinato.model.promoted"
 RUN_STALLED = "ostinato.run.stalled"
 EVAL_REGRESSED = "ostinato.eval.regressed"
 DATASET_REGISTERED = "ostinato.dataset.registered"
 
 
-def model_promoted(
+def announce_promotion(decision: Decision) -> None:
+    """Sends `ostinato.model.promoted` for a decision that moved the champion, which includes rollbacks.
+
+    A retry may send the event again. Receivers recognise the repetition by the payload's `decision`.
+    """
+    emit_model_promoted(
+        decision.model,
+        decision.version,
+        alias=CHAMPION,
+        number=decision.after + 1,
+        previous=decision.champion,
+        decision=keys.model_note(decision.model, "decisions", decision.id),
+    )
+
+
+def announce_dataset(data: LoadedDataset, spec: DatasetSpec, use: DatasetUse) -> None:
+    """Sends `ostinato.dataset.registered` if this load committed a new version of the dataset."""
+    if not data.new:
+        return
+    source = spec.source if isinstance(spec, FileDataset | PythonDataset) else spec.kind
+    name, version = keys.dataset_of(data.ref.key)
+    emit_dataset_registered(name, version, use=use, rows=data.rows, source=source, uri=data.ref.uri)
+
+
+def emit_model_promoted(
     name: str, version: str, *, alias: str, number: int, previous: str | None = None, decision: str | None = None
 ) -> None:
-    """`alias` of the model means `version` now. `number`: of the entry in the alias's log; `previous`: the version it
-    meant before; `decision`: logical key of the record that says why."""
+    """Sends the event that an alias of a model now refers to `version`.
+
+    `number` counts the entries of the alias's log. `previous` is the version that the alias referred to before.
+    `decision` is the logical key of the record with the reasons.
+    """
     payload = {
         "name": name,
         "version": version,
@@ -35,9 +67,12 @@ def model_promoted(
     _emit(MODEL_PROMOTED, "model", name, payload)
 
 
-def run_stalled(run: str, *, step: int, silent_seconds: float, usual_seconds: float | None) -> None:
-    """No step of the run has ended for `silent_seconds`, while they usually take `usual_seconds` (None: none has ended
-    yet). `step`: the 0-based one that is awaited."""
+def emit_run_stalled(run: str, *, step: int, silent_seconds: float, usual_seconds: float | None) -> None:
+    """Sends the event that no step of the run has finished for `silent_seconds`.
+
+    `step` is the 0-based step that has not finished. `usual_seconds` is the usual duration of a step, or None before
+    the first step has finished.
+    """
     payload = {
         "run": run,
         "step": step,
@@ -47,7 +82,7 @@ def run_stalled(run: str, *, step: int, silent_seconds: float, usual_seconds: fl
     _emit(RUN_STALLED, "run", run, payload)
 
 
-def eval_regressed(
+def emit_eval_regressed(
     name: str,
     version: str,
     *,
@@ -58,8 +93,11 @@ def eval_regressed(
     high: float,
     n: int,
 ) -> None:
-    """The version is worse than `baseline` on a dataset: the paired mean `difference` of `n` prompts and its confidence
-    interval."""
+    """Sends the event that a model version is worse than `baseline` on a dataset.
+
+    `difference` is the mean paired difference over `n` prompts. `low` and `high` are the ends of its confidence
+    interval.
+    """
     payload = {
         "name": name,
         "version": version,
@@ -74,9 +112,12 @@ def eval_regressed(
     _emit(EVAL_REGRESSED, "model", name, payload)
 
 
-def dataset_registered(name: str, version: str, *, use: str, rows: int, source: str, uri: str) -> None:
-    """The store has a version of a dataset that it did not have. `use`: prompt or completion; `source`: the file it was
-    read from, or what made it."""
+def emit_dataset_registered(name: str, version: str, *, use: str, rows: int, source: str, uri: str) -> None:
+    """Sends the event that the store has a new version of a dataset.
+
+    `use` is prompt, completion, preference or rating. `source` is the file that was read, or the code that produced
+    the rows.
+    """
     payload = {
         "name": name,
         "version": version,
@@ -90,7 +131,8 @@ def dataset_registered(name: str, version: str, *, use: str, rows: int, source: 
 
 
 def _emit(event: str, kind: str, name: str, payload: dict[str, Any]) -> None:
+    # without a configured server Prefect would start a temporary one, and lose the event with it
     if not PREFECT_API_URL.value():
-        return  # Prefect would start a server of its own, to tell it and to forget it
+        return
     resource = {"prefect.resource.id": f"ostinato.{kind}.{name}", "prefect.resource.name": name}
     emit_event(event=event, resource=resource, payload=payload)

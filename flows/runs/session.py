@@ -18,12 +18,12 @@ from engine.workspace import Workspace
 from flows.configs.common import DatasetSource, FlowConfig, TrainingConfig
 from flows.display.terminal import TerminalProgress
 from flows.ops.attempts import check_attempts
-from flows.ops.place import placed
-from flows.ops.run_keys import current_key
-from flows.ops.termination import termination_kept
+from flows.ops.deployment_settings import with_deployment_settings
+from flows.ops.run_keys import current_run_key
+from flows.ops.termination import reraise_termination
 from flows.runs.code_version import code_version
 from flows.runs.estimate import estimate
-from flows.runs.registration import tell_registered
+from flows.runs.events import announce_dataset
 from flows.training.watch import say_left
 from storage.chain.fork import check_fork
 from storage.chain.leases import acquire, release
@@ -42,7 +42,7 @@ from tasks.load import load_prompts
 
 log = logging.getLogger(__name__)
 
-GOODBYE_SECONDS = 10.0
+RELEASE_TIMEOUT = 10.0
 """How long a worker that ends waits for a sign of life of an engine server. An engine that is at it may take longer."""
 
 
@@ -68,11 +68,11 @@ class RunSession:
 
 def run_key(flow_name: str, config: FlowConfig) -> str:
     """The configured key, or one made from the flow run, which Prefect keeps over retries."""
-    return config.run or current_key(flow_name)
+    return config.run or current_run_key(flow_name)
 
 
 def open_workspace(flow_name: str, config: FlowConfig) -> Workspace:
-    """Where the run of a placed config works. Nothing is written yet. Raises TooManyAttempts."""
+    """The workspace of the flow run that runs here. Nothing is written yet. Raises TooManyAttempts."""
     run = run_key(flow_name, config)
     check_attempts(run)
     return workspace_of(config, run)
@@ -107,8 +107,8 @@ async def open_run(
         DoesNotFit: the engine's memory or the store's disk cannot hold it.
         ForkRefused: the run is a fork whose copy was interrupted.
     """
-    with termination_kept():
-        config = placed(config)
+    with reraise_termination():
+        config = with_deployment_settings(config)
         workspace = open_workspace(flow_name, config)
         check_fork(workspace.open_store(), workspace.run)
         data = _load(workspace, config.data.train, use)
@@ -141,12 +141,12 @@ async def open_run(
             say_left()
             raise
         finally:
-            await leave(workspace)
+            await release_run(workspace)
 
 
 def _load(workspace: Workspace, source: DatasetSource, use: DatasetUse) -> LoadedDataset:
     data = load_prompts(workspace, source, use)
-    tell_registered(data, source, use)
+    announce_dataset(data, source, use)
     return data
 
 
@@ -165,19 +165,19 @@ def take_lease(workspace: Workspace) -> Workspace:
     return workspace.model_copy(update={"epoch": epoch})
 
 
-async def leave(workspace: Workspace) -> None:
+async def release_run(workspace: Workspace) -> None:
     """Gives the run back, however its flow ended: the engine checkpoints what moved past its last checkpoint and may
     send its weights away, and the lease says that nobody acts any more. What fails here harms nothing: the next holder
     takes a higher epoch, and an engine forgets whom it does not hear from."""
     await tear_down_idle_graders()
-    await tell_engine_done(workspace)
+    await release_engine(workspace)
     try:
         release(workspace.open_store(), workspace.run, workspace.epoch)
     except StorageError as error:
         log.warning("run %s was left with its lease: %s", workspace.run, error)
 
 
-async def tell_engine_done(workspace: Workspace) -> None:
+async def release_engine(workspace: Workspace) -> None:
     """The run's weights may leave the engine's memory first. What fails here is logged."""
     try:
         await _hasty(workspace).connect().release(workspace.run, epoch=workspace.epoch)
@@ -191,8 +191,8 @@ def _hasty(workspace: Workspace) -> Workspace:
     if not isinstance(spec, HttpEngineSpec):
         return workspace
     hasty = {
-        "patience_seconds": min(spec.patience_seconds, GOODBYE_SECONDS),
-        "timeout_seconds": min(spec.timeout_seconds, GOODBYE_SECONDS),
+        "patience_seconds": min(spec.patience_seconds, RELEASE_TIMEOUT),
+        "timeout_seconds": min(spec.timeout_seconds, RELEASE_TIMEOUT),
     }
     return workspace.model_copy(update={"engine": spec.model_copy(update=hasty)})
 

@@ -85,7 +85,7 @@ class Journal:
         self._resumed = False
         write_metrics(self.store, policy, metrics)
         self.logger.step(metrics)
-        self.page.stepped(metrics, rollouts, graded)
+        self.page.add_step(metrics, rollouts, graded)
         self.loggers.step(metrics)
         self._notify(policy.step)
         self.watch.stepped(policy.step - 1)
@@ -125,7 +125,7 @@ class Journal:
     def _validated(self, validation: Validation) -> None:
         figures = "  ".join(f"{measure} {value:.4f}" for measure, value in validation.measures.items())
         self.logger.note(f"{validation.name} after {validation.step} steps: {figures or 'nothing'}")
-        self.page.validated(validation)
+        self.page.add_validation(validation)
         self.loggers.validation(validation)
 
     async def __aenter__(self) -> Self:

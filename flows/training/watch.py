@@ -23,7 +23,7 @@ from prefect.context import FlowRunContext
 from prefect.events import emit_event
 from prefect.exceptions import Pause, PrefectHTTPStatusError
 
-from flows.runs.events import run_stalled
+from flows.runs.events import emit_run_stalled
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class RunWatch:
         if not self._told and silent > max(STALLED_SECONDS, STALLED_FACTOR * (usual or 0.0)):
             self._told = True
             log.warning("run %s: step %d has not ended for %.0f s", self.run, self.step + 1, silent)
-            run_stalled(self.run, step=self.step, silent_seconds=silent, usual_seconds=usual)
+            emit_run_stalled(self.run, step=self.step, silent_seconds=silent, usual_seconds=usual)
 
     def _watch(self) -> None:
         while not self._stop.wait(self._poll):

@@ -329,7 +329,7 @@ def test_an_interrupted_run_resumes_and_ends_in_the_same_bytes(
     checkpoints = {"frequency": None, "recovery_steps": recovery_steps, "keep_last": 9}
     interrupt_at(monkeypatch, at, step=3)
     for module in (flows.runs.session, flows.ops.hooks):  # as who is killed does
-        monkeypatch.setattr(module, "leave", leave_without_a_word)
+        monkeypatch.setattr(module, "release_run", leave_without_a_word)
     with pytest.raises(Interrupted):
         toy.run("interrupted", algorithm__steps=5, checkpoints=checkpoints)
     assert list(toy.chain("interrupted").steps()) == [1, 2, 3]

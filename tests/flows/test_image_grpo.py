@@ -74,7 +74,7 @@ def run(prefect_server: str, tmp_path: Path, vision_folder: Path) -> Run:
 def test_an_interrupted_run_over_images_ends_in_the_same_bytes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupt_at(monkeypatch, "take_gradient_step", step=1)
     for module in (flows.runs.session, flows.ops.hooks):  # as who is killed does
-        monkeypatch.setattr(module, "leave", leave_without_a_word)
+        monkeypatch.setattr(module, "release_run", leave_without_a_word)
     with pytest.raises(Interrupted):
         run("interrupted")
     assert list(run.chain("interrupted").steps()) == [1]

@@ -167,7 +167,7 @@ def test_a_retry_after_an_end_anywhere_near_the_decision_decides_once(
     module, name = {
         "before the decision": (flows.recurring, "decide"),
         "before the move": (storage.registry.decisions, "enforce"),
-        "after the move": (flows.recurring, "announce"),
+        "after the move": (flows.recurring, "announce_promotion"),
     }[where]  # fmt: skip
     real = getattr(module, name)
 

@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from flows.cli.log_file import log_file
-from flows.cli.runner import attend
+from flows.cli.runner import run_with_server
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_a_defect_ends_in_one_line_and_the_file(prefect_server: str) -> None:
         raise KeyError("steps")
 
     screen = Console(file=io.StringIO(), width=40)
-    status, _ = attend(fails, screen, what="it", log_name="run", server=prefect_server)
+    status, _ = run_with_server(fails, screen, what="it", log_name="run", server=prefect_server)
     assert status == 1
     assert screen.file.getvalue() == (  # type: ignore[attr-defined]
         "unexpected KeyError: 'steps'\nthe traceback is in .ostinato/logs/run.log\n"

@@ -19,7 +19,7 @@ from prefect.runtime import flow_run
 
 from engine.http.report_links import proof_of
 from engine.specs.engine import HttpEngineSpec, LocalEngineSpec
-from flows.display.live_page import STEPS_KEPT, FlowRunPage, RunPage, links_of
+from flows.display.live_page import MAX_STEPS, FlowRunPage, RunPage, page_links
 from storage.chain.records import PolicyRef
 from storage.store.identity import store_id
 from storage.store.objects import open_store
@@ -57,7 +57,7 @@ def test_the_end_of_a_loop_shows_its_last_step(tmp_path: Path) -> None:
     page = Shown()
     with run_page(tmp_path, page, every_seconds=3600) as running:
         for step in range(30):
-            running.stepped(a_step(step))
+            running.add_step(a_step(step))
     kind, data, said = page.now["progress"]
     assert (kind, data, said) == ("progress", 100.0, "step 30 of 30")
     kind, markdown, said = page.now["training"]
@@ -69,12 +69,12 @@ def test_the_end_of_a_loop_shows_its_last_step(tmp_path: Path) -> None:
 def test_between_two_updates_there_is_time(tmp_path: Path) -> None:
     page = Shown()
     with run_page(tmp_path, page, every_seconds=3600) as running:
-        running.stepped(a_step(0))
+        running.add_step(a_step(0))
         deadline = time.monotonic() + 60
         while "training" not in page.now:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        running.stepped(a_step(1))
+        running.add_step(a_step(1))
         assert "step 1 of 30" in page.now["training"][1]
     assert "step 2 of 30" in page.now["training"][1]
 
@@ -85,7 +85,7 @@ def test_a_page_that_fails_is_said_once_and_the_loop_goes_on(
     page = Shown(fails=httpx.ConnectError("the server is away"))
     running = run_page(tmp_path, page)
     for step in range(3):
-        running.stepped(a_step(step))
+        running.add_step(a_step(step))
         running._try(running.update)
     assert page.times == 3
     assert [record.getMessage() for record in caplog.records if record.name == "flows.display.live_page"] == [
@@ -94,7 +94,7 @@ def test_a_page_that_fails_is_said_once_and_the_loop_goes_on(
 
 
 def test_a_page_that_hangs_holds_nothing_but_its_own_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flows.display.live_page.LAST_SECONDS", 0.05)
+    monkeypatch.setattr("flows.display.live_page.FINAL_UPDATE_TIMEOUT", 0.05)
     hangs = threading.Event()
 
     class Hanging(Shown):
@@ -106,7 +106,7 @@ def test_a_page_that_hangs_holds_nothing_but_its_own_thread(tmp_path: Path, monk
     try:
         with run_page(tmp_path, page) as running:
             for step in range(1000):
-                running.stepped(a_step(step, 1000))
+                running.add_step(a_step(step, 1000))
         assert page.times <= 1
     finally:
         hangs.set()
@@ -117,14 +117,14 @@ def test_a_resumed_loop_shows_the_steps_before_it(tmp_path: Path) -> None:
     for step in range(5):
         write_metrics(store, POLICY, a_step(step).model_copy(update={"loss": 9.0}))
     with run_page(tmp_path, page, policy=POLICY.model_copy(update={"step": 5})) as running:
-        running.stepped(a_step(5))
+        running.add_step(a_step(5))
     assert "| loss | 9 | 2 | 2 | 9 |" in page.now["training"][1]
 
 
 def test_an_endless_loop_has_no_progress_bar(tmp_path: Path) -> None:
     page = Shown()
     with run_page(tmp_path, page, total=None) as running:
-        running.stepped(a_step(0, None))
+        running.add_step(a_step(0, None))
     assert set(page.now) == {"training"}
     assert page.now["training"][2] == "step 1"
 
@@ -133,28 +133,28 @@ def test_other_stages_and_models_have_pages_of_their_own(tmp_path: Path) -> None
     page = Shown()
     other = POLICY.model_copy(update={"stage": "1-grpo", "model": "Judge_2"})
     with run_page(tmp_path, page, policy=other) as running:
-        running.stepped(a_step(0))
+        running.add_step(a_step(0))
     assert set(page.now) == {"progress-judge-2-1-grpo", "training-judge-2-1-grpo"}
 
 
 def test_a_long_run_keeps_a_bounded_number_of_steps(tmp_path: Path) -> None:
     running = run_page(tmp_path, Shown())
-    for step in range(3 * STEPS_KEPT):
-        running.stepped(a_step(step, None))
+    for step in range(3 * MAX_STEPS):
+        running.add_step(a_step(step, None))
     kept = [step.step for step in running._steps]
-    assert len(kept) <= STEPS_KEPT
-    assert kept[0] == 0 and kept[-1] == 3 * STEPS_KEPT - 1
+    assert len(kept) <= MAX_STEPS
+    assert kept[0] == 0 and kept[-1] == 3 * MAX_STEPS - 1
 
 
 def test_links(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     engine = HttpEngineSpec(url="http://127.0.0.1:9/")
     proof = proof_of(store_id(store), "r")
-    assert links_of(store, "r", engine) == {
+    assert page_links(store, "r", engine) == {
         "report, once the run has ended": f"http://127.0.0.1:9/reports/r?proof={proof}",
         "metrics of the engine": "http://127.0.0.1:9/metrics",
     }
-    assert links_of(store, "r", LocalEngineSpec()) == {
+    assert page_links(store, "r", LocalEngineSpec()) == {
         "report, once the run has ended": str(tmp_path / "runs" / "r" / "report.html")
     }
 
@@ -178,7 +178,7 @@ def test_thirty_updates_leave_one_version_of_each_artifact(
         for first in (0, 15):  # a second attempt finds what the first one made
             running = run_page(tmp_path, None)
             for step in range(first, first + 15):
-                running.stepped(a_step(step))
+                running.add_step(a_step(step))
                 running.update()
         emit_event("ostinato.test.last", resource={"prefect.resource.id": f"ostinato.test.{flow_run.id}"})
         return str(flow_run.id)

@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from flows.display.terminal import TerminalProgress, duration, step_line
+from flows.display.terminal import TerminalProgress, format_duration, step_line
 from tasks.reports.metrics import StepMetrics
 
 
@@ -132,4 +132,4 @@ def test_a_step_without_a_start_begins_there() -> None:
 
 def test_durations() -> None:
     seconds = (0, 59.6, 185, 7620, 3 * 86400 + 4 * 3600)
-    assert [duration(value) for value in seconds] == ["0s", "1m00s", "3m05s", "2h07m", "3d04h"]
+    assert [format_duration(value) for value in seconds] == ["0s", "1m00s", "3m05s", "2h07m", "3d04h"]

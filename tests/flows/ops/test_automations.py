@@ -85,9 +85,11 @@ def test_a_person_is_told_of_each_event(server: Site, webhook: Webhook, tmp_path
     body = {"subject": "{{subject}}", "body": "{{body}}"}
     block = CustomWebhookNotificationBlock(name="test", url=webhook.url, method="POST", json_data=body)
     create(server, "notify", tmp_path, BLOCK_ID=str(block.save("told", overwrite=True)))
-    events.model_promoted("sums", "v2", alias="champion", number=3, previous="v1")
-    events.run_stalled("grpo-1", step=4, silent_seconds=700.0, usual_seconds=2.0)
-    events.eval_regressed("sums", "v2", baseline="sums@v1", dataset="all", difference=-0.1, low=-0.2, high=-0.01, n=50)
+    events.emit_model_promoted("sums", "v2", alias="champion", number=3, previous="v1")
+    events.emit_run_stalled("grpo-1", step=4, silent_seconds=700.0, usual_seconds=2.0)
+    events.emit_eval_regressed(
+        "sums", "v2", baseline="sums@v1", dataset="all", difference=-0.1, low=-0.2, high=-0.01, n=50
+    )
     wait_for(lambda: len(webhook.heard) >= 3, seconds=60)
     told = {each["subject"]: json.loads(each["body"]) for each in webhook.heard}
     assert set(told) == {
@@ -101,7 +103,7 @@ def test_a_person_is_told_of_each_event(server: Site, webhook: Webhook, tmp_path
 
 def test_a_promoted_model_is_evaluated(server: Site, tmp_path: Path) -> None:
     create(server, "evaluate-promoted", tmp_path, DEPLOYMENT_ID=server.deployment("evaluation"))
-    events.model_promoted("sums", "v2", alias="champion", number=3, previous="v1")
+    events.emit_model_promoted("sums", "v2", alias="champion", number=3, previous="v1")
     wait_for(lambda: bool(server.runs_of("evaluation")), seconds=60)
     (run,) = server.runs_of("evaluation")
     assert run["parameters"]["config"]["models"] == ["sums@v2"]

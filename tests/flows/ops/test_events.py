@@ -17,12 +17,16 @@ from flows.runs import events
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "automations"
 SENT = {
-    "ostinato.model.promoted": lambda: events.model_promoted("sums", "v2", alias="champion", number=3, previous="v1"),
-    "ostinato.run.stalled": lambda: events.run_stalled("grpo-1", step=4, silent_seconds=700.04, usual_seconds=None),
-    "ostinato.eval.regressed": lambda: events.eval_regressed(
+    "ostinato.model.promoted": lambda: events.emit_model_promoted(
+        "sums", "v2", alias="champion", number=3, previous="v1"
+    ),
+    "ostinato.run.stalled": lambda: events.emit_run_stalled(
+        "grpo-1", step=4, silent_seconds=700.04, usual_seconds=None
+    ),
+    "ostinato.eval.regressed": lambda: events.emit_eval_regressed(
         "sums", "v2", baseline="sums@v1", dataset="heldout", difference=-0.1, low=-0.2, high=-0.01, n=50
     ),
-    "ostinato.dataset.registered": lambda: events.dataset_registered(
+    "ostinato.dataset.registered": lambda: events.emit_dataset_registered(
         "sums", "0a1b", use="prompt", rows=12, source="data/sums.jsonl", uri="datasets/sums/0a1b/threads#00"
     ),
 }

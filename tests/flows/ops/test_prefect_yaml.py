@@ -14,7 +14,7 @@ from prefect.utilities.callables import parameter_schema
 
 from flows.configs.overrides import ConfigError
 from flows.ops.attempts import MAX_ATTEMPTS_ENV
-from flows.ops.automations import SILENT_SECONDS, TAG, automations
+from flows.ops.automations import HEARTBEAT_TIMEOUT_SECONDS, TAG, automations
 from flows.ops.deployments import deployments_in, find_prefect_yaml
 from flows.ops.hooks import ON_END
 from flows.ops.services import HEARTBEAT_SECONDS
@@ -100,7 +100,7 @@ def test_a_second_scheduled_run_does_not_wait_behind_the_first() -> None:
 
 def test_automations_wait_for_silence_and_touch_only_our_runs() -> None:
     silent, crashed, _ = automations()
-    assert SILENT_SECONDS >= 3 * HEARTBEAT_SECONDS
+    assert HEARTBEAT_TIMEOUT_SECONDS >= 3 * HEARTBEAT_SECONDS
     for automation in (silent, crashed):
         trigger: Any = automation.trigger
         assert trigger.posture.value == "Proactive"

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from flows.ops import reconcile as module
-from flows.ops.reconcile import bring_back, reconcile
+from flows.ops.reconcile import reconcile, reschedule_crashed_runs
 
 
 def a_run(number: int, state: str) -> dict[str, Any]:
@@ -111,6 +111,6 @@ def test_a_crash_that_no_automation_answered(played: Any, seconds: int, tag: str
     run = a_run(7, state) | {"tags": [tag], "state": {"timestamp": (now - timedelta(seconds=seconds)).isoformat()}}
     server = Server([run], [])
     played(server)
-    said = bring_back("http://server/api", "pool", now=now)
+    said = reschedule_crashed_runs("http://server/api", "pool", now=now)
     assert said == (["run 7: had crashed, is scheduled"] if back else [])
     assert {run: state["name"] for run, state in server.states.items()} == ({"id-7": "AwaitingRetry"} if back else {})

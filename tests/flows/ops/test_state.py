@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from flows.ops import processes
-from flows.ops.processes import MARK, ProcessMark, end, marked, reap, spawn
+from flows.ops.processes import UP_ID_ENV, ProcessIdentity, processes_of_up, reap, spawn, terminate_all
 from flows.ops.state import (
     Ports,
     UpError,
@@ -42,7 +42,7 @@ def some_state(**changes: object) -> UpState:
 
 def test_the_state_comes_back_and_only_its_owner_reads_it(tmp_path: Path) -> None:
     assert load_state(tmp_path) is None
-    state = some_state(services={"engine": ProcessMark(pid=3, created=4.5)}, ready=True)
+    state = some_state(services={"engine": ProcessIdentity(pid=3, created=4.5)}, ready=True)
     save_state(tmp_path, state)
     assert load_state(tmp_path) == state
     assert stat.S_IMODE(state_file(tmp_path).stat().st_mode) == 0o600
@@ -72,7 +72,7 @@ def test_there_is_one_supervisor_of_a_folder(tmp_path: Path) -> None:
 
 
 def test_a_pid_that_is_anothers_by_now_is_not_ours() -> None:
-    mine = ProcessMark.of(os.getpid())
+    mine = ProcessIdentity.of(os.getpid())
     assert mine is not None
     assert mine.alive
     assert not mine.model_copy(update={"created": mine.created - 5}).alive
@@ -81,16 +81,16 @@ def test_a_pid_that_is_anothers_by_now_is_not_ours() -> None:
 def test_processes_are_found_by_their_mark_with_all_they_start_and_end_hard_where_they_must(tmp_path: Path) -> None:
     identity = f"test-{os.getpid()}"
     parent = [sys.executable, "-c", f"import subprocess; subprocess.Popen({STUBBORN!r}).wait()"]
-    mark = spawn(parent, environment=dict(os.environ) | {MARK: identity}, log=tmp_path / "log", folder=tmp_path)
+    mark = spawn(parent, environment=dict(os.environ) | {UP_ID_ENV: identity}, log=tmp_path / "log", folder=tmp_path)
     stranger = subprocess.Popen(SLEEP)
     try:
         while (tmp_path / "log").read_text() != "ready\n":
             assert mark.alive
-        found = marked(identity)
+        found = processes_of_up(identity)
         assert len(found) == 2
         assert mark.pid in {process.pid for process in found}
-        end(found, grace_seconds=0.2)
-        assert marked(identity) == []
+        terminate_all(found, grace_seconds=0.2)
+        assert processes_of_up(identity) == []
         reap(mark)
         assert not psutil.pid_exists(mark.pid)
         assert stranger.poll() is None
@@ -114,11 +114,11 @@ def test_another_users_environment_is_empty_and_not_an_error(monkeypatch: pytest
         raise psutil.AccessDenied(1)
 
     monkeypatch.setattr(psutil.Process, "environ", refused)
-    assert processes.environment_of(psutil.Process()) == {}
+    assert processes.process_environment(psutil.Process()) == {}
 
 
 def test_status_says_who_lives() -> None:
-    me, gone = ProcessMark.of(os.getpid()), ProcessMark(pid=2**22 - 1, created=1.0)
+    me, gone = ProcessIdentity.of(os.getpid()), ProcessIdentity(pid=2**22 - 1, created=1.0)
     state = some_state(supervisor=me, services={"engine": gone}, restarts={"engine": 2})
     assert status(state) == {
         "supervisor": {"pid": os.getpid(), "alive": True, "restarts": 0},

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from flows.ops import supervisor as module
-from flows.ops.processes import FLOW_RUN, MARK, ProcessMark, marked, spawn
-from flows.ops.services import Service
+from flows.ops.processes import FLOW_RUN_ENV, UP_ID_ENV, ProcessIdentity, processes_of_up, spawn
+from flows.ops.services import ServiceSpec
 from flows.ops.state import Ports, UpError, UpOptions, UpState, load_state
 from flows.ops.supervisor import MAX_BACKOFF_SECONDS, STEADY_SECONDS, Backoff, Supervisor
 
@@ -41,8 +41,8 @@ class World:
         )
         return Supervisor(self.home, state, self.said.append, self._deploy)
 
-    def flow(self, flow_run: str) -> ProcessMark:
-        environment = dict(os.environ) | {MARK: self.id, FLOW_RUN: flow_run}
+    def flow(self, flow_run: str) -> ProcessIdentity:
+        environment = dict(os.environ) | {UP_ID_ENV: self.id, FLOW_RUN_ENV: flow_run}
         command = [sys.executable, "-c", SLEEP]
         return spawn(command, environment=environment, log=self.home / "flow.log", folder=self.home)
 
@@ -53,10 +53,10 @@ class World:
         self.told.append((pool, worker, set(seen)))
         return []
 
-    def _services(self, _state: UpState, _home: Path) -> list[Service]:
-        environment = dict(os.environ) | {MARK: self.id}
+    def _services(self, _state: UpState, _home: Path) -> list[ServiceSpec]:
+        environment = dict(os.environ) | {UP_ID_ENV: self.id}
         return [
-            Service(name, (sys.executable, "-c", program), environment, lambda: True, 10.0, grace_seconds=5.0)
+            ServiceSpec(name, (sys.executable, "-c", program), environment, lambda: True, 10.0, grace_seconds=5.0)
             for name, program in self.programs.items()
         ]
 
@@ -65,7 +65,7 @@ class World:
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     made = World(tmp_path, monkeypatch)
     yield made
-    for process in marked(made.id):
+    for process in processes_of_up(made.id):
         process.kill()
 
 
@@ -109,7 +109,7 @@ def test_what_is_killed_is_started_again_and_counted(world: World) -> None:
         supervisor.stop.set()
         thread.join()
         supervisor.close()
-    assert marked(world.id) == []
+    assert processes_of_up(world.id) == []
     assert load_state(world.home) is None
 
 
@@ -178,17 +178,17 @@ def test_the_next_supervisor_takes_over_what_a_killed_one_left(world: World) -> 
 def test_a_service_that_ends_at_its_start_is_an_error_with_its_log(world: World) -> None:
     world.programs["engine"] = BROKEN
     supervisor = world.supervisor()
-    supervisor.services[1] = Service(
+    supervisor.services[1] = ServiceSpec(
         "engine", supervisor.services[1].command, supervisor.services[1].environment, lambda: False, 10.0
     )
     with pytest.raises(UpError, match=r"(?s)engine ended while it was starting.*engine\.log.*no room at the inn"):
         supervisor.start()
     supervisor.close()
-    assert marked(world.id) == []
+    assert processes_of_up(world.id) == []
 
 
 def test_a_port_of_somebody_else_is_said(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "is_free", lambda port: False)
     with pytest.raises(UpError, match=r"port 4200 of 127\.0\.0\.1 is in use.*--port"):
         world.supervisor().start()
-    assert marked(world.id) == []
+    assert processes_of_up(world.id) == []

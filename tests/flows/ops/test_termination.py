@@ -12,7 +12,7 @@ from prefect.client.schemas.filters import FlowFilter, FlowFilterName
 from prefect.exceptions import TerminationSignal
 from prefect.flow_runs import FlowRun
 
-from flows.ops.termination import termination_kept
+from flows.ops.termination import reraise_termination
 
 
 @task
@@ -22,7 +22,7 @@ async def work(number: int) -> int:
 
 @flow
 async def ended() -> None:
-    with termination_kept():
+    with reraise_termination():
         await work(1)
 
 
@@ -62,7 +62,7 @@ def test_a_flow_that_sigterm_ends_while_a_task_run_is_created_has_crashed(
 
 
 def test_another_error_stays_what_it_is() -> None:
-    with pytest.raises(ValueError, match="another"), termination_kept():
+    with pytest.raises(ValueError, match="another"), reraise_termination():
         try:
             raise KeyError("first")
         except KeyError:

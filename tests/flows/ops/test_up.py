@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from flows.ops.processes import marked
+from flows.ops.processes import processes_of_up
 from flows.ops.services import free_port
 from flows.ops.state import UpState, load_state
 from storage.chain.leases import current_epoch, is_held
@@ -80,7 +80,7 @@ def place(tmp_path: Path, tiny_folder: Path) -> Iterator[Up]:
         if state is not None:
             if state.supervisor is not None and state.supervisor.alive:  # it would start again what is killed below
                 os.kill(state.supervisor.pid, signal.SIGKILL)
-            for process in marked(state.id):
+            for process in processes_of_up(state.id):
                 process.kill()
 
 
@@ -162,7 +162,7 @@ def test_down_and_a_killed_supervisor_lose_no_run(place: Up) -> None:
     place.up()
     assert place.state.services == first.services  # taken over, not started again
     place.cli("down")
-    assert marked(first.id) == []
+    assert processes_of_up(first.id) == []
     assert load_state(place.home) is None
     assert not is_held(place.store, "moved")
     place.up()

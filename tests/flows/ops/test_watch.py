@@ -22,7 +22,7 @@ class Clock:
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
     heard: list[dict[str, object]] = []
-    monkeypatch.setattr(watch, "run_stalled", lambda run, **body: heard.append({"run": run, **body}))
+    monkeypatch.setattr(watch, "emit_run_stalled", lambda run, **body: heard.append({"run": run, **body}))
     return heard
 
 

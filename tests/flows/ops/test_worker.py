@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from flows.ops.processes import FLOW_RUN, environment_of
+from flows.ops.processes import FLOW_RUN_ENV, process_environment
 from storage.chain.leases import is_held
 from storage.inspect.run_listing import list_runs
 from storage.registry.decisions import champion_of
@@ -49,7 +49,7 @@ def test_a_run_whose_worker_was_ended_by_sigterm_goes_on_with_the_next_worker(
     run = site.start("moved", steps=60)
     wait_for(lambda: site.steps("moved") >= 3)
     site.end(worker, signal.SIGTERM)
-    assert not [each for each in psutil.process_iter() if environment_of(each).get(FLOW_RUN) == run]
+    assert not [each for each in psutil.process_iter() if process_environment(each).get(FLOW_RUN_ENV) == run]
     reached = site.steps("moved")
     assert reached < 60
     site.work()

@@ -10,7 +10,7 @@ import pytest
 from engine.specs.engine import HttpEngineSpec
 from engine.workspace import Workspace
 from flows.runs import session
-from flows.runs.session import leave, take_lease
+from flows.runs.session import release_run, take_lease
 from storage.chain.leases import current_epoch, is_held
 from tests.fixtures.engines import PROVENANCE
 
@@ -24,7 +24,7 @@ def workspace_at(port: int) -> Workspace:
 async def test_an_engine_that_is_away_does_not_keep_a_worker_from_ending(
     listening: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session, "GOODBYE_SECONDS", 0.2)
+    monkeypatch.setattr(session, "RELEASE_TIMEOUT", 0.2)
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         if listening:
@@ -32,6 +32,6 @@ async def test_an_engine_that_is_away_does_not_keep_a_worker_from_ending(
         workspace = workspace_at(server.getsockname()[1])
         assert is_held(workspace.open_store(), "r")
         async with asyncio.timeout(60):  # an hour, by the patience of the run
-            await leave(workspace)
+            await release_run(workspace)
     assert current_epoch(workspace.open_store(), "r") == workspace.epoch == 1
     assert not is_held(workspace.open_store(), "r")

@@ -16,10 +16,10 @@ from engine.specs.engine import HttpEngineSpec, LocalEngineSpec
 from engine.workspace import Workspace
 from flows.configs.common import FlowConfig, StorageConfig
 from flows.configs.overrides import ConfigError
-from flows.ops import attempts, hooks, place
+from flows.ops import attempts, deployment_settings, hooks
 from flows.ops.attempts import TooManyAttempts, check_attempts
-from flows.ops.processes import FLOW_RUN
-from flows.ops.run_keys import key_of
+from flows.ops.processes import FLOW_RUN_ENV
+from flows.ops.run_keys import run_key_of
 from storage.chain import leases
 from storage.chain.leases import is_held
 from storage.store.objects import open_store
@@ -33,42 +33,43 @@ def server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OSTINATO_ENGINE_TOKEN", "")
     monkeypatch.delenv("OSTINATO_ENGINE_TOKEN")
     block = type("Block", (), {"get": lambda self: DEPLOYED["engine"]})
-    monkeypatch.setattr(place.Variable, "get", lambda name, _sync: DEPLOYED[name])
-    monkeypatch.setattr(place.Secret, "load", lambda name, _sync: block())
+    monkeypatch.setattr(deployment_settings.Variable, "get", lambda name, _sync: DEPLOYED[name])
+    monkeypatch.setattr(deployment_settings.Secret, "load", lambda name, _sync: block())
 
 
 def test_a_deployed_config_that_names_no_place_gets_the_deployments(server: None) -> None:
-    config = place.placed(FlowConfig(seed=3), deployed=True)
+    config = deployment_settings.with_deployment_settings(FlowConfig(seed=3), deployed=True)
     assert config == FlowConfig(
         seed=3, storage=StorageConfig(url="s3://bucket/data"), engine=HttpEngineSpec(url="http://engine:8777")
     )
     assert os.environ["OSTINATO_ENGINE_TOKEN"] == "t" * 32
     assert "t" * 32 not in config.model_dump_json()
-    assert place.placed(config, deployed=True) == config
+    assert deployment_settings.with_deployment_settings(config, deployed=True) == config
 
 
 def test_what_a_config_names_is_kept(server: None) -> None:
     named = FlowConfig(storage=StorageConfig(url="/elsewhere"), engine=LocalEngineSpec(threads=1))
-    assert place.placed(named, deployed=True) == named
+    assert deployment_settings.with_deployment_settings(named, deployed=True) == named
 
 
 def test_a_run_from_a_terminal_asks_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: Any, **__: Any) -> None:
         raise AssertionError("asked")
 
-    monkeypatch.delenv(FLOW_RUN, raising=False)
-    monkeypatch.setattr(place, "_now", refused)
-    assert place.placed(FlowConfig()) == FlowConfig()
-    monkeypatch.setenv(FLOW_RUN, str(uuid4()))
+    monkeypatch.delenv(FLOW_RUN_ENV, raising=False)
+    monkeypatch.setattr(deployment_settings, "_now", refused)
+    assert deployment_settings.with_deployment_settings(FlowConfig()) == FlowConfig()
+    monkeypatch.setenv(FLOW_RUN_ENV, str(uuid4()))
     with pytest.raises(AssertionError, match="asked"):
-        place.placed(FlowConfig())
+        deployment_settings.with_deployment_settings(FlowConfig())
 
 
 def test_a_block_that_holds_something_else_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(place.Variable, "get", lambda name, _sync: None)
-    monkeypatch.setattr(place.Secret, "load", lambda name, _sync: type("Block", (), {"get": lambda self: "a word"})())
+    monkeypatch.setattr(deployment_settings.Variable, "get", lambda name, _sync: None)
+    block = type("Block", (), {"get": lambda self: "a word"})
+    monkeypatch.setattr(deployment_settings.Secret, "load", lambda name, _sync: block())
     with pytest.raises(ValueError, match="ostinato deploy --engine URL"):
-        place.placed(FlowConfig(), deployed=True)
+        deployment_settings.with_deployment_settings(FlowConfig(), deployed=True)
 
 
 def a_run(**changes: Any) -> FlowRun:
@@ -79,14 +80,14 @@ def test_a_key_stays_over_attempts() -> None:
     at = datetime(2026, 11, 21, 3, 0, tzinfo=UTC)
     deployment = UUID("abcdef01-0000-4000-8000-000000000000")
     scheduled = a_run(auto_scheduled=True, expected_start_time=at, deployment_id=deployment)
-    assert key_of("grpo", a_run()) == "grpo-12345678"
-    assert key_of("grpo", scheduled) == "grpo-abcdef01/20261121T030000Z"
+    assert run_key_of("grpo", a_run()) == "grpo-12345678"
+    assert run_key_of("grpo", scheduled) == "grpo-abcdef01/20261121T030000Z"
     again = scheduled.model_copy(
         update={"id": uuid4(), "run_count": 3, "start_time": at + timedelta(hours=1), "state": Running()}
     )
-    assert key_of("grpo", again) == key_of("grpo", scheduled)
+    assert run_key_of("grpo", again) == run_key_of("grpo", scheduled)
     by_hand = scheduled.model_copy(update={"auto_scheduled": False})
-    assert key_of("grpo", by_hand) == "grpo-12345678"
+    assert run_key_of("grpo", by_hand) == "grpo-12345678"
 
 
 def test_attempts_have_a_cap_that_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:

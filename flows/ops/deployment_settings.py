@@ -15,7 +15,7 @@ from prefect.variables import Variable
 
 from engine.specs.engine import EngineSpec, HttpEngineSpec, LocalEngineSpec
 from flows.configs.common import StorageConfig
-from flows.ops.processes import FLOW_RUN
+from flows.ops.processes import FLOW_RUN_ENV
 
 STORAGE_VARIABLE = "ostinato_storage"
 """Variable: the store's url."""
@@ -38,7 +38,7 @@ class Placeable(Protocol):
 Config = TypeVar("Config", bound=Placeable)
 
 
-def placed(config: Config, *, deployed: bool | None = None) -> Config:
+def with_deployment_settings(config: Config, *, deployed: bool | None = None) -> Config:
     """The config with the deployment's store and engine, where it leaves them at their defaults: a form fills defaults
     in, so that a person who named none and one who named the default cannot be told apart.
 
@@ -63,10 +63,10 @@ def is_deployed() -> bool:
     """Whether a worker started this process for a flow run, or the flow that runs here is a deployment's."""
     context = FlowRunContext.get()
     run = context.flow_run if context else None
-    return FLOW_RUN in os.environ or (run is not None and run.deployment_id is not None)
+    return FLOW_RUN_ENV in os.environ or (run is not None and run.deployment_id is not None)
 
 
-def save_place(storage: str, engine_url: str, token: str) -> None:
+def save_deployment_settings(storage: str, engine_url: str, token: str) -> None:
     """Writes where deployed flows work; again: replaces it. Empty values leave what is there."""
     if storage:
         _now(Variable.set, STORAGE_VARIABLE, storage, overwrite=True)

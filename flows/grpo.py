@@ -179,7 +179,7 @@ class GRPO(Trainer):
                     nan_policy=self.nan_policy,
                 )
                 policy = await take_gradient_step(workspace, request, step=step)
-                self.model.stand_at(policy)
+                self.model.set_policy(policy)
                 journal.record(policy, found.rollouts, found.graded)
                 await journal.call(self.callbacks, found.rollouts, found.graded)
                 if due := self.checkpoints.due(step, total_steps, model=self.model.name):

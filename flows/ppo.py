@@ -184,8 +184,8 @@ class PPO(GRPO):
                     **common,
                 )
                 value = await take_value_step(self.value_model.workspace, request, step=step)
-                self.model.stand_at(policy)
-                self.value_model.stand_at(value)
+                self.model.set_policy(policy)
+                self.value_model.set_policy(value)
                 journal.record(policy, found.rollouts, found.graded)
                 await journal.call(self.callbacks, found.rollouts, found.graded)
                 if due := self.checkpoints.due(step, total_steps, model=self.model.name):

@@ -73,9 +73,9 @@ def _larger(setting: Setting, folder: Path) -> Iterator[Row]:
 
 
 def _backend(fields: dict[str, Any]) -> Any:
-    from engine.backends.compose import trainer_backend
+    from engine.backends.factory import create_trainer_backend
 
-    backend = trainer_backend(LocalEngineSpec.model_validate(fields))
+    backend = create_trainer_backend(LocalEngineSpec.model_validate(fields))
     backend.prepare_thread()
     return backend
 
@@ -109,14 +109,14 @@ def vllm(setting: Setting) -> Iterator[Row]:
     if why:
         yield Row("vllm", "skipped", why)
         return
-    from engine.backends.compose import sampler_backend
+    from engine.backends.factory import create_sampler_backend
 
     prompts, each, prompt_tokens, new_tokens = setting.sampling
     spec = LocalEngineSpec.model_validate({"sampler": {"kind": "vllm"}, "device": setting.device.type})
     with tempfile.TemporaryDirectory() as parent:
         trainers = _backend({"sampler": {"kind": "vllm"}, "device": setting.device.type})
         trainer = trainers.load(write_model(setting.small, setting, Path(parent) / "model"))
-        samplers = sampler_backend(spec, trainers)
+        samplers = create_sampler_backend(spec, trainers)
         try:
             start = time.perf_counter()
             sampler = samplers.sampler(trainer)

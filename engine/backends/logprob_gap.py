@@ -27,7 +27,7 @@ GAP_FLOAT32, GAP_LOWER = 1e-3, 0.15
 
 
 @dataclass(frozen=True, slots=True)
-class Gap:
+class LogprobGap:
     """|logprob of the sampler - logprob of the trainer| over the probes, nats."""
 
     mean: float
@@ -35,14 +35,14 @@ class Gap:
     tokens: int
 
 
-def tolerance(gap: float | str, *dtypes: torch.dtype) -> float:
+def allowed_gap(gap: float | str, *dtypes: torch.dtype) -> float:
     """What a spec's `gap` means where trainer and sampler compute in these precisions."""
     if isinstance(gap, float):
         return gap
     return GAP_FLOAT32 if all(dtype.itemsize >= 4 for dtype in dtypes) else GAP_LOWER
 
 
-def probes_of(vocab_size: int, context: int, prompts: Sequence[TokenIds] = ()) -> list[TokenIds]:
+def probe_sequences(vocab_size: int, context: int, prompts: Sequence[TokenIds] = ()) -> list[TokenIds]:
     """Fixed sequences of ids of the vocabulary, and the given prompts, cut to the context and to at most 4."""
     rng = random.Random(_PROBE_SEED)
     length = min(PROBE_TOKENS, context - 1)
@@ -50,7 +50,7 @@ def probes_of(vocab_size: int, context: int, prompts: Sequence[TokenIds] = ()) -
     return fixed + [list(prompt[: context - 1]) for prompt in prompts[:4] if len(prompt) > 1]
 
 
-def logprob_gap(trainer: Trainer, score: Score, probes: Sequence[TokenIds], *, max_gap: float) -> Gap:
+def check_logprob_gap(trainer: Trainer, score: Score, probes: Sequence[TokenIds], *, max_gap: float) -> LogprobGap:
     """Scores the probes with both.
 
     Raises:
@@ -61,7 +61,7 @@ def logprob_gap(trainer: Trainer, score: Score, probes: Sequence[TokenIds], *, m
     ours = trainer.logprobs(sequences, temperature=1.0, max_tokens=max(longest, PROBES * PROBE_TOKENS))
     theirs = score(probes)
     gaps = [abs(a - b) for mine, other in zip(ours, theirs, strict=True) for a, b in zip(mine, other, strict=True)]
-    gap = Gap(sum(gaps) / len(gaps), max(gaps), len(gaps))
+    gap = LogprobGap(sum(gaps) / len(gaps), max(gaps), len(gaps))
     if not gap.mean <= max_gap:
         worst = max(range(len(gaps)), key=lambda index: gaps[index])
         raise SamplerOutOfSync(

@@ -143,8 +143,8 @@ class Sampler(Protocol):
         params: SamplingParams,
         on_token: OnToken | None = None,
     ) -> list[Completion]:
-        """One that has `takes_images` also takes `images`, those of each prompt; no other is given any
-        (engine.models.images.check_taken). The same holds of trainers and their sequences."""
+        """One that has `accepts_images` also takes `images`, those of each prompt; no other is given any
+        (engine.models.images.check_images_accepted). The same holds of trainers and their sequences."""
         ...
 
     def nbytes(self) -> int:
@@ -232,7 +232,7 @@ class SamplerBackend(Protocol):
         ...
 
     @property
-    def fixed_spread(self) -> bool:
+    def fixed_tensor_parallel(self) -> bool:
         """Whether a model is always split over as many devices as the config says, whatever `tp(n)` asks for."""
         ...
 
@@ -244,7 +244,7 @@ class SamplerBackend(Protocol):
         """A sampler for the trainer's model, perhaps one that other policies of the same model use too."""
         ...
 
-    def make_way(self) -> None:
+    def offload_for_training(self) -> None:
         """A gradient step is next: gives back device memory that can be given back."""
         ...
 

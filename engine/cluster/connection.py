@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from engine.environment import changed_environment
+from engine.environment_variables import set_environment_variables
 from engine.errors import BadSpec, EngineUnreachable
 from engine.specs.cluster import ADDRESS, ClusterSpec
 
@@ -145,7 +145,7 @@ def _open(spec: ClusterSpec, spare_first_gpu: bool) -> Cluster:
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     try:
         if spec.address is None:
-            with _own_sigterm_handler(), changed_environment(_visible_gpus(spare_first_gpu)):
+            with _own_sigterm_handler(), set_environment_variables(_visible_gpus(spare_first_gpu)):
                 # "local": without it Ray joins a cluster of $RAY_ADDRESS, or one that runs on this machine
                 ray.init(address="local", num_cpus=PRIVATE_CPUS, include_dashboard=False, **options)
         else:

@@ -43,9 +43,9 @@ from engine.http.openai.models import OpenAIErrorBody
 from engine.http.reports import report_routes
 from engine.http.service import ServerOptions, Service, error_answer, json_answer, response_of
 from engine.http.uploads import ServedEngine, import_upload
-from engine.local.validation import describe
 from engine.models.folder import registered_model
 from engine.protocol import EngineInfo
+from engine.validation_messages import describe_errors
 from storage.chain.records import CommitRecord, PolicyRef
 from storage.store.artifacts import ArtifactRef
 from storage.store.objects import ObjectStore
@@ -385,7 +385,7 @@ async def _on_expected(request: Request, error: Exception) -> Response:
 async def _on_invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     parts = {"body": error.body, "query": request.query_params, "header": request.headers, "path": request.path_params}
-    message = describe(error.errors(), parts)
+    message = describe_errors(error.errors(), parts)
     return response_of(error_answer(body_of(BadSpec(message), request.state.request_id)))
 
 

@@ -22,10 +22,10 @@ from engine.http.bodies import (
 )
 from engine.http.transport import Call, Transport, TransportFactory
 from engine.http.uploads import stage_upload
-from engine.local.validation import describe
 from engine.models.folder import ModelFolder, local_folder, split_key
 from engine.protocol import Completion, EngineInfo, GenerateRequest, LogprobsRequest, PolicySpec
 from engine.specs.engine import HttpEngineSpec
+from engine.validation_messages import describe_errors
 from storage.chain.records import CommitRecord, PolicyRef, StepRequest
 from storage.errors import ObjectNotFound
 from storage.store.artifacts import ArtifactRef, Provenance
@@ -167,7 +167,7 @@ def _body(kind: type[B], **fields: object) -> B:
     try:
         return kind(**fields)
     except ValidationError as error:
-        raise BadSpec(describe(error.errors(), fields)) from error
+        raise BadSpec(describe_errors(error.errors(), fields)) from error
 
 
 def _parse(kind: type[M], data: bytes) -> M:

@@ -21,7 +21,7 @@ from engine.http.calls import Answer, Call, CallLimits, CallTable
 from engine.http.errors import EXPECTED, INTERNAL, RETRY_AFTER_SECONDS, ErrorBody, body_of, status_of
 from engine.http.metrics import Metrics
 from engine.http.uploads import ServedEngine
-from engine.local.validation import describe
+from engine.validation_messages import describe_errors
 from storage.store.identity import store_id
 from storage.store.objects import ObjectStore
 
@@ -156,7 +156,7 @@ class Service:
         except EXPECTED as error:
             answer = error_answer(body_of(error, id))
         except ValidationError as error:
-            answer = error_answer(body_of(BadSpec(describe(error.errors())), id))
+            answer = error_answer(body_of(BadSpec(describe_errors(error.errors())), id))
         except Exception:  # the boundary to the engine: a defect there must not end the server
             logger.exception("%s %s failed", verb, id)
             answer = error_answer(internal_error(id))

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Protocol
 
-from engine.models.folder import ModelFolder, version_of
+from engine.models.folder import ModelFolder, registry_version
 from engine.protocol import Engine
 from storage.errors import CorruptArtifact, ObjectNotFound, StorageError
 from storage.registry.models import find_published
@@ -37,7 +37,7 @@ def stage_upload(store: ObjectStore, folder: ModelFolder, digest: str, *, proven
 
 def published_upload(store: ObjectStore, name: str, digest: str) -> ArtifactRef | None:
     """The model that an upload of this content became, or None; what is left of the upload is deleted."""
-    ref = find_published(store, name, version_of(digest))
+    ref = find_published(store, name, registry_version(digest))
     if ref is None or ref.sha256 != digest:
         return None
     discard_upload(store, name, digest)

@@ -20,7 +20,6 @@ from pydantic import Field, ValidationError
 from engine.errors import BadSpec, PermanentEngineError, SampleTooLong
 from engine.http.arrow_stream import READ_ERRORS, Stream, StreamTooLarge, buffer_weights, decoded_bytes, open_stream
 from engine.http.errors import BodyTooLarge
-from engine.local.validation import describe
 from engine.models.images import Images, PlacedImage
 from engine.protocol import (
     Completion,
@@ -30,6 +29,7 @@ from engine.protocol import (
     StopReason,
     TokenSequence,
 )
+from engine.validation_messages import describe_errors
 from storage.chain.records import PolicyRef
 from storage.records import Frozen
 
@@ -273,7 +273,7 @@ def _head_of(kind: type[Head], **fields: Any) -> Head:
     try:
         return kind(**fields)
     except ValidationError as error:
-        raise BadSpec(describe(error.errors(), fields)) from error
+        raise BadSpec(describe_errors(error.errors(), fields)) from error
 
 
 def _most(kind: type[Frozen]) -> int:
@@ -301,7 +301,8 @@ def _open(data: bytes, schema: pa.Schema, kind: type[Head]) -> tuple[Head, Strea
         try:
             return kind.model_validate_json((stream.schema.metadata or {}).get(_HEAD, b"")), stream
         except ValidationError as error:
-            raise BadSpec(f"the metadata {_HEAD.decode()!r} of the Arrow schema: {describe(error.errors())}") from error
+            problems = describe_errors(error.errors())
+            raise BadSpec(f"the metadata {_HEAD.decode()!r} of the Arrow schema: {problems}") from error
 
 
 def _read(

@@ -12,10 +12,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from engine.backends.protocol import Objective, Trainer, UpdateReport
 from engine.errors import BadSpec, NonFiniteGradient, StepConflict
-from engine.local.validation import describe
 from engine.losses.spec import LossSpec
-from engine.models.images import check_taken
-from engine.models.samples import Sample, minibatches, samples_of
+from engine.models.images import check_images_accepted
+from engine.models.samples import Sample, minibatches, samples_from_table
+from engine.validation_messages import describe_errors
 from storage.chain.records import CommitRecord, StepRequest
 from storage.failpoints import failpoint
 from storage.store.objects import ObjectStore
@@ -25,7 +25,7 @@ _LOSS = TypeAdapter[LossSpec](LossSpec)
 
 
 @dataclass(slots=True)
-class Effect:
+class StepEffect:
     """What applying a request did."""
 
     metrics: dict[str, float] = field(default_factory=dict)
@@ -43,7 +43,7 @@ def apply_request(
     *,
     max_tokens: int | Sequence[int],
     check: Callable[[], None] = lambda: None,
-) -> Effect:
+) -> StepEffect:
     """Makes the optimizer updates of `request`, each with at most `max_tokens` (one limit, or one per update) in one
     packed forward. `check` is called after each micro-batch; what it raises ends the step. On any error the trainer's
     weights are undefined: drop it.
@@ -57,7 +57,7 @@ def apply_request(
     try:
         loss = _LOSS.validate_python(request.loss)
     except ValidationError as error:
-        raise BadSpec(f"the loss of the step request: {describe(error.errors(), request.loss)}") from error
+        raise BadSpec(f"the loss of the step request: {describe_errors(error.errors(), request.loss)}") from error
     objective = Objective(
         loss=loss,
         temperature=request.temperature,
@@ -69,8 +69,8 @@ def apply_request(
         failpoint("step.mid_gradient")
         check()
 
-    samples = samples_of(read_table(store, request.batch))
-    check_taken(trainer, (sample.images for sample in samples), f"rows of the batch {request.batch.key}")
+    samples = samples_from_table(read_table(store, request.batch))
+    check_images_accepted(trainer, (sample.images for sample in samples), f"rows of the batch {request.batch.key}")
     if not loss.pairwise:
         samples = _trained(samples)
     updates = minibatches(samples, request.minibatches, whole_groups=loss.pairwise)
@@ -99,7 +99,7 @@ def _trained(samples: list[Sample]) -> list[Sample]:
     return [sample for sample in samples if sample.trained]
 
 
-def _effect(reports: list[UpdateReport]) -> Effect:
+def _effect(reports: list[UpdateReport]) -> StepEffect:
     """Metrics are means over the updates that have them as finite numbers; `tokens` is their sum."""
     values: dict[str, list[float]] = defaultdict(list)
     for report in reports:
@@ -109,7 +109,7 @@ def _effect(reports: list[UpdateReport]) -> Effect:
     means = {name: sum(found) / len(found) for name, found in sorted(values.items())}
     if reports:
         means["tokens"] = sum(report.metrics["tokens"] for report in reports)
-    return Effect(
+    return StepEffect(
         metrics=means,
         updates=sum(not report.skipped for report in reports),
         skipped=sum(report.skipped for report in reports),
@@ -118,7 +118,7 @@ def _effect(reports: list[UpdateReport]) -> Effect:
     )
 
 
-def same_step(committed: CommitRecord, request: StepRequest) -> CommitRecord:
+def require_same_request(committed: CommitRecord, request: StepRequest) -> CommitRecord:
     """The committed record if it answers this very request; the pure decision behind exactly-once."""
     if committed.request.digest() == request.digest():
         return committed

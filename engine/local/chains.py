@@ -8,7 +8,7 @@ from __future__ import annotations
 from engine.errors import BadSpec, StepConflict, UnknownPolicy
 from engine.models.scores import check_head
 from engine.protocol import PolicySpec
-from engine.specs.adapters import trainable_of
+from engine.specs.adapters import parse_trainable
 from storage.chain.records import Chain, PolicyRef, Root
 from storage.errors import ObjectNotFound
 from storage.store.artifacts import ArtifactRef, find_artifact
@@ -57,7 +57,7 @@ def check_root(store: ObjectStore, root: Root) -> None:
             that is to be trained.
         UnknownPolicy: the policy to start from was never committed.
     """
-    trainable = trainable_of(root.trainable)
+    trainable = parse_trainable(root.trainable)
     if root.base is not None and root.start is None:
         _check_base(store, root.base, root.base_digest)
         check_head(store, root.base, trainable.head)

@@ -12,24 +12,24 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
-from engine.backends.compose import sampler_backend, trainer_backend
+from engine.backends.factory import create_sampler_backend, create_trainer_backend
 from engine.backends.protocol import OnToken
 from engine.backends.torch.shared_base import AdapterTrainer
 from engine.cluster.connection import require_ray
 from engine.cluster.inventory import cluster_info
 from engine.errors import EngineBusy, EngineError, Fenced
-from engine.local.apply import Effect, apply_request, same_step
+from engine.local.apply import StepEffect, apply_request, require_same_request
 from engine.local.chains import check_committed, create_chain
-from engine.local.generation_batcher import Call, Together, draw
-from engine.local.loaded_policies import NoRoomYet, Slot, Slots
+from engine.local.generation_batcher import GenerationBatcher, PendingGeneration, draw
+from engine.local.loaded_policies import LoadedPolicies, LoadedPolicy, NoRoomYet
 from engine.local.materialise import Materialiser
 from engine.local.queue import FairQueue
 from engine.local.rebase import Rebaser
-from engine.local.saving import Saver, find_checkpoint, provenance_of
+from engine.local.saving import Saver, batch_provenance, find_policy_checkpoint
 from engine.local.scratch import scratch, scratch_folder
 from engine.local.weights import checked_parameter_count
-from engine.models.folder import ModelFolder, local_folder, registered_model, version_of
-from engine.models.images import check_taken
+from engine.models.folder import ModelFolder, local_folder, registered_model, registry_version
+from engine.models.images import check_images_accepted
 from engine.protocol import Completion, EngineInfo, GenerateRequest, LogprobsRequest, PolicySpec
 from engine.specs.engine import LocalEngineSpec
 from engine.text.tokenizers import TOKENIZER_FILES, load_tokenizer
@@ -61,11 +61,11 @@ class LocalEngine:
         if self.spec.uses_ray:
             require_ray()  # before any model is loaded
         self.store = open_store(store_url)
-        self.backend = trainer_backend(self.spec)
-        self.samplers = sampler_backend(self.spec, self.backend)
+        self.backend = create_trainer_backend(self.spec)
+        self.samplers = create_sampler_backend(self.spec, self.backend)
         self.devices = max(self.backend.devices, self.samplers.devices)
         self.saver = Saver(self.store)
-        self.slots = Slots(
+        self.loaded_policies = LoadedPolicies(
             budget=self.backend.memory_bytes(),
             residency=self.spec.residency_seconds,
             frozen=self.spec.frozen_policies,
@@ -76,11 +76,11 @@ class LocalEngine:
             self.store,
             self.backend,
             self.samplers,
-            self.slots,
+            self.loaded_policies,
             rebaser=Rebaser(self.store, self.backend, self.saver, self.spec),
             check=self.queue.check,
         )
-        self.together = Together(max_rows=self.spec.max_rows)
+        self.generation_batcher = GenerationBatcher(max_rows=self.spec.max_rows)
         self._epochs: dict[str, int] = {}
         self._speed: float | None = None
         self._closing = threading.Event()
@@ -129,11 +129,11 @@ class LocalEngine:
         return await self._compute("", partial(self._import_folder, folder, provenance))
 
     def _import_folder(self, folder: ModelFolder, provenance: Provenance) -> ArtifactRef:
-        version = version_of(folder.digest())
+        version = registry_version(folder.digest())
         if find_model(self.store, folder.name, version) is None:
             need = checked_parameter_count(folder) * self.backend.master_dtype.itemsize
             if self.backend.device.type == "cpu":
-                self.slots.make_room(need, run="", what=f"loading {folder.path.name}")
+                self.loaded_policies.make_room(need, run="", what=f"loading {folder.path.name}")
             self.backend.try_load(folder.path)  # a version never changes: what does not load must not become one
             load_tokenizer(folder.path)
         return publish_model(
@@ -150,24 +150,24 @@ class LocalEngine:
     ) -> list[Completion]:
         """`on_token` hears of each token in the compute thread as it is drawn; what it raises ends the call. A caller
         that is cancelled ends it too, at the next token."""
-        call = Call(request, on_token=on_token)
+        call = PendingGeneration(request, on_token=on_token)
         shared = on_token is None and not self.spec.deterministic
         if shared:
-            self.together.add(call)
+            self.generation_batcher.add(call)
         try:
             return await self._compute(request.policy.run, partial(self._generate, call, epoch))
         except asyncio.CancelledError:
             call.abandoned = True
             raise
         finally:
-            self.together.remove(call)
+            self.generation_batcher.remove(call)
 
-    def _generate(self, call: Call, epoch: int) -> list[Completion]:
+    def _generate(self, call: PendingGeneration, epoch: int) -> list[Completion]:
         self._fence(call.request.policy.run, epoch)
         if call.completions is not None:  # another caller's batch had room for it
             check_committed(self.store, call.request.policy)
             return call.completions
-        return self.together.answer(call, self._draw)
+        return self.generation_batcher.answer(call, self._draw)
 
     def _draw(self, request: GenerateRequest, on_token: OnToken) -> list[Completion]:
         def hear(index: int, token: int, logprob: float) -> None:
@@ -177,9 +177,9 @@ class LocalEngine:
 
         slot = self.policies.for_reading(request.policy)
         # tp(ctx.world_size) asks for all devices, which the sampler uses as it is configured
-        all_devices = self.samplers.fixed_spread and request.tensor_parallel == self.devices
+        all_devices = self.samplers.fixed_tensor_parallel and request.tensor_parallel == self.devices
         spread = None if all_devices else request.tensor_parallel
-        sampler = self.policies.sampler_of(slot, request.policy, tensor_parallel=spread)
+        sampler = self.policies.sampler_for(slot, request.policy, tensor_parallel=spread)
         log_work("generate", policy=request.policy.uri, completions=len(request.prompts))
         return draw(sampler, request, hear)
 
@@ -189,7 +189,7 @@ class LocalEngine:
     def _logprobs(self, request: LogprobsRequest, epoch: int) -> list[list[float]]:
         self._fence(request.policy.run, epoch)
         slot = self.policies.for_reading(request.policy)
-        check_taken(slot.trainer, request.images, "sequences")
+        check_images_accepted(slot.trainer, request.images, "sequences")
         limit = request.max_tokens or self.spec.max_tokens_per_forward
         return slot.trainer.logprobs(request.sequences, temperature=request.temperature, max_tokens=limit)
 
@@ -199,7 +199,7 @@ class LocalEngine:
     def _values(self, request: LogprobsRequest, epoch: int) -> list[list[float]]:
         self._fence(request.policy.run, epoch)
         trainer = self.policies.for_reading(request.policy).trainer
-        check_taken(trainer, request.images, "sequences")
+        check_images_accepted(trainer, request.images, "sequences")
         limit = request.max_tokens or self.spec.max_tokens_per_forward
         if self.spec.deterministic:  # scores become grades: no bit of one may depend on which were asked for with it
             return [trainer.values([sequence], max_tokens=limit)[0] for sequence in request.sequences]
@@ -216,8 +216,8 @@ class LocalEngine:
         chain = Chain.of(self.store, request.parent)
         committed = chain.record(request.parent.step + 1)
         if committed is not None:
-            return same_step(committed, request)
-        self.samplers.make_way()
+            return require_same_request(committed, request)
+        self.samplers.offload_for_training()
         slot = self.policies.for_training(request.parent)
         failpoint("step.before_gradient")
         try:
@@ -229,17 +229,17 @@ class LocalEngine:
             failpoint("step.before_commit")
             stands = chain.commit(record)
             failpoint("step.after_commit")
-            same_step(stands, request)
+            require_same_request(stands, request)
         except BaseException:
-            self.slots.drop(request.parent)  # the weights moved, and no commit stands for where they are
+            self.loaded_policies.drop(request.parent)  # the weights moved, and no commit stands for where they are
             raise
         lost, mine = stands.attempt != record.attempt, (record.weights_digest, record.rebase)
         if lost and (stands.weights_digest is None or (stands.weights_digest, stands.rebase) != mine):
-            self.slots.drop(request.parent)  # the winner's weights are the truth, and may have other bits
+            self.loaded_policies.drop(request.parent)  # the winner's weights are the truth, and may have other bits
         slot.policy, slot.made_under = stands.policy, stands.numerics
         return stands
 
-    def _record(self, request: StepRequest, effect: Effect, slot: Slot) -> CommitRecord:
+    def _record(self, request: StepRequest, effect: StepEffect, slot: LoadedPolicy) -> CommitRecord:
         limit = self.spec.max_tokens_per_forward
         numerics = self.backend.numerics().model_copy(
             update={
@@ -262,7 +262,7 @@ class LocalEngine:
             tensor_digests=tuple(parts[name][:8] for name in sorted(parts)),
         )
 
-    def _digest_due(self, slot: Slot, step: int) -> bool:
+    def _digest_due(self, slot: LoadedPolicy, step: int) -> bool:
         every = self.spec.digest_every
         if every is None:
             every = 1 if slot.trainer.weights_nbytes <= SMALL_MODEL_BYTES else 10
@@ -283,7 +283,8 @@ class LocalEngine:
         if isinstance(taken, ArtifactRef):
             return taken
         ref = await asyncio.shield(asyncio.wrap_future(taken))  # who stops waiting does not stop the upload
-        await asyncio.to_thread(find_checkpoint, self.store, policy, name=name)  # another may have begun it unnamed
+        # another caller may have begun the checkpoint without this name
+        await asyncio.to_thread(find_policy_checkpoint, self.store, policy, name=name)
         return ref
 
     def _checkpoint(
@@ -292,18 +293,18 @@ class LocalEngine:
         """The committed checkpoint, or the one on its way: begun now if it was not."""
         self._fence(policy.run, epoch)
         check_committed(self.store, policy)
-        there = self.saver.under_way(policy) or find_checkpoint(self.store, policy, name=name)
+        there = self.saver.under_way(policy) or find_policy_checkpoint(self.store, policy, name=name)
         if there is not None:
             return there
         snapshot = self.saver.take(self.policies.for_training(policy), scratch_folder(self.store), name=name)
         return self.saver.submit(snapshot, provenance)
 
-    def _save_unasked(self, slot: Slot) -> None:
+    def _save_unasked(self, slot: LoadedPolicy) -> None:
         """A checkpoint that nobody waits for: the provenance of the chain's last batch is its own."""
-        if self.saver.under_way(slot.policy) or find_checkpoint(self.store, slot.policy, name=None):
+        if self.saver.under_way(slot.policy) or find_policy_checkpoint(self.store, slot.policy, name=None):
             return
         snapshot = self.saver.take(slot, scratch_folder(self.store))
-        self.saver.submit(snapshot, provenance_of(self.store, slot.policy))
+        self.saver.submit(snapshot, batch_provenance(self.store, slot.policy))
 
     async def export_model(
         self, policy: PolicyRef, model_name: str, *, provenance: Provenance, epoch: int = 0
@@ -353,7 +354,7 @@ class LocalEngine:
 
     def _release(self, run: str, epoch: int) -> None:
         if epoch >= self._epochs.get(run, 0):
-            for slot in self.slots.release(run):
+            for slot in self.loaded_policies.release(run):
                 self._save_unasked(slot)
 
     async def info(self) -> EngineInfo:
@@ -364,8 +365,8 @@ class LocalEngine:
         return EngineInfo(
             numerics=self.backend.numerics(),
             store_id=await asyncio.to_thread(store_id, self.store),
-            memory_bytes=self.slots.budget,
-            memory_used_bytes=self.slots.used_bytes(),
+            memory_bytes=self.loaded_policies.budget,
+            memory_used_bytes=self.loaded_policies.used_bytes(),
             disk_free_bytes=None if root is None else (await asyncio.to_thread(shutil.disk_usage, root.parent)).free,
             operations_per_second=self._speed,
             devices=self.devices,
@@ -381,7 +382,7 @@ class LocalEngine:
 
     def _close(self, checkpoint: bool) -> None:
         self.queue.close()
-        for slot in self.slots.moved() if checkpoint else []:
+        for slot in self.loaded_policies.moved() if checkpoint else []:
             try:
                 self._save_unasked(slot)
             except (EngineError, StorageError, OSError) as error:

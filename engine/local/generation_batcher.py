@@ -12,12 +12,12 @@ from typing import Any
 from engine.backends.protocol import Sampler
 from engine.errors import PermanentEngineError
 from engine.local.queue import Abandoned
-from engine.models.images import Images, check_taken
+from engine.models.images import Images, check_images_accepted
 from engine.protocol import Completion, GenerateRequest, OnToken
 
 
 @dataclass(eq=False, slots=True)
-class Call:
+class PendingGeneration:
     """One caller's request, and its answer once a batch had it."""
 
     request: GenerateRequest
@@ -30,7 +30,7 @@ class Call:
 Draw = Callable[[GenerateRequest, OnToken], list[Completion]]
 
 
-def _images_of(calls: Sequence[Call]) -> list[Images] | None:
+def _images_of(calls: Sequence[PendingGeneration]) -> list[Images] | None:
     """Of all their prompts, one after the other; None where no call has any."""
     if all(call.request.images is None for call in calls):
         return None
@@ -41,26 +41,26 @@ def draw(sampler: Sampler, request: GenerateRequest, on_token: OnToken) -> list[
     """The sampler's completions. Raises UnsupportedFragment for images that it does not take."""
     images: dict[str, Any] = {}
     if request.images is not None and any(request.images):
-        check_taken(sampler, request.images, "prompts")
+        check_images_accepted(sampler, request.images, "prompts")
         images = {"images": request.images}
     return sampler.sample(request.prompts, request.seeds, request.sampling, on_token, **images)
 
 
-class Together:
+class GenerationBatcher:
     """Calls that wait, by what they have to have in common. Used by the compute thread, but for add and remove."""
 
     def __init__(self, *, max_rows: int) -> None:
-        self._waiting: dict[Hashable, list[Call]] = {}
+        self._waiting: dict[Hashable, list[PendingGeneration]] = {}
         self._max_rows = max_rows
 
     @staticmethod
-    def _key(call: Call) -> Hashable:
+    def _key(call: PendingGeneration) -> Hashable:
         return call.request.policy.state, call.request.sampling, call.request.tensor_parallel
 
-    def add(self, call: Call) -> None:
+    def add(self, call: PendingGeneration) -> None:
         self._waiting.setdefault(self._key(call), []).append(call)
 
-    def remove(self, call: Call) -> None:
+    def remove(self, call: PendingGeneration) -> None:
         """The call is answered, or its caller is gone. Removing it twice is harmless."""
         waiting = self._waiting.get(self._key(call), [])
         if call in waiting:
@@ -68,14 +68,14 @@ class Together:
         if not waiting:
             self._waiting.pop(self._key(call), None)
 
-    def answer(self, call: Call, draw: Draw) -> list[Completion]:
+    def answer(self, call: PendingGeneration, draw: Draw) -> list[Completion]:
         """The call's completions, drawn with those of the calls that wait for the same policy and parameters."""
         if call.completions is None:
             self._draw(self._batch_of(call), draw)
         assert call.completions is not None  # _draw answers every call of its batch, or raises
         return call.completions
 
-    def _batch_of(self, call: Call) -> list[Call]:
+    def _batch_of(self, call: PendingGeneration) -> list[PendingGeneration]:
         """The call and as many others as fill up one decoding batch; alone if it was never added."""
         batch, rows = [call], len(call.request.prompts)
         if call not in self._waiting.get(self._key(call), []):
@@ -86,7 +86,7 @@ class Together:
                 rows += len(other.request.prompts)
         return batch
 
-    def _draw(self, batch: list[Call], draw: Draw) -> None:
+    def _draw(self, batch: list[PendingGeneration], draw: Draw) -> None:
         own = batch[0].request
         request = GenerateRequest(
             own.policy,

@@ -30,7 +30,7 @@ class NoRoomYet(TransientEngineError):
 
 
 @dataclass(slots=True)
-class Slot:
+class LoadedPolicy:
     """Weights in memory and the policy they are."""
 
     policy: PolicyRef
@@ -69,7 +69,7 @@ def chain_name(policy: PolicyRef) -> ChainName:
     return policy.run, policy.stage, policy.model
 
 
-class Slots:
+class LoadedPolicies:
     """The slots of one engine within a budget of bytes. Not thread-safe but for `used_bytes`: the compute thread calls.
 
     `save` checkpoints a training slot that is about to leave; `clock` gives seconds.
@@ -81,39 +81,39 @@ class Slots:
         budget: int,
         residency: float,
         frozen: int,
-        save: Callable[[Slot], None],
+        save: Callable[[LoadedPolicy], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.budget, self.residency, self._frozen_limit = budget, residency, frozen
         self._save, self._clock = save, clock
-        self._training: OrderedDict[ChainName, Slot] = OrderedDict()
-        self._frozen: OrderedDict[str, Slot] = OrderedDict()
+        self._training: OrderedDict[ChainName, LoadedPolicy] = OrderedDict()
+        self._frozen: OrderedDict[str, LoadedPolicy] = OrderedDict()
         self._bases: OrderedDict[str, SharedBase] = OrderedDict()
 
     # -- who is there ------------------------------------------------------------------------------------------
 
-    def training(self, policy: PolicyRef) -> Slot | None:
+    def training(self, policy: PolicyRef) -> LoadedPolicy | None:
         """The training slot of the policy's chain, wherever on the chain it stands."""
-        self._bury()
+        self._drop_dead_slots()
         return self._training.get(chain_name(policy))
 
-    def holding(self, state: str) -> Slot | None:
+    def holding(self, state: str) -> LoadedPolicy | None:
         """A slot with exactly these weights, of whatever run: equal states are equal histories."""
-        self._bury()
+        self._drop_dead_slots()
         if state in self._frozen:
             return self._frozen[state]
         return next((slot for slot in self._training.values() if slot.policy.state == state), None)
 
-    def _bury(self) -> None:
+    def _drop_dead_slots(self) -> None:
         """Forgets the slots whose weights went with the process that held them."""
         for chain in [chain for chain, slot in self._training.items() if not slot.trainer.alive]:
             self._training.pop(chain).drop_sampler()
         for state in [state for state, slot in self._frozen.items() if not slot.trainer.alive]:
             self._frozen.pop(state).drop_sampler()
 
-    def moved(self) -> list[Slot]:
+    def moved(self) -> list[LoadedPolicy]:
         """Training slots ahead of their last checkpoint."""
-        self._bury()
+        self._drop_dead_slots()
         return [slot for slot in self._training.values() if slot.policy.step > slot.saved_step]
 
     def used_bytes(self) -> int:
@@ -122,7 +122,7 @@ class Slots:
 
     # -- coming and going --------------------------------------------------------------------------------------
 
-    def use(self, slot: Slot) -> Slot:
+    def use(self, slot: LoadedPolicy) -> LoadedPolicy:
         """Marks the slot as the one used last, and holds it if it is new."""
         slot.released = False
         if not slot.loaded:
@@ -150,7 +150,7 @@ class Slots:
         if slot is not None:
             slot.drop_sampler()
 
-    def release(self, run: str) -> list[Slot]:
+    def release(self, run: str) -> list[LoadedPolicy]:
         """The run's slots leave first from now on, until it is heard of again. Returns those that moved past their last
         checkpoint."""
         own = [slot for slot in self._slots() if slot.policy.run == run]
@@ -158,7 +158,7 @@ class Slots:
             slot.released = True
         return [slot for slot in own if slot in self.moved()]
 
-    def make_room(self, need: int, *, run: str, what: str, keep: Slot | SharedBase | None = None) -> None:
+    def make_room(self, need: int, *, run: str, what: str, keep: LoadedPolicy | SharedBase | None = None) -> None:
         """Lets others leave until `need` bytes are free, but neither `keep` nor the base it stands on.
 
         Raises:
@@ -175,7 +175,7 @@ class Slots:
             if not self._let_one_leave(run, keep):
                 return  # what is left is the base of `keep`
 
-    def _let_one_leave(self, run: str, keep: Slot | SharedBase | None) -> bool:
+    def _let_one_leave(self, run: str, keep: LoadedPolicy | SharedBase | None) -> bool:
         """Sends away an unused base, else the least recently used slot that may leave. False when none is left."""
         for digest, base in self._bases.items():
             if base is not keep and not any(getattr(slot.trainer, "base", None) is base for slot in self._slots()):
@@ -192,18 +192,18 @@ class Slots:
         self._leave(leaving)
         return True
 
-    def _slots(self) -> Iterator[Slot]:
+    def _slots(self) -> Iterator[LoadedPolicy]:
         """Those that should leave first come first: released, frozen, then training; least recently used first."""
         everyone = [*self._frozen.values(), *self._training.values()]
         return iter(sorted(everyone, key=lambda slot: not slot.released))  # stable
 
-    def _must_stay(self, slot: Slot, run: str) -> float:
+    def _must_stay(self, slot: LoadedPolicy, run: str) -> float:
         """Seconds that the slot may still stay. A run may send away its own, and nobody is kept for a frozen one."""
         if slot.released or not slot.training or slot.policy.run == run:
             return 0.0
         return slot.loaded + self.residency - self._clock()
 
-    def _leave(self, slot: Slot) -> None:
+    def _leave(self, slot: LoadedPolicy) -> None:
         if slot.training and slot.policy.step > slot.saved_step:
             self._save(slot)
         if slot.training:

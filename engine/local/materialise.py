@@ -15,11 +15,11 @@ from engine.backends.torch.shared_base import SharedBase
 from engine.errors import BadSpec, PermanentEngineError, UnknownPolicy
 from engine.local.apply import apply_request
 from engine.local.chains import check_committed, check_same_part
-from engine.local.loaded_policies import Slot, Slots
+from engine.local.loaded_policies import LoadedPolicies, LoadedPolicy
 from engine.local.rebase import Rebaser, Redone
 from engine.local.scratch import scratch
 from engine.models.size import parameter_count
-from engine.specs.adapters import LoraSpec, trainable_of
+from engine.specs.adapters import LoraSpec, parse_trainable
 from storage.chain.rebase import checkpoints_before, rebase_of, step_of
 from storage.chain.records import Chain, CommitRecord, PolicyRef, Root, base_of
 from storage.errors import CorruptArtifact, ObjectNotFound
@@ -42,63 +42,63 @@ class Materialiser:
         store: ObjectStore,
         backend: TrainerBackend,
         samplers: SamplerBackend,
-        slots: Slots,
+        slots: LoadedPolicies,
         *,
         rebaser: Rebaser,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         """`check` is called after each micro-batch of a redo; what it raises ends that."""
-        self.store, self.backend, self.samplers, self.slots = store, backend, samplers, slots
+        self.store, self.backend, self.samplers, self.loaded_policies = store, backend, samplers, slots
         self.rebaser, self.check = rebaser, check
 
     # -- which slot --------------------------------------------------------------------------------------------
 
-    def for_training(self, policy: PolicyRef) -> Slot:
+    def for_training(self, policy: PolicyRef) -> LoadedPolicy:
         """The chain's training slot, at exactly `policy`, moments included."""
         check_committed(self.store, policy)
-        slot = self.slots.training(policy)
+        slot = self.loaded_policies.training(policy)
         if slot is None or slot.policy.state != policy.state:
             slot = self._bring(slot, policy)
-        return self.slots.use(slot)
+        return self.loaded_policies.use(slot)
 
-    def for_reading(self, policy: PolicyRef) -> Slot:
+    def for_reading(self, policy: PolicyRef) -> LoadedPolicy:
         """A slot that holds `policy`'s weights. The head of a chain moves its training slot along; a past policy
         or a reference gets a frozen slot, so that training need not be undone for it."""
-        slot = self.slots.holding(policy.state)
+        slot = self.loaded_policies.holding(policy.state)
         if slot is not None and (slot.policy == policy or self._answers(slot, policy)):
-            return self.slots.use(slot)
+            return self.loaded_policies.use(slot)
         check_committed(self.store, policy)
-        own = self.slots.training(policy)
+        own = self.loaded_policies.training(policy)
         is_ahead = own is None or policy.step > own.policy.step
         chain = Chain.of(self.store, policy)
         if is_ahead and chain.record(policy.step + 1) is None:
             return self.for_training(policy)
         slot = self._adapter_off(chain, policy) or self._bring(None, policy, training=False)
         slot.trainer.reset_optimizer()  # a frozen policy is only read: its moments would be dead weight
-        return self.slots.use(slot)
+        return self.loaded_policies.use(slot)
 
-    def _answers(self, slot: Slot, policy: PolicyRef) -> bool:
+    def _answers(self, slot: LoadedPolicy, policy: PolicyRef) -> bool:
         """Whether weights of the same state that are in memory under another name are this policy's: it is committed,
         and descends from the same rebase."""
         check_committed(self.store, policy)
         base = rebase_of(Chain.of(self.store, policy), policy.step)
         return slot.rebase == (base.mark if base else None)
 
-    def _adapter_off(self, chain: Chain, policy: PolicyRef) -> Slot | None:
+    def _adapter_off(self, chain: Chain, policy: PolicyRef) -> LoadedPolicy | None:
         """Policy 0 of an adapter's chain is its base model, which is there once for all of them; but not with a scalar
         head, which is the adapter's own."""
         root = chain.root()
         if policy.step or root is None or root.base is None:
             return None
-        spec = trainable_of(root.trainable)
+        spec = parse_trainable(root.trainable)
         if spec.kind != "lora" or spec.head != "lm":
             return None
         base = self._shared_base(root.base, run=policy.run)
-        return Slot(policy, self.backend.adapter_off(base), training=False)
+        return LoadedPolicy(policy, self.backend.adapter_off(base), training=False)
 
     # -- bring it there ----------------------------------------------------------------------------------------
 
-    def _bring(self, slot: Slot | None, policy: PolicyRef, *, training: bool = True) -> Slot:
+    def _bring(self, slot: LoadedPolicy | None, policy: PolicyRef, *, training: bool = True) -> LoadedPolicy:
         """Moves `slot` (or a new one) to `policy` by the shortest way: redo from where it is, or restore and redo."""
         chain = Chain.of(self.store, policy)
         self.rebaser.saver.settle(policy)
@@ -111,14 +111,14 @@ class Materialiser:
                 self.rebaser.compare(slot, record, redone)
             self.rebaser.after_redo(slot, redone)
         except BaseException:
-            held = self.slots.training(policy)
+            held = self.loaded_policies.training(policy)
             if held is not None and slot is not None and held.trainer is slot.trainer:
-                self.slots.drop(policy)  # half-way weights must not pass for a policy
+                self.loaded_policies.drop(policy)  # half-way weights must not pass for a policy
             raise
         return slot
 
     @staticmethod
-    def _leads_to(slot: Slot, chain: Chain, policy: PolicyRef) -> bool:
+    def _leads_to(slot: LoadedPolicy, chain: Chain, policy: PolicyRef) -> bool:
         """Whether a redo from where the slot is leads to the policy, and from no farther than a restore would."""
         nearest = next((step_of(manifest) for manifest in checkpoints_before(chain, policy.step)), 0)
         if not nearest <= slot.policy.step <= policy.step:
@@ -127,7 +127,7 @@ class Materialiser:
         on_chain = chain.policy(slot.policy.step).state == slot.policy.state
         return on_chain and slot.rebase == (base.mark if base else None)
 
-    def _restore(self, chain: Chain, step: int, *, into: Trainer | None, training: bool) -> Slot:
+    def _restore(self, chain: Chain, step: int, *, into: Trainer | None, training: bool) -> LoadedPolicy:
         """The last checkpoint at or before `step` that can be read, else the root of the chain. A checkpoint is a
         cache: one that is damaged or gone makes the redo longer, and nothing else; but the one that a rebase goes on
         from is all there is. Raises CorruptArtifact."""
@@ -147,7 +147,7 @@ class Materialiser:
                 continue
             log_work("restore", policy=chain.policy(saved).uri, step=saved)
             record = chain.record(saved) if saved else None
-            return Slot(
+            return LoadedPolicy(
                 chain.policy(saved),
                 trainer,
                 made_under=record.numerics if record else None,
@@ -156,7 +156,7 @@ class Materialiser:
             )
         return self._start_of(chain, moments=training or step > 0)
 
-    def _start_of(self, chain: Chain, *, moments: bool) -> Slot:
+    def _start_of(self, chain: Chain, *, moments: bool) -> LoadedPolicy:
         """Policy 0 of a chain with fresh moments, from the base model or the stage before."""
         root = self._root(chain)
         if root.start is None:
@@ -166,7 +166,7 @@ class Materialiser:
             trainer = self._bring(None, root.start, training=moments).trainer
             trainer.reset_optimizer()
         log_work("restore", policy=chain.policy(0).uri, step=0)
-        return Slot(chain.policy(0), trainer)
+        return LoadedPolicy(chain.policy(0), trainer)
 
     def _root(self, chain: Chain) -> Root:
         root = chain.root()
@@ -181,29 +181,29 @@ class Materialiser:
     def load(self, root: Root, base: ArtifactRef, *, run: str, moments: bool) -> Trainer:
         """The registered model that a chain descends from, and what of it the chain's root trains; with `moments`, room
         is made for gradients and moments too."""
-        spec = trainable_of(root.trainable)
+        spec = parse_trainable(root.trainable)
         count = parameter_count(self.store, base)
         master = self.backend.master_dtype.itemsize
         if isinstance(spec, LoraSpec):
             shared = self._shared_base(base, run=run)
             need = int(ADAPTER_SHARE * count * master * (4 if moments else 1))
-            self.slots.make_room(need, run=run, what=f"an adapter on {base.key}", keep=shared)
+            self.loaded_policies.make_room(need, run=run, what=f"an adapter on {base.key}", keep=shared)
             return self.backend.adapter(shared, spec, init_seed=root.init_seed)
         need = count * master * (4 if moments else 1)  # weights; gradients and two moments
-        self.slots.make_room(need, run=run, what=f"{'training' if moments else 'reading'} {base.key}")
+        self.loaded_policies.make_room(need, run=run, what=f"{'training' if moments else 'reading'} {base.key}")
         with self.model_folder(base) as folder:
             return self.backend.load(folder, head=spec.head, init_seed=root.init_seed)
 
     def _shared_base(self, base: ArtifactRef, *, run: str) -> SharedBase:
         def load() -> SharedBase:
             need = parameter_count(self.store, base) * self.backend.compute_dtype.itemsize
-            self.slots.make_room(need, run=run, what=f"the base model {base.key}")
+            self.loaded_policies.make_room(need, run=run, what=f"the base model {base.key}")
             with self.model_folder(base) as folder:
                 return self.backend.load_base(folder, key=base.key)
 
-        return self.slots.base(base.sha256, load)
+        return self.loaded_policies.base(base.sha256, load)
 
-    def redo(self, slot: Slot, record: CommitRecord) -> None:
+    def redo(self, slot: LoadedPolicy, record: CommitRecord) -> None:
         """One committed step again, under its recorded micro-batching and threads."""
         limits = record.numerics.max_tokens_of_updates or record.numerics.max_tokens
         with self.backend.threads_of(record.numerics):
@@ -213,7 +213,7 @@ class Materialiser:
 
     # -- sampling ----------------------------------------------------------------------------------------------
 
-    def sampler_of(self, slot: Slot, policy: PolicyRef, *, tensor_parallel: int | None = None) -> Sampler:
+    def sampler_for(self, slot: LoadedPolicy, policy: PolicyRef, *, tensor_parallel: int | None = None) -> Sampler:
         """The slot's sampler, holding the slot's weights, which are `policy`'s. Raises BadSpec for a scalar head."""
         if slot.trainer.scalar:
             raise BadSpec(
@@ -224,7 +224,7 @@ class Materialiser:
             slot.drop_sampler()
             need = self.samplers.new_bytes(slot.trainer)
             if need:
-                self.slots.make_room(need, run=policy.run, what="the sampler's copy of a model", keep=slot)
+                self.loaded_policies.make_room(need, run=policy.run, what="the sampler's copy of a model", keep=slot)
             slot.sampler = self.samplers.sampler(slot.trainer, tensor_parallel=tensor_parallel)
             slot.tensor_parallel = tensor_parallel
         if slot.sampler.holds != policy.state:

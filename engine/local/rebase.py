@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 from engine.backends.protocol import TrainerBackend
 from engine.errors import ReplayDiverged
-from engine.local.loaded_policies import Slot
-from engine.local.saving import Saver, checkpoint_key, provenance_of
+from engine.local.loaded_policies import LoadedPolicy
+from engine.local.saving import Saver, batch_provenance, checkpoint_key
 from engine.local.scratch import scratch, scratch_folder
 from engine.specs.engine import LocalEngineSpec
 from storage.chain.rebase import Rebase, changes, checkpoint_extra, commit_rebase, discard_checkpoint, rebase_manifest
@@ -56,7 +56,7 @@ class Rebaser:
 
     # -- a redo ------------------------------------------------------------------------------------------------
 
-    def compare(self, slot: Slot, record: CommitRecord, redone: Redone) -> None:
+    def compare(self, slot: LoadedPolicy, record: CommitRecord, redone: Redone) -> None:
         """Takes note of a step that was redone in `slot`. Raises ReplayDiverged for other weights than the committed
         ones where the chain may not go on from them."""
         step, here = record.policy.step, self.backend.numerics()
@@ -94,7 +94,7 @@ class Rebaser:
             return f"Only the head of a chain can be rebased, and steps after {target.uri} are committed. {RESUME}"
         return None
 
-    def after_redo(self, slot: Slot, redone: Redone) -> None:
+    def after_redo(self, slot: LoadedPolicy, redone: Redone) -> None:
         """Rebases the chain on what a redo reached, where that is not known to be what was committed. Raises
         ReplayDiverged where it may not."""
         if not redone.unsure:
@@ -118,7 +118,7 @@ class Rebaser:
 
     # -- a step ------------------------------------------------------------------------------------------------
 
-    def before_step(self, slot: Slot) -> None:
+    def before_step(self, slot: LoadedPolicy) -> None:
         """Commits an exact rebase if the step that comes next is taken under other numerics than the last one. Raises
         ReplayDiverged for a slot whose weights are not the committed ones."""
         if slot.made_under is None or not changes(slot.made_under, self.backend.numerics()):
@@ -137,11 +137,11 @@ class Rebaser:
         self._commit(slot, record, attempt, checkpoint, ())
         if find_artifact(self.store, checkpoint.ref.key) is None:  # pruned right before the commit
             snapshot = self.saver.take(slot, scratch_folder(self.store), key=checkpoint.ref.key, rebase=before)
-            self.saver.submit(snapshot, provenance_of(self.store, slot.policy)).result()
+            self.saver.submit(snapshot, batch_provenance(self.store, slot.policy)).result()
 
     # -- the checkpoint and the commit -------------------------------------------------------------------------
 
-    def _chains_checkpoint(self, slot: Slot) -> _Checkpoint | None:
+    def _chains_checkpoint(self, slot: LoadedPolicy) -> _Checkpoint | None:
         """The chain's own checkpoint of these very weights, if there is one."""
         under_way, policy = self.saver.under_way(slot.policy), slot.policy
         if under_way is not None:
@@ -155,17 +155,22 @@ class Rebaser:
             return None
         return _Checkpoint(manifest.ref, digest)
 
-    def _own_checkpoint(self, slot: Slot, attempt: Attempt) -> _Checkpoint:
+    def _own_checkpoint(self, slot: LoadedPolicy, attempt: Attempt) -> _Checkpoint:
         """A checkpoint that only the rebase of this attempt names."""
         policy = slot.policy
         mark = RebaseMark(step=policy.step, attempt=attempt.id)
         key = keys.rebase_checkpoint(policy.run, policy.stage, policy.model, policy.step, attempt.id)
         snapshot = self.saver.take(slot, scratch_folder(self.store), key=key, rebase=mark)
-        ref = self.saver.submit(snapshot, provenance_of(self.store, policy)).result()
+        ref = self.saver.submit(snapshot, batch_provenance(self.store, policy)).result()
         return _Checkpoint(ref, snapshot.weights_digest)
 
     def _commit(
-        self, slot: Slot, record: CommitRecord, attempt: Attempt, checkpoint: _Checkpoint, redone: tuple[int, ...]
+        self,
+        slot: LoadedPolicy,
+        record: CommitRecord,
+        attempt: Attempt,
+        checkpoint: _Checkpoint,
+        redone: tuple[int, ...],
     ) -> None:
         """Commits the rebase; a slot whose rebase lost takes the winner's weights."""
         chain = Chain.of(self.store, slot.policy)
@@ -190,7 +195,7 @@ class Rebaser:
                 self._adopt(slot, stands)
         slot.rebase = stands.mark
 
-    def _adopt(self, slot: Slot, rebase: Rebase) -> None:
+    def _adopt(self, slot: LoadedPolicy, rebase: Rebase) -> None:
         manifest = rebase_manifest(Chain.of(self.store, slot.policy), rebase)
         with scratch(self.store) as folder:
             files = materialise_files(self.store, manifest.key, folder)

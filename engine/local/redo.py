@@ -14,11 +14,11 @@ from pathlib import Path
 
 import torch
 
-from engine.backends.compose import trainer_backend
+from engine.backends.factory import create_trainer_backend
 from engine.backends.protocol import Trainer, TrainerBackend
 from engine.errors import UnknownPolicy
-from engine.local.apply import Effect, apply_request
-from engine.specs.adapters import LoraSpec, trainable_of
+from engine.local.apply import StepEffect, apply_request
+from engine.specs.adapters import LoraSpec, parse_trainable
 from engine.specs.engine import LocalEngineSpec
 from engine.specs.trainer import TorchTrainerSpec, TrainerSpec, spec_of_layout
 from storage.chain.rebase import (
@@ -48,7 +48,7 @@ def clean_backend(like: Numerics) -> Iterator[TrainerBackend]:
     """A backend of this machine in the precision of a committed step, and on as many ranks. The thread count of the
     caller comes back."""
     dtype = like.compute_dtype if like.compute_dtype in _KNOWN_DTYPES else "auto"
-    backend = trainer_backend(
+    backend = create_trainer_backend(
         LocalEngineSpec.model_validate(
             {
                 "trainer": _trainer_like(like),
@@ -89,7 +89,7 @@ def fresh_trainer(store: ObjectStore, backend: TrainerBackend, root: Root) -> Tr
     with tempfile.TemporaryDirectory(prefix="ostinato-redo-") as folder:
         plain = [entry.name for entry in read_manifest(store, root.base.key).files if "/" not in entry.name]
         files = materialise_files(store, root.base.key, Path(folder), names=plain)
-        at, spec = files["config.json"].parent, trainable_of(root.trainable)
+        at, spec = files["config.json"].parent, parse_trainable(root.trainable)
         if isinstance(spec, LoraSpec):
             return backend.adapter(backend.load_base(at, key=root.base.key), spec, init_seed=root.init_seed)
         return backend.load(at, head=spec.head, init_seed=root.init_seed)
@@ -141,7 +141,7 @@ class Redo:
             self.step(trainer, record)
         return trainer
 
-    def step(self, trainer: Trainer, record: CommitRecord, request: StepRequest | None = None) -> Effect:
+    def step(self, trainer: Trainer, record: CommitRecord, request: StepRequest | None = None) -> StepEffect:
         """One committed step again (or another request in its place), under its recorded threads and micro-batches."""
         limits = record.numerics.max_tokens_of_updates or record.numerics.max_tokens
         if request is not None and request.batch != record.request.batch:

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.local.loaded_policies import Slot
+from engine.local.loaded_policies import LoadedPolicy
 from storage.chain.rebase import checkpoint_extra, rebase_at, stands
 from storage.chain.records import Chain, PolicyRef, RebaseMark
 from storage.errors import StorageFull
@@ -46,7 +46,7 @@ def checkpoint_key(policy: PolicyRef) -> str:
     return keys.checkpoint(policy.run, policy.stage, policy.model, policy.step)
 
 
-def find_checkpoint(store: ObjectStore, policy: PolicyRef, *, name: str | None) -> ArtifactRef | None:
+def find_policy_checkpoint(store: ObjectStore, policy: PolicyRef, *, name: str | None) -> ArtifactRef | None:
     """The committed checkpoint of the policy, which bears `name` from now on. Where the chain was rebased: the one that
     it goes on from, which is kept in any case."""
     chain = Chain.of(store, policy)
@@ -59,7 +59,7 @@ def find_checkpoint(store: ObjectStore, policy: PolicyRef, *, name: str | None) 
     return found
 
 
-def provenance_of(store: ObjectStore, policy: PolicyRef) -> Provenance:
+def batch_provenance(store: ObjectStore, policy: PolicyRef) -> Provenance:
     """Of the batch that made the policy, for a checkpoint that nobody asked for. Only for steps >= 1."""
     record = Chain.of(store, policy).taken(policy.step)
     return read_manifest(store, record.request.batch.key).provenance
@@ -76,7 +76,7 @@ class Saver:
 
     def take(
         self,
-        slot: Slot,
+        slot: LoadedPolicy,
         folder: Path,
         *,
         name: str | None = None,

@@ -12,7 +12,7 @@ from engine.models.openai_model import SCHEME, OpenAIModel
 from engine.models.scores import check_head
 from engine.models.training_model import TrainingModel
 from engine.protocol import SamplingParams
-from engine.specs.adapters import FullSpec, LoraSpec, trainable_of
+from engine.specs.adapters import FullSpec, LoraSpec, parse_trainable
 from engine.text.rendering import Renderer
 from engine.text.stored_models import context_length_of, renderer_of
 from engine.workspace import Workspace
@@ -68,7 +68,7 @@ class ModelBuilder:
         """A builder whose models train a LoRA adapter (arXiv:2106.09685) in peft's format: the weights of the base are
         in memory once for all runs that adapt it. `targets`: names of linear layers, like "q_proj"."""
         names = targets if isinstance(targets, str) else tuple(targets)
-        return self.training(trainable_of({"kind": "lora", "rank": rank, "alpha": alpha, "target_modules": names}))
+        return self.training(parse_trainable({"kind": "lora", "rank": rank, "alpha": alpha, "target_modules": names}))
 
     def training(self, trainable: FullSpec | LoraSpec) -> Self:
         """A builder whose models train just this part of the weights. A scalar head that was asked for stays."""

@@ -13,7 +13,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-class Coalescer(Generic[Item, Result]):
+class CallBatcher(Generic[Item, Result]):
     """Gathers the items submitted under one key before the event loop runs idle, and runs them as one call."""
 
     def __init__(self, run: Callable[[Hashable, list[Item]], Awaitable[list[Result]]]) -> None:

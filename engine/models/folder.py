@@ -51,7 +51,7 @@ class ModelFolder:
         return cls(path, name or _name_of(path), files)
 
 
-def version_of(digest: str) -> str:
+def registry_version(digest: str) -> str:
     """The version under which an imported folder of that digest is registered."""
     return digest[:12]
 
@@ -86,10 +86,10 @@ def head_of(store: ObjectStore, model: ArtifactRef) -> Head:
     """The head of a registered model."""
     with tempfile.TemporaryDirectory() as folder:
         files = materialise_files(store, model.key, Path(folder), names=(CONFIG_FILE,))
-        return head_in_config(files.get(CONFIG_FILE, Path(folder, CONFIG_FILE)))
+        return read_head(files.get(CONFIG_FILE, Path(folder, CONFIG_FILE)))
 
 
-def head_in_config(path: Path) -> Head:
+def read_head(path: Path) -> Head:
     """The head of the model that a config.json describes; "lm" where there is none to read."""
     names = read_config(path).get("architectures")
     if not isinstance(names, list):
@@ -97,7 +97,7 @@ def head_in_config(path: Path) -> Head:
     return "scalar" if any(str(name).endswith(SCALAR_ARCHITECTURE) for name in names) else "lm"
 
 
-def config_of(folder: Path) -> dict[str, Any]:
+def read_folder_config(folder: Path) -> dict[str, Any]:
     """What the folder's config.json says; empty where there is none to read."""
     return read_config(folder / CONFIG_FILE)
 
@@ -111,7 +111,7 @@ def read_config(path: Path) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def no_language_head(name: str) -> str:
+def scalar_head_message(name: str) -> str:
     return (
         f"{name} has a scalar head, which gives values and no logprobs; spawn it with builder.into_scoring_model(), or "
         "give a causal language model"
@@ -138,7 +138,7 @@ def check_model_folder(folder: Path) -> None:
 
 def _check_layers(folder: Path) -> None:
     """Refuses a config.json of more layers than the files have tensors: to build such a model would take minutes."""
-    config = config_of(folder)
+    config = read_folder_config(folder)
     groups = [config, *(value for value in config.values() if isinstance(value, dict))]
     layers = {key: group[key] for group in groups for key in LAYER_KEYS if isinstance(group.get(key), int)}
     key = max(layers, key=layers.__getitem__, default="")

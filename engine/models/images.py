@@ -55,9 +55,9 @@ def check_images(images: Sequence[PlacedImage], length: int) -> None:
         end = image.start + image.tokens
 
 
-def check_taken(taker: object, images: Iterable[Sequence[PlacedImage]], what: str) -> None:
+def check_images_accepted(taker: object, images: Iterable[Sequence[PlacedImage]], what: str) -> None:
     """Raises UnsupportedFragment when there are images and `taker`, a trainer or sampler, does not take any."""
-    if any(images) and not getattr(taker, "takes_images", False):
+    if any(images) and not getattr(taker, "accepts_images", False):
         name = "a model with a scalar head" if taker is None else type(taker).__name__
         raise UnsupportedFragment(
             f"{what} hold images, and {name} takes text only; use a vision-language model (idefics3, "
@@ -71,7 +71,7 @@ def images_or_none(images: Iterable[Images]) -> list[Images] | None:
     return found if any(found) else None
 
 
-def image_rows(images: Iterable[PlacedImage]) -> list[dict[str, Any]] | None:
+def images_to_rows(images: Iterable[PlacedImage]) -> list[dict[str, Any]] | None:
     """The images as a table's column has them; null where there are none."""
     return [{"start": i.start, "tokens": i.tokens, "data": i.data} for i in images] or None
 
@@ -81,12 +81,12 @@ def image_digests(images: Iterable[PlacedImage]) -> list[str]:
     return [digest(f"{i.start}/{i.tokens}/".encode() + i.data) for i in images]
 
 
-def images_of(rows: Sequence[Mapping[str, Any]] | None) -> Images:
-    """What `image_rows` wrote."""
+def images_from_rows(rows: Sequence[Mapping[str, Any]] | None) -> Images:
+    """What `images_to_rows` wrote."""
     return tuple(PlacedImage(row["start"], row["tokens"], row["data"]) for row in rows or ())
 
 
-def common_images(images: Sequence[Images], prefix: int) -> int:
+def common_prefix_length(images: Sequence[Images], prefix: int) -> int:
     """How much of a prefix of `prefix` equal tokens is equal in its images too, and ends within none of them."""
     for at in range(max(map(len, images), default=0)):
         here = [one[at] if at < len(one) else None for one in images]

@@ -12,9 +12,9 @@ from typing import Any, Protocol, Self, TypeVar, cast, overload
 from pydantic import BaseModel
 
 from engine.errors import BadSpec
-from engine.models.call_batching import Coalescer
+from engine.models.call_batching import CallBatcher
 from engine.models.images import Images, image_digests, images_or_none
-from engine.models.scores import Scores
+from engine.models.scores import ScoringMixin
 from engine.models.structured import answer_once, answer_repaired
 from engine.models.tape import prompt_group
 from engine.protocol import Completion, GenerateRequest, LogprobsRequest, SamplingParams, TokenSequence
@@ -36,7 +36,7 @@ class HasWorkspace(Protocol):
     def workspace(self) -> Workspace: ...
 
 
-class InferenceModel(Scores):
+class InferenceModel(ScoringMixin):
     """Reads one policy: generation and logprobs, or scores. Sampling views (`.temperature(0.7)`) are shallow copies."""
 
     def __init__(
@@ -56,9 +56,9 @@ class InferenceModel(Scores):
         self.engine = workspace.connect()
         self._policy = policy
         self._calls: Counter[tuple[str, str]] = Counter()
-        self._generations: Coalescer[tuple[TokenSequence, int], Completion] = Coalescer(self._generate)
-        self._scorings: Coalescer[TokenSequence, list[float]] = Coalescer(self._score)
-        self._values: Coalescer[TokenSequence, list[float]] = Coalescer(self._read_values)
+        self._generations: CallBatcher[tuple[TokenSequence, int], Completion] = CallBatcher(self._generate)
+        self._scorings: CallBatcher[TokenSequence, list[float]] = CallBatcher(self._score)
+        self._values: CallBatcher[TokenSequence, list[float]] = CallBatcher(self._read_values)
         self._seed: int | None = None
 
     async def policy(self) -> PolicyRef:
@@ -160,14 +160,14 @@ class InferenceModel(Scores):
         in it that fits; one that does not fit is shown to the model once, with the error and the JSON schema. Raises
         MalformedAnswer when the second one does not fit either."""
         if schema is not None:
-            return await answer_repaired(self._said, thread, schema)
-        return await self._said(thread)
+            return await answer_repaired(self._reply, thread, schema)
+        return await self._reply(thread)
 
     async def answer(self, thread: StringThread, schema: type[Answer]) -> Answer:
         """`generate(thread, schema)` without the second try."""
-        return await answer_once(self._said, thread, schema)
+        return await answer_once(self._reply, thread, schema)
 
-    async def _said(self, thread: StringThread) -> StringThread:
+    async def _reply(self, thread: StringThread) -> StringThread:
         answered = self.renderer.detokenize(await self.generate_tokens(thread))
         if not self.stops:
             return answered

@@ -102,14 +102,14 @@ class OpenAIModel:
         JSON of its schema, and one that does not fit is shown to it once (MalformedAnswer). Raises EngineUnreachable,
         EngineBusy, NotAuthenticated, BadSpec."""
         if schema is None:
-            return await self._said(thread, None)
-        return await answer_repaired(lambda asked: self._said(asked, schema), thread, schema)
+            return await self._reply(thread, None)
+        return await answer_repaired(lambda asked: self._reply(asked, schema), thread, schema)
 
     async def answer(self, thread: StringThread, schema: type[Answer]) -> Answer:
         """`generate(thread, schema)` without the second try."""
-        return await answer_once(lambda asked: self._said(asked, schema), thread, schema)
+        return await answer_once(lambda asked: self._reply(asked, schema), thread, schema)
 
-    async def _said(self, thread: StringThread, schema: type[BaseModel] | None) -> StringThread:
+    async def _reply(self, thread: StringThread, schema: type[BaseModel] | None) -> StringThread:
         for index, turn in enumerate(thread.turns):
             if not isinstance(turn.content, str) and any(isinstance(part, ImageFragment) for part in turn.content):
                 raise UnsupportedFragment(f"turn {index} holds an image; only text is sent to {self.url}: remove it")

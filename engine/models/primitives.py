@@ -15,16 +15,16 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from engine.errors import BadSpec, SampleTooLong
-from engine.local.validation import describe
 from engine.losses.spec import LossSpec
-from engine.models.images import check_taken
-from engine.models.scores import scored_whole
+from engine.models.images import check_images_accepted
+from engine.models.scores import last_token_sequence
 from engine.models.tape import Enqueued, Loss, Tape, per_token, spread_sum
 from engine.protocol import TokenSequence
-from engine.specs.adapters import trainable_of
+from engine.specs.adapters import parse_trainable
 from engine.text.errors import UnsupportedFragment
 from engine.text.rendering import Renderer
 from engine.text.threads import StringThread, TokenizedThread
+from engine.validation_messages import describe_errors
 
 _LOSS: TypeAdapter[LossSpec] = TypeAdapter(LossSpec)
 
@@ -190,8 +190,8 @@ class Primitives:
 
     def _scored(self, thread: Thread) -> TokenSequence:
         sequence = self._sequence(thread)
-        check_taken(None, [sequence.images], "scored threads")  # no architecture with a scalar head takes them
-        return scored_whole(sequence.token_ids, end=self.renderer.tokenizer.eos_token_ids[0])
+        check_images_accepted(None, [sequence.images], "scored threads")  # no scalar model takes images
+        return last_token_sequence(sequence.token_ids, end=self.renderer.tokenizer.eos_token_ids[0])
 
     def _add(self, loss: Loss, sequence: TokenSequence, **columns: Numbers | float) -> Enqueued:
         self._check(loss, sequence)
@@ -208,8 +208,8 @@ class Primitives:
         try:
             spec = _LOSS.validate_python(loss)
         except ValidationError as error:
-            raise BadSpec(f"{loss['kind']}: {describe(error.errors(), loss)}") from error
-        head = trainable_of(self.trainable).head
+            raise BadSpec(f"{loss['kind']}: {describe_errors(error.errors(), loss)}") from error
+        head = parse_trainable(self.trainable).head
         if (spec.reads == "values") != (head == "scalar"):
             wanted = "a scalar head: builder.into_scoring_model()" if spec.reads == "values" else "a language head"
             raise BadSpec(f"{self.name!r} has a head of kind {head!r}, and the loss {spec.kind!r} needs {wanted}")

@@ -10,7 +10,7 @@ from random import Random
 import pyarrow as pa
 
 from engine.errors import BadSpec
-from engine.models.images import Images, check_images, images_of
+from engine.models.images import Images, check_images, images_from_rows
 from engine.protocol import check_weights
 from storage.chain.records import MinibatchPlan
 
@@ -61,7 +61,7 @@ class Sample:
                 )
 
 
-def samples_of(table: pa.Table) -> list[Sample]:
+def samples_from_table(table: pa.Table) -> list[Sample]:
     """The rows of a batch table, in their order. A column that an older table does not have is None in every row."""
     if not {"token_ids", "weights"} <= set(table.column_names):
         there = ", ".join(table.column_names)[:200]
@@ -70,7 +70,7 @@ def samples_of(table: pa.Table) -> list[Sample]:
     columns = [table.column(name).to_pylist() for name in names]
     if "images" in names:
         at = names.index("images")
-        columns[at] = list(map(images_of, columns[at]))
+        columns[at] = list(map(images_from_rows, columns[at]))
     return [Sample(**dict(zip(names, row, strict=True))) for row in zip(*columns, strict=True)]
 
 

@@ -6,8 +6,8 @@ from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, cast
 
 from engine.errors import BadSpec
-from engine.models.call_batching import Coalescer
-from engine.models.folder import head_of, no_language_head
+from engine.models.call_batching import CallBatcher
+from engine.models.folder import head_of, scalar_head_message
 from engine.protocol import Engine, LogprobsRequest, TokenSequence
 from engine.specs.adapters import Head
 from engine.text.rendering import Renderer
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from engine.workspace import Workspace
 
 
-def scored_whole(token_ids: Sequence[int], *, end: int) -> TokenSequence:
+def last_token_sequence(token_ids: Sequence[int], *, end: int) -> TokenSequence:
     """The sequence whose one value is that of its last token. A value is read at the position before a trained token,
     so `end` follows, trained alone; nothing reads it, and any id of the vocabulary does."""
     return TokenSequence([*token_ids, end], [0.0] * len(token_ids) + [1.0])
@@ -32,7 +32,7 @@ def check_head(store: ObjectStore, base: ArtifactRef, wanted: Head, *, frozen: b
     of a new head, which `frozen` would leave as drawn, are wanted of a language model."""
     has = head_of(store, base)
     if (has, wanted) == ("scalar", "lm"):
-        raise BadSpec(no_language_head(registered_key(base)))
+        raise BadSpec(scalar_head_message(registered_key(base)))
     if frozen and (has, wanted) == ("lm", "scalar"):
         raise BadSpec(
             f"{registered_key(base)} is a language model, so that it would score by a new head, at random; train one "
@@ -40,13 +40,13 @@ def check_head(store: ObjectStore, base: ArtifactRef, wanted: Head, *, frozen: b
         )
 
 
-class Scores:
+class ScoringMixin:
     """Mixed into handles (engine.handles)."""
 
     workspace: Workspace
     renderer: Renderer
     engine: Engine
-    _values: Coalescer[TokenSequence, list[float]]
+    _values: CallBatcher[TokenSequence, list[float]]
 
     async def policy(self) -> PolicyRef:
         raise NotImplementedError
@@ -61,7 +61,7 @@ class Scores:
         tokenized = self.renderer.tokenize(thread) if isinstance(thread, StringThread) else thread
         ids, _ = self.renderer.serialize(tokenized)
         end = self.renderer.tokenizer.eos_token_ids[0]
-        (score,) = await self._values.submit(await self.policy(), scored_whole(ids, end=end))
+        (score,) = await self._values.submit(await self.policy(), last_token_sequence(ids, end=end))
         return score
 
     async def _read_values(self, key: Hashable, items: list[TokenSequence]) -> list[list[float]]:

@@ -13,7 +13,7 @@ import pyarrow as pa
 from pydantic import JsonValue
 
 from engine.errors import BadSpec
-from engine.models.images import image_digests, image_rows, images_of
+from engine.models.images import image_digests, images_from_rows, images_to_rows
 from engine.protocol import TokenSequence
 from engine.workspace import Workspace
 from storage.chain.records import PolicyRef
@@ -35,7 +35,7 @@ class Enqueued:
 
 
 @dataclass(frozen=True)
-class Call:
+class TapeEntry:
     """One `train_*` call: a row, or the two rows of a pair, which stay together."""
 
     loss: Loss
@@ -46,11 +46,11 @@ class Call:
 class Tape:
     """Calls since the last step. All of one step share a loss: one batch has one loss."""
 
-    calls: list[Call] = field(default_factory=list)
+    calls: list[TapeEntry] = field(default_factory=list)
 
     def add(self, loss: Loss, sequence: TokenSequence, **columns: Sequence[float]) -> Enqueued:
         """One sample. A column has one number per trained token. Raises BadSpec, and the tape stays as it was."""
-        return self._append(Call(loss, (_row(sequence, columns) | {"group": prompt_group(sequence)},)))
+        return self._append(TapeEntry(loss, (_row(sequence, columns) | {"group": prompt_group(sequence)},)))
 
     def add_pair(
         self,
@@ -70,25 +70,25 @@ class Tape:
                     f"the {'preferred' if row['preferred'] else 'dispreferred'} sample of a pair has no trained token, "
                     "so nothing of it is compared; give each an assistant turn of weight above 0"
                 )
-        return self._append(Call(loss, tuple(rows)))
+        return self._append(TapeEntry(loss, tuple(rows)))
 
-    def take(self) -> list[Call]:
+    def take(self) -> list[TapeEntry]:
         """The calls so far, which leave the tape: what is added from now on belongs to the next step."""
         taken, self.calls = self.calls, []
         return taken
 
-    def put_back(self, calls: list[Call]) -> None:
+    def put_back(self, calls: list[TapeEntry]) -> None:
         """The calls of a step that may still be taken."""
         self.calls = [*calls, *self.calls]
 
-    def _append(self, call: Call) -> Enqueued:
+    def _append(self, call: TapeEntry) -> Enqueued:
         if self.calls and self.calls[0].loss != call.loss:
             raise _two_losses(self.calls[0].loss, call.loss)
         self.calls.append(call)
         return Enqueued()
 
 
-def commit_calls(calls: Sequence[Call], workspace: Workspace, policy: PolicyRef) -> tuple[Loss, ArtifactRef]:
+def commit_tape(calls: Sequence[TapeEntry], workspace: Workspace, policy: PolicyRef) -> tuple[Loss, ArtifactRef]:
     """(the loss, the calls as a batch artifact of the step after `policy`), rows in canonical order: concurrent calls
     enqueue in any order and must still make one batch. Raises BadSpec when there are none, or of two losses."""
     if not calls:
@@ -152,10 +152,10 @@ def _row(sequence: TokenSequence, columns: dict[str, Sequence[float]]) -> Row:
     checked = {name: per_token(name, values, trained) for name, values in columns.items()}
     empty: Row = dict.fromkeys(SCHEMAS["batch"].names)
     row = empty | checked | {"token_ids": list(sequence.token_ids), "weights": list(sequence.weights)}
-    return row | {"images": image_rows(sequence.images)} if sequence.images else row
+    return row | {"images": images_to_rows(sequence.images)} if sequence.images else row
 
 
-def _in_order(calls: Sequence[Call]) -> list[Row]:
+def _in_order(calls: Sequence[TapeEntry]) -> list[Row]:
     """The rows of all calls, by content. A pair has a group of its own, also beside an equal pair."""
     found: list[Row] = []
     equal: Counter[str] = Counter()
@@ -172,7 +172,7 @@ def _in_order(calls: Sequence[Call]) -> list[Row]:
 def _content(rows: Sequence[Row]) -> bytes:
     """What orders rows; images by their digests."""
     return canonical_json(
-        [row | {"images": image_digests(images_of(row["images"]))} if "images" in row else row for row in rows]
+        [row | {"images": image_digests(images_from_rows(row["images"]))} if "images" in row else row for row in rows]
     )
 
 

@@ -12,7 +12,7 @@ from engine.errors import BadSpec, PermanentEngineError
 from engine.models.inference_model import HasWorkspace, InferenceModel, LiveView
 from engine.models.primitives import Primitives
 from engine.models.scores import check_head
-from engine.models.tape import Call, Tape, commit_calls
+from engine.models.tape import Tape, TapeEntry, commit_tape
 from engine.protocol import PolicySpec, SamplingParams
 from engine.text.rendering import Renderer
 from engine.text.stored_models import renderer_of
@@ -26,7 +26,7 @@ from storage.store.artifacts import ArtifactRef
 
 log = logging.getLogger(__name__)
 
-AT_TEMPERATURE = ("grpo", "gspo", "cispo", "dpo", "tangents")
+TEMPERATURE_LOSSES = ("grpo", "gspo", "cispo", "dpo", "tangents")
 """Losses of logprobs that the model was asked for, and so are at its view's temperature. The likelihood of a given text
 has none, nor has a score."""
 
@@ -129,16 +129,16 @@ class TrainingModel(InferenceModel, Primitives):
     def chain_of(self, policy: PolicyRef) -> Chain:
         return Chain.of(self.workspace.open_store(), policy)
 
-    def stand_at(self, policy: PolicyRef) -> None:
+    def set_policy(self, policy: PolicyRef) -> None:
         """Moves the handle to a committed policy of its chain."""
         self._at.policy = policy
 
-    def make_again(self) -> None:
+    def replay(self) -> None:
         """The recipe around this handle ran before: it opens where its stage began, so that code before the loop sees
         what it saw then, and `optim_step` finds the committed steps instead of taking them again."""
         self._at.made_again = True
 
-    def go_on_at(self, policy: PolicyRef) -> None:
+    def resume_from(self, policy: PolicyRef) -> None:
         """Stands at a policy of an earlier attempt; the steps that the attempt committed after it are found again."""
         self._at.policy, self._at.committed = policy, self.chain_of(policy).head()
         self._at.stages = max(self._at.stages, int(policy.stage.partition("-")[0]) + 1)
@@ -146,7 +146,7 @@ class TrainingModel(InferenceModel, Primitives):
     async def _open(self, stage: str) -> None:
         start = await self.begin_stage(stage)
         if self._at.made_again:
-            self.go_on_at(start)
+            self.resume_from(start)
 
     # -- copies ------------------------------------------------------------------------------------------------
 
@@ -193,21 +193,21 @@ class TrainingModel(InferenceModel, Primitives):
         return record.metrics
 
     async def _step(
-        self, policy: PolicyRef, calls: list[Call], optimizer: OptimizerSpec, skip_nan_gradients: bool
+        self, policy: PolicyRef, calls: list[TapeEntry], optimizer: OptimizerSpec, skip_nan_gradients: bool
     ) -> CommitRecord:
-        loss, batch = commit_calls(calls, self.workspace, policy)
+        loss, batch = commit_tape(calls, self.workspace, policy)
         request = StepRequest(
             parent=policy,
             batch=batch,
             loss=loss,
             optimizer=optimizer,
-            temperature=self.sampling.temperature or 1.0 if loss["kind"] in AT_TEMPERATURE else 1.0,
+            temperature=self.sampling.temperature or 1.0 if loss["kind"] in TEMPERATURE_LOSSES else 1.0,
             nan_policy="skip" if skip_nan_gradients else "fail",
             max_tokens=self.workspace.max_tokens,
         )
         return await self.take_step(request)
 
-    def _found(self, policy: PolicyRef, calls: list[Call]) -> CommitRecord | None:
+    def _found(self, policy: PolicyRef, calls: list[TapeEntry]) -> CommitRecord | None:
         """The step after `policy` that an earlier attempt of the recipe committed. It stands, whatever this attempt
         sampled: a committed step is never taken again."""
         head = self._at.committed

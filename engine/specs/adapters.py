@@ -12,7 +12,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, TypeAdapter, Validati
 from pydantic.json_schema import SkipJsonSchema
 
 from engine.errors import BadSpec
-from engine.local.validation import describe
+from engine.validation_messages import describe_errors
 from storage.bounds import Positive
 from storage.records import Frozen
 
@@ -74,7 +74,7 @@ TrainableSpec = Annotated[FullSpec | LoraSpec, Field(discriminator="kind")]
 _PARSER: TypeAdapter[FullSpec | LoraSpec] = TypeAdapter(TrainableSpec)
 
 
-def trainable_of(trainable: Mapping[str, Any]) -> FullSpec | LoraSpec:
+def parse_trainable(trainable: Mapping[str, Any]) -> FullSpec | LoraSpec:
     """The spec that `storage.chain.records.Root.trainable` stands for. A root holds its full dump
     (`model_dump(mode="json")`), so that a default spelt out and a default left out give one state.
 
@@ -84,7 +84,7 @@ def trainable_of(trainable: Mapping[str, Any]) -> FullSpec | LoraSpec:
     try:
         return _PARSER.validate_python(dict(trainable))
     except ValidationError as error:
-        wrong = describe(error.errors(), dict(trainable))
+        wrong = describe_errors(error.errors(), dict(trainable))
         raise BadSpec(
             f"trainable {dict(trainable)} was given: {wrong}. Expected {{'kind': 'full'}}, or {{'kind': 'lora'}} with "
             "rank >= 1 (16), alpha > 0 (32), target_modules ('all-linear' or names of layers), use_rslora (false); "

@@ -120,7 +120,7 @@ class RecipeContext:
         if any(other.name == model.name for other in self._loops.models):
             raise ValueError(f"a model named {model.name!r} was spawned already in this recipe; give it another name")
         if self._marks(0):
-            model.make_again()
+            model.replay()
         self._loops.models.append(model)
 
     async def steps(self, n: int, *cursors: Positioned) -> AsyncIterator[int]:
@@ -154,6 +154,6 @@ class RecipeContext:
         body = json.loads(self.workspace.open_store().get(keys.loop_mark(self.workspace.run, loop, done)))
         for model in self._loops.models:
             if model.name in body["policies"]:
-                model.go_on_at(PolicyRef.model_validate(body["policies"][model.name]))
+                model.resume_from(PolicyRef.model_validate(body["policies"][model.name]))
         for cursor, position in zip(cursors, body["cursors"], strict=False):
             cursor.position = position

@@ -90,7 +90,7 @@ class Supervised(Trainer):
                     nan_policy=self.nan_policy,
                 )
                 policy, cursor = await take_gradient_step(workspace, request, step=step), cursor_out
-                self.model.stand_at(policy)
+                self.model.set_policy(policy)
                 journal.record(policy)
                 await journal.call(self.callbacks)
                 if due := self.checkpoints.due(step, total_steps, model=self.model.name):

@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from engine.errors import BadSpec
-from engine.models.images import image_rows, images_of
-from engine.models.scores import scored_whole
+from engine.models.images import images_from_rows, images_to_rows
+from engine.models.scores import last_token_sequence
 from engine.protocol import LogprobsRequest, TokenSequence
 from engine.text.rendering import Renderer
 from engine.text.stored_models import renderer_of
@@ -174,11 +174,11 @@ def _groups(records: Sequence[Row], rows: list[int]) -> list[str]:
 def _row(renderer: Renderer, thread: str, group: str, number: int, *, whole: bool) -> Row:
     tokenized = renderer.tokenize(StringThread.from_json(thread))
     if whole:  # no architecture with a scalar head takes images: serialize refuses them
-        sequence = scored_whole(renderer.serialize(tokenized)[0], end=renderer.tokenizer.eos_token_ids[0])
+        sequence = last_token_sequence(renderer.serialize(tokenized)[0], end=renderer.tokenizer.eos_token_ids[0])
     else:
         sequence = renderer.sequence(tokenized)
     row = {"group": group, "completion": number, "token_ids": sequence.token_ids, "weights": sequence.weights}
-    images = {"images": image_rows(sequence.images)} if renderer.tokenizer.images else {}
+    images = {"images": images_to_rows(sequence.images)} if renderer.tokenizer.images else {}
     return _EMPTY | row | images
 
 
@@ -199,7 +199,8 @@ def _chunks(units: Iterator[list[Row]]) -> Iterator[list[Row]]:
 async def _compare(workspace: Workspace, reference: PolicyRef, rows: list[Row]) -> None:
     """Adds the reference's logprobs to the rows."""
     sequences = [
-        TokenSequence(row["token_ids"], row["weights"], row["group"], images_of(row.get("images"))) for row in rows
+        TokenSequence(row["token_ids"], row["weights"], row["group"], images_from_rows(row.get("images")))
+        for row in rows
     ]
     with timed("train"):
         request = LogprobsRequest(reference, sequences, max_tokens=workspace.max_tokens)

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from pydantic import JsonValue
 
 from engine.errors import BadSpec, PermanentEngineError
-from engine.models.images import image_rows, images_of
+from engine.models.images import images_from_rows, images_to_rows
 from engine.protocol import LogprobsRequest, TokenSequence
 from engine.text.stored_models import renderer_of
 from engine.text.threads import StringThread
@@ -240,7 +240,7 @@ def sequences_of(table: pa.Table | Mapping[str, pa.Array]) -> list[TokenSequence
     """Rows of a batch, as the engine scores them."""
     names = table.column_names if isinstance(table, pa.Table) else table
     lists = [table[name].to_pylist() for name in ("token_ids", "weights", "group")]
-    images = map(images_of, table["images"].to_pylist() if "images" in names else repeat(None, len(lists[0])))
+    images = map(images_from_rows, table["images"].to_pylist() if "images" in names else repeat(None, len(lists[0])))
     return [TokenSequence(*row) for row in zip(*lists, images, strict=True)]
 
 
@@ -284,7 +284,7 @@ async def completion_batch(
             continue
         cuts += kept is not whole
         row = {"group": record["id"], "completion": 0, "token_ids": kept.token_ids, "weights": kept.weights}
-        table_rows.append(empty | row | ({"images": image_rows(kept.images)} if "images" in schema.names else {}))
+        table_rows.append(empty | row | ({"images": images_to_rows(kept.images)} if "images" in schema.names else {}))
     if not any(weight > 0 for row in table_rows for weight in row["weights"]):
         raise BadSpec(
             f"step {step + 1}: none of its {len(rows)} rows, such as {row_name(store, dataset, rows[0])}, has an "

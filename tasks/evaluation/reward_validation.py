@@ -11,7 +11,7 @@ from pydantic import Field
 from engine.errors import BadSpec
 from engine.losses.pairs import RankingSpec
 from engine.losses.values import MSESpec
-from engine.models.scores import scored_whole
+from engine.models.scores import last_token_sequence
 from engine.protocol import LogprobsRequest, TokenSequence
 from engine.text.stored_models import renderer_of
 from engine.text.threads import StringThread
@@ -108,7 +108,7 @@ async def _scores(
     for row in rows:
         name = partial(row_name, store, plan.dataset, row["index"])
         threads = [renderer.tokenize(StringThread.from_json(str(row[side]))) for side in sides]
-        whole = [scored_whole(renderer.serialize(thread)[0], end=end) for thread in threads]
+        whole = [last_token_sequence(renderer.serialize(thread)[0], end=end) for thread in threads]
         if None not in [cut(sequence, plan.lengths, limit, name=name) for sequence in whole]:
             kept[row["index"]] = whole
     if not kept:

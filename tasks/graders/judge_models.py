@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from engine.errors import EngineError, SampleTooLong
 from engine.handles import InferenceModel, Model, OpenAIModel
-from engine.models.served_name import served_policy
+from engine.models.served_policy import served_policy
 from engine.protocol import SamplingParams
 from engine.text.answers import MalformedAnswer, parse_answer
 from engine.text.stored_models import renderer_of

@@ -10,7 +10,7 @@ import pyarrow as pa
 from pydantic import Field
 
 from engine.errors import BadSpec, SampleTooLong
-from engine.models.images import image_rows, images_or_none
+from engine.models.images import images_or_none, images_to_rows
 from engine.protocol import Completion, GenerateRequest, SamplingParams, TokenSequence
 from engine.text.errors import UnsupportedFragment
 from engine.text.rendering import Renderer
@@ -165,7 +165,7 @@ def rollout_table(
             "text": renderer.decode_completion(done.token_ids),
             "thread": row["thread"],
             "policy_state": policy.state,
-            **({"images": image_rows(prompt.images)} if renderer.tokenizer.images else {}),
+            **({"images": images_to_rows(prompt.images)} if renderer.tokenizer.images else {}),
         }
         for (row, prompt, number), seed, done in zip(jobs, seeds, completions, strict=True)
     ]

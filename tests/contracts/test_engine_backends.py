@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from engine.backends import compose
+from engine.backends import factory
 from engine.backends.protocol import SamplerBackend, TrainerBackend
 from engine.local import engine as local_engine
 from engine.local.engine import LocalEngine
@@ -34,8 +34,8 @@ class SharedBackends(EngineContract):
 
     @pytest.fixture(scope="class")
     def backends(self, spec: LocalEngineSpec) -> Iterator[tuple[TrainerBackend, SamplerBackend]]:
-        trainers = compose.trainer_backend(spec)
-        samplers = compose.sampler_backend(spec, trainers)
+        trainers = factory.create_trainer_backend(spec)
+        samplers = factory.create_sampler_backend(spec, trainers)
         with pytest.MonkeyPatch.context() as patch:
             close_samplers, close_trainers = samplers.close, trainers.close
             for backend in (trainers, samplers):
@@ -52,8 +52,8 @@ class SharedBackends(EngineContract):
         backends: tuple[TrainerBackend, SamplerBackend],
         monkeypatch: pytest.MonkeyPatch,
     ) -> AsyncIterator[Connect]:
-        monkeypatch.setattr(local_engine, "trainer_backend", lambda spec: backends[0])
-        monkeypatch.setattr(local_engine, "sampler_backend", lambda spec, trainers: backends[1])
+        monkeypatch.setattr(local_engine, "create_trainer_backend", lambda spec: backends[0])
+        monkeypatch.setattr(local_engine, "create_sampler_backend", lambda spec, trainers: backends[1])
         opened: list[LocalEngine] = []
 
         async def connect() -> Engine:

@@ -323,7 +323,7 @@ class SamplerContract:
         sampler = backend.sampler(trainer)
         sampler.sync(trainer, "state-0")
         assert sampler.nbytes() >= 0
-        backend.make_way()
+        backend.offload_for_training()
         sampler.close()
         sampler.close()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.local.engine import LocalEngine
-from engine.local.loaded_policies import Slot
+from engine.local.loaded_policies import LoadedPolicy
 from engine.local.verify import verify_run
 from engine.specs.engine import LocalEngineSpec
 from engine.specs.trainer import DeepSpeedSpec
@@ -32,7 +32,7 @@ async def step(engine: LocalEngine, parent: PolicyRef) -> CommitRecord:
     return await engine.take_gradient_step(request_after(parent, commit_batch(engine.store, parent), lr=0.01))
 
 
-async def at(engine: LocalEngine, policy: PolicyRef) -> Slot:
+async def at(engine: LocalEngine, policy: PolicyRef) -> LoadedPolicy:
     """The engine's training slot, brought to the policy."""
     return await engine._compute(policy.run, lambda: engine.policies.for_training(policy))
 

@@ -112,8 +112,8 @@ async def test_fine_tuning_then_gspo_under_a_judge(
 ) -> None:
     """The judge's words are scripted, since an untrained model has none; how it is spawned and asked is not. The run is
     cut off in its second stage, and goes on there."""
-    said, asked = InferenceModel._said, list[str]()
-    stand_at, cut = TrainingModel.stand_at, list[PolicyRef]()
+    said, asked = InferenceModel._reply, list[str]()
+    set_policy, cut = TrainingModel.set_policy, list[PolicyRef]()
 
     async def judged(self: InferenceModel, thread: StringThread) -> StringThread:
         if self.name != "judge":
@@ -127,10 +127,10 @@ async def test_fine_tuning_then_gspo_under_a_judge(
         if (policy.stage, policy.step) == ("1-gspo", 1) and not cut:
             cut.append(policy)
             raise RuntimeError("cut")
-        stand_at(self, policy)
+        set_policy(self, policy)
 
-    monkeypatch.setattr(InferenceModel, "_said", judged)
-    monkeypatch.setattr(TrainingModel, "stand_at", cut_off)
+    monkeypatch.setattr(InferenceModel, "_reply", judged)
+    monkeypatch.setattr(TrainingModel, "set_policy", cut_off)
     demonstrations = [{"prompt": str(n), "completion": str(n) * 3} for n in range(4)]
     config = TwoStageConfig.model_validate(
         place

@@ -33,7 +33,7 @@ from engine.backends.torch.scalar_lm import (
 )
 from engine.backends.weight_files.pieces import Tensors
 from engine.errors import BadModelFolder, BadSpec
-from engine.models.folder import check_model_folder, config_of
+from engine.models.folder import check_model_folder, read_folder_config
 from engine.text.images import VISION_MODEL_TYPES
 
 INDEX = "model.safetensors.index.json"
@@ -72,7 +72,7 @@ def open_hollow(
         BadModelFolder: as `load_model`, and for a vision-language model.
     """
     check_model_folder(folder)
-    if config_of(folder).get("model_type") in VISION_MODEL_TYPES:
+    if read_folder_config(folder).get("model_type") in VISION_MODEL_TYPES:
         raise BadModelFolder(
             f"{folder.name} is a vision-language model, and DeepSpeed trains models of text here; set "
             "engine.trainer.kind='torch'"

@@ -33,9 +33,9 @@ from engine.backends.torch.updates import (
     metrics_of,
     micro_batch_loss,
     per_sequence,
-    rehearse,
     split_once,
     totals_of,
+    validate_batch,
     without_gradient,
 )
 from engine.cluster.rank_progress import RankFailed, is_peer_loss, report_progress
@@ -120,7 +120,7 @@ class ZeroTrainer:
         self._check_sequences(samples)
         totals = totals_of(samples)
         taught = [sample for sample in samples if not without_gradient(sample, objective)]
-        rehearse(taught, objective)
+        validate_batch(taught, objective)
 
         def accumulate(max_tokens: int) -> Accumulated:
             return self._accumulate(taught, objective, totals, max_tokens)

@@ -23,7 +23,7 @@ from engine.backends.torch.attention import IMPLEMENTATION, Layout, PackedLayout
 from engine.backends.torch.packing import Packed
 from engine.backends.weight_files.tensor_files import shapes_of, tensor_bytes
 from engine.errors import BadModelFolder, BadSpec
-from engine.models.folder import check_model_folder, config_of
+from engine.models.folder import check_model_folder, read_folder_config
 from engine.models.images import Images
 from engine.text.errors import UnsupportedFragment
 from engine.text.images import VISION_MODEL_TYPES
@@ -46,7 +46,7 @@ class CausalLM:
 
     scalar = False
     """Whether its head gives one number per token, not logits."""
-    takes_images = False
+    accepts_images = False
     """Whether sequences may hold images (engine.backends.torch.vision_lm)."""
 
     def __init__(
@@ -265,7 +265,7 @@ def load_causal_lm(folder: Path, *, dtype: torch.dtype, compute_dtype: torch.dty
     """
     from transformers import AutoModelForCausalLM
 
-    if config_of(folder).get("model_type") in VISION_MODEL_TYPES:
+    if read_folder_config(folder).get("model_type") in VISION_MODEL_TYPES:
         from engine.backends.torch.vision_lm import load_vision_lm
 
         return load_vision_lm(folder, dtype=dtype, compute_dtype=compute_dtype, device=device)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import SampleTooLong
-from engine.models.images import Images, PlacedImage, common_images
+from engine.models.images import Images, PlacedImage, common_prefix_length
 
 
 class Packable(Protocol):
@@ -66,7 +66,9 @@ def shared_prefix(samples: Sequence[Packable]) -> int:
     """Tokens that all samples begin with and none trains, images included, leaving each at least one token of its
     own."""
     shared = _shared_tokens(samples)
-    return common_images([sample.images for sample in samples], shared) if any(s.images for s in samples) else shared
+    if not any(sample.images for sample in samples):
+        return shared
+    return common_prefix_length([sample.images for sample in samples], shared)
 
 
 def _shared_tokens(samples: Sequence[Packable]) -> int:

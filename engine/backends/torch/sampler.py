@@ -92,8 +92,8 @@ class TorchSampler:
         return done
 
     @property
-    def takes_images(self) -> bool:
-        return self.model.takes_images
+    def accepts_images(self) -> bool:
+        return self.model.accepts_images
 
     def close(self) -> None:
         """The weights go with the object."""

@@ -30,7 +30,7 @@ from engine.backends.torch.causal_lm import (
 )
 from engine.backends.torch.packing import Fan, Packed
 from engine.errors import BadModelFolder, BadSpec
-from engine.models.folder import head_in_config, no_language_head
+from engine.models.folder import read_head, scalar_head_message
 from engine.specs.adapters import Head
 
 HEAD_NAME = "score"
@@ -76,7 +76,7 @@ def values_of(head: nn.Linear, hidden_NH: Tensor) -> Tensor:
 
 def is_scalar(folder: Path) -> bool:
     """Whether the folder's config names a model with such a head. False where there is no config to read."""
-    return head_in_config(folder / "config.json") == "scalar"
+    return read_head(folder / "config.json") == "scalar"
 
 
 def load_model(folder: Path, *, dtype: torch.dtype, compute_dtype: torch.dtype, device: torch.device) -> CausalLM:
@@ -113,7 +113,7 @@ def load_with_head(
 def check_has_language_head(folder: Path) -> None:
     """Raises BadSpec for a folder whose model has a scalar one."""
     if is_scalar(folder):
-        raise BadSpec(no_language_head(folder.name))
+        raise BadSpec(scalar_head_message(folder.name))
 
 
 def new_head(model: CausalLM, init_seed: int) -> nn.Linear:

@@ -37,7 +37,7 @@ from engine.backends.torch.scalar_lm import HEAD_NAME, ScalarLM, new_head, with_
 from engine.backends.torch.trainer import TorchTrainer
 from engine.backends.weight_files.tensor_files import write_tensors
 from engine.errors import BadSpec
-from engine.models.folder import no_language_head
+from engine.models.folder import scalar_head_message
 from engine.specs.adapters import LoraSpec
 
 
@@ -130,7 +130,7 @@ class AdapterTrainer(SharedTrainer):
         if spec.head == "scalar":
             self.model = base.scalar_model(init_seed=init_seed)
         elif base.model.scalar:
-            raise BadSpec(no_language_head(base.key or "the base model"))
+            raise BadSpec(scalar_head_message(base.key or "the base model"))
 
     def trained(self) -> list[tuple[str, nn.Parameter]]:
         """With a scalar head, that too: it is the adapter's own."""

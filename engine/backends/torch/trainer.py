@@ -26,10 +26,10 @@ from engine.backends.torch.updates import (
     metrics_of,
     micro_batch_loss,
     per_sequence,
-    rehearse,
     set_adamw,
     split_once,
     totals_of,
+    validate_batch,
     without_gradient,
 )
 from engine.backends.weight_files.pieces import moment_shapes, open_checkpoint
@@ -86,8 +86,8 @@ class TorchTrainer:
         return True
 
     @property
-    def takes_images(self) -> bool:
-        return self.model.takes_images
+    def accepts_images(self) -> bool:
+        return self.model.accepts_images
 
     @property
     def scalar(self) -> bool:
@@ -110,7 +110,7 @@ class TorchTrainer:
         adamw = self._adamw(optimizer)
         adamw.zero_grad(set_to_none=True)
         taught = [sample for sample in samples if not without_gradient(sample, objective)]
-        rehearse(taught, objective)
+        validate_batch(taught, objective)
 
         def accumulate(max_tokens: int) -> Accumulated:
             found = Accumulated(max_tokens)

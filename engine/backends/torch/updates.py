@@ -201,7 +201,7 @@ def check_pairs(samples: Sequence[Sample]) -> None:
                 raise BadSpec(f"the {which} sample of the pair {group!r} has no trained token; leave the pair out")
 
 
-def rehearse(samples: Sequence[Sample], objective: Objective) -> None:
+def validate_batch(samples: Sequence[Sample], objective: Objective) -> None:
     """Raises what the loss would raise over the samples' columns: for all micro-batches, and on every rank the same,
     before any of them starts."""
     if not samples:

@@ -40,7 +40,7 @@ class VisionLM(CausalLM):
     """Packs as a `CausalLM` does; sequences may hold images. All of its weights are one model's: vision tower,
     connector, decoder and head are trained, saved and digested together."""
 
-    takes_images = True
+    accepts_images = True
 
     def __init__(
         self,

@@ -42,7 +42,7 @@ class TorchSamplers:
         return 1
 
     @property
-    def fixed_spread(self) -> bool:
+    def fixed_tensor_parallel(self) -> bool:
         return True
 
     def new_bytes(self, trainer: Trainer) -> int:
@@ -66,7 +66,7 @@ class TorchSamplers:
             return FollowingSampler(trainer, self.compute_dtype, **self._limits)
         return MirrorSampler(trainer, self.compute_dtype, self.device, **self._limits)
 
-    def make_way(self) -> None:
+    def offload_for_training(self) -> None:
         """Nothing to give back: what is held is the trainer's, or small beside it."""
 
     def close(self) -> None:

@@ -73,7 +73,7 @@ class VllmSamplers:
         )
 
     @property
-    def fixed_spread(self) -> bool:
+    def fixed_tensor_parallel(self) -> bool:
         return not self._in_process
 
     def new_bytes(self, trainer: Trainer) -> int:
@@ -90,7 +90,7 @@ class VllmSamplers:
             )
         return VllmSampler(trainer, self.spec, partial(self._host_of, ranks=ranks))
 
-    def make_way(self) -> None:
+    def offload_for_training(self) -> None:
         for host in self._hosts.values():
             host.sleep()
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.backends.logprob_gap import Gap, logprob_gap, probes_of, tolerance
+from engine.backends.logprob_gap import LogprobGap, allowed_gap, check_logprob_gap, probe_sequences
 from engine.backends.prompt_checks import check_prompts
 from engine.backends.protocol import OnToken, Trainer
 from engine.backends.torch.lora import PEFT_PREFIX
@@ -55,7 +55,7 @@ class VllmSampler:
         self._load_number = 0
         self._recent: list[TokenIds] = []
         self.receipt: Receipt | None = None
-        self.gap: Gap | None = None
+        self.gap: LogprobGap | None = None
         self.seconds: dict[str, float] = {}
         """Of the last sync, by part."""
 
@@ -174,9 +174,9 @@ class VllmSampler:
         self._adapter = None
 
     def _prove_gap(self, trainer: Trainer, host: Host) -> None:
-        probes = probes_of(host.architecture.vocab_size, host.options.max_context, self._recent)
-        allowed = tolerance(self.spec.gap, DTYPES[host.options.dtype], _compute_dtype(trainer))
-        self.gap = logprob_gap(
+        probes = probe_sequences(host.architecture.vocab_size, host.options.max_context, self._recent)
+        allowed = allowed_gap(self.spec.gap, DTYPES[host.options.dtype], _compute_dtype(trainer))
+        self.gap = check_logprob_gap(
             trainer, lambda ids: host.runtime.score(ids, adapter=self._adapter), probes, max_gap=allowed
         )
 

@@ -14,9 +14,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field
 
 from engine.errors import Fenced, OutOfMemory, PermanentEngineError, SampleTooLong, TransientEngineError, UnknownPolicy
 from engine.http.errors import name_of, status_of
-from engine.local.validation import describe, field_path
 from engine.protocol import SamplingTemperature
 from engine.text.errors import TextError
+from engine.validation_messages import describe_errors, field_path
 from storage.chain.records import PolicyRef
 from storage.errors import InvalidKey, ObjectNotFound, StorageError
 from storage.records import Frozen
@@ -336,5 +336,5 @@ def _invalid(error: RequestValidationError) -> ApiError:
     elif where[0] == "logprobs" and first["type"] == "less_than_equal":
         message = "only the logprobs of the sampled tokens are there: give logprobs=0"
     else:
-        message = describe([first], error.body)
+        message = describe_errors([first], error.body)
     return ApiError(400, message, param=name or None, code="invalid_value")

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from typing import Generic, NamedTuple, TypeVar
 
 from engine.http.openai.models import ApiError, ModelCard
-from engine.models.served_name import POLICY, served_policy
+from engine.models.served_policy import DEFAULT_CHAIN, served_policy
 from engine.protocol import Engine
 from engine.text.stored_models import context_length_of
 from storage.chain.leases import current_epoch
@@ -137,7 +137,7 @@ class Policies:
             known = _last({name for name in names if name is not None and name[0] == run})
             if known is None:
                 return None
-            if known[2] == POLICY:
+            if known[2] == DEFAULT_CHAIN:
                 self._last_chain[run] = known
         return Chain(self.store, *known)
 
@@ -178,10 +178,10 @@ def _last(chains: Iterable[ChainName]) -> ChainName | None:
         return None
     stage = by_place[-1][1]
     there = sorted(chain for chain in by_place if chain[1] == stage)
-    if len(there) > 1 and all(chain[2] != POLICY for chain in there):
+    if len(there) > 1 and all(chain[2] != DEFAULT_CHAIN for chain in there):
         names = ", ".join("/".join(chain) for chain in there)
         raise ApiError(404, f"the last stage has several models: give one of {names}", param="model")
-    return next((chain for chain in there if chain[2] == POLICY), there[0])
+    return next((chain for chain in there if chain[2] == DEFAULT_CHAIN), there[0])
 
 
 class _Recent(Generic[T]):

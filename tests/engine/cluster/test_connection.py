@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from engine.backends import compose
+from engine.backends import factory
 from engine.cluster.connection import connect, hold_connection
 from engine.errors import EngineUnreachable
 from engine.specs.cluster import ClusterSpec
@@ -67,8 +67,8 @@ def test_what_is_no_address_of_a_head_node_is_refused(address: str) -> None:
 @pytest.mark.parametrize("replicas", [0, 2])
 def test_backends_connect_at_their_first_use_and_not_before(replicas: int) -> None:
     spec = LocalEngineSpec(trainer=DeepSpeedSpec(ranks=2), sampler=VllmSpec(replicas=replicas), device="cpu")
-    trainers = compose.trainer_backend(spec)
-    samplers = compose.sampler_backend(spec, trainers)
+    trainers = factory.create_trainer_backend(spec)
+    samplers = factory.create_sampler_backend(spec, trainers)
     try:
         with hold_connection() as connected:
             assert not connected

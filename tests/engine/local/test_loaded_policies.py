@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from engine.local.loaded_policies import Slot, Slots
+from engine.local.loaded_policies import LoadedPolicies, LoadedPolicy
 from storage.chain.records import PolicyRef
 
 
@@ -34,26 +34,28 @@ class Drawer:
 
 @dataclass
 class Engine:
-    """Slots that hold two trainings at most, and one frozen policy."""
+    """LoadedPolicies that hold two trainings at most, and one frozen policy."""
 
     saved: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.slots = Slots(budget=20, residency=0, frozen=1, save=lambda slot: self.saved.append(slot.policy.run))
+        self.loaded_policies = LoadedPolicies(
+            budget=20, residency=0, frozen=1, save=lambda slot: self.saved.append(slot.policy.run)
+        )
 
-    def hold(self, run: str, *, training: bool = True, step: int = 0) -> tuple[Slot, Drawer]:
+    def hold(self, run: str, *, training: bool = True, step: int = 0) -> tuple[LoadedPolicy, Drawer]:
         policy = PolicyRef(run=run, stage="0-grpo", model="policy", step=step, state=f"{run}-{step}")
-        slot = Slot(policy, cast(Any, Weights()), training=training)
+        slot = LoadedPolicy(policy, cast(Any, Weights()), training=training)
         drawer = Drawer()
         slot.sampler = cast(Any, drawer)
-        return self.slots.use(slot), drawer
+        return self.loaded_policies.use(slot), drawer
 
 
 def test_a_slot_that_makes_room() -> None:
     engine = Engine()
     _, leaving = engine.hold("first")
     _, staying = engine.hold("second")
-    engine.slots.make_room(10, run="third", what="a model")
+    engine.loaded_policies.make_room(10, run="third", what="a model")
     assert (leaving.closed, staying.closed) == (1, 0)
 
 
@@ -67,7 +69,7 @@ def test_a_frozen_policy_beyond_the_limit() -> None:
 def test_a_slot_that_is_dropped_or_replaced() -> None:
     engine = Engine()
     slot, dropped = engine.hold("first")
-    engine.slots.drop(slot.policy)
+    engine.loaded_policies.drop(slot.policy)
     _, replaced = engine.hold("second")
     _, present = engine.hold("second", step=1)
     assert (dropped.closed, replaced.closed, present.closed) == (1, 1, 0)
@@ -77,12 +79,12 @@ def test_a_slot_whose_process_died() -> None:
     engine = Engine()
     slot, drawer = engine.hold("first")
     cast(Any, slot.trainer).alive = False
-    assert engine.slots.training(slot.policy) is None
+    assert engine.loaded_policies.training(slot.policy) is None
     assert drawer.closed == 1
 
 
 def test_a_slot_that_is_used_again_keeps_its_sampler() -> None:
     engine = Engine()
     slot, drawer = engine.hold("first")
-    assert engine.slots.use(slot) is slot
+    assert engine.loaded_policies.use(slot) is slot
     assert drawer.closed == 0

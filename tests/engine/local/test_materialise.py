@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine.backends.compose import sampler_backend
+from engine.backends.factory import create_sampler_backend
 from engine.backends.torch.backend import TorchBackend
 from engine.errors import NonFiniteGradient, ReplayDiverged
 from engine.local.engine import LocalEngine
-from engine.local.loaded_policies import Slots
+from engine.local.loaded_policies import LoadedPolicies
 from engine.local.materialise import Materialiser
 from engine.local.rebase import Rebaser
 from engine.local.saving import Saver
@@ -80,10 +80,10 @@ async def chain(engine: LocalEngine, store: ObjectStore, tiny_folder: Path, work
 def fresh(store: ObjectStore, **changes: Any) -> Materialiser:
     """The slots of an engine that was just started."""
     spec = LocalEngineSpec(**(DETERMINISTIC.model_dump() | changes))
-    slots = Slots(budget=1 << 40, residency=0, frozen=spec.frozen_policies, save=lambda slot: None)
+    slots = LoadedPolicies(budget=1 << 40, residency=0, frozen=spec.frozen_policies, save=lambda slot: None)
     backend = TorchBackend(spec)
     rebaser = Rebaser(store, backend, Saver(store), spec)
-    return Materialiser(store, backend, sampler_backend(spec, backend), slots, rebaser=rebaser)
+    return Materialiser(store, backend, create_sampler_backend(spec, backend), slots, rebaser=rebaser)
 
 
 def weights(slots: Materialiser, policy: PolicyRef) -> str:

@@ -93,7 +93,7 @@ async def read(engine: LocalEngine, policy: PolicyRef) -> None:
 
 
 def digest(engine: LocalEngine, policy: PolicyRef) -> str:
-    slot = engine.slots.training(policy)
+    slot = engine.loaded_policies.training(policy)
     assert slot is not None and slot.policy == policy
     return slot.trainer.weights_digest()[0]
 
@@ -216,10 +216,10 @@ async def test_policies_before_a_rebase_are_redone_under_their_own_numerics(chai
     await double.close(checkpoint=False)
     single = LocalEngine(url, SINGLE)
     await read(single, chain.policy(2))
-    slot = single.slots.holding(chain.policy(2).state)
+    slot = single.loaded_policies.holding(chain.policy(2).state)
     assert slot is not None and slot.trainer.weights_digest()[0] == recorded(chain, 2).weights_digest
     await read(single, chain.policy(3))  # past, and at the rebase: its checkpoint, not a redo
-    slot = single.slots.holding(chain.policy(3).state)
+    slot = single.loaded_policies.holding(chain.policy(3).state)
     assert slot is not None and slot.rebase == the_rebase(chain).mark
     await single.close(checkpoint=False)
 

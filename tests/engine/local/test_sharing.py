@@ -194,7 +194,7 @@ async def test_a_failed_step_keeps_no_weights(
     roomy: LocalEngine, store: ObjectStore, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = await step(roomy, store, await new_policy(roomy, tiny_folder))
-    held = weakref.ref(roomy.slots.training(policy).trainer.model.module)
+    held = weakref.ref(roomy.loaded_policies.training(policy).trainer.model.module)
 
     def unavailable(*_: object) -> None:
         raise StorageUnavailable("the store is away")
@@ -222,12 +222,12 @@ async def test_a_base_with_three_adapters_takes_less_than_half_more_than_the_bas
     engine = LocalEngine(url_of(tmp_path), DETERMINISTIC)
     policies = [await adapter_policy(engine, tiny_folder, run, rank=1) for run in ("a", "b", "c")]
     await engine.logprobs(LogprobsRequest(policies[0], [SCORED]))
-    base = engine.slots._bases.copy().popitem()[1].nbytes()
+    base = engine.loaded_policies._bases.copy().popitem()[1].nbytes()
     for policy in policies:
         after = await step(engine, store, policy)
         await engine.generate(GenerateRequest(after, [[10, 11]], [1], SamplingParams(max_new_tokens=2)))
         await engine.logprobs(LogprobsRequest(policy, [SCORED]))  # the reference: the adapter off
-    assert len(engine.slots._bases) == 1
+    assert len(engine.loaded_policies._bases) == 1
     assert (await engine.info()).memory_used_bytes < 1.5 * base
     await engine.close()
 
@@ -260,11 +260,11 @@ async def test_the_base_of_an_adapter_does_not_leave_to_make_room_for_it(
 ) -> None:
     policy = await adapter_policy(roomy, tiny_folder, "measure", rank=1)
     await step(roomy, store, policy)
-    base = next(iter(roomy.slots._bases.values())).nbytes()
+    base = next(iter(roomy.loaded_policies._bases.values())).nbytes()
     engine = LocalEngine(url_of(tmp_path), tight(DETERMINISTIC, 1.5 * base / GIB))
     for run in ("a", "b"):
         await step(engine, store, await adapter_policy(engine, tiny_folder, run, rank=1))
-        assert len(engine.slots._bases) == 1
+        assert len(engine.loaded_policies._bases) == 1
     await engine.close()
     small = LocalEngine(url_of(tmp_path), tight(DETERMINISTIC, 1.05 * base / GIB))
     with pytest.raises(OutOfMemory, match="an adapter on"):

@@ -56,7 +56,7 @@ def scripted(model: InferenceModel, *answers: str) -> list[StringThread]:
         asked.append(thread)
         return thread.assistant(answers[len(asked) - 1])
 
-    model._said = said  # type: ignore[method-assign]
+    model._reply = said  # type: ignore[method-assign]
     return asked
 
 

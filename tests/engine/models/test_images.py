@@ -16,8 +16,8 @@ from engine.errors import BadModelFolder, BadSpec
 from engine.handles import Model, TrainingModel
 from engine.http.client import EngineClient
 from engine.local.engine import LocalEngine
-from engine.local.generation_batcher import Call, Together
-from engine.models.images import Images, PlacedImage, common_images, image_rows
+from engine.local.generation_batcher import GenerationBatcher, PendingGeneration
+from engine.models.images import Images, PlacedImage, common_prefix_length, images_to_rows
 from engine.models.openai_model import OpenAIModel
 from engine.protocol import Completion, GenerateRequest, LogprobsRequest, OnToken, SamplingParams, TokenSequence
 from engine.text.errors import TextError, ThreadError, TokenizerMissing, UnsupportedFragment
@@ -247,7 +247,7 @@ async def test_an_engine_whose_model_takes_text_refuses_images(ctx: Context, tin
     for read in (engine.logprobs, engine.values):
         with pytest.raises(UnsupportedFragment, match="sequences hold images, and TorchTrainer takes text only"):
             await read(LogprobsRequest(policy, [sequence]))
-    rows = [row([1, 5], [6]) | {"images": image_rows(images)}]
+    rows = [row([1, 5], [6]) | {"images": images_to_rows(images)}]
     batch = commit_table(
         ctx.workspace.open_store(), "batch", pa.Table.from_pylist(rows, schema=table_schema("batch", ["images"])),
         kind="batch", provenance=PROVENANCE,
@@ -261,19 +261,19 @@ def test_a_call_with_images_is_drawn_together_with_one_of_text() -> None:
     policy = PolicyRef(run="r", stage="s", model="m", step=0, state="0" * 64)
     images = (PlacedImage(1, 1, RED),)
     calls = [
-        Call(GenerateRequest(policy, [[1, 5]], [0])),
-        Call(GenerateRequest(policy, [[1, 6], [1, 7]], [1, 2], images=[images, ()])),
+        PendingGeneration(GenerateRequest(policy, [[1, 5]], [0])),
+        PendingGeneration(GenerateRequest(policy, [[1, 6], [1, 7]], [1, 2], images=[images, ()])),
     ]
-    together = Together(max_rows=8)
+    batcher = GenerationBatcher(max_rows=8)
     for call in calls:
-        together.add(call)
+        batcher.add(call)
 
     def draw(request: GenerateRequest, _on_token: OnToken) -> list[Completion]:
         heard.append(request.images)
         return [Completion([prompt[-1]], [0.0], "length") for prompt in request.prompts]
 
-    assert [done.token_ids for done in together.answer(calls[0], draw)] == [[5]]
-    assert [done.token_ids for done in together.answer(calls[1], draw)] == [[6], [7]]
+    assert [done.token_ids for done in batcher.answer(calls[0], draw)] == [[5]]
+    assert [done.token_ids for done in batcher.answer(calls[1], draw)] == [[6], [7]]
     assert heard == [[(), images, ()]]
 
 
@@ -317,7 +317,7 @@ def test_a_prefix_is_shared_with_its_images(
     places: list[list[tuple[int, bytes]]], prefix: int, expected: int
 ) -> None:
     images = [tuple(PlacedImage(start, 4, data) for start, data in row) for row in places]
-    assert common_images(images, prefix) == expected
+    assert common_prefix_length(images, prefix) == expected
 
 
 # -- over HTTP -----------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from engine.local.verify import verify_run
 from engine.losses.values import MSESpec
 from engine.models.samples import Sample
 from engine.protocol import LogprobsRequest, PolicySpec, TokenSequence
-from engine.specs.adapters import FullSpec, LoraSpec, trainable_of
+from engine.specs.adapters import FullSpec, LoraSpec, parse_trainable
 from storage.chain.records import OptimizerSpec, PolicyRef, Root
 from storage.records import canonical_json
 from storage.store.objects import open_store
@@ -78,14 +78,14 @@ def test_chains_of_language_models_have_the_states_they_had_before_there_were_ot
     given = spec.model_dump(mode="json")
     assert canonical_json(given) == canonical_json(dumped)
     assert Root(base_digest="0" * 64, trainable=given, init_seed=seed).state() == state
-    assert trainable_of(given | {"head": "lm"}) == spec
+    assert parse_trainable(given | {"head": "lm"}) == spec
 
 
 @pytest.mark.parametrize("spec", [SCALAR, SCALAR_LORA], ids=["full", "lora"])
 def test_a_scalar_head_is_another_chain(spec: FullSpec | LoraSpec) -> None:
     given = spec.model_dump(mode="json")
     assert given["head"] == "scalar"
-    assert trainable_of(given) == spec
+    assert parse_trainable(given) == spec
     plain = {name: value for name, value in given.items() if name != "head"}
     states = {Root(base_digest="0" * 64, trainable=trainable).state() for trainable in (given, plain)}
     assert len(states) == 2
@@ -93,7 +93,7 @@ def test_a_scalar_head_is_another_chain(spec: FullSpec | LoraSpec) -> None:
 
 def test_an_unknown_head_is_refused_and_forms_do_not_ask_for_one() -> None:
     with pytest.raises(BadSpec, match=r"head.*'lm' or 'scalar'"):
-        trainable_of({"kind": "full", "head": "value"})
+        parse_trainable({"kind": "full", "head": "value"})
     assert "head" not in LoraSpec.model_json_schema()["properties"]
 
 

@@ -13,7 +13,7 @@ import pytest
 from engine import connect as connecting
 from engine.errors import BadSpec
 from engine.handles import Model, ModelBuilder
-from engine.models.scores import scored_whole
+from engine.models.scores import last_token_sequence
 from engine.specs.adapters import FullSpec, LoraSpec
 from engine.text.threads import StringThread
 from engine.workspace import Workspace
@@ -48,7 +48,7 @@ def builder(ctx: Context, folder: Path | str) -> ModelBuilder:
 
 
 def test_the_whole_of_a_sequence_is_scored_at_its_last_token() -> None:
-    found = scored_whole([5, 6, 7], end=2)
+    found = last_token_sequence([5, 6, 7], end=2)
     assert (found.token_ids, found.weights) == ([5, 6, 7, 2], [0.0, 0.0, 0.0, 1.0])
 
 
@@ -85,7 +85,7 @@ async def test_a_scoring_model_is_trained_saved_and_spawned_again(ctx: Context, 
     before = await model.score_last_token(ANSWERED)
     policy = await model.policy()
     ids, _, _ = await model.serialize_tokenized_thread(await model.tokenize_thread(ANSWERED))
-    sequence = scored_whole(ids, end=2)
+    sequence = last_token_sequence(ids, end=2)
     columns = {"token_ids": sequence.token_ids, "weights": sequence.weights, "returns": [before + 1.0]}
     store = open_store(ctx.workspace.store)
     row = {"group": "", "completion": 0, **columns}

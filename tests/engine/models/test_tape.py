@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import BadSpec
-from engine.models.tape import Tape, commit_calls, per_token, prompt_group, spread_sum
+from engine.models.tape import Tape, commit_tape, per_token, prompt_group, spread_sum
 from engine.protocol import TokenSequence
 from engine.workspace import Workspace
 from storage.chain.records import PolicyRef
@@ -36,7 +36,7 @@ def workspace(tmp_path: Path) -> Workspace:
 
 
 def committed(tape: Tape, workspace: Workspace) -> list[dict[str, Any]]:
-    _, batch = commit_calls(tape.take(), workspace, POLICY)
+    _, batch = commit_tape(tape.take(), workspace, POLICY)
     table: pa.Table = read_table(workspace.open_store(), batch)
     return table.to_pylist()
 
@@ -61,7 +61,7 @@ def test_pairs_in_any_order_are_one_batch(workspace: Workspace) -> None:
         tape = Tape()
         for token in order:
             tape.add_pair(DPO, sequence(1, token), sequence(1, 2), reference_logprobs=([-1.0], [-2.0]))
-        batches.append(commit_calls(tape.take(), workspace, POLICY)[1])
+        batches.append(commit_tape(tape.take(), workspace, POLICY)[1])
     assert len({batch.sha256 for batch in batches}) == 1
 
 

@@ -56,7 +56,7 @@ def sample(prompt: list[int], weights: list[float], group: str, **columns: Any) 
     return Sample([*prompt, *range(first, first + len(weights))], [0.0] * len(prompt) + weights, group, **columns)
 
 
-def samples_of(module: nn.Module) -> list[Sample]:
+def samples_from_table(module: nn.Module) -> list[Sample]:
     """Two groups that share prompts and two samples alone, of unequal lengths, one with a gap of untrained tokens."""
     shapes: list[tuple[list[int], list[float], str]] = [
         ([10, 11, 12, 13], [1.0] * 6, "a"),
@@ -143,7 +143,7 @@ def plain(model: CausalLM) -> Iterator[nn.Module]:
 @pytest.fixture(scope="module")
 def samples(model: CausalLM) -> list[Sample]:
     with plain(model) as module, torch.no_grad():
-        return samples_of(module)
+        return samples_from_table(module)
 
 
 CE = Objective(CrossEntropySpec())
@@ -186,7 +186,7 @@ def test_the_gradient_is_that_of_plain_transformers(tiny_folder: Path) -> None:
     """Another load of the folder, with nothing of the engine in it."""
     own = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
-        samples = samples_of(own)
+        samples = samples_from_table(own)
     _, expected = reference(own, samples, grpo)
     _, found = update(TorchTrainer(load(tiny_folder, torch.float32)), samples, GRPO, max_tokens=SPLIT)
     assert distance(found, expected) <= 1e-5
@@ -198,7 +198,7 @@ def test_each_norm_gives_its_gradient_at_any_temperature(exact: CausalLM, norm: 
     spec = GRPOSpec(clip_low=CLIP, clip_high=CLIP, kl_beta=BETA, norm=norm, norm_constant=constant)
     with plain(exact) as module:
         with torch.no_grad():
-            samples = samples_of(module)
+            samples = samples_from_table(module)
         expected_loss, expected = reference(
             module, samples, grpo, norm=norm, constant=constant or 1.0, temperature=0.7
         )
@@ -253,7 +253,7 @@ def with_advantages(sample: Sample, advantages: list[float]) -> Sample:
 def partly_flat(exact: CausalLM) -> list[Sample]:
     """Group b had equal rewards: its advantages are 0."""
     with plain(exact) as module, torch.no_grad():
-        made = samples_of(module)
+        made = samples_from_table(module)
     return [with_advantages(s, [0.0] * s.trained) if s.group == "b" else s for s in made]
 
 

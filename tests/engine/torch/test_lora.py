@@ -23,7 +23,7 @@ from engine.errors import BadSpec, NonFiniteGradient
 from engine.losses.policy_gradient import GRPOSpec
 from engine.models.samples import Sample
 from engine.protocol import TokenSequence
-from engine.specs.adapters import FullSpec, LoraSpec, trainable_of
+from engine.specs.adapters import FullSpec, LoraSpec, parse_trainable
 from storage.chain.records import OptimizerSpec
 from tests.fixtures.adapters import (
     CE,
@@ -50,11 +50,11 @@ def base(tiny_folder: Path) -> SharedBase:
 
 
 def test_what_a_root_says_is_trained() -> None:
-    assert trainable_of({"kind": "full"}) == FullSpec()
-    assert trainable_of({"kind": "lora", "rank": 2, "target_modules": ["q_proj"]}) == LoraSpec(
+    assert parse_trainable({"kind": "full"}) == FullSpec()
+    assert parse_trainable({"kind": "lora", "rank": 2, "target_modules": ["q_proj"]}) == LoraSpec(
         rank=2, alpha=32.0, target_modules=("q_proj",), use_rslora=False
     )
-    assert trainable_of(SOME.model_dump(mode="json")) == SOME
+    assert parse_trainable(SOME.model_dump(mode="json")) == SOME
     assert (LORA.scale, LoraSpec(rank=4, alpha=6.0, use_rslora=True).scale) == (1.5, 3.0)  # 6 / 4, 6 / sqrt 4
 
 
@@ -74,7 +74,7 @@ def test_what_a_root_says_is_trained() -> None:
 )
 def test_a_bad_spec_is_refused_by_name(given: dict[str, Any], named: str) -> None:
     with pytest.raises(BadSpec, match=f"{named}.*Expected"):
-        trainable_of(given)
+        parse_trainable(given)
 
 
 @pytest.mark.parametrize(

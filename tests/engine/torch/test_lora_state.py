@@ -13,7 +13,7 @@ from engine.backends.torch.shared_base import SharedBase, SharedTrainer
 from engine.errors import BadSpec
 from engine.protocol import SamplingParams, TokenSequence
 from engine.specs.adapters import LoraSpec
-from tests.fixtures.adapters import LORA, SPECS, WHOLE, backend, sampler_of, state_of, train
+from tests.fixtures.adapters import LORA, SPECS, WHOLE, backend, sampler_for, state_of, train
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_each_sampler_draws_from_its_own_adapter(tiny_folder: Path, dtype: str, 
     for index, trainer in enumerate(trainers):
         train(trainer, 30 * index, updates=4)
     trainers.append(engine.adapter_off(base))
-    samplers = [sampler_of(trainer) for trainer in trainers]
+    samplers = [sampler_for(trainer) for trainer in trainers]
     drawn = [sampler.sample(PROMPTS, SEEDS, DRAW) for sampler in samplers]
     assert [sampler.sample(PROMPTS, SEEDS, DRAW) for sampler in reversed(samplers)] == drawn[::-1]
     assert len({str(found) for found in drawn}) == 4
@@ -57,14 +57,14 @@ def test_a_synced_sampler_is_a_new_one(tiny_folder: Path, dtype: str) -> None:
     engine = backend(dtype)
     base = engine.load_base(tiny_folder)
     adapter = engine.adapter(base, LORA, init_seed=0)
-    sampler = sampler_of(adapter)
+    sampler = sampler_for(adapter)
     before = sampler.sample(PROMPTS, SEEDS, DRAW)
     train(adapter, 60, updates=4)
     sampler.sync(adapter, "after")
     after = sampler.sample(PROMPTS, SEEDS, DRAW)
     assert after != before
-    assert sampler_of(adapter).sample(PROMPTS, SEEDS, DRAW) == after
-    assert sampler_of(adapter).model is sampler.model is base.sampling_model()
+    assert sampler_for(adapter).sample(PROMPTS, SEEDS, DRAW) == after
+    assert sampler_for(adapter).model is sampler.model is base.sampling_model()
 
 
 def test_a_sampler_of_another_base_is_refused(base: SharedBase, tiny_folder: Path) -> None:
@@ -74,9 +74,9 @@ def test_a_sampler_of_another_base_is_refused(base: SharedBase, tiny_folder: Pat
         (backend().adapter_off(backend().load_base(tiny_folder)), "base it was made for"),
     ):
         with pytest.raises(BadSpec, match=made_for):
-            sampler_of(other).sync(adapter, "state")
+            sampler_for(other).sync(adapter, "state")
     with pytest.raises(BadSpec, match="base it was made for"):
-        sampler_of(adapter).sync(backend().load(tiny_folder), "state")
+        sampler_for(adapter).sync(backend().load(tiny_folder), "state")
 
 
 def test_a_lower_precision_copy_keeps_the_rotary_frequencies(tiny_folder: Path) -> None:
@@ -84,7 +84,7 @@ def test_a_lower_precision_copy_keeps_the_rotary_frequencies(tiny_folder: Path) 
     engine = backend("bfloat16")
     full = engine.load(tiny_folder)
     exact = dict(full.model.module.named_buffers())
-    for sampler in (sampler_of(full), sampler_of(engine.adapter_off(engine.load_base(tiny_folder)))):
+    for sampler in (sampler_for(full), sampler_for(engine.adapter_off(engine.load_base(tiny_folder)))):
         assert {p.dtype for p in sampler.model.module.parameters()} == {torch.bfloat16}
         buffers = dict(sampler.model.module.named_buffers())
         assert buffers.keys() == exact.keys() != set()

@@ -20,7 +20,7 @@ from engine.backends.protocol import Objective, UpdateReport
 from engine.backends.torch.causal_lm import CausalLM, load_causal_lm
 from engine.backends.torch.packing import longest_unit, micro_batches
 from engine.backends.torch.trainer import TorchTrainer
-from engine.backends.torch.updates import check_pairs, metrics_of, rehearse, totals_of, without_gradient
+from engine.backends.torch.updates import check_pairs, metrics_of, totals_of, validate_batch, without_gradient
 from engine.errors import BadSpec, OutOfMemory, SampleTooLong
 from engine.local.apply import apply_request
 from engine.losses.likelihood import CrossEntropySpec
@@ -267,8 +267,8 @@ def test_what_costs_no_pass() -> None:
 
 
 def test_a_rehearsal_of_nothing_and_of_what_is_right_says_nothing() -> None:
-    rehearse([], DPO)
-    rehearse([*pair("a"), *pair("b", 9, 2)], DPO)
+    validate_batch([], DPO)
+    validate_batch([*pair("a"), *pair("b", 9, 2)], DPO)
 
 
 def test_means_are_over_tokens_and_over_pairs() -> None:

@@ -111,7 +111,7 @@ def test_weights_that_outlive_a_sleep_are_checked_and_not_sent_again(
 ) -> None:
     sampler.sync(trainer, "state-1")
     before = draw(sampler)
-    backend.make_way()
+    backend.offload_for_training()
     assert sampler.holds is None
     monkeypatch.setattr(Extension, "ostinato_load", lambda *_: pytest.fail("they were sent again"))
     sampler.sync(trainer, "state-1")
@@ -122,7 +122,7 @@ def test_weights_dropped_in_a_sleep_are_noticed_and_sent_again(
     backend: Any, sampler: Any, trainer: TorchTrainer, tiny_folder: Path
 ) -> None:
     sampler.sync(trainer, "state-1")
-    backend.make_way()
+    backend.offload_for_training()
     reload_old_weights(sampler, tiny_folder)
     sampler.sync(trainer, "state-1")
     assert_drawn_from(trainer, draw(sampler))
@@ -133,7 +133,7 @@ def test_other_bytes_of_the_same_state_after_a_sleep_are_sent(
 ) -> None:
     """A policy that was redone under other numerics keeps its state, and may differ by less than any gap tells."""
     sampler.sync(trainer, "state-1")
-    backend.make_way()
+    backend.offload_for_training()
     move(trainer, by=1e-6)
     sampler.sync(trainer, "state-1")
     runner = sampler._host.runtime._llm.llm_engine.model_executor.driver_worker.worker.model_runner

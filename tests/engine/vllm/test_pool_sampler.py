@@ -138,7 +138,7 @@ def test_a_sleep_stops_every_replica_and_the_next_sync_brings_all_back(
 ) -> None:
     """On the CPU vLLM frees nothing in a sleep, but it stops computing, as on a GPU."""
     pool, before = pool_of(sampler), draw(sampler)
-    backend.make_way()
+    backend.offload_for_training()
     assert sampler.holds is None and [replica.held for replica in pool.replicas] == [None, None]
     assert [call(pool, replica, "is_sleeping") for replica in pool.replicas] == [True, True]
     replica = pool.replicas[1]

@@ -13,7 +13,7 @@ import pytest
 from engine.errors import SampleTooLong
 from engine.handles import Model, TrainingModel
 from engine.losses.likelihood import CrossEntropySpec
-from engine.models.images import PlacedImage, images_of
+from engine.models.images import PlacedImage, images_from_rows
 from engine.specs.engine import LocalEngineSpec
 from engine.text.errors import ThreadError, UnsupportedFragment
 from engine.text.fragments import ImageFragment, TextFragment
@@ -125,7 +125,7 @@ class Stand:
         self.workspace, self.model, self.store = workspace, model, workspace.open_store()
 
     def images(self, batch: ArtifactRef) -> list[tuple[PlacedImage, ...]]:
-        return [images_of(row["images"]) for row in read_table(self.store, batch).to_pylist()]
+        return [images_from_rows(row["images"]) for row in read_table(self.store, batch).to_pylist()]
 
 
 @pytest.fixture

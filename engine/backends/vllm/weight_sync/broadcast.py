@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.environment import changed_environment
+from engine.environment_variables import set_environment_variables
 
 BUCKET_BYTES = 256 << 20
 LOOK_SECONDS = 0.2
@@ -195,7 +195,7 @@ def _group(store: Any, meeting: Meeting, rank: int, device: torch.device) -> Any
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=meeting.seconds)
         torch.cuda.set_device(device)  # of this thread
-        with changed_environment(WATCHDOG_OFF):
+        with set_environment_variables(WATCHDOG_OFF):
             return dist.ProcessGroupNCCL(store, rank, meeting.size, options)
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()

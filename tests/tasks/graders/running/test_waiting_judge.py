@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from engine.handles import InferenceModel, Model
-from engine.models.call_batching import Coalescer
+from engine.models.call_batching import CallBatcher
 from engine.protocol import Completion, GenerateRequest
 from engine.text.threads import StringThread
 from storage.records import canonical_json
@@ -111,7 +111,7 @@ async def test_the_limit_holds_for_a_function_that_waits_in_a_thread_and_then_ha
         return items
 
     def ask_and_hang(_: StringThread) -> float:
-        asyncio.run(Coalescer(answers).submit("key", 1))
+        asyncio.run(CallBatcher(answers).submit("key", 1))
         return float(hung.wait(20))
 
     grader = FunctionGrader("f", ask_and_hang)

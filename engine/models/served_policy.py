@@ -9,7 +9,7 @@ from storage.inspect.run_listing import SERVED
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef
 
-POLICY = "policy"
+DEFAULT_CHAIN = "policy"
 """The chain that stands for its stage, where a stage has several."""
 
 
@@ -18,4 +18,4 @@ def served_policy(model: ArtifactRef) -> PolicySpec:
     _, name, _ = model.key.split("/")
     root = Root(base=model, base_digest=model.sha256)
     stage = keys.stage_name(0, model.sha256[:16])
-    return PolicySpec(run=f"{SERVED}/{name}", stage=stage, model=POLICY, root=root)
+    return PolicySpec(run=f"{SERVED}/{name}", stage=stage, model=DEFAULT_CHAIN, root=root)

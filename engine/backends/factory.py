@@ -10,7 +10,7 @@ from engine.specs.sampler import VllmSpec
 from engine.specs.trainer import DeepSpeedSpec
 
 
-def trainer_backend(spec: LocalEngineSpec) -> TrainerBackend:
+def create_trainer_backend(spec: LocalEngineSpec) -> TrainerBackend:
     if isinstance(spec.trainer, DeepSpeedSpec):
         from engine.backends.deepspeed.backend import DeepSpeedBackend
 
@@ -18,7 +18,7 @@ def trainer_backend(spec: LocalEngineSpec) -> TrainerBackend:
     return TorchBackend(spec)
 
 
-def sampler_backend(spec: LocalEngineSpec, trainers: TrainerBackend) -> SamplerBackend:
+def create_sampler_backend(spec: LocalEngineSpec, trainers: TrainerBackend) -> SamplerBackend:
     if isinstance(spec.sampler, VllmSpec):
         from engine.backends.vllm.backend import VllmSamplers
 

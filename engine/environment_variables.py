@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def changed_environment(changes: Mapping[str, str]) -> Iterator[None]:
+def set_environment_variables(changes: Mapping[str, str]) -> Iterator[None]:
     """Within the block the variables have these values; afterwards they are as they were."""
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)

@@ -23,7 +23,7 @@ _MESSAGES = {
 """Our message for some of pydantic's types of errors. The other types keep pydantic's message."""
 
 
-def describe(errors: Iterable[Mapping[str, Any]], document: Any = None) -> str:
+def describe_errors(errors: Iterable[Mapping[str, Any]], document: Any = None) -> str:
     """One clause per field, such as "temperature=-1: should be greater than or equal to 0", joined by semicolons.
 
     `errors` are those of a ValidationError, `document` is what was validated. A clause shows the value of its field

@@ -32,11 +32,11 @@ from bench.scale_sim_engine import EngineModel, SimulatedWorkspace, new_world
 from bench.scale_sim_store import Meter, S3Model
 from bench.scale_sim_workers import STAGE, WorkerStep, serve
 from engine.protocol import SamplingParams
-from storage.chain.leases import acquire
+from storage.chain.leases import acquire_lease
 from storage.chain.records import Chain, OptimizerSpec, PolicyRef, Root, StepRequest
-from storage.chain.runs import create_or_check_run
-from storage.records import canonical_json
+from storage.chain.run_record import create_or_check_run
 from storage.registry.models import publish_model
+from storage.serialization import canonical_json
 from storage.store.artifacts import ArtifactRef, Provenance
 from tasks.batches.rl import BatchPlan, rollout_batch
 from tasks.datasets.load import load_dataset
@@ -200,7 +200,7 @@ def prepare(
                 file.write(json.dumps({"prompt": f"What is {row} times {row % 97}?"}) + "\n")
         data = load_dataset(world.store, FileDataset(path=str(prompts)), provenance=PROVENANCE)
     create_or_check_run(world.store, RUN, semantic={"bench": "scale"}, other={}, code_version="bench")
-    acquire(world.store, RUN, {"pid": 0})
+    acquire_lease(world.store, RUN, {"pid": 0})
     root = Root(base=base, base_digest=base.sha256)
     Chain(world.store, RUN, STAGE, "policy").create_root(root)
     policy = PolicyRef(run=RUN, stage=STAGE, model="policy", step=0, state=root.state())

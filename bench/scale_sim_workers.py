@@ -26,7 +26,7 @@ from storage.chain.records import PolicyRef
 from storage.errors import StorageUnavailable
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef, find_artifact
-from storage.store.retry import retried
+from storage.store.retry import with_retries
 from storage.store.tables import commit_table, read_table
 from tasks.sampling.completions import PromptShard, sample_shard
 from tasks.sampling.grading import Grading, grade_shard
@@ -190,7 +190,7 @@ class WorkerPool:
     def _again(self, requests: list[tuple[Verb, str, int]]) -> None:
         """Charges them once more."""
         for verb, key, size in requests:
-            retried(partial(self.world.backend.charge, verb, key, size), key, self.world.store.retry)
+            with_retries(partial(self.world.backend.charge, verb, key, size), key, self.world.store.retry)
 
     def _copy_cpu(self) -> None:
         self.world.clock.advance(self.cpu[-1])  # what the real one took

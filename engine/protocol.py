@@ -15,9 +15,9 @@ from pydantic import AfterValidator, Field
 
 from engine.errors import BadSpec
 from engine.models.images import Images, check_images
-from storage.bounds import MAX_TEMPERATURE, MIN_TEMPERATURE
 from storage.chain.records import CommitRecord, Numerics, PolicyRef, Root, StepRequest
-from storage.records import Frozen
+from storage.number_types import MAX_TEMPERATURE, MIN_TEMPERATURE
+from storage.serialization import Frozen
 from storage.store.artifacts import ArtifactRef, Provenance
 
 TokenIds = list[int]

@@ -7,7 +7,7 @@ from functools import lru_cache
 from engine.connect import connect
 from engine.protocol import Engine
 from engine.specs.engine import EngineSpec, LocalEngineSpec
-from storage.records import Frozen, canonical_json, digest
+from storage.serialization import Frozen, canonical_json, digest
 from storage.store.artifacts import Provenance
 from storage.store.objects import ObjectStore, open_store
 

@@ -24,7 +24,7 @@ from engine.text.threads import StringThread
 from flows.configs.validation import Every
 from flows.training.graders import grading_of
 from storage.chain.records import PolicyRef
-from storage.inspect.accounting import material_of
+from storage.inspect.accounting import step_inputs
 from storage.store.artifacts import ArtifactRef
 from tasks.batches.truncation import ANY_LENGTH, LengthPlan
 from tasks.datasets.load import LoadedDataset
@@ -232,7 +232,7 @@ class SamplesTable:
         record = moment.model.chain_of(policy).record(policy.step) if policy.step else None
         if record is None or moment.show is None:
             return
-        made = material_of(store, record)  # not the moment's own: after a resume it has none
+        made = step_inputs(store, record)  # not the moment's own: after a resume it has none
         if not made.rollouts:
             raise ValueError("a samples table is of what a step samples, and this class samples nothing; leave it out")
         rows: list[dict[str, Any]] = []

@@ -28,11 +28,11 @@ from flows.recipe import RecipeContext
 from flows.runs.code_version import code_version
 from flows.runs.events import emit_eval_regressed
 from flows.runs.session import read_result, release_engine, release_run, take_lease, write_result
-from storage.chain.runs import create_or_check_run
-from storage.inspect.run_listing import EVALUATED
-from storage.records import canonical_json, digest
+from storage.chain.listing import EVALUATED
+from storage.chain.run_record import create_or_check_run
 from storage.registry.decisions import resolve_model
 from storage.registry.models import find_model, registered_key
+from storage.serialization import canonical_json, digest
 from storage.store.artifacts import ArtifactRef, Provenance
 from storage.store.tables import read_table
 from tasks.compare import compare_models

@@ -20,7 +20,7 @@ import engine.handles
 from engine.handles import HasWorkspace
 from engine.text.threads import StringThread
 from flows.configs.common import DatasetSource
-from storage.records import canonical_json
+from storage.serialization import canonical_json
 from storage.store.tables import RowReader
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.spec import DatasetUse

@@ -31,9 +31,17 @@ from flows.runs.events import announce_promotion
 from flows.runs.session import workspace_of
 from flows.training.child_runs import flow_of, inputs_of
 from storage.errors import AliasMoved
-from storage.inspect.lineage import trained_on
-from storage.records import canonical_json, digest
-from storage.registry.decisions import Action, AliasEntry, Decision, champion_of, decide, enforce, find_decision
+from storage.inspect.lineage import training_datasets
+from storage.registry.decisions import (
+    Action,
+    AliasEntry,
+    Decision,
+    apply_decision,
+    champion_of,
+    commit_decision,
+    find_decision,
+)
+from storage.serialization import canonical_json, digest
 from tasks.datasets.load import LoadedDataset
 from tasks.evaluation.model_comparison import Comparison, comparison_sentences
 from tasks.load import load_prompts
@@ -119,7 +127,7 @@ def _known(question: Question) -> dict[str, Any] | None:
     store, data = question.workspace.open_store(), question.data.ref
     champion = question.champion_key
     _finish_promotion(question)
-    known_data = set() if champion is None else trained_on(store, champion)
+    known_data = set() if champion is None else training_datasets(store, champion)
     if known_data.issuperset(one.ref.sha256 for one in (question.data, *question.further)):
         said = f"no new data: the champion {champion} was trained on dataset {data.sha256[:12]} already"
         return _outcome(question, "unchanged", [said])
@@ -127,7 +135,7 @@ def _known(question: Question) -> dict[str, Any] | None:
     if decision is None:
         return None
     try:
-        enforce(store, decision)  # if the process ended between the decision and the move
+        apply_decision(store, decision)  # if the process ended between the decision and the move
     except AliasMoved as error:
         return _outcome(question, "overtaken", [str(error)], decision)
     if champion_of(store, question.config.model) != question.champion:
@@ -207,7 +215,7 @@ def _decide(
     workspace, name = question.workspace, question.config.model
     found = {"dataset": question.data.ref.uri, "start": question.start, "training_run": question.run}
     try:
-        decision = decide(
+        decision = commit_decision(
             workspace.open_store(), name, version, action, over=question.champion, reasons=reasons, who=who,
             provenance=workspace.provenance, decision_id=question.key, run=question.run, evaluation=evaluation_uri,
             evidence=found | (evidence or {}),

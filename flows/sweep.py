@@ -21,8 +21,8 @@ from flows.ops.hooks import ON_END
 from flows.ops.termination import reraise_termination
 from flows.runs.code_version import code_version
 from flows.training.child_runs import flow_of
-from storage.chain.runs import create_or_check_run
-from storage.records import canonical_json, digest
+from storage.chain.run_record import create_or_check_run
+from storage.serialization import canonical_json, digest
 from storage.store import keys
 from storage.store.objects import ObjectStore, open_store
 from tasks.evaluation.run_comparison import Ranked, collect_runs, rank, render_comparison

@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 from engine.http.bodies import check_head
 from engine.http.wire import Announced
 from engine.text.stored_models import context_length_of
-from storage.chain.records import PolicyRef, base_of
+from storage.chain.records import PolicyRef, base_model_of
 from storage.errors import PermanentStorageError
 from storage.store.artifacts import ArtifactRef
 from storage.store.objects import ObjectStore
@@ -77,7 +77,7 @@ class BodyDecoder:
         chain = (policy.run, policy.stage, policy.model)
         try:
             if chain not in self._bases:
-                base = base_of(self.store, policy)
+                base = base_model_of(self.store, policy)
                 while len(self._bases) >= REMEMBERED_CHAINS:
                     del self._bases[next(iter(self._bases))]
                 self._bases[chain] = base

@@ -31,7 +31,7 @@ from engine.protocol import (
 )
 from engine.validation_messages import describe_errors
 from storage.chain.records import PolicyRef
-from storage.records import Frozen
+from storage.serialization import Frozen
 
 MEDIA_TYPE = "application/vnd.apache.arrow.stream"
 MAX_REQUEST_BYTES = 1 << 30

@@ -34,11 +34,11 @@ from engine.protocol import Completion, EngineInfo, GenerateRequest, LogprobsReq
 from engine.specs.engine import LocalEngineSpec
 from engine.text.tokenizers import TOKENIZER_FILES, load_tokenizer
 from storage.chain.leases import current_epoch
-from storage.chain.records import Chain, CommitRecord, PolicyRef, StepRequest, base_of
+from storage.chain.records import Chain, CommitRecord, PolicyRef, StepRequest, base_model_of
 from storage.errors import StorageError, VersionConflict
 from storage.failpoints import failpoint
-from storage.records import canonical_json, digest
 from storage.registry.models import find_model, find_published, publish_model
+from storage.serialization import canonical_json, digest
 from storage.store.artifacts import ArtifactRef, Provenance, digest_of, file_entries
 from storage.store.download import materialise_files
 from storage.store.identity import store_id
@@ -327,7 +327,8 @@ class LocalEngine:
             if isinstance(slot.trainer, AdapterTrainer):  # beside the whole model, the adapter alone, as peft reads it
                 adapter = slot.trainer.export(folder / "adapter")
                 files |= {f"adapter/{name}": path for name, path in adapter.items()}
-            base = materialise_files(self.store, base_of(self.store, policy).key, base_folder, names=TOKENIZER_FILES)
+            base_model = base_model_of(self.store, policy)
+            base = materialise_files(self.store, base_model.key, base_folder, names=TOKENIZER_FILES)
             publish = partial(
                 publish_model,
                 self.store,

@@ -20,8 +20,8 @@ from engine.local.rebase import Rebaser, Redone
 from engine.local.scratch import scratch
 from engine.models.size import parameter_count
 from engine.specs.adapters import LoraSpec, parse_trainable
-from storage.chain.rebase import checkpoints_before, rebase_of, step_of
-from storage.chain.records import Chain, CommitRecord, PolicyRef, Root, base_of
+from storage.chain.rebase import checkpoints_before, rebase_in_effect, step_of_checkpoint
+from storage.chain.records import Chain, CommitRecord, PolicyRef, Root, base_model_of
 from storage.errors import CorruptArtifact, ObjectNotFound
 from storage.store.artifacts import ArtifactRef, read_manifest
 from storage.store.download import materialise_files
@@ -81,7 +81,7 @@ class Materialiser:
         """Whether weights of the same state that are in memory under another name are this policy's: it is committed,
         and descends from the same rebase."""
         check_committed(self.store, policy)
-        base = rebase_of(Chain.of(self.store, policy), policy.step)
+        base = rebase_in_effect(Chain.of(self.store, policy), policy.step)
         return slot.rebase == (base.mark if base else None)
 
     def _adapter_off(self, chain: Chain, policy: PolicyRef) -> LoadedPolicy | None:
@@ -120,10 +120,10 @@ class Materialiser:
     @staticmethod
     def _leads_to(slot: LoadedPolicy, chain: Chain, policy: PolicyRef) -> bool:
         """Whether a redo from where the slot is leads to the policy, and from no farther than a restore would."""
-        nearest = next((step_of(manifest) for manifest in checkpoints_before(chain, policy.step)), 0)
+        nearest = next((step_of_checkpoint(manifest) for manifest in checkpoints_before(chain, policy.step)), 0)
         if not nearest <= slot.policy.step <= policy.step:
             return False
-        base = rebase_of(chain, policy.step)
+        base = rebase_in_effect(chain, policy.step)
         on_chain = chain.policy(slot.policy.step).state == slot.policy.state
         return on_chain and slot.rebase == (base.mark if base else None)
 
@@ -131,9 +131,9 @@ class Materialiser:
         """The last checkpoint at or before `step` that can be read, else the root of the chain. A checkpoint is a
         cache: one that is damaged or gone makes the redo longer, and nothing else; but the one that a rebase goes on
         from is all there is. Raises CorruptArtifact."""
-        base = rebase_of(chain, step)
+        base = rebase_in_effect(chain, step)
         for manifest in checkpoints_before(chain, step):
-            saved = step_of(manifest)
+            saved = step_of_checkpoint(manifest)
             moments = training or saved < step  # a redo needs them, whatever the slot is for
             try:
                 with scratch(self.store) as folder:
@@ -175,7 +175,7 @@ class Materialiser:
         return root
 
     def _new_trainer(self, chain: Chain, *, moments: bool) -> Trainer:
-        base = base_of(self.store, chain.policy(0))
+        base = base_model_of(self.store, chain.policy(0))
         return self.load(self._root(chain), base, run=chain.run, moments=moments)
 
     def load(self, root: Root, base: ArtifactRef, *, run: str, moments: bool) -> Trainer:

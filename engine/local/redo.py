@@ -26,9 +26,9 @@ from storage.chain.rebase import (
     checkpoints_before,
     differences,
     is_checkpoint_of,
+    rebase_in_effect,
     rebase_manifest,
-    rebase_of,
-    step_of,
+    step_of_checkpoint,
 )
 from storage.chain.records import Chain, CommitRecord, Numerics, Root, StepRequest
 from storage.errors import ObjectNotFound
@@ -107,7 +107,7 @@ class Redo:
         if root.start is None:
             return fresh_trainer(self.store, self.backend, root)
         earlier = Chain.of(self.store, root.start)
-        rebase = rebase_of(earlier, root.start.step)
+        rebase = rebase_in_effect(earlier, root.start.step)
         trainer = self.start_of(earlier, rebase)
         for record in earlier.records(after=rebase.policy.step if rebase else 0, until=root.start.step):
             self.step(trainer, record)
@@ -137,7 +137,7 @@ class Redo:
         that."""
         anchor = next(checkpoints_before(chain, step), None)
         trainer = self.policy_zero(chain) if anchor is None else self.restored(chain, anchor)
-        for record in chain.records(after=step_of(anchor) if anchor else 0, until=step):
+        for record in chain.records(after=step_of_checkpoint(anchor) if anchor else 0, until=step):
             self.step(trainer, record)
         return trainer
 

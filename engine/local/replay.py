@@ -13,7 +13,7 @@ from engine.errors import UnknownPolicy
 from engine.local.redo import OnStep, Redo, clean_backend, numerics_notes
 from engine.local.verify import first_differing
 from storage.chain.records import Chain, CommitRecord, StepRequest
-from storage.records import Frozen
+from storage.serialization import Frozen
 
 
 class WhatIf(Frozen):

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.local.loaded_policies import LoadedPolicy
-from storage.chain.rebase import checkpoint_extra, rebase_at, stands
+from storage.chain.rebase import checkpoint_extra, is_in_effect, rebase_at
 from storage.chain.records import Chain, PolicyRef, RebaseMark
 from storage.errors import StorageFull
-from storage.records import canonical_json
+from storage.serialization import canonical_json
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef, Provenance, commit_files, find_artifact, read_manifest
 from storage.store.objects import ObjectStore
@@ -51,7 +51,7 @@ def find_policy_checkpoint(store: ObjectStore, policy: PolicyRef, *, name: str |
     it goes on from, which is kept in any case."""
     chain = Chain.of(store, policy)
     rebase = rebase_at(chain, policy.step)
-    if rebase is not None and rebase.checkpoint.key != checkpoint_key(policy) and stands(chain, rebase):
+    if rebase is not None and rebase.checkpoint.key != checkpoint_key(policy) and is_in_effect(chain, rebase):
         return rebase.checkpoint
     found = find_artifact(store, checkpoint_key(policy))
     if found is not None and name is not None:
@@ -61,7 +61,7 @@ def find_policy_checkpoint(store: ObjectStore, policy: PolicyRef, *, name: str |
 
 def batch_provenance(store: ObjectStore, policy: PolicyRef) -> Provenance:
     """Of the batch that made the policy, for a checkpoint that nobody asked for. Only for steps >= 1."""
-    record = Chain.of(store, policy).taken(policy.step)
+    record = Chain.of(store, policy).committed_record(policy.step)
     return read_manifest(store, record.request.batch.key).provenance
 
 

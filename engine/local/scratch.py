@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from storage.store.backends.protocol import HIDDEN
+from storage.store.backends.protocol import HIDDEN_PREFIX
 from storage.store.objects import ObjectStore
 
 
@@ -19,7 +19,7 @@ def scratch_folder(store: ObjectStore) -> Path:
     parent = None if inside is None else inside.parent
     if parent is not None:
         parent.mkdir(parents=True, exist_ok=True)
-    return Path(tempfile.mkdtemp(prefix=f"{HIDDEN}scratch-", dir=parent))
+    return Path(tempfile.mkdtemp(prefix=f"{HIDDEN_PREFIX}scratch-", dir=parent))
 
 
 @contextlib.contextmanager

@@ -30,13 +30,13 @@ from engine.local.redo import (
     clean_backend,
     numerics_notes,
 )
-from storage.chain.rebase import Rebase, rebase_manifest, standing
+from storage.chain.listing import run_chains
+from storage.chain.rebase import Rebase, rebase_manifest, rebases_in_effect
 from storage.chain.records import Chain, CommitRecord
 from storage.errors import ObjectNotFound, StorageError
 from storage.inspect.audit_chains import ChainAudit
 from storage.inspect.findings import RESTORE, Finding, Findings
-from storage.inspect.run_listing import run_chains
-from storage.records import Frozen, digest_file
+from storage.serialization import Frozen, digest_file
 from storage.store import keys
 from storage.store.artifacts import FileEntry, Manifest, read_bytes
 from storage.store.objects import ObjectStore
@@ -139,7 +139,7 @@ class _Verification:
         )
 
     def _redo(self, until: int) -> None:
-        self.rebases = {rebase.policy.step: rebase for rebase in standing(self.chain, until)}
+        self.rebases = {rebase.policy.step: rebase for rebase in rebases_in_effect(self.chain, until)}
         stretches = self._stretches(until)
         total = sum(end - start for start, end in stretches)
         self._read_the_rest(stretches, until)

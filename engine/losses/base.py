@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, model_validator
 
-from storage.bounds import Divisor
-from storage.records import Frozen
+from storage.number_types import Divisor
+from storage.serialization import Frozen
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 
 from engine.losses.base import LossNorm, NormalisedLossSpec, TokenLoss
 from engine.losses.kl import KL_ESTIMATORS, KLEstimator
-from storage.bounds import LARGEST, Coefficient, Positive
+from storage.number_types import MAX_COEFFICIENT, Coefficient, Positive
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -96,7 +96,7 @@ class GRPOSpec(BasePolicyGradientSpec):
     (arXiv:1707.06347)."""
 
     kind: Literal["grpo"] = "grpo"
-    dual_clip: float | None = Field(None, gt=1, le=LARGEST)
+    dual_clip: float | None = Field(None, gt=1, le=MAX_COEFFICIENT)
     """Lower bound c·A of the objective of tokens with a negative advantage A (arXiv:1912.09729). None: no bound."""
 
     def compute(self, inputs: LossInputs) -> TokenLoss:

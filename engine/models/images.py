@@ -12,7 +12,7 @@ from typing import Any
 
 from engine.errors import BadSpec
 from engine.text.errors import UnsupportedFragment
-from storage.records import digest
+from storage.serialization import digest
 
 MAX_IMAGE_BYTES = 32 << 20
 """Of one encoded image."""

@@ -4,8 +4,8 @@ that its weights are in memory once."""
 from __future__ import annotations
 
 from engine.protocol import PolicySpec
+from storage.chain.listing import SERVED
 from storage.chain.records import Root
-from storage.inspect.run_listing import SERVED
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef
 

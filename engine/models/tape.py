@@ -17,7 +17,7 @@ from engine.models.images import image_digests, images_from_rows, images_to_rows
 from engine.protocol import TokenSequence
 from engine.workspace import Workspace
 from storage.chain.records import PolicyRef
-from storage.records import canonical_json, digest
+from storage.serialization import canonical_json, digest
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef
 from storage.store.tables import SCHEMAS, commit_table, read_table, table_schema

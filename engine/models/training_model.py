@@ -17,10 +17,10 @@ from engine.protocol import PolicySpec, SamplingParams
 from engine.text.rendering import Renderer
 from engine.text.stored_models import renderer_of
 from engine.workspace import Workspace
-from storage.chain.named_checkpoints import restart_point
-from storage.chain.records import Chain, CommitRecord, OptimizerSpec, PolicyRef, Root, StepRequest, base_of
+from storage.chain.checkpoint_names import resolve_restart_point
+from storage.chain.records import Chain, CommitRecord, OptimizerSpec, PolicyRef, Root, StepRequest, base_model_of
 from storage.chain.stages import claim_stage, stage_owner
-from storage.registry.models import free_name, registered_key
+from storage.registry.models import available_name, registered_key
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef
 
@@ -85,7 +85,7 @@ class TrainingModel(InferenceModel, Primitives):
         self, name: str, *, checkpoint: str | None = None, start: PolicyRef | None = None, exclusive: bool = False
     ) -> PolicyRef:
         """Opens the next stage and returns its policy 0: the base model, or where the stage before ended; where a named
-        `checkpoint` (storage.chain.named_checkpoints) or the policy `start` is, of this run or another, if one is
+        `checkpoint` (storage.chain.checkpoint_names) or the policy `start` is, of this run or another, if one is
         given. Its optimizer is a new one in any case.
 
         `exclusive`: the artifacts of the stage's steps are this model's only. If another model of the run has begun a
@@ -112,7 +112,7 @@ class TrainingModel(InferenceModel, Primitives):
         root, start_at = self._at.root, start or self._at.policy
         if checkpoint is not None:
             store, run = self.workspace.open_store(), self.workspace.run
-            start_at = restart_point(store, checkpoint, run=run, stage=stage, model=self.name)
+            start_at = resolve_restart_point(store, checkpoint, run=run, stage=stage, model=self.name)
         if start_at is None:
             return root
         if start_at is not self._at.policy:
@@ -120,7 +120,7 @@ class TrainingModel(InferenceModel, Primitives):
         return Root(start=start_at, base_digest=start_at.state, trainable=root.trainable)
 
     def _check_goes_on_from(self, start: PolicyRef) -> None:
-        base, root = base_of(self.workspace.open_store(), start), self.chain_of(start).root()
+        base, root = base_model_of(self.workspace.open_store(), start), self.chain_of(start).root()
         if base.sha256 != self.base.sha256:
             raise BadSpec(f"{start.uri} descends from {base.key}, and {self.name!r} was spawned from {self.base.key}")
         if root is not None and root.trainable != self.trainable:
@@ -266,7 +266,7 @@ class TrainingModel(InferenceModel, Primitives):
         self, model_name: str, inference_only: bool = True, ctx: HasWorkspace | None = None
     ) -> str:
         """`save` under a name that no other model has: `name`, else `name-2`, `name-3`, …"""
-        name = free_name(self.workspace.open_store(), _registry_name(model_name), (await self.policy()).uri)
+        name = available_name(self.workspace.open_store(), _registry_name(model_name), (await self.policy()).uri)
         return await self.save(name, inference_only, ctx)
 
 

@@ -13,8 +13,8 @@ from pydantic.json_schema import SkipJsonSchema
 
 from engine.errors import BadSpec
 from engine.validation_messages import describe_errors
-from storage.bounds import Positive
-from storage.records import Frozen
+from storage.number_types import Positive
+from storage.serialization import Frozen
 
 ALL_LINEAR: Final = "all-linear"
 MAX_RANK = 1 << 16

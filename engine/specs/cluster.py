@@ -6,7 +6,7 @@ import re
 
 from pydantic import field_validator
 
-from storage.records import Frozen
+from storage.serialization import Frozen
 
 ADDRESS = re.compile(r"(?P<host>[^\s:/\[\]]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})")
 """HOST:PORT, where HOST may be [IPv6]."""

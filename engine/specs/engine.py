@@ -9,7 +9,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from engine.specs.cluster import ClusterSpec
 from engine.specs.sampler import SamplerSpec, TorchSamplerSpec, VllmSpec
 from engine.specs.trainer import DeepSpeedSpec, TorchTrainerSpec, TrainerSpec
-from storage.records import Frozen
+from storage.serialization import Frozen
 
 
 class LocalEngineSpec(Frozen):

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from engine.specs.cluster import ClusterSpec
-from storage.records import Frozen
+from storage.serialization import Frozen
 
 Transport = Literal["memory", "shm", "ipc", "nccl", "checkpoint"]
 """How weights reach vLLM."""

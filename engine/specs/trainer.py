@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from storage.records import Frozen
+from storage.serialization import Frozen
 
 
 class TorchTrainerSpec(Frozen):

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
 
-from storage.records import Frozen
+from storage.serialization import Frozen
 
 Role = Literal["system", "user", "assistant", "tool"]
 

@@ -23,7 +23,7 @@ from engine.text.turns import (
     shown,
     turn_messages,
 )
-from storage.records import Frozen, canonical_json
+from storage.serialization import Frozen, canonical_json
 
 
 class StringThread(Frozen):

@@ -26,9 +26,9 @@ from flows.cli.runs import RunArgument, runs_app
 from flows.configs.overrides import ConfigError, load_config
 from flows.runs.code_version import code_version
 from storage.chain.fork import fork_run
+from storage.chain.listing import run_chains
 from storage.chain.records import Chain
 from storage.errors import ObjectNotFound
-from storage.inspect.run_listing import run_chains
 from storage.store import keys
 from storage.store.objects import ObjectStore, open_store
 

@@ -29,7 +29,7 @@ from packaging.specifiers import SpecifierSet
 from engine.errors import EngineError
 from engine.specs.engine import EngineSpec, HttpEngineSpec, LocalEngineSpec
 from storage.errors import StorageError
-from storage.records import Frozen
+from storage.serialization import Frozen
 from storage.store.objects import ObjectStore
 
 DISTRIBUTION = "ostinato"

@@ -10,7 +10,7 @@ import typer
 from flows.cli.output import DEFAULT_STORAGE, AsJson, Storage, print_json, refusals, usage_error
 from flows.configs.overrides import ConfigError, parse_config
 from flows.runs.code_version import code_version
-from storage.records import canonical_json, digest
+from storage.serialization import canonical_json, digest
 from storage.store import keys
 from storage.store.artifacts import Provenance
 from storage.store.objects import open_store

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from flows.configs.common import StorageConfig
 from storage.errors import StorageError
-from storage.inspect.gc import GcReport, Tally, collect_garbage
+from storage.inspect.gc import GcReport, ObjectTotals, collect_garbage
 from storage.store.objects import open_store
 
 SHOWN = 20
@@ -40,7 +40,7 @@ def gc(
     try:
         with console.status(f"looking through {storage}"):
             report = collect_garbage(
-                open_store(storage), older_than=_age(older_than), dry_run=dry_run, nobody_writes=nobody_writes
+                open_store(storage), older_than=_age(older_than), dry_run=dry_run, exclusive=nobody_writes
             )
     except (StorageError, ValueError) as error:
         console.print(f"[red]{type(error).__name__}[/red]: ", end="")
@@ -76,7 +76,7 @@ def _show(report: GcReport, console: Console) -> None:
     console.print(f"{verb} {report.total.objects:,} objects, {_size(report.total)}", highlight=False)
 
 
-def _size(tally: Tally) -> str:
+def _size(tally: ObjectTotals) -> str:
     size = float(tally.bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:

@@ -8,7 +8,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from flows.configs.common import FlowConfig
-from storage.records import canonical_json, digest
+from storage.serialization import canonical_json, digest
 
 MEMORY = Path(".ostinato") / "unfinished.json"
 

@@ -22,20 +22,20 @@ from flows.cli.output import (
 from flows.promotion.model_card import commit_card, find_card, render_card
 from flows.runs.code_version import code_version
 from storage.errors import ObjectNotFound
-from storage.records import digest
 from storage.registry.decisions import (
     AliasEntry,
     Decision,
     alias_log,
     champion_of,
-    decide,
+    commit_decision,
     decisions_of,
-    in_force,
+    is_in_force,
     previous_champion,
     resolve_model,
 )
 from storage.registry.models import list_models, list_versions, resolve_alias
 from storage.registry.push import push_model
+from storage.serialization import digest
 from storage.store import keys
 from storage.store.artifacts import Provenance, find_artifact, read_manifest
 from storage.store.objects import ObjectStore, open_store
@@ -87,7 +87,7 @@ def show(name: Name, storage: Storage = DEFAULT_STORAGE, as_json: AsJson = False
     if as_json:
         body = {"model": name, "champion": champion, "latest": latest, "versions": versions}
         moves = [entry.model_dump(mode="json") for entry in log]
-        told = [decision.model_dump(mode="json") | {"in_force": in_force(decision, log)} for decision in decisions]
+        told = [decision.model_dump(mode="json") | {"in_force": is_in_force(decision, log)} for decision in decisions]
         print_json(body | {"moves": moves, "decisions": told})
         return
     to = console()
@@ -106,7 +106,7 @@ def _marks(version: str, champion: str | None, latest: str | None) -> str | None
 
 def _decision(decision: Decision, log: list[AliasEntry]) -> tuple[Any, ...]:
     state = "in force" if log and log[-1].decision == decision.id else ""
-    if decision.moves and not in_force(decision, log):
+    if decision.moves and not is_in_force(decision, log):
         state = "overtaken"
     return (
         decision.created[:19].replace("T", " "), decision.action, decision.version, decision.champion, decision.who,
@@ -141,7 +141,7 @@ def promote(
             console().print(f"{name}@{version} is the champion already", highlight=False)
             return
         uri = _evaluation(store, evaluation)
-        decision = decide(
+        decision = commit_decision(
             store, name, version, "promote", over=champion, reasons=[why], who=who or _account(),
             provenance=_provenance(name, version), evaluation=uri,
         )  # fmt: skip
@@ -162,7 +162,7 @@ def rollback(
         if version is None:
             there = f"{log[-1].version} is the first champion" if log else "there is no champion"
             raise ObjectNotFound(f"{name} has nobody to roll back to: {there}; promote a version instead")
-        decision = decide(
+        decision = commit_decision(
             store, name, version, "rollback", over=log[-1], reasons=[why], who=who or _account(),
             provenance=_provenance(name, version),
         )  # fmt: skip

@@ -19,12 +19,13 @@ from flows.cli.output import (
     refusals,
     table,
 )
-from storage.chain.named_checkpoints import find_named
+from storage.chain.checkpoint_names import resolve_checkpoint_name
+from storage.chain.listing import is_auxiliary, list_runs
 from storage.chain.retention import remove_checkpoints
 from storage.inspect.lineage import Lineage, StepLineage, lineage_of, step_lineage
 from storage.inspect.prompt_lineage import PromptReport, prompt_report
-from storage.inspect.run_listing import RunRow, is_auxiliary, list_runs, seconds_since, summarise_run
-from storage.inspect.run_summary import ChainView, RunView, view_run
+from storage.inspect.run_details import ChainDetails, RunDetails, describe_run
+from storage.inspect.run_summary import RunSummary, seconds_since, summarize_run
 from storage.store.objects import open_store
 
 runs_app = typer.Typer(help="The runs of a store, and what made a model.", no_args_is_help=True)
@@ -43,7 +44,7 @@ def ls(
     """Every run: what it is, where it stands, who drives it."""
     with refusals():
         store = open_store(storage)
-        rows = [summarise_run(store, run) for run in list_runs(store) if everything or not is_auxiliary(run)]
+        rows = [summarize_run(store, run) for run in list_runs(store) if everything or not is_auxiliary(run)]
     if as_json:
         print_json([row.model_dump(mode="json") for row in rows])
         return
@@ -54,7 +55,7 @@ def ls(
     console().print(fill(shown, map(_row, rows)))
 
 
-def _row(row: RunRow) -> tuple[Any, ...]:
+def _row(row: RunSummary) -> tuple[Any, ...]:
     return (
         row.run, row.kind, _time(row.created), row.state, " ".join(row.stages), row.head_step, _ago(row.last_commit),
         row.lease_epoch, row.forked_from,
@@ -65,14 +66,14 @@ def _row(row: RunRow) -> tuple[Any, ...]:
 def show(run: RunArgument, storage: Storage = DEFAULT_STORAGE, as_json: AsJson = False) -> None:
     """One run: the config that decides it, its chains, metrics, leases, result and models."""
     with refusals():
-        view = view_run(open_store(storage), run)
+        view = describe_run(open_store(storage), run)
     if as_json:
         print_json(view)
     else:
         _show(view, console())
 
 
-def _show(view: RunView, to: Console) -> None:
+def _show(view: RunDetails, to: Console) -> None:
     row = view.row
     to.print(
         facts(
@@ -103,7 +104,7 @@ def _show(view: RunView, to: Console) -> None:
         to.print(facts("result", dict(_flat(view.result))))
 
 
-def _chain(chain: ChainView) -> tuple[Any, ...]:
+def _chain(chain: ChainDetails) -> tuple[Any, ...]:
     checkpoints = " ".join("=".join((f"{step}", *chain.names.get(step, ()))) for step in chain.checkpoints) or None
     return f"{chain.stage}/{chain.model}", chain.head, chain.state[:12], chain.starts_from, checkpoints
 
@@ -121,7 +122,7 @@ def remove_checkpoint(
     a rebase refers to one of them. The run can still be resumed, verified and forked at any step."""
     with refusals():
         store = open_store(storage)
-        policies = list(dict.fromkeys(find_named(store, name) for name in names))
+        policies = list(dict.fromkeys(resolve_checkpoint_name(store, name) for name in names))
         removed = remove_checkpoints(store, policies, dry_run=dry_run)
     if as_json:
         rows = [{"checkpoint": manifest.key, "bytes": manifest.bytes} for manifest in removed]

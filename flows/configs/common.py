@@ -23,11 +23,11 @@ from flows.configs.optimizer import LATER_OPTIMIZER, OptimizerConfig, SFTOptimiz
 from flows.configs.reinforcement import BatchRules, Regularisation
 from flows.configs.titles import training_title
 from flows.configs.validation import EvaluationConfig, ValidationConfig
-from storage.bounds import Coefficient, Positive
 from storage.chain.records import OldLogprobs
 from storage.chain.retention import Retention
 from storage.errors import InvalidKey
-from storage.records import Frozen
+from storage.number_types import Coefficient, Positive
+from storage.serialization import Frozen
 from storage.store.keys import validate_name
 from tasks.batches.rl import AdvantageEstimator
 from tasks.batches.truncation import Cut, LengthPlan

@@ -18,8 +18,8 @@ from flows.configs.common import (
 from flows.configs.gspo import GSPOAlgorithm, check_has_gspo
 from flows.configs.reinforcement import Regularisation
 from flows.configs.titles import training_title
-from storage.bounds import Coefficient, Divisor, Positive
-from storage.records import Frozen
+from storage.number_types import Coefficient, Divisor, Positive
+from storage.serialization import Frozen
 
 
 class EnvironmentConfig(Frozen):

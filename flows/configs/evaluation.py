@@ -12,7 +12,7 @@ from engine.specs.engine import EngineSpec, LocalEngineSpec
 from flows.configs.common import DatasetSource, GraderConfig, StorageConfig
 from flows.configs.titles import model_title
 from storage.errors import InvalidKey
-from storage.records import Frozen, canonical_json, digest
+from storage.serialization import Frozen, canonical_json, digest
 from storage.store.keys import validate_name
 from tasks.graders.spec import grader_spec
 from tasks.sampling.completions import Truncation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from storage.records import Frozen
+from storage.serialization import Frozen
 from tasks.loggers.services import LoggerName
 
 

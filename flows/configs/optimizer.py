@@ -6,8 +6,8 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from storage.bounds import LARGEST_RATE, Divisor, Rate
-from storage.records import Frozen
+from storage.number_types import MAX_RATE, Divisor, Rate
+from storage.serialization import Frozen
 
 ScheduleName = Literal["cosine", "cosine_without_warmup", "linear", "constant", "wsd", "inverse_sqrt"]
 
@@ -15,7 +15,7 @@ ScheduleName = Literal["cosine", "cosine_without_warmup", "linear", "constant", 
 class OptimizerConfig(Frozen):
     """AdamW and its schedule."""
 
-    lr: float = Field(7.5e-7, gt=0, le=LARGEST_RATE)
+    lr: float = Field(7.5e-7, gt=0, le=MAX_RATE)
     """The highest of the schedule."""
     schedule: ScheduleName = "cosine"
     """cosine: warm-up over a tenth of the run, then down to a tenth of the rate. linear: down to 0. wsd: warm-up, then
@@ -83,7 +83,7 @@ class OptimizerConfig(Frozen):
 class SFTOptimizer(OptimizerConfig):
     """AdamW and its schedule."""
 
-    lr: float = Field(1e-5, gt=0, le=LARGEST_RATE)
+    lr: float = Field(1e-5, gt=0, le=MAX_RATE)
     """The highest of the schedule."""
 
 

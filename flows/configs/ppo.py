@@ -11,8 +11,8 @@ from flows.configs.common import GRPOAlgorithm, GRPOConfig, ModelConfig
 from flows.configs.optimizer import OptimizerConfig, ScheduleName
 from flows.configs.reinforcement import BatchRules, KLPlace, Regularisation
 from flows.configs.titles import training_title
-from storage.bounds import LARGEST_RATE, Coefficient, Positive, Rate
-from storage.records import Frozen
+from storage.number_types import MAX_RATE, Coefficient, Positive, Rate
+from storage.serialization import Frozen
 from tasks.batches.ppo import Returns
 
 
@@ -99,7 +99,7 @@ class ValueModelConfig(ModelConfig):
     """A registered model, or a folder. None: the policy's base model, with a new head."""
     name: str = "value"
     """The model's name within the run; not the policy's."""
-    lr: float = Field(1e-6, gt=0, le=LARGEST_RATE)
+    lr: float = Field(1e-6, gt=0, le=MAX_RATE)
     """The highest of its schedule, which is the optimizer's unless `optimizer` here says another."""
     optimizer: ValueOptimizer | None = Field(None, exclude_if=lambda own: own is None)
     """None: AdamW and schedule as the policy's."""

@@ -10,14 +10,14 @@ from engine.losses.pairs import DPOSpec, DPOVariant
 from flows.configs.common import DataConfig, OptimizerConfig, RowsSource, SFTAlgorithm, TrainingConfig
 from flows.configs.titles import training_title
 from flows.configs.validation import ValidationConfig
-from storage.bounds import LARGEST_RATE, Divisor
+from storage.number_types import MAX_RATE, Divisor
 from tasks.batches.truncation import check_uncut
 
 
 class PreferenceOptimizer(OptimizerConfig):
     """AdamW and its schedule."""
 
-    lr: float = Field(1e-6, gt=0, le=LARGEST_RATE)
+    lr: float = Field(1e-6, gt=0, le=MAX_RATE)
     """The highest of the schedule."""
 
 

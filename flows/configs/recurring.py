@@ -10,7 +10,7 @@ from flows.configs.common import FlowConfig
 from flows.configs.evaluation import Suite, checked_name
 from flows.configs.training import LanguageTraining
 from flows.promotion.gate import GateConfig, checked_target
-from storage.records import Frozen
+from storage.serialization import Frozen
 
 
 class ApprovalConfig(Frozen):

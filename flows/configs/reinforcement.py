@@ -7,9 +7,9 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from flows.training.collection import RefillEnd
-from storage.bounds import Coefficient, Divisor, Positive
 from storage.chain.records import OldLogprobs
-from storage.records import Frozen
+from storage.number_types import Coefficient, Divisor, Positive
+from storage.serialization import Frozen
 
 KLPlace = Literal["loss", "reward"]
 KLControl = Literal["fixed", "adaptive"]

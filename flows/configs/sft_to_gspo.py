@@ -21,7 +21,7 @@ from flows.configs.common import (
 from flows.configs.gspo import GSPOAlgorithm, GSPOConfig
 from flows.configs.reinforcement import BatchRules, Regularisation
 from flows.configs.titles import training_title
-from storage.records import Frozen
+from storage.serialization import Frozen
 
 STAGES = ("sft", "gspo")
 

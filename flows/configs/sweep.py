@@ -14,7 +14,7 @@ from flows.configs.common import TrainingConfig
 from flows.configs.evaluation import checked_name
 from flows.configs.overrides import describe_validation
 from flows.configs.training import AnyTraining
-from storage.records import Frozen, canonical_json, digest
+from storage.serialization import Frozen, canonical_json, digest
 
 MAX_TRIALS = 1000
 

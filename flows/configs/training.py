@@ -13,7 +13,7 @@ from flows.configs.gspo import GSPOConfig
 from flows.configs.ppo import PPOConfig
 from flows.configs.preferences import DPOConfig, RewardModelConfig
 from flows.configs.sft_to_gspo import SFTToGSPOConfig
-from storage.records import Frozen
+from storage.serialization import Frozen
 
 
 class GRPOTraining(Frozen):

@@ -7,7 +7,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from engine.protocol import SamplingTemperature
-from storage.records import Frozen
+from storage.serialization import Frozen
 
 
 class Every(Frozen):

@@ -31,9 +31,9 @@ from flows.ops.deployment_settings import with_deployment_settings
 from flows.ops.run_keys import EVALUATION_KEY_PREFIX, run_key_of
 from flows.runs.code_version import code_version
 from flows.runs.session import release_run
-from storage.chain.leases import current_epoch, holder, is_held
+from storage.chain.leases import current_epoch, is_held, lease_holder
+from storage.chain.listing import list_runs
 from storage.errors import StorageError
-from storage.inspect.run_listing import list_runs
 from storage.store.artifacts import Provenance
 from storage.store.objects import ObjectStore
 
@@ -86,7 +86,7 @@ def _held(flow_name: str, flow_run: FlowRun) -> list[Workspace]:
     store, found = place.open_store(), []
     for run in _runs(store, flow_name, config, flow_run):
         epoch = current_epoch(store, run)
-        if is_held(store, run) and holder(store, run, epoch).get("flow_run") == str(flow_run.id):
+        if is_held(store, run) and lease_holder(store, run, epoch).get("flow_run") == str(flow_run.id):
             found.append(place.model_copy(update={"run": run, "epoch": epoch}))
     return found
 

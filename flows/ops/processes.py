@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from storage.records import Frozen
+from storage.serialization import Frozen
 
 UP_ID_ENV = "OSTINATO_UP"
 """The environment variable with the id of the `up` that a process belongs to."""

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from flows.ops.processes import ProcessIdentity
-from storage.records import Frozen
+from storage.serialization import Frozen
 
 HOME = Path(".ostinato") / "up"
 """Within the working directory."""

@@ -17,7 +17,7 @@ from prefect.input import RunInput
 from prefect.states import Running
 from pydantic import Field, ValidationError
 
-from storage.records import Frozen
+from storage.serialization import Frozen
 
 GRACE_SECONDS = 3600
 """How much longer the server keeps the pause open than we wait."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
-from storage.records import Frozen
+from storage.serialization import Frozen
 from tasks.evaluation.model_comparison import Difference
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import yaml
 
 from storage.chain.records import Chain, CommitRecord
-from storage.chain.runs import read_run
+from storage.chain.run_record import read_run
 from storage.errors import ObjectNotFound
-from storage.inspect.lineage import Lineage, lineage_of, trained_on
-from storage.records import canonical_json
+from storage.inspect.lineage import Lineage, lineage_of, training_datasets
 from storage.registry.decisions import Decision
+from storage.serialization import canonical_json
 from storage.store import keys
 from storage.store.artifacts import Provenance, commit_bytes, find_artifact, read_bytes
 from storage.store.objects import ObjectStore
@@ -116,7 +116,7 @@ def _training(stages: list[dict[str, Any]]) -> str:
 def _data(store: ObjectStore, name: str, version: str, lineage: Lineage) -> str:
     if lineage.policy is None:
         return ""
-    digests = sorted(trained_on(store, f"{name}@{version}"))
+    digests = sorted(training_datasets(store, f"{name}@{version}"))
     return "## Data\n\n" + "\n".join(f"- dataset sha256 `{sha256}`" for sha256 in digests) + "\n"
 
 

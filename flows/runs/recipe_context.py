@@ -18,8 +18,8 @@ from flows.runs.code_version import code_version
 from flows.runs.session import take_lease
 from storage.chain.fork import check_fork
 from storage.chain.records import PolicyRef
-from storage.chain.runs import create_or_check_run
-from storage.records import canonical_json, digest
+from storage.chain.run_record import create_or_check_run
+from storage.serialization import canonical_json, digest
 from storage.store import keys
 from storage.store.artifacts import Provenance
 from tasks.graders.running.workspace import set_grading_workspace
@@ -142,7 +142,7 @@ class RecipeContext:
     def _marks(self, loop: int) -> list[int]:
         """How many iterations were done, mark by mark."""
         found = self.workspace.open_store().list(keys.loop_prefix(self.workspace.run, loop))
-        return sorted(done for info in found if (done := keys.numbered(info.key)) is not None)
+        return sorted(done for info in found if (done := keys.parse_number(info.key)) is not None)
 
     async def _mark(self, loop: int, done: int, cursors: tuple[Positioned, ...]) -> None:
         policies = {model.name: (await model.policy()).model_dump() for model in self._loops.models}

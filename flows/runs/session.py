@@ -26,14 +26,14 @@ from flows.runs.estimate import estimate
 from flows.runs.events import announce_dataset
 from flows.training.watch import say_left
 from storage.chain.fork import check_fork
-from storage.chain.leases import acquire, release
-from storage.chain.runs import create_or_check_run, machine_info
+from storage.chain.leases import acquire_lease, release_lease
+from storage.chain.run_record import create_or_check_run, machine_info
 from storage.errors import StorageError
-from storage.inspect.run_listing import read_json
-from storage.records import canonical_json, digest
+from storage.serialization import canonical_json, digest
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef, Provenance
 from storage.store.identity import find_store_id
+from storage.store.objects import read_json
 from storage.worklog import log_work
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.spec import DatasetUse
@@ -160,7 +160,7 @@ def take_lease(workspace: Workspace) -> Workspace:
     holder = machine_info() | {"code_version": workspace.provenance.code_version, "pid": os.getpid()}
     if flow_run.id:
         holder["flow_run"] = str(flow_run.id)  # its hooks, in other processes, know by it whose lease it is
-    epoch = acquire(workspace.open_store(), workspace.run, holder)
+    epoch = acquire_lease(workspace.open_store(), workspace.run, holder)
     log_work("open", run=workspace.run, epoch=epoch)
     return workspace.model_copy(update={"epoch": epoch})
 
@@ -172,7 +172,7 @@ async def release_run(workspace: Workspace) -> None:
     await tear_down_idle_graders()
     await release_engine(workspace)
     try:
-        release(workspace.open_store(), workspace.run, workspace.epoch)
+        release_lease(workspace.open_store(), workspace.run, workspace.epoch)
     except StorageError as error:
         log.warning("run %s was left with its lease: %s", workspace.run, error)
 

@@ -19,7 +19,7 @@ from flows.loggers import StageNotifier
 from flows.training.schedules import Schedule
 from flows.training.watch import RunWatch
 from storage.chain.records import Chain, CommitRecord, OptimizerSpec, PolicyRef
-from storage.chain.runs import read_run
+from storage.chain.run_record import read_run
 from storage.errors import ObjectNotFound
 from storage.store.artifacts import ArtifactRef
 from storage.store.objects import ObjectStore
@@ -72,7 +72,7 @@ class Journal:
     ) -> None:
         """Measures the step that made `policy`, stores its metrics and shows them. Raises prefect.exceptions.Pause when
         a person wants the run to wait."""
-        record = self.chain.taken(policy.step)
+        record = self.chain.committed_record(policy.step)
         self.last = record
         metrics = measure_step(
             self.store,

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 
 from storage.chain.fork import read_fork
 from storage.chain.leases import is_held
-from storage.chain.rebase import standing
+from storage.chain.rebase import rebases_in_effect
 from storage.chain.records import Chain, PolicyRef
 from storage.registry.decisions import champion_of
 from storage.registry.models import list_models
@@ -39,7 +39,7 @@ def checkpoint_uses(store: ObjectStore, policies: Collection[PolicyRef]) -> dict
 
 def _uses_by_rebases(store: ObjectStore, policies: Collection[PolicyRef]) -> Iterator[tuple[PolicyRef, str]]:
     for chain in {(policy.run, policy.stage, policy.model): Chain.of(store, policy) for policy in policies}.values():
-        for rebase in standing(chain):
+        for rebase in rebases_in_effect(chain):
             yield rebase.policy, f"run {chain.run!r} was rebased there and goes on from it"
 
 

@@ -22,15 +22,22 @@ from uuid import uuid4
 
 from pydantic import ValidationError
 
-from storage.chain.rebase import Rebase, checkpoints_before, commit_rebase, rebase_at, rebase_manifest, standing
+from storage.chain.listing import has_objects, run_chains, stages_of
+from storage.chain.rebase import (
+    Rebase,
+    checkpoints_before,
+    commit_rebase,
+    rebase_at,
+    rebase_manifest,
+    rebases_in_effect,
+)
 from storage.chain.records import Chain, CommitRecord, PolicyRef
 from storage.errors import CorruptArtifact, ForkRefused, ObjectNotFound
-from storage.inspect.run_listing import has_objects, read_json, run_chains, stages_of
-from storage.records import Frozen, canonical_json, digest_file
+from storage.serialization import Frozen, canonical_json, digest_file
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef, Attempt, Manifest, commit_files, find_artifact, read_manifest
-from storage.store.backends.protocol import HIDDEN
-from storage.store.objects import ObjectStore
+from storage.store.backends.protocol import HIDDEN_PREFIX
+from storage.store.objects import ObjectStore, read_json
 
 Progress = Callable[[str], None]
 
@@ -134,12 +141,17 @@ def _plan(store: ObjectStore, run: str, stage: str, step: int, code_version: str
     if not 0 <= step <= longest:
         raise ObjectNotFound(f"stage {stage} of run {run!r} has no step {step}; it has steps 0 to {longest}")
     shared = {chain: chain.policy(min(step, head.step)) for chain, head in heads.items()}
+    rebased = tuple(
+        policy
+        for chain, policy in shared.items()
+        if policy in [rebase.policy for rebase in rebases_in_effect(chain, policy.step)]
+    )
     return ForkInfo(
         run=run,
         stage=stage,
         step=step,
         shared=tuple(shared.values()),
-        rebased=tuple(at for chain, at in shared.items() if at in [r.policy for r in standing(chain, at.step)]),
+        rebased=rebased,
         code_version=code_version,
         attempt=uuid4().hex,
         created=datetime.now(UTC).isoformat(),
@@ -176,7 +188,7 @@ def _copy_stage(store: ObjectStore, run: str, new: str, stage: str, *, until: in
         }
         store.put_if_absent(keys.stage_json(new, stage), canonical_json(body))
     for info in store.list(keys.step_metrics_prefix(run, stage)):
-        step = keys.numbered(info.key)
+        step = keys.parse_number(info.key)
         if step is not None and (until is None or step < until):
             store.put_if_absent(keys.step_metrics(new, stage, step), store.get(info.key))
 
@@ -209,7 +221,7 @@ def _copy_chain(chain: Chain, new: str, until: int) -> None:
         root = root.model_copy(update={"start": _renamed(root.start, chain.run, new)})
     copy.create_root(root)
     checkpoint = _nearest_checkpoint(chain, until)
-    rebases = {rebase.policy.step: rebase for rebase in standing(chain, until)}
+    rebases = {rebase.policy.step: rebase for rebase in rebases_in_effect(chain, until)}
 
     def copy_weights(step: int) -> None:
         if step == checkpoint:
@@ -278,7 +290,7 @@ def _copy_files(copy: Chain, manifest: Manifest, key: str, step: int) -> Artifac
     if inside is not None:
         inside.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(
-        prefix=f"{HIDDEN}scratch-", dir=None if inside is None else inside.parent
+        prefix=f"{HIDDEN_PREFIX}scratch-", dir=None if inside is None else inside.parent
     ) as folder:
         files = {entry.name: Path(folder) / entry.name for entry in manifest.files}
         for entry in manifest.files:

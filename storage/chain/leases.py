@@ -12,12 +12,12 @@ from typing import Any
 from uuid import uuid4
 
 from storage.errors import CorruptArtifact, ObjectNotFound
-from storage.records import canonical_json
+from storage.serialization import canonical_json
 from storage.store import keys
 from storage.store.objects import ObjectStore
 
 
-def acquire(store: ObjectStore, run: str, info: Mapping[str, Any]) -> int:
+def acquire_lease(store: ObjectStore, run: str, info: Mapping[str, Any]) -> int:
     """A new epoch (from 1), higher than every one before; `info` says who holds it. Earlier holders are fenced."""
     body = {"info": dict(info), "attempt": uuid4().hex, "created": datetime.now(UTC).isoformat()}
     epoch = current_epoch(store, run)
@@ -27,7 +27,7 @@ def acquire(store: ObjectStore, run: str, info: Mapping[str, Any]) -> int:
             return epoch
 
 
-def release(store: ObjectStore, run: str, epoch: int) -> None:
+def release_lease(store: ObjectStore, run: str, epoch: int) -> None:
     """Says that the holder of this epoch acts no more. Nobody waits for it: the next holder takes a higher epoch
     anyway; it tells a person, and `doctor`, a run that was left from one that is driven."""
     body = {"epoch": epoch, "released": datetime.now(UTC).isoformat()}
@@ -40,7 +40,7 @@ def is_held(store: ObjectStore, run: str) -> bool:
     return epoch > 0 and not store.exists(keys.lease_release(run, epoch))
 
 
-def holder(store: ObjectStore, run: str, epoch: int) -> dict[str, Any]:
+def lease_holder(store: ObjectStore, run: str, epoch: int) -> dict[str, Any]:
     """What the holder of this epoch wrote about itself; empty for an epoch without a holder. Raises CorruptArtifact."""
     key = keys.lease(run, epoch)
     try:
@@ -54,5 +54,5 @@ def holder(store: ObjectStore, run: str, epoch: int) -> dict[str, Any]:
 
 def current_epoch(store: ObjectStore, run: str) -> int:
     """The epoch in force; 0 when nobody has acted for the run yet."""
-    numbers = (keys.numbered(info.key) for info in store.list(keys.leases_prefix(run)))
+    numbers = (keys.parse_number(info.key) for info in store.list(keys.leases_prefix(run)))
     return max((n for n in numbers if n is not None), default=0)

@@ -22,7 +22,7 @@ from pydantic import Field, ValidationError
 from storage.chain.records import Chain, Numerics, PolicyRef, RebaseMark
 from storage.errors import AttemptTooOld, CorruptArtifact, ObjectNotFound, StorageError
 from storage.failpoints import failpoint
-from storage.records import Frozen, canonical_json
+from storage.serialization import Frozen, canonical_json
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef, Attempt, Manifest, find_artifact, read_manifest
 from storage.store.objects import ObjectStore
@@ -112,22 +112,22 @@ def rebases(chain: Chain, until: int | None = None) -> Iterator[Rebase]:
             yield found
 
 
-def stands(chain: Chain, rebase: Rebase) -> bool:
+def is_in_effect(chain: Chain, rebase: Rebase) -> bool:
     """Whether what comes after its step descends from it, or nothing comes after it yet."""
     following = chain.record(rebase.policy.step + 1)
     return following is None or following.rebase == rebase.mark
 
 
-def standing(chain: Chain, until: int | None = None) -> list[Rebase]:
+def rebases_in_effect(chain: Chain, until: int | None = None) -> list[Rebase]:
     """The rebases that stand at steps up to `until`, ascending."""
-    return [rebase for rebase in rebases(chain, until) if stands(chain, rebase)]
+    return [rebase for rebase in rebases(chain, until) if is_in_effect(chain, rebase)]
 
 
-def rebase_of(chain: Chain, step: int) -> Rebase | None:
+def rebase_in_effect(chain: Chain, step: int) -> Rebase | None:
     """The rebase that the weights of policy `step` descend from: at that step or the last one before it. None when they
     descend from the chain's root. Raises CorruptArtifact when a record names one that is not there."""
     here = rebase_at(chain, step)
-    if here is not None and stands(chain, here):
+    if here is not None and is_in_effect(chain, here):
         return here
     record = chain.record(step) if step else None
     mark = record.rebase if record else None
@@ -196,7 +196,7 @@ def checkpoints_before(chain: Chain, step: int) -> Iterator[Manifest]:
 
     Raises CorruptArtifact when all that a rebased policy could be reached from is gone.
     """
-    base = rebase_of(chain, step)
+    base = rebase_in_effect(chain, step)
     attempt, floor = (base.attempt, base.policy.step) if base else (None, -1)
     prefix = keys.checkpoints_prefix(chain.run, chain.stage, chain.model)
     listed = (keys.checkpoint_step(info.key) for info in chain.store.list(prefix))
@@ -214,7 +214,7 @@ def checkpoints_before(chain: Chain, step: int) -> Iterator[Manifest]:
         yield rebase_manifest(chain, base)
 
 
-def step_of(checkpoint: Manifest) -> int:
+def step_of_checkpoint(checkpoint: Manifest) -> int:
     """The step whose policy a checkpoint holds, the chain's or a rebase's."""
     rebased = keys.rebase_of_checkpoint(checkpoint.key)
     step = rebased[3] if rebased else keys.checkpoint_step(keys.manifest_of_files(checkpoint.key))
@@ -225,10 +225,10 @@ def step_of(checkpoint: Manifest) -> int:
 def is_checkpoint_of(chain: Chain, checkpoint: Manifest) -> bool:
     """Whether the chain's own checkpoint holds what it says: the policy of that step, and not weights of it that the
     chain left for a rebase at or before it."""
-    step = step_of(checkpoint)
+    step = step_of_checkpoint(checkpoint)
     if checkpoint.extra.get("state") != chain.policy(step).state:
         return False
-    base = rebase_of(chain, step)
+    base = rebase_in_effect(chain, step)
     if base is not None and base.policy.step == step and base.exact:
         record = chain.record(step)  # the committed weights, which descend from what the record says
         return checkpoint.extra.get("rebase") == (record.rebase.attempt if record and record.rebase else None)

@@ -19,9 +19,9 @@ from uuid import uuid4
 
 from pydantic import Field, FiniteFloat, JsonValue, ValidationError
 
-from storage.bounds import MAX_EPOCHS, Count, Divisor, Int64, Rate, Temperature
 from storage.errors import CorruptArtifact, ObjectNotFound
-from storage.records import Frozen, canonical_json, digest
+from storage.number_types import MAX_EPOCHS, Count, Divisor, Int64, Rate, Temperature
+from storage.serialization import Frozen, canonical_json, digest
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef
 from storage.store.objects import ObjectStore
@@ -214,7 +214,7 @@ class Chain:
         data = self._get(key)
         return None if data is None else _parse(CommitRecord, data, key)
 
-    def taken(self, step: int) -> CommitRecord:
+    def committed_record(self, step: int) -> CommitRecord:
         """The record of a step (>= 1) that is known to be committed. Raises ObjectNotFound when it is not there."""
         record = self.record(step)
         if record is None:
@@ -275,7 +275,7 @@ class Chain:
             return None
 
 
-def base_of(store: ObjectStore, policy: PolicyRef) -> ArtifactRef:
+def base_model_of(store: ObjectStore, policy: PolicyRef) -> ArtifactRef:
     """The registered model that a chain, or the chain it continues, started from. Raises ObjectNotFound."""
     root = Chain.of(store, policy).root()
     while root is not None and root.start is not None:

@@ -12,10 +12,10 @@ from collections.abc import Collection
 from typing import Literal
 
 from storage.chain.checkpoint_uses import checkpoint_uses
-from storage.chain.rebase import rebase_at, standing, stands
+from storage.chain.rebase import is_in_effect, rebase_at, rebases_in_effect
 from storage.chain.records import Chain, PolicyRef
 from storage.errors import CheckpointInUse, ObjectNotFound, PermanentStorageError
-from storage.records import Frozen, canonical_json
+from storage.serialization import Frozen, canonical_json
 from storage.store import keys
 from storage.store.artifacts import Manifest, read_manifest
 from storage.store.objects import ObjectStore
@@ -63,7 +63,7 @@ def prune_checkpoints(
     to data that is gone. Raises ValueError when `metric` is in none of the records, naming those that are.
     """
     chain = Chain.of(store, policy)
-    needed = {rebase.checkpoint.key for rebase in standing(chain)}
+    needed = {rebase.checkpoint.key for rebase in rebases_in_effect(chain)}
     free = {step: manifest for step, manifest in _checkpoints(store, policy).items() if manifest.key not in needed}
     named = sorted(step for step, manifest in free.items() if _named(store, manifest))
     unnamed = sorted(free.keys() - set(named))
@@ -115,7 +115,7 @@ def _remove(store: ObjectStore, policy: PolicyRef, step: int, manifest: Manifest
     store.delete(key)
     chain = Chain.of(store, policy)
     rebase = rebase_at(chain, step)
-    if rebase is not None and rebase.checkpoint.key == manifest.key and stands(chain, rebase):
+    if rebase is not None and rebase.checkpoint.key == manifest.key and is_in_effect(chain, rebase):
         store.put_if_absent(key, canonical_json(manifest.model_dump(mode="json")))
         return False
     store.delete(keys.checkpoint_name(manifest.key))

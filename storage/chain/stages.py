@@ -8,10 +8,9 @@ from pydantic import ValidationError
 
 from storage.chain.records import PolicyRef
 from storage.errors import CorruptArtifact
-from storage.inspect.run_listing import read_json
-from storage.records import Frozen, canonical_json
+from storage.serialization import Frozen, canonical_json
 from storage.store import keys
-from storage.store.objects import ObjectStore
+from storage.store.objects import ObjectStore, read_json
 
 
 class StageInfo(Frozen):

@@ -14,13 +14,13 @@ from pydantic import Field
 
 from storage.chain.records import Chain, CommitRecord
 from storage.errors import CorruptArtifact, SchemaMismatch, StorageError
-from storage.records import Frozen
+from storage.serialization import Frozen
 from storage.store.artifacts import ArtifactRef, Manifest, read_manifest
 from storage.store.objects import ObjectStore
 from storage.store.tables import read_table
 
 
-class StepMaterial(Frozen):
+class StepInputs(Frozen):
     """What one committed step was made from."""
 
     step: int = Field(ge=1)
@@ -32,7 +32,7 @@ class StepMaterial(Frozen):
     datasets: tuple[ArtifactRef, ...]
 
 
-def material_of(store: ObjectStore, record: CommitRecord) -> StepMaterial:
+def step_inputs(store: ObjectStore, record: CommitRecord) -> StepInputs:
     """The artifacts behind a step, from the parents that their manifests name. Raises ObjectNotFound, CorruptArtifact
     when one is gone or is another one now."""
     batch = _of_uri(store, f"{record.request.batch.key}#{record.request.batch.sha256}")
@@ -40,7 +40,7 @@ def material_of(store: ObjectStore, record: CommitRecord) -> StepMaterial:
     rollouts = [ref for ref in parents if ref.kind in ("rollouts", "trajectories")]
     above = [uri for ref in rollouts for uri in ref.parents if not uri.startswith("policy:")]
     datasets = {ref.uri: ref for ref in (*(_of_uri(store, uri) for uri in dict.fromkeys(above)), *parents)}
-    return StepMaterial(
+    return StepInputs(
         step=record.policy.step,
         batch=batch,
         rollouts=tuple(rollouts),
@@ -49,14 +49,14 @@ def material_of(store: ObjectStore, record: CommitRecord) -> StepMaterial:
     )
 
 
-def account(store: ObjectStore, record: CommitRecord) -> list[str]:
+def check_accounting(store: ObjectStore, record: CommitRecord) -> list[str]:
     """What is wrong with the accounts of a step, one sentence each; empty when every prompt is accounted for once.
 
     taken by the data cursor = prompts of the shards; sampled = graded; graded and not empty = trained.
     A batch without rollouts and without a cursor (written by hand) has no accounts to keep.
     """
     try:
-        material = material_of(store, record)
+        material = step_inputs(store, record)
         if any(ref.kind == "trajectories" for ref in material.rollouts):
             return _EpisodeAccounts(store, record, material).problems()
         if material.rollouts:
@@ -66,7 +66,7 @@ def account(store: ObjectStore, record: CommitRecord) -> list[str]:
         return [f"its prompts cannot be counted: {error}"]
 
 
-def consumed(record: CommitRecord, rows: int) -> int | None:
+def rows_consumed(record: CommitRecord, rows: int) -> int | None:
     """Dataset rows that the cursor passed in this step; None when the step keeps no cursor."""
     before, after = record.request.cursor_in, record.request.cursor_out
     if not before or not after or rows < 1:
@@ -82,10 +82,10 @@ def _of_uri(store: ObjectStore, uri: str) -> ArtifactRef:
     return manifest.ref
 
 
-def _completions(store: ObjectStore, record: CommitRecord, material: StepMaterial) -> list[str]:
+def _completions(store: ObjectStore, record: CommitRecord, material: StepInputs) -> list[str]:
     """The accounts of a step on given completions."""
     for dataset in material.datasets:
-        taken = consumed(record, dataset.rows or 0)
+        taken = rows_consumed(record, dataset.rows or 0)
         if taken is not None and taken != material.batch.rows:
             return [f"the cursor passed {taken} rows of {dataset.key}, the batch has {material.batch.rows}"]
     return []
@@ -97,7 +97,7 @@ class _Accounts:
 
     store: ObjectStore
     record: CommitRecord
-    material: StepMaterial
+    material: StepInputs
     found: list[str] = field(default_factory=list)
 
     def problems(self) -> list[str]:
@@ -114,7 +114,7 @@ class _Accounts:
     def _check_taken(self, manifests: list[Manifest]) -> None:
         prompts = sum(_count(manifest, "prompts") for manifest in manifests)
         for dataset in self.material.datasets:
-            taken = consumed(self.record, dataset.rows or 0)
+            taken = rows_consumed(self.record, dataset.rows or 0)
             if taken is not None and taken != prompts:
                 self.found.append(f"the cursor passed {taken} rows of {dataset.key}, the shards sampled {prompts}")
 

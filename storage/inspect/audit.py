@@ -17,9 +17,9 @@ from storage.chain.rebase import read_rebase
 from storage.errors import CorruptArtifact, ObjectNotFound
 from storage.inspect.audit_chains import ChainAudit
 from storage.inspect.findings import RESTORE, AuditReport, Finding, Findings
-from storage.records import CHUNK_BYTES
 from storage.registry.models import find_model, resolve_alias
-from storage.store import key_kinds, keys
+from storage.serialization import CHUNK_BYTES
+from storage.store import key_patterns, keys
 from storage.store.artifacts import FileEntry, Manifest, read_manifest
 from storage.store.objects import ObjectInfo, ObjectStore
 
@@ -65,7 +65,7 @@ class _Audit:
             if keys.rebase_step(info.key) is not None:
                 with suppress(CorruptArtifact, ObjectNotFound):  # the audit of its chain says so
                     self.needed.add(read_rebase(self.store, info.key).checkpoint.key)
-        owners = [key for info in objects if (key := key_kinds.artifact_of(info.key)) is not None]
+        owners = [key for info in objects if (key := key_patterns.artifact_of_manifest(info.key)) is not None]
         for number, owner in enumerate(owners):
             self.on_progress("artifacts", number, len(owners))
             self._check_artifact(owner)
@@ -168,7 +168,7 @@ class _Audit:
     def _check_leases(self, objects: list[ObjectInfo]) -> None:
         epochs: dict[str, list[int]] = defaultdict(list)
         for info in objects:
-            run, number = keys.run_of(info.key), keys.numbered(info.key)
+            run, number = keys.run_of(info.key), keys.parse_number(info.key)
             if run and number is not None and info.key.startswith(keys.leases_prefix(run)):
                 epochs[run].append(number)
         for run, numbers in epochs.items():
@@ -178,7 +178,7 @@ class _Audit:
         logs: dict[tuple[str, str], list[int]] = defaultdict(list)
         for info in objects:
             if (entry := keys.alias_of(info.key)) is not None:
-                logs[entry].append(keys.numbered(info.key) or 0)
+                logs[entry].append(keys.parse_number(info.key) or 0)
         for (name, alias), numbers in logs.items():
             prefix = keys.model_aliases_prefix(name, alias)
             self._check_numbering(prefix, numbers, "moves of an alias")
@@ -202,12 +202,13 @@ class _Audit:
         store at all stays for ever, and is a finding."""
         pending = []
         for info in objects:
-            if info.key in self.referenced or key_kinds.artifact_of(info.key) or key_kinds.is_plain(info.key):
+            is_manifest = key_patterns.artifact_of_manifest(info.key) is not None
+            if info.key in self.referenced or is_manifest or key_patterns.is_standalone(info.key):
                 continue
-            if key_kinds.kind_of_key(info.key) == "published" and self.now - info.modified > OLD_SECONDS:
+            if key_patterns.classify_key(info.key) == "published" and self.now - info.modified > OLD_SECONDS:
                 what = "is of a version of a model that was never published whole, and collections leave it alone"
                 self.found.warning(info.key, what, "publish the model again, or collect it when nobody writes")
-            elif key_kinds.is_data(info.key):
+            elif key_patterns.is_artifact_data(info.key):
                 pending.append(info.key)
             else:
                 self.found.warning(

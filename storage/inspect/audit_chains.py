@@ -5,9 +5,9 @@ from __future__ import annotations
 from storage.chain.rebase import Rebase, read_rebase
 from storage.chain.records import Chain, CommitRecord, PolicyRef, RebaseMark, Root
 from storage.errors import CorruptArtifact, ObjectNotFound, StorageError
-from storage.inspect.accounting import account, material_of
+from storage.inspect.accounting import check_accounting, step_inputs
 from storage.inspect.findings import RESTORE, Findings
-from storage.store import key_kinds, keys
+from storage.store import key_patterns, keys
 from storage.store.artifacts import find_artifact, read_manifest
 from storage.store.objects import ObjectStore
 
@@ -166,14 +166,14 @@ class ChainAudit:
                 batch.key, f"is {there.sha256[:12]}, the step {key} was made from {batch.sha256[:12]}", FORK
             )
             return
-        for problem in account(self.store, record):
+        for problem in check_accounting(self.store, record):
             self.found.error(key, problem, "look at the tables of that step; a step is never taken again")
         self._strays(record)
 
     def _strays(self, record: CommitRecord) -> None:
         """Shards of a committed step that its batch does not descend from: sampled, and lost."""
         try:
-            material = material_of(self.store, record)
+            material = step_inputs(self.store, record)
         except StorageError:
             return  # said by the accounts
         known = {ref.key for ref in (*material.rollouts, *material.graded, material.batch)}
@@ -181,6 +181,6 @@ class ChainAudit:
         if not record.request.batch.key.startswith(own):
             return  # shared with the run that this one was forked from
         for info in self.store.list(own):
-            owner = key_kinds.artifact_of(info.key)
+            owner = key_patterns.artifact_of_manifest(info.key)
             if owner is not None and owner not in known:
                 self.found.error(owner, f"is of the step {record.policy.uri}, whose batch does not know it", RESTORE)

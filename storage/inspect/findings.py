@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Literal
 
-from storage.records import Frozen
+from storage.serialization import Frozen
 
 Severity = Literal["error", "warning"]
 

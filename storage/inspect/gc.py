@@ -20,8 +20,8 @@ from typing import Literal, NamedTuple, TypeVar
 from storage.chain.rebase import rebase_at
 from storage.chain.records import Chain
 from storage.errors import CorruptArtifact, ObjectNotFound, PermanentStorageError
-from storage.records import Frozen
-from storage.store import key_kinds, keys
+from storage.serialization import Frozen
+from storage.store import key_patterns, keys
 from storage.store.artifacts import MANIFEST_VERSION, MAX_ATTEMPT_SECONDS, read_manifest
 from storage.store.objects import Leftover, ObjectInfo, ObjectStore
 
@@ -51,7 +51,7 @@ Kept = Literal[
 ]
 
 
-class Tally(Frozen):
+class ObjectTotals(Frozen):
     """How much of something."""
 
     objects: int = 0
@@ -73,8 +73,8 @@ class GcReport(Frozen):
     """What a collection deleted (or, dry, would have) and kept."""
 
     dry_run: bool
-    deleted: dict[Reason, Tally]
-    kept: dict[Kept, Tally]
+    deleted: dict[Reason, ObjectTotals]
+    kept: dict[Kept, ObjectTotals]
     names: tuple[str, ...]
     """What was deleted, sorted."""
     unknown: tuple[str, ...]
@@ -83,9 +83,9 @@ class GcReport(Frozen):
     """Manifests that cannot be read. Nothing beside them is deleted."""
 
     @property
-    def total(self) -> Tally:
+    def total(self) -> ObjectTotals:
         tallies = self.deleted.values()
-        return Tally(objects=sum(t.objects for t in tallies), bytes=sum(t.bytes for t in tallies))
+        return ObjectTotals(objects=sum(t.objects for t in tallies), bytes=sum(t.bytes for t in tallies))
 
 
 def collect_garbage(
@@ -94,7 +94,7 @@ def collect_garbage(
     now: float | None = None,
     older_than: timedelta = OLDER_THAN,
     dry_run: bool = False,
-    nobody_writes: bool = False,
+    exclusive: bool = False,
     threads: int = 8,
 ) -> GcReport:
     """Deletes what is garbage and older than that; runs may go on meanwhile.
@@ -102,33 +102,33 @@ def collect_garbage(
     Args:
         now: Epoch seconds by the store's clock. None: the store is asked.
         older_than: At least 13 hours, unless nobody else writes.
-        nobody_writes: The caller's word for it. Takes incomplete versions of models too.
+        exclusive: The caller's word for it. Takes incomplete versions of models too.
         threads: Requests at a time.
 
     Raises ValueError for too small an age, PermanentStorageError when a newer version of this program writes here.
     """
     least = timedelta(seconds=MAX_ATTEMPT_SECONDS) + MARGIN
-    if older_than < least and not nobody_writes:
+    if older_than < least and not exclusive:
         raise ValueError(
             f"older_than={older_than} may take what a running writer is about to commit; give at least {least}, or "
             "make sure that nothing writes to the store and say so"
         )
-    collection = _Collection(store, older_than=older_than, nobody_writes=nobody_writes, threads=threads, now=now)
+    collection = _Collection(store, older_than=older_than, exclusive=exclusive, threads=threads, now=now)
     return collection.run(dry_run=dry_run)
 
 
 def garbage_candidates(store: ObjectStore, *, older_than: timedelta = OLDER_THAN) -> list[Garbage]:
     """What a collection with that age would delete now, sorted by name. Nothing is changed. With no age at all: every
     object that no manifest names, of running writers too."""
-    collection = _Collection(store, older_than=older_than, nobody_writes=False, threads=8, now=None)
+    collection = _Collection(store, older_than=older_than, exclusive=False, threads=8, now=None)
     return collection.candidates()
 
 
 class _Collection:
     def __init__(
-        self, store: ObjectStore, *, older_than: timedelta, nobody_writes: bool, threads: int, now: float | None
+        self, store: ObjectStore, *, older_than: timedelta, exclusive: bool, threads: int, now: float | None
     ) -> None:
-        self.store, self.nobody_writes, self.threads, self.now = store, nobody_writes, threads, now
+        self.store, self.exclusive, self.threads, self.now = store, exclusive, threads, now
         self.seconds = older_than.total_seconds()
         self.kept: dict[Kept, list[int]] = defaultdict(list)
         self.unknown: list[str] = []
@@ -145,8 +145,8 @@ class _Collection:
             sizes[found.reason] += found.size
         return GcReport(
             dry_run=dry_run,
-            deleted={reason: Tally(objects=counts[reason], bytes=sizes[reason]) for reason in sorted(counts)},
-            kept={why: Tally(objects=len(found), bytes=sum(found)) for why, found in sorted(self.kept.items())},
+            deleted={reason: ObjectTotals(objects=counts[reason], bytes=sizes[reason]) for reason in sorted(counts)},
+            kept={why: ObjectTotals(objects=len(found), bytes=sum(found)) for why, found in sorted(self.kept.items())},
             names=tuple(sorted(found.name for found in garbage)),
             unknown=tuple(self.unknown),
             unreadable=tuple(sorted(self.unreadable)),
@@ -165,14 +165,14 @@ class _Collection:
 
     def _named(self, objects: Iterable[ObjectInfo]) -> set[str]:
         """The keys that some manifest names."""
-        manifests = [info for info in objects if key_kinds.kind_of_key(info.key) == "manifest"]
+        manifests = [info for info in objects if key_patterns.classify_key(info.key) == "manifest"]
         new = [info for info in manifests if (info.key, info.modified) not in self._files_of]
         for info, files in zip(new, self._each(lambda info: self._files(info.key), new), strict=True):
             self._files_of[info.key, info.modified] = files
         return {key for info in manifests for key in self._files_of[info.key, info.modified]}
 
     def _files(self, manifest_key: str) -> frozenset[str]:
-        artifact = key_kinds.artifact_of(manifest_key)
+        artifact = key_patterns.artifact_of_manifest(manifest_key)
         assert artifact is not None
         try:
             return frozenset(entry.key for entry in read_manifest(self.store, artifact).files)
@@ -197,27 +197,27 @@ class _Collection:
     # -- sort --------------------------------------------------------------------------------------------------
 
     def _objects(self, objects: Iterable[ObjectInfo], named: set[str]) -> Iterator[Garbage]:
-        unreadable = {key_kinds.artifact_of(key) for key in self.unreadable}
+        unreadable = {key_patterns.artifact_of_manifest(key) for key in self.unreadable}
         handed_over: defaultdict[str | None, float] = defaultdict(float)  # a model is handed over, and goes, as a whole
         unmade = set()
         for info in objects:
-            if key_kinds.kind_of_key(info.key) == "upload":
-                owner = key_kinds.owner_of(info.key)
+            if key_patterns.classify_key(info.key) == "upload":
+                owner = key_patterns.owning_artifact(info.key)
                 handed_over[owner] = max(handed_over[owner], info.modified)
-            elif not self._young(info.modified) and self._unmade(key_kinds.artifact_of(info.key)):
-                unmade.add(key_kinds.artifact_of(info.key))
+            elif not self._young(info.modified) and self._unmade(key_patterns.artifact_of_manifest(info.key)):
+                unmade.add(key_patterns.artifact_of_manifest(info.key))
         for info in objects:
-            kind = key_kinds.kind_of_key(info.key)
+            kind = key_patterns.classify_key(info.key)
             if kind == "unknown":
                 self.unknown.append(info.key)
                 self._keep("not understood", info.size)
-            elif (owner := key_kinds.owner_of(info.key)) in unmade:
+            elif (owner := key_patterns.owning_artifact(info.key)) in unmade:
                 yield Garbage(info.key, "checkpoint of a rebase that was not made", info.size, info.modified)
             elif kind in ("plain", "manifest") or info.key in named:
                 self._keep("live", info.size)
             elif owner in unreadable:
                 self._keep("beside a manifest that cannot be read", info.size)
-            elif kind == "published" and not self.nobody_writes:
+            elif kind == "published" and not self.exclusive:
                 self._keep("incomplete version of a model (publish it again, or collect when nobody writes)", info.size)
             elif self._young(handed_over.get(owner, info.modified)):
                 self._keep("younger than asked for", info.size)
@@ -255,11 +255,11 @@ class _Collection:
     def _still_garbage(self, garbage: list[Garbage]) -> list[Garbage]:
         """Those that nothing came to name, and nobody wrote again, while the manifests were read."""
         objects, leftovers = list(self.store.list()), list(self.store.leftovers())
-        named, unreadable = self._named(objects), {key_kinds.artifact_of(key) for key in self.unreadable}
+        named, unreadable = self._named(objects), {key_patterns.artifact_of_manifest(key) for key in self.unreadable}
         written = {info.key: info.modified for info in objects} | {left.name: left.modified for left in leftovers}
         still = []
         for found in garbage:
-            owner = key_kinds.owner_of(found.name) if found.leftover is None else None
+            owner = key_patterns.owning_artifact(found.name) if found.leftover is None else None
             if found.reason == "checkpoint of a rebase that was not made":
                 lost = not self._unmade(owner)
             else:
@@ -274,7 +274,8 @@ class _Collection:
         """Deletes, one owner at a time; returns what was deleted."""
         groups: defaultdict[str, list[Garbage]] = defaultdict(list)
         for found in garbage:
-            groups[found.name if found.leftover else key_kinds.owner_of(found.name) or found.name].append(found)
+            owner = None if found.leftover else key_patterns.owning_artifact(found.name)
+            groups[owner or found.name].append(found)
         deleted = [found for group in self._each(self._delete_group, sorted(groups.items())) for found in group]
         for found in set(garbage) - set(deleted):
             self._keep("named since it was looked at", found.size)
@@ -290,9 +291,10 @@ class _Collection:
             return []
         if found[0].reason in ("model handed over and not fetched", "checkpoint of a rebase that was not made"):
             # the manifest first: nobody follows one to data that is gone
-            found = sorted(found, key=lambda one: key_kinds.artifact_of(one.name) is None)
+            found = sorted(found, key=lambda one: key_patterns.artifact_of_manifest(one.name) is None)
         else:
-            manifests = [k for k in (keys.manifest(owner), keys.manifest_of_files(owner)) if key_kinds.artifact_of(k)]
+            possible = (keys.manifest(owner), keys.manifest_of_files(owner))
+            manifests = [key for key in possible if key_patterns.artifact_of_manifest(key)]
             named = {key for manifest in manifests for key in self._files(manifest)}
             if self.unreadable.intersection(manifests):
                 return []
@@ -308,7 +310,7 @@ class _Collection:
             return list(pool.map(call, items))
 
 
-_REASONS: dict[key_kinds.KeyKind, Reason] = {
+_REASONS: dict[key_patterns.KeyKind, Reason] = {
     "attempt": "attempt without a manifest",
     "published": "incomplete version of a model",
     "upload": "model handed over and not fetched",

@@ -8,13 +8,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from storage.chain.listing import run_chains
 from storage.chain.records import Chain, CommitRecord, PolicyRef
-from storage.chain.runs import read_run
+from storage.chain.run_record import read_run
 from storage.errors import CorruptArtifact, ObjectNotFound
-from storage.inspect.accounting import StepMaterial, material_of
-from storage.inspect.run_listing import run_chains
-from storage.records import Frozen
+from storage.inspect.accounting import StepInputs, step_inputs
 from storage.registry.models import find_model, registered_key
+from storage.serialization import Frozen
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef, read_manifest
 from storage.store.objects import ObjectStore
@@ -83,11 +83,11 @@ def lineage_of(store: ObjectStore, target: str) -> Lineage:
     stage's longest chain). Raises ObjectNotFound, CorruptArtifact."""
     policy, model = None, None
     if _POLICY.fullmatch(target):
-        policy, said = policy_of(store, target), f"policy {target}"
+        policy, said = resolve_policy(store, target), f"policy {target}"
     elif (model := _model(store, target)) is not None:
-        policy, said = model_policy(store, model), f"model {registered_key(model)}"
+        policy, said = policy_of_model(store, model), f"model {registered_key(model)}"
     else:
-        policy, said = run_head(store, target), f"run {target}"
+        policy, said = last_policy_of_run(store, target), f"run {target}"
     if policy is None:
         assert model is not None  # a policy and a run have one
         return Lineage(target=said, policy=None, base=registered_key(model), segments=())
@@ -97,7 +97,7 @@ def lineage_of(store: ObjectStore, target: str) -> Lineage:
 
 def step_lineage(store: ObjectStore, record: CommitRecord) -> StepLineage:
     """What one step was made from. Raises ObjectNotFound, CorruptArtifact when some of it is gone."""
-    material = material_of(store, record)
+    material = step_inputs(store, record)
     rewards, completions, prompts = _grades(store, material)
     return StepLineage(
         policy=record.policy.uri,
@@ -115,7 +115,7 @@ def step_lineage(store: ObjectStore, record: CommitRecord) -> StepLineage:
     )
 
 
-def trained_on(store: ObjectStore, target: str) -> set[str]:
+def training_datasets(store: ObjectStore, target: str) -> set[str]:
     """sha256 of every dataset that a model, policy or run was trained on, its ancestors' too."""
     found = set()
     lineage = lineage_of(store, target)
@@ -132,7 +132,7 @@ def trained_on(store: ObjectStore, target: str) -> set[str]:
     return found
 
 
-def policy_of(store: ObjectStore, text: str) -> PolicyRef:
+def resolve_policy(store: ObjectStore, text: str) -> PolicyRef:
     """The committed policy of `run/stage/model@step`, or of a policy's uri. Raises ObjectNotFound, also when the uri's
     state is another one than the chain has."""
     match = _POLICY.fullmatch(text)
@@ -145,13 +145,13 @@ def policy_of(store: ObjectStore, text: str) -> PolicyRef:
     return policy
 
 
-def model_policy(store: ObjectStore, model: ArtifactRef) -> PolicyRef | None:
+def policy_of_model(store: ObjectStore, model: ArtifactRef) -> PolicyRef | None:
     """The policy that a registered model is; None when it was imported. Raises ObjectNotFound when its run is gone."""
     uri = next((parent for parent in model.parents if parent.startswith("policy:")), None)
-    return None if uri is None else policy_of(store, uri)
+    return None if uri is None else resolve_policy(store, uri)
 
 
-def run_head(store: ObjectStore, run: str) -> PolicyRef:
+def last_policy_of_run(store: ObjectStore, run: str) -> PolicyRef:
     """The last policy of a run: of its last stage's longest chain."""
     chains = run_chains(store, run) if keys.is_run(run) else []
     if not chains:
@@ -177,11 +177,11 @@ def _segments(store: ObjectStore, policy: PolicyRef) -> tuple[str | None, list[S
         segments.append(Segment(run=at.run, stage=at.stage, model=at.model, until=at.step))
         base = root.base
         # a base model may be the end of another run
-        at = root.start if root.base is None else model_policy(store, read_manifest(store, root.base.key).ref)
+        at = root.start if root.base is None else policy_of_model(store, read_manifest(store, root.base.key).ref)
     return None if base is None else registered_key(base), segments[::-1]
 
 
-def _grades(store: ObjectStore, material: StepMaterial) -> tuple[list[float], int, list[str]]:
+def _grades(store: ObjectStore, material: StepInputs) -> tuple[list[float], int, list[str]]:
     """(valid rewards, completions, prompt ids in their order)."""
     if not material.rollouts:
         ids = read_table(store, material.batch, ["group"])["group"].to_pylist()

@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from storage.chain.listing import all_chains
 from storage.chain.records import Chain, CommitRecord
 from storage.errors import ObjectNotFound
-from storage.inspect.accounting import material_of
-from storage.inspect.lineage import Lineage, model_policy
-from storage.inspect.run_listing import all_chains
-from storage.records import Frozen
+from storage.inspect.accounting import step_inputs
+from storage.inspect.lineage import Lineage, policy_of_model
 from storage.registry.models import registered_key
-from storage.store import key_kinds, keys
+from storage.serialization import Frozen
+from storage.store import key_patterns, keys
 from storage.store.artifacts import ArtifactRef, read_manifest
 from storage.store.objects import ObjectStore
 from storage.store.tables import ROW_GROUP, RowReader, read_table
@@ -72,7 +72,7 @@ def _matching(store: ObjectStore, records: list[CommitRecord], asked: str) -> se
     """Ids of the dataset rows that are meant."""
     datasets: dict[str, ArtifactRef] = {}
     for record in records:
-        datasets.update((ref.uri, ref) for ref in material_of(store, record).datasets)
+        datasets.update((ref.uri, ref) for ref in step_inputs(store, record).datasets)
     by_text: set[str] = set()
     for ref in datasets.values():
         reader = RowReader(store, ref)
@@ -98,7 +98,7 @@ def _holds(value: Any, text: str) -> bool:
 
 
 def _uses(store: ObjectStore, record: CommitRecord, ids: set[str]) -> list[PromptUse]:
-    material = material_of(store, record)
+    material = step_inputs(store, record)
     batch = read_table(store, material.batch, ["group", "completion"]).to_pylist()
     trained = {(row["group"], row["completion"]) for row in batch if row["group"] in ids}
     place = {"policy": record.policy.uri, "step": record.policy.step}
@@ -176,12 +176,12 @@ def _models(store: ObjectStore) -> list[tuple[ArtifactRef, str | None]]:
     """Every registered model, and the state that it is."""
     found = []
     for info in store.list(keys.models_prefix()):
-        key = key_kinds.artifact_of(info.key)
+        key = key_patterns.artifact_of_manifest(info.key)
         if key is None:
             continue
         model = read_manifest(store, key).ref
         try:
-            policy = model_policy(store, model)
+            policy = policy_of_model(store, model)
         except ObjectNotFound:
             policy = None  # its run is gone
         found.append((model, policy.state if policy else None))

@@ -1,152 +1,88 @@
-"""Everything that a store knows about one run: `ostinato runs show`. It holds no environment and no credentials,
-since nothing of a run does."""
+"""The state of a run in one line, for `ostinato runs ls`. `run_details` reads everything about one run."""
 
 from __future__ import annotations
 
-from typing import Any
+from datetime import UTC, datetime
+from typing import Literal
 
-from pydantic import JsonValue
-
-from storage.chain.named_checkpoints import NamedCheckpoint, named_checkpoints
-from storage.chain.rebase import standing
+from storage.chain.leases import current_epoch, is_held
+from storage.chain.listing import run_chains
 from storage.chain.records import Chain
-from storage.errors import ObjectNotFound
-from storage.inspect.run_listing import RunRow, has_objects, read_json, run_chains, run_info, summarise_run
-from storage.records import Frozen
-from storage.registry.models import registered_key
-from storage.store import key_kinds, keys
-from storage.store.artifacts import read_manifest
-from storage.store.objects import ObjectStore
+from storage.chain.run_record import find_run
+from storage.serialization import Frozen
+from storage.store import keys
+from storage.store.objects import ObjectStore, read_json
+
+RunState = Literal["finished", "running?", "stopped", "fork"]
 
 
-class ChainView(Frozen):
-    stage: str
-    model: str
-    head: int
-    state: str
-    starts_from: str
-    """A registered model, or the policy of an earlier stage."""
-    checkpoints: tuple[int, ...]
-    names: dict[int, tuple[str, ...]] = {}
-    """Of the named checkpoints, by step."""
-    rebases: tuple[str, ...] = ()
-    """Where the chain goes on under other numerics, a line each."""
-    trainable: dict[str, JsonValue]
+class RunSummary(Frozen):
+    """One line of `ostinato runs ls`."""
 
-
-class LeaseView(Frozen):
-    epoch: int
+    run: str
+    kind: str
+    """Kinds of its stages, separated by spaces: "sft grpo"."""
     created: str | None
-    pid: int | None
-    code_version: str | None
-    released: str | None
+    """ISO time of the first start. None for a fork that has not run yet."""
+    state: RunState
+    """finished: the run has a result. fork: it was forked and has not run yet. stopped: its lease was released.
+    running?: its lease is held. A killed process holds its lease, too: see `last_commit`."""
+    stages: tuple[str, ...]
+    head_step: int
+    """Last committed step of the longest chain of the last stage."""
+    last_commit: str | None
+    """ISO time of that step's commit. None at step 0."""
+    lease_epoch: int
+    forked_from: str | None
+    """`run/stage@step` of the fork. None if the run is not a fork."""
 
 
-class ModelView(Frozen):
-    model: str
-    """name@version"""
-    policy: str
-
-
-class RunView(Frozen):
-    row: RunRow
-    semantic: dict[str, JsonValue]
-    """The config that decides the result; empty for a fork that did not run yet."""
-    code_version: str | None
-    machine: dict[str, JsonValue]
-    packages: dict[str, JsonValue]
-    chains: tuple[ChainView, ...]
-    last_metrics: dict[str, dict[str, JsonValue]]
-    """Of each stage that has some."""
-    leases: tuple[LeaseView, ...]
-    result: dict[str, JsonValue] | None
-    models: tuple[ModelView, ...]
-    """Published from a policy of this run."""
-
-
-def view_run(store: ObjectStore, run: str) -> RunView:
-    """Raises ObjectNotFound, CorruptArtifact."""
-    if not has_objects(store, run):
-        raise ObjectNotFound(f"no run {run!r} in {store.url}; `ostinato runs ls` lists the runs")
-    info, chains = run_info(store, run), run_chains(store, run)
-    named = named_checkpoints(store, run)
-    machine: dict[str, Any] = dict(info.machine) if info else {}
-    packages = machine.pop("packages", {})
-    return RunView(
-        row=summarise_run(store, run),
-        semantic=info.semantic if info else {},
-        code_version=info.code_version if info else None,
-        machine=machine,
-        packages=packages if isinstance(packages, dict) else {},
-        chains=tuple(_chain(chain, named) for chain in chains),
-        last_metrics=_last_metrics(store, run, list(dict.fromkeys(chain.stage for chain in chains))),
-        leases=tuple(_leases(store, run)),
-        result=read_json(store, keys.result_json(run)),
-        models=tuple(_models(store, run)),
+def summarize_run(store: ObjectStore, run: str) -> RunSummary:
+    """Reads the summary of a run. Raises CorruptArtifact."""
+    info = find_run(store, run)
+    chains = run_chains(store, run)
+    stages = tuple(dict.fromkeys(chain.stage for chain in chains))
+    # the longest chain of the last stage shows how far the run is
+    last_stage_chains = [chain for chain in chains if chain.stage == stages[-1]]
+    head_step, last_commit = _longest_head(last_stage_chains)
+    return RunSummary(
+        run=run,
+        kind=" ".join(map(keys.stage_kind, stages)) or "-",
+        created=info.created if info else None,
+        state=_state(store, run, opened=info is not None),
+        stages=stages,
+        head_step=head_step,
+        last_commit=last_commit,
+        lease_epoch=current_epoch(store, run),
+        forked_from=fork_origin(store, run),
     )
 
 
-def _chain(chain: Chain, named: list[NamedCheckpoint]) -> ChainView:
-    root, head = chain.root(), chain.head()
-    base = root.base if root else None
-    start = root.start if root else None
-    listed = chain.store.list(keys.checkpoints_prefix(chain.run, chain.stage, chain.model))
-    names: dict[int, tuple[str, ...]] = {}
-    for one in named:
-        if (one.policy.stage, one.policy.model) == (chain.stage, chain.model):
-            names[one.policy.step] = (*names.get(one.policy.step, ()), one.name)
-    return ChainView(
-        stage=chain.stage,
-        model=chain.model,
-        head=head.step,
-        state=head.state,
-        starts_from=registered_key(base) if base else start.uri if start else "nothing",
-        checkpoints=tuple(sorted({step for info in listed if (step := keys.checkpoint_step(info.key)) is not None})),
-        names=names,
-        rebases=tuple(rebase.title for rebase in standing(chain)),
-        trainable=root.trainable if root else {},
-    )
+def fork_origin(store: ObjectStore, run: str) -> str | None:
+    """Returns `run/stage@step` of the place where the run was forked, or None if it is not a fork."""
+    fork = read_json(store, keys.fork_json(run))
+    return None if fork is None else f"{fork.get('run')}/{fork.get('stage')}@{fork.get('step')}"
 
 
-def _last_metrics(store: ObjectStore, run: str, stages: list[str]) -> dict[str, dict[str, JsonValue]]:
-    found = {}
-    for stage in stages:
-        listed = [info.key for info in store.list(keys.step_metrics_prefix(run, stage))]
-        if listed:
-            found[stage] = read_json(store, listed[-1]) or {}
-    return found
+def seconds_since(time: str | None) -> float | None:
+    """Seconds between an ISO time and now, by this machine's clock."""
+    return None if time is None else (datetime.now(UTC) - datetime.fromisoformat(time)).total_seconds()
 
 
-def _leases(store: ObjectStore, run: str) -> list[LeaseView]:
-    found = []
-    for info in store.list(keys.leases_prefix(run)):
-        epoch = keys.numbered(info.key)
-        if epoch is None:
-            continue
-        body = read_json(store, info.key) or {}
-        holder = body.get("info") or {}
-        released = read_json(store, keys.lease_release(run, epoch)) or {}
-        found.append(
-            LeaseView(
-                epoch=epoch,
-                created=body.get("created"),
-                pid=holder.get("pid"),
-                code_version=holder.get("code_version"),
-                released=released.get("released"),
-            )
-        )
-    return found
+def _longest_head(chains: list[Chain]) -> tuple[int, str | None]:
+    """Returns (last step, ISO time of its commit) of the longest chain."""
+    longest, last_step = None, 0
+    for chain in chains:
+        step = max(chain.steps(), default=0)
+        if step > last_step:
+            longest, last_step = chain, step
+    record = longest.record(last_step) if longest is not None else None
+    return last_step, record.time if record else None
 
 
-def _models(store: ObjectStore, run: str) -> list[ModelView]:
-    found = []
-    for info in store.list(keys.models_prefix()):
-        key = key_kinds.artifact_of(info.key)
-        if key is None:
-            continue
-        ref = read_manifest(store, key).ref
-        policy = next((parent for parent in ref.parents if parent.startswith(f"policy:{run}/")), None)
-        # a run `a` and a run `a/b`: the rest of the uri is stage/model@step
-        if policy is not None and policy.removeprefix(f"policy:{run}/").partition("@")[0].count("/") == 1:
-            found.append(ModelView(model=registered_key(ref), policy=policy))
-    return found
+def _state(store: ObjectStore, run: str, *, opened: bool) -> RunState:
+    if store.exists(keys.result_json(run)):
+        return "finished"
+    if is_held(store, run):
+        return "running?"
+    return "stopped" if opened else "fork"

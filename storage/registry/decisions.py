@@ -14,9 +14,9 @@ from typing import Literal
 from pydantic import JsonValue, ValidationError
 
 from storage.errors import AliasMoved, CorruptArtifact, ObjectNotFound
-from storage.records import Frozen, canonical_json, digest
 from storage.registry.models import find_model, list_versions, resolve_alias
-from storage.store import key_kinds, keys
+from storage.serialization import Frozen, canonical_json, digest
+from storage.store import key_patterns, keys
 from storage.store.artifacts import Provenance, commit_bytes, find_artifact, read_bytes
 from storage.store.objects import ObjectStore
 
@@ -71,7 +71,7 @@ def alias_log(store: ObjectStore, name: str, alias: str = CHAMPION) -> list[Alia
     """Every move of the alias, oldest first. Raises CorruptArtifact."""
     found = []
     for info in store.list(keys.model_aliases_prefix(name, alias)):
-        number = keys.numbered(info.key)
+        number = keys.parse_number(info.key)
         if number is not None:
             found.append(_entry(info.key, number, store.get(info.key)))
     return sorted(found, key=lambda entry: entry.number)
@@ -94,7 +94,7 @@ def previous_champion(log: Sequence[AliasEntry]) -> str | None:
     return standing[-2] if len(standing) > 1 else None
 
 
-def decide(  # noqa: PLR0913 - one field of the decision each
+def commit_decision(  # noqa: PLR0913 - one field of the decision each
     store: ObjectStore,
     name: str,
     version: str,
@@ -135,11 +135,11 @@ def decide(  # noqa: PLR0913 - one field of the decision each
         parents=parents, provenance=provenance,
     )  # fmt: skip
     decision = _parse(read_bytes(store, ref), ref.key)
-    enforce(store, decision)
+    apply_decision(store, decision)
     return decision
 
 
-def enforce(store: ObjectStore, decision: Decision) -> None:
+def apply_decision(store: ObjectStore, decision: Decision) -> None:
     """Moves the alias as the decision says, if it was not moved by it before. Raises AliasMoved."""
     if not decision.moves:
         return
@@ -166,12 +166,12 @@ def find_decision(store: ObjectStore, name: str, decision_id: str) -> Decision |
 
 def decisions_of(store: ObjectStore, name: str) -> list[Decision]:
     """Every decision about a model, oldest first. Raises CorruptArtifact."""
-    owners = (key_kinds.artifact_of(info.key) for info in store.list(keys.model_part(name, "decisions")))
+    owners = (key_patterns.artifact_of_manifest(info.key) for info in store.list(keys.model_part(name, "decisions")))
     found = (find_decision(store, name, owner.rpartition("/")[2]) for owner in owners if owner is not None)
     return sorted((decision for decision in found if decision is not None), key=lambda decision: decision.created)
 
 
-def in_force(decision: Decision, log: Sequence[AliasEntry]) -> bool:
+def is_in_force(decision: Decision, log: Sequence[AliasEntry]) -> bool:
     """Whether it made its move. A hold always stands."""
     return not decision.moves or any(entry.decision == decision.id for entry in log)
 

@@ -14,7 +14,7 @@ from uuid import uuid4
 from pydantic import JsonValue
 
 from storage.errors import CorruptArtifact, InvalidKey, ObjectNotFound, VersionConflict
-from storage.records import canonical_json
+from storage.serialization import canonical_json
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef, Provenance, digest_of, file_entries, find_artifact, publish_files
 from storage.store.objects import ObjectStore
@@ -127,7 +127,7 @@ def _claim(store: ObjectStore, name: str, version: str, sha256: str) -> None:
 
 
 def _log_numbers(store: ObjectStore, name: str, alias: str) -> list[int]:
-    found = (keys.numbered(info.key) for info in store.list(keys.model_aliases_prefix(name, alias)))
+    found = (keys.parse_number(info.key) for info in store.list(keys.model_aliases_prefix(name, alias)))
     return sorted(n for n in found if n is not None)
 
 
@@ -153,7 +153,7 @@ def registered_key(ref: ArtifactRef) -> str:
     return f"{name}@{version}"
 
 
-def free_name(store: ObjectStore, name: str, parent: str) -> str:
+def available_name(store: ObjectStore, name: str, parent: str) -> str:
     """`name`, or `name-2`, `name-3`, …: the first that no model bears, or that bears one made from `parent` already
     (so that a repetition finds what it published)."""
     number, candidate = 1, name

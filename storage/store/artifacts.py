@@ -25,7 +25,7 @@ from storage.errors import (
     StorageError,
 )
 from storage.failpoints import FAILPOINTS, failpoint
-from storage.records import Frozen, canonical_json, digest, digest_file
+from storage.serialization import Frozen, canonical_json, digest, digest_file
 from storage.store import keys
 from storage.store.objects import ObjectStore
 
@@ -218,7 +218,7 @@ def find_artifact(store: ObjectStore, key: str) -> ArtifactRef | None:
         return None
 
 
-def made_from(ref: ArtifactRef, parent: str) -> ArtifactRef:
+def require_parent(ref: ArtifactRef, parent: str) -> ArtifactRef:
     """The ref itself. Raises ArtifactConflict unless `parent`, a uri, led to it: two models of one stage share the keys
     of its steps."""
     if parent not in ref.parents:
@@ -242,7 +242,7 @@ def read_manifest(store: ObjectStore, key: str) -> Manifest:
 
 def read_bytes(store: ObjectStore, ref: ArtifactRef) -> bytes:
     """The bytes of a one-file artifact. Raises ObjectNotFound, CorruptArtifact when they are not what `ref` says."""
-    entry = entry_of(store, ref)
+    entry = single_file_entry(store, ref)
     try:
         data = store.get(entry.key)
     except ObjectNotFound as error:
@@ -251,7 +251,7 @@ def read_bytes(store: ObjectStore, ref: ArtifactRef) -> bytes:
     return data
 
 
-def entry_of(store: ObjectStore, ref: ArtifactRef) -> FileEntry:
+def single_file_entry(store: ObjectStore, ref: ArtifactRef) -> FileEntry:
     """Where the data of a one-file artifact is. Raises CorruptArtifact when the store holds another artifact there."""
     manifest = read_manifest(store, ref.key)
     if manifest.sha256 != ref.sha256:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from storage.errors import CorruptArtifact, ObjectNotFound
-from storage.records import digest_file
+from storage.serialization import digest_file
 from storage.store.artifacts import FileEntry, read_manifest
 from storage.store.objects import ObjectStore
 

@@ -6,7 +6,7 @@ import logging
 from uuid import uuid4
 
 from storage.errors import ObjectNotFound
-from storage.records import canonical_json
+from storage.serialization import canonical_json
 from storage.store import keys
 from storage.store.backends.local_folder import read_store_id
 from storage.store.objects import ObjectStore

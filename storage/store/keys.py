@@ -91,14 +91,14 @@ def validate_run(run: str) -> str:
     return run
 
 
-def number(value: int) -> str:
+def format_number(value: int) -> str:
     """Six digits at least, so that names sort as numbers do."""
     if value < 0:
         raise InvalidKey(f"{value} is not a number of a step or a version; give 0 or more")
     return f"{value:06d}"
 
 
-def numbered(key: str) -> int | None:
+def parse_number(key: str) -> int | None:
     """The number of a key like …/000042.json, or None."""
     return int(match[1]) if (match := _NUMBERED.fullmatch(key)) else None
 
@@ -166,12 +166,12 @@ def leases_prefix(run: str) -> str:
 
 
 def lease(run: str, epoch: int) -> str:
-    return f"{leases_prefix(run)}{number(epoch)}.json"
+    return f"{leases_prefix(run)}{format_number(epoch)}.json"
 
 
 def lease_release(run: str, epoch: int) -> str:
     """Where the holder of an epoch says that it is done; not numbered: only leases count epochs."""
-    return f"{leases_prefix(run)}{number(epoch)}.released.json"
+    return f"{leases_prefix(run)}{format_number(epoch)}.released.json"
 
 
 def loops_prefix(run: str) -> str:
@@ -181,12 +181,12 @@ def loops_prefix(run: str) -> str:
 
 def loop_prefix(run: str, loop: int) -> str:
     """Under which a recipe's n-th loop of steps says how far it came."""
-    return f"{loops_prefix(run)}{number(loop)}/"
+    return f"{loops_prefix(run)}{format_number(loop)}/"
 
 
 def loop_mark(run: str, loop: int, done: int) -> str:
     """Where the models stood when that many iterations were done; a record, not an artifact."""
-    return f"{loop_prefix(run, loop)}{number(done)}.json"
+    return f"{loop_prefix(run, loop)}{format_number(done)}.json"
 
 
 def stage_name(position: int, name: str) -> str:
@@ -214,7 +214,7 @@ def stage_json(run: str, stage: str) -> str:
 
 def step_prefix(run: str, stage: str, step: int) -> str:
     """Under which the artifacts of a step lie."""
-    return f"{stage_prefix(run, stage)}steps/{number(step)}/"
+    return f"{stage_prefix(run, stage)}steps/{format_number(step)}/"
 
 
 def step_artifact(run: str, stage: str, step: int, kind: str, shard: int) -> str:
@@ -225,14 +225,14 @@ def step_artifact(run: str, stage: str, step: int, kind: str, shard: int) -> str
 
 
 def step_metrics(run: str, stage: str, step: int) -> str:
-    return f"{step_metrics_prefix(run, stage)}{number(step)}.json"
+    return f"{step_metrics_prefix(run, stage)}{format_number(step)}.json"
 
 
 def step_metrics_prefix(run: str, stage: str) -> str:
     return f"{stage_prefix(run, stage)}metrics/"
 
 
-def logged(run: str, stage: str, logger: str) -> str:
+def logger_progress(run: str, stage: str, logger: str) -> str:
     """What a logger was sent of a stage."""
     return f"{stage_prefix(run, stage)}logged/{validate_name(logger)}.json"
 
@@ -246,7 +246,7 @@ def chain_root(run: str, stage: str, policy: str) -> str:
 
 
 def chain_record(run: str, stage: str, policy: str, step: int) -> str:
-    return f"{chain_prefix(run, stage, policy)}{number(step)}.json"
+    return f"{chain_prefix(run, stage, policy)}{format_number(step)}.json"
 
 
 def record_step(key: str) -> int | None:
@@ -260,7 +260,7 @@ def rebases_prefix(run: str, stage: str, policy: str) -> str:
 
 def rebase(run: str, stage: str, policy: str, step: int) -> str:
     """Where a chain says that it goes on from a checkpoint of that step, under other numerics."""
-    return f"{rebases_prefix(run, stage, policy)}{number(step)}.json"
+    return f"{rebases_prefix(run, stage, policy)}{format_number(step)}.json"
 
 
 def rebase_step(key: str) -> int | None:
@@ -271,7 +271,7 @@ def rebase_step(key: str) -> int | None:
 def rebase_checkpoint(run: str, stage: str, policy: str, step: int, attempt: str) -> str:
     """Logical key of the weights and moments that one attempt to rebase goes on from, where a redo changed them. Not
     among the checkpoints of the chain: a committed one of that step is not shadowed, and none of these is pruned."""
-    return f"{stage_prefix(run, stage)}rebased/{validate_name(policy)}/{number(step)}.{attempt}"
+    return f"{stage_prefix(run, stage)}rebased/{validate_name(policy)}/{format_number(step)}.{attempt}"
 
 
 def rebase_of_checkpoint(key: str) -> tuple[str, str, str, int, str] | None:
@@ -286,7 +286,7 @@ def checkpoints_prefix(run: str, stage: str, policy: str) -> str:
 
 def checkpoint(run: str, stage: str, policy: str, step: int) -> str:
     """Logical key."""
-    return f"{checkpoints_prefix(run, stage, policy)}{number(step)}"
+    return f"{checkpoints_prefix(run, stage, policy)}{format_number(step)}"
 
 
 def checkpoint_name(checkpoint_key: str) -> str:
@@ -355,7 +355,7 @@ def model_aliases_prefix(key: str, alias: str) -> str:
 
 
 def model_alias(key: str, alias: str, number_in_log: int) -> str:
-    return f"{model_aliases_prefix(key, alias)}{number(number_in_log)}.json"
+    return f"{model_aliases_prefix(key, alias)}{format_number(number_in_log)}.json"
 
 
 def model_note(key: str, kind: Literal["decisions", "cards"], decision: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -10,14 +11,14 @@ from typing import Any, BinaryIO
 from urllib.parse import unquote, urlsplit
 from uuid import uuid4
 
-from storage.errors import StorageFull, TransientStorageError, UnsupportedFilesystem
+from storage.errors import CorruptArtifact, ObjectNotFound, StorageFull, TransientStorageError, UnsupportedFilesystem
 from storage.store.backends.local import LocalBackend
 from storage.store.backends.memory import MemoryBackend
-from storage.store.backends.protocol import HIDDEN, Backend, Leftover, ObjectInfo, PutResult
+from storage.store.backends.protocol import HIDDEN_PREFIX, Backend, Leftover, ObjectInfo, PutResult
 from storage.store.keys import validate_key, validate_name, validate_prefix
-from storage.store.retry import RetryPolicy, retried
+from storage.store.retry import RetryPolicy, with_retries
 
-__all__ = ["Leftover", "ObjectInfo", "ObjectStore", "PutResult", "open_store"]
+__all__ = ["Leftover", "ObjectInfo", "ObjectStore", "PutResult", "open_store", "read_json"]
 
 
 Clock = Callable[[], float]
@@ -56,27 +57,27 @@ class ObjectStore:
     def get(self, key: str) -> bytes:
         """All bytes. Raises ObjectNotFound."""
         validate_key(key)
-        return retried(lambda: self.backend.get(key), self._what("get", key), self.retry)
+        return with_retries(lambda: self.backend.get(key), self._what("get", key), self.retry)
 
     def open(self, key: str) -> BinaryIO:
         """A seekable reader. Raises ObjectNotFound. The caller closes it."""
         validate_key(key)
-        return retried(lambda: self.backend.open(key), self._what("open", key), self.retry)
+        return with_retries(lambda: self.backend.open(key), self._what("open", key), self.retry)
 
     def exists(self, key: str) -> bool:
         validate_key(key)
-        return retried(lambda: self.backend.exists(key), self._what("exists", key), self.retry)
+        return with_retries(lambda: self.backend.exists(key), self._what("exists", key), self.retry)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Every object whose key begins with `prefix`, sorted by key. Taken whole before the first is given, since
         some servers list in an order of their own."""
         validate_prefix(prefix)
-        return iter(retried(lambda: sorted(self.backend.list(prefix)), self._what("list", prefix), self.retry))
+        return iter(with_retries(lambda: sorted(self.backend.list(prefix)), self._what("list", prefix), self.retry))
 
     def put(self, key: str, data: bytes) -> None:
         """Writes or replaces the object, atomically and durably."""
         validate_key(key)
-        retried(lambda: self.backend.put(key, data), self._what("put", key), self.retry)
+        with_retries(lambda: self.backend.put(key, data), self._what("put", key), self.retry)
 
     def put_file(self, key: str, path: Path, *, move: bool = False) -> None:
         """Like put, from a file, in bounded memory. With `move` the file may be taken instead of copied, and is gone
@@ -84,7 +85,7 @@ class ObjectStore:
         validate_key(key)
         if not path.is_file():
             raise FileNotFoundError(f"{path} is not a file, so it cannot be stored as {key!r}")
-        retried(lambda: self.backend.put_file(key, path, move=move), self._what("put_file", key), self.retry)
+        with_retries(lambda: self.backend.put_file(key, path, move=move), self._what("put_file", key), self.retry)
 
     def put_if_absent(self, key: str, data: bytes) -> PutResult:
         """The only commit primitive: of any number of writers, on any machines, one wins; all see its bytes.
@@ -103,22 +104,22 @@ class ObjectStore:
                 unsure = True
                 raise
 
-        result = retried(attempt, self._what("put_if_absent", key), self.retry)
+        result = with_retries(attempt, self._what("put_if_absent", key), self.retry)
         return PutResult(True, data) if unsure and result.data == data else result
 
     def delete(self, key: str) -> None:
         """Removes the object; an absent one is fine."""
         validate_key(key)
-        retried(lambda: self.backend.delete(key), self._what("delete", key), self.retry)
+        with_retries(lambda: self.backend.delete(key), self._what("delete", key), self.retry)
 
     def fetch(self, key: str, to: Path) -> None:
         """Copies the object to the file `to`, in bounded memory; `to` appears whole or not at all. Raises
         ObjectNotFound, and StorageFull when the disk of `to` is full."""
         validate_key(key)
         to.parent.mkdir(parents=True, exist_ok=True)
-        temporary = to.with_name(f"{HIDDEN}{uuid4().hex}")
+        temporary = to.with_name(f"{HIDDEN_PREFIX}{uuid4().hex}")
         try:
-            retried(lambda: self.backend.download(key, temporary), self._what("fetch", key), self.retry)
+            with_retries(lambda: self.backend.download(key, temporary), self._what("fetch", key), self.retry)
             os.replace(temporary, to)
         except StorageFull as error:
             raise StorageFull(f"no space in {to.parent} for a copy of {key!r} in {self.url}; free some") from error
@@ -137,17 +138,17 @@ class ObjectStore:
     def now(self) -> float:
         """Epoch seconds by the store's clock, the one that `ObjectInfo.modified` is read from. Asking writes a small
         hidden object and removes it."""
-        return retried(self.backend.now, self._what("ask the clock of", ""), self.retry)
+        return with_retries(self.backend.now, self._what("ask the clock of", ""), self.retry)
 
     def leftovers(self) -> Iterator[Leftover]:
         """What is no object and is seen by no listing: temporary files, scratch folders, unfinished multipart uploads;
         those of living writers too."""
-        return iter(retried(lambda: sorted(self.backend.leftovers()), self._what("leftovers", ""), self.retry))
+        return iter(with_retries(lambda: sorted(self.backend.leftovers()), self._what("leftovers", ""), self.retry))
 
     def remove_leftover(self, leftover: Leftover) -> None:
         """Removes it; an absent one is fine."""
         name = leftover.name
-        retried(lambda: self.backend.remove_leftover(name), self._what("remove_leftover", name), self.retry)
+        with_retries(lambda: self.backend.remove_leftover(name), self._what("remove_leftover", name), self.retry)
 
     def _what(self, verb: str, key: str) -> str:
         return f"{verb} {key!r} in {self.url}"
@@ -183,3 +184,17 @@ def open_store(url: str | Path, options: Mapping[str, Any] | None = None) -> Obj
     if options and scheme != "s3":
         raise UnsupportedFilesystem(f"{text!r} takes no options, {sorted(options)} given; options are for s3://")
     return ObjectStore(backend)
+
+
+def read_json(store: ObjectStore, key: str) -> dict[str, Any] | None:
+    """Reads a small JSON object. Returns None if there is no object at `key`. Raises CorruptArtifact if its bytes are
+    not a JSON object."""
+    try:
+        body = json.loads(store.get(key))
+    except ObjectNotFound:
+        return None
+    except ValueError as error:
+        raise CorruptArtifact(f"{key} is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise CorruptArtifact(f"{key} is not a JSON object")
+    return body

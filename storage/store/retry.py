@@ -30,7 +30,7 @@ class RetryPolicy:
         return min(self.first_seconds * self.factor**attempt, self.longest_seconds) * _jitter.uniform(0.5, 1.0)
 
 
-def retried(call: Callable[[], T], what: str, policy: RetryPolicy) -> T:
+def with_retries(call: Callable[[], T], what: str, policy: RetryPolicy) -> T:
     """The result of `call`. A full store is not tried again here: seconds do not make room.
 
     Raises StorageUnavailable, or a subclass of it, after the last attempt; StorageFull and permanent errors at once.
@@ -47,8 +47,8 @@ def retried(call: Callable[[], T], what: str, policy: RetryPolicy) -> T:
     raise ValueError(f"a retry policy needs at least one attempt, {policy.attempts} given")
 
 
-async def retried_async(call: Callable[[], Awaitable[T]], what: str, policy: RetryPolicy) -> T:
-    """Like `retried`, on an event loop."""
+async def with_retries_async(call: Callable[[], Awaitable[T]], what: str, policy: RetryPolicy) -> T:
+    """Like `with_retries`, on an event loop."""
     for attempt in range(policy.attempts):
         try:
             return await call()

@@ -21,8 +21,16 @@ import pyarrow.parquet as pq
 from pydantic import JsonValue
 
 from storage.errors import CorruptArtifact, SchemaMismatch, StorageError
-from storage.records import digest_file
-from storage.store.artifacts import ArtifactRef, FileEntry, Provenance, commit_bytes, commit_file, entry_of, read_bytes
+from storage.serialization import digest_file
+from storage.store.artifacts import (
+    ArtifactRef,
+    FileEntry,
+    Provenance,
+    commit_bytes,
+    commit_file,
+    read_bytes,
+    single_file_entry,
+)
 from storage.store.backends.local_errors import typed
 from storage.store.objects import ObjectStore
 from storage.store.schemas import OPTIONAL, SCHEMAS, table_schema
@@ -34,8 +42,8 @@ __all__ = [
     "TableWriter",
     "checked",
     "commit_table",
+    "read_rows",
     "read_table",
-    "shared_rows",
     "table_schema",
 ]
 
@@ -182,7 +190,7 @@ class RowReader:
     def __init__(self, store: ObjectStore, ref: ArtifactRef, *, copy: bool = False) -> None:
         """`copy` reads a remote table whole, once, and then from this machine's disk."""
         self.ref, self._store = ref, store
-        entry = entry_of(store, ref)
+        entry = single_file_entry(store, ref)
         self._lock = threading.Lock()
         self._groups: OrderedDict[int, pa.Table] = OrderedDict()
         self._source = _copied(store, entry) if copy else store.open(entry.key)
@@ -240,7 +248,7 @@ def _unreadable(error: Exception, problem: str, ref: ArtifactRef, store: ObjectS
     return CorruptArtifact(f"{problem}: {error}")
 
 
-def shared_rows(store: ObjectStore, ref: ArtifactRef, indices: Iterable[int]) -> list[dict[str, Any]]:
+def read_rows(store: ObjectStore, ref: ArtifactRef, indices: Iterable[int]) -> list[dict[str, Any]]:
     """Like RowReader(store, ref).rows(indices), for who asks often: shards of a shuffled dataset have their rows in as
     many row groups, each a request of its own. One reader per table and process; up to COPIED_BYTES are copied once."""
     return _shared_reader(_Table(store, ref)).rows(indices)

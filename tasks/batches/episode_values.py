@@ -19,7 +19,7 @@ import pyarrow as pa
 from engine.workspace import Workspace
 from storage.chain.records import PolicyRef
 from storage.store import keys
-from storage.store.artifacts import ArtifactRef, find_artifact, made_from
+from storage.store.artifacts import ArtifactRef, find_artifact, require_parent
 from tasks.batches.columns import trained_lengths
 from tasks.batches.episodes import check_graded, graded_chunks
 from tasks.batches.ppo import ValuePlan, commit_credited, penalties, values_before, with_credit
@@ -47,7 +47,7 @@ async def episode_value_batch(
     with timed("storage"):
         found = find_artifact(store, key)
         if found is not None:
-            return made_from(found, policy.uri)
+            return require_parent(found, policy.uri)
         played = read_trajectories(store, trajectories)
     graded = {name: one for name, one in played.items() if one.grades}
     unknown = {name: [0.0] * one.turns for name, one in graded.items()}

@@ -16,7 +16,7 @@ from engine.errors import BadSpec
 from engine.workspace import Workspace
 from storage.chain.records import PolicyRef
 from storage.store import keys
-from storage.store.artifacts import ArtifactRef, find_artifact, made_from
+from storage.store.artifacts import ArtifactRef, find_artifact, require_parent
 from storage.store.objects import ObjectStore
 from storage.store.tables import SCHEMAS, TableWriter
 from tasks.batches.columns import gap_of
@@ -49,7 +49,7 @@ async def trajectory_batch(
     with timed("storage"):
         found = find_artifact(store, key)
         if found is not None:
-            return made_from(found, policy.uri)
+            return require_parent(found, policy.uri)
         played = read_trajectories(store, trajectories)
     advantages = step_advantages(played.values(), plan.advantage_estimator, per_trajectory=per_trajectory)
     prompts: set[str] = set()
@@ -71,7 +71,7 @@ async def trajectory_batch(
                 provenance=workspace.provenance,
                 extra={"prompts": len(prompts), "logprob_gap": gap / gap_tokens if gap_tokens else None, **plan.rules},
             )
-    return made_from(committed, policy.uri)
+    return require_parent(committed, policy.uri)
 
 
 def check_graded(any_graded: bool, played: int, step: int) -> None:

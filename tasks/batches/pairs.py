@@ -17,8 +17,8 @@ from engine.text.threads import StringThread
 from engine.workspace import Workspace
 from storage.chain.records import PolicyRef
 from storage.store import keys
-from storage.store.artifacts import ArtifactRef, find_artifact, made_from
-from storage.store.tables import SCHEMAS, TableWriter, shared_rows
+from storage.store.artifacts import ArtifactRef, find_artifact, require_parent
+from storage.store.tables import SCHEMAS, TableWriter, read_rows
 from tasks.batches.rl import CHUNK_TOKENS
 from tasks.batches.truncation import ANY_LENGTH, LengthPlan, too_long
 from tasks.datasets.naming import NameRow, row_name
@@ -100,8 +100,8 @@ async def _batch(  # noqa: PLR0913  what its two callers are told, and how they 
     with timed("storage"):
         found = find_artifact(store, key)
         if found is not None:
-            return made_from(found, policy.uri)
-        records = shared_rows(store, dataset, rows)
+            return require_parent(found, policy.uri)
+        records = read_rows(store, dataset, rows)
     renderer = renderer_of(store, base)
     fits = _Fits(workspace, base, lengths, partial(row_name, store, dataset))
     units = (
@@ -129,7 +129,7 @@ async def _batch(  # noqa: PLR0913  what its two callers are told, and how they 
                 extra={"prompts": len(rows) - fits.dropped, "logprob_gap": None}
                 | ({"dropped": fits.dropped} if fits.dropped else {}),
             )
-    return made_from(committed, policy.uri)
+    return require_parent(committed, policy.uri)
 
 
 class _Fits:

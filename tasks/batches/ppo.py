@@ -14,9 +14,9 @@ from pydantic import Field
 from engine.protocol import LogprobsRequest
 from engine.workspace import Workspace
 from storage.chain.records import PolicyRef
-from storage.records import Frozen
+from storage.serialization import Frozen
 from storage.store import keys
-from storage.store.artifacts import ArtifactRef, find_artifact, made_from
+from storage.store.artifacts import ArtifactRef, find_artifact, require_parent
 from storage.store.tables import TableWriter
 from tasks.batches.columns import Grades, gap_of, policy_gap, trained_lengths, with_lists
 from tasks.batches.rl import BatchPlan, check_gradable, kept_chunks, scored, sequences_of, shape_rewards
@@ -58,7 +58,7 @@ async def value_batch(
     with timed("storage"):
         found = find_artifact(store, key)
         if found is not None:
-            return made_from(found, policy.uri)
+            return require_parent(found, policy.uri)
         grades = Grades(pa.concat_tables(read_tables(store, graded, ["prompt_id", "completion", "reward", "status"])))
         shape_rewards(store, rollouts, grades, plan)
     nothing_N = np.zeros(len(grades.rewards), np.float32)
@@ -101,7 +101,7 @@ def commit_credited(
             provenance=workspace.provenance,
             extra={"prompts": prompts, "logprob_gap": gap / tokens if tokens else None, **plan.rules},
         )
-    return made_from(committed, policy.uri)
+    return require_parent(committed, policy.uri)
 
 
 def credited(

@@ -20,11 +20,11 @@ from engine.text.stored_models import renderer_of
 from engine.text.threads import StringThread
 from engine.workspace import Workspace
 from storage.chain.records import OldLogprobs, PolicyRef
-from storage.records import Frozen
+from storage.serialization import Frozen
 from storage.store import keys
-from storage.store.artifacts import ArtifactRef, find_artifact, made_from
+from storage.store.artifacts import ArtifactRef, find_artifact, require_parent
 from storage.store.objects import ObjectStore
-from storage.store.tables import TableWriter, commit_table, shared_rows, table_schema
+from storage.store.tables import TableWriter, commit_table, read_rows, table_schema
 from tasks.batches.columns import Grades, batch_table, gap_of, policy_gap, trained_lengths, with_lists
 from tasks.batches.truncation import ANY_LENGTH, LengthPlan, cut
 from tasks.credit.rewards import (
@@ -94,7 +94,7 @@ async def rollout_batch(
     with timed("storage"):
         found = find_artifact(store, key)
         if found is not None:
-            return made_from(found, policy.uri)
+            return require_parent(found, policy.uri)
         columns = ["prompt_id", "completion", "reward", "status"]
         grades = Grades(pa.concat_tables(read_tables(store, graded, columns)))
         shape_rewards(store, rollouts, grades, plan)
@@ -136,7 +136,7 @@ async def rollout_batch(
                     **extra,
                 },
             )
-    return made_from(committed, policy.uri)
+    return require_parent(committed, policy.uri)
 
 
 def check_gradable(any_kept: bool, grades: Grades, step: int) -> None:
@@ -269,8 +269,8 @@ async def completion_batch(
     with timed("storage"):
         found = find_artifact(store, key)
         if found is not None:
-            return made_from(found, policy.uri)
-        records = shared_rows(store, dataset, rows)
+            return require_parent(found, policy.uri)
+        records = read_rows(store, dataset, rows)
     renderer = renderer_of(store, base)
     schema = table_schema("batch", ["images"] if renderer.tokenizer.images else [])
     empty: dict[str, Any] = {name: None for name in schema.names}
@@ -301,7 +301,7 @@ async def completion_batch(
             extra={"prompts": len({row["group"] for row in table_rows}), "logprob_gap": None}
             | {name: count for name, count in (("cut", cuts), ("dropped", dropped)) if count},
         )
-    return made_from(committed, policy.uri)
+    return require_parent(committed, policy.uri)
 
 
 def _why_nothing(cuts: int, dropped: int) -> str:

@@ -12,7 +12,7 @@ from engine.errors import SampleTooLong
 from engine.protocol import TokenSequence
 from engine.text.stored_models import context_length_of
 from engine.workspace import Workspace
-from storage.records import Frozen
+from storage.serialization import Frozen
 from storage.store.artifacts import ArtifactRef
 
 Cut = Literal["error", "left", "right", "drop"]

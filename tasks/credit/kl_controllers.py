@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal, Protocol
 
-from storage.bounds import Coefficient, Divisor, Positive
 from storage.chain.records import CommitRecord
-from storage.records import Frozen
+from storage.number_types import Coefficient, Divisor, Positive
+from storage.serialization import Frozen
 
 STATE = "kl_beta"
 """The name under which a step's coefficient stands in `StepRequest.controllers_in`."""

@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import Field
 
 from engine.losses.kl import KLEstimator
-from storage.records import Frozen
+from storage.serialization import Frozen
 
 EPSILON = 1e-8
 

@@ -9,7 +9,7 @@ from engine.text.errors import TextError, ThreadError
 from engine.text.fragments import ImageFragment, TextFragment
 from engine.text.images import embed_image
 from engine.text.threads import StringThread
-from storage.records import canonical_json
+from storage.serialization import canonical_json
 from tasks.credit.advantages import LARGEST_REWARD, REWARD_RANGE
 from tasks.datasets.errors import BadRow
 from tasks.datasets.spec import ColumnRole, DatasetUse, RowsDataset

@@ -13,7 +13,7 @@ from typing import Any
 
 from engine.text.images import embed_images
 from engine.text.threads import StringThread
-from storage.records import Frozen, canonical_json, digest
+from storage.serialization import Frozen, canonical_json, digest
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef, Provenance, find_artifact
 from storage.store.objects import ObjectStore

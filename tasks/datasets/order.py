@@ -10,7 +10,7 @@ from functools import lru_cache
 import numpy as np
 from pydantic import Field
 
-from storage.records import Frozen
+from storage.serialization import Frozen
 
 
 class DataCursor(Frozen):

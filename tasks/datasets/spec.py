@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import ConfigDict, Field, JsonValue, field_validator, model_validator
 
 from engine.text.threads import StringThread
-from storage.records import Frozen
+from storage.serialization import Frozen
 from tasks import import_paths
 
 DatasetUse = Literal["prompt", "completion", "preference", "rating"]

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import Field, JsonValue
 
-from storage.records import Frozen
+from storage.serialization import Frozen
 from tasks import import_paths
 from tasks.environments.base import Environment, EnvironmentFactory
 

@@ -10,10 +10,10 @@ from engine.protocol import SamplingParams
 from engine.text.stored_models import renderer_of
 from engine.workspace import Workspace
 from storage.chain.records import PolicyRef
-from storage.records import Frozen, canonical_json, digest
+from storage.serialization import Frozen, canonical_json, digest
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef, find_artifact
-from storage.store.tables import SCHEMAS, commit_table, shared_rows
+from storage.store.tables import SCHEMAS, commit_table, read_rows
 from tasks.datasets.naming import row_name
 from tasks.evaluation.validation_curve import mean_reward, means_by_source, measured, sums_by_source
 from tasks.reports.clock import timed
@@ -44,7 +44,7 @@ async def evaluate(workspace: Workspace, policy: PolicyRef, plan: EvaluationPlan
     if found is not None:
         return found
     shard = plan.prompts
-    rows = shared_rows(store, shard.dataset, shard.rows)
+    rows = read_rows(store, shard.dataset, shard.rows)
     renderer, limit = renderer_of(store, shard.base), prompt_limit(workspace, shard, plan.sampling)
     prompts = render_prompts(renderer, rows, limit, shard.truncation, partial(row_name, store, shard.dataset))
     jobs = [(row, prompt, number) for row, prompt in prompts for number in range(shard.completions)]

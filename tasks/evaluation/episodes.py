@@ -12,7 +12,7 @@ from engine.text.stored_models import renderer_of
 from engine.text.threads import StringThread
 from engine.workspace import Workspace
 from storage.chain.records import PolicyRef
-from storage.records import Frozen, canonical_json, digest
+from storage.serialization import Frozen, canonical_json, digest
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef, find_artifact
 from storage.store.tables import SCHEMAS, commit_table

@@ -19,10 +19,10 @@ from engine.text.stored_models import renderer_of
 from engine.text.threads import StringThread
 from engine.workspace import Workspace
 from storage.chain.records import PolicyRef
-from storage.records import Frozen, canonical_json, digest
+from storage.serialization import Frozen, canonical_json, digest
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef, find_artifact
-from storage.store.tables import SCHEMAS, commit_table, shared_rows
+from storage.store.tables import SCHEMAS, commit_table, read_rows
 from tasks.batches.rl import CHUNK_TOKENS
 from tasks.batches.truncation import ANY_LENGTH, LengthPlan, cut
 from tasks.datasets.naming import row_name
@@ -111,7 +111,7 @@ async def committed_validation(
     wanted = "pairs" if of_pairs else "threads"
     if plan.dataset.kind != wanted:
         raise BadSpec(f"{plan.dataset.key} holds {plan.dataset.kind}; the loss {plan.loss.kind} is of {wanted}")
-    rows = shared_rows(store, plan.dataset, range(plan.dataset.rows or 0))
+    rows = read_rows(store, plan.dataset, range(plan.dataset.rows or 0))
     table, measures = await measure(rows)
     for row, record in zip(table, rows, strict=True):
         row |= {"prompt_index": record["index"], "prompt_id": record["id"]}

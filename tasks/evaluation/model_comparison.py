@@ -12,7 +12,7 @@ from itertools import combinations
 from statistics import fmean
 from typing import Any
 
-from storage.records import Frozen
+from storage.serialization import Frozen
 from storage.store.artifacts import ArtifactRef
 from storage.store.objects import ObjectStore
 from storage.store.tables import read_table

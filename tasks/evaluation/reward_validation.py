@@ -17,7 +17,7 @@ from engine.text.stored_models import renderer_of
 from engine.text.threads import StringThread
 from engine.workspace import Workspace
 from storage.chain.records import PolicyRef
-from storage.records import Frozen, canonical_json, digest
+from storage.serialization import Frozen, canonical_json, digest
 from storage.store.artifacts import ArtifactRef
 from storage.store.objects import ObjectStore
 from tasks.batches.truncation import ANY_LENGTH, LengthPlan, check_uncut, cut

@@ -17,11 +17,11 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from storage.chain.runs import read_run
+from storage.chain.run_record import read_run
 from storage.errors import ObjectNotFound
-from storage.inspect.lineage import run_head
-from storage.records import Frozen
-from storage.store import key_kinds, keys
+from storage.inspect.lineage import last_policy_of_run
+from storage.serialization import Frozen
+from storage.store import key_patterns, keys
 from storage.store.artifacts import find_artifact
 from storage.store.objects import ObjectStore
 from storage.store.tables import read_table
@@ -121,7 +121,7 @@ def render_comparison(title: str, runs: Sequence[ComparedRun], *, store_url: str
 
 
 def _collect(store: ObjectStore, run: str) -> ComparedRun:
-    head = run_head(store, run)
+    head = last_policy_of_run(store, run)
     try:
         semantic = read_run(store, run).semantic
     except ObjectNotFound:
@@ -140,7 +140,7 @@ def _collect(store: ObjectStore, run: str) -> ComparedRun:
 def _evaluation(store: ObjectStore, run: str, stage: str, step: int) -> tuple[str | None, dict[str, float]]:
     """(digest of the plan, reward by prompt) of the evaluation of that step; the first by name where there are more."""
     for info in store.list(f"{keys.stage_prefix(run, stage)}evaluations/"):
-        owner = key_kinds.artifact_of(info.key)
+        owner = key_patterns.artifact_of_manifest(info.key)
         named = _EVALUATION.fullmatch(owner.rpartition("/")[2]) if owner else None
         if owner is None or named is None or int(named[1]) != step:
             continue

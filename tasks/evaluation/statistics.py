@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from statistics import fmean, stdev
 
-from storage.records import Frozen
+from storage.serialization import Frozen
 
 CONFIDENCE = 0.95
 

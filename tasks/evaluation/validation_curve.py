@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from storage.records import Frozen
-from storage.store import key_kinds, keys
+from storage.serialization import Frozen
+from storage.store import key_patterns, keys
 from storage.store.artifacts import ArtifactRef, read_manifest
 from storage.store.objects import ObjectStore
 
@@ -47,7 +47,7 @@ def read_validations(store: ObjectStore, run: str, stage: str, *, steps: int | N
     """All of a stage, up to the policy of `steps` steps, in the order of steps and names."""
     found = {}
     for info in store.list(f"{keys.stage_prefix(run, stage)}evaluations/"):
-        owner = key_kinds.artifact_of(info.key)
+        owner = key_patterns.artifact_of_manifest(info.key)
         named = _NAMED.fullmatch(owner.rpartition("/")[2]) if owner else None
         if owner is None or named is None or (steps is not None and int(named[1]) > steps):
             continue

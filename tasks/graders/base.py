@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import Field
 
 from engine.text.threads import StringThread
-from storage.records import Frozen
+from storage.serialization import Frozen
 
 
 class Grade(Frozen):

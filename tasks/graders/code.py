@@ -22,7 +22,7 @@ from typing import Any
 from pydantic import Field, TypeAdapter, ValidationError
 
 from engine.text.threads import StringThread
-from storage.records import Frozen
+from storage.serialization import Frozen
 from tasks.graders.base import BaseGrader, Grade, GraderError
 from tasks.graders.rules import from_metadata
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator
 
 from engine.text.threads import StringThread
-from storage.records import Frozen
+from storage.serialization import Frozen
 from tasks.graders.base import BaseGrader, Grade, IgnoreGradeException
 from tasks.graders.judge_models import JudgeModel, UnusableAnswer, ask, handle_of, spawn_judge
 from tasks.graders.running.workspace import Client, grading_workspace

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, JsonValue
 
-from storage.records import Frozen, digest
+from storage.serialization import Frozen, digest
 from tasks import import_paths
 from tasks.graders.base import BaseGrader, FunctionGrader
 from tasks.graders.isolated import IsolatedGrader

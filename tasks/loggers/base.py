@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Protocol
 
 from storage.errors import ObjectNotFound
-from storage.records import Frozen
+from storage.serialization import Frozen
 from storage.store import keys
 from storage.store.objects import ObjectStore
 from tasks.evaluation.validation_curve import Validation
@@ -93,7 +93,7 @@ class SentLog:
     """What a logger of a stage was sent, kept in the store."""
 
     def __init__(self, store: ObjectStore, run: str, stage: str, logger: str) -> None:
-        self._store, self._key = store, keys.logged(run, stage, logger)
+        self._store, self._key = store, keys.logger_progress(run, stage, logger)
         try:
             self._logged = SentItems.model_validate_json(store.get(self._key))
         except ObjectNotFound:

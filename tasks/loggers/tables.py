@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from storage.records import Frozen
+from storage.serialization import Frozen
 
 Cell = str | int | float | None
 

@@ -13,7 +13,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 from pydantic import JsonValue, model_validator
 
-from storage.records import Frozen
+from storage.serialization import Frozen
 from tasks.evaluation.statistics import PairedDifference, paired_difference
 from tasks.evaluation.validation_curve import Validation, curves
 from tasks.reports.metrics import EvaluationSummary, SampleRollout, StepMetrics

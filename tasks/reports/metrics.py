@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from pydantic import ConfigDict
 
-from storage.records import Frozen
+from storage.serialization import Frozen
 from tasks.evaluation.statistics import mean_interval
 
 ACTIVITIES = ("rollout", "grade", "train", "sync", "storage", "orchestration")

@@ -19,10 +19,10 @@ from engine.text.threads import StringThread
 from engine.workspace import Workspace
 from storage.chain.records import PolicyRef
 from storage.failpoints import failpoint
-from storage.records import Frozen
+from storage.serialization import Frozen
 from storage.store import keys
-from storage.store.artifacts import ArtifactRef, find_artifact, made_from
-from storage.store.tables import commit_table, shared_rows, table_schema
+from storage.store.artifacts import ArtifactRef, find_artifact, require_parent
+from storage.store.tables import commit_table, read_rows, table_schema
 from storage.worklog import log_work
 from tasks.batches.truncation import shortest
 from tasks.datasets.naming import NameRow, row_name
@@ -56,8 +56,8 @@ async def sample_shard(
     with timed("storage"):
         found = find_artifact(store, key)
         if found is not None:
-            return made_from(found, policy.uri)
-        rows = shared_rows(store, shard.dataset, shard.rows)
+            return require_parent(found, policy.uri)
+        rows = read_rows(store, shard.dataset, shard.rows)
     earlier = shard.repetitions or (0,) * len(rows)
     rows = [row | {"first": n * shard.completions} for row, n in zip(rows, earlier, strict=True)]
     limit = prompt_limit(workspace, shard, sampling)
@@ -85,7 +85,7 @@ async def sample_shard(
                 "completion_tokens": sum(len(done.token_ids) for done in completions),
             },
         )
-    return made_from(committed, policy.uri)
+    return require_parent(committed, policy.uri)
 
 
 def generate_request(

@@ -15,10 +15,10 @@ from engine.text.stored_models import context_length_of, renderer_of
 from engine.workspace import Workspace
 from storage.chain.records import PolicyRef
 from storage.failpoints import failpoint
-from storage.records import Frozen
+from storage.serialization import Frozen
 from storage.store import keys
-from storage.store.artifacts import ArtifactRef, find_artifact, made_from
-from storage.store.tables import SCHEMAS, commit_table, shared_rows
+from storage.store.artifacts import ArtifactRef, find_artifact, require_parent
+from storage.store.tables import SCHEMAS, commit_table, read_rows
 from storage.worklog import log_work
 from tasks.batches.truncation import shortest
 from tasks.datasets.naming import row_name
@@ -69,7 +69,7 @@ async def play_shard(
     with timed("storage"):
         found = find_artifact(store, key)
         if found is not None:
-            return made_from(found, policy.uri)
+            return require_parent(found, policy.uri)
     seeds = (policy.stage, step)
     episodes = await play(workspace, policy, shard, sampling, plan, seeds=seeds, where=key)
     log_work("shard", stage=policy.stage, step=step, shard=shard.index)
@@ -84,7 +84,7 @@ async def play_shard(
             provenance=workspace.provenance,
             extra=_counts(episodes, played),
         )
-    return made_from(committed, policy.uri)
+    return require_parent(committed, policy.uri)
 
 
 async def play(
@@ -101,7 +101,7 @@ async def play(
     other steps; the seed of an answer is of them, the prompt, the episode and the turn. Raises TooManyMasked."""
     store = workspace.open_store()
     with timed("storage"):
-        rows = shared_rows(store, shard.dataset, shard.rows)
+        rows = read_rows(store, shard.dataset, shard.rows)
     episodes = _episodes(workspace, shard, plan, rows, seeds)
 
     async def generate(prompts: list[list[int]], live: list[Episode]) -> list[Completion]:

@@ -8,9 +8,9 @@ import pyarrow as pa
 from pydantic import Field
 
 from engine.workspace import Workspace
-from storage.records import Frozen
+from storage.serialization import Frozen
 from storage.store import keys
-from storage.store.artifacts import ArtifactRef, find_artifact, made_from
+from storage.store.artifacts import ArtifactRef, find_artifact, require_parent
 from storage.store.tables import SCHEMAS, commit_table, read_table
 from storage.worklog import log_work
 from tasks.evaluation.validation_curve import sums_by_source
@@ -47,7 +47,7 @@ async def grade_shard(
     with timed("storage"):
         found = find_artifact(store, key)
         if found is not None:
-            return made_from(found, rollouts.uri)
+            return require_parent(found, rollouts.uri)
         rows = read_table(store, rollouts).to_pylist()
     with timed("grade"):
         outcomes = await grade_texts(rows, grading, workspace)
@@ -65,7 +65,7 @@ async def grade_shard(
             provenance=workspace.provenance,
             extra={"by_source": by_source},  # type: ignore[dict-item]
         )
-    return made_from(committed, rollouts.uri)
+    return require_parent(committed, rollouts.uri)
 
 
 async def grade_texts(rows: list[dict[str, object]], grading: Grading, workspace: Workspace) -> list[GradeOutcome]:

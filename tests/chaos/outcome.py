@@ -85,7 +85,7 @@ def _audit(store: ObjectStore) -> list[str]:
     report = audit_store(store)
     found = [f"{problem.key} {problem.what}" for problem in report.problems]
     in_two_days = time.time() + timedelta(days=2).total_seconds()
-    garbage = collect_garbage(store, now=in_two_days, dry_run=True, nobody_writes=True)
+    garbage = collect_garbage(store, now=in_two_days, dry_run=True, exclusive=True)
     found += [f"{key} is named by nothing, and garbage collection leaves it" for key in
               sorted(set(report.pending) - set(garbage.names))]  # fmt: skip
     found += [f"{key} is not understood by garbage collection" for key in garbage.unknown]

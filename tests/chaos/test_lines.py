@@ -19,7 +19,7 @@ from engine.local.engine import LocalEngine
 from engine.specs.engine import HttpEngineSpec
 from flows.configs.common import GRPOConfig
 from flows.grpo import grpo
-from storage.chain.leases import acquire
+from storage.chain.leases import acquire_lease
 from storage.chain.records import Chain, CommitRecord
 from storage.inspect.audit import audit_store
 from storage.store.objects import open_store
@@ -108,13 +108,13 @@ async def test_a_zombie_that_wakes_after_its_successor_moved_on_is_fenced_and_ch
     zombie, successor = client_of(url, lines[0]), client_of(url, lines[1])
     start = await new_policy(successor, tiny_folder)
     store = open_store(url)
-    old = acquire(store, start.run, {"who": "zombie"})
+    old = acquire_lease(store, start.run, {"who": "zombie"})
     other = request_after(start, commit_batch(store, start, shard=1), lr=0.5)
     await zombie.info()
     lines[0].line.frozen = True
     late = asyncio.create_task(zombie.take_gradient_step(other, epoch=old))
     await asyncio.to_thread(lines[0].arrived.wait, 20)
-    new = acquire(store, start.run, {"who": "successor"})
+    new = acquire_lease(store, start.run, {"who": "successor"})
     policy = start
     for _ in range(2):
         request = request_after(policy, commit_batch(store, policy))

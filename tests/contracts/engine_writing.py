@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from engine.backends.torch.attention import IMPLEMENTATION
 from engine.errors import Fenced, StepConflict, UnknownPolicy
 from engine.protocol import Engine, GenerateRequest, LogprobsRequest, PolicySpec
-from storage.chain.leases import acquire
+from storage.chain.leases import acquire_lease
 from storage.chain.records import Chain, PolicyRef, Root
 from storage.store.artifacts import read_manifest
 from storage.store.objects import ObjectStore
@@ -159,7 +159,7 @@ class WritingContract(EngineFixtures):
         self, engine: Engine, store: ObjectStore, start: PolicyRef
     ) -> None:
         request = request_after(start, commit_batch(store, start))
-        mine, theirs = acquire(store, start.run, {}), acquire(store, start.run, {"who": "a successor"})
+        mine, theirs = acquire_lease(store, start.run, {}), acquire_lease(store, start.run, {"who": "a successor"})
         with pytest.raises(Fenced, match="another process is driving the run"):
             await engine.take_gradient_step(request, epoch=mine)
         assert Chain.of(store, start).record(1) is None
@@ -172,7 +172,7 @@ class WritingContract(EngineFixtures):
         request = request_after(start, commit_batch(store, start))
         one = GenerateRequest(start, [[10]], [1], SHORT)
         for _ in range(2):
-            acquire(store, start.run, {})
+            acquire_lease(store, start.run, {})
         await engine.generate(one, epoch=2)
         with pytest.raises(Fenced, match=r"epoch 1.*epoch 2"):
             await engine.take_gradient_step(request, epoch=1)
@@ -193,7 +193,7 @@ class WritingContract(EngineFixtures):
     async def test_an_epoch_that_nobody_holds_fences_nobody(
         self, engine: Engine, store: ObjectStore, start: PolicyRef
     ) -> None:
-        epoch = acquire(store, start.run, {})
+        epoch = acquire_lease(store, start.run, {})
         one = GenerateRequest(start, [[10]], [1], SHORT)
         await engine.generate(one, epoch=epoch + 1000)
         await engine.release(start.run, epoch=epoch + 1000)

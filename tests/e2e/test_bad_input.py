@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.http.service import ServerOptions
 from engine.local.engine import LocalEngine
-from storage.chain.runs import create_or_check_run
+from storage.chain.run_record import create_or_check_run
 from storage.store.objects import open_store
 from tests.fixtures.engines import DETERMINISTIC
 from tests.fixtures.http_engine import running_server

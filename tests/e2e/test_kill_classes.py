@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from flows.cli.main import RUNS
+from storage.chain.listing import run_chains
 from storage.chain.records import CommitRecord
-from storage.inspect.run_listing import run_chains
 from storage.store.objects import open_store
 from tests.e2e.test_kill_nine import Folder
 from tests.fixtures.guessing import guess_config

@@ -12,10 +12,10 @@ from engine.local.loaded_policies import LoadedPolicy
 from engine.local.verify import verify_run
 from engine.specs.engine import LocalEngineSpec
 from engine.specs.trainer import DeepSpeedSpec
-from storage.chain.rebase import standing
+from storage.chain.rebase import rebases_in_effect
 from storage.chain.records import Chain, CommitRecord, PolicyRef
 from storage.inspect.audit import audit_store
-from storage.records import digest_file
+from storage.serialization import digest_file
 from storage.store import keys
 from storage.store.artifacts import read_manifest
 from storage.store.objects import open_store
@@ -74,7 +74,7 @@ async def test_torch_to_zero3_x2_and_back(tmp_path: Path, tiny_folder: Path) -> 
     fourth = await step(torch, third.policy)
     await torch.close(checkpoint=False)
 
-    first, second = standing(chain)
+    first, second = rebases_in_effect(chain)
     assert (first.policy, first.exact, first.before.backend, first.after.layout) == (policy, True, "torch", "zero3x2")
     assert (second.policy, second.exact, second.after.backend) == (third.policy, True, "torch")
     assert (third.rebase, fourth.rebase) == (first.mark, second.mark)

@@ -18,7 +18,7 @@ from flows.env_grpo import ENVGRPO, env_grpo
 from flows.env_gspo import ENVGSPO, env_gspo
 from flows.recipe import RecipeContext
 from storage.chain.records import Chain
-from storage.inspect.accounting import account, material_of
+from storage.inspect.accounting import check_accounting, step_inputs
 from storage.store.objects import open_store
 from tasks.batches.episodes import NotOneGrade
 from tasks.reports.flow_run_page import sample_rows
@@ -138,7 +138,7 @@ def test_heldout_prompts_are_played_before_and_after(finished: tuple[Toy, dict[s
 def test_the_accounts_of_a_step_hold(finished: tuple[Toy, Any]) -> None:
     toy, _ = finished
     chain = toy.chain("done")
-    assert [account(chain.store, record) for record in chain.records(0, 3)] == [[], [], []]
+    assert [check_accounting(chain.store, record) for record in chain.records(0, 3)] == [[], [], []]
 
 
 def test_the_page_shows_whole_episodes(finished: tuple[Toy, Any]) -> None:
@@ -146,7 +146,7 @@ def test_the_page_shows_whole_episodes(finished: tuple[Toy, Any]) -> None:
     chain = toy.chain("done")
     record = chain.record(1)
     assert record is not None
-    played = material_of(chain.store, record).rollouts[0]
+    played = step_inputs(chain.store, record).rollouts[0]
     rows = sample_rows(chain.store, 0, played, played, count=2)
     assert [row["step"] for row in rows] == [1, 1]
     assert all("\nassistant: " in row["episode"] and row["ended by"] == "environment" for row in rows)

@@ -21,7 +21,7 @@ from flows.configs.env_ppo import ENVPPOConfig
 from flows.env_ppo import ENVPPO, env_ppo
 from flows.recipe import RecipeContext
 from storage.chain.records import Chain, CommitRecord
-from storage.inspect.accounting import account, material_of
+from storage.inspect.accounting import check_accounting, step_inputs
 from storage.store.artifacts import ArtifactRef
 from storage.store.objects import open_store
 from storage.store.tables import read_table
@@ -66,7 +66,7 @@ class Runs:
 
     def played(self, record: CommitRecord) -> list[dict[str, Any]]:
         """The segments of a step's episodes."""
-        return [row for ref in material_of(self.store, record).rollouts for row in self.rows(ref)]
+        return [row for ref in step_inputs(self.store, record).rollouts for row in self.rows(ref)]
 
 
 @pytest.fixture(scope="module")
@@ -87,8 +87,8 @@ def test_policy_and_value_step_over_one_batch_of_episodes(runs: Runs) -> None:
     digests = runs.digests("whole", "policy")
     assert digests[0] == digests[1] != digests[2] != digests[3]
     assert all(p.request.loss["kl_beta"] == 0 and p.request.reference is not None for p in policies)  # in the reward
-    assert {ref.kind for record in policies for ref in material_of(runs.store, record).rollouts} == {"trajectories"}
-    assert [account(runs.store, record) for record in (*policies, *values)] == [[]] * 8
+    assert {ref.kind for record in policies for ref in step_inputs(runs.store, record).rollouts} == {"trajectories"}
+    assert [check_accounting(runs.store, record) for record in (*policies, *values)] == [[]] * 8
 
 
 def assert_credited_by_the_definition(runs: Runs, record: CommitRecord) -> int:

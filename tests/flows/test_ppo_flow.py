@@ -15,7 +15,7 @@ from engine.connect import connect
 from flows.configs.ppo import PPOConfig
 from flows.ppo import PPO, ppo
 from storage.chain.records import Chain, CommitRecord
-from storage.inspect.accounting import account
+from storage.inspect.accounting import check_accounting
 from storage.store.artifacts import ArtifactRef
 from storage.store.objects import open_store
 from storage.store.tables import read_table
@@ -71,7 +71,7 @@ def test_policy_and_value_step_over_one_batch(runs: Runs) -> None:
     assert [p.request.batch for p in policies] == [v.request.batch for v in values]
     assert [p.request.cursor_out for p in policies] == [v.request.cursor_out for v in values]
     assert {v.request.loss["kind"] for v in values} == {"mse"}
-    assert [account(runs.store, record) for record in (*policies, *values)] == [[]] * 8
+    assert [check_accounting(runs.store, record) for record in (*policies, *values)] == [[]] * 8
     assert all(p.request.reference is not None and p.request.reference.step == 0 for p in policies)
 
 

@@ -20,7 +20,7 @@ import storage.registry.decisions
 from engine.connect import connect
 from flows.configs.recurring import RecurringConfig
 from flows.recurring import recurring
-from storage.registry.decisions import Decision, alias_log, champion_of, decide, decisions_of
+from storage.registry.decisions import Decision, alias_log, champion_of, commit_decision, decisions_of
 from storage.store.artifacts import Provenance
 from storage.store.objects import open_store
 from tests.fixtures.toy import write_prompts
@@ -165,8 +165,8 @@ def test_a_retry_after_an_end_anywhere_near_the_decision_decides_once(
     line: Line, worklog: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     module, name = {
-        "before the decision": (flows.recurring, "decide"),
-        "before the move": (storage.registry.decisions, "enforce"),
+        "before the decision": (flows.recurring, "commit_decision"),
+        "before the move": (storage.registry.decisions, "apply_decision"),
         "after the move": (flows.recurring, "announce_promotion"),
     }[where]  # fmt: skip
     real = getattr(module, name)
@@ -195,7 +195,9 @@ def test_a_champion_that_is_moved_meanwhile_is_left_alone(line: Line, monkeypatc
 
     async def somebody_promotes(config: Any) -> Any:
         version = config.models[1].partition("@")[2]
-        decide(line.store, NAME, version, "promote", over=None, reasons=["by hand"], who="ada", provenance=PROVENANCE)
+        commit_decision(
+            line.store, NAME, version, "promote", over=None, reasons=["by hand"], who="ada", provenance=PROVENANCE
+        )
         return await real(config)
 
     monkeypatch.setattr(flows.recurring, "evaluation", somebody_promotes)

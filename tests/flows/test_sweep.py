@@ -23,7 +23,7 @@ from flows.configs.recurring import RecurringConfig
 from flows.configs.sweep import RandomSearch, SweepConfig, TrialsFailed
 from flows.ops.deployments import deployments_in
 from flows.sweep import sweep
-from storage.inspect.run_listing import list_runs
+from storage.chain.listing import list_runs
 from storage.store.objects import open_store
 from tests.fixtures.toy import toy_config, write_prompts
 from tests.fixtures.toy_run import ToyRun

@@ -9,7 +9,7 @@ from jsonschema import Draft202012Validator
 from pydantic import Field
 
 from storage.forms import class_title, field_title
-from storage.records import Frozen
+from storage.serialization import Frozen
 
 
 class FileSource(Frozen):

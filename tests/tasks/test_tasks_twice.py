@@ -17,7 +17,7 @@ from engine.protocol import PolicySpec, SamplingParams
 from engine.specs.engine import LocalEngineSpec
 from engine.workspace import Workspace
 from storage.chain.records import Chain, OptimizerSpec, PolicyRef, Root, StepRequest
-from storage.chain.runs import create_or_check_run
+from storage.chain.run_record import create_or_check_run
 from storage.errors import StorageUnavailable
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef, Provenance

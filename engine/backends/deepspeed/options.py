@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 
 from engine.specs.trainer import DeepSpeedSpec
-from storage.records import Frozen
+from storage.serialization import Frozen
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 

@@ -19,7 +19,7 @@ from engine.text.errors import TextError
 from engine.validation_messages import describe_errors, field_path
 from storage.chain.records import PolicyRef
 from storage.errors import InvalidKey, ObjectNotFound, StorageError
-from storage.records import Frozen
+from storage.serialization import Frozen
 
 MOST_ANSWERS = 256
 """Answers of one request: prompts times n."""

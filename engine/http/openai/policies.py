@@ -23,8 +23,8 @@ from engine.models.served_policy import DEFAULT_CHAIN, served_policy
 from engine.protocol import Engine
 from engine.text.stored_models import context_length_of
 from storage.chain.leases import current_epoch
-from storage.chain.records import Chain, PolicyRef, base_of
-from storage.inspect.run_listing import SERVED, is_auxiliary
+from storage.chain.listing import SERVED, is_auxiliary
+from storage.chain.records import Chain, PolicyRef, base_model_of
 from storage.registry.models import find_model
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef
@@ -124,7 +124,7 @@ class Policies:
         return registered
 
     def _with_base(self, policy: PolicyRef) -> Found:
-        base = base_of(self.store, policy)
+        base = base_model_of(self.store, policy)
         if base.sha256 not in self._contexts:
             self._contexts[base.sha256] = context_length_of(self.store, base)
         return Found(policy, base, self._contexts[base.sha256])

@@ -19,7 +19,7 @@ from uuid import uuid4
 from storage.errors import InvalidKey, ObjectNotFound, StorageUnavailable, UnsupportedFilesystem
 from storage.store.backends.local_errors import typed
 from storage.store.backends.local_folder import StoreFolder
-from storage.store.backends.protocol import HIDDEN, Leftover, ObjectInfo, PutResult
+from storage.store.backends.protocol import HIDDEN_PREFIX, Leftover, ObjectInfo, PutResult
 from storage.store.keys import is_key
 
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EXDEV, errno.EINVAL}
@@ -117,7 +117,7 @@ class LocalBackend:
     def leftovers(self) -> Iterator[Leftover]:
         """Hidden files and folders: writes that never got their name, and scratch folders of engines."""
         for folder, folders, files in os.walk(self.root):
-            for name in [name for name in (*folders, *files) if name.startswith(HIDDEN)]:
+            for name in [name for name in (*folders, *files) if name.startswith(HIDDEN_PREFIX)]:
                 path = Path(folder, name)
                 try:
                     size, changed = _size_and_change(path)
@@ -129,12 +129,12 @@ class LocalBackend:
                     "scratch folder" if name in folders else "temporary file"
                 )
                 yield Leftover(str(path.relative_to(self.root)), kind, size, changed)
-            folders[:] = [name for name in folders if not name.startswith(HIDDEN)]
+            folders[:] = [name for name in folders if not name.startswith(HIDDEN_PREFIX)]
 
     def remove_leftover(self, name: str) -> None:
         path = self.root / name
-        if not path.name.startswith(HIDDEN) or not path.parent.resolve().is_relative_to(self.root.resolve()):
-            raise InvalidKey(f"{name!r} is no leftover of {self.url}; its name would begin with {HIDDEN}")
+        if not path.name.startswith(HIDDEN_PREFIX) or not path.parent.resolve().is_relative_to(self.root.resolve()):
+            raise InvalidKey(f"{name!r} is no leftover of {self.url}; its name would begin with {HIDDEN_PREFIX}")
         with self._writing(name):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
@@ -190,7 +190,7 @@ class LocalBackend:
     def _temporary(self, folder: Path) -> Iterator[Path]:
         """A new hidden name in `folder`, which is made; whatever bears the name at the end is removed."""
         self._make_folder(folder)
-        temporary = folder / f"{HIDDEN}{uuid4().hex}"
+        temporary = folder / f"{HIDDEN_PREFIX}{uuid4().hex}"
         try:
             yield temporary
         finally:

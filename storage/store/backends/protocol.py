@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple, Protocol
 
-HIDDEN = "~"
+HIDDEN_PREFIX = "~"
 """First character of the names of temporary objects. No key can hold it, so they can never meet one."""
 
 

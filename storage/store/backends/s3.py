@@ -18,11 +18,11 @@ from fsspec.asyn import sync
 from s3fs import S3FileSystem
 
 from storage.errors import InvalidKey, ObjectNotFound, StorageUnavailable, UnsupportedFilesystem
-from storage.store.backends.protocol import HIDDEN, Leftover, ObjectInfo, PutResult
+from storage.store.backends.protocol import HIDDEN_PREFIX, Leftover, ObjectInfo, PutResult
 from storage.store.backends.s3_errors import ANY, answer_of, status_of, typed
-from storage.store.backends.s3_transfer import ATTEMPT, PART_BYTES, PER_PART, Transfer
+from storage.store.backends.s3_transfer import ATTEMPT, PART_BYTES, PART_RETRY, Transfer
 from storage.store.keys import is_key, validate_prefix
-from storage.store.retry import RetryPolicy, retried
+from storage.store.retry import RetryPolicy, with_retries
 
 READ_AHEAD_BYTES = 1 << 20
 _UPLOAD = "?upload="  # no key holds a question mark
@@ -43,7 +43,7 @@ class S3Backend:
         # few attempts inside a request: the store retries around it
         config = {"retries": {"mode": "standard", "total_max_attempts": 2}} | options.get("config_kwargs", {})
         self.page_size = 1000
-        self.part_bytes, self.part_retry = PART_BYTES, PER_PART
+        self.part_bytes, self.part_retry = PART_BYTES, PART_RETRY
         # fsspec keeps instances by arguments, but the endpoint and the credentials may come from the environment
         fixed = {"config_kwargs": config, "use_listings_cache": False, "skip_instance_cache": True}
         self._fs = S3FileSystem(**(options | fixed))
@@ -116,7 +116,7 @@ class S3Backend:
         return None
 
     def now(self) -> float:
-        name = f"{self._prefix}{HIDDEN}clock-{uuid4().hex}"
+        name = f"{self._prefix}{HIDDEN_PREFIX}clock-{uuid4().hex}"
         with typed("the store's clock", self.url):
             self._call("put_object", Key=name, Body=b"")
             now = self._call("head_object", Key=name)["LastModified"].timestamp()
@@ -125,7 +125,7 @@ class S3Backend:
 
     def leftovers(self) -> Iterator[Leftover]:
         """Probes of the clock whose process died, and multipart uploads that nobody completed or aborted."""
-        for found in self._pages("list_objects_v2", "Contents", Prefix=f"{self._prefix}{HIDDEN}clock-"):
+        for found in self._pages("list_objects_v2", "Contents", Prefix=f"{self._prefix}{HIDDEN_PREFIX}clock-"):
             name = found["Key"][len(self._prefix) :]
             yield Leftover(name, "temporary file", found["Size"], found["LastModified"].timestamp())
         for found in self._pages("list_multipart_uploads", "Uploads", Prefix=self._prefix):
@@ -194,7 +194,7 @@ class S3Backend:
         with self._conditional:
             if self._conditional_checked:
                 return
-            probe = f"{HIDDEN}conditional-put"
+            probe = f"{HIDDEN_PREFIX}conditional-put"
             with typed(probe, self.url):
                 if self._put_new(probe, b"1", "") and self._put_new(probe, b"2", ""):
                     raise UnsupportedFilesystem(self._no_conditional_puts())
@@ -238,6 +238,6 @@ class _RangeReader(io.RawIOBase):
         start, stop = self._at, min(self._at + size, self._size)
         if start >= stop:
             return b""
-        data = retried(lambda: self._read(start, stop), self._what, RetryPolicy())
+        data = with_retries(lambda: self._read(start, stop), self._what, RetryPolicy())
         self._at += len(data)
         return data

@@ -17,7 +17,7 @@ from s3fs import S3FileSystem
 
 from storage.errors import ObjectNotFound, PermanentStorageError, StorageError, StorageUnavailable
 from storage.store.backends.s3_errors import typed
-from storage.store.retry import RetryPolicy, retried_async
+from storage.store.retry import RetryPolicy, with_retries_async
 
 ATTEMPT = "ostinato-attempt"
 """Metadata of an object: which call wrote it."""
@@ -25,7 +25,7 @@ PART_BYTES = 8 << 20
 CONCURRENT_PARTS = 2
 MAX_PARTS = 10_000
 """S3's limit; the parts of a larger file grow."""
-PER_PART = RetryPolicy(attempts=4)
+PART_RETRY = RetryPolicy(attempts=4)
 
 
 class Transfer:
@@ -59,7 +59,7 @@ class Transfer:
         async def part(index: int) -> None:
             start = index * self._part_bytes
             stop = min(start + self._part_bytes, size)
-            data = await retried_async(
+            data = await with_retries_async(
                 lambda: self._range(name, start, stop, head["ETag"]), f"read {name!r} of {self._url}", self._retry
             )
             await asyncio.to_thread(_write_at, descriptor, data, start)
@@ -80,7 +80,7 @@ class Transfer:
             data = await asyncio.to_thread(_read_at, descriptor, expected, start)
             if len(data) != expected:
                 raise PermanentStorageError(f"{path} became shorter while it was uploaded to {self._url}")
-            answer = await retried_async(
+            answer = await with_retries_async(
                 lambda: self._call("upload_part", upload["Key"], UploadId=upload["UploadId"], PartNumber=index + 1,
                                    Body=data),
                 f"upload part {index + 1} of {upload['Key']!r} to {self._url}",
@@ -111,7 +111,7 @@ class Transfer:
                 if not await self._is_ours(upload["Key"], attempt):
                     raise
 
-        await retried_async(complete, f"complete {upload['Key']!r} in {self._url}", self._retry)
+        await with_retries_async(complete, f"complete {upload['Key']!r} in {self._url}", self._retry)
 
     async def _is_ours(self, name: str, attempt: str) -> bool:
         try:

@@ -17,7 +17,7 @@ from itertools import count
 from pathlib import Path
 
 from engine.workspace import Workspace
-from storage.records import digest
+from storage.serialization import digest
 
 logger = logging.getLogger("ostinato.graders")
 

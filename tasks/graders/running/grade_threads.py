@@ -13,7 +13,7 @@ from engine.errors import PermanentEngineError, TransientEngineError
 from engine.text.threads import StringThread
 from engine.waiting import report_waits_to
 from storage.errors import TransientStorageError
-from storage.records import Frozen
+from storage.serialization import Frozen
 from tasks.credit.advantages import LARGEST_REWARD, REWARD_RANGE
 from tasks.graders.base import BaseGrader, Grade, GraderError, IgnoreGradeException, as_number
 

@@ -368,12 +368,12 @@ def test_models_are_listed_and_described(client: openai.OpenAI, place: Place) ->
 
 
 def test_a_reader_acts_in_the_epoch_of_the_lease_and_never_ahead_of_it(own: Place) -> None:
-    epoch = leases.acquire(own.store, "r", {})
+    epoch = leases.acquire_lease(own.store, "r", {})
     with served(own.local, own.store, recent_seconds=3600) as url, client_of(url) as client:
         chat(client, max_tokens=1)
         request = request_after(own.policy, commit_batch(own.store, own.policy))
         first = asyncio.run(own.local.take_gradient_step(request, epoch=epoch)).policy  # not fenced by the reader
-        successor = leases.acquire(own.store, "r", {})
+        successor = leases.acquire_lease(own.store, "r", {})
         second = request_after(first, commit_batch(own.store, first))
         asyncio.run(own.local.take_gradient_step(second, epoch=successor))
         assert chat(client, max_tokens=1).policy["step"] == 0  # heard of the new lease by being fenced

@@ -19,12 +19,12 @@ from engine.local.replay import replay_step
 from engine.local.verify import verify_run
 from engine.protocol import GenerateRequest, PolicySpec, SamplingParams
 from engine.specs.engine import LocalEngineSpec
-from storage.chain.rebase import Rebase, rebase_at, standing
+from storage.chain.rebase import Rebase, rebase_at, rebases_in_effect
 from storage.chain.records import Chain, CommitRecord, PolicyRef, Root
 from storage.chain.retention import prune_checkpoints
 from storage.inspect.audit import audit_store
-from storage.inspect.run_summary import view_run
-from storage.store import key_kinds, keys
+from storage.inspect.run_details import describe_run
+from storage.store import key_patterns, keys
 from storage.store.artifacts import find_artifact, read_manifest
 from storage.store.objects import ObjectStore, open_store
 from tests.fixtures.engines import PROVENANCE, commit_batch, events, new_policy, request_after
@@ -105,7 +105,7 @@ def recorded(chain: Chain, at: int) -> CommitRecord:
 
 
 def the_rebase(chain: Chain) -> Rebase:
-    (rebase,) = standing(chain)
+    (rebase,) = rebases_in_effect(chain)
     return rebase
 
 
@@ -121,7 +121,7 @@ async def test_from_its_checkpoint_a_chain_is_rebased_exactly_and_once(
 ) -> None:
     engine, head = Elsewhere(url), saved.head()
     await read(engine, head)
-    assert standing(saved) == []  # nothing was trained: nothing to say
+    assert rebases_in_effect(saved) == []  # nothing was trained: nothing to say
     with caplog.at_level(logging.WARNING, "engine.local.rebase"):
         first = await step(engine, head)
         second = await step(engine, first.policy)
@@ -143,7 +143,7 @@ async def test_from_its_checkpoint_a_chain_is_rebased_exactly_and_once(
 async def test_the_same_numerics_rebase_nothing(saved: Chain, url: str) -> None:
     engine = LocalEngine(url, SINGLE.model_copy(update={"threads": 2}))  # another thread count is no other numerics
     record = await step(engine, saved.head())
-    assert (record.rebase, standing(saved)) == (None, [])
+    assert (record.rebase, rebases_in_effect(saved)) == (None, [])
     await engine.close(checkpoint=False)
 
 
@@ -179,9 +179,9 @@ async def test_a_redo_that_differs_goes_on_from_what_it_reached(chain: Chain, ur
     again = LocalEngine(url, DOUBLE)  # the step after it is redone from there, to the byte
     await step(again, record.policy)
     assert [event["step"] for event in events(worklog, "redo")] == [STEPS + 1]
-    assert standing(chain) == [rebase]
+    assert rebases_in_effect(chain) == [rebase]
     assert sound(chain.store)
-    (line,) = view_run(chain.store, "r").chains[0].rebases
+    (line,) = describe_run(chain.store, "r").chains[0].rebases
     assert line.startswith("step 3: steps 1 to 3 redone, weights ") and "compute dtype: float32 -> float64" in line
     await again.close(checkpoint=False)
 
@@ -196,7 +196,7 @@ async def test_a_head_that_is_only_read_is_rebased_too(chain: Chain, url: str) -
     other = LocalEngine(url, SINGLE)  # under the old numerics again: the chain goes on from there all the same
     record = await step(other, chain.head())
     assert record.rebase == rebase.mark
-    assert standing(chain) == [rebase]
+    assert rebases_in_effect(chain) == [rebase]
     await other.close(checkpoint=False)
 
 
@@ -249,7 +249,7 @@ async def test_equal_numerics_and_other_weights_are_an_error(chain: Chain, url: 
     engine = LocalEngine(url, SINGLE)
     with pytest.raises(ReplayDiverged, match="redoing step 2 gave weights .* the chain has 000000000000"):
         await step(engine, chain.head())
-    assert standing(chain) == []
+    assert rebases_in_effect(chain) == []
     await engine.close(checkpoint=False)
 
 
@@ -352,7 +352,8 @@ async def test_the_loser_of_a_race_takes_the_winners_weights(
     assert rebase.after.device == "nudged by 0.001"
     assert record.rebase == rebase.mark
     assert digest(winner, chain.policy(STEPS)) == rebase.weights_digest
-    own = [key for info in chain.store.list("runs/r/stages/0-s/rebased/") if (key := key_kinds.artifact_of(info.key))]
+    listed = [key_patterns.artifact_of_manifest(info.key) for info in chain.store.list("runs/r/stages/0-s/rebased/")]
+    own = [key for key in listed if key]
     assert own == [rebase.checkpoint.key]  # the loser left nothing
     again = await step(winner, chain.head().model_copy(update={"step": STEPS, "state": chain.policy(STEPS).state}))
     assert again == record  # the step is taken: both have it
@@ -369,7 +370,7 @@ async def test_a_step_from_the_committed_weights_overtakes_a_rebase(chain: Chain
     await read(other, chain.head())
     record = await step(first, chain.head())
     assert record.rebase is None
-    assert standing(chain) == []
+    assert rebases_in_effect(chain) == []
     further = await step(other, record.policy)  # redone from the root: another rebase, after the step
     rebase = the_rebase(chain)
     assert (rebase.policy.step, further.rebase) == (STEPS + 1, rebase.mark)

@@ -20,7 +20,7 @@ from engine.specs.adapters import LoraSpec
 from storage.chain.fork import fork_run
 from storage.chain.records import Chain, CommitRecord, Root
 from storage.inspect.audit import audit_store
-from storage.records import canonical_json
+from storage.serialization import canonical_json
 from storage.store import keys
 from storage.store.artifacts import read_manifest
 from storage.store.objects import open_store

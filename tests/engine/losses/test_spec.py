@@ -19,7 +19,7 @@ from engine.losses.pairs import DPOSpec
 from engine.losses.policy_gradient import CISPOSpec, GRPOSpec, GSPOSpec
 from engine.losses.spec import LossSpec
 from engine.losses.values import MSESpec
-from storage.records import canonical_json
+from storage.serialization import canonical_json
 from tests.engine.losses.cases import SPECS
 
 SPEC = TypeAdapter(LossSpec)

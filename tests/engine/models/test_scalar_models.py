@@ -22,7 +22,7 @@ from engine.models.samples import Sample
 from engine.protocol import LogprobsRequest, PolicySpec, TokenSequence
 from engine.specs.adapters import FullSpec, LoraSpec, parse_trainable
 from storage.chain.records import OptimizerSpec, PolicyRef, Root
-from storage.records import canonical_json
+from storage.serialization import canonical_json
 from storage.store.objects import open_store
 from tests.fixtures.adapters import TOKENS, WHOLE, backend, logprobs, state_of, train
 from tests.fixtures.engines import (

@@ -18,7 +18,7 @@ from engine.text.fragments import (
     ToolResponseFragment,
 )
 from engine.text.threads import StringThread, TokenizedThread, TokenizedTurn
-from storage.records import Frozen
+from storage.serialization import Frozen
 
 ASKED = StringThread(turns=[("system", "Be brief."), ("user", "2+3?")], metadata={"answer": "5", "tags": ["sum"]})
 TALK = ASKED.assistant("5").user("and 1?").assistant("6")

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.backends.torch.tiny import build_tiny_model
-from storage.records import digest_file
+from storage.serialization import digest_file
 
 
 def digests(folder: Path) -> dict[str, str]:

@@ -173,8 +173,8 @@ async def test_a_hook_gives_back_only_what_the_ended_attempt_held(
     workspace = Workspace(store=str(tmp_path), run="grpo-12345678", provenance=PROVENANCE)
     store = workspace.open_store()
     info = {"flow_run": str(run.id) if holder == "mine" else holder}
-    assert leases.acquire(store, workspace.run, info) == 1
-    assert leases.holder(store, workspace.run, 1) == info
+    assert leases.acquire_lease(store, workspace.run, info) == 1
+    assert leases.lease_holder(store, workspace.run, 1) == info
     await hook(monkeypatch, "grpo", Server(run, now))
     assert is_held(store, workspace.run) is not released
     assert engine.left == ([("grpo-12345678", 1)] if released else [])
@@ -184,10 +184,10 @@ async def test_an_evaluation_is_found_by_its_holder_as_its_key_is_made_of_its_in
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: Told
 ) -> None:
     run, store = a_run(parameters={"config": {"storage": {"url": str(tmp_path)}}}), open_store(str(tmp_path))
-    leases.acquire(store, "evaluation-mine", {"flow_run": str(run.id)})
-    leases.acquire(store, "evaluation-theirs", {"flow_run": str(uuid4())})
-    leases.acquire(store, "evaluation-done", {"flow_run": str(run.id)})
-    leases.release(store, "evaluation-done", 1)
+    leases.acquire_lease(store, "evaluation-mine", {"flow_run": str(run.id)})
+    leases.acquire_lease(store, "evaluation-theirs", {"flow_run": str(uuid4())})
+    leases.acquire_lease(store, "evaluation-done", {"flow_run": str(run.id)})
+    leases.release_lease(store, "evaluation-done", 1)
     await hook(monkeypatch, "evaluation", Server(run, Crashed()))
     assert [is_held(store, f"evaluation-{name}") for name in ("mine", "theirs", "done")] == [False, True, False]
     assert engine.left == [("evaluation-mine", 1)]
@@ -213,8 +213,8 @@ async def test_a_flow_of_child_runs_gives_back_what_they_hold(
         "grpo": FlowRun(flow_id=uuid4(), parameters={"config": place | {"run": "search/a"}}, state=Running()),
         "evaluation": FlowRun(flow_id=uuid4(), parameters={"config": place}, state=Crashed()),
     }
-    leases.acquire(store, "search/a", {"flow_run": str(children["grpo"].id)})
-    leases.acquire(store, "evaluation-b", {"flow_run": str(children["evaluation"].id)})
+    leases.acquire_lease(store, "search/a", {"flow_run": str(children["grpo"].id)})
+    leases.acquire_lease(store, "evaluation-b", {"flow_run": str(children["evaluation"].id)})
     server = Server(run, now, children)
     await hook(monkeypatch, parent, server)
     assert [name for name, _ in engine.left] == left

@@ -12,7 +12,7 @@ import pytest
 
 from flows.ops.processes import FLOW_RUN_ENV, process_environment
 from storage.chain.leases import is_held
-from storage.inspect.run_listing import list_runs
+from storage.chain.listing import list_runs
 from storage.registry.decisions import champion_of
 from storage.store import keys
 from tests.fixtures.deployed import ATTEMPTS, Site, recurring_config, wait_for

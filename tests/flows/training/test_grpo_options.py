@@ -17,7 +17,7 @@ from flows.configs.reinforcement import Regularisation
 from flows.grpo import GRPO, grpo, kl_control
 from flows.training.collection import NothingToLearn
 from storage.chain.records import Chain, CommitRecord
-from storage.inspect.accounting import account
+from storage.inspect.accounting import check_accounting
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef, read_manifest
 from storage.store.objects import open_store
@@ -189,7 +189,7 @@ def test_whatever_the_rules_leave_out_every_prompt_is_accounted_for(runs: Runs) 
         "rules", algorithm__steps=3, grader__path="tests.fixtures.grading:only_even_prompts", sampling=OFTEN_SHORT,
         rules={"max_staleness": 1, "mask_truncated": True, "dynamic_sampling": True, "overlong_buffer": 2},
     )  # fmt: skip
-    assert [account(runs.store, record) for record in records] == [[], [], []]
+    assert [check_accounting(runs.store, record) for record in records] == [[], [], []]
     left_out = [len(runs.rollouts("rules", step)) - len(runs.rows(r.request.batch)) for step, r in enumerate(records)]
     assert min(left_out) > 0
 

@@ -19,8 +19,8 @@ from flows.recipe import RecipeContext
 from flows.sft import SFT
 from flows.training.checkpointing import CheckpointSchedule
 from flows.training.schedules import ConstantScheduler
+from storage.chain.checkpoint_names import named_checkpoints
 from storage.chain.fork import fork_run
-from storage.chain.named_checkpoints import named_checkpoints
 from storage.chain.records import Chain, PolicyRef
 from storage.chain.retention import remove_checkpoints
 from storage.errors import NoSuchCheckpoint

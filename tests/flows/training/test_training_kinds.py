@@ -18,7 +18,7 @@ from flows.recurring import recurring
 from flows.sweep import sweep
 from flows.training.child_runs import flow_of, inputs_of
 from storage.chain.records import Chain
-from storage.inspect.lineage import trained_on
+from storage.inspect.lineage import training_datasets
 from storage.store.objects import open_store
 from tests.fixtures.preferences import preference_config, write_pairs
 from tests.fixtures.toy import toy_config, write_prompts
@@ -135,7 +135,7 @@ def test_new_prompts_of_two_stages_are_new_data(prefect_server: str, tmp_path: P
     first = run()
     assert first["outcome"] == "promoted"
     store = open_store(str(tmp_path / "data"))
-    assert len(trained_on(store, first["model"])) == 2  # the conversations and the prompts
+    assert len(training_datasets(store, first["model"])) == 2  # the conversations and the prompts
     assert run()["outcome"] == "unchanged"
     write_prompts(Path(prompts["path"]), repeats=2)
     third = run()

@@ -14,7 +14,7 @@ from flows.grpo import GRPO
 from flows.ppo import PPO
 from flows.recipe import RecipeContext
 from flows.sft import SFT
-from storage.chain.named_checkpoints import named_checkpoints
+from storage.chain.checkpoint_names import named_checkpoints
 from storage.chain.records import Chain, PolicyRef
 from storage.inspect.audit import audit_store
 from tasks.graders.spec import grader_spec

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 
 from engine.local.verify import verify_run
+from storage.chain.checkpoint_names import named_checkpoints, resolve_checkpoint_name, resolve_restart_point
 from storage.chain.fork import fork_run
-from storage.chain.leases import acquire, release
-from storage.chain.named_checkpoints import find_named, named_checkpoints, restart_point
+from storage.chain.leases import acquire_lease, release_lease
 from storage.chain.records import Chain, PolicyRef, Root
 from storage.chain.retention import remove_checkpoints
 from storage.errors import CheckpointInUse, NoSuchCheckpoint
 from storage.inspect.audit import audit_store
-from storage.records import canonical_json
 from storage.registry.decisions import CHAMPION
 from storage.registry.models import set_alias
+from storage.serialization import canonical_json
 from storage.store import keys
 from storage.store.artifacts import Provenance, commit_files, find_artifact
 from storage.store.objects import ObjectStore, open_store
@@ -42,7 +42,7 @@ def objects(store: ObjectStore) -> set[str]:
 def began_there(store: ObjectStore, run: str, start: PolicyRef) -> int:
     """A run whose first stage began at `start`, as an engine opens it; the epoch of its lease."""
     Chain(store, run, "0-sft", "policy").create_root(Root(start=start, base_digest=start.state))
-    return acquire(store, run, {})
+    return acquire_lease(store, run, {})
 
 
 def test_a_removed_checkpoint_leaves_nothing_and_the_run_stays_whole(toy: ToyRun) -> None:
@@ -77,7 +77,7 @@ def test_a_run_in_progress_keeps_the_checkpoint_it_began_at(toy: ToyRun) -> None
     epoch = began_there(toy.store, "again", policy)
     with pytest.raises(CheckpointInUse, match="@2: stage 0-sft of run 'again' began there, and .*not finished"):
         remove_checkpoints(toy.store, [policy])
-    release(toy.store, "again", epoch)
+    release_lease(toy.store, "again", epoch)
     assert len(remove_checkpoints(toy.store, [policy])) == 1
 
 
@@ -98,12 +98,12 @@ def test_a_champion_keeps_the_checkpoint_it_was_made_from(toy: ToyRun) -> None:
 
 def test_what_a_name_means(toy: ToyRun) -> None:
     for text in ("toy/0-grpo/policy-2", "toy/policy-2"):
-        assert find_named(toy.store, text) == toy.chain.policy(2)
+        assert resolve_checkpoint_name(toy.store, text) == toy.chain.policy(2)
     for text in ("toy/policy-3", "policy-2", "toy", "other/policy-2", "../toy/policy-2", ""):
         with pytest.raises(NoSuchCheckpoint, match="there is no checkpoint"):
-            find_named(toy.store, text)
+            resolve_checkpoint_name(toy.store, text)
     with pytest.raises(NoSuchCheckpoint, match="there are toy/0-grpo/policy-2, toy/0-grpo/policy-4"):
-        find_named(toy.store, "toy/policy-3")
+        resolve_checkpoint_name(toy.store, "toy/policy-3")
 
 
 def test_a_stage_resumes_where_it_began_although_another_checkpoint_has_the_name_now(tmp_path: Path) -> None:
@@ -115,10 +115,10 @@ def test_a_stage_resumes_where_it_began_although_another_checkpoint_has_the_name
         key = keys.checkpoint("first", stage, "policy", 0)
         commit_files(store, key, {"w": file}, kind="checkpoint", provenance=PROVENANCE, extra={"name": "good"})
     with pytest.raises(NoSuchCheckpoint, match="names 2 checkpoints: first/0-sft/good, first/1-sft/good"):
-        find_named(store, "first/good")
-    start = restart_point(store, "first/0-sft/good", run="again", stage="0-sft", model="policy")
-    release(store, "again", began_there(store, "again", start))
+        resolve_checkpoint_name(store, "first/good")
+    start = resolve_restart_point(store, "first/0-sft/good", run="again", stage="0-sft", model="policy")
+    release_lease(store, "again", began_there(store, "again", start))
     remove_checkpoints(store, [start])
     assert find_artifact(store, keys.checkpoint("first", "0-sft", "policy", 0)) is None
     for text in ("first/0-sft/good", "first/good"):
-        assert restart_point(store, text, run="again", stage="0-sft", model="policy") == start
+        assert resolve_restart_point(store, text, run="again", stage="0-sft", model="policy") == start

@@ -16,17 +16,17 @@ from storage.chain.rebase import (
     checkpoints_before,
     commit_rebase,
     discard_checkpoint,
+    is_in_effect,
     rebase_at,
-    rebase_of,
-    standing,
-    stands,
+    rebase_in_effect,
+    rebases_in_effect,
 )
 from storage.chain.records import Chain, CommitRecord, Numerics, OptimizerSpec, PolicyRef, RebaseMark, Root, StepRequest
 from storage.chain.retention import prune_checkpoints, remove_checkpoints
 from storage.errors import AttemptTooOld, CheckpointInUse, CorruptArtifact, ForkRefused
 from storage.inspect.audit import audit_store
 from storage.inspect.gc import collect_garbage
-from storage.store import artifacts, key_kinds, keys
+from storage.store import artifacts, key_patterns, keys
 from storage.store.artifacts import ArtifactRef, Attempt, commit_files, find_artifact
 from storage.store.objects import ObjectStore, open_store
 from tests.fixtures.engines import PROVENANCE, commit_batch
@@ -118,14 +118,14 @@ def reached_from(chain: Chain, step: int) -> list[str]:
 def test_the_keys() -> None:
     key, attempt = keys.rebase("d/t", "0-s", "p", 40), "a" * 32
     assert key == "runs/d/t/stages/0-s/chains/p/rebases/000040.json"
-    assert (keys.rebase_step(key), keys.record_step(key), key_kinds.kind_of_key(key)) == (40, None, "plain")
+    assert (keys.rebase_step(key), keys.record_step(key), key_patterns.classify_key(key)) == (40, None, "plain")
     assert keys.rebase_step(keys.chain_record("d/t", "0-s", "p", 40)) is None
     own = keys.rebase_checkpoint("d/t", "0-s", "p", 40, attempt)
     assert keys.rebase_of_checkpoint(own) == ("d/t", "0-s", "p", 40, attempt)
     assert keys.rebase_of_checkpoint(keys.checkpoint("d/t", "0-s", "p", 40)) is None
     manifest, data = keys.manifest_of_files(own), f"{own}/{'b' * 32}/weights"
-    assert (key_kinds.kind_of_key(manifest), key_kinds.owner_of(manifest)) == ("manifest", own)
-    assert (key_kinds.kind_of_key(data), key_kinds.owner_of(data)) == ("attempt", own)
+    assert (key_patterns.classify_key(manifest), key_patterns.owning_artifact(manifest)) == ("manifest", own)
+    assert (key_patterns.classify_key(data), key_patterns.owning_artifact(data)) == ("attempt", own)
     assert keys.checkpoint_step(manifest) is None
 
 
@@ -159,7 +159,7 @@ def test_what_comes_after_descends_from_it_and_what_was_before_does_not(chain: C
     take(chain, rebase=rebase.mark, numerics=ZERO)
     ordinary, later = keys.checkpoint(*CHAIN, 2), keys.checkpoint(*CHAIN, 4)
     at(chain, 4, rebase.mark)
-    assert [rebase_of(chain, n) for n in range(6)] == [None, None, None, rebase, rebase, rebase]
+    assert [rebase_in_effect(chain, n) for n in range(6)] == [None, None, None, rebase, rebase, rebase]
     assert [reached_from(chain, n) for n in (1, 2, 3, 4, 5)] == [
         [], [ordinary], [rebase.checkpoint.key], [later, rebase.checkpoint.key], [later, rebase.checkpoint.key],
     ]  # fmt: skip
@@ -177,25 +177,25 @@ def test_a_checkpoint_of_weights_that_the_chain_left_is_not_used(chain: Chain) -
 
 def test_a_step_from_the_weights_before_it_makes_a_rebase_void(chain: Chain) -> None:
     rebase = commit(chain, inexact(chain, 3))
-    assert stands(chain, rebase)
+    assert is_in_effect(chain, rebase)
     take(chain)  # by an engine that held the committed weights
-    assert not stands(chain, rebase)
-    assert standing(chain) == []
-    assert [rebase_of(chain, n) for n in (3, 4)] == [None, None]
+    assert not is_in_effect(chain, rebase)
+    assert rebases_in_effect(chain) == []
+    assert [rebase_in_effect(chain, n) for n in (3, 4)] == [None, None]
     assert reached_from(chain, 4) == [keys.checkpoint(*CHAIN, 2)]
     assert audit_store(chain.store).problems == ()
 
 
 def test_the_last_of_several(chain: Chain) -> None:
     first = commit(chain, exact(chain, 2))
-    assert rebase_of(chain, 3) is None  # step 3 was taken before: the rebase came too late
+    assert rebase_in_effect(chain, 3) is None  # step 3 was taken before: the rebase came too late
     second = commit(chain, inexact(chain, 3))
     take(chain, rebase=second.mark)
     third = commit(chain, inexact(chain, 4))
     take(chain, rebase=third.mark)
-    assert standing(chain) == [second, third]
-    assert [rebase_of(chain, n) for n in (2, 3, 4, 5)] == [None, second, third, third]
-    assert first not in standing(chain)
+    assert rebases_in_effect(chain) == [second, third]
+    assert [rebase_in_effect(chain, n) for n in (2, 3, 4, 5)] == [None, second, third, third]
+    assert first not in rebases_in_effect(chain)
 
 
 def test_a_rebase_that_a_record_names_and_is_gone(chain: Chain) -> None:
@@ -203,7 +203,7 @@ def test_a_rebase_that_a_record_names_and_is_gone(chain: Chain) -> None:
     take(chain, rebase=rebase.mark)
     chain.store.delete(keys.rebase(*CHAIN, 3))
     with pytest.raises(CorruptArtifact, match="descends from the rebase at step 3, which is gone; restore"):
-        rebase_of(chain, 4)
+        rebase_in_effect(chain, 4)
     (problem,) = audit_store(chain.store).problems
     assert problem.key == keys.chain_record(*CHAIN, 4)
     assert "at step 3, which is not there" in problem.what
@@ -281,7 +281,7 @@ def test_garbage_is_the_checkpoint_of_a_rebase_that_was_not_made(chain: Chain) -
     assert collect_garbage(chain.store, now=now + 23 * HOUR).names == ()
     report = collect_garbage(chain.store, now=now + 25 * HOUR)
     assert set(report.deleted) == {"checkpoint of a rebase that was not made"}
-    assert {key_kinds.owner_of(name) for name in report.names} == {killed.checkpoint.key}
+    assert {key_patterns.owning_artifact(name) for name in report.names} == {killed.checkpoint.key}
     assert len(report.names) == 2  # its manifest and its file
     assert reached_from(chain, 3) == [stands_.checkpoint.key]
     assert audit_store(chain.store).problems == ()
@@ -313,9 +313,9 @@ def rebased(chain: Chain) -> Chain:
 def test_a_fork_goes_on_from_the_same_weights(rebased: Chain, step: int, steps: list[int]) -> None:
     fork_run(rebased.store, "r", "new", step=step, code_version="test")
     copy = Chain(rebased.store, "new", *CHAIN[1:])
-    mine = {rebase.policy.step: rebase for rebase in standing(copy)}
+    mine = {rebase.policy.step: rebase for rebase in rebases_in_effect(copy)}
     assert list(mine) == steps
-    for theirs in standing(rebased, step):
+    for theirs in rebases_in_effect(rebased, step):
         one = mine[theirs.policy.step]
         assert one.mark == theirs.mark
         assert one.policy == theirs.policy.model_copy(update={"run": "new"})

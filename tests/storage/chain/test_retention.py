@@ -100,8 +100,8 @@ def test_a_named_one_that_a_champion_was_made_from_is_kept(tmp_path: Path) -> No
     written = named_and_unnamed(store, tmp_path)
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"weights")
-    made_from = Chain.of(store, POLICY).policy(4).uri
-    publish_model(store, "m", "1", {file.name: file}, provenance=PROVENANCE, parents=[made_from])
+    require_parent = Chain.of(store, POLICY).policy(4).uri
+    publish_model(store, "m", "1", {file.name: file}, provenance=PROVENANCE, parents=[require_parent])
     set_alias(store, "m", CHAMPION, "1")
     prune_checkpoints(store, POLICY, keep_last=1, keep_named=1)
     assert kept(store, written) == [4, 7, 8]

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from storage.chain import runs
-from storage.chain.leases import acquire, current_epoch, holder
-from storage.chain.runs import create_or_check_run, machine_info, read_run
+from storage.chain import run_record
+from storage.chain.leases import acquire_lease, current_epoch, lease_holder
+from storage.chain.run_record import create_or_check_run, machine_info, read_run
 from storage.errors import CorruptArtifact, InvalidKey, ObjectNotFound, SemanticMismatch
 from storage.store import keys
 from storage.store.objects import ObjectStore, open_store
@@ -23,7 +23,7 @@ def store(tmp_path: Path) -> ObjectStore:
     return open_store(str(tmp_path / "store"))
 
 
-def open_run(store: ObjectStore, semantic: dict[str, Any] = SEMANTIC, **options: Any) -> runs.RunOpening:
+def open_run(store: ObjectStore, semantic: dict[str, Any] = SEMANTIC, **options: Any) -> run_record.RunOpening:
     return create_or_check_run(store, "r", **({"semantic": semantic, "other": {}, "code_version": "c1"} | options))
 
 
@@ -63,7 +63,7 @@ def test_another_code_version_package_or_machine_is_a_warning(
     open_run(store)
     machine = machine_info()
     changed = machine | {"packages": {**machine["packages"], "numpy": "0.0.1"}, "platform": "Other-1"}  # type: ignore[dict-item]
-    monkeypatch.setattr(runs, "machine_info", lambda: changed)
+    monkeypatch.setattr(run_record, "machine_info", lambda: changed)
     opening = open_run(store, code_version="c2")
     assert not opening.created
     assert len(opening.warnings) == 3
@@ -105,20 +105,20 @@ def test_unreadable_and_absent_runs(store: ObjectStore) -> None:
 
 def test_epochs_rise(store: ObjectStore) -> None:
     assert current_epoch(store, "r") == 0
-    assert [acquire(store, "r", {"pid": 1}) for _ in range(3)] == [1, 2, 3]
+    assert [acquire_lease(store, "r", {"pid": 1}) for _ in range(3)] == [1, 2, 3]
     assert current_epoch(store, "r") == 3
-    assert acquire(store, "other", {}) == 1
-    assert acquire(store, "nightly/2026-01-01T00", {}) == 1
+    assert acquire_lease(store, "other", {}) == 1
+    assert acquire_lease(store, "nightly/2026-01-01T00", {}) == 1
 
 
 def test_no_epoch_is_given_twice(store: ObjectStore) -> None:
     with ThreadPoolExecutor(6) as pool:
-        epochs = list(pool.map(lambda _: acquire(store, "r", {"pid": 1}), range(24)))
+        epochs = list(pool.map(lambda _: acquire_lease(store, "r", {"pid": 1}), range(24)))
     assert sorted(epochs) == list(range(1, 25))
 
 
 @pytest.mark.parametrize("damaged", [b"", b"{", b"[]"])
 def test_a_damaged_lease_is_named(store: ObjectStore, damaged: bytes) -> None:
-    store.put(keys.lease("r", acquire(store, "r", {})), damaged)
+    store.put(keys.lease("r", acquire_lease(store, "r", {})), damaged)
     with pytest.raises(CorruptArtifact, match="runs/r/leases/000001.json is no readable lease"):
-        holder(store, "r", 1)
+        lease_holder(store, "r", 1)

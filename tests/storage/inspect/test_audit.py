@@ -10,7 +10,7 @@ import pytest
 
 from storage.chain.records import Chain
 from storage.inspect.audit import AuditReport, audit_store
-from storage.records import canonical_json
+from storage.serialization import canonical_json
 from storage.store import keys
 from tests.fixtures.toy_run import ToyRun
 

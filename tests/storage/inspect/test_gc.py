@@ -14,10 +14,10 @@ from uuid import uuid4
 import pytest
 
 from storage.errors import AttemptTooOld, PermanentStorageError
-from storage.inspect.gc import GcReport, Tally, collect_garbage, garbage_candidates
-from storage.records import digest
+from storage.inspect.gc import GcReport, ObjectTotals, collect_garbage, garbage_candidates
 from storage.registry.models import publish_model
-from storage.store import artifacts, key_kinds, keys
+from storage.serialization import digest
+from storage.store import artifacts, key_patterns, keys
 from storage.store.artifacts import Provenance, commit_bytes, commit_files, find_artifact, read_manifest
 from storage.store.backends.memory import MemoryBackend
 from storage.store.objects import ObjectStore, open_store
@@ -97,7 +97,7 @@ def names(store: ObjectStore) -> list[str]:
     ],
 )  # fmt: skip
 def test_the_kind_of_a_key(key: str, kind: str, owner: str | None) -> None:
-    assert (key_kinds.kind_of_key(key), key_kinds.owner_of(key)) == (kind, owner)
+    assert (key_patterns.classify_key(key), key_patterns.owning_artifact(key)) == (kind, owner)
 
 
 # -- what goes and what stays ----------------------------------------------------------------------------------
@@ -135,20 +135,20 @@ def test_old_data_that_nothing_names_goes_and_the_rest_stays(
     young = f"{keys.step_artifact('r', '0-s', 3, 'graded', 0)}.{ATTEMPT}.parquet"
     before = set(names(store))
     report = collect_garbage(store)  # not older than 24 h by a second
-    assert report.total == Tally() and set(names(store)) == before
+    assert report.total == ObjectTotals() and set(names(store)) == before
     clock.now += 1
     store.put(young, b"123")
     dry = collect_garbage(store, dry_run=True)
     assert set(names(store)) == before | {young}
     report = collect_garbage(store)
-    assert set(report.names) == set(GARBAGE) and report.total == Tally(objects=5, bytes=25)
-    assert report.deleted["attempt without a manifest"] == Tally(objects=3, bytes=15)
+    assert set(report.names) == set(GARBAGE) and report.total == ObjectTotals(objects=5, bytes=25)
+    assert report.deleted["attempt without a manifest"] == ObjectTotals(objects=3, bytes=15)
     assert dry.deleted == report.deleted and dry.names == report.names
     assert set(names(store)) == live | {young, "my-notes"}
     assert report.unknown == ("my-notes",)
-    assert report.kept["younger than asked for"] == Tally(objects=1, bytes=3)
+    assert report.kept["younger than asked for"] == ObjectTotals(objects=1, bytes=3)
     assert report.kept["live"].objects == len(live)
-    assert collect_garbage(store).total == Tally()
+    assert collect_garbage(store).total == ObjectTotals()
 
 
 def test_candidates_tell_what_nothing_names_however_young(store: ObjectStore, tmp_path: Path) -> None:
@@ -162,14 +162,14 @@ def test_candidates_tell_what_nothing_names_however_young(store: ObjectStore, tm
 
 def test_an_empty_store_is_not_even_made(tmp_path: Path) -> None:
     report = collect_garbage(open_store(tmp_path / "store"))
-    assert report.total == Tally() and not (tmp_path / "store").exists()
+    assert report.total == ObjectTotals() and not (tmp_path / "store").exists()
 
 
 def test_an_age_that_a_running_writer_can_reach_is_refused(store: ObjectStore) -> None:
     with pytest.raises(ValueError, match="give at least 13:00:00"):
         collect_garbage(store, older_than=timedelta(hours=12.9))
-    assert collect_garbage(store, older_than=timedelta(hours=13)).total == Tally()
-    assert collect_garbage(store, older_than=timedelta(0), nobody_writes=True).total == Tally()
+    assert collect_garbage(store, older_than=timedelta(hours=13)).total == ObjectTotals()
+    assert collect_garbage(store, older_than=timedelta(0), exclusive=True).total == ObjectTotals()
 
 
 def test_an_incomplete_version_of_a_model_stays_while_somebody_may_write(store: ObjectStore, clock: Clock) -> None:
@@ -178,8 +178,8 @@ def test_an_incomplete_version_of_a_model_stays_while_somebody_may_write(store: 
     clock.now += 1000 * HOUR
     report = collect_garbage(store)
     (why,) = (why for why in report.kept if "incomplete version" in why)
-    assert report.kept[why] == Tally(objects=1, bytes=5)
-    assert collect_garbage(store, nobody_writes=True).names == ("models/m/1/weights",)
+    assert report.kept[why] == ObjectTotals(objects=1, bytes=5)
+    assert collect_garbage(store, exclusive=True).names == ("models/m/1/weights",)
     assert names(store) == [keys.model_claim("m", "1")]
 
 
@@ -308,7 +308,7 @@ class TakingTurns(ObjectStore):
 
 def whole(store: ObjectStore) -> int:
     """How many artifacts are committed; each file of each is read and checked."""
-    owners = [key for info in store.list() if (key := key_kinds.artifact_of(info.key)) is not None]
+    owners = [key for info in store.list() if (key := key_patterns.artifact_of_manifest(info.key)) is not None]
     for owner in owners:
         for entry in read_manifest(store, owner).files:
             assert store.exists(entry.key), f"{entry.key} was committed and is gone"
@@ -362,7 +362,8 @@ def interleave(seed: int, folder: Path, *, frozen: bool = False) -> tuple[int, i
     clock.now += 25 * HOUR
     collect_garbage(store)
     assert whole(store) == committed
-    named = sum(len(read_manifest(store, key).files) for key in map(key_kinds.artifact_of, names(store)) if key)
+    artifacts_left = filter(None, map(key_patterns.artifact_of_manifest, names(store)))
+    named = sum(len(read_manifest(store, key).files) for key in artifacts_left)
     assert len(names(store)) == committed + named  # nothing is left that nothing names
     return len(refused), committed
 
@@ -398,7 +399,7 @@ def test_what_killed_writers_left_in_a_folder(tmp_path: Path) -> None:
     assert later(store, 23).names == ()
     report = later(store, 25)
     assert report.deleted == {
-        "scratch folder": Tally(objects=1, bytes=5), "temporary file": Tally(objects=1, bytes=4),
+        "scratch folder": ObjectTotals(objects=1, bytes=5), "temporary file": ObjectTotals(objects=1, bytes=4),
     }  # fmt: skip
     assert sorted((tmp_path / "store").rglob("*")) == live
 

@@ -9,7 +9,7 @@ import pytest
 
 from storage.chain.fork import fork_run
 from storage.errors import ObjectNotFound
-from storage.inspect.accounting import material_of
+from storage.inspect.accounting import step_inputs
 from storage.inspect.lineage import lineage_of, step_lineage
 from storage.inspect.prompt_lineage import prompt_report
 from storage.store.tables import read_table
@@ -29,7 +29,7 @@ def sampled_ids(toy: ToyRun, step: int) -> list[str]:
     """Ids of the prompts of a step, one per completion, straight from its tables."""
     record = toy.chain.record(step)
     assert record is not None
-    refs = material_of(toy.store, record).rollouts
+    refs = step_inputs(toy.store, record).rollouts
     return [i for ref in refs for i in read_table(toy.store, ref, ["prompt_id"])["prompt_id"].to_pylist()]
 
 

@@ -18,15 +18,15 @@ from storage.registry.decisions import (
     Decision,
     alias_log,
     champion_of,
-    decide,
+    commit_decision,
     decisions_of,
     find_decision,
-    in_force,
+    is_in_force,
     previous_champion,
     resolve_model,
 )
 from storage.registry.models import list_versions, publish_model, resolve_alias
-from storage.store import key_kinds, keys
+from storage.store import key_patterns, keys
 from storage.store.artifacts import Provenance, read_manifest
 from storage.store.objects import ObjectStore, open_store
 
@@ -44,7 +44,7 @@ def store(tmp_path: Path) -> ObjectStore:
 
 def move(store: ObjectStore, version: str, action: Any = "promote", **more: Any) -> Decision:
     more = {"over": champion_of(store, "m"), "reasons": ["because"], "who": "ada"} | more
-    return decide(store, "m", version, action, provenance=PROVENANCE, **more)
+    return commit_decision(store, "m", version, action, provenance=PROVENANCE, **more)
 
 
 def versions(store: ObjectStore) -> list[str]:
@@ -70,7 +70,7 @@ def test_a_hold_is_kept_and_moves_nothing(store: ObjectStore) -> None:
     assert versions(store) == ["v1"]
     assert decisions_of(store, "m")[-1] == held
     assert (held.reasons, held.evidence) == (("worse on sums",), {"low": -0.5})
-    assert in_force(held, alias_log(store, "m"))
+    assert is_in_force(held, alias_log(store, "m"))
 
 
 def test_the_same_decision_twice_is_one(store: ObjectStore) -> None:
@@ -89,7 +89,7 @@ def test_of_two_tries_under_one_id_the_first_stands_whatever_the_second_wants(st
 def test_what_ended_between_the_decision_and_the_move_is_finished_by_a_retry(store: ObjectStore) -> None:
     made = move(store, "v1", decision_id="the-run")
     store.delete(keys.model_alias("m", CHAMPION, 1))  # as if the process had died before it
-    assert not in_force(made, alias_log(store, "m"))
+    assert not is_in_force(made, alias_log(store, "m"))
     assert move(store, "v1", decision_id="the-run", over=None) == made
     assert versions(store) == ["v1"]
 
@@ -100,7 +100,7 @@ def test_a_decision_over_a_champion_that_is_gone_is_refused_and_overtaken(store:
     with pytest.raises(AliasMoved, match=r"from no champion to v2, but entry 1 of its log says v1"):
         move(store, "v2", over=seen, decision_id="late")
     late = find_decision(store, "m", "late")
-    assert late is not None and not in_force(late, alias_log(store, "m"))
+    assert late is not None and not is_in_force(late, alias_log(store, "m"))
     assert versions(store) == ["v1"]
 
 
@@ -117,7 +117,7 @@ def test_of_many_promotions_over_one_champion_one_is_in_force(store: ObjectStore
     assert won.count(True) == 1
     log = alias_log(store, "m")
     assert [entry.decision for entry in log] == [f"d{won.index(True)}"]
-    assert [in_force(decision, log) for decision in decisions_of(store, "m")].count(True) == 1
+    assert [is_in_force(decision, log) for decision in decisions_of(store, "m")].count(True) == 1
     assert len(decisions_of(store, "m")) == 8
 
 
@@ -177,8 +177,8 @@ def test_decisions_are_kept_by_collections_and_pass_the_audit(store: ObjectStore
     move(store, "v2", "hold")
     orphan = f"{keys.model_note('m', 'decisions', made.id)}.{'a' * 32}.json"
     store.put(orphan, b"of an attempt that was not committed")
-    assert key_kinds.kind_of_key(orphan) == "attempt"
-    assert key_kinds.owner_of(orphan) == keys.model_note("m", "decisions", made.id)
+    assert key_patterns.classify_key(orphan) == "attempt"
+    assert key_patterns.owning_artifact(orphan) == keys.model_note("m", "decisions", made.id)
     names = [garbage.name for garbage in garbage_candidates(store) if garbage.name != orphan]
     assert names == []
     report = audit_store(store)

@@ -20,8 +20,8 @@ from storage.errors import (
     SchemaMismatch,
     StorageUnavailable,
 )
-from storage.records import canonical_json, digest
 from storage.registry.models import find_model, publish_model, resolve_alias
+from storage.serialization import canonical_json, digest
 from storage.store import keys
 from storage.store.artifacts import (
     ArtifactRef,

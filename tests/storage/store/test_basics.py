@@ -16,7 +16,7 @@ import pytest
 from storage import errors
 from storage.errors import InvalidKey, PermanentStorageError, StorageError, TransientStorageError
 from storage.failpoints import FAILPOINTS, failpoint
-from storage.records import Frozen, canonical_json, digest, digest_file
+from storage.serialization import Frozen, canonical_json, digest, digest_file
 from storage.store import keys
 from storage.worklog import log_work
 

@@ -14,9 +14,9 @@ from storage.chain.records import Chain, CommitRecord, Numerics, OptimizerSpec, 
 from storage.chain.retention import prune_checkpoints
 from storage.errors import CorruptArtifact
 from storage.inspect.gc import collect_garbage
-from storage.records import digest
 from storage.registry.models import publish_model, resolve_alias, set_alias
-from storage.store import key_kinds, keys
+from storage.serialization import digest
+from storage.store import key_patterns, keys
 from storage.store.artifacts import ArtifactRef, Provenance, commit_bytes, commit_file, commit_files, find_artifact
 from storage.store.backends import local
 from storage.store.backends.local import LocalBackend
@@ -86,7 +86,7 @@ def seen(store: ObjectStore, scratch: Path) -> Seen:
     """
     found: Seen = {}
     for info in store.list():
-        owner = key_kinds.artifact_of(info.key)
+        owner = key_patterns.artifact_of_manifest(info.key)
         if owner is not None:
             ref = find_artifact(store, owner)
             assert ref is not None
@@ -108,7 +108,7 @@ def finished(store: ObjectStore, scratch: Path, expected: Seen) -> None:
     """The scenario again ends as expected, and what is left over is collected."""
     scenario(store, scratch)
     assert seen(store, scratch) == expected
-    collect_garbage(store, now=store.now() + LATER, nobody_writes=True, threads=1)
+    collect_garbage(store, now=store.now() + LATER, exclusive=True, threads=1)
     assert seen(store, scratch) == expected
     assert list(store.leftovers()) == []
 

@@ -153,4 +153,4 @@ def test_a_damaged_store_json(store: ObjectStore, folder: Path, damaged: bytes) 
 
 def test_a_record_that_was_committed_and_is_gone_is_named(store: ObjectStore) -> None:
     with pytest.raises(ObjectNotFound, match="step 3 was taken, but its record .*chains/policy/000003.json is not in"):
-        Chain(store, "r", "0-sft", "policy").taken(3)
+        Chain(store, "r", "0-sft", "policy").committed_record(3)

@@ -15,7 +15,7 @@ import pytest
 
 from storage.errors import ObjectNotFound, StorageUnavailable
 from storage.inspect.gc import collect_garbage
-from storage.records import digest_file
+from storage.serialization import digest_file
 from storage.store.artifacts import Provenance, commit_files, find_artifact
 from storage.store.backends.s3 import S3Backend
 from storage.store.download import materialise_files

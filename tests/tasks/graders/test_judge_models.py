@@ -14,7 +14,7 @@ from engine import connect as connecting
 from engine.handles import InferenceModel
 from engine.text.threads import StringThread
 from engine.workspace import Workspace
-from storage.inspect.run_listing import list_runs
+from storage.chain.listing import list_runs
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef
 from storage.store.tables import SCHEMAS, commit_table, read_table

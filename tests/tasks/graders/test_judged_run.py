@@ -10,8 +10,8 @@ import yaml
 
 from flows.configs.common import GraderConfig, GRPOConfig
 from flows.grpo import grpo
+from storage.chain.listing import list_runs
 from storage.chain.records import Chain
-from storage.inspect.run_listing import list_runs
 from storage.store.objects import open_store
 from tasks.graders.combined import CombinedGrader
 from tasks.graders.spec import build, grader_spec

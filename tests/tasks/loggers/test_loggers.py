@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from storage.chain.records import PolicyRef
-from storage.store import key_kinds, keys
+from storage.store import key_patterns, keys
 from storage.store.artifacts import Provenance, commit_bytes
 from storage.store.objects import ObjectStore, open_store
 from tasks.evaluation.validation_curve import Validation, measured
@@ -264,7 +264,7 @@ def test_nothing_is_kept_without_loggers(store: ObjectStore, run: LoggedRun) -> 
     record(store, loggers, 0)
     loggers.close()
     assert not [info.key for info in store.list(keys.stage_prefix("r", "0-sft")) if "logged" in info.key]
-    assert key_kinds.is_plain(keys.logged("r", "0-sft", "wandb"))
+    assert key_patterns.is_standalone(keys.logger_progress("r", "0-sft", "wandb"))
 
 
 def test_tensorboard_reads_back_what_was_logged(store: ObjectStore, run: LoggedRun) -> None:

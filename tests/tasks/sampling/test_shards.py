@@ -18,9 +18,9 @@ from engine.errors import PermanentEngineError
 from storage.chain.records import CommitRecord, Numerics, OptimizerSpec, PolicyRef, StepRequest
 from storage.errors import CorruptArtifact, ObjectNotFound
 from storage.store import keys
-from storage.store.artifacts import ArtifactRef, Provenance, entry_of
+from storage.store.artifacts import ArtifactRef, Provenance, single_file_entry
 from storage.store.objects import ObjectStore, open_store
-from storage.store.tables import SCHEMAS, commit_table, read_table, shared_rows
+from storage.store.tables import SCHEMAS, commit_table, read_rows, read_table
 from tasks.batches.rl import BatchPlan, rollout_batch
 from tasks.reports.step_metrics import measure_step
 from tasks.sampling.shards import AHEAD, read_tables
@@ -119,22 +119,22 @@ def test_a_missing_shard_is_an_error_where_it_is_missing(store: ObjectStore) -> 
 
 def test_the_rows_of_a_remote_table_are_fetched_once(store: ObjectStore) -> None:
     ref = rollouts(store, 0, ["a", "b"])
-    assert [row["prompt_id"] for row in shared_rows(store, ref, [3, 0])] == ["b", "a"]
+    assert [row["prompt_id"] for row in read_rows(store, ref, [3, 0])] == ["b", "a"]
     store.delete(keys.manifest(ref.key))  # from here on only the copy can answer
-    assert [row["prompt_id"] for row in shared_rows(store, ref, [1, 2])] == ["a", "b"]
+    assert [row["prompt_id"] for row in read_rows(store, ref, [1, 2])] == ["a", "b"]
 
 
 def test_a_copy_of_a_damaged_table_is_refused(store: ObjectStore) -> None:
     ref = rollouts(store, 0, ["a"])
-    store.put(entry_of(store, ref).key, b"other bytes")
+    store.put(single_file_entry(store, ref).key, b"other bytes")
     with pytest.raises(CorruptArtifact, match="sha256"):
-        shared_rows(store, ref, [0])
+        read_rows(store, ref, [0])
 
 
 def test_a_local_table_is_read_in_place(tmp_path: Path) -> None:
     store = open_store(tmp_path / "store")
     ref = rollouts(store, 0, ["a"])
-    assert shared_rows(store, ref, [1])[0]["completion_ids"] == [11, 11]
+    assert read_rows(store, ref, [1])[0]["completion_ids"] == [11, 11]
 
 
 # -- the batch -----------------------------------------------------------------------------------------------------

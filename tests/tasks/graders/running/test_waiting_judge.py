@@ -15,7 +15,7 @@ from engine.handles import InferenceModel, Model
 from engine.models.call_batching import CallBatcher
 from engine.protocol import Completion, GenerateRequest
 from engine.text.threads import StringThread
-from storage.records import canonical_json
+from storage.serialization import canonical_json
 from tasks.graders import judge_models
 from tasks.graders.base import BaseGrader, FunctionGrader, Grade
 from tasks.graders.judges import BinaryJudgeGrader

@@ -48,37 +48,37 @@ KeyKind = Literal["manifest", "attempt", "published", "upload", "plain", "unknow
 model. upload: a model on its way in. plain: stands for itself. unknown: nothing that a store keeps."""
 
 
-def artifact_of(key: str) -> str | None:
+def artifact_of_manifest(key: str) -> str | None:
     """The logical key whose manifest is at `key`; None where no manifest is kept."""
     match = _MANIFEST.fullmatch(key)
     return match[1] or match[2] if match else None
 
 
-def is_data(key: str) -> bool:
+def is_artifact_data(key: str) -> bool:
     """Whether only a manifest gives this object a meaning: data of a committed artifact, or of an attempt."""
-    return artifact_of(key) is None and _DATA.fullmatch(key) is not None
+    return artifact_of_manifest(key) is None and _DATA.fullmatch(key) is not None
 
 
-def kind_of_key(key: str) -> KeyKind:
+def classify_key(key: str) -> KeyKind:
     """What the object at `key` is, by its place alone."""
     area = key.partition("/")[0]
-    if area == "uploads" and (artifact_of(key) or is_data(key)):
+    if area == "uploads" and (artifact_of_manifest(key) or is_artifact_data(key)):
         return "upload"
-    if artifact_of(key) is not None:
+    if artifact_of_manifest(key) is not None:
         return "manifest"
-    if is_data(key):
+    if is_artifact_data(key):
         return "published" if area == "models" and key.split("/")[2] not in RESERVED_VERSIONS else "attempt"
-    return "plain" if is_plain(key) else "unknown"
+    return "plain" if is_standalone(key) else "unknown"
 
 
-def owner_of(key: str) -> str | None:
+def owning_artifact(key: str) -> str | None:
     """The logical key that data belongs to, or whose manifest this is; None for any other object."""
-    if (artifact := artifact_of(key)) is not None:
+    if (artifact := artifact_of_manifest(key)) is not None:
         return artifact
-    match = _OWNER.fullmatch(key) if is_data(key) else None
+    match = _OWNER.fullmatch(key) if is_artifact_data(key) else None
     return next((group for group in match.groups() if group), None) if match else None
 
 
-def is_plain(key: str) -> bool:
+def is_standalone(key: str) -> bool:
     """Whether it is one of the objects that stand for themselves: records, leases, claims, aliases, reports."""
     return _PLAIN.fullmatch(key) is not None

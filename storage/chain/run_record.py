@@ -12,8 +12,8 @@ from uuid import uuid4
 
 from pydantic import JsonValue, ValidationError
 
-from storage.errors import CorruptArtifact, SemanticMismatch
-from storage.records import Frozen, canonical_json
+from storage.errors import CorruptArtifact, ObjectNotFound, SemanticMismatch
+from storage.serialization import Frozen, canonical_json
 from storage.store import keys
 from storage.store.identity import store_id
 from storage.store.objects import ObjectStore
@@ -85,6 +85,14 @@ def create_or_check_run(
 def read_run(store: ObjectStore, run: str) -> RunInfo:
     """What a run was started with. Raises ObjectNotFound, CorruptArtifact."""
     return _parse(store.get(keys.run_json(run)), keys.run_json(run))
+
+
+def find_run(store: ObjectStore, run: str) -> RunInfo | None:
+    """Like read_run, but returns None when there is no run.json: for a fork that has not run yet."""
+    try:
+        return read_run(store, run)
+    except ObjectNotFound:
+        return None
 
 
 def machine_info() -> dict[str, JsonValue]:

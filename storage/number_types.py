@@ -10,9 +10,9 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-SMALLEST, LARGEST = 1e-30, 1e30
+MIN_DIVISOR, MAX_COEFFICIENT = 1e-30, 1e30
 """Of a coefficient: products with numbers of ordinary size stay within float32."""
-LARGEST_RATE = 1e3
+MAX_RATE = 1e3
 """Of a learning rate and of a weight decay. Useful ones are below 1."""
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
 """Below the minimum, rounding of the logits decides which token is drawn. Above the maximum, all tokens are equally
@@ -21,16 +21,16 @@ MAX_EPOCHS = 10_000
 
 
 def _check_divisor(value: float) -> float:
-    if value < SMALLEST:
-        raise ValueError(f"{value} is too small to divide by in float32; give {SMALLEST} or more")
+    if value < MIN_DIVISOR:
+        raise ValueError(f"{value} is too small to divide by in float32; give {MIN_DIVISOR} or more")
     return value
 
 
-Coefficient = Annotated[float, Field(ge=0, le=LARGEST, allow_inf_nan=False)]
+Coefficient = Annotated[float, Field(ge=0, le=MAX_COEFFICIENT, allow_inf_nan=False)]
 """0 switches it off."""
-Positive = Annotated[float, Field(gt=0, le=LARGEST, allow_inf_nan=False)]
-Divisor = Annotated[float, Field(gt=0, le=LARGEST, allow_inf_nan=False), AfterValidator(_check_divisor)]
-Rate = Annotated[float, Field(ge=0, le=LARGEST_RATE, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, le=MAX_COEFFICIENT, allow_inf_nan=False)]
+Divisor = Annotated[float, Field(gt=0, le=MAX_COEFFICIENT, allow_inf_nan=False), AfterValidator(_check_divisor)]
+Rate = Annotated[float, Field(ge=0, le=MAX_RATE, allow_inf_nan=False)]
 Temperature = Annotated[float, Field(ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE, allow_inf_nan=False)]
 Int64 = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 Count = Annotated[int, Field(ge=1, lt=1 << 31)]

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from storage.chain.listing import run_chains
 from storage.chain.records import Chain, PolicyRef
 from storage.errors import NoSuchCheckpoint, ObjectNotFound
-from storage.inspect.run_listing import read_json, run_chains
-from storage.records import Frozen
+from storage.serialization import Frozen
 from storage.store import keys
 from storage.store.artifacts import read_manifest
-from storage.store.objects import ObjectStore
+from storage.store.objects import ObjectStore, read_json
 
 LISTED = 40
 """Names in the text of an error."""
@@ -42,7 +42,7 @@ def named_checkpoints(store: ObjectStore, run: str) -> list[NamedCheckpoint]:
     return [one for chain in run_chains(store, run) for one in _of_chain(chain)]
 
 
-def restart_point(store: ObjectStore, text: str, *, run: str, stage: str, model: str) -> PolicyRef:
+def resolve_restart_point(store: ObjectStore, text: str, *, run: str, stage: str, model: str) -> PolicyRef:
     """The policy of the checkpoint called `text`, for a stage of `model` in `run` that is to begin there. A stage that
     began keeps what it began with: the answer does not depend on what was named since, or by itself.
 
@@ -73,7 +73,7 @@ def restart_point(store: ObjectStore, text: str, *, run: str, stage: str, model:
     raise NoSuchCheckpoint(f"there is no checkpoint {text!r} to restart {stage} of {run} from; {_listed(known)}")
 
 
-def find_named(store: ObjectStore, text: str) -> PolicyRef:
+def resolve_checkpoint_name(store: ObjectStore, text: str) -> PolicyRef:
     """The policy of the one checkpoint that `run/stage/name`, or `run/name`, means.
 
     Raises NoSuchCheckpoint: nothing is called so, or more than one thing is; the names that there are are listed.

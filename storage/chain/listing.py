@@ -1,0 +1,60 @@
+"""Lists the runs of a store, their stages and their chains, from the keys of their objects."""
+
+from __future__ import annotations
+
+from storage.chain.records import Chain
+from storage.store import keys
+from storage.store.objects import ObjectStore
+
+SERVED = "served"
+"""First segment of the keys of the runs under which registered models serve OpenAI clients."""
+EVALUATED = "evaluation"
+"""First segment of the keys of the runs that hold the completions of evaluated models."""
+
+
+def is_auxiliary(run: str) -> bool:
+    """Whether the run trains nothing: the engine serves a model, or an evaluation works, under its key."""
+    return run.startswith((f"{SERVED}/", f"{EVALUATED}/"))
+
+
+def list_runs(store: ObjectStore, prefix: str = "") -> list[str]:
+    """Returns the key of every run that has an object, sorted. With `prefix`, only keys that begin with it."""
+    runs = (keys.run_of(info.key) for info in store.list(f"{keys.runs_prefix()}{prefix}"))
+    return sorted({run for run in runs if run is not None})
+
+
+def has_objects(store: ObjectStore, run: str) -> bool:
+    """Whether the run has any object. Objects of the run `run/time` of a schedule do not count for the run `run`."""
+    return any(keys.run_of(info.key) in (run, None) for info in store.list(keys.run_prefix(run)))
+
+
+def all_chains(store: ObjectStore) -> list[Chain]:
+    """Returns every chain of every run, sorted by run, stage and model."""
+    names = {keys.chain_of(info.key) for info in store.list(keys.runs_prefix())}
+    return [Chain(store, *name) for name in sorted(name for name in names if name is not None)]
+
+
+def run_chains(store: ObjectStore, run: str) -> list[Chain]:
+    """Returns the chains of a run in the order of its stages."""
+    listed = {keys.chain_of(info.key) for info in store.list(keys.stages_prefix(run))}
+    names = [name for name in listed if name is not None]
+    names.sort(key=lambda name: (stage_position(name[1]), name))
+    return [Chain(store, *name) for name in names]
+
+
+def stages_of(store: ObjectStore, run: str) -> list[str]:
+    """Returns the stages of a run that have a chain, in their order."""
+    return list(dict.fromkeys(chain.stage for chain in run_chains(store, run)))
+
+
+def stage_position(stage: str) -> int:
+    """The number that a stage's name begins with: 1 of `1-gspo`. 0 where there is no number."""
+    head = stage.partition("-")[0]
+    return int(head) if head.isdigit() else 0
+
+
+def stored_checkpoint_steps(chain: Chain) -> list[int]:
+    """Returns the steps of the complete checkpoints of a chain, ascending."""
+    listed = chain.store.list(keys.checkpoints_prefix(chain.run, chain.stage, chain.model))
+    steps = {keys.checkpoint_step(info.key) for info in listed}
+    return sorted(step for step in steps if step is not None)

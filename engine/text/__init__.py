@@ -1,1 +1,1 @@
-"""Text: conversations, tokenizers and the rendering of one into the ids of the other. transformers, but no torch."""
+"""Conversations as text and as token ids, and the tokenizers that lead from one to the other. Without torch."""

@@ -1,4 +1,4 @@
-"""Answers in JSON: what a model said, as the pydantic class that was asked for."""
+"""Parses a model's answer in JSON into the pydantic class that the caller expects."""
 
 from __future__ import annotations
 
@@ -10,44 +10,48 @@ from pydantic import BaseModel, ValidationError
 
 Answer = TypeVar("Answer", bound=BaseModel)
 
-CANDIDATES = 64
-"""Opening braces of an answer that are tried: text of nothing but braces must not take forever."""
+MAX_CANDIDATES = 64
+"""Number of opening braces at which parsing is tried. It bounds the time for a text that consists of braces."""
 
 
 class MalformedAnswer(ValueError):
-    """What a model said is not what was asked for. The model is at fault and not the call: asking another, or with more
-    tokens, may do."""
+    """A model's answer does not have the expected schema. The call was correct: asking again, or with more tokens, may
+    succeed."""
 
     def __init__(self, text: str, problem: str) -> None:
         super().__init__(problem)
         self.text = text
-        """What it said."""
+        """The model's whole answer."""
 
 
 def parse_answer(text: str, schema: type[Answer]) -> Answer:
-    """The first JSON object in `text` that is a `schema`: what a model says around it is skipped. Raises
-    MalformedAnswer."""
+    """Returns the first JSON object in `text` that is a valid `schema`. Text around it is skipped.
+
+    Raises MalformedAnswer.
+    """
     problem = "no JSON object in it"
-    for found in _json_objects(text):
+    for candidate in _json_objects(text):
         try:
-            return schema.model_validate(found)
+            return schema.model_validate(candidate)
         except ValidationError as error:
-            first = error.errors()[0]
-            problem = f"{'.'.join(map(str, first['loc'])) or 'the object'}: {first['msg']}"
+            first_error = error.errors()[0]
+            field = ".".join(map(str, first_error["loc"])) or "the object"
+            problem = f"{field}: {first_error['msg']}"
     raise MalformedAnswer(text, problem)
 
 
 def _json_objects(text: str) -> Iterator[dict[str, Any]]:
+    """Yields the JSON objects in `text`. Objects inside of a yielded one are not yielded again."""
     decoder = json.JSONDecoder()
     start = text.find("{")
-    for _ in range(CANDIDATES):
+    for _ in range(MAX_CANDIDATES):
         if start < 0:
             return
         end = start + 1
         try:
-            found, end = decoder.raw_decode(text, start)
+            value, end = decoder.raw_decode(text, start)
         except (ValueError, RecursionError):
-            found = None
-        if isinstance(found, dict):
-            yield found
+            value = None
+        if isinstance(value, dict):
+            yield value
         start = text.find("{", end)

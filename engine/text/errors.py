@@ -1,12 +1,13 @@
-"""The errors of text: all permanent, all ValueError.
+"""The errors of conversations and tokenizers. All are permanent, and all are also a ValueError.
 
 TextError
-  ThreadError               a conversation that is not one: unknown role, wrong content, bad weights
+  ThreadError               a conversation is malformed: unknown role, wrong content, bad weights
   TokenizerMissing          the folder holds no tokenizer that can be loaded
   ChatTemplateMissing       the tokenizer has no chat template
-  TemplateRefused           the chat template raised on these messages
-  TemplateNotPrefixStable   a longer conversation rewrites what a shorter one wrote, so no turn has tokens of its own
-  UnsupportedFragment       content that this model, or this part of the engine, cannot take
+  TemplateRefused           the chat template raised an error on these messages
+  TemplateNotPrefixStable   the text of a longer conversation does not begin with that of a shorter one, so that the
+                            tokens of a single turn cannot be told
+  UnsupportedFragment       this model, or this part of the engine, cannot take the content
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from engine.errors import PermanentEngineError
 
 
 class TextError(PermanentEngineError, ValueError):
-    """Base of every error about text."""
+    """Base class of the errors of conversations and tokenizers."""
 
 
 class ThreadError(TextError):
-    """Not a conversation, or not one that fits the call."""
+    """The conversation is malformed, or does not suit the call."""
 
 
 class TokenizerMissing(TextError):
@@ -31,12 +32,12 @@ class ChatTemplateMissing(TextError):
 
 
 class TemplateRefused(TextError):
-    """The chat template raised on these messages."""
+    """The chat template raised an error on these messages."""
 
 
 class TemplateNotPrefixStable(TextError):
-    """The rendering of a longer conversation does not begin with that of a shorter one."""
+    """The text of a longer conversation does not begin with the text of a shorter one."""
 
 
 class UnsupportedFragment(TextError):
-    """Content that this model, or this part of the engine, cannot take."""
+    """This model, or this part of the engine, cannot take the content."""

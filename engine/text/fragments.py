@@ -1,4 +1,4 @@
-"""What a turn may hold besides plain text: typed, frozen, serialisable pieces."""
+"""The typed, serialisable parts of a turn: text, images, reasoning, tool calls and tool responses."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class ImageFragment(Frozen):
 
     kind: Literal["image"] = "image"
     url: str
-    """A `data:` URL that carries it, or the path of a local file, which becomes one when the thread enters a dataset or
-    is rendered. Other URLs are refused then: images are never fetched."""
+    """A `data:` URL with the image's bytes, or the path of a local file. A path becomes a `data:` URL when the thread
+    is loaded into a dataset or rendered. Any other URL is refused: images are never downloaded."""
 
 
 class ReasoningFragment(Frozen):
-    """What an assistant thought before it answered; not part of the answer's text."""
+    """Reasoning that an assistant wrote before its answer. It is not part of the answer's text."""
 
     kind: Literal["reasoning"] = "reasoning"
     text: str
@@ -44,7 +44,7 @@ class ToolCallFragment(Frozen):
 
 
 class ToolResponseFragment(Frozen):
-    """What a tool answered to the call of the same id."""
+    """The response of a tool to the call with the same id."""
 
     kind: Literal["tool_response"] = "tool_response"
     id: str
@@ -64,4 +64,4 @@ ALLOWED_ROLES: dict[str, tuple[Role, ...]] = {
     "tool_call": ("assistant",),
     "tool_response": ("tool",),
 }
-"""Which roles may hold a fragment of a kind."""
+"""The roles whose turns may hold a kind of fragment."""

@@ -1,10 +1,11 @@
-"""Rendering: conversations to token ids and back, by the model's own chat template.
+"""`Renderer`: converts conversations to token ids and back, with the model's own chat template.
 
-The ids of a whole thread are those of the template's whole text; each turn then gets its part of them. So the template
-may write what it likes (a default system prompt, say), as long as a longer conversation begins with the text of a
-shorter one. Sampled turns are never rendered: they keep the sampler's ids.
+The ids of a thread are those of the template's text of the whole thread. Each turn then gets its part of them. The
+template may add text of its own, such as a default system prompt, as long as the text of a longer conversation begins
+with the text of a shorter one. Sampled turns are never rendered: they keep the sampler's ids.
 
-Text that spells a special token becomes that token, as in every use of a chat template: clean what you do not trust.
+Text that spells a special token becomes that token, as with every use of a chat template: remove such text from
+untrusted input.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from typing import Any
 from engine.protocol import TokenSequence
 from engine.text.errors import ChatTemplateMissing, ThreadError, UnsupportedFragment
 from engine.text.images import embed_images, images_in, placed_images
-from engine.text.template import Piece, generation_header, template_pieces, template_text
+from engine.text.template import TurnText, generation_header, template_text, turn_texts
 from engine.text.threads import StringThread, TokenizedThread, TokenizedTurn
 from engine.text.tokenizers import Tokenizer
 from engine.text.turns import Turn
 
 
 class Renderer:
-    """Threads to token ids by one tokenizer. Raises ChatTemplateMissing when it has no chat template."""
+    """Converts threads to token ids with one tokenizer. Raises ChatTemplateMissing when it has no chat template."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         if not tokenizer.has_chat_template:
@@ -37,17 +38,17 @@ class Renderer:
     # -- text to ids -------------------------------------------------------------------------------------------
 
     def prompt_ids(self, thread: StringThread) -> list[int]:
-        """The ids a model is to continue: the whole thread and the header of the assistant's next turn.
+        """Returns the ids of a prompt: the whole thread and the header of the assistant's next turn.
 
         Raises ThreadError when the thread is empty or ends with the assistant's turn, UnsupportedFragment when it holds
-        an image: `prompt_sequence` takes one.
+        an image. `prompt_sequence` accepts images.
         """
         _check_prompt(thread.turns)
         self._check_text_only(thread.turns)
         return self.tokenizer.encode(template_text(self.tokenizer, thread.turns, generation_prompt=True))
 
     def prompt_sequence(self, thread: StringThread) -> TokenSequence:
-        """The same with the thread's images, and no token trained."""
+        """Returns the ids of a prompt with the thread's images. No token is trained."""
         _check_prompt(thread.turns)
         if not images_in(thread.turns):
             ids = self.prompt_ids(thread)
@@ -55,10 +56,11 @@ class Renderer:
         return self.sequence(self.prompt(thread))
 
     def prompt(self, thread: StringThread | TokenizedThread) -> TokenizedThread:
-        """The thread with the assistant's next turn opened (only its header): what `with_completion` completes.
+        """Returns the thread with an open assistant turn at its end, which has only the header. `with_completion`
+        completes it.
 
-        In a prompt only sampled turns stay trained: answers that came as text are context. A thread already opened
-        is returned as it is. Raises ThreadError as `prompt_ids` does.
+        Only sampled turns stay trained: in a prompt, answers that came as text are context. A thread that ends with an
+        open turn is returned unchanged. Raises the errors of `prompt_ids`.
         """
         if isinstance(thread, TokenizedThread):
             if thread.turns and thread.turns[-1].is_open:
@@ -67,46 +69,50 @@ class Renderer:
             header = generation_header(self.tokenizer, self.detokenize(thread).turns)
             turns, header_ids = list(thread.turns), self.tokenizer.encode(header)
         else:
+            # The header is encoded together with the turns, since a token may span the border between them.
             _check_prompt(thread.turns)
-            thread = self._with_images(thread)
-            pieces = [
-                *template_pieces(self.tokenizer, thread.turns),
-                Piece(generation_header(self.tokenizer, thread.turns), ""),
-            ]
-            *ids, (header_ids, _) = self._split(pieces)
+            thread = self._embed_images(thread)
+            header = generation_header(self.tokenizer, thread.turns)
+            texts = [*turn_texts(self.tokenizer, thread.turns), TurnText(header, "")]
+            *ids, (header_ids, _) = self._encode_parts(texts)
             turns = _tokenized_turns(thread, ids, self.tokenizer)
+
         context = [turn if turn.logprobs is not None else _untrained(turn) for turn in turns]
-        opened = TokenizedTurn(
+        open_turn = TokenizedTurn(
             "assistant", tuple(header_ids), (0.0,) * len(header_ids), header=len(header_ids), logprobs=()
         )
-        return TokenizedThread((*context, opened), thread.metadata)
+        return TokenizedThread((*context, open_turn), thread.metadata)
 
     def tokenize(self, thread: StringThread) -> TokenizedThread:
-        """Ids and weights of every turn. A trained turn trains its content and its end-of-turn token, not what the
-        template writes before (header) or after (a line break). Image files are read here, once.
+        """Returns the ids and weights of every turn. Image files are read here, once.
+
+        A trained turn trains its content and its end-of-turn token, and neither the header that the template writes
+        before nor the line break after it.
 
         Raises ThreadError (no turns), TemplateRefused, TemplateNotPrefixStable, UnsupportedFragment.
         """
-        thread = self._with_images(thread)
-        ids = self._split(template_pieces(self.tokenizer, thread.turns))
+        thread = self._embed_images(thread)
+        ids = self._encode_parts(turn_texts(self.tokenizer, thread.turns))
         return TokenizedThread(tuple(_tokenized_turns(thread, ids, self.tokenizer)), thread.metadata)
 
     def append(self, tokenized: TokenizedThread, role: str, content: Any) -> TokenizedThread:
-        """One more turn of text after ids that are kept as they are: how a sampled conversation goes on."""
+        """Appends a turn of text to a tokenised thread, whose ids do not change."""
         if tokenized.turns and tokenized.turns[-1].is_open:
             raise ThreadError("the last turn is open; complete it with with_completion before appending another")
-        after = self._with_images(self.detokenize(tokenized).append(role, content))
-        pieces = template_pieces(self.tokenizer, after.turns)
-        header_ids, body_ids = (self.tokenizer.encode(text) for text in pieces[-1])
-        weight = after.get_turn_weights()[-1]
-        turn = _tokenized_turn(after.turns[-1], header_ids, body_ids, weight, self.tokenizer)
+        thread = self._embed_images(self.detokenize(tokenized).append(role, content))
+        texts = turn_texts(self.tokenizer, thread.turns)
+        header_ids, body_ids = self.tokenizer.encode(texts[-1].header), self.tokenizer.encode(texts[-1].body)
+        weight = thread.get_turn_weights()[-1]
+        turn = _tokenized_turn(thread.turns[-1], header_ids, body_ids, weight, self.tokenizer)
+
+        # A sampled turn ends with its last sampled token. What the template writes after it goes to the new turn.
         if tokenized.turns and tokenized.turns[-1].logprobs is not None:
-            closing = self._closing(tokenized.turns[-1], pieces[-2].body)
+            closing_ids = self._closing_ids(tokenized.turns[-1], texts[-2].body)
             turn = replace(
                 turn,
-                token_ids=(*closing, *turn.token_ids),
-                weights=(*(0.0 for _ in closing), *turn.weights),
-                header=turn.header + len(closing),
+                token_ids=(*closing_ids, *turn.token_ids),
+                weights=(*(0.0 for _ in closing_ids), *turn.weights),
+                header=turn.header + len(closing_ids),
             )
         return TokenizedThread((*tokenized.turns, turn), tokenized.metadata)
 
@@ -115,7 +121,7 @@ class Renderer:
     def with_completion(
         self, prompt: TokenizedThread, token_ids: Sequence[int], logprobs: Sequence[float]
     ) -> TokenizedThread:
-        """The opened prompt with the sampled ids (weight 1 each) and their logprobs (nats), exactly as given."""
+        """Returns the prompt with its open turn completed by sampled ids (weight 1 each) and their logprobs (nats)."""
         if not prompt.turns or not prompt.turns[-1].is_open:
             raise ThreadError(
                 "the tokenized thread has no open assistant turn, expected one: begin with prompt(thread)"
@@ -125,17 +131,18 @@ class Renderer:
                 f"given {len(token_ids)} token ids and {len(logprobs)} logprobs; expected at least one id, and one "
                 "logprob for each"
             )
-        opened = prompt.turns[-1]
+        open_turn = prompt.turns[-1]
         turn = replace(
-            opened,
-            token_ids=(*opened.token_ids, *token_ids),
-            weights=(*opened.weights, *(1.0 for _ in token_ids)),
+            open_turn,
+            token_ids=(*open_turn.token_ids, *token_ids),
+            weights=(*open_turn.weights, *(1.0 for _ in token_ids)),
             logprobs=tuple(logprobs),
         )
         return TokenizedThread((*prompt.turns[:-1], turn), prompt.metadata)
 
     def detokenize(self, tokenized: TokenizedThread) -> StringThread:
-        """The conversation in text: sampled turns decoded, the others as they came. An open turn is left out."""
+        """Returns the conversation as text. Sampled turns are decoded, the others keep the text that they were made
+        from. An open turn is left out."""
         closed = [turn for turn in tokenized.turns if not turn.is_open]
         return StringThread(
             turns=[(turn.role, self._content(turn)) for turn in closed],
@@ -144,30 +151,33 @@ class Renderer:
         )
 
     def decode_completion(self, token_ids: Sequence[int]) -> str:
-        """The text of sampled ids, without the end-of-turn token and other specials."""
-        ended = bool(token_ids) and token_ids[-1] in self.tokenizer.eos_token_ids
-        return self.tokenizer.decode(token_ids[:-1] if ended else token_ids, skip_special=True)
+        """Returns the text of sampled ids, without special tokens such as the end-of-turn token."""
+        has_end = bool(token_ids) and token_ids[-1] in self.tokenizer.eos_token_ids
+        return self.tokenizer.decode(token_ids[:-1] if has_end else token_ids, skip_special=True)
 
     def serialize(self, tokenized: TokenizedThread) -> tuple[list[int], list[float]]:
-        """(token ids, weights), flat and of equal length; weight > 0 is trained. Raises UnsupportedFragment for a
-        thread with images, of which these would say nothing: see `sequence`."""
+        """Returns (token ids, weights) of equal length. Tokens with a weight > 0 are trained.
+
+        Raises UnsupportedFragment for a thread with images; `sequence` accepts them.
+        """
         self._check_text_only(tokenized.turns)
         return tokenized.token_ids, tokenized.weights
 
     def sequence(self, tokenized: TokenizedThread) -> TokenSequence:
-        """Token ids, weights and images, as the engine takes them."""
+        """Returns token ids, weights and images in the form that the engine takes."""
         images = placed_images(tokenized.turns, self.tokenizer.images)
         return TokenSequence(tokenized.token_ids, tokenized.weights, images=images)
 
-    # -- parts ------------------------------------------------------------------------------------------
+    # -- helpers -----------------------------------------------------------------------------------------------
 
     def _check_text_only(self, turns: Sequence[Turn] | Sequence[TokenizedTurn]) -> None:
-        if found := images_in(turns):
-            takes = "this call takes" if self.tokenizer.images else f"{self.tokenizer.name} takes"
-            raise UnsupportedFragment(f"turn {found[0][0]} holds an image; {takes} text only: remove it")
+        images = images_in(turns)
+        if images:
+            subject = "this call takes" if self.tokenizer.images else f"{self.tokenizer.name} takes"
+            raise UnsupportedFragment(f"turn {images[0][0]} holds an image; {subject} text only: remove it")
 
-    def _with_images(self, thread: StringThread) -> StringThread:
-        """The thread with the bytes of its images. No file is read for a model that takes none."""
+    def _embed_images(self, thread: StringThread) -> StringThread:
+        """Returns the thread with the bytes of its images. It reads no file if the model takes no images."""
         if self.tokenizer.images is None:
             self._check_text_only(thread.turns)
         return embed_images(thread)
@@ -175,27 +185,37 @@ class Renderer:
     def _content(self, turn: TokenizedTurn) -> Any:
         return turn.content if turn.logprobs is None else self.decode_completion(turn.token_ids[turn.header :])
 
-    def _split(self, pieces: Sequence[Piece]) -> list[tuple[list[int], list[int]]]:
-        """(header ids, body ids) of each piece; together exactly the ids of the whole text.
+    def _encode_parts(self, turns: Sequence[TurnText]) -> list[tuple[list[int], list[int]]]:
+        """Returns (header ids, body ids) of each turn. Joined, they are exactly the ids of the whole text.
 
         A token that spans two parts belongs to the later one, so that no trained content is lost.
         """
-        texts = [text for piece in pieces for text in piece]
+        texts: list[str] = []
+        for turn in turns:
+            texts.extend(turn)
         whole = self.tokenizer.encode("".join(texts))
         parts = [self.tokenizer.encode(text) for text in texts]
-        if [token for part in parts for token in part] != whole:
-            ends = [_common_length(self.tokenizer.encode(prefix), whole) for prefix in accumulate(texts[:-1])]
+        joined: list[int] = []
+        for part in parts:
+            joined.extend(part)
+
+        # Some token spans two parts: cut the whole text's ids where they begin to differ from those of each prefix.
+        if joined != whole:
+            prefixes = accumulate(texts[:-1])
+            ends = [_common_length(self.tokenizer.encode(prefix), whole) for prefix in prefixes]
             cuts = [0, *accumulate(ends, max), len(whole)]
             parts = [whole[start:end] for start, end in pairwise(cuts)]
         return list(zip(parts[::2], parts[1::2], strict=True))
 
-    def _closing(self, sampled: TokenizedTurn, body: str) -> list[int]:
-        """What the template writes after a sampled turn before the next: its end-of-turn token too, if it was cut."""
+    def _closing_ids(self, sampled: TokenizedTurn, body: str) -> list[int]:
+        """Returns the ids that the template writes between a sampled turn and the next one. They include the
+        end-of-turn token if the sampled turn was cut before it."""
         body_ids = self.tokenizer.encode(body)
-        eos = self.tokenizer.eos_token_ids
+        eos_ids = self.tokenizer.eos_token_ids
         end = _trained_length(body_ids, self.tokenizer)
-        ended = sampled.token_ids[-1] in eos
-        return body_ids[end - 1 :] if not ended and end and body_ids[end - 1] in eos else body_ids[end:]
+        was_cut = sampled.token_ids[-1] not in eos_ids
+        template_has_end = end > 0 and body_ids[end - 1] in eos_ids
+        return body_ids[end - 1 :] if was_cut and template_has_end else body_ids[end:]
 
 
 def _check_prompt(turns: Sequence[Turn] | Sequence[TokenizedTurn]) -> None:
@@ -226,8 +246,8 @@ def _tokenized_turn(
 
 
 def _trained_length(body: Sequence[int], tokenizer: Tokenizer) -> int:
-    """How many of a turn's ids are content and end of turn; where no end-of-turn token is known, all but the white
-    space at the end."""
+    """Returns the number of a turn's ids up to and including its end-of-turn token. If it has none, white space at the
+    end is not counted."""
     for length in range(len(body), 0, -1):
         if body[length - 1] in tokenizer.eos_token_ids:
             return length
@@ -242,5 +262,8 @@ def _untrained(turn: TokenizedTurn) -> TokenizedTurn:
 
 
 def _common_length(left: Sequence[int], right: Sequence[int]) -> int:
-    """The length of the longest common prefix."""
-    return next((at for at, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
+    """Returns the length of the longest common prefix."""
+    for index, (a, b) in enumerate(zip(left, right, strict=False)):
+        if a != b:
+            return index
+    return min(len(left), len(right))

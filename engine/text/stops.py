@@ -1,4 +1,4 @@
-"""Stop strings: where a completion ends besides its end-of-turn token."""
+"""Stop strings, which end a completion besides the end-of-turn token: finds them in token ids and in text."""
 
 from __future__ import annotations
 
@@ -9,25 +9,29 @@ from engine.text.tokenizers import Tokenizer
 
 
 def stop_token_ids(tokenizer: Tokenizer, stops: Sequence[str]) -> tuple[int, ...]:
-    """The stop strings that are one token each: a sampler can end there by itself."""
-    ids = (tokenizer.encode(text) for text in stops)
-    return tuple(dict.fromkeys(found[0] for found in ids if len(found) == 1))
+    """Returns the ids of the stop strings that are a single token. A sampler can stop at these by itself."""
+    encoded = [tokenizer.encode(stop) for stop in stops]
+    single_tokens = [ids[0] for ids in encoded if len(ids) == 1]
+    return tuple(dict.fromkeys(single_tokens))
 
 
 def tokens_until_stop(tokenizer: Tokenizer, token_ids: Sequence[int], stops: Sequence[str], *, at_least: int) -> int:
-    """How many of the tokens a completion keeps: up to the one that completes the first stop string, all without one.
-    Stop strings within the first `at_least` tokens do not count."""
+    """Returns how many tokens a completion keeps: up to and including the token that completes the first stop string.
 
-    def stopped(length: int) -> bool:
+    Without a stop string it keeps all of them. Stop strings within the first `at_least` tokens do not count.
+    """
+
+    def has_stop(length: int) -> bool:
         text = tokenizer.decode(token_ids[at_least:length])
         return any(stop in text for stop in stops)
 
-    if not stops or not stopped(len(token_ids)):
+    if not stops or not has_stop(len(token_ids)):
         return len(token_ids)
-    # once it is there it stays there, however many tokens follow
-    return bisect_left(range(len(token_ids) + 1), True, lo=at_least, key=stopped)
+    # A prefix that holds a stop string still holds it with more tokens, so the shortest one is found by bisection.
+    return bisect_left(range(len(token_ids) + 1), True, lo=at_least, key=has_stop)
 
 
 def text_until_stop(text: str, stops: Sequence[str]) -> str:
-    """The text before the first stop string."""
-    return text[: min((at for at in map(text.find, stops) if at >= 0), default=len(text))]
+    """Returns the text before the first stop string."""
+    positions = [text.find(stop) for stop in stops]
+    return text[: min((position for position in positions if position >= 0), default=len(text))]

@@ -1,47 +1,71 @@
-"""The chat template's text of a thread, turn by turn: what each turn adds to the text of those before it."""
+"""Applies a chat template to a thread, and divides the template's text into what each turn adds to the turns before."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from engine.text.errors import TemplateNotPrefixStable, TemplateRefused, ThreadError, UnsupportedFragment
 from engine.text.fragments import ReasoningFragment, ToolCallFragment
 from engine.text.images import images_in
 from engine.text.tokenizers import Tokenizer
-from engine.text.turns import Turn, turn_messages
+from engine.text.turns import Turn, fragments_of, turn_messages
 
 
-class Piece(NamedTuple):
-    """The template's text of one turn: the header that opens an assistant's turn ("" for others), and the rest."""
+class TurnText(NamedTuple):
+    """The template's text of one turn."""
 
     header: str
+    """The text that opens an assistant's turn; "" for the other roles."""
     body: str
+    """The rest of the turn's text."""
 
 
 def template_text(tokenizer: Tokenizer, turns: Sequence[Turn], *, generation_prompt: bool) -> str:
-    """What the template writes for the turns, with room for each image where the model takes them. Raises
-    UnsupportedFragment for what it could only lose, ThreadError for text that spells an image."""
+    """Returns the text that the template makes of the turns, with placeholders for the images where the model takes
+    images.
+
+    Raises:
+        UnsupportedFragment: the model takes no images, or the template leaves out a tool call.
+        ThreadError: the conversation's own text contains an image token.
+    """
     images = images_in(turns)
     if images and tokenizer.images is None:
         raise UnsupportedFragment(
             f"turn {images[0][0]} holds an image; {tokenizer.name} takes text only: remove it, or take a "
             "vision-language model (idefics3, smolvlm)"
         )
-    parts = [part for turn in turns if not isinstance(turn.content, str) for part in turn.content]
-    calls = [part.name for part in parts if isinstance(part, ToolCallFragment)]
-    messages = [message for turn in turns for message in turn_messages(turn)]
-    if tokenizer.images is not None:  # templates of these models take lists of parts only
-        messages = [message | {"content": _as_parts(message["content"])} for message in messages]
+
+    messages = _messages(turns)
+    if tokenizer.images is not None:
+        # the templates of these models accept content as a list of parts only
+        for message in messages:
+            message["content"] = _as_parts(message["content"])
     text = tokenizer.apply_chat_template(messages, generation_prompt=generation_prompt)
     if tokenizer.images is not None:
-        text = tokenizer.images.expanded(text, len(images))
-    if lost := [name for name in calls if name not in text]:
+        text = tokenizer.images.expand(text, len(images))
+
+    missing_call = next((name for name in _tool_call_names(turns) if name not in text), None)
+    if missing_call is not None:
         raise UnsupportedFragment(
-            f"the chat template of {tokenizer.name} does not write the tool call {lost[0]!r}; take a model "
+            f"the chat template of {tokenizer.name} does not write the tool call {missing_call!r}; take a model "
             "whose template knows tools, or write the call as text"
         )
     return text
+
+
+def _messages(turns: Sequence[Turn]) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    for turn in turns:
+        messages.extend(turn_messages(turn))
+    return messages
+
+
+def _tool_call_names(turns: Sequence[Turn]) -> list[str]:
+    names: list[str] = []
+    for turn in turns:
+        names.extend(part.name for part in fragments_of(turn.content) if isinstance(part, ToolCallFragment))
+    return names
 
 
 def _as_parts(content: str | list[dict[str, str]]) -> list[dict[str, str]]:
@@ -49,20 +73,22 @@ def _as_parts(content: str | list[dict[str, str]]) -> list[dict[str, str]]:
 
 
 def generation_header(tokenizer: Tokenizer, turns: Sequence[Turn]) -> str:
-    """What the template writes after the turns to open the assistant's next one."""
+    """Returns the text that the template adds after `turns` to open the assistant's next turn."""
     if not turns:
         raise ThreadError("the thread begins with the assistant's turn; expected a system or user turn before it")
-    written = template_text(tokenizer, turns, generation_prompt=False)
-    return _suffix(
-        tokenizer, template_text(tokenizer, turns, generation_prompt=True), written, f"opening turn {len(turns)}"
-    )
+    text = template_text(tokenizer, turns, generation_prompt=False)
+    text_with_header = template_text(tokenizer, turns, generation_prompt=True)
+    return _added_text(tokenizer, text, text_with_header, change=f"opening turn {len(turns)}")
 
 
-def template_pieces(tokenizer: Tokenizer, turns: Sequence[Turn]) -> list[Piece]:
-    """The template's text, turn by turn: what each turn adds to the text of those before it."""
+def turn_texts(tokenizer: Tokenizer, turns: Sequence[Turn]) -> list[TurnText]:
+    """Returns what each turn adds to the template's text of the turns before it.
+
+    Raises ThreadError (no turns), TemplateRefused, TemplateNotPrefixStable, UnsupportedFragment.
+    """
     if not turns:
         raise ThreadError("the thread has no turns, expected at least one; begin it with .user(…)")
-    written, pieces = "", []
+    text_before, texts = "", []
     for index, turn in enumerate(turns):
         header = generation_header(tokenizer, turns[:index]) if turn.role == "assistant" else ""
         try:
@@ -70,29 +96,38 @@ def template_pieces(tokenizer: Tokenizer, turns: Sequence[Turn]) -> list[Piece]:
         except TemplateRefused:
             if index or turn.role != "system" or len(turns) == 1:
                 raise
-            # some templates refuse a system turn alone: what it writes then counts as the next turn's
-            pieces.append(Piece("", ""))
+            # Some templates refuse a conversation that is only a system turn. Its text then counts as the next turn's.
+            texts.append(TurnText("", ""))
             continue
-        body = _suffix(tokenizer, text, written + header, f"adding turn {index} ({turn.role})")
+        body = _added_text(tokenizer, text_before + header, text, change=f"adding turn {index} ({turn.role})")
         _check_reasoning(tokenizer, turn, header + body, index)
-        pieces.append(Piece(header, body))
-        written = text
-    return pieces
+        texts.append(TurnText(header, body))
+        text_before = text
+    return texts
 
 
-def _suffix(tokenizer: Tokenizer, text: str, written: str, doing: str) -> str:
-    if not text.startswith(written):
-        at = next((at for at, (a, b) in enumerate(zip(text, written, strict=False)) if a != b), len(text))
+def _added_text(tokenizer: Tokenizer, before: str, after: str, *, change: str) -> str:
+    """Returns what `after` adds to `before`. Raises TemplateNotPrefixStable if it does not begin with it."""
+    if not after.startswith(before):
+        start = _first_difference(before, after)
         raise TemplateNotPrefixStable(
-            f"the chat template of {tokenizer.name} rewrites earlier text when {doing}: {written[at : at + 40]!r} "
-            f"became {text[at : at + 40]!r}; expected it only to add: use a template that does not depend on later "
-            "turns (reasoning of earlier turns is what most drop), or train on threads of one answer"
+            f"the chat template of {tokenizer.name} rewrites earlier text when {change}: "
+            f"{before[start : start + 40]!r} became {after[start : start + 40]!r}; expected it only to add text: use a "
+            "template that does not depend on later turns (many templates drop the reasoning of earlier turns), or "
+            "train on threads with a single answer"
         )
-    return text[len(written) :]
+    return after[len(before) :]
+
+
+def _first_difference(before: str, after: str) -> int:
+    for index, (old, new) in enumerate(zip(before, after, strict=False)):
+        if old != new:
+            return index
+    return len(after)
 
 
 def _check_reasoning(tokenizer: Tokenizer, turn: Turn, text: str, index: int) -> None:
-    for part in turn.content if not isinstance(turn.content, str) else ():
+    for part in fragments_of(turn.content):
         if isinstance(part, ReasoningFragment) and part.text.strip() not in text:
             raise UnsupportedFragment(
                 f"the chat template of {tokenizer.name} does not write the reasoning of turn {index}; take a "

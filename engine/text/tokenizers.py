@@ -1,4 +1,4 @@
-"""Tokenizers, loaded from a folder and never from a network."""
+"""`Tokenizer`, and loading one from a local folder. Nothing is downloaded. For stored models see `stored_models`."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ TOKENIZER_FILES: tuple[str, ...] = (
     "vocab.txt",
     *PROCESSOR_FILES,
 )
-"""What of a model folder a tokenizer needs; generation_config.json names all the ids that end a turn, the processor's
-files how many tokens an image takes."""
+"""The files of a model folder that a tokenizer needs. generation_config.json lists the ids that end a turn, and the
+processor's files give the number of tokens per image."""
 
 
 class Tokenizer:
-    """A Hugging Face tokenizer behind the few calls the engine makes."""
+    """A Hugging Face tokenizer, reduced to the calls that the engine makes."""
 
     def __init__(
         self,
@@ -47,14 +47,14 @@ class Tokenizer:
         self._tokenizer: Any = tokenizer
         self.name = name
         self.images = images
-        """How prompts make room for images; None: the model takes text only."""
+        """How prompts represent images. None: the model takes text only."""
         self.eos_token_ids: tuple[int, ...] = tuple(eos_token_ids)
-        """The ids that end a turn; never empty."""
+        """The ids that end a turn, at least one."""
         self.vocab_size: int = len(tokenizer)
-        """Number of ids, the added ones included."""
+        """Number of ids, including added tokens."""
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of the text as it stands: nothing is added; text that spells a special token becomes it."""
+        """Returns the token ids of the text. Nothing is added. Text that spells a special token becomes that token."""
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
@@ -67,7 +67,7 @@ class Tokenizer:
         return bool(self._tokenizer.chat_template)
 
     def apply_chat_template(self, messages: list[dict[str, Any]], *, generation_prompt: bool) -> str:
-        """The text of the messages. Raises ChatTemplateMissing, TemplateRefused."""
+        """Returns the template's text of the messages. Raises ChatTemplateMissing, TemplateRefused."""
         if not self.has_chat_template:
             raise ChatTemplateMissing(
                 f"the tokenizer of {self.name} has no chat template; expected one in chat_template.jinja or under "
@@ -77,18 +77,19 @@ class Tokenizer:
             return self._tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=generation_prompt
             )
-        except Exception as error:  # the boundary to the template, a program of the model's maker: it raises any type
+        except Exception as error:  # boundary to the template, a program of the model, which may raise any type
             roles = [message["role"] for message in messages]
             raise TemplateRefused(
                 f"the chat template of {self.name} refused messages of the roles {roles}: "
-                f"{type(error).__name__}: {error}; give it the roles and order it takes, or mend the template"
+                f"{type(error).__name__}: {error}; give it the roles and order it takes, or correct the template"
             ) from error
 
 
 def load_tokenizer(folder: Path, *, name: str | None = None) -> Tokenizer:
-    """The tokenizer of a Hugging Face folder; `name` stands for it in errors. Code in the folder is never run.
+    """Loads the tokenizer of a Hugging Face folder. Code in the folder is never run. `name` names the folder in errors.
 
-    Raises TokenizerMissing when there is no folder, no tokenizer in it, or one without an end-of-sequence token.
+    Raises TokenizerMissing when there is no folder, no tokenizer in it, or a tokenizer without an end-of-sequence
+    token.
     """
     from transformers import AutoTokenizer
 
@@ -102,7 +103,7 @@ def load_tokenizer(folder: Path, *, name: str | None = None) -> Tokenizer:
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the boundary to transformers: what it raises on a broken file is of any type
+    except Exception as error:  # boundary to transformers, which may raise any type on a broken file
         raise TokenizerMissing(
             f"the tokenizer of {name} cannot be loaded ({type(error).__name__}: {error}); expected the files "
             "save_pretrained writes: save them again"
@@ -112,19 +113,20 @@ def load_tokenizer(folder: Path, *, name: str | None = None) -> Tokenizer:
 
 
 def _eos_token_ids(tokenizer: Any, folder: Path, name: str) -> list[int]:
-    """The tokenizer's own end-of-sequence id, then those generation_config.json adds."""
-    found = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    """Returns the tokenizer's own end-of-sequence id, then those that generation_config.json adds."""
+    ids = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     path = folder / "generation_config.json"
     if path.is_file():
         try:
-            given = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-            found += [int(i) for i in (given if isinstance(given, list) else [given]) if i is not None]
+            value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+            values = value if isinstance(value, list) else [value]
+            ids += [int(eos_id) for eos_id in values if eos_id is not None]
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise TokenizerMissing(
                 f"generation_config.json of {name} is no JSON object with token ids in eos_token_id: {error}"
             ) from error
-    if not found:
+    if not ids:
         raise TokenizerMissing(
             f"the tokenizer of {name} has no end-of-sequence token; expected 'eos_token' in tokenizer_config.json"
         )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(ids))

@@ -1,4 +1,5 @@
-"""Turns: what they are, how given ones are checked, and the messages chat templates take for them."""
+"""Turns of a conversation: the value type, the validation of turns, weights and metadata, and the messages that chat
+templates take."""
 
 from __future__ import annotations
 
@@ -29,30 +30,41 @@ _METADATA = TypeAdapter(dict[str, JsonValue])
 
 
 class Turn(NamedTuple):
-    """One turn; it is also the pair (role, content)."""
+    """One turn of a conversation. It equals the pair (role, content)."""
 
     role: Role
     content: Content
 
     @property
     def text(self) -> str:
-        """The turn's text: its text and tool-response fragments joined; reasoning and tool calls left out."""
+        """The text and tool-response fragments, joined. Reasoning and tool calls are left out."""
         if isinstance(self.content, str):
             return self.content
         return "".join(part.text for part in self.content if isinstance(part, TextFragment | ToolResponseFragment))
 
 
+def fragments_of(content: Content | None) -> tuple[Fragment, ...]:
+    """Returns the fragments of a turn's content; none for plain text and for a turn without content."""
+    return content if isinstance(content, tuple) else ()
+
+
+# -- messages of chat templates --------------------------------------------------------------------------------
+
+
 def turn_messages(turn: Turn) -> list[dict[str, Any]]:
-    """The messages one turn becomes: one, except for a tool turn that holds several responses."""
+    """Returns the messages of a turn. It is one message, or one per response for a tool turn of several responses."""
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
     responses = [part for part in turn.content if isinstance(part, ToolResponseFragment)]
     if responses and len(responses) == len(turn.content):
         return [_response_message(part) for part in responses]
-    message: dict[str, Any] = {"role": turn.role, "content": _message_content(turn)}
-    if reasoning := "".join(part.text for part in turn.content if isinstance(part, ReasoningFragment)):
+
+    message: dict[str, Any] = {"role": turn.role, "content": _message_content(turn.content, turn.text)}
+    reasoning = "".join(part.text for part in turn.content if isinstance(part, ReasoningFragment))
+    if reasoning:
         message["reasoning_content"] = reasoning
-    if calls := [part for part in turn.content if isinstance(part, ToolCallFragment)]:
+    calls = [part for part in turn.content if isinstance(part, ToolCallFragment)]
+    if calls:
         message["tool_calls"] = [
             {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
             for call in calls
@@ -65,12 +77,12 @@ def _response_message(part: ToolResponseFragment) -> dict[str, Any]:
     return message if part.name is None else message | {"name": part.name}
 
 
-def _message_content(turn: Turn) -> str | list[dict[str, str]]:
-    assert not isinstance(turn.content, str)
-    if not any(isinstance(part, ImageFragment) for part in turn.content):
-        return turn.text
+def _message_content(fragments: tuple[Fragment, ...], text: str) -> str | list[dict[str, str]]:
+    """Returns the text, or a list of parts if there is an image."""
+    if not any(isinstance(part, ImageFragment) for part in fragments):
+        return text
     parts = []
-    for part in turn.content:
+    for part in fragments:
         if isinstance(part, ImageFragment):
             parts.append({"type": "image", "url": part.url})
         elif isinstance(part, TextFragment | ToolResponseFragment):
@@ -78,100 +90,111 @@ def _message_content(turn: Turn) -> str | list[dict[str, str]]:
     return parts
 
 
+# -- validation ------------------------------------------------------------------------------------------------
+
+
 def default_weight(turn: Turn) -> float:
-    """1 for an assistant turn, 0 for any other."""
+    """Returns 1 for an assistant turn and 0 for any other."""
     return 1.0 if turn.role == "assistant" else 0.0
 
 
-def plain_content(content: Content) -> Any:
-    """The content as JSON says it."""
+def content_as_json(content: Content) -> Any:
+    """Returns the content as JSON values."""
     return content if isinstance(content, str) else [part.model_dump(mode="json") for part in content]
 
 
 def check_turns(turns: Any) -> tuple[Turn, ...]:
-    """The given turns, checked. Raises ThreadError, which names the turn."""
+    """Returns the turns after validation. Raises ThreadError, which names the turn."""
     if isinstance(turns, str | bytes | Mapping) or not isinstance(turns, Iterable):
-        raise ThreadError(f"turns is {shown(turns)}; expected a list of (role, content), as in [('user', 'Hello')]")
+        raise ThreadError(
+            f"turns is {short_repr(turns)}; expected a list of (role, content), as in [('user', 'Hello')]"
+        )
     return tuple(turn if isinstance(turn, Turn) else check_turn(turn, index) for index, turn in enumerate(turns))
 
 
-def check_turn(given: Any, index: int) -> Turn:
-    """A checked turn out of a (role, content) pair or a {'role', 'content'} mapping."""
-    if isinstance(given, Mapping) and given.keys() == {"role", "content"}:
-        given = (given["role"], given["content"])
-    if not isinstance(given, tuple | list) or len(given) != 2:
-        raise ThreadError(f"turn {index} is {shown(given)}; expected (role, content), as in ('user', 'Hello')")
-    role, content = given
+def check_turn(value: Any, index: int) -> Turn:
+    """Returns the turn of a (role, content) pair or a {'role', 'content'} mapping. Raises ThreadError."""
+    if isinstance(value, Mapping) and value.keys() == {"role", "content"}:
+        value = (value["role"], value["content"])
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise ThreadError(f"turn {index} is {short_repr(value)}; expected (role, content), as in ('user', 'Hello')")
+    role, content = value
     if role not in ROLES:
-        raise ThreadError(f"the role of turn {index} is {shown(role)}; expected one of {', '.join(ROLES)}")
-    return Turn(role, _text(content, index) if isinstance(content, str) else _fragments(content, role, index))
+        raise ThreadError(f"the role of turn {index} is {short_repr(role)}; expected one of {', '.join(ROLES)}")
+    if isinstance(content, str):
+        return Turn(role, _check_text(content, index))
+    return Turn(role, _check_fragments(content, role, index))
 
 
-def _text(text: str, index: int) -> str:
+def _check_text(text: str, index: int) -> str:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ThreadError(
             f"the content of turn {index} holds half a surrogate pair at character {error.start}; "
-            "expected text that UTF-8 can say: decode it with errors='replace' first"
+            "expected text that UTF-8 can encode: decode it with errors='replace' first"
         ) from error
     return text
 
 
-def _fragments(content: Any, role: str, index: int) -> tuple[Fragment, ...]:
+def _check_fragments(content: Any, role: str, index: int) -> tuple[Fragment, ...]:
     where = f"the content of turn {index} ({role})"
     if not isinstance(content, list | tuple) or not content:
-        raise ThreadError(f"{where} is {shown(content)}; expected a str, or a list of at least one fragment")
+        raise ThreadError(f"{where} is {short_repr(content)}; expected a str, or a list of at least one fragment")
     try:
         parts = _FRAGMENTS.validate_python(content)
     except ValidationError as error:
-        first = error.errors()[0]
-        at = ".".join(str(step) for step in first["loc"])
+        first_error = error.errors()[0]
+        location = ".".join(str(step) for step in first_error["loc"])
         raise ThreadError(
-            f"{where}, fragment {at}: {first['msg']}, given {shown(first['input'])}; "
+            f"{where}, fragment {location}: {first_error['msg']}, given {short_repr(first_error['input'])}; "
             "expected the fragments of engine.text.fragments, as in [TextFragment(text='Hello')]"
         ) from error
     for part in parts:
         allowed = ALLOWED_ROLES[part.kind]
         if role not in allowed:
             raise ThreadError(f"{where} holds a {part.kind} fragment; expected it in a turn of {' or '.join(allowed)}")
-        _text(json.dumps(part.model_dump(mode="json"), ensure_ascii=False), index)
+        _check_text(json.dumps(part.model_dump(mode="json"), ensure_ascii=False), index)
     return parts
 
 
 def check_metadata(metadata: Any) -> dict[str, JsonValue]:
-    """A deep copy that JSON can say."""
+    """Returns a deep copy of the metadata. Raises ThreadError unless JSON can represent it exactly."""
     try:
         checked = _METADATA.validate_python(metadata)
         json.dumps(checked, allow_nan=False, ensure_ascii=False).encode("utf-8")
     except ValueError as error:
-        why = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        problem = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
         raise ThreadError(
-            f"metadata is {shown(metadata)} ({why}); expected a dict that JSON can say: str keys, finite numbers, "
-            "lists, no tuples, no numpy values"
+            f"metadata is {short_repr(metadata)} ({problem}); expected a dict that JSON can represent: str keys, "
+            "finite numbers, lists, no tuples, no numpy values"
         ) from error
     return checked
 
 
 def check_weights(weights: Any, turns: tuple[Turn, ...]) -> tuple[float, ...] | None:
-    """One finite weight per turn, or None. Raises ThreadError."""
+    """Returns one finite weight per turn, or None if they are the default weights. Raises ThreadError."""
     if weights is None:
         return None
     if not isinstance(weights, list | tuple) or len(weights) != len(turns):
-        raise ThreadError(f"weights is {shown(weights)} for {len(turns)} turns; give a list of one number per turn")
+        raise ThreadError(
+            f"weights is {short_repr(weights)} for {len(turns)} turns; give a list of one number per turn"
+        )
     for index, (weight, turn) in enumerate(zip(weights, turns, strict=True)):
-        number = isinstance(weight, int | float) and not isinstance(weight, bool)
-        if not number or not math.isfinite(weight) or weight < 0:
-            raise ThreadError(f"the weight of turn {index} is {shown(weight)}; expected a finite number of at least 0")
+        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if not is_number or not math.isfinite(weight) or weight < 0:
+            raise ThreadError(
+                f"the weight of turn {index} is {short_repr(weight)}; expected a finite number of at least 0"
+            )
         if weight > 0 and turn.role != "assistant":
             raise ThreadError(f"turn {index} ({turn.role}) has weight {weight}; only assistant turns can be trained")
     checked = tuple(float(weight) for weight in weights)
-    # one spelling of the default, so that threads that mean the same are equal, and so are their bytes
+    # The default has only one representation, so that threads with equal weights are equal and have equal bytes.
     return None if checked == tuple(default_weight(turn) for turn in turns) else checked
 
 
-def shown(value: Any) -> str:
-    """The start of a value, for an error."""
+def short_repr(value: Any) -> str:
+    """Returns the first 80 characters of a value's repr, for an error message."""
     try:
         text = repr(value)
     except RecursionError:

@@ -198,7 +198,7 @@ async def test_a_saved_model_is_whole(ctx: Context, vision_folder: Path, tmp_pat
         ("http://127.0.0.1/cat.png", UnsupportedFragment, "data: URL"),
         ("s3://bucket/cat.png", UnsupportedFragment, "never fetched"),
         ("/no/such/file.png", ThreadError, "cannot be read"),
-        ("data:image/png;base64,***", ThreadError, "no base64"),
+        ("data:image/png;base64,***", ThreadError, "not valid base64"),
         ("data:image/png;base64,", ThreadError, "no bytes"),
         ("data:image/png,abc", ThreadError, "expected data:image/png;base64"),
     ],

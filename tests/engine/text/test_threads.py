@@ -246,7 +246,7 @@ def test_metadata_json_cannot_say(metadata: Any) -> None:
 
 def test_unknown_arguments_are_refused() -> None:
     with pytest.raises(ValidationError, match="extra_forbidden"):
-        StringThread([("user", "x")], weight=1)
+        StringThread([("user", "x")], weight=1)  # type: ignore[arg-type]
 
 
 class TestTokenized:

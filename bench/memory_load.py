@@ -88,7 +88,7 @@ def planned(shape: ModelShape, stage: int, dtype: str) -> float:
     """Bytes of the start that the plan gives to one rank."""
     trainer = {"kind": "deepspeed", "ranks": RANKS, "zero_stage": stage, "bucket_mib": BUCKET_MIB}
     spec = LocalEngineSpec.model_validate({"device": "cpu", "compute_dtype": dtype, "trainer": trainer})
-    (load,) = plan_memory(spec, Workload(shape, context=512, frozen=0), Machine.cpu(64 << 30)).loads
+    (load,) = plan_memory(spec, Workload(shape, context=512, frozen=0), Machine.cpu(64 << 30)).pools
     left_out = ("runtime", "sampler", "kv")
     return sum(part.bytes.get("start", 0.0) for part in load.parts if part.key not in left_out) / RANKS
 

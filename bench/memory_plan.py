@@ -48,7 +48,7 @@ def planned(shape: ModelShape, dtype: str, tokens: int, *, sampler: bool) -> flo
     work = Workload(shape, context=SEQUENCE // 4 + NEW_TOKENS, frozen=0)
     plan = plan_memory(spec, work, Machine.cpu(64 << 30))
     left_out = ("runtime",) if sampler else ("runtime", "sampler", "kv")
-    parts = [part for part in plan.loads[0].parts if part.key not in left_out]
+    parts = [part for part in plan.pools[0].parts if part.key not in left_out]
     return max(sum(part.bytes.get(phase, 0) for part in parts) for phase in PHASES)
 
 

@@ -34,7 +34,7 @@ from engine.backends.torch.packing import micro_batches
 from engine.backends.torch.trainer import TorchTrainer
 from engine.backends.torch.weight_following import FollowingSampler, MirrorSampler
 from engine.backends.weight_files.staging import staging_folder
-from engine.memory_plan.parts import activations, autocast_weights, head_activations, torch_states
+from engine.memory_plan.formulas import activations, autocast_weights, head_activations, torch_states
 from engine.models.samples import Sample
 from engine.protocol import SamplingParams, TokenSequence
 from storage.chain.records import OptimizerSpec
@@ -161,7 +161,7 @@ def _memory(setting: Setting, name: str, part: str, loss: str, samples: list[Sam
 
 
 def planned_gib(setting: Setting, name: str, *, trained: int) -> float:
-    """engine.memory_plan.parts for one full micro-batch: states, copies that autocast keeps, activations, logits."""
+    """engine.memory_plan.formulas for one full micro-batch: states, copies that autocast keeps, activations, logits."""
     shape, compute = setting.shape(name), setting.compute_dtype.itemsize
     on_device, _ = activations(shape, setting.max_tokens, compute=compute, autocast=True, recompute="none")
     states = torch_states(shape.parameters).total + autocast_weights(shape, compute)

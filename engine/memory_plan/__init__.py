@@ -1,1 +1,1 @@
-"""The memory that an engine needs on each device, computed before anything starts. No torch."""
+"""Computes the memory that an engine needs on each device, before anything starts. Without torch."""

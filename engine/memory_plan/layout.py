@@ -1,11 +1,11 @@
-"""Which GPUs of which machine train and sample, as Ray would place them. No torch, no Ray.
+"""Computes which GPUs of which machine train and which sample, as Ray would place the processes. Without torch and Ray.
 
-Ranks fill one machine after the other, then replicas that are placed apart take the GPUs that are left. The process of
-the engine itself runs on the first machine: the torch trainer there takes its first GPU.
-"""
+The ranks fill one machine after the other. Replicas that are placed apart take the GPUs that are left. The process of
+the engine itself runs on the first machine: the torch trainer takes the first GPU there. """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.errors import BadSpec
@@ -15,49 +15,61 @@ from engine.specs.sampler import VllmSpec
 from engine.specs.trainer import DeepSpeedSpec
 
 
-def ranks_of(spec: LocalEngineSpec, machine: Machine) -> int:
-    """Processes that train. Raises BadSpec where that depends on a cluster of unknown size."""
+@dataclass(frozen=True, slots=True)
+class _GpuSlot:
+    """A GPU: the index of its machine and its number there."""
+
+    machine: int
+    gpu: int
+
+
+_ProcessGpus = tuple[_GpuSlot, ...]
+"""The GPUs of one process."""
+
+
+def count_ranks(spec: LocalEngineSpec, machine: Machine) -> int:
+    """Returns the number of processes that train. Raises BadSpec where it depends on a cluster of unknown size."""
     if machine.device == "cpu":
         return spec.ranks(0)
-    automatic = isinstance(spec.trainer, DeepSpeedSpec) and spec.trainer.ranks == "auto"
-    count = 1 if spec.cluster.address is None else machine.count
-    if automatic and count is None:
+    is_automatic = isinstance(spec.trainer, DeepSpeedSpec) and spec.trainer.ranks == "auto"
+    machines = 1 if spec.cluster.address is None else machine.count
+    if is_automatic and machines is None:
         raise BadSpec(
             "trainer.ranks='auto' takes every GPU of the cluster, and the plan does not know how many there are; say "
             "how many machines the cluster has (--machines), or set trainer.ranks"
         )
-    return spec.ranks(machine.devices * (count or 1))
+    return spec.ranks(machine.devices * (machines or 1))
 
 
-def lay_out(spec: LocalEngineSpec, machine: Machine) -> tuple[MachineUse, ...]:
-    """What runs on each machine, in order. Raises BadSpec for more GPUs than the machines have."""
-    ranks, samplers = ranks_of(spec, machine), max(1, spec.replicas)
+def place_processes(spec: LocalEngineSpec, machine: Machine) -> tuple[MachineUse, ...]:
+    """Returns the processes of each machine, in order. Raises BadSpec if there are not enough GPUs."""
+    ranks, samplers = count_ranks(spec, machine), max(1, spec.replicas)
     if machine.device == "cpu":
         return (MachineUse(frozenset(), frozenset(), ranks, samplers),)
-    free = _Free(spec, machine, ranks)
-    trains = [free.take(1) for _ in range(ranks)]
+
+    # the ranks come first, one GPU each
+    free = _FreeGpus(spec, machine, ranks)
+    training = [free.take(1) for _ in range(ranks)]
+
     vllm = spec.sampler if isinstance(spec.sampler, VllmSpec) else None
     if vllm is None or not vllm.replicas:
-        wanted = 1 if vllm is None else vllm.tensor_parallel
-        if wanted > machine.devices:
-            raise _too_many(spec, machine, ranks)
-        samples = [tuple((0, gpu) for gpu in range(wanted))]
+        # the sampler runs in the engine's own process, on the first machine
+        gpus = 1 if vllm is None else vllm.tensor_parallel
+        if gpus > machine.devices:
+            raise _too_few_gpus(spec, machine, ranks)
+        sampling = [tuple(_GpuSlot(0, gpu) for gpu in range(gpus))]
     elif vllm.placement == "beside":
-        samples = trains[: vllm.replicas]
-    elif machine.devices == 1 and free.alone:
-        samples = trains * vllm.replicas  # the engine's process and the replicas share the only GPU
+        sampling = training[: vllm.replicas]
+    elif machine.devices == 1 and free.engine_trains_alone:
+        sampling = training * vllm.replicas  # the engine's process and the replicas share the only GPU
     else:
-        samples = [free.take(vllm.tensor_parallel) for _ in range(vllm.replicas)]
-    return _by_machine(trains, samples)
-
-
-_Gpus = tuple[tuple[int, int], ...]
-"""(machine, GPU on it) of one process."""
+        sampling = [free.take(vllm.tensor_parallel) for _ in range(vllm.replicas)]
+    return _uses_by_machine(training, sampling)
 
 
 @dataclass
-class _Free:
-    """The GPUs that no process has yet."""
+class _FreeGpus:
+    """Hands out the GPUs that no process has yet."""
 
     spec: LocalEngineSpec
     machine: Machine
@@ -65,49 +77,64 @@ class _Free:
 
     def __post_init__(self) -> None:
         self._taken: dict[int, int] = {}
+        """Number of GPUs taken on each machine, from the first on."""
 
     @property
-    def alone(self) -> bool:
-        """Whether the engine's own process trains, on the GPU of this machine alone."""
+    def engine_trains_alone(self) -> bool:
+        """Whether only the engine's own process trains, on a GPU of this machine."""
         return not isinstance(self.spec.trainer, DeepSpeedSpec) and self.spec.cluster.address is None
 
-    def take(self, count: int) -> _Gpus:
-        """`count` GPUs of the first machine that has so many left. Raises BadSpec."""
+    def take(self, count: int) -> _ProcessGpus:
+        """Returns `count` GPUs of the first machine that has so many left. Raises BadSpec."""
+        # vLLM's Ray executor may use GPUs of several machines for one replica
         if count > self.machine.devices and self.spec.cluster.address is not None:
-            return tuple(gpu for _ in range(count) for gpu in self.take(1))  # vLLM's Ray executor spans machines
-        limit = 1 if self.spec.cluster.address is None else self.machine.count
-        number = 0
-        while count <= self.machine.devices and (limit is None or number < limit):
-            first = self._taken.get(number, 0)
+            gpus: list[_GpuSlot] = []
+            for _ in range(count):
+                gpus.extend(self.take(1))
+            return tuple(gpus)
+
+        machines = 1 if self.spec.cluster.address is None else self.machine.count
+        index = 0
+        while count <= self.machine.devices and (machines is None or index < machines):
+            first = self._taken.get(index, 0)
             if first + count <= self.machine.devices:
-                self._taken[number] = first + count
-                return tuple((number, gpu) for gpu in range(first, first + count))
-            number += 1
-        raise _too_many(self.spec, self.machine, self.ranks)
+                self._taken[index] = first + count
+                return tuple(_GpuSlot(index, gpu) for gpu in range(first, first + count))
+            index += 1
+        raise _too_few_gpus(self.spec, self.machine, self.ranks)
 
 
-def _by_machine(trains: list[_Gpus], samples: list[_Gpus]) -> tuple[MachineUse, ...]:
-    def gpus(processes: list[_Gpus], number: int) -> frozenset[int]:
-        return frozenset(gpu for process in processes for machine, gpu in process if machine == number)
-
-    def count(processes: list[_Gpus], number: int) -> int:
-        return sum(process[0][0] == number for process in processes)
-
-    machines = 1 + max(process[0][0] for process in [*trains, *samples])
+def _uses_by_machine(training: Sequence[_ProcessGpus], sampling: Sequence[_ProcessGpus]) -> tuple[MachineUse, ...]:
+    machines = 1 + max(process[0].machine for process in [*training, *sampling])
     return tuple(
-        MachineUse(gpus(trains, n), gpus(samples, n), count(trains, n), count(samples, n)) for n in range(machines)
+        MachineUse(
+            _gpus_on(index, training), _gpus_on(index, sampling), _count_on(index, training), _count_on(index, sampling)
+        )
+        for index in range(machines)
     )
 
 
-def _too_many(spec: LocalEngineSpec, machine: Machine, ranks: int) -> BadSpec:
-    asked = f"{ranks} rank{'s' * (ranks > 1)}"
+def _gpus_on(index: int, processes: Sequence[_ProcessGpus]) -> frozenset[int]:
+    gpus: set[int] = set()
+    for process in processes:
+        gpus.update(slot.gpu for slot in process if slot.machine == index)
+    return frozenset(gpus)
+
+
+def _count_on(index: int, processes: Sequence[_ProcessGpus]) -> int:
+    """Returns the number of processes whose first GPU is on the machine."""
+    return sum(process[0].machine == index for process in processes)
+
+
+def _too_few_gpus(spec: LocalEngineSpec, machine: Machine, ranks: int) -> BadSpec:
+    processes = f"{ranks} rank{'s' if ranks > 1 else ''}"
     if isinstance(spec.sampler, VllmSpec):
-        asked += f" and {max(1, spec.replicas)} x {spec.sampler.tensor_parallel} GPUs that sample"
+        processes += f" and {max(1, spec.replicas)} x {spec.sampler.tensor_parallel} GPUs that sample"
     if spec.cluster.address is None:
-        there = f"this machine has {machine.devices} GPUs"
+        available = f"this machine has {machine.devices} GPUs"
     else:
-        there = f"the cluster has {machine.count or 'any number of'} machines of {machine.devices} GPUs"
+        available = f"the cluster has {machine.count or 'any number of'} machines of {machine.devices} GPUs"
     return BadSpec(
-        f"{asked} do not fit, as {there}; lower trainer.ranks, sampler.replicas or sampler.tensor_parallel, or give "
-        "cluster.address of a larger cluster"
+        f"{processes} do not fit, as {available}; lower trainer.ranks, sampler.replicas or sampler.tensor_parallel, or "
+        "give cluster.address of a larger cluster"
     )

@@ -1,161 +1,227 @@
-"""The memory plan of an engine: what each device and each machine holds, before anything is started. No torch.
+"""`plan_memory`: computes what each device and each machine holds, before anything starts. Without torch.
 
-The formulas are those of `engine.memory_plan.parts`; `engine.memory_plan.layout` says which devices train and sample.
+The formulas are in `engine.memory_plan.formulas`; `engine.memory_plan.layout` decides which devices train and sample.
 
-Not in the plan: copies of a shared prompt's keys in attention (one per completion of a group), and further runs.
+The plan leaves out two things: copies of the keys and values of a shared prompt in attention (one per completion of a
+group), and further runs on the same engine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from engine.memory_plan.layout import lay_out, ranks_of
-from engine.memory_plan.records import GIB, Load, Machine, MachineUse, Part, Plan, Workload, spans
-from engine.memory_plan.sampler import Sampling, sequences_of, torch_sampler, vllm_sampler
-from engine.memory_plan.trainer import Group, Held, trainer_parts
+from engine.memory_plan.layout import count_ranks, place_processes
+from engine.memory_plan.records import (
+    GIB,
+    Machine,
+    MachineUse,
+    MemoryPart,
+    MemoryPlan,
+    MemoryPool,
+    ProcessMemory,
+    Workload,
+    format_ranges,
+)
+from engine.memory_plan.sampler import SamplerMemory, count_sequences, torch_sampler, vllm_sampler
+from engine.memory_plan.trainer import TrainingSetup, trainer_memory
 from engine.specs.engine import LocalEngineSpec
 from engine.specs.sampler import VllmSpec
 
 BUDGET = {"cpu": 0.8, "cuda": 0.7}
 """Share of the memory that `memory_gib` = "auto" gives to weights, moments and gradients (engine.backends.machine)."""
 BUDGETED = ("base", "weights", "moments", "gradients", "frozen", "sampler")
+"""Keys of the parts that count against `memory_gib`."""
 _BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 
 
-def plan_memory(spec: LocalEngineSpec, work: Workload, machine: Machine) -> Plan:
-    """The plan of one policy in training, with its sampler. Raises BadSpec for GPUs that the machines lack."""
-    group = group_of(spec, machine)
-    machines = lay_out(spec, machine)
-    training = trainer_parts(spec, work, machine, group)
+def plan_memory(spec: LocalEngineSpec, work: Workload, machine: Machine) -> MemoryPlan:
+    """Returns the plan for one policy in training and its sampler. Raises BadSpec if there are not enough GPUs."""
+    # what runs where
+    setup = setup_of(spec, machine)
+    machines = place_processes(spec, machine)
     vllm = spec.sampler if isinstance(spec.sampler, VllmSpec) else None
-    colocated = any(use.trains & use.samples for use in machines)
+    colocated = any(use.training_gpus & use.sampling_gpus for use in machines)
+
+    # what each process holds
+    trainer = trainer_memory(spec, work, machine, setup)
     if work.shape.scalar:
-        sampling = Sampling(Held((), ()))  # values are read, not sampled
+        sampler = SamplerMemory(ProcessMemory((), ()))  # a scalar head gives values, and nothing is sampled
     elif vllm is None:
-        sampling = torch_sampler(spec, work, group)
+        sampler = torch_sampler(spec, work, setup)
     else:
-        sampling = vllm_sampler(vllm, spec, work, machine, group, colocated=colocated)
+        sampler = vllm_sampler(vllm, spec, work, machine, setup, colocated=colocated)
+
+    # what each memory holds
     if machine.device == "cpu":
-        loads = [_cpu_memory(machine, training, sampling, machines[0])]
+        pools = [_cpu_memory(machine, trainer, sampler, machines[0])]
     else:
-        loads = [
-            *_devices(machine, training.device, sampling.held.device, machines),
-            *_memories(machine, training, sampling, machines),
+        pools = [
+            *_device_memories(machine, trainer.device, sampler.process.device, machines),
+            *_machine_memories(machine, trainer, sampler, machines),
         ]
-    samplers = sum(use.samplers for use in machines)
-    sequences = None if sampling.kv_bytes is None else samplers * sequences_of(work, sampling.kv_bytes, group.compute)
-    problems = _problems(spec, work, machine, loads, sampling, group, colocated=colocated)
-    shown = [replace(load, parts=tuple(p for p in load.parts if any(p.bytes.values()))) for load in loads]
-    return Plan(tuple(shown), machines, tuple(problems), sequences)
+
+    problems = _Problems(spec, work, machine, setup, sampler, colocated=colocated).find(pools[0])
+    sequences = None
+    if sampler.kv_bytes is not None:
+        copies = sum(use.samplers for use in machines)
+        sequences = copies * count_sequences(work, sampler.kv_bytes, setup.compute_bytes)
+    return MemoryPlan(tuple(_without_empty_parts(pool) for pool in pools), machines, tuple(problems), sequences)
 
 
-def group_of(spec: LocalEngineSpec, machine: Machine) -> Group:
-    """Ranks and the size of a number."""
+def setup_of(spec: LocalEngineSpec, machine: Machine) -> TrainingSetup:
+    """Returns the number of ranks and the size of a number in the compute dtype."""
     if spec.compute_dtype != "auto":
-        compute = _BYTES[spec.compute_dtype]
+        compute_bytes = _BYTES[spec.compute_dtype]
     else:
-        compute = 2 if machine.native_bfloat16 and not spec.deterministic else 4
-    return Group(ranks_of(spec, machine), compute)
+        compute_bytes = 2 if machine.native_bfloat16 and not spec.deterministic else 4
+    return TrainingSetup(count_ranks(spec, machine), compute_bytes)
 
 
-def _cpu_memory(machine: Machine, training: Held, sampling: Sampling, use: MachineUse) -> Load:
-    """One memory for all processes."""
+def _without_empty_parts(pool: MemoryPool) -> MemoryPool:
+    return replace(pool, parts=tuple(part for part in pool.parts if any(part.bytes.values())))
+
+
+# -- the memories ----------------------------------------------------------------------------------------------
+
+
+def _cpu_memory(machine: Machine, trainer: ProcessMemory, sampler: SamplerMemory, use: MachineUse) -> MemoryPool:
+    """Returns the memory that all processes share on the CPU."""
     parts = [
-        *_times([*training.device, *training.node], use.ranks),
-        *_times([*sampling.held.device, *sampling.held.node], use.samplers),
-        *([] if sampling.staged is None else [sampling.staged]),
+        *_multiply([*trainer.device, *trainer.host], use.ranks),
+        *_multiply([*sampler.process.device, *sampler.process.host], use.samplers),
+        *([] if sampler.staged is None else [sampler.staged]),
     ]
     processes = "process" if use.ranks == 1 else "processes"
-    what = f"{use.ranks} trainer {processes}, {use.samplers} sampler{'s' * (use.samplers > 1)}"
-    return Load(f"this machine's memory ({what})", machine.device_bytes, tuple(parts), "cpu")
+    samplers = "samplers" if use.samplers > 1 else "sampler"
+    name = f"this machine's memory ({use.ranks} trainer {processes}, {use.samplers} {samplers})"
+    return MemoryPool(name, machine.device_bytes, tuple(parts), "cpu")
 
 
-def _devices(
-    machine: Machine, trainer: tuple[Part, ...], sampler: tuple[Part, ...], machines: Sequence[MachineUse]
-) -> list[Load]:
-    """The GPUs, those alike together."""
-    loads = []
-    for use, where in _alike(machines):
-        prefix = f"{where}, " if where else ""
+def _device_memories(
+    machine: Machine,
+    trainer: tuple[MemoryPart, ...],
+    sampler: tuple[MemoryPart, ...],
+    machines: Sequence[MachineUse],
+) -> list[MemoryPool]:
+    """Returns the memories of the GPUs, one for each group of GPUs with the same use."""
+    pools = []
+    for use, machine_names in _group_equal_uses(machines):
+        prefix = f"{machine_names}, " if machine_names else ""
         for role, gpus, parts in (
-            ("trains and samples", use.trains & use.samples, (*trainer, *sampler)),
-            ("trains", use.trains - use.samples, trainer),
-            ("samples", use.samples - use.trains, sampler),
+            ("trains and samples", use.training_gpus & use.sampling_gpus, (*trainer, *sampler)),
+            ("trains", use.training_gpus - use.sampling_gpus, trainer),
+            ("samples", use.sampling_gpus - use.training_gpus, sampler),
         ):
             if gpus:
-                loads.append(Load(f"{prefix}GPU {spans(gpus)} ({machine.name}): {role}", machine.device_bytes, parts))
-    return loads
+                name = f"{prefix}GPU {format_ranges(gpus)} ({machine.name}): {role}"
+                pools.append(MemoryPool(name, machine.device_bytes, parts))
+    return pools
 
 
-def _memories(
-    machine: Machine, training: Held, sampling: Sampling, machines: Sequence[MachineUse]
-) -> list[Load]:
-    """The machines' own memory, those alike together: of the first machine if one of them is, the engine's."""
-    loads = []
-    for use, where in _alike(machines):
-        parts = [*_times(list(training.node), use.ranks), *_times(list(sampling.held.node), use.samplers)]
-        if use == machines[0] and sampling.staged is not None:
-            parts.append(sampling.staged)
-        name = f"memory of {where or 'the machine'}"
-        loads.append(Load(name, machine.node_bytes, tuple(parts), "cpu"))
-    return loads
+def _machine_memories(
+    machine: Machine, trainer: ProcessMemory, sampler: SamplerMemory, machines: Sequence[MachineUse]
+) -> list[MemoryPool]:
+    """Returns the memories of the machines, one for each group of machines with the same use.
+
+    A group that includes the first machine, where the engine runs, is counted with the weights on their way to
+    samplers. """
+    pools = []
+    for use, machine_names in _group_equal_uses(machines):
+        parts = [
+            *_multiply(list(trainer.host), use.ranks),
+            *_multiply(list(sampler.process.host), use.samplers),
+        ]
+        if use == machines[0] and sampler.staged is not None:
+            parts.append(sampler.staged)
+        name = f"memory of {machine_names or 'the machine'}"
+        pools.append(MemoryPool(name, machine.node_bytes, tuple(parts), "cpu"))
+    return pools
 
 
-def _alike(machines: Sequence[MachineUse]) -> list[tuple[MachineUse, str]]:
-    """Each use of a machine, and the numbers of the machines used so; no words where there is only one machine."""
+def _group_equal_uses(machines: Sequence[MachineUse]) -> list[tuple[MachineUse, str]]:
+    """Returns each different use of a machine, and the names of the machines used so; "" for the only machine."""
     if len(machines) == 1:
         return [(machines[0], "")]
-    numbers: dict[MachineUse, list[int]] = {}
+    numbers_by_use: dict[MachineUse, list[int]] = {}
     for number, use in enumerate(machines, 1):
-        numbers.setdefault(use, []).append(number)
-    return [
-        (use, f"machine {those[0]}" if len(those) == 1 else f"each of machines {spans(those)}")
-        for use, those in numbers.items()
-    ]
+        numbers_by_use.setdefault(use, []).append(number)
+    groups = []
+    for use, numbers in numbers_by_use.items():
+        if len(numbers) == 1:
+            groups.append((use, f"machine {numbers[0]}"))
+        else:
+            groups.append((use, f"each of machines {format_ranges(numbers)}"))
+    return groups
 
 
-def _times(parts: list[Part], count: int) -> list[Part]:
-    """The parts of `count` processes in one memory."""
-    if count == 0:
+def _multiply(parts: list[MemoryPart], processes: int) -> list[MemoryPart]:
+    """Returns the parts of `processes` equal processes in one memory."""
+    if processes == 0:
         return []
-    if count == 1:
+    if processes == 1:
         return parts
-    return [
-        replace(p, name=f"{count} x {p.name}", bytes={phase: count * size for phase, size in p.bytes.items()})
-        for p in parts
-    ]
+    multiplied = []
+    for part in parts:
+        total = {phase: processes * size for phase, size in part.bytes.items()}
+        multiplied.append(replace(part, name=f"{processes} x {part.name}", bytes=total))
+    return multiplied
 
 
-def _problems(
-    spec: LocalEngineSpec, work: Workload, machine: Machine, loads: list[Load], sampling: Sampling, group: Group, *,
-    colocated: bool,
-) -> list[str]:  # fmt: skip
-    found = []
-    if work.context > spec.max_tokens_per_forward:
-        found.append(
-            f"a sequence of {work.context} tokens does not go into a forward of max_tokens_per_forward="
-            f"{spec.max_tokens_per_forward}"
+# -- problems --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Problems:
+    """Finds why a plan cannot work, besides a memory that is too small."""
+
+    spec: LocalEngineSpec
+    work: Workload
+    machine: Machine
+    setup: TrainingSetup
+    sampler: SamplerMemory
+    colocated: bool
+    """Whether some GPU both trains and samples."""
+
+    def find(self, first_pool: MemoryPool) -> list[str]:
+        """Returns the problems. `first_pool` is the memory of the first device that trains."""
+        checks = [self._context(), self._kv_cache(), self._vllm_share(first_pool), self._budget(first_pool)]
+        return [problem for problem in checks if problem]
+
+    def _context(self) -> str:
+        if self.work.context <= self.spec.max_tokens_per_forward:
+            return ""
+        return (
+            f"a sequence of {self.work.context} tokens does not go into a forward of max_tokens_per_forward="
+            f"{self.spec.max_tokens_per_forward}"
         )
-    if sampling.kv_bytes is not None and sequences_of(work, sampling.kv_bytes, group.compute) < 1:
-        size = sampling.kv_bytes / GIB
-        found.append(f"the sampler's KV cache of {size:.1f} GiB holds no context of {work.context} tokens")
-    if isinstance(spec.sampler, VllmSpec) and colocated and machine.device == "cuda":
-        held = max(sum(p.bytes.get("sampling", 0.0) for p in load.parts if p.key in BUDGETED) for load in loads[:1])
-        if spec.sampler.sleep is False and held / machine.device_bytes + spec.sampler.gpu_share > 1:
-            found.append("vLLM refuses to start where less than gpu_share of the GPU is free")
-    return found + _budget(spec, machine, loads[0], group)
 
+    def _kv_cache(self) -> str:
+        kv_bytes = self.sampler.kv_bytes
+        if kv_bytes is None or count_sequences(self.work, kv_bytes, self.setup.compute_bytes) >= 1:
+            return ""
+        return f"the sampler's KV cache of {kv_bytes / GIB:.1f} GiB holds no context of {self.work.context} tokens"
 
-def _budget(spec: LocalEngineSpec, machine: Machine, load: Load, group: Group) -> list[str]:
-    """What the engine itself admits in one memory: `memory_gib` is that of all ranks together."""
-    auto = BUDGET[machine.device] * machine.device_bytes
-    memories = group.ranks if machine.device == "cuda" else 1
-    budget = auto if spec.memory_gib == "auto" else spec.memory_gib * GIB / memories
-    held = sum(max(part.bytes.values(), default=0.0) for part in load.parts if part.key in BUDGETED)
-    if held <= budget:
-        return []
-    return [
-        f"weights, gradients, moments and copies take {held / GIB:.1f} GiB, and memory_gib={spec.memory_gib} admits "
-        f"{budget / GIB:.1f} GiB of them there"
-    ]
+    def _vllm_share(self, pool: MemoryPool) -> str:
+        vllm = self.spec.sampler
+        if not isinstance(vllm, VllmSpec) or not self.colocated or self.machine.device != "cuda":
+            return ""
+        held = sum(part.bytes.get("sampling", 0.0) for part in pool.parts if part.key in BUDGETED)
+        if vllm.sleep is False and held / self.machine.device_bytes + vllm.gpu_share > 1:
+            return "vLLM refuses to start where less than gpu_share of the GPU is free"
+        return ""
+
+    def _budget(self, pool: MemoryPool) -> str:
+        """What the engine admits in one memory. `memory_gib` is the budget of all ranks together."""
+        if self.spec.memory_gib == "auto":
+            budget = BUDGET[self.machine.device] * self.machine.device_bytes
+        else:
+            memories = self.setup.ranks if self.machine.device == "cuda" else 1
+            budget = self.spec.memory_gib * GIB / memories
+        held = sum(max(part.bytes.values(), default=0.0) for part in pool.parts if part.key in BUDGETED)
+        if held <= budget:
+            return ""
+        return (
+            f"weights, gradients, moments and copies take {held / GIB:.1f} GiB, and memory_gib={self.spec.memory_gib} "
+            f"admits {budget / GIB:.1f} GiB of them there"
+        )

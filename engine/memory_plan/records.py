@@ -1,13 +1,11 @@
-"""The records of a memory plan: machines, what is trained on them, and what lies in each memory. No torch.
+"""The value types of a memory plan: machines, the workload, and the parts of each memory. Without torch.
 
-A *load* is one memory: a GPU, or a machine's. It holds *parts*, each with bytes for four moments: "start" (loading the
-model), "backward" (the start of the last micro-batch's backward pass), "step" (AdamW) and "sampling". What it needs
-is its fullest moment.
-"""
+A `MemoryPool` is the memory of one GPU or of one machine. It holds parts, and each part has a number of bytes for each
+of four phases: "start" (loading the model), "backward" (the start of the last micro-batch's backward pass), "step"
+(AdamW) and "sampling". A pool needs the bytes of its largest phase. """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -19,28 +17,29 @@ Phase = Literal["start", "backward", "step", "sampling"]
 PHASES: tuple[Phase, ...] = ("start", "backward", "step", "sampling")
 
 DEVICES_GIB = {"h100-80": 79.1, "h200-141": 139.7, "a100-80": 79.1, "a100-40": 39.4, "l40s-48": 44.4}
-"""Memory as CUDA reports it, which is less than the name says."""
+"""Memory of each GPU as CUDA reports it, in GiB. It is less than the name says."""
 USABLE = {"cpu": 0.8, "cuda": 0.95}
-"""Share of a memory that may be planned. CPU: the rest is gaps of the C library's heap (bench/memory_plan.py) and other
-programs; GPU: gaps of torch's allocator, assumed."""
+"""Share of a memory that a plan may use. On the CPU, other programs and gaps in the C library's heap take the rest
+(bench/memory_plan.py). On a GPU, gaps of torch's allocator do (assumed)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is trained, and on what."""
+    """The model that an engine trains, and how."""
 
     shape: ModelShape
     context: int
-    """Prompt and completion together, tokens."""
+    """Tokens of prompt and completion together."""
     lora_rank: int | None = None
-    """None: all weights are trained."""
+    """Rank of the LoRA adapter. None: all weights are trained."""
     frozen: int = 1
-    """Reference and past policies in memory. Of a LoRA run the first is the base, which costs nothing."""
+    """Number of reference and past policies in memory. In a LoRA run the first of them is the base, which needs no
+    memory of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One machine; all machines of the cluster are alike."""
+    """One machine. All machines of a cluster are alike."""
 
     device: Literal["cpu", "cuda"]
     name: str
@@ -48,10 +47,10 @@ class Machine:
     """GPUs per machine; 1 on the CPU, whose device is the machine's memory."""
     device_bytes: int
     node_bytes: int | None
-    """The machine's memory. None: not known, so not checked."""
+    """Memory of the machine. None: it is not known, and not checked."""
     native_bfloat16: bool = True
     count: int | None = None
-    """Machines of the cluster at cluster.address. None: not known, so not checked."""
+    """Machines of the cluster at cluster.address. None: it is not known, and not checked."""
 
     @classmethod
     def cpu(cls, memory: int, *, native_bfloat16: bool = True) -> Machine:
@@ -59,37 +58,58 @@ class Machine:
 
     @classmethod
     def gpus(cls, name: str, count: int, *, gib: float | None = None, node_gib: float | None = None) -> Machine:
-        """`name` is one of DEVICES_GIB unless `gib` is given."""
+        """Returns a machine with `count` GPUs. `name` is a key of DEVICES_GIB unless `gib` is given."""
         size = DEVICES_GIB[name] if gib is None else gib
         return cls("cuda", name, count, int(size * GIB), None if node_gib is None else int(node_gib * GIB))
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One use of a memory: bytes by moment, and where the number comes from."""
+class MemoryPart:
+    """One use of a memory."""
 
     key: str
+    """Kind of use. Several parts may have the same key."""
     name: str
     bytes: dict[Phase, float]
-    why: str
+    """Bytes in each phase; 0 in a phase that is missing."""
+    source: str
+    """The formula or the assumption that the number comes from."""
+
+    @classmethod
+    def constant(
+        cls, key: str, name: str, size: float, source: str, phases: tuple[Phase, ...] = PHASES
+    ) -> MemoryPart:
+        """Returns a part of `size` bytes in each of `phases`."""
+        return cls(key, name, dict.fromkeys(phases, size), source)
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """One memory, or several alike, and what lies in each."""
+class ProcessMemory:
+    """The parts of one rank, or of one sampler."""
+
+    device: tuple[MemoryPart, ...]
+    """Parts on its device."""
+    host: tuple[MemoryPart, ...]
+    """Parts in the machine's memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPool:
+    """The memory of one GPU or one machine, and its parts. It may stand for several that are used alike."""
 
     name: str
     capacity: int | None
-    parts: tuple[Part, ...]
+    """Bytes. None: they are not known, and not checked."""
+    parts: tuple[MemoryPart, ...]
     kind: Literal["cpu", "cuda"] = "cuda"
 
-    def at(self, phase: Phase) -> float:
+    def bytes_in(self, phase: Phase) -> float:
         return sum(part.bytes.get(phase, 0.0) for part in self.parts)
 
     @property
     def needed(self) -> float:
-        """Bytes of the fullest moment."""
-        return max(self.at(phase) for phase in PHASES)
+        """Bytes of the largest phase."""
+        return max(self.bytes_in(phase) for phase in PHASES)
 
     @property
     def usable(self) -> float | None:
@@ -102,11 +122,11 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class MachineUse:
-    """What runs on one machine."""
+    """The processes on one machine, and their GPUs."""
 
-    trains: frozenset[int]
+    training_gpus: frozenset[int]
     """GPUs that train, by their number on the machine; none on the CPU."""
-    samples: frozenset[int]
+    sampling_gpus: frozenset[int]
     """GPUs that sample."""
     ranks: int
     """Processes that train."""
@@ -114,44 +134,56 @@ class MachineUse:
     """Copies of the sampler."""
 
     def describe(self) -> str:
-        """Such as "8 ranks on GPU 0-7, 2 samplers on GPU 0-1"."""
-        words = []
-        for count, what, gpus in ((self.ranks, "rank", self.trains), (self.samplers, "sampler", self.samples)):
-            if count:
-                where = f" on GPU {spans(gpus)}" if gpus else ""
-                words.append(f"{count} {what}{'s' * (count > 1)}{where}")
-        return ", ".join(words)
+        """Returns a text such as "8 ranks on GPU 0-7, 2 samplers on GPU 0-1"."""
+        texts = [
+            _describe_processes(self.ranks, "rank", self.training_gpus),
+            _describe_processes(self.samplers, "sampler", self.sampling_gpus),
+        ]
+        return ", ".join(text for text in texts if text)
+
+
+def _describe_processes(count: int, noun: str, gpus: Iterable[int]) -> str:
+    if not count:
+        return ""
+    plural = "s" if count > 1 else ""
+    where = f" on GPU {format_ranges(gpus)}" if gpus else ""
+    return f"{count} {noun}{plural}{where}"
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    loads: tuple[Load, ...]
+class MemoryPlan:
+    """The memory that an engine needs, and why it does not fit if it does not."""
+
+    pools: tuple[MemoryPool, ...]
     machines: tuple[MachineUse, ...] = ()
-    """What runs on each machine."""
+    """The processes on each machine."""
     problems: tuple[str, ...] = ()
-    """What cannot be, beyond a memory that is too small."""
+    """Why the plan cannot work, besides a memory that is too small."""
     sequences: int | None = None
-    """Sequences of the whole context that the KV caches of all samplers hold at once. None: it is made to measure."""
+    """Number of sequences of the whole context that the KV caches of all samplers hold at once. None: the cache is as
+    large as the sampler's batch needs."""
 
     @property
     def fits(self) -> bool:
-        return not self.problems and all(load.fits for load in self.loads)
+        return not self.problems and all(pool.fits for pool in self.pools)
 
     def reasons(self) -> list[str]:
-        """Why it does not fit."""
-        full = [
-            f"{load.name} needs {load.needed / GIB:.1f} GiB, of {(load.capacity or 0) / GIB:.1f} GiB "
-            f"({USABLE[load.kind]:.0%} of it usable)"
-            for load in self.loads
-            if not load.fits
+        """Returns the reasons why the plan does not fit."""
+        reasons = [
+            f"{pool.name} needs {pool.needed / GIB:.1f} GiB, of {(pool.capacity or 0) / GIB:.1f} GiB "
+            f"({USABLE[pool.kind]:.0%} of it usable)"
+            for pool in self.pools
+            if not pool.fits
         ]
-        return [*full, *self.problems]
+        return [*reasons, *self.problems]
 
 
-def spans(numbers: Iterable[int]) -> str:
-    """{0, 1, 2, 5} as "0-2, 5"."""
-    ordered, shown = sorted(numbers), []
-    for _, length in Counter(number - index for index, number in enumerate(ordered)).items():
-        first, ordered = ordered[0], ordered[length:]
-        shown.append(str(first) if length == 1 else f"{first}-{first + length - 1}")
-    return ", ".join(shown)
+def format_ranges(numbers: Iterable[int]) -> str:
+    """Formats {0, 1, 2, 5} as "0-2, 5"."""
+    ranges: list[list[int]] = []
+    for number in sorted(numbers):
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)

@@ -1,4 +1,5 @@
-"""Changes of a config that make its plan fit: each is planned itself before it is named."""
+"""Finds changes of a config, or of the hardware, with which a memory plan fits. Each is planned before it is
+proposed."""
 
 from __future__ import annotations
 
@@ -10,20 +11,22 @@ from typing import Any
 from pydantic import ValidationError
 
 from engine.errors import BadSpec
-from engine.memory_plan.layout import ranks_of
+from engine.memory_plan.layout import count_ranks
 from engine.memory_plan.plan import plan_memory
 from engine.memory_plan.records import DEVICES_GIB, GIB, Machine, Workload
 from engine.specs.engine import LocalEngineSpec
 from engine.specs.sampler import VllmSpec
 from engine.specs.trainer import DeepSpeedSpec
 
-MOST_TOGETHER = 3
+MAX_COMBINED = 3
+"""Largest number of changes that are tried together."""
 LORA_RANK = 16
+"""Rank of the adapter that is proposed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
-    """What is planned: a config, what it trains, and where."""
+class Scenario:
+    """The input of a plan: an engine's config, what it trains, and the machine."""
 
     spec: LocalEngineSpec
     work: Workload
@@ -32,152 +35,185 @@ class Setting:
     def fits(self) -> bool:
         return plan_memory(self.spec, self.work, self.machine).fits
 
-    def but(self, changes: dict[str, Any]) -> Setting:
-        """With keys of the config changed, validated anew; a dictionary changes the group of that name."""
+    def with_changes(self, changes: dict[str, Any]) -> Scenario:
+        """Returns a scenario with other values of some config keys. A dictionary changes keys of the group of that
+        name, or replaces the group if it has a `kind`. Raises ValidationError, BadSpec."""
         body = self.spec.model_dump()
         for key, value in changes.items():
-            body[key] = body[key] | value if isinstance(value, dict) and "kind" not in value else value
+            changes_group = isinstance(value, dict) and "kind" not in value
+            body[key] = body[key] | value if changes_group else value
         return replace(self, spec=LocalEngineSpec.model_validate(body))
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """One thing to type or to have."""
+class Remedy:
+    """One change of the config or of the hardware."""
 
     key: str
-    """Changes of one key are alternatives."""
-    says: str
-    apply: Callable[[Setting], Setting]
+    """Remedies with the same key are alternatives, and are not combined."""
+    description: str
+    """The change as a person makes it, such as a config key and its value."""
+    apply: Callable[[Scenario], Scenario]
 
 
-def remedies(setting: Setting, *, most: int = 4) -> list[str]:
-    """The smallest sets of changes with which the plan fits, cheapest first: at most `most`, all of one size."""
-    changes = list(_changes(setting))
-    for size in range(1, MOST_TOGETHER + 1):
-        found = [group for group in combinations(changes, size) if _fits(setting, group)]
-        if found:
-            return [" and ".join(change.says for change in group) for group in found[:most]]
+def remedies(scenario: Scenario, *, most: int = 4) -> list[str]:
+    """Returns the smallest sets of changes with which the plan fits: at most `most`, cheapest first, all of one
+    size."""
+    candidates = list(_candidates(scenario))
+    for size in range(1, MAX_COMBINED + 1):
+        fitting = [combined for combined in combinations(candidates, size) if _fits(scenario, combined)]
+        if fitting:
+            return [_describe(combined) for combined in fitting[:most]]
     return []
 
 
-def _fits(setting: Setting, group: tuple[Change, ...]) -> bool:
-    if len({change.key for change in group}) < len(group):
+def _describe(combined: tuple[Remedy, ...]) -> str:
+    return " and ".join(remedy.description for remedy in combined)
+
+
+def _fits(scenario: Scenario, combined: tuple[Remedy, ...]) -> bool:
+    if len({remedy.key for remedy in combined}) < len(combined):
         return False
     try:
-        for change in group:
-            setting = change.apply(setting)
-        return setting.fits()
-    except (BadSpec, ValidationError):  # the changes do not go together
+        for remedy in combined:
+            scenario = remedy.apply(scenario)
+        return scenario.fits()
+    except (BadSpec, ValidationError):  # the changes contradict each other
         return False
 
 
-def _config(key: str, says: str, changes: dict[str, Any]) -> Change:
-    return Change(key, says, lambda setting: setting.but(changes))
+# -- changes of the config -------------------------------------------------------------------------------------
 
 
-def _changes(setting: Setting) -> Iterator[Change]:
-    """Cheapest first: what changes neither the hardware nor what is trained comes before what does."""
-    spec, work = setting.spec, setting.work
-    yield from _trainer_changes(setting)
-    tokens = spec.max_tokens_per_forward
-    if tokens < work.context:
-        yield _config("tokens", f"max_tokens_per_forward={work.context}", {"max_tokens_per_forward": work.context})
-    while tokens // 2 >= work.context:
-        tokens //= 2
-        yield _config("tokens", f"max_tokens_per_forward={tokens}", {"max_tokens_per_forward": tokens})
+def _config_change(key: str, description: str, changes: dict[str, Any]) -> Remedy:
+    return Remedy(key, description, lambda scenario: scenario.with_changes(changes))
+
+
+def _candidates(scenario: Scenario) -> Iterator[Remedy]:
+    """Yields remedies, cheapest first: those that keep both the hardware and what is trained come before the others."""
+    spec, work = scenario.spec, scenario.work
+    # the trainer
+    yield from _trainer_changes(scenario)
+    yield from _token_changes(spec.max_tokens_per_forward, work.context)
+
+    # the sampler
     if isinstance(spec.sampler, VllmSpec):
         yield from _vllm_changes(spec.sampler)
     elif spec.max_rows > 8:
         rows = spec.max_rows // 4
-        yield _config("rows", f"max_rows={rows}", {"max_rows": rows})
+        yield _config_change("rows", f"max_rows={rows}", {"max_rows": rows})
+
+    # what is trained
     if work.frozen:
-        yield Change("frozen", "no reference policy (algorithm.kl_beta=0, --frozen 0)", _without_frozen)
+        yield Remedy("frozen", "no reference policy (algorithm.kl_beta=0, --frozen 0)", _without_frozen)
     if work.lora_rank is None:
-        alone = ' with trainer.kind="torch"' if isinstance(spec.trainer, DeepSpeedSpec) else ""
-        says = f"a LoRA adapter (model.adapter={{}}, --lora-rank {LORA_RANK}){alone}"
-        yield Change("lora", says, _with_adapter)
-    yield from _hardware(setting)
+        trainer = ' with trainer.kind="torch"' if isinstance(spec.trainer, DeepSpeedSpec) else ""
+        description = f"a LoRA adapter (model.adapter={{}}, --lora-rank {LORA_RANK}){trainer}"
+        yield Remedy("lora", description, _with_adapter)
+
+    # the hardware
+    yield from _larger_devices(scenario.machine)
+    yield from _more_gpus(scenario)
 
 
-def _trainer_changes(setting: Setting) -> Iterator[Change]:
-    trainer, several = setting.spec.trainer, setting.machine.devices > 1
+def _token_changes(tokens: int, context: int) -> Iterator[Remedy]:
+    if tokens < context:
+        yield _config_change("tokens", f"max_tokens_per_forward={context}", {"max_tokens_per_forward": context})
+    while tokens // 2 >= context:
+        tokens //= 2
+        yield _config_change("tokens", f"max_tokens_per_forward={tokens}", {"max_tokens_per_forward": tokens})
+
+
+def _trainer_changes(scenario: Scenario) -> Iterator[Remedy]:
+    trainer = scenario.spec.trainer
     if not isinstance(trainer, DeepSpeedSpec):
-        if several:
-            whole = {"trainer": {"kind": "deepspeed", "zero_stage": 3}}
-            yield _config("stage", 'trainer.kind="deepspeed" with trainer.zero_stage=3', whole)
+        if scenario.machine.devices > 1:
+            deepspeed = {"trainer": {"kind": "deepspeed", "zero_stage": 3}}
+            yield _config_change("stage", 'trainer.kind="deepspeed" with trainer.zero_stage=3', deepspeed)
         return
     if trainer.activation_checkpointing == "none":
-        says = 'trainer.activation_checkpointing="recompute"'
-        yield _config("recompute", says, {"trainer": {"activation_checkpointing": "recompute"}})
+        description = 'trainer.activation_checkpointing="recompute"'
+        yield _config_change("recompute", description, {"trainer": {"activation_checkpointing": "recompute"}})
     for stage in range(trainer.zero_stage + 1, 4):
-        yield _config("stage", f"trainer.zero_stage={stage}", {"trainer": {"zero_stage": stage}})
+        yield _config_change("stage", f"trainer.zero_stage={stage}", {"trainer": {"zero_stage": stage}})
     if trainer.offload_optimizer == "none":
-        yield _config("optimizer", 'trainer.offload_optimizer="cpu"', {"trainer": {"offload_optimizer": "cpu"}})
+        changes = {"trainer": {"offload_optimizer": "cpu"}}
+        yield _config_change("optimizer", 'trainer.offload_optimizer="cpu"', changes)
     if trainer.offload_parameters == "none":
-        yield _config("parameters", 'trainer.offload_parameters="cpu"', {"trainer": {"offload_parameters": "cpu"}})
+        changes = {"trainer": {"offload_parameters": "cpu"}}
+        yield _config_change("parameters", 'trainer.offload_parameters="cpu"', changes)
 
 
-def _vllm_changes(vllm: VllmSpec) -> Iterator[Change]:
+def _vllm_changes(vllm: VllmSpec) -> Iterator[Remedy]:
     if vllm.sleep is False:
-        yield _config("sleep", "sampler.sleep=true", {"sampler": {"sleep": True}})
+        yield _config_change("sleep", "sampler.sleep=true", {"sampler": {"sleep": True}})
     for share in (0.8, 0.6, 0.4, 0.3):
         if share < vllm.gpu_share:
-            yield _config("share", f"sampler.gpu_share={share}", {"sampler": {"gpu_share": share}})
+            yield _config_change("share", f"sampler.gpu_share={share}", {"sampler": {"gpu_share": share}})
     for tp in (2, 4, 8):
         if tp > vllm.tensor_parallel:
-            yield _config("tp", f"sampler.tensor_parallel={tp}", {"sampler": {"tensor_parallel": tp}})
+            yield _config_change("tp", f"sampler.tensor_parallel={tp}", {"sampler": {"tensor_parallel": tp}})
 
 
-def _with_adapter(setting: Setting) -> Setting:
-    """DeepSpeed trains all weights."""
-    adapted = replace(setting, work=replace(setting.work, lora_rank=LORA_RANK))
-    return adapted.but({"trainer": {"kind": "torch"}}) if isinstance(setting.spec.trainer, DeepSpeedSpec) else adapted
+# -- changes of what is trained --------------------------------------------------------------------------------
 
 
-def _without_frozen(setting: Setting) -> Setting:
-    return replace(setting, work=replace(setting.work, frozen=0))
+def _with_adapter(scenario: Scenario) -> Scenario:
+    """Trains a LoRA adapter, with the torch trainer: DeepSpeed trains all weights."""
+    adapted = replace(scenario, work=replace(scenario.work, lora_rank=LORA_RANK))
+    if isinstance(scenario.spec.trainer, DeepSpeedSpec):
+        return adapted.with_changes({"trainer": {"kind": "torch"}})
+    return adapted
 
 
-def _hardware(setting: Setting) -> Iterator[Change]:
-    """Larger devices, and more GPUs for a trainer that can use them."""
-    yield from _larger(setting.machine)
-    machine, trainer = setting.machine, setting.spec.trainer
+def _without_frozen(scenario: Scenario) -> Scenario:
+    return replace(scenario, work=replace(scenario.work, frozen=0))
+
+
+# -- changes of the hardware -----------------------------------------------------------------------------------
+
+
+def _larger_devices(machine: Machine) -> Iterator[Remedy]:
+    if machine.device == "cpu":
+        for gib in (32, 64, 128, 256, 512, 1024):
+            if gib * GIB > machine.device_bytes:
+                yield Remedy("larger", f"a machine with {gib} GiB", _with_machine(Machine.cpu(gib * GIB)))
+        return
+    for name, size in sorted(DEVICES_GIB.items(), key=lambda item: item[1]):
+        if size * GIB > machine.device_bytes:
+            larger = replace(machine, name=name, device_bytes=int(size * GIB))
+            yield Remedy("larger", f"{name} GPUs", _with_machine(larger))
+
+
+def _more_gpus(scenario: Scenario) -> Iterator[Remedy]:
+    """Yields more GPUs and more machines, for a trainer that can use them."""
+    machine, trainer = scenario.machine, scenario.spec.trainer
     if not isinstance(trainer, DeepSpeedSpec) or machine.device != "cuda":
         return
     if trainer.ranks == "auto":
         for count in (2, 4, 8):
             if count > machine.devices:
-                yield Change("gpus", f"{count} GPUs per machine", _with_devices(count))
-    now = ranks_of(setting.spec, machine)
+                yield Remedy("gpus", f"{count} GPUs per machine", _with_devices(count))
+    present_ranks = count_ranks(scenario.spec, machine)
     for machines in (2, 4, 8):
         ranks = machines * machine.devices
-        if ranks > now:
-            says = f"trainer.ranks={ranks} on a Ray cluster (cluster.address) of {machines} machines or more"
-            address = setting.spec.cluster.address or "auto"
-            more = {"trainer": {"ranks": ranks}, "cluster": {"address": address}}
-            yield Change("machines", says, _with_machines(more))
+        if ranks > present_ranks:
+            description = f"trainer.ranks={ranks} on a Ray cluster (cluster.address) of {machines} machines or more"
+            address = scenario.spec.cluster.address or "auto"
+            changes = {"trainer": {"ranks": ranks}, "cluster": {"address": address}}
+            yield Remedy("machines", description, _with_cluster(changes))
 
 
-def _larger(machine: Machine) -> Iterator[Change]:
-    if machine.device == "cpu":
-        for gib in (32, 64, 128, 256, 512, 1024):
-            if gib * GIB > machine.device_bytes:
-                yield Change("larger", f"a machine with {gib} GiB", _with_machine(Machine.cpu(gib * GIB)))
-        return
-    for name, size in sorted(DEVICES_GIB.items(), key=lambda item: item[1]):
-        if size * GIB > machine.device_bytes:
-            there = replace(machine, name=name, device_bytes=int(size * GIB))
-            yield Change("larger", f"{name} GPUs", _with_machine(there))
+def _with_machine(machine: Machine) -> Callable[[Scenario], Scenario]:
+    return lambda scenario: replace(scenario, machine=machine)
 
 
-def _with_machine(machine: Machine) -> Callable[[Setting], Setting]:
-    return lambda setting: replace(setting, machine=machine)
+def _with_devices(count: int) -> Callable[[Scenario], Scenario]:
+    return lambda scenario: replace(scenario, machine=replace(scenario.machine, devices=count))
 
 
-def _with_devices(count: int) -> Callable[[Setting], Setting]:
-    return lambda setting: replace(setting, machine=replace(setting.machine, devices=count))
-
-
-def _with_machines(changes: dict[str, Any]) -> Callable[[Setting], Setting]:
-    """On a cluster of as many machines as it takes."""
-    return lambda setting: replace(setting.but(changes), machine=replace(setting.machine, count=None))
+def _with_cluster(changes: dict[str, Any]) -> Callable[[Scenario], Scenario]:
+    """Applies config changes on a cluster with as many machines as they need."""
+    return lambda scenario: replace(
+        scenario.with_changes(changes), machine=replace(scenario.machine, count=None)
+    )

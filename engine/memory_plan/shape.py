@@ -1,6 +1,7 @@
-"""What of a model decides its memory: dimensions, and parameters counted from them. From config.json, or published.
+"""`ModelShape`: the dimensions of a model that decide its memory, and the number of its parameters. Without torch.
 
-No torch. Counts are exact for the families named here; for others a folder's safetensors headers give the count.
+A shape comes from a config.json or from published dimensions. The count of parameters is exact for the families named
+here; for other families it comes from the headers of the folder's safetensors files.
 """
 
 from __future__ import annotations
@@ -17,40 +18,41 @@ from engine.models.size import folder_parameter_count
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
-    """How a `model_type` departs from Llama. A string names the config's key that decides."""
+class ModelFamily:
+    """How the models of a `model_type` differ from Llama. A string names the key of config.json that decides."""
 
     norms: int = 2
-    """RMSNorms of the hidden size per layer."""
+    """RMSNorms of the hidden size in each layer."""
     qkv_bias: bool | str = False
     output_bias: bool | str = False
     mlp_bias: bool | str = False
     head_norms: bool = False
-    """RMSNorms of the head size on queries and on keys."""
+    """Whether queries and keys have an RMSNorm of the head size."""
     gated: bool = True
     layer_norm: bool = False
-    """LayerNorm, with a bias, instead of RMSNorm."""
+    """Whether the norms are LayerNorms, which have a bias, and not RMSNorms."""
     tied: bool = False
+    """Whether embedding and head share their weights if config.json does not say it."""
     head_dim: int | None = None
-    """Defaults where config.json is silent."""
+    """Size of a head if config.json does not give it. None: hidden size / heads."""
 
 
-FAMILIES: dict[str, Family] = {
-    "llama": Family(qkv_bias="attention_bias", output_bias="attention_bias", mlp_bias="mlp_bias"),
-    "mistral": Family(),
-    "qwen2": Family(qkv_bias=True),
-    "qwen3": Family(qkv_bias="attention_bias", output_bias="attention_bias", head_norms=True, head_dim=128),
-    "smollm3": Family(qkv_bias="attention_bias", output_bias="attention_bias", mlp_bias="mlp_bias", tied=True),
-    "granite": Family(qkv_bias="attention_bias", output_bias="attention_bias", mlp_bias="mlp_bias"),
-    "phi3": Family(),
-    "gemma": Family(qkv_bias="attention_bias", output_bias="attention_bias", tied=True, head_dim=256),
-    "gemma2": Family(
+FAMILIES: dict[str, ModelFamily] = {
+    "llama": ModelFamily(qkv_bias="attention_bias", output_bias="attention_bias", mlp_bias="mlp_bias"),
+    "mistral": ModelFamily(),
+    "qwen2": ModelFamily(qkv_bias=True),
+    "qwen3": ModelFamily(qkv_bias="attention_bias", output_bias="attention_bias", head_norms=True, head_dim=128),
+    "smollm3": ModelFamily(qkv_bias="attention_bias", output_bias="attention_bias", mlp_bias="mlp_bias", tied=True),
+    "granite": ModelFamily(qkv_bias="attention_bias", output_bias="attention_bias", mlp_bias="mlp_bias"),
+    "phi3": ModelFamily(),
+    "gemma": ModelFamily(qkv_bias="attention_bias", output_bias="attention_bias", tied=True, head_dim=256),
+    "gemma2": ModelFamily(
         norms=4, qkv_bias="attention_bias", output_bias="attention_bias", tied=True, head_dim=256
     ),
-    "gemma3_text": Family(
+    "gemma3_text": ModelFamily(
         norms=4, qkv_bias="attention_bias", output_bias="attention_bias", head_norms=True, tied=True, head_dim=256
     ),
-    "gpt_neox": Family(
+    "gpt_neox": ModelFamily(
         qkv_bias="attention_bias", output_bias="attention_bias", mlp_bias=True, gated=False, layer_norm=True
     ),
 }
@@ -60,7 +62,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Dimensions of a decoder. All counts are elements, not bytes."""
+    """Dimensions of a decoder. All counts are in elements, not bytes."""
 
     name: str
     hidden: int
@@ -71,12 +73,12 @@ class ModelShape:
     intermediate: int
     vocabulary: int
     context: int
-    """Longest sequence, tokens."""
+    """Longest sequence, in tokens."""
     parameters: int
     tied: bool
     gated: bool = True
     scalar: bool = False
-    """One number per token, by a head of as many elements as the hidden size; no logits."""
+    """Whether the model has a scalar head: one number per token, hidden-size weights, and no logits."""
 
     @property
     def queries(self) -> int:
@@ -85,26 +87,29 @@ class ModelShape:
 
     @property
     def keys(self) -> int:
-        """Features of a token's keys; of its values, as many."""
+        """Features of a token's keys. Its values have as many."""
         return self.kv_heads * self.head_dim
 
     @property
     def embedding(self) -> int:
-        """Elements of the embedding, and of the head: the largest tensors."""
+        """Elements of the embedding, and of the head. They are the largest tensors."""
         return self.vocabulary * self.hidden
 
     @property
     def language_head(self) -> int:
-        """Elements of the matrix that gives logits, the embedding's where they are tied."""
+        """Elements of the matrix that computes logits. It may be the embedding."""
         return 0 if self.scalar else self.embedding
 
     @property
     def own_head(self) -> int:
-        """Elements of a language head that no embedding shares."""
+        """Elements of a language head that is not the embedding."""
         return 0 if self.tied else self.language_head
 
     def with_scalar_head(self, *, beside_adapter: bool = False) -> ModelShape:
-        """The same decoder under a scalar head; the base that adapters share keeps its language head."""
+        """Returns the decoder with a scalar head in place of the language head.
+
+        With `beside_adapter` the language head stays, since the runs that share the base may need it.
+        """
         if self.scalar:
             return self
         dropped = 0 if beside_adapter else self.own_head
@@ -112,38 +117,43 @@ class ModelShape:
 
     @property
     def linears(self) -> list[tuple[int, int]]:
-        """(in, out) of a layer's linear layers."""
+        """(input, output) sizes of the linear layers of one decoder layer."""
         up = [(self.hidden, self.intermediate)] * (2 if self.gated else 1)
         attention = [(self.hidden, self.queries), (self.hidden, self.keys), (self.hidden, self.keys)]
         return [*attention, (self.queries, self.hidden), *up, (self.intermediate, self.hidden)]
 
     @property
     def layer_linear(self) -> int:
-        """Elements of one layer's matrices."""
-        return sum(i * o for i, o in self.linears)
+        """Elements of the matrices of one decoder layer."""
+        return sum(inputs * outputs for inputs, outputs in self.linears)
 
     def lora(self, rank: int) -> int:
-        """Elements of a LoRA pair of that rank on every linear layer but the head: rank * (in + out) each."""
-        return self.layers * rank * sum(i + o for i, o in self.linears)
+        """Returns the elements of a LoRA adapter on every linear layer but the head: rank * (input + output) each."""
+        return self.layers * rank * sum(inputs + outputs for inputs, outputs in self.linears)
 
 
 def shape_of(config: Mapping[str, Any], name: str, *, counted: int | None = None) -> ModelShape:
-    """The shape in a config.json. `counted`: elements in the safetensors headers, which outrank our own count.
+    """Returns the shape that a config.json describes.
+
+    `counted` is the number of elements in the safetensors headers; it takes precedence over the count from the config.
 
     Raises:
-        BadSpec: a mixture of experts; a missing dimension; an unknown family of which nothing was counted.
+        BadSpec: a mixture of experts; a missing dimension; an unknown family without `counted`.
     """
-    kind = str(config.get("model_type", ""))
+    # only dense models of a known family, or with counted parameters
+    model_type = str(config.get("model_type", ""))
     experts = next((key for key in _EXPERTS if (config.get(key) or 0) > 1), None)
     if experts is not None:
         raise BadSpec(f"{name} is a mixture of experts ({experts}={config[experts]}); only dense models are planned")
-    family = FAMILIES.get(kind)
+    family = FAMILIES.get(model_type)
     if family is None and counted is None:
         raise BadSpec(
-            f"{name} is of the unknown model_type {kind!r}, and no safetensors file says how many parameters it has; "
-            f"give a folder with weights, or one of the types {', '.join(FAMILIES)}"
+            f"{name} is of the unknown model_type {model_type!r}, and no safetensors file says how many parameters it "
+            f"has; give a folder with weights, or one of the types {', '.join(FAMILIES)}"
         )
-    family = family or Family()
+    family = family or ModelFamily()
+
+    # the dimensions, with the family's defaults for keys that config.json leaves out
     heads = _dimension(config, "num_attention_heads", name)
     hidden = _dimension(config, "hidden_size", name)
     shape = ModelShape(
@@ -159,20 +169,31 @@ def shape_of(config: Mapping[str, Any], name: str, *, counted: int | None = None
         parameters=counted or 0,
         tied=bool(config.get("tie_word_embeddings", family.tied)),
         gated=family.gated,
-        scalar=any(str(name).endswith(SCALAR_ARCHITECTURE) for name in config.get("architectures") or ()),
+        scalar=any(str(class_name).endswith(SCALAR_ARCHITECTURE) for class_name in config.get("architectures") or ()),
     )
-    return shape if counted else _with_count(shape, family, config, kind)
+    return shape if counted else _with_count(shape, family, config, model_type)
 
 
-def _with_count(shape: ModelShape, family: Family, config: Mapping[str, Any], kind: str) -> ModelShape:
+def _with_count(shape: ModelShape, family: ModelFamily, config: Mapping[str, Any], model_type: str) -> ModelShape:
+    """Returns the shape with the number of parameters that its dimensions imply."""
+
     def has(flag: bool | str) -> bool:
-        return flag if isinstance(flag, bool) else bool(config.get(flag, (kind, flag) in _TRUE_BY_DEFAULT))
+        if isinstance(flag, bool):
+            return flag
+        return bool(config.get(flag, (model_type, flag) in _TRUE_BY_DEFAULT))
 
+    # one layer: matrices and norms, then the biases that the family or the config asks for
     norm = shape.hidden * (2 if family.layer_norm else 1)
     layer = shape.layer_linear + family.norms * norm
-    layer += (shape.queries + 2 * shape.keys) * has(family.qkv_bias) + shape.hidden * has(family.output_bias)
-    layer += (shape.hidden + shape.intermediate * (2 if shape.gated else 1)) * has(family.mlp_bias)
-    layer += 2 * shape.head_dim * family.head_norms
+    if has(family.qkv_bias):
+        layer += shape.queries + 2 * shape.keys
+    if has(family.output_bias):
+        layer += shape.hidden
+    if has(family.mlp_bias):
+        layer += shape.hidden + shape.intermediate * (2 if shape.gated else 1)
+    if family.head_norms:
+        layer += 2 * shape.head_dim
+
     total = shape.embedding + shape.own_head + shape.layers * layer + norm + shape.hidden * shape.scalar
     return replace(shape, parameters=total)
 
@@ -185,6 +206,7 @@ def _dimension(config: Mapping[str, Any], key: str, name: str) -> int:
 
 
 def _llama(hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, **more: Any) -> dict[str, Any]:
+    """Returns the config.json of a Llama-like model. `more` adds keys."""
     sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
     others = {"num_key_value_heads": kv_heads, "intermediate_size": intermediate, "model_type": "llama"}
     return sizes | others | more
@@ -208,11 +230,11 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     "8B": ("Llama-3.1-8B", _llama(4096, 32, 32, 8, 14336, vocab_size=128256, max_position_embeddings=131072)),
     "70B": ("Llama-3.1-70B", _llama(8192, 80, 64, 8, 28672, vocab_size=128256, max_position_embeddings=131072)),
 }
-"""Published dimensions, by the size that people call them."""
+"""(name, config.json) of published models, by the size in their names."""
 
 
 def preset(size: str) -> ModelShape | None:
-    """The shape of a size in PRESETS, or None."""
+    """Returns the shape of a size in PRESETS, or None."""
     if size not in PRESETS:
         return None
     model, config = PRESETS[size]
@@ -220,10 +242,10 @@ def preset(size: str) -> ModelShape | None:
 
 
 def read_shape(folder: Path) -> ModelShape:
-    """The shape of a local Hugging Face folder, with the count of its safetensors files where it has some.
+    """Returns the shape of a local Hugging Face folder, with the count of its safetensors files if it has some.
 
     Raises:
-        BadSpec: no config.json, or one that says no shape.
+        BadSpec: no config.json, or a config.json that does not describe a shape.
         CorruptArtifact: a safetensors file without a header.
     """
     try:

@@ -1,205 +1,271 @@
-"""What a trainer holds, by its kind: parts of a rank's device, and parts of the machine's memory per rank."""
+"""Computes the memory of one rank of a trainer, by the trainer's kind: its parts on the device, and in the machine."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.backends.deepspeed.memory import Held as States
-from engine.backends.deepspeed.memory import held_bytes
+from engine.backends.deepspeed.memory import Held, held_bytes
 from engine.errors import BadSpec
-from engine.memory_plan.parts import MASTER, activations, autocast_weights, head_activations, torch_states
-from engine.memory_plan.records import PHASES, Machine, Part, Phase, Workload
+from engine.memory_plan.formulas import MASTER_BYTES, activations, autocast_weights, head_activations, torch_states
+from engine.memory_plan.records import PHASES, Machine, MemoryPart, Phase, ProcessMemory, Workload
 from engine.specs.engine import LocalEngineSpec
 from engine.specs.trainer import DeepSpeedSpec
 
 MIB = 1 << 20
 CPU_PROCESS = 500 * MIB
-"""A process that has imported torch and transformers: measured by bench/memory_plan.py."""
+"""A process that has imported torch and transformers. Measured by bench/memory_plan.py."""
 GPU_CONTEXT = 700 * MIB
-"""CUDA context, cuBLAS workspaces and NCCL buffers of a process on its GPU. Assumed."""
+"""CUDA context, cuBLAS workspaces and NCCL buffers of a process, on its GPU. Assumed."""
 GPU_PROCESS = 3 << 30
 """Machine memory of a process that uses CUDA. Assumed."""
-EVERY: tuple[Phase, ...] = PHASES
 TRAINING: tuple[Phase, ...] = ("backward", "step")
+AFTER_FIRST_STEP: tuple[Phase, ...] = PHASES[1:]
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """How a config trains."""
+class TrainingSetup:
+    """The number of ranks and the precision that a config trains with."""
 
     ranks: int
-    """Processes, over all machines."""
-    compute: int
+    """Processes that train, over all machines."""
+    compute_bytes: int
     """Bytes of a number in the compute dtype."""
 
     @property
-    def master(self) -> int:
-        return max(MASTER, self.compute)
+    def master_bytes(self) -> int:
+        """Bytes of a master weight."""
+        return max(MASTER_BYTES, self.compute_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """Parts of one rank (or of one server): on its device, and in the machine's memory."""
+def trainer_memory(spec: LocalEngineSpec, work: Workload, machine: Machine, setup: TrainingSetup) -> ProcessMemory:
+    """Returns the memory of one rank of the config's trainer. Raises BadSpec for DeepSpeed with a LoRA adapter.
 
-    device: tuple[Part, ...]
-    node: tuple[Part, ...]
-
-
-def part(key: str, name: str, size: float, why: str, phases: tuple[Phase, ...] = EVERY) -> Part:
-    """`size` bytes in each of `phases`."""
-    return Part(key, name, dict.fromkeys(phases, size), why)
-
-
-def trainer_parts(spec: LocalEngineSpec, work: Workload, machine: Machine, group: Group) -> Held:
-    """Of one rank of the config's trainer; without ZeRO a rank holds what the torch trainer does. Raises BadSpec."""
+    Without ZeRO, a rank of the deepspeed trainer holds what the torch trainer does.
+    """
     zero = spec.trainer if isinstance(spec.trainer, DeepSpeedSpec) else None
     if zero is not None and work.lora_rank is not None:
         raise BadSpec("trainer.kind='deepspeed' trains all weights; for a LoRA adapter, set trainer.kind='torch'")
     if zero is None or zero.zero_stage == 0:
-        return _torch(spec, work, machine, group)
-    return _deepspeed(spec, zero, work, machine, group)
+        return _torch_memory(spec, work, machine, setup)
+    return _deepspeed_memory(spec, zero, work, machine, setup)
 
 
-def lowered(work: Workload) -> int:
-    """Elements of a shared base that are held in the compute dtype: linear layers, and a head of its own
-    (engine.backends.torch.shared_base)."""
+def compute_dtype_elements(work: Workload) -> int:
+    """Returns the elements of a shared base that are held in the compute dtype: the linear layers, and the head if it
+    is not the embedding (engine.backends.torch.shared_base)."""
     shape = work.shape
     return shape.layers * shape.layer_linear + shape.own_head
 
 
-def _process(machine: Machine) -> Held:
+def _process(machine: Machine) -> ProcessMemory:
+    """Returns what a process takes before it holds a model."""
     if machine.device == "cpu":
-        return Held((part("runtime", "process", CPU_PROCESS, "torch and transformers, measured"),), ())
-    context = part("runtime", "CUDA context, NCCL", GPU_CONTEXT, "assumed, not measured")
-    return Held((context,), (part("runtime", "trainer process", GPU_PROCESS, "assumed, not measured"),))
+        process = MemoryPart.constant("runtime", "process", CPU_PROCESS, "torch and transformers, measured")
+        return ProcessMemory((process,), ())
+    context = MemoryPart.constant("runtime", "CUDA context, NCCL", GPU_CONTEXT, "assumed, not measured")
+    process = MemoryPart.constant("runtime", "trainer process", GPU_PROCESS, "assumed, not measured")
+    return ProcessMemory((context,), (process,))
 
 
-def _torch(spec: LocalEngineSpec, work: Workload, machine: Machine, group: Group) -> Held:
-    shape, compute, master = work.shape, group.compute, group.master
-    if work.lora_rank is None:
-        states, trained = torch_states(shape.parameters, master=master), shape.parameters
-        base, casts = 0.0, autocast_weights(shape, compute, master=master)
-        formula = f"{master}P: float32 masters, cast per operation" if compute < master else f"{master}P"
-    else:
-        trained = shape.lora(work.lora_rank)
-        states = torch_states(trained, master=master)
-        base = compute * lowered(work) + master * (shape.parameters - lowered(work))
-        casts = 0.0 if compute == master else compute * (trained + shape.language_head - shape.own_head)
-        formula = f"{master}A, A = {trained:,} parameters of the adapter"
-    tokens = spec.max_tokens_per_forward
+def _tokens_per_rank(spec: LocalEngineSpec) -> int:
+    """Returns the packed tokens of one forward on one rank, rounded up."""
+    ways = spec.trainer.sequence_parallel if isinstance(spec.trainer, DeepSpeedSpec) else 1
+    return -(-spec.max_tokens_per_forward // ways)
+
+
+# -- the torch trainer -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _TorchStates:
+    """Sizes of what the torch trainer holds for a model, in bytes."""
+
+    trained: int
+    """Number of trained parameters, in elements."""
+    weights_source: str
+    base: float
+    """The frozen base under an adapter."""
+    casts: float
+    """Autocast's copies of weights in the compute dtype."""
+    tied_gradient: float
+    """The gradient of a tied head, which is held until that of the embedding is there."""
+    frozen: float
+    """Frozen policies."""
+
+
+def _torch_memory(spec: LocalEngineSpec, work: Workload, machine: Machine, setup: TrainingSetup) -> ProcessMemory:
+    shape, compute, master = work.shape, setup.compute_bytes, setup.master_bytes
     zero = spec.trainer if isinstance(spec.trainer, DeepSpeedSpec) else None
+
+    # sizes of states, activations and logits
+    if work.lora_rank is None:
+        sizes = _full_states(work, setup)
+    else:
+        sizes = _adapter_states(work, work.lora_rank, setup)
+    states = torch_states(sizes.trained, master=master)
+    tokens = _tokens_per_rank(spec)
     recompute = "none" if zero is None else zero.activation_checkpointing
-    tokens = -(-tokens // (1 if zero is None else zero.sequence_parallel))
-    kept, kept_away = activations(shape, tokens, compute=compute, autocast=compute < master, recompute=recompute)
+    saved, offloaded = activations(shape, tokens, compute=compute, autocast=compute < master, recompute=recompute)
     logits = head_activations(shape, tokens, compute=compute, trained=work.lora_rank is None)
-    waiting = master * (shape.language_head - shape.own_head) if work.lora_rank is None else 0
-    frozen = master * shape.parameters * work.frozen if work.lora_rank is None else _more_adapters(work, master)
-    parts = [
-        part("base", "frozen base", base, "linear layers in the compute dtype, the rest in float32"),
-        part("weights", "weights", states.weights, formula),
-        part("moments", "AdamW moments", states.optimizer, f"2 * {master} * {trained:,}", EVERY[1:]),
-        part("gradients", "gradients", states.gradients, f"{master} * {trained:,}", TRAINING),
-        part("casts", "autocast's weights", casts, "a copy of each matrix until the backward pass ends", ("backward",)),
-        part("activations", "activations", kept, f"{tokens} tokens, {shape.layers} layers", ("backward",)),
-        part("logits", "logits and their gradient", logits, "at most 2^27 logits at once", ("backward",)),
-        part("tied", "gradient of the tied head", waiting, "waits for the embedding's", ("backward",)),
-        part("frozen", f"{work.frozen} frozen policies", frozen, "reference and past policies, read only"),
+
+    # on the device
+    base_source = "linear layers in the compute dtype, the rest in float32"
+    moments_source = f"2 * {master} * {sizes.trained:,}"
+    casts_source = "a copy of each matrix until the backward pass ends"
+    logits_source = "at most 2^27 logits at once"
+    frozen_source = "reference and past policies, read only"
+    constant = MemoryPart.constant
+    device = [
+        constant("base", "frozen base", sizes.base, base_source),
+        constant("weights", "weights", states.weights, sizes.weights_source),
+        constant("moments", "AdamW moments", states.optimizer, moments_source, AFTER_FIRST_STEP),
+        constant("gradients", "gradients", states.gradients, f"{master} * {sizes.trained:,}", TRAINING),
+        constant("casts", "autocast's weights", sizes.casts, casts_source, ("backward",)),
+        constant("activations", "activations", saved, f"{tokens} tokens, {shape.layers} layers", ("backward",)),
+        constant("logits", "logits and their gradient", logits, logits_source, ("backward",)),
+        constant("tied", "gradient of the tied head", sizes.tied_gradient, "waits for the embedding's", ("backward",)),
+        constant("frozen", f"{work.frozen} frozen policies", sizes.frozen, frozen_source),
     ]
+
+    # The torch trainer reads the model in the machine's memory; ranks of the deepspeed trainer read into their devices.
     process = _process(machine)
-    # the ranks of the deepspeed trainer read into their devices
-    read_here = master * shape.parameters if zero is None else 0
-    loading = part("loading", "loading the model", read_here, "read here, then moved", ("start",))
-    inputs = part("activations", "layer inputs, offloaded", kept_away, "", ("backward",))
-    return Held((*process.device, *parts), (inputs,) if machine.device == "cpu" else (*process.node, inputs, loading))
+    read_bytes = master * shape.parameters if zero is None else 0
+    loading = constant("loading", "loading the model", read_bytes, "read here, then moved", ("start",))
+    inputs = constant("activations", "layer inputs, offloaded", offloaded, "", ("backward",))
+    host = (inputs,) if machine.device == "cpu" else (*process.host, inputs, loading)
+    return ProcessMemory((*process.device, *device), host)
 
 
-def _more_adapters(work: Workload, master: int) -> float:
-    """Of an adapter run the base is the first reference."""
-    assert work.lora_rank is not None
-    return master * work.shape.lora(work.lora_rank) * max(0, work.frozen - 1)
+def _full_states(work: Workload, setup: TrainingSetup) -> _TorchStates:
+    """Returns the sizes of a run that trains all weights."""
+    shape, compute, master = work.shape, setup.compute_bytes, setup.master_bytes
+    return _TorchStates(
+        trained=shape.parameters,
+        weights_source=f"{master}P: float32 masters, cast per operation" if compute < master else f"{master}P",
+        base=0.0,
+        casts=autocast_weights(shape, compute, master=master),
+        tied_gradient=master * (shape.language_head - shape.own_head),
+        frozen=master * shape.parameters * work.frozen,
+    )
 
 
-def _deepspeed(
-    spec: LocalEngineSpec, zero: DeepSpeedSpec, work: Workload, machine: Machine, group: Group
-) -> Held:
-    """Stages 1 to 3: states as engine.backends.deepspeed.memory counts them, split over the ranks."""
-    shape, compute, world = work.shape, group.compute, group.ranks
+def _adapter_states(work: Workload, lora_rank: int, setup: TrainingSetup) -> _TorchStates:
+    """Returns the sizes of a run that trains a LoRA adapter. Its base is also the first frozen policy."""
+    shape, compute, master = work.shape, setup.compute_bytes, setup.master_bytes
+    trained = shape.lora(lora_rank)
+    lowered = compute_dtype_elements(work)
+    return _TorchStates(
+        trained=trained,
+        weights_source=f"{master}A, A = {trained:,} parameters of the adapter",
+        base=compute * lowered + master * (shape.parameters - lowered),
+        casts=0.0 if compute == master else compute * (trained + shape.language_head - shape.own_head),
+        tied_gradient=0,
+        frozen=master * trained * max(0, work.frozen - 1),
+    )
+
+
+# -- DeepSpeed with ZeRO ---------------------------------------------------------------------------------------
+
+
+def _deepspeed_memory(
+    spec: LocalEngineSpec, zero: DeepSpeedSpec, work: Workload, machine: Machine, setup: TrainingSetup
+) -> ProcessMemory:
+    """Stages 1 to 3. engine.backends.deepspeed.memory counts the states, which are split over the ranks."""
+    shape, compute, ranks = work.shape, setup.compute_bytes, setup.ranks
     places = held_bytes(
-        zero, parameters=shape.parameters, buffers=0, ranks=world, compute_bytes=compute, master_bytes=MASTER
+        zero, parameters=shape.parameters, buffers=0, ranks=ranks, compute_bytes=compute, master_bytes=MASTER_BYTES
     )
-    tokens = -(-spec.max_tokens_per_forward // zero.sequence_parallel)
-    kept, kept_away = activations(
-        shape, tokens, compute=compute, autocast=False, recompute=zero.activation_checkpointing
+    tokens, checkpointing = _tokens_per_rank(spec), zero.activation_checkpointing
+    saved, offloaded = activations(shape, tokens, compute=compute, autocast=False, recompute=checkpointing)
+    logits = head_activations(shape, tokens, compute=compute)
+    constant = MemoryPart.constant
+
+    # on the device
+    device = _zero_states(places.device, zero, work, setup)
+    if zero.offload_optimizer == "none":
+        flat_gradient = MASTER_BYTES * shape.parameters / ranks
+        device.append(constant("step", "the step's flat gradient", flat_gradient, "4P/N", ("step",)))
+    device += _buffers(zero, work, machine, setup)
+    device.append(constant("activations", "activations", saved, f"{tokens} tokens, {checkpointing}", ("backward",)))
+    device.append(
+        constant("logits", "logits and their gradient", logits, "at most 2^27 logits at once", ("backward",))
     )
-    step = part("step", "the step's flat gradient", MASTER * shape.parameters / world, "4P/N", ("step",))
-    on_device = [
-        *_states(places.device, zero, work, group),
-        *_if(zero.offload_optimizer == "none", [step]),
-        *_buffers(zero, work, machine, group),
-        part("activations", "activations", kept, f"{tokens} tokens, {zero.activation_checkpointing}", ("backward",)),
-        part("logits", "logits and their gradient", head_activations(shape, tokens, compute=compute),
-             "at most 2^27 logits at once", ("backward",)),
-        *_loading(zero, work, machine, group),
-    ]  # fmt: skip
-    # DeepSpeed lays the shards out in the machine's memory once
-    shards = compute * shape.parameters / world if zero.zero_stage == 3 and zero.offload_parameters == "none" else 0.0
-    away = [
-        *_states(places.host, zero, work, group),
-        part("activations", "layer inputs", kept_away, f"{tokens} tokens", ("backward",)),
-        *_if(machine.device == "cuda", [part("loading", "loading the model", shards, f"{compute}P/N", ("start",))]),
-    ]
+    device += _loading(zero, work, machine, setup)
+
+    # in the machine's memory
+    host = _zero_states(places.host, zero, work, setup)
+    host.append(constant("activations", "layer inputs", offloaded, f"{tokens} tokens", ("backward",)))
+    if machine.device == "cuda":
+        # DeepSpeed lays the shards of stage 3 out in the machine's memory once, before it moves them
+        in_machine = zero.zero_stage == 3 and zero.offload_parameters == "none"
+        shards = compute * shape.parameters / ranks if in_machine else 0.0
+        host.append(constant("loading", "loading the model", shards, f"{compute}P/N", ("start",)))
+
     process = _process(machine)
-    return Held((*process.device, *on_device), (*process.node, *away))
+    return ProcessMemory((*process.device, *device), (*process.host, *host))
 
 
-def _states(held: States, zero: DeepSpeedSpec, work: Workload, group: Group) -> list[Part]:
-    """Of one rank in one kind of memory; the moments come with the first step."""
-    world, what = group.ranks, f"ZeRO {zero.zero_stage} over {group.ranks} ranks"
-    split = "/N" * (zero.zero_stage == 3)
-    weights, masters, standing = held.weights / world, held.masters / world, held.standing / world
-    optimizer: dict[Phase, float] = dict.fromkeys(EVERY, masters + held.moments / world)
-    gradients: dict[Phase, float] = dict.fromkeys(EVERY, standing) | dict.fromkeys(TRAINING, held.gradients / world)
+def _zero_states(held: Held, zero: DeepSpeedSpec, work: Workload, setup: TrainingSetup) -> list[MemoryPart]:
+    """Returns the state of one rank in one kind of memory. The moments are made in the first step."""
+    ranks = setup.ranks
+    split = "/N" if zero.zero_stage == 3 else ""
+    weights, masters, standing = held.weights / ranks, held.masters / ranks, held.standing / ranks
+    optimizer: dict[Phase, float] = dict.fromkeys(PHASES, masters + held.moments / ranks)
+    gradients: dict[Phase, float] = dict.fromkeys(PHASES, standing)
+    gradients |= dict.fromkeys(TRAINING, held.gradients / ranks)
+
+    stage = f"ZeRO {zero.zero_stage} over {ranks} ranks"
+    optimizer_source = f"{stage}: 12P/N, 4P/N at the start"
+    gradients_source = "float32: 4P/N" if zero.zero_stage >= 2 else "whole"
+    constant, frozen = MemoryPart.constant, work.frozen
     return [
-        part("weights", "weights", weights, f"{what}: {group.compute}P{split}"),
-        Part("moments", "master weights, moments", optimizer | {"start": masters}, f"{what}: 12P/N, 4P/N at the start"),
-        Part("gradients", "gradients", gradients, "float32: 4P/N" if zero.zero_stage >= 2 else "whole"),
-        part("frozen", f"{work.frozen} frozen policies", weights * work.frozen, f"{group.compute}P{split} each"),
-        part("frozen", "their masters and buffers", (masters + standing) * work.frozen, "4P/N masters each"),
+        constant("weights", "weights", weights, f"{stage}: {setup.compute_bytes}P{split}"),
+        MemoryPart("moments", "master weights, moments", optimizer | {"start": masters}, optimizer_source),
+        MemoryPart("gradients", "gradients", gradients, gradients_source),
+        constant("frozen", f"{frozen} frozen policies", weights * frozen, f"{setup.compute_bytes}P{split} each"),
+        constant("frozen", "their masters and buffers", (masters + standing) * frozen, "4P/N masters each"),
     ]
 
 
-def _loading(zero: DeepSpeedSpec, work: Workload, machine: Machine, group: Group) -> list[Part]:
-    """On the device, beside the states: each rank reads what it keeps (engine.backends.deepspeed.meta_model)."""
+def _buffers(zero: DeepSpeedSpec, work: Workload, machine: Machine, setup: TrainingSetup) -> list[MemoryPart]:
+    """Returns a bucket of gradients and a bucket of weights, and what is gathered.
+
+    ZeRO 3 gathers whole modules for a moment: the largest one (the embedding or the head) and a layer. DeepSpeed may
+    also keep two buckets of them (stage3_max_live_parameters).
+    """
+    compute = setup.compute_bytes
+    bucket_bytes = 2 * zero.bucket_mib * MIB
+    buffers = [
+        MemoryPart.constant("buckets", "buckets", bucket_bytes, f"2 * bucket_mib={zero.bucket_mib}", TRAINING)
+    ]
+    copies = _copies_of_gathered(machine, setup)
     if zero.zero_stage == 3:
-        size, why = group.compute * work.shape.embedding * _copies(machine, group), "the largest tensor, whole"
-        return [part("loading", "loading the model", size, why, ("start",))]
-    added_up = zero.zero_stage == 1 and group.compute < MASTER
-    if added_up or zero.offload_optimizer == "cpu":  # there is one already
-        return []
-    share = MASTER * work.shape.parameters / group.ranks
-    return [part("loading", "loading the model", share, "DeepSpeed's first gradient, 4P/N", ("start",))]
-
-
-def _copies(machine: Machine, group: Group) -> int:
-    """Of what is gathered: gloo makes one more."""
-    return 2 if machine.device == "cpu" and group.ranks > 1 else 1
-
-
-def _if(wanted: bool, parts: list[Part]) -> list[Part]:
-    return parts if wanted else []
-
-
-def _buffers(zero: DeepSpeedSpec, work: Workload, machine: Machine, group: Group) -> list[Part]:
-    """A bucket of gradients and one of weights; with ZeRO 3 also what is whole for a moment: the largest module (the
-    embedding or the head), a layer, and two buckets that DeepSpeed may keep (stage3_max_live_parameters)."""
-    size = 2 * zero.bucket_mib * MIB
-    buffers = [part("buckets", "buckets", size, f"2 * bucket_mib={zero.bucket_mib}", TRAINING)]
-    if zero.zero_stage == 3:
-        heads = _copies(machine, group) * work.shape.embedding
-        gathered = group.compute * (work.shape.layer_linear + heads) + 2 * zero.bucket_mib * MIB
-        why = "a layer, the head, two buckets"
-        buffers.append(part("gathered", "gathered weights", gathered, why, ("backward",)))
-    elif _copies(machine, group) > 1:
-        whole = group.compute * work.shape.parameters
-        buffers.append(part("gathered", "gloo's copy of the weights", whole, f"{group.compute}P", ("step",)))
+        modules = work.shape.layer_linear + copies * work.shape.embedding
+        gathered = compute * modules + bucket_bytes
+        source = "a layer, the head, two buckets"
+        buffers.append(MemoryPart.constant("gathered", "gathered weights", gathered, source, ("backward",)))
+    elif copies > 1:
+        whole = compute * work.shape.parameters
+        buffers.append(
+            MemoryPart.constant("gathered", "gloo's copy of the weights", whole, f"{compute}P", ("step",))
+        )
     return buffers
+
+
+def _loading(zero: DeepSpeedSpec, work: Workload, machine: Machine, setup: TrainingSetup) -> list[MemoryPart]:
+    """Returns what loading takes on the device in addition to the states. Each rank reads only what it keeps
+    (engine.backends.deepspeed.meta_model)."""
+    if zero.zero_stage == 3:
+        size = setup.compute_bytes * work.shape.embedding * _copies_of_gathered(machine, setup)
+        return [MemoryPart.constant("loading", "loading the model", size, "the largest tensor, whole", ("start",))]
+    # the gradient buffer of these settings is already counted in the states
+    accumulates_in_master_dtype = zero.zero_stage == 1 and setup.compute_bytes < MASTER_BYTES
+    if accumulates_in_master_dtype or zero.offload_optimizer == "cpu":
+        return []
+    share = MASTER_BYTES * work.shape.parameters / setup.ranks
+    return [MemoryPart.constant("loading", "loading the model", share, "DeepSpeed's first gradient, 4P/N", ("start",))]
+
+
+def _copies_of_gathered(machine: Machine, setup: TrainingSetup) -> int:
+    """Returns how many copies of a gathered tensor there are. gloo, which the CPU uses, makes a second one."""
+    return 2 if machine.device == "cpu" and setup.ranks > 1 else 1

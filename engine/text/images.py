@@ -184,7 +184,7 @@ def embed_image(image: ImageFragment) -> ImageFragment:
 
 def images_in(turns: Iterable[Turn | TokenizedTurn]) -> list[tuple[int, ImageFragment]]:
     """Returns (index of the turn, image) for all images, in order."""
-    images = []
+    images: list[tuple[int, ImageFragment]] = []
     for index, turn in enumerate(turns):
         images.extend((index, part) for part in fragments_of(turn.content) if isinstance(part, ImageFragment))
     return images

@@ -17,8 +17,8 @@ import typer
 from engine.cluster.inventory import Inventory
 from engine.errors import EngineError
 from engine.memory_plan.plan import plan_memory
-from engine.memory_plan.records import DEVICES_GIB, GIB, PHASES, Load, Machine, Plan, Workload
-from engine.memory_plan.remedies import Setting, remedies
+from engine.memory_plan.records import DEVICES_GIB, GIB, PHASES, Machine, MemoryPlan, MemoryPool, Workload
+from engine.memory_plan.remedies import Scenario, remedies
 from engine.memory_plan.shape import PRESETS, ModelShape, preset, read_shape, shape_of
 from engine.models.folder import local_folder, registered_model
 from engine.models.size import parameter_count
@@ -69,7 +69,7 @@ def plan(  # noqa: PLR0913 - the options of a command
             cluster = None if machines else ask_cluster(spec)
             machine = find_machine(spec, gpu, devices, device_gib=device_gib, node_gib=node_gib)
             machine = replace(machine, count=machines or _machines_of(cluster))
-            setting = Setting(spec, work, machine)
+            setting = Scenario(spec, work, machine)
             planned = plan_memory(setting.spec, setting.work, setting.machine)
         except (ConfigError, EngineError) as error:
             raise usage_error(f"{type(error).__name__}: {error}") from None
@@ -136,7 +136,7 @@ def find_machine(
     return Machine.gpus(gpu or "GPU", devices, gib=device_gib or None, node_gib=node_gib or None)
 
 
-def show(planned: Plan, work: Workload, ways: list[str], cluster: str = "") -> None:
+def show(planned: MemoryPlan, work: Workload, ways: list[str], cluster: str = "") -> None:
     """Who runs where, tables per memory, then the verdict."""
     out = console()
     shape = work.shape
@@ -146,7 +146,7 @@ def show(planned: Plan, work: Workload, ways: list[str], cluster: str = "") -> N
         out.print(f"machine {number}: {use.describe()}", markup=False, highlight=False)
     if cluster:
         out.print(cluster, markup=False, highlight=False, soft_wrap=True)
-    for load in planned.loads:
+    for load in planned.pools:
         out.print(_table(load))
         free = "" if load.usable is None else f" of {load.usable / GIB:.1f} GiB usable"
         out.print(f"needs {load.needed / GIB:.1f} GiB{free}\n", markup=False, highlight=False)
@@ -154,7 +154,7 @@ def show(planned: Plan, work: Workload, ways: list[str], cluster: str = "") -> N
         out.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def verdict(planned: Plan, work: Workload, ways: list[str]) -> list[str]:
+def verdict(planned: MemoryPlan, work: Workload, ways: list[str]) -> list[str]:
     lines = []
     if planned.sequences is not None:
         lines.append(f"KV caches hold {planned.sequences} sequences of {work.context} tokens")
@@ -167,21 +167,24 @@ def verdict(planned: Plan, work: Workload, ways: list[str]) -> list[str]:
     return [*lines, MEASURED]
 
 
-def as_document(planned: Plan, work: Workload, ways: list[str]) -> dict[str, Any]:
+def as_document(planned: MemoryPlan, work: Workload, ways: list[str]) -> dict[str, Any]:
     """The same for machines; sizes in bytes."""
     loads = [
         {
             "name": load.name, "capacity": load.capacity, "usable": load.usable, "needed": load.needed,
             "fits": load.fits,
-            "parts": [{"name": p.name, "bytes": p.bytes, "why": p.why} for p in load.parts],
+            "parts": [{"name": p.name, "bytes": p.bytes, "why": p.source} for p in load.parts],
         }
-        for load in planned.loads
+        for load in planned.pools
     ]  # fmt: skip
     return {
         "model": work.shape.name, "parameters": work.shape.parameters, "context": work.context,
         "fits": planned.fits, "reasons": planned.reasons(), "would_fit": ways, "sequences": planned.sequences,
         "machines": [
-            {"ranks": use.ranks, "samplers": use.samplers, "trains": sorted(use.trains), "samples": sorted(use.samples)}
+            {
+                "ranks": use.ranks, "samplers": use.samplers,
+                "trains": sorted(use.training_gpus), "samples": sorted(use.sampling_gpus),
+            }
             for use in planned.machines
         ],
         "memories": loads,
@@ -195,7 +198,7 @@ def _machines_of(cluster: Inventory | EngineError | None) -> int | None:
     return sum(node.gpus > 0 for node in cluster.nodes) or None
 
 
-def _with_cluster(planned: Plan, spec: LocalEngineSpec, cluster: Inventory | EngineError | None) -> Plan:
+def _with_cluster(planned: MemoryPlan, spec: LocalEngineSpec, cluster: Inventory | EngineError | None) -> MemoryPlan:
     """The plan, with what the cluster lacks as a problem."""
     short = shortage(spec, cluster) if isinstance(cluster, Inventory) else ""
     return replace(planned, problems=(*planned.problems, short)) if short else planned
@@ -215,10 +218,10 @@ def _cluster_of(cluster: Inventory | EngineError | None) -> dict[str, Any]:
     return {"cluster": cluster_document(cluster) if isinstance(cluster, Inventory) else {"error": str(cluster)}}
 
 
-def _table(load: Load) -> Any:
+def _table(load: MemoryPool) -> Any:
     made = table(load.name, "part", *(f"{phase}>" for phase in PHASES), "GiB of what")
-    rows = [[p.name, *(_gib(p.bytes.get(phase, 0.0)) for phase in PHASES), p.why] for p in load.parts]
-    return fill(made, [*rows, ["sum", *(_gib(load.at(phase)) for phase in PHASES), ""]])
+    rows = [[p.name, *(_gib(p.bytes.get(phase, 0.0)) for phase in PHASES), p.source] for p in load.parts]
+    return fill(made, [*rows, ["sum", *(_gib(load.bytes_in(phase)) for phase in PHASES), ""]])
 
 
 def _gib(size: float) -> str | None:

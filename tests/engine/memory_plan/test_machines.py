@@ -9,8 +9,8 @@ import pytest
 
 from engine.errors import BadSpec
 from engine.memory_plan.plan import plan_memory
-from engine.memory_plan.records import Load, Machine, Plan, Workload
-from engine.memory_plan.remedies import Setting, remedies
+from engine.memory_plan.records import Machine, MemoryPlan, MemoryPool, Workload
+from engine.memory_plan.remedies import Scenario, remedies
 from engine.memory_plan.shape import preset
 from engine.specs.engine import LocalEngineSpec
 
@@ -28,11 +28,11 @@ def work_of(model: str) -> Workload:
     return Workload(shape, context=4096, frozen=0)
 
 
-def planned(keys: dict[str, Any], machine: Machine) -> Plan:
+def planned(keys: dict[str, Any], machine: Machine) -> MemoryPlan:
     return plan_memory(LocalEngineSpec.model_validate(keys), work_of("8B"), machine)
 
 
-def part(load: Load, key: str, phase: Any = "backward") -> float:
+def part(load: MemoryPool, key: str, phase: Any = "backward") -> float:
     return sum(p.bytes.get(phase, 0.0) for p in load.parts if p.key == key)
 
 
@@ -57,7 +57,7 @@ def test_ranks_fill_one_machine_after_the_other_and_replicas_take_what_is_left()
 def test_replicas_beside_share_the_gpus_of_the_ranks() -> None:
     keys = ON_CLUSTER | vllm(replicas=12, placement="beside")
     assert uses(keys) == ["8 ranks on GPU 0-7, 8 samplers on GPU 0-7", "4 ranks on GPU 0-3, 4 samplers on GPU 0-3"]
-    first = planned(keys, TWO_OF_EIGHT).loads[0]
+    first = planned(keys, TWO_OF_EIGHT).pools[0]
     assert first.name == "machine 1, GPU 0-7 (h100-80): trains and samples"
     assert part(first, "kv", "sampling") > 0 == part(first, "kv", "backward")  # vLLM sleeps in gradient steps
 
@@ -65,7 +65,7 @@ def test_replicas_beside_share_the_gpus_of_the_ranks() -> None:
 def test_each_machine_holds_the_memory_of_what_runs_on_it() -> None:
     keys = ON_CLUSTER | {"trainer": ON_CLUSTER["trainer"] | {"offload_optimizer": "cpu"}}
     plan = planned(keys | vllm(replicas=1, tensor_parallel=4), TWO_OF_EIGHT)
-    memories = {load.name: load for load in plan.loads if "memory" in load.name}
+    memories = {load.name: load for load in plan.pools if "memory" in load.name}
     assert list(memories) == ["memory of machine 1", "memory of machine 2"]
     # 12P of moments over 12 ranks, of which 8 and 4 are on the machines
     assert part(memories["memory of machine 1"], "moments") == 8 * 8_030_261_248
@@ -74,7 +74,7 @@ def test_each_machine_holds_the_memory_of_what_runs_on_it() -> None:
 
 def test_machines_that_are_used_alike_are_told_together() -> None:
     keys = ON_CLUSTER | {"trainer": {"kind": "deepspeed", "ranks": 16, "zero_stage": 3}}
-    names = [load.name for load in planned(keys | vllm(replicas=16, placement="beside"), TWO_OF_EIGHT).loads]
+    names = [load.name for load in planned(keys | vllm(replicas=16, placement="beside"), TWO_OF_EIGHT).pools]
     assert names == ["each of machines 1-2, GPU 0-7 (h100-80): trains and samples", "memory of each of machines 1-2"]
 
 
@@ -106,5 +106,5 @@ def test_more_machines_are_named_as_ranks_on_a_cluster() -> None:
     # offloaded moments, masters and gradients of 70B are 20P = 1.3 TiB: too much for one machine of 1 TiB, not for two
     trainer = ON_CLUSTER["trainer"] | {"ranks": 8, "offload_optimizer": "cpu", "activation_checkpointing": "recompute"}
     keys = ON_CLUSTER | {"trainer": trainer} | vllm(replicas=1, tensor_parallel=8)
-    ways = remedies(Setting(LocalEngineSpec.model_validate(keys), work_of("70B"), EIGHT))
+    ways = remedies(Scenario(LocalEngineSpec.model_validate(keys), work_of("70B"), EIGHT))
     assert any(way.startswith("trainer.ranks=16 on a Ray cluster") for way in ways), ways

@@ -11,7 +11,7 @@ import pytest
 
 from engine.backends.deepspeed.memory import held_bytes
 from engine.errors import BadSpec
-from engine.memory_plan.parts import (
+from engine.memory_plan.formulas import (
     CHUNK_ELEMENTS,
     activations,
     autocast_weights,
@@ -21,8 +21,8 @@ from engine.memory_plan.parts import (
     torch_states,
 )
 from engine.memory_plan.plan import plan_memory
-from engine.memory_plan.records import GIB, Load, Machine, Plan, Workload
-from engine.memory_plan.remedies import Setting, remedies
+from engine.memory_plan.records import GIB, Machine, MemoryPlan, MemoryPool, Workload
+from engine.memory_plan.remedies import Scenario, remedies
 from engine.memory_plan.shape import FAMILIES, ModelShape, preset, read_shape, shape_of
 from engine.specs.engine import LocalEngineSpec
 from engine.specs.trainer import DeepSpeedSpec
@@ -43,7 +43,7 @@ def spec(**keys: Any) -> LocalEngineSpec:
     return LocalEngineSpec.model_validate(keys)
 
 
-def part(load: Load, key: str, phase: Any = "backward") -> float:
+def part(load: MemoryPool, key: str, phase: Any = "backward") -> float:
     return sum(p.bytes.get(phase, 0.0) for p in load.parts if p.key == key)
 
 
@@ -192,7 +192,7 @@ def test_a_scalar_head_has_no_logits_and_no_sampler() -> None:
     assert shape.parameters == 8_030_261_248 - 128256 * 4096 + 4096
     for keys in ({"device": "cuda"}, {"device": "cuda", "sampler": {"kind": "vllm"}}):
         work = Workload(shape, context=4096, frozen=0)
-        (load, *_) = plan_memory(spec(**keys, compute_dtype="float32"), work, Machine.gpus("h200-141", 1)).loads
+        (load, *_) = plan_memory(spec(**keys, compute_dtype="float32"), work, Machine.gpus("h200-141", 1)).pools
         assert part(load, "weights") == 4 * shape.parameters
         assert part(load, "logits") == 4 * spec().max_tokens_per_forward * 4096  # the head's input, float32
         assert sum(part(load, key, "sampling") for key in ("sampler", "kv", "vllm")) == 0
@@ -209,7 +209,7 @@ def test_keys_and_values_of_a_token() -> None:
 # -- plans -----------------------------------------------------------------------------------------------------
 
 
-def planned(keys: dict[str, Any], machine: Machine, model: str = "8B", **work: Any) -> Plan:
+def planned(keys: dict[str, Any], machine: Machine, model: str = "8B", **work: Any) -> MemoryPlan:
     return plan_memory(spec(**keys), Workload(size(model), **{"context": 4096, "frozen": 0} | work), machine)
 
 
@@ -222,7 +222,7 @@ SPLIT: dict[str, Any] = {
 
 def test_four_gpus_train_and_four_sample() -> None:
     plan = planned(SPLIT, EIGHT)
-    trains, samples, node = plan.loads
+    trains, samples, node = plan.pools
     assert trains.name == "GPU 0-3 (h100-80): trains"
     assert samples.name == "GPU 4-7 (h100-80): samples"
     assert part(trains, "weights") == 2 * 8_030_261_248 / 4
@@ -231,18 +231,18 @@ def test_four_gpus_train_and_four_sample() -> None:
     assert part(trains, "kv", "sampling") == part(samples, "moments") == 0
     assert part(node, "loading", "start") == 2 * 8_030_261_248  # the shards of four ranks, once
     assert part(trains, "loading", "start") == 2 * 128256 * 4096  # the embedding, whole
-    assert trains.at("start") < trains.at("step")
+    assert trains.bytes_in("start") < trains.bytes_in("step")
 
 
 def test_a_vllm_that_shares_the_gpu_sleeps_unless_told_not_to() -> None:
     one = Machine.gpus("h100-80", 1)
     keys: dict[str, Any] = {"device": "cuda", "sampler": {"kind": "vllm", "gpu_share": 0.4}}
-    asleep = planned(keys, one, "1.5B").loads[0]
+    asleep = planned(keys, one, "1.5B").pools[0]
     assert asleep.name == "GPU 0 (h100-80): trains and samples"
     assert part(asleep, "kv", "sampling") > 20 * GIB
     assert part(asleep, "kv", "backward") == 0
     keys["sampler"]["sleep"] = False
-    awake = planned(keys, one, "1.5B").loads[0]
+    awake = planned(keys, one, "1.5B").pools[0]
     assert part(awake, "kv", "backward") == part(asleep, "kv", "sampling")
 
 
@@ -256,7 +256,7 @@ def test_the_sequences_are_what_the_share_leaves() -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_plan_and_the_deepspeed_backend_count_alike(stage: int, offload: str) -> None:
     changes = {"zero_stage": stage, "offload_optimizer": offload}
-    load, _, node = planned(SPLIT | {"trainer": SPLIT["trainer"] | changes, "compute_dtype": "bfloat16"}, EIGHT).loads
+    load, _, node = planned(SPLIT | {"trainer": SPLIT["trainer"] | changes, "compute_dtype": "bfloat16"}, EIGHT).pools
     trainer = DeepSpeedSpec(ranks=4, **changes)
     places = held_bytes(
         trainer, parameters=8_030_261_248, buffers=0, ranks=4, compute_bytes=2, master_bytes=4
@@ -270,7 +270,7 @@ def test_the_plan_and_the_deepspeed_backend_count_alike(stage: int, offload: str
 
 def test_offloaded_moments_lie_in_the_machine() -> None:
     keys = SPLIT | {"trainer": SPLIT["trainer"] | {"offload_optimizer": "cpu"}}
-    trains, _, node = planned(keys, EIGHT).loads
+    trains, _, node = planned(keys, EIGHT).pools
     assert part(trains, "moments") == 0
     assert part(node, "moments") == 12 * 8_030_261_248  # 12P/N on each of N ranks
     assert part(node, "gradients") == 8 * 8_030_261_248  # of the micro-batches, and of the masters
@@ -279,7 +279,7 @@ def test_offloaded_moments_lie_in_the_machine() -> None:
 def test_on_the_cpu_everything_shares_one_memory() -> None:
     sampler = {"kind": "vllm", "replicas": 2, "kv_cache_gib": 1.0}
     keys = {"device": "cpu", "compute_dtype": "bfloat16", "sampler": sampler}
-    (load,) = planned(keys, Machine.cpu(64 * GIB), "135M").loads
+    (load,) = planned(keys, Machine.cpu(64 * GIB), "135M").pools
     assert part(load, "weights") == 4 * 134_515_008
     assert part(load, "kv") == 2 * GIB
     assert part(load, "vllm") == 2 * 2 * 134_515_008
@@ -289,8 +289,8 @@ def test_on_the_cpu_everything_shares_one_memory() -> None:
 def test_an_adapter_takes_its_base_and_a_little() -> None:
     keys: dict[str, Any] = {"device": "cuda", "compute_dtype": "bfloat16"}
     shape, machine = size("8B"), Machine.gpus("h100-80", 1)
-    whole = planned(keys, machine).loads[0]
-    adapter = planned(keys, machine, lora_rank=16).loads[0]
+    whole = planned(keys, machine).pools[0]
+    adapter = planned(keys, machine, lora_rank=16).pools[0]
     # rank * (in + out) of q, k, v, o, gate, up, down, 32 layers
     per_layer = 16 * (8192 + 5120 + 5120 + 8192 + 3 * 18432)
     assert part(adapter, "moments") == 8 * 32 * per_layer
@@ -330,21 +330,21 @@ def test_remedies_are_changes_that_fit_by_their_own_plan() -> None:
     # 32768 tokens without recomputation are 200 GiB of activations, whatever ZeRO does
     keys = SPLIT | {"max_tokens_per_forward": 32768}
     work = Workload(size("8B"), context=4096, frozen=0)
-    setting = Setting(spec(**keys), work, EIGHT)
+    setting = Scenario(spec(**keys), work, EIGHT)
     assert not setting.fits()
     ways = remedies(setting)
     assert 'trainer.activation_checkpointing="recompute"' in ways
-    assert setting.but({"trainer": {"activation_checkpointing": "recompute"}}).fits()
+    assert setting.with_changes({"trainer": {"activation_checkpointing": "recompute"}}).fits()
     assert any(way.startswith("max_tokens_per_forward=") for way in ways)
     assert 'trainer.offload_optimizer="cpu"' not in ways
     tokens = next(int(way.split("=")[1]) for way in ways if way.startswith("max_tokens_per_forward="))
-    assert setting.but({"max_tokens_per_forward": tokens}).fits()
-    assert not setting.but({"max_tokens_per_forward": 2 * tokens}).fits()
+    assert setting.with_changes({"max_tokens_per_forward": tokens}).fits()
+    assert not setting.with_changes({"max_tokens_per_forward": 2 * tokens}).fits()
 
 
 def test_where_nothing_fits_nothing_is_named() -> None:
     keys = {"device": "cuda", "memory_gib": 500.0}
-    assert remedies(Setting(spec(**keys), Workload(size("70B"), context=4096), Machine.gpus("l40s-48", 1))) == []
+    assert remedies(Scenario(spec(**keys), Workload(size("70B"), context=4096), Machine.gpus("l40s-48", 1))) == []
 
 
 def test_plans_need_no_torch() -> None:

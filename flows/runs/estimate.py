@@ -24,7 +24,7 @@ from flows.configs.sft_to_gspo import SFTToGSPOConfig
 from storage.store.artifacts import ArtifactRef
 from storage.store.objects import ObjectStore
 from storage.store.tables import RowReader
-from tasks.datasets.load import THREADS_OF, LoadedDataset
+from tasks.datasets.load import THREAD_COLUMNS, LoadedDataset
 
 N = TypeVar("N", int, float)
 
@@ -194,7 +194,7 @@ def _thread_tokens(store: ObjectStore, data: LoadedDataset) -> int:
         rows = reader.rows(range(min(ROWS_LOOKED_AT, data.rows)))
     finally:
         reader.close()
-    characters = sum(len(str(row[name])) for row in rows for name in THREADS_OF[data.ref.kind]) / max(1, len(rows))
+    characters = sum(len(str(row[name])) for row in rows for name in THREAD_COLUMNS[data.ref.kind]) / max(1, len(rows))
     return max(1, int(characters / CHARACTERS_PER_TOKEN))
 
 

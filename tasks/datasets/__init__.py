@@ -1,2 +1,2 @@
-"""Where threads come from: declared datasets (files, reasoning-gym, threads in process), loaded once into a
-content-named table, and the seeded order in which a run walks through them."""
+"""Datasets of threads: their declaration (files, reasoning-gym, a user's code, threads in process), loading into a
+table whose version is a digest of its content, and the seeded order in which a run reads the rows."""

@@ -1,4 +1,7 @@
-"""One raw row to one thread. Everything that can be wrong with a row is a BadRow that names the column."""
+"""Converts one raw row (a dict of columns) to a thread. Every defect of a row is a BadRow that names the column.
+
+Reading the rows from files is the job of `tasks.datasets.read`.
+"""
 
 import json
 from dataclasses import dataclass
@@ -15,39 +18,49 @@ from tasks.datasets.errors import BadRow
 from tasks.datasets.spec import ColumnRole, DatasetUse, RowsDataset
 
 ROLES = ("system", "user", "assistant", "tool")
+MAX_VALUE_LETTERS = 60
+"""Length to which a value is cut in an error message."""
 
-Turn = tuple[str, str | tuple[TextFragment | ImageFragment, ...]]
+RawTurn = tuple[str, str | tuple[TextFragment | ImageFragment, ...]]
+"""(role, content) of a turn whose thread is not built yet."""
 
 
 @dataclass(frozen=True)
 class RowLocation:
-    """Where a row stands."""
+    """The source of a row (a file, or the import path of a user's code) and the row's number, from 1."""
 
     source: str
     row: int
 
     def bad_row(self, column: str | None, *, given: str, expected: str, todo: str = "") -> BadRow:
+        """The error for this row; `column` is None if the defect is in no single column."""
         return BadRow(self.source, self.row, column, given=given, expected=expected, todo=todo)
 
 
 def thread_from_row(values: dict[str, Any], location: RowLocation, spec: RowsDataset, kind: DatasetUse) -> StringThread:
-    """The thread of one row. Raises BadRow.
+    """Convert a row to a thread. Raises BadRow.
 
-    kind prompt: the last turn is not the assistant's. kind completion: it is, and the assistant turns to learn have
-    weight 1: the completion's, or in the messages layout every assistant turn. kind rating: a completion whose metadata
-    has the number `res`.
+    kind prompt: the last turn must not be the assistant's. kind completion: it must be, and the trained assistant turns
+    have weight 1: those of the completion column or, in the messages layout, all assistant turns. kind rating: as
+    completion, and the metadata must have the number `res`.
     """
-    answered = kind in ("completion", "rating")
+    has_answer = kind in ("completion", "rating")
     metadata = metadata_of(values, location, spec)
+
+    # Read the turns in the layout of the row, and note the first turn that can be trained.
     if _layout(values, location, spec) == "messages":
-        turns, learn_from = _messages(values, column_of("messages", spec), location), 0
+        turns = _messages(values, column_of("messages", spec), location)
+        first_trained_turn = 0
     else:
         turns = prompt_turns(values, column_of("prompt", spec), location)
-        learn_from = len(turns)
-        if answered:
+        first_trained_turn = len(turns)
+        if has_answer:
             turns = turns + answer_turns(values, column_of("completion", spec), location)
     if spec.system_prompt and turns[0][0] != "system":
-        turns, learn_from = [("system", spec.system_prompt), *turns], learn_from + 1
+        turns = [("system", spec.system_prompt), *turns]
+        first_trained_turn += 1
+
+    # Build the thread and check it against the use of the dataset.
     _check_last_turn(turns, location, kind)
     try:
         thread = StringThread(turns=turns, metadata=metadata)
@@ -57,30 +70,32 @@ def thread_from_row(values: dict[str, Any], location: RowLocation, spec: RowsDat
         ) from error
     if kind == "rating":
         check_rating(thread, location)
-    return thread.with_weight_assistant_turns_from_index(learn_from) if answered else thread
+    return thread.with_weight_assistant_turns_from_index(first_trained_turn) if has_answer else thread
 
 
 def check_rating(thread: StringThread, location: RowLocation) -> None:
-    """Raises BadRow for a thread without the number that a reward model is to give it."""
-    given = thread.metadata.get("res")
-    if isinstance(given, bool) or not isinstance(given, int | float) or abs(given) > LARGEST_REWARD:
+    """Raise BadRow if the thread's metadata has no number `res`, the target of a reward model."""
+    rating = thread.metadata.get("res")
+    if isinstance(rating, bool) or not isinstance(rating, int | float) or abs(rating) > LARGEST_REWARD:
         raise location.bad_row(
             "metadata.res",
-            given=_shown(given),
+            given=_shown(rating),
             expected=f"a rating of the answer, {REWARD_RANGE}",
             todo="Put it into metadata, or name its column: metadata_columns=('res',).",
         )
 
 
 def column_of(role: ColumnRole, spec: RowsDataset) -> str:
+    """The name of the column with this role. A role that `spec.columns` does not map is its own column name."""
     return spec.columns.get(role, role)
 
 
 def _layout(values: dict[str, Any], location: RowLocation, spec: RowsDataset) -> ColumnRole:
-    """Which of the two layouts the row has. Naming one in `columns` decides; having both does not."""
-    named = [role for role in ("messages", "prompt") if role in spec.columns]
-    if named:
-        return named[0]  # type: ignore[return-value]
+    """The role that holds the conversation, "messages" or "prompt": the one mapped in `spec.columns`, or else the only
+    one that the row has."""
+    mapped = [role for role in ("messages", "prompt") if role in spec.columns]
+    if mapped:
+        return mapped[0]  # type: ignore[return-value]
     if "completion" in spec.columns:
         return "prompt"
     present = [role for role in ("messages", "prompt") if values.get(role) is not None]
@@ -112,8 +127,8 @@ def _value(values: dict[str, Any], column: str, location: RowLocation) -> Any:
     return values[column]
 
 
-def prompt_turns(values: dict[str, Any], column: str, location: RowLocation) -> list[Turn]:
-    """A text is one user turn; a list is messages."""
+def prompt_turns(values: dict[str, Any], column: str, location: RowLocation) -> list[RawTurn]:
+    """The turns of a prompt column. A text is one user turn; a list is a list of messages."""
     value = _value(values, column, location)
     if isinstance(value, list):
         return _messages(values, column, location)
@@ -122,8 +137,11 @@ def prompt_turns(values: dict[str, Any], column: str, location: RowLocation) -> 
     return [("user", _text(value, column, location))]
 
 
-def answer_turns(values: dict[str, Any], column: str, location: RowLocation) -> list[Turn]:
-    """A text is one assistant turn (an empty one teaches the end of turn); a list is messages."""
+def answer_turns(values: dict[str, Any], column: str, location: RowLocation) -> list[RawTurn]:
+    """The turns of a completion, chosen or rejected column. A text is one assistant turn; a list is a list of messages.
+
+    An empty text is allowed: it trains the model to end its turn at once.
+    """
     value = _value(values, column, location)
     if isinstance(value, list):
         return _messages(values, column, location)
@@ -132,14 +150,14 @@ def answer_turns(values: dict[str, Any], column: str, location: RowLocation) -> 
     return [("assistant", _text(value, column, location))]
 
 
-def _messages(values: dict[str, Any], column: str, location: RowLocation) -> list[Turn]:
+def _messages(values: dict[str, Any], column: str, location: RowLocation) -> list[RawTurn]:
     value = _value(values, column, location)
     if not isinstance(value, list) or not value:
         raise location.bad_row(column, given=_shown(value), expected="a list of at least one {'role', 'content'}")
     return [_message(message, f"{column}[{index}]", location) for index, message in enumerate(value)]
 
 
-def _message(message: Any, column: str, location: RowLocation) -> Turn:
+def _message(message: Any, column: str, location: RowLocation) -> RawTurn:
     if not isinstance(message, dict):
         raise location.bad_row(column, given=_shown(message), expected="an object with 'role' and 'content'")
     # Parquet gives every row the union of the fields, null where absent: only a field with a value is lost data.
@@ -147,23 +165,26 @@ def _message(message: Any, column: str, location: RowLocation) -> Turn:
     if extra:
         raise location.bad_row(
             column,
-            given=f"the fields {', '.join(extra)} beside 'role' and 'content'",
+            given=f"the fields {', '.join(extra)} in addition to 'role' and 'content'",
             expected="'role' and 'content' only",
-            todo="They would be lost without a word. Remove them, or write them into the content.",
+            todo="These fields would be lost. Remove them, or write them into the content.",
         )
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
         raise location.bad_row(f"{column}.role", given=_shown(role), expected=f"one of {', '.join(ROLES)}")
     if isinstance(content, list) and content:
-        return role, tuple(_part(part, f"{column}.content[{n}]", location) for n, part in enumerate(content))
+        parts = [_part(part, f"{column}.content[{index}]", location) for index, part in enumerate(content)]
+        return role, tuple(parts)
     if not isinstance(content, str):
         raise location.bad_row(f"{column}.content", given=_shown(content), expected="a text, or a list of parts")
     return role, _text(content, f"{column}.content", location)
 
 
 def _part(part: Any, column: str, location: RowLocation) -> TextFragment | ImageFragment:
-    """{'type': 'text', 'text': …} or {'type': 'image', 'url': …}: a data: URL, or a file, whose path begins where the
-    dataset's own file lies."""
+    """Convert {'type': 'text', 'text': …} or {'type': 'image', 'url': …} to a fragment.
+
+    The url is a data: URL or the path of a file, relative to the folder of the dataset's file.
+    """
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "text" and isinstance(part.get("text"), str):
         return TextFragment(text=_text(part["text"], column, location))
@@ -171,9 +192,10 @@ def _part(part: Any, column: str, location: RowLocation) -> TextFragment | Image
         raise location.bad_row(
             column, given=_shown(part), expected="{'type': 'text', 'text': …} or {'type': 'image', 'url': …}"
         )
-    url = (
-        part["url"] if "://" in part["url"][:20] or part["url"].startswith("data:") else _beside(part["url"], location)
-    )
+    url = part["url"]
+    is_path = "://" not in url[:20] and not url.startswith("data:")
+    if is_path:
+        url = str(Path(location.source).parent / Path(url).expanduser())
     try:
         return embed_image(ImageFragment(url=url))
     except TextError as error:
@@ -182,12 +204,9 @@ def _part(part: Any, column: str, location: RowLocation) -> TextFragment | Image
         ) from error
 
 
-def _beside(path: str, location: RowLocation) -> str:
-    return str(Path(location.source).parent / Path(path).expanduser())
-
-
 def _text(value: str, column: str, location: RowLocation) -> str:
-    """JSON can spell half a surrogate pair, which no UTF-8 file and no tokenizer can hold."""
+    """Return `value` after a check that it is valid Unicode. JSON can spell half a surrogate pair, which no UTF-8 file
+    and no tokenizer can hold."""
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -198,6 +217,8 @@ def _text(value: str, column: str, location: RowLocation) -> str:
 
 
 def metadata_of(values: dict[str, Any], location: RowLocation, spec: RowsDataset) -> dict[str, Any]:
+    """The metadata column of a row (an object, or its JSON text) and the columns in `spec.metadata_columns`."""
+    # Read the metadata column. It is required only if `spec.columns` maps it.
     column = column_of("metadata", spec)
     value = _value(values, column, location) if "metadata" in spec.columns else values.get(column)
     if isinstance(value, str):
@@ -208,6 +229,8 @@ def metadata_of(values: dict[str, Any], location: RowLocation, spec: RowsDataset
         raise location.bad_row(column, given=_shown(value), expected="an object, or a text that holds a JSON object")
     metadata = dict(value)
     _check_json(metadata, column, location)
+
+    # Add the further columns.
     for name in spec.metadata_columns:
         if name in metadata:
             raise location.bad_row(
@@ -239,29 +262,32 @@ def _check_json(value: Any, column: str, location: RowLocation) -> None:
         ) from error
 
 
-def _check_last_turn(turns: list[Turn], location: RowLocation, kind: DatasetUse) -> None:
-    last = turns[-1][0]
-    if kind == "prompt" and last in ("assistant", "system"):
+def _check_last_turn(turns: list[RawTurn], location: RowLocation, kind: DatasetUse) -> None:
+    last_role = turns[-1][0]
+    if kind == "prompt" and last_role in ("assistant", "system"):
         raise location.bad_row(
             None,
-            given=f"a thread that ends with the {last} turn",
+            given=f"a thread that ends with the {last_role} turn",
             expected="prompts, which end with a user or tool turn",
             todo="Load it as completions, or leave that turn out.",
         )
-    if kind in ("completion", "rating") and last != "assistant":
+    if kind in ("completion", "rating") and last_role != "assistant":
         raise location.bad_row(
             None,
-            given=f"a thread that ends with the {last} turn",
+            given=f"a thread that ends with the {last_role} turn",
             expected="completions, which end with an assistant turn",
             todo="Give 'completion', or messages whose last role is assistant.",
         )
 
 
 def _shown(value: Any) -> str:
+    """The value and its type, cut for an error message."""
     if value is None:
         return "null"
     try:
         text = repr(value)
     except RecursionError:
         return f"a {type(value).__name__} that is nested too deeply to be shown"
-    return f"{text if len(text) <= 60 else text[:57] + '…'} ({type(value).__name__})"
+    if len(text) > MAX_VALUE_LETTERS:
+        text = text[: MAX_VALUE_LETTERS - 3] + "…"
+    return f"{text} ({type(value).__name__})"

@@ -1,4 +1,4 @@
-"""What can be wrong with a dataset. None of it is cured by trying again."""
+"""Errors of datasets. All are permanent: loading the same dataset again fails again."""
 
 
 class DatasetError(Exception):
@@ -8,21 +8,24 @@ class DatasetError(Exception):
 
 
 class DatasetNotFound(DatasetError):
-    """No file is there."""
+    """The path of a dataset matches no file."""
 
 
 class EmptyDataset(DatasetError):
-    """Nothing is left to train on."""
+    """The dataset has no usable row."""
 
 
 class ExtraNotInstalled(DatasetError):
-    """An optional dependency is missing; the message says which extra brings it."""
+    """An optional dependency is missing; the message names the extra to install."""
 
 
 class BadRow(DatasetError):
     """One row cannot be used. Rows are counted from 1; in JSON lines that is the line number."""
 
     def __init__(self, source: str, row: int, column: str | None, *, given: str, expected: str, todo: str = "") -> None:
-        place = f"{source}, row {row}" + (f", column {column!r}" if column is not None else "")
-        super().__init__(f"{place}: given {given}; expected {expected}." + (f" {todo}" if todo else ""))
+        location = f"{source}, row {row}"
+        if column is not None:
+            location += f", column {column!r}"
+        message = f"{location}: given {given}; expected {expected}."
+        super().__init__(f"{message} {todo}" if todo else message)
         self.source, self.row, self.column = source, row, column

@@ -1,4 +1,4 @@
-"""Raw rows of a file, in bounded memory: JSON lines one line at a time, Parquet one batch at a time."""
+"""Reads raw rows of a file in bounded memory: JSON lines one line at a time, Parquet one batch at a time."""
 
 import glob
 import json
@@ -12,14 +12,15 @@ import pyarrow.parquet as pq
 from tasks.datasets.errors import BadRow, DatasetError, DatasetNotFound
 
 MAX_LINE_BYTES = 64 * 2**20
-"""A longer line is a bad row, not a reason to hold it in memory."""
+"""Longest line of JSON that is read into memory. A longer line is a bad row."""
 PARQUET_BATCH_ROWS = 512
+"""Rows of a Parquet file that are in memory at a time."""
 
 SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
 
 
 def find_files(path: str) -> list[Path]:
-    """The file at `path`, or the files that the glob `path` names, sorted. Raises DatasetNotFound."""
+    """The file at `path`, or all files that match the pattern `path`, sorted. Raises DatasetNotFound."""
     literal = Path(path).expanduser()
     if literal.is_file():
         return [literal]
@@ -28,49 +29,55 @@ def find_files(path: str) -> list[Path]:
     matches = sorted(Path(match) for match in glob.glob(str(literal), recursive=True))
     files = [match for match in matches if match.is_file()]
     if not files:
-        raise DatasetNotFound(f"no file at {path!r} (seen from {Path.cwd()}); expected a JSON lines or Parquet file")
+        raise DatasetNotFound(
+            f"no file at {path!r} (in the folder {Path.cwd()}); expected a JSON lines or Parquet file"
+        )
     return files
 
 
 def format_of(file: Path, declared: str) -> str:
-    """'jsonl' or 'parquet': as declared, or by the file's suffix."""
+    """'jsonl' or 'parquet': the declared format or, for 'auto', the one of the file's suffix. Raises DatasetError."""
     if declared != "auto":
         return declared
     if file.suffix not in SUFFIXES:
         raise DatasetError(
             f"{file}: given the suffix {file.suffix!r}; expected one of {', '.join(SUFFIXES)}. "
-            f"Say what it is with format='jsonl' (one JSON object per line) or format='parquet'."
+            f"Declare the format with format='jsonl' (one JSON object per line) or format='parquet'."
         )
     return SUFFIXES[file.suffix]
 
 
 def json_lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """(line number from 1, the line). Blank lines are not rows. A line over the limit comes cut, one byte over."""
+    """Yield (line number from 1, line) for each line that is not blank.
+
+    A line above MAX_LINE_BYTES is cut to MAX_LINE_BYTES + 1, which `parse_json_line` refuses.
+    """
     with file.open("rb") as stream:
         number = 0
         while line := stream.readline(MAX_LINE_BYTES + 1):
             number += 1
             if len(line) > MAX_LINE_BYTES:
-                _skip_line(stream, line)
+                _skip_rest_of_line(stream, line)
             elif not line.strip():
                 continue
-            if number == 1:
+            if number == 1:  # the file may begin with a byte order mark
                 line = line.removeprefix(b"\xef\xbb\xbf")
             yield number, line
 
 
-def _skip_line(stream: Any, line: bytes) -> None:
-    """Read on to the end of the line that `line` begins, keeping nothing."""
+def _skip_rest_of_line(stream: Any, line: bytes) -> None:
+    """Read to the end of the line that begins with `line`, in small pieces that are dropped."""
     while line and not line.endswith(b"\n"):
         line = stream.readline(2**20)
 
 
 def parse_json_line(source: str, row: int, line: bytes) -> dict[str, Any]:
-    """The object on one line. Raises BadRow."""
+    """Parse one line, which must hold one JSON object. Raises BadRow."""
 
     def bad(given: str, expected: str, todo: str = "") -> BadRow:
         return BadRow(source, row, None, given=given, expected=expected, todo=todo)
 
+    # Decode the line.
     if len(line) > MAX_LINE_BYTES:
         raise bad(f"a line of more than {MAX_LINE_BYTES} bytes", "a shorter one", "Use Parquet for rows this large.")
     try:
@@ -78,43 +85,50 @@ def parse_json_line(source: str, row: int, line: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise bad(f"bytes that are not UTF-8 (at byte {error.start})", "UTF-8 text") from error
 
-    def refuse(constant: str) -> NoReturn:
-        raise bad(f"the number {constant}", "JSON, which knows no NaN and no infinity", "Use null.")
+    # Parse it. Python's parser accepts NaN and Infinity, which are not JSON.
+    def refuse_constant(constant: str) -> NoReturn:
+        raise bad(f"the number {constant}", "JSON, which has no NaN and no infinity", "Use null.")
 
     try:
-        value = json.loads(text, parse_constant=refuse)
+        value = json.loads(text, parse_constant=refuse_constant)
     except (ValueError, RecursionError) as error:
         shown = text.strip()[:60]
         raise bad(f"{shown!r}, not JSON ({error})", "one whole JSON object on each line") from error
     if not isinstance(value, dict):
-        todo = "A file that is one JSON array must be written one object per line." if text.lstrip()[:1] == "[" else ""
+        is_array = text.lstrip()[:1] == "["
+        todo = "A file that is one JSON array must be written one object per line." if is_array else ""
         raise bad(f"a {type(value).__name__}", "one JSON object per line", todo)
     return value
 
 
 def parquet_rows(
-    file: Path, *, wanted: set[str], required: set[str], any_of: set[str]
+    file: Path, *, columns: set[str], required: set[str], any_of: set[str]
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(row number from 1, the row's values), reading only the `wanted` columns.
+    """Yield (row number from 1, values of the row). Only `columns` are read.
 
-    Raises DatasetError when the file is not Parquet, lacks one of the `required` columns, or has none of `any_of`.
+    Raises DatasetError if the file is not Parquet, lacks one of the `required` columns, or has none of `any_of`.
     """
     try:
         parquet = pq.ParquetFile(file)
     except pa.ArrowException as error:
         raise DatasetError(f"{file}: given a file that is not Parquet ({error}); expected a Parquet file") from error
     with parquet:
+        # Check the schema before any row is read.
         present = parquet.schema_arrow.names
-        missing = sorted(required - set(present)) or ([] if any_of & set(present) else sorted(any_of))
+        missing = sorted(required - set(present))
+        if not missing and not any_of & set(present):
+            missing = sorted(any_of)
         if missing:
             raise DatasetError(
                 f"{file}: no column {' or '.join(map(repr, missing))}; the file has {', '.join(present) or 'none'}. "
                 f"Map the names with columns, for instance columns={{'prompt': 'question'}}."
             )
+
+        # Stream the rows, a batch at a time.
         number = 0
-        columns = [name for name in present if name in wanted]
+        present_columns = [name for name in present if name in columns]
         try:
-            for batch in parquet.iter_batches(batch_size=PARQUET_BATCH_ROWS, columns=columns):
+            for batch in parquet.iter_batches(batch_size=PARQUET_BATCH_ROWS, columns=present_columns):
                 for values in batch.to_pylist():
                     number += 1
                     yield number, values

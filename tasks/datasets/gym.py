@@ -1,7 +1,8 @@
-"""reasoning-gym as a dataset: rows made on the spot, each with what its verifier needs in the metadata.
+"""Generates a dataset with reasoning-gym. The metadata of each thread holds what the verifier needs.
 
-Metadata of a row: `dataset`, `index` (reasoning-gym's own), `answer` (may be null), and `reasoning_gym`: the dataset's
-name and config and the whole entry, from which graders/gym.py scores without making the row again.
+The metadata of a thread has `dataset`, `index` (the row's number in reasoning-gym), `answer` (may be null) and
+`reasoning_gym`: the name and config of the dataset and the whole entry, so that `tasks.graders.gym` can score an answer
+without generating the row again.
 """
 
 import difflib
@@ -16,40 +17,46 @@ from tasks.datasets.repetition_counter import RepetitionCounter
 from tasks.datasets.spec import DatasetUse, ReasoningGymDataset
 
 DRAWS_PER_ROW = 20
-"""How many times the expected number of draws is tried before saying that there are not enough questions."""
+"""The draws that are tried before the dataset is declared too small, as a multiple of the expected number of draws."""
 
 
-def rows(spec: ReasoningGymDataset, *, kind: DatasetUse = "prompt") -> Iterator[StringThread]:
-    """`spec.size` threads: system prompt if any, the question, and for kind completion the stored answer.
+def generate_threads(spec: ReasoningGymDataset, *, kind: DatasetUse = "prompt") -> Iterator[StringThread]:
+    """Yield `spec.size` threads: the system prompt if any, the question, and for kind completion the stored answer.
 
-    Raises DatasetError for an unknown name or option, an entry that does not survive JSON, a missing stored answer
-    (kind completion), and when the config cannot make so many (distinct) questions of the split.
+    Raises DatasetError for an unknown name or option, an entry that JSON cannot hold, a missing stored answer
+    (kind completion), and a config that cannot produce that many (distinct) questions of the split.
     """
-    budget = _draws(spec)
-    source = create_procedural(spec.name, spec.config, size=budget, seed=spec.seed)
-    made = 0
-    with RepetitionCounter() as seen:
-        for index in range(budget):
+    draws = _draws(spec)
+    source = create_procedural(spec.name, spec.config, size=draws, seed=spec.seed)
+    yielded = 0
+    with RepetitionCounter() as questions:
+        for index in range(draws):
             entry = _entry(source, spec, index)
+
+            # Leave out questions of the other split, and repeated ones.
             question = entry["question"]
-            if not _in_split(question, spec) or (spec.unique and seen.count(_digest(question))):
+            if not _in_split(question, spec) or (spec.unique and questions.add(_digest(question))):
                 continue
+
+            # The verifier sees the entry after a round trip through JSON. Check the first one.
             restored = _through_json(spec, entry)
-            if made == 0:
-                _check_same_verdict(source, spec, entry, restored)
+            if yielded == 0:
+                _check_same_score(source, spec, entry, restored)
             yield _thread(spec, index, restored, kind)
-            made += 1
-            if made == spec.size:
+            yielded += 1
+            if yielded == spec.size:
                 return
-    what = ("distinct " if spec.unique else "") + (f"questions of split {spec.split!r}" if _splits(spec) else "rows")
+    rows = f"questions of split {spec.split!r}" if _has_split(spec) else "rows"
+    distinct = "distinct " if spec.unique else ""
     raise DatasetError(
-        f"reasoning-gym {spec.name!r}: given size={spec.size}; only {made} {what} were found in {budget} draws. "
-        f"Lower size, widen config, or change heldout_percent."
+        f"reasoning-gym {spec.name!r}: given size={spec.size}; only {yielded} {distinct}{rows} were found in {draws} "
+        f"draws. Lower size, widen config, or change heldout_percent."
     )
 
 
 def create_procedural(name: str, config: Mapping[str, Any], *, size: int, seed: int) -> Any:
-    """reasoning-gym's dataset object. Raises DatasetError, ExtraNotInstalled."""
+    """Create reasoning-gym's dataset object. Raises DatasetError, ExtraNotInstalled."""
+    # Import the optional package.
     try:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
@@ -58,6 +65,8 @@ def create_procedural(name: str, config: Mapping[str, Any], *, size: int, seed: 
             f"the dataset {name!r} needs reasoning-gym, which is not installed here ({error}). "
             f"Install the extra: pip install 'ostinato[gym]'"
         ) from error
+
+    # Check the name and the options, and suggest correct ones.
     if name not in DATASETS:
         close = difflib.get_close_matches(name, DATASETS, n=3)
         hint = f"Did you mean {' or '.join(close)}?" if close else f"It has {len(DATASETS)}, such as chain_sum and gcd."
@@ -69,26 +78,29 @@ def create_procedural(name: str, config: Mapping[str, Any], *, size: int, seed: 
     try:
         return reasoning_gym.create_dataset(name, size=size, seed=seed, **config)
     except (AssertionError, TypeError, ValueError) as error:
-        raise DatasetError(f"reasoning-gym {name!r} refused config={dict(config)}: {error}") from error
+        raise DatasetError(f"reasoning-gym {name!r} rejected config={dict(config)}: {error}") from error
 
 
-def _splits(spec: ReasoningGymDataset) -> bool:
+def _has_split(spec: ReasoningGymDataset) -> bool:
     return spec.split != "all"
 
 
 def _draws(spec: ReasoningGymDataset) -> int:
-    """How many rows reasoning-gym is asked for. A few of its datasets lay out their rows by their size, so without
-    a split this is exactly `size`, and the rows are those that anybody gets from reasoning-gym."""
-    if not _splits(spec) and not spec.unique:
+    """The number of rows to draw from reasoning-gym.
+
+    Without a split this is exactly `size`: the rows of a few datasets depend on the size, and they should be those that
+    a direct use of reasoning-gym returns.
+    """
+    if not _has_split(spec) and not spec.unique:
         return spec.size
-    percent = {"all": 100, "train": 100 - spec.heldout_percent, "heldout": spec.heldout_percent}[spec.split]
-    return spec.size * DRAWS_PER_ROW * 100 // percent + 1000
+    percent_of_split = {"all": 100, "train": 100 - spec.heldout_percent, "heldout": spec.heldout_percent}[spec.split]
+    return spec.size * DRAWS_PER_ROW * 100 // percent_of_split + 1000
 
 
 def _entry(source: Any, spec: ReasoningGymDataset, index: int) -> dict[str, Any]:
     try:
         return source[index]
-    except Exception as error:
+    except Exception as error:  # the boundary to reasoning-gym: its generators raise anything
         raise DatasetError(
             f"reasoning-gym {spec.name!r} could not make row {index + 1} under config={spec.config}: {error!r}. "
             f"Lower size, or change config."
@@ -96,8 +108,8 @@ def _entry(source: Any, spec: ReasoningGymDataset, index: int) -> dict[str, Any]
 
 
 def _in_split(question: str, spec: ReasoningGymDataset) -> bool:
-    """By the hash of the question alone: no seed, no index, no config."""
-    if not _splits(spec):
+    """Whether the question belongs to the split. Only the hash of the question decides: no seed, index or config."""
+    if not _has_split(spec):
         return True
     heldout = int(_digest("held-out split\n" + question)[:15], 16) % 100 < spec.heldout_percent
     return heldout == (spec.split == "heldout")
@@ -108,19 +120,20 @@ def _digest(text: str) -> str:
 
 
 def _through_json(spec: ReasoningGymDataset, entry: dict[str, Any]) -> dict[str, Any]:
-    """The entry as the verifier will get it from the store: tuples are lists, integer keys are strings."""
+    """The entry as the verifier will read it from the store: tuples become lists, integer keys become strings."""
     try:
         return json.loads(json.dumps(entry, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise DatasetError(f"reasoning-gym {spec.name!r}: its entries cannot be written as JSON: {error}") from error
 
 
-def _check_same_verdict(source: Any, spec: ReasoningGymDataset, entry: dict[str, Any], restored: Any) -> None:
-    """Where the way through JSON changes the verdict on the stored answer (arc_agi, rearc), rewards would be wrong
-    without a word."""
+def _check_same_score(source: Any, spec: ReasoningGymDataset, entry: dict[str, Any], restored: Any) -> None:
+    """Raise DatasetError if the round trip through JSON changes the score of the stored answer, as for arc_agi and
+    rearc: all rewards would be wrong without an error."""
     if entry["answer"] is None:
         return
-    before, after = source.score_answer(entry["answer"], entry), source.score_answer(entry["answer"], restored)
+    before = source.score_answer(entry["answer"], entry)
+    after = source.score_answer(entry["answer"], restored)
     if before != after:
         raise DatasetError(
             f"reasoning-gym {spec.name!r}: its verifier scores the stored answer {before} on the entry and {after} on "
@@ -134,8 +147,8 @@ def _thread(spec: ReasoningGymDataset, index: int, entry: dict[str, Any], kind: 
     if kind == "completion":
         if not isinstance(entry["answer"], str):
             raise DatasetError(
-                f"reasoning-gym {spec.name!r}, row {index + 1}: no stored answer to learn; expected one for kind "
-                f"'completion'. Use it as prompts."
+                f"reasoning-gym {spec.name!r}, row {index + 1}: no stored answer to learn from; expected one for "
+                f"kind 'completion'. Use the dataset for prompts."
             )
         turns.append(("assistant", entry["answer"]))
     metadata = {

@@ -1,7 +1,7 @@
-"""A declared dataset becomes a committed table of threads whose version names its content.
+"""Loads a declared dataset into a committed table of threads whose version is a digest of its content.
 
-Loading streams: one block of rows is in memory, and what identifies earlier rows spills to disk. The table becomes
-visible only as a whole, at the end; loading the same rows again returns the artifact that is there.
+Loading streams: one block of rows is in memory, and the digests of earlier rows spill to disk. The table becomes
+visible as a whole at the end. Loading the same rows again returns the existing artifact.
 """
 
 import hashlib
@@ -18,11 +18,11 @@ from storage.store import keys
 from storage.store.artifacts import ArtifactRef, Provenance, find_artifact
 from storage.store.objects import ObjectStore
 from storage.store.tables import TableWriter
-from tasks.datasets import gym, read
 from tasks.datasets.convert import RowLocation, check_rating
 from tasks.datasets.errors import BadRow, DatasetError, EmptyDataset
+from tasks.datasets.gym import generate_threads
 from tasks.datasets.preferences import Pair, checked_pair
-from tasks.datasets.read import SkippedRows
+from tasks.datasets.read import SkippedRows, read_pairs, read_threads
 from tasks.datasets.repetition_counter import RepetitionCounter
 from tasks.datasets.spec import (
     DatasetUse,
@@ -36,21 +36,23 @@ from tasks.datasets.spec import (
 Source = FileDataset | PythonDataset | ReasoningGymDataset | InlineDataset | InlinePairs
 
 BLOCK_ROWS = 256
-THREADS_OF = {"threads": ("thread",), "pairs": ("chosen", "rejected")}
-"""Table -> its columns that hold a conversation."""
+THREAD_COLUMNS = {"threads": ("thread",), "pairs": ("chosen", "rejected")}
+"""Name of a table -> its columns that hold a conversation."""
 ID_CHARACTERS = 32
-"""128 bits of sha256."""
+"""Hex digits of an id: 128 bits of sha256."""
 
 
 class LoadedDataset(Frozen):
-    """A dataset in the store. `skipped_reasons` holds the first few of the `skipped`."""
+    """A dataset in the store."""
 
     ref: ArtifactRef
     rows: int
     new: bool = False
     """Whether the store did not have this version before."""
     skipped: int = 0
+    """Number of rows that were left out because they cannot be used."""
     skipped_reasons: tuple[str, ...] = ()
+    """Errors of the first few skipped rows."""
 
 
 def load_dataset(
@@ -60,21 +62,25 @@ def load_dataset(
     kind: DatasetUse = "prompt",
     provenance: Provenance,
 ) -> LoadedDataset:
-    """Commit the threads of `spec` under keys.dataset(name, version) and return the ref (preferences: pairs).
+    """Commit the threads of `spec` (for preferences, pairs of threads) under keys.dataset(name, version).
 
-    The version is a digest of the rows in their order, of `kind`, and of what the spec means (not of where a file
-    lies or how it is encoded). Raises DatasetError and its kinds, before anything is visible in the store.
+    The version is a digest of the rows in their order, of `kind`, and of the fields of the spec that select rows (not
+    of the path or encoding of a file). Raises DatasetError and its subclasses before anything is visible in the store.
     """
     skipped = SkippedRows()
-    content = hashlib.sha256(canonical_json({"layout": 1, "kind": kind, "spec": meaning(spec)}))
+    row_selection = selection_fields(spec)
+    content = hashlib.sha256(canonical_json({"layout": 1, "kind": kind, "spec": row_selection}))
     table = "pairs" if kind == "preference" else "threads"
     with TableWriter(table) as writer:
-        for block in _blocks(_numbered(items(spec, kind=kind, skipped=skipped))):
+        # Write the rows block by block, and add each row to the digest.
+        for block in _blocks(_table_rows(dataset_items(spec, kind=kind, skipped=skipped))):
             for row in block:
-                content.update(canonical_json([row["id"], *(row[name] for name in THREADS_OF[table])]))
+                content.update(canonical_json([row["id"], *(row[name] for name in THREAD_COLUMNS[table])]))
             writer.write(block)
         if writer.rows == 0:
             raise EmptyDataset(_why_empty(spec, skipped))
+
+        # Commit the table under its digest.
         key = keys.dataset(dataset_name(spec), content.hexdigest()[:ID_CHARACTERS])
         new = find_artifact(store, key) is None
         ref = writer.commit(
@@ -83,7 +89,7 @@ def load_dataset(
             provenance=provenance,
             extra={
                 "use": kind,
-                "spec": meaning(spec),
+                "spec": row_selection,
                 "source": spec.source if isinstance(spec, FileDataset | PythonDataset) else spec.kind,
                 "skipped": skipped.count,
                 "skipped_reasons": list(skipped.reasons),
@@ -93,49 +99,54 @@ def load_dataset(
     return LoadedDataset(ref=ref, rows=rows, new=new, skipped=skipped.count, skipped_reasons=tuple(skipped.reasons))
 
 
-def items(spec: Source, *, kind: DatasetUse, skipped: SkippedRows) -> Iterator[StringThread | Pair]:
-    """The threads, or pairs of them, of any spec, in order, streamed. Raises DatasetError where there are none."""
+def dataset_items(spec: Source, *, kind: DatasetUse, skipped: SkippedRows) -> Iterator[StringThread | Pair]:
+    """Yield the threads, or pairs of threads, of a spec, in order. Raises DatasetError if it has none of this kind."""
     if isinstance(spec, FileDataset | PythonDataset):
         if kind == "preference":
-            return read.pairs(spec, skipped=skipped)
-        return read.rows(spec, kind=kind, skipped=skipped)
-    if isinstance(spec, InlinePairs) != (kind == "preference"):
-        given = "pairs" if isinstance(spec, InlinePairs) else f"{dataset_name(spec)!r}, which has none"
-        raise DatasetError(f"given {given}, for a dataset of {kind}s; expected {kind}s")
+            return read_pairs(spec, skipped=skipped)
+        return read_threads(spec, kind=kind, skipped=skipped)
     if isinstance(spec, InlinePairs):
+        if kind != "preference":
+            raise DatasetError(f"given pairs, for a dataset of {kind}s; expected {kind}s")
         return _inline_pairs(spec)
+    if kind == "preference":
+        raise DatasetError(f"given {dataset_name(spec)!r}, which has none, for a dataset of {kind}s; expected {kind}s")
     if isinstance(spec, ReasoningGymDataset):
         if kind == "rating":
             raise DatasetError(f"given {dataset_name(spec)!r}, whose answers have no rating; expected a file")
-        return gym.rows(spec, kind=kind)
-    return _inline(spec, kind)
+        return generate_threads(spec, kind=kind)
+    return _inline_threads(spec, kind)
 
 
-def meaning(spec: Source) -> dict[str, Any]:
-    """The part of a spec that changes which rows there are. Files that are moved,
-    written as Parquet, or cut into parts that are read in order, are the same data."""
+def selection_fields(spec: Source) -> dict[str, Any]:
+    """The fields of a spec that change which rows it has. A dataset stays the same if its files are moved, written as
+    Parquet, or cut into parts that are read in order."""
     return spec.model_dump(mode="json", exclude={"path", "further_paths", "arguments", "format", "threads", "pairs"})
 
 
 def dataset_name(spec: Source) -> str:
-    """The folder of the dataset's versions: the (first) file's name, or reasoning-gym's."""
+    """The name of the folder of the dataset's versions: that of the first file, or of reasoning-gym's dataset."""
     if isinstance(spec, FileDataset | PythonDataset):
         name = Path(spec.path).stem if isinstance(spec, FileDataset) else spec.path
         return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.")[:100] or "file"
-    return f"reasoning_gym-{spec.name}" if isinstance(spec, ReasoningGymDataset) else "inline"
+    if isinstance(spec, ReasoningGymDataset):
+        return f"reasoning_gym-{spec.name}"
+    return "inline"
 
 
 def prompt_id(thread: StringThread) -> str:
-    """What seeds are derived from: a digest of the thread and its metadata, so that the order of rows means nothing."""
+    """A digest of the thread with its metadata. Seeds are derived from it, so the order of the rows has no effect."""
     return digest(thread.to_json().encode())[:ID_CHARACTERS]
 
 
 def _identity(item: StringThread | Pair) -> tuple[str, dict[str, str]]:
-    """What names an item, and its columns, which hold the images themselves. Raises UnsupportedFragment for one that
-    would have to be fetched, ThreadError for one that cannot be read."""
+    """The id of an item and its columns, with the images embedded.
+
+    Raises UnsupportedFragment for an image that would have to be downloaded, ThreadError for one that cannot be read.
+    """
     if isinstance(item, StringThread):
-        whole = embed_images(item)
-        return prompt_id(whole), {"thread": whole.to_json()}
+        thread = embed_images(item)
+        return prompt_id(thread), {"thread": thread.to_json()}
     columns = {
         "chosen": embed_images(item.chosen).to_json(),
         "rejected": embed_images(item.rejected).to_json(),
@@ -143,12 +154,12 @@ def _identity(item: StringThread | Pair) -> tuple[str, dict[str, str]]:
     return digest(canonical_json(list(columns.values())))[:ID_CHARACTERS], columns
 
 
-def _numbered(source: Iterator[StringThread | Pair]) -> Iterator[dict[str, Any]]:
-    """Rows of the table. The n-th repetition of a row (from 1) has `#n` after its id."""
-    with RepetitionCounter() as seen:
+def _table_rows(source: Iterator[StringThread | Pair]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of the table. The n-th repetition of a row (from 1) has `#n` after its id."""
+    with RepetitionCounter() as ids:
         for index, item in enumerate(source):
             identity, columns = _identity(item)
-            repetition = seen.count(identity)
+            repetition = ids.add(identity)
             metadata = item.metadata if isinstance(item, StringThread) else item.chosen.metadata
             yield {
                 "index": index,
@@ -163,13 +174,16 @@ def _blocks(rows: Iterator[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
         yield block
 
 
-def _inline(spec: InlineDataset, kind: DatasetUse) -> Iterator[StringThread]:
+def _inline_threads(spec: InlineDataset, kind: DatasetUse) -> Iterator[StringThread]:
     for row, thread in enumerate(spec.threads, start=1):
-        last = thread.turns[-1].role if thread.turns else None
-        if last is None or (last == "assistant") != (kind != "prompt"):
-            ends = "a user or tool turn" if kind == "prompt" else "an assistant turn"
-            given = "an empty thread" if last is None else f"a thread that ends with the {last} turn"
-            raise BadRow("threads", row, None, given=given, expected=f"{kind}s, which end with {ends}")
+        expected_end = "a user or tool turn" if kind == "prompt" else "an assistant turn"
+        expected = f"{kind}s, which end with {expected_end}"
+        if not thread.turns:
+            raise BadRow("threads", row, None, given="an empty thread", expected=expected)
+        last_role = thread.turns[-1].role
+        has_answer = last_role == "assistant"
+        if has_answer != (kind != "prompt"):
+            raise BadRow("threads", row, None, given=f"a thread that ends with the {last_role} turn", expected=expected)
         if kind == "rating":
             check_rating(thread, RowLocation("threads", row))
         yield thread
@@ -181,7 +195,9 @@ def _inline_pairs(spec: InlinePairs) -> Iterator[Pair]:
 
 
 def _why_empty(spec: Source, skipped: SkippedRows) -> str:
-    where = spec.source if isinstance(spec, FileDataset | PythonDataset) else dataset_name(spec)
+    source = spec.source if isinstance(spec, FileDataset | PythonDataset) else dataset_name(spec)
     if skipped.count:
-        return f"{where}: all {skipped.count} rows were skipped; expected at least one usable. {skipped.reasons[0]}"
-    return f"{where}: given no rows; expected at least one"
+        return (
+            f"{source}: all {skipped.count} rows were skipped; expected at least one usable row. {skipped.reasons[0]}"
+        )
+    return f"{source}: given no rows; expected at least one"

@@ -1,4 +1,4 @@
-"""How errors name a row of a dataset that is in the store already, where a row has an index from 0 and no file."""
+"""Names for the rows of a stored dataset in error messages. A stored row has an index from 0 and no file."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from storage.store.artifacts import ArtifactRef, read_manifest
 from storage.store.objects import ObjectStore
 
 NameRow = Callable[[int], str]
-"""0-based index of a row -> its name."""
+"""Returns the name of the row with this 0-based index."""
 
 
 def row_name(store: ObjectStore, dataset: ArtifactRef, index: int) -> str:
-    """"row 4 of data/train.jsonl" for the row of index 3. Rows are counted from 1, as the errors of loading count them,
-    over all files of the dataset. Rows that were skipped at loading have no index, and are not counted."""
+    """The name of a row, such as "row 4 of data/train.jsonl" for index 3.
+
+    Rows are counted from 1, as in the errors of loading, over all files of the dataset. Rows that were skipped at
+    loading have no index and are not counted.
+    """
     extra = read_manifest(store, dataset.key).extra
     spec = extra.get("spec")
     has_source = isinstance(spec, dict) and spec.get("kind") in ("file", "python")

@@ -1,6 +1,6 @@
-"""The order in which a run walks through a dataset: a seeded permutation per epoch, and a cursor into it.
+"""The order in which a run reads a dataset: a seeded permutation per epoch, and a cursor into it.
 
-The cursor is two integers, kept in the commit records, so a resumed run goes on where the chain stands.
+The cursor is two integers. They are stored in the commit records, so a resumed run continues after its last step.
 """
 
 import hashlib
@@ -14,18 +14,19 @@ from storage.serialization import Frozen
 
 
 class DataCursor(Frozen):
-    """How far a run has read: `index` rows of epoch `epoch` are taken. Always `index < rows`."""
+    """The position of a run: `index` rows of epoch `epoch` (from 0) are read. Always `index < rows`."""
 
     epoch: int = Field(default=0, ge=0)
     index: int = Field(default=0, ge=0)
 
 
 def take(cursor: DataCursor, n: int, *, rows: int, seed: int) -> tuple[list[int], DataCursor]:
-    """The next `n` row indices and the cursor after them.
+    """Return the next `n` row indices and the cursor after them.
 
-    Within an epoch no row comes twice; when an epoch is used up the next one begins, under another permutation.
-    The result depends on the arguments only, so n1 then n2 rows are the same rows as n1 + n2 at once.
+    Within an epoch no row comes twice. After an epoch the next one begins with another permutation. The result depends
+    on the arguments only: taking n1 and then n2 rows returns the same rows as taking n1 + n2 at once.
     """
+    # Check the arguments.
     if rows < 1:
         raise ValueError(f"given a dataset of {rows} rows; expected at least 1")
     if n < 0:
@@ -33,8 +34,10 @@ def take(cursor: DataCursor, n: int, *, rows: int, seed: int) -> tuple[list[int]
     if cursor.index >= rows:
         raise ValueError(
             f"given a cursor after {cursor.index} rows of an epoch, and a dataset of {rows} rows; the cursor belongs "
-            f"to another dataset. Start a new run, or give the dataset this run began with."
+            f"to another dataset. Start a new run, or give the dataset with which this run began."
         )
+
+    # Take rows from one epoch after the other.
     taken: list[int] = []
     epoch, index = cursor.epoch, cursor.index
     while len(taken) < n:
@@ -48,21 +51,21 @@ def take(cursor: DataCursor, n: int, *, rows: int, seed: int) -> tuple[list[int]
 
 
 def repetitions(rows: list[int]) -> list[int]:
-    """How often each row came before in the same list."""
-    seen: Counter[int] = Counter()
-    counts = []
+    """For each row, the number of times that it stands earlier in the list."""
+    count_of: Counter[int] = Counter()
+    earlier_counts = []
     for row in rows:
-        counts.append(seen[row])
-        seen[row] += 1
-    return counts
+        earlier_counts.append(count_of[row])
+        count_of[row] += 1
+    return earlier_counts
 
 
 @lru_cache(maxsize=2)
 def permutation(rows: int, *, seed: int, epoch: int) -> np.ndarray:
-    """A permutation of range(rows), int64, read-only; a function of (rows, seed, epoch) and nothing else.
+    """A permutation of range(rows), int64, read-only. It depends on (rows, seed, epoch) only.
 
-    It sorts the raw 64-bit stream of Philox, which numpy promises never to change; `Generator.permutation`, whose
-    stream may change between numpy versions, would break a resumed run after an upgrade.
+    It sorts the raw 64-bit stream of Philox, which numpy promises never to change. The stream of
+    `Generator.permutation` may change between numpy versions, so an upgrade could break a resumed run.
     """
     key = int.from_bytes(hashlib.sha256(f"data order {seed} {epoch}".encode()).digest()[:16], "big")
     order = np.argsort(np.random.Philox(key=key).random_raw(rows), kind="stable").astype(np.int64)

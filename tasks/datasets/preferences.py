@@ -1,4 +1,4 @@
-"""Preferences: two conversations that begin alike and go on differently, one of them preferred."""
+"""Preference pairs: two conversations with a common beginning and different answers, of which one is preferred."""
 
 from __future__ import annotations
 
@@ -6,28 +6,33 @@ from typing import Any, NamedTuple
 
 from engine.text.errors import ThreadError
 from engine.text.threads import StringThread
-from tasks.datasets.convert import RowLocation, Turn, answer_turns, column_of, metadata_of, prompt_turns
+from tasks.datasets.convert import RawTurn, RowLocation, answer_turns, column_of, metadata_of, prompt_turns
 from tasks.datasets.spec import RowsDataset
 
 
 class Pair(NamedTuple):
-    """Each ends with an assistant turn; what they begin with alike is no part of the comparison, and not trained."""
+    """The preferred and the dispreferred conversation. Both end with an assistant turn. Their common beginning is not
+    trained."""
 
     chosen: StringThread
     rejected: StringThread
 
 
 def pair_from_row(values: dict[str, Any], location: RowLocation, spec: RowsDataset) -> Pair:
-    """The pair of one row. Raises BadRow.
+    """Convert a row to a pair. Raises BadRow.
 
-    With a prompt, `chosen` and `rejected` are what follows it: a text is one assistant turn, a list messages. Without
-    one they are whole conversations. A list that begins with the prompt already is taken as the whole.
+    With a prompt, `chosen` and `rejected` hold the answers: a text is one assistant turn, a list is a list of messages.
+    Without a prompt they hold whole conversations. A list that already begins with the prompt is a whole conversation,
+    too.
     """
+    # Read what both conversations share.
     metadata = metadata_of(values, location, spec)
     column = column_of("prompt", spec)
-    prompt = (
-        prompt_turns(values, column, location) if "prompt" in spec.columns or values.get(column) is not None else []
-    )
+    prompt: list[RawTurn] = []
+    if "prompt" in spec.columns or values.get(column) is not None:
+        prompt = prompt_turns(values, column, location)
+
+    # Build the two threads.
     threads = []
     for role in ("chosen", "rejected"):
         turns = _conversation(values, column_of(role, spec), prompt, location)
@@ -44,11 +49,14 @@ def pair_from_row(values: dict[str, Any], location: RowLocation, spec: RowsDatas
 
 
 def checked_pair(chosen: StringThread, rejected: StringThread, location: RowLocation) -> Pair:
-    """The pair, whose assistant turns after those that both have are trained, unless the threads say which. Raises
-    BadRow."""
-    shared = _turns_alike(chosen, rejected)
+    """Check a pair and set its weights. Raises BadRow.
+
+    The assistant turns after the common beginning get weight 1, unless the threads have weights already.
+    """
+    shared = _common_turns(chosen, rejected)
     if shared == len(chosen.turns) == len(rejected.turns):
         raise location.bad_row(None, given="two equal conversations", expected="a preferred one and another")
+    # Each must have the same prompt, and then its own answer of the assistant with a turn to train.
     for name, thread in (("chosen", chosen), ("rejected", rejected)):
         roles = [turn.role for turn in thread.turns]
         if not roles or roles[-1] != "assistant":
@@ -58,25 +66,23 @@ def checked_pair(chosen: StringThread, rejected: StringThread, location: RowLoca
                 expected="one that ends with an assistant turn",
             )
         if shared == len(roles):
-            raise location.bad_row(
-                name, given="the beginning of the other conversation", expected="an answer of its own"
-            )
+            raise location.bad_row(name, given="the beginning of the other conversation", expected="a different answer")
         if shared == 0 or roles[shared] != "assistant":
             raise location.bad_row(
                 name,
-                given=f"a thread whose {roles[shared]} turn {shared} is not the other's",
-                expected="the same prompt in both, and then the assistant's own turn",
+                given=f"a thread whose {roles[shared]} turn {shared} differs from that of the other thread",
+                expected="the same prompt in both, and then a turn of the assistant",
             )
         if not any(weight > 0 for weight in thread.get_turn_weights()[shared:]):
             raise location.bad_row(name, given="an answer of weight 0", expected="an assistant turn to learn from")
-    return Pair(*(_weighted(thread, shared) for thread in (chosen, rejected)))
+    return Pair(chosen=_weighted(chosen, shared), rejected=_weighted(rejected, shared))
 
 
-def _turns_alike(one: StringThread, other: StringThread) -> int:
-    """Turns that both begin with."""
+def _common_turns(chosen: StringThread, rejected: StringThread) -> int:
+    """The number of turns at the beginning that are equal in both threads."""
     count = 0
-    for mine, theirs in zip(one.turns, other.turns, strict=False):
-        if mine != theirs:
+    for chosen_turn, rejected_turn in zip(chosen.turns, rejected.turns, strict=False):
+        if chosen_turn != rejected_turn:
             break
         count += 1
     return count
@@ -86,7 +92,8 @@ def _weighted(thread: StringThread, shared: int) -> StringThread:
     return thread if thread.weights is not None else thread.with_weight_assistant_turns_from_index(shared)
 
 
-def _conversation(values: dict[str, Any], column: str, prompt: list[Turn], location: RowLocation) -> list[Turn]:
+def _conversation(values: dict[str, Any], column: str, prompt: list[RawTurn], location: RowLocation) -> list[RawTurn]:
+    """The whole conversation of a chosen or rejected column: the prompt and the answer."""
     turns = answer_turns(values, column, location)
     is_text = isinstance(values[column], str)
     if prompt and (is_text or turns[0][0] == "assistant"):
@@ -94,7 +101,7 @@ def _conversation(values: dict[str, Any], column: str, prompt: list[Turn], locat
     if is_text:
         raise location.bad_row(
             column,
-            given="a text, and no prompt",
+            given="a text without a prompt",
             expected="a prompt, or a list of messages",
             todo="Name the prompt's column, for instance columns={'prompt': 'question'}.",
         )

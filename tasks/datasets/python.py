@@ -1,4 +1,4 @@
-"""Rows out of a user's own function or class, by import path."""
+"""Reads rows from a user's own function or class, given by its import path."""
 
 from __future__ import annotations
 
@@ -12,30 +12,32 @@ from tasks.import_paths import ImportPathError, load_object
 
 
 def raw_rows(spec: PythonDataset) -> Iterator[tuple[RowLocation, Any]]:
-    """Its rows, counted from 1, as they come. Raises DatasetError, naming the user's code, for
-    what that raises."""
+    """Yield the rows in their order, with their location. Rows are counted from 1.
+
+    Raises DatasetError, with the import path, for every exception of the user's code.
+    """
     try:
         target = load_object(spec.path)
     except ImportPathError as error:
         raise DatasetError(f"dataset {error}") from error
     try:
-        for row, values in enumerate(_called(target, spec), start=1):
+        for row, values in enumerate(_rows_of(target, spec), start=1):
             yield RowLocation(spec.path, row), values
     except DatasetError:
         raise
-    except Exception as error:  # the user's code: whatever it raises is its own fault, and the run has not begun
+    except Exception as error:  # the boundary to a user's code
         raise DatasetError(f"dataset {spec.path!r} with arguments={spec.arguments} raised {error!r}") from error
 
 
-def _called(target: Any, spec: PythonDataset) -> Iterable[Any]:
+def _rows_of(target: Any, spec: PythonDataset) -> Iterable[Any]:
+    """Call the user's function or class and return its rows."""
     if not callable(target):
         raise DatasetError(f"dataset {spec.path!r}: given a {type(target).__name__}; expected a function or a class")
-    made = target(**spec.arguments)
-    if hasattr(made, "__iter__"):
-        return made  # type: ignore[no-any-return]
-    if hasattr(made, "__getitem__") and hasattr(made, "__len__"):  # torch.utils.data.Dataset has no __iter__
-        return (made[index] for index in range(len(made)))
+    dataset = target(**spec.arguments)
+    if hasattr(dataset, "__iter__"):
+        return dataset  # type: ignore[no-any-return]
+    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):  # torch.utils.data.Dataset has no __iter__
+        return (dataset[index] for index in range(len(dataset)))
     raise DatasetError(
-        f"dataset {spec.path!r}: its call gave a {type(made).__name__}; expected something to "
-        "iterate over, of dicts"
+        f"dataset {spec.path!r}: its call gave a {type(dataset).__name__}; expected something to iterate over, of dicts"
     )

@@ -1,5 +1,7 @@
-"""Threads out of JSON lines and Parquet files, and out of a user's own code, streamed; bad rows are errors, or are
-skipped and counted."""
+"""Reads threads, or pairs of threads, from JSON lines and Parquet files and from a user's own code, one at a time.
+
+A row that cannot be used raises an error or is skipped and counted, as the spec says.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,77 +18,86 @@ from tasks.datasets.spec import ColumnRole, DatasetUse, FileDataset, PythonDatas
 
 T = TypeVar("T")
 
-KEPT_REASONS = 10
-ROLES_OF: dict[DatasetUse, tuple[ColumnRole, ...]] = {
+MAX_REASONS = 10
+"""Number of skipped rows whose errors are remembered."""
+COLUMN_ROLES: dict[DatasetUse, tuple[ColumnRole, ...]] = {
     "prompt": ("messages", "prompt", "metadata"),
     "completion": ("messages", "prompt", "completion", "metadata"),
     "rating": ("messages", "prompt", "completion", "metadata"),
     "preference": ("prompt", "chosen", "rejected", "metadata"),
 }
-"""Columns that are read."""
+"""The roles of the columns that each use of a dataset reads."""
 
 
 @dataclass
 class SkippedRows:
-    """Rows left out under on_bad_row='skip': how many, and why the first ten."""
+    """Counts the rows that on_bad_row='skip' left out, and remembers the errors of the first ten."""
 
     count: int = 0
     reasons: list[str] = field(default_factory=list)
 
     def add(self, error: BadRow) -> None:
         self.count += 1
-        if len(self.reasons) < KEPT_REASONS:
+        if len(self.reasons) < MAX_REASONS:
             self.reasons.append(str(error))
 
 
-def rows(
+def read_threads(
     spec: FileDataset | PythonDataset, *, kind: DatasetUse = "prompt", skipped: SkippedRows | None = None
 ) -> Iterator[StringThread]:
-    """The source's threads in its order, at most `spec.limit`.
+    """Yield the threads of the source in its order, at most `spec.limit`.
 
-    Raises DatasetNotFound, DatasetError (not the declared format, a required column is absent), and BadRow, unless
-    on_bad_row is 'skip': then bad rows are added to `skipped`.
+    Raises DatasetNotFound, DatasetError (a file in another format, a missing column) and, unless on_bad_row is 'skip',
+    BadRow. Skipped rows are added to `skipped`.
     """
     if kind == "prompt" and "completion" in spec.columns:
+        column = spec.columns["completion"]
         raise DatasetError(
-            f"{spec.source}: given a completion column, {spec.columns['completion']!r}, for a dataset of prompts, "
-            f"which has no use for it. To keep it for graders: metadata_columns=({spec.columns['completion']!r},)."
+            f"{spec.source}: given a completion column, {column!r}, for a dataset of prompts, "
+            f"which does not read it. To keep it for graders: metadata_columns=({column!r},)."
         )
-    yield from _converted(spec, kind, skipped, lambda values, location: thread_from_row(values, location, spec, kind))
+    yield from _read(spec, kind, skipped, lambda values, location: thread_from_row(values, location, spec, kind))
 
 
-def pairs(spec: FileDataset | PythonDataset, *, skipped: SkippedRows | None = None) -> Iterator[Pair]:
-    """The source's preferences in its order, at most `spec.limit`. Raises as `rows` does."""
-    yield from _converted(spec, "preference", skipped, lambda values, location: pair_from_row(values, location, spec))
+def read_pairs(spec: FileDataset | PythonDataset, *, skipped: SkippedRows | None = None) -> Iterator[Pair]:
+    """Yield the preference pairs of the source in its order, at most `spec.limit`. Raises as `read_threads` does."""
+    yield from _read(spec, "preference", skipped, lambda values, location: pair_from_row(values, location, spec))
 
 
-def _converted(
+def _read(
     spec: FileDataset | PythonDataset,
     kind: DatasetUse,
     skipped: SkippedRows | None,
     convert: Callable[[dict[str, Any], RowLocation], T],
 ) -> Iterator[T]:
+    """Yield the converted rows of the source, without the skipped ones."""
     skipped = SkippedRows() if skipped is None else skipped
-    made = 0
-    for location, raw in _raw_rows(spec, kind) if isinstance(spec, FileDataset) else raw_rows(spec):
-        if made == spec.limit:
+    source_rows = _file_rows(spec, kind) if isinstance(spec, FileDataset) else raw_rows(spec)
+    yielded = 0
+    for location, raw in source_rows:
+        if yielded == spec.limit:
             return
         try:
             values = parse_json_line(location.source, location.row, raw) if isinstance(raw, bytes) else raw
             if not isinstance(values, dict):
                 raise location.bad_row(None, given=f"a {type(values).__name__}", expected="a dict of columns")
-            found = convert(values, location)
+            converted = convert(values, location)
         except BadRow as error:
             if spec.on_bad_row == "error":
                 raise
             skipped.add(error)
             continue
-        yield found
-        made += 1
+        yield converted
+        yielded += 1
 
 
-def _raw_rows(spec: FileDataset, kind: DatasetUse) -> Iterator[tuple[RowLocation, bytes | dict[str, Any]]]:
-    for file in [file for path in spec.paths for file in find_files(path)]:  # a missing one is told before any is read
+def _file_rows(spec: FileDataset, kind: DatasetUse) -> Iterator[tuple[RowLocation, bytes | dict[str, Any]]]:
+    """Yield the rows of all files: a line of JSON as bytes, a row of Parquet as a dict."""
+    # Find all files before the first is read, so that a missing file is reported at once.
+    files: list[Path] = []
+    for path in spec.paths:
+        files.extend(find_files(path))
+    for file in files:
         if format_of(file, spec.format) == "parquet":
             for row, values in _parquet_rows(file, spec, kind):
                 yield RowLocation(str(file), row), values
@@ -96,10 +107,11 @@ def _raw_rows(spec: FileDataset, kind: DatasetUse) -> Iterator[tuple[RowLocation
 
 
 def _parquet_rows(file: Path, spec: FileDataset, kind: DatasetUse) -> Iterator[tuple[int, dict[str, Any]]]:
-    named = set(spec.columns.values()) | set(spec.metadata_columns)
-    used = {column_of(role, spec) for role in ROLES_OF[kind]}
+    """Read the columns that `kind` needs, after a check that the file has the required ones."""
+    declared = set(spec.columns.values()) | set(spec.metadata_columns)
+    columns = declared | {column_of(role, spec) for role in COLUMN_ROLES[kind]}
     if kind == "preference":
-        required = {column_of(role, spec) for role in ("chosen", "rejected")}
-        return parquet_rows(file, wanted=named | used, required=named | required, any_of=required)
-    layouts = {column_of("messages", spec), column_of("prompt", spec)}
-    return parquet_rows(file, wanted=named | used, required=named, any_of=layouts)
+        answers = {column_of(role, spec) for role in ("chosen", "rejected")}
+        return parquet_rows(file, columns=columns, required=declared | answers, any_of=answers)
+    conversations = {column_of("messages", spec), column_of("prompt", spec)}
+    return parquet_rows(file, columns=columns, required=declared, any_of=conversations)

@@ -1,4 +1,4 @@
-"""How often a key was seen before, in bounded memory: sqlite spills what its cache cannot hold to a temporary file."""
+"""Counts repetitions of digests in bounded memory. SQLite moves what its cache cannot hold to a temporary file."""
 
 import sqlite3
 from types import TracebackType
@@ -6,7 +6,7 @@ from typing import Self
 
 
 class RepetitionCounter:
-    """A counter over digests. Use as a context manager."""
+    """Counts how often each key was added. Use it as a context manager."""
 
     def __init__(self) -> None:
         self._database = sqlite3.connect("", isolation_level=None)
@@ -15,8 +15,8 @@ class RepetitionCounter:
             "CREATE TABLE seen (key TEXT PRIMARY KEY, times INTEGER NOT NULL) WITHOUT ROWID; BEGIN"
         )
 
-    def count(self, key: str) -> int:
-        """How many earlier calls gave the same key."""
+    def add(self, key: str) -> int:
+        """Add `key` and return how many earlier calls added it."""
         row = self._database.execute(
             "INSERT INTO seen VALUES (?, 0) ON CONFLICT (key) DO UPDATE SET times = times + 1 RETURNING times", (key,)
         ).fetchone()

@@ -1,4 +1,4 @@
-"""What a dataset is declared to be: a small frozen spec per kind of source."""
+"""Declarations of datasets: one frozen spec per kind of source. Loading is the job of `tasks.datasets.load`."""
 
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self
@@ -10,34 +10,38 @@ from storage.serialization import Frozen
 from tasks import import_paths
 
 DatasetUse = Literal["prompt", "completion", "preference", "rating"]
-"""prompt: the model continues the thread. completion: the thread ends with the turn to learn. preference: two threads
-that go on differently, one of them preferred. rating: a completion with a number, `res`, in its metadata."""
+"""prompt: the model continues the thread. completion: the thread ends with the assistant's turn that is trained.
+preference: two threads with a common prompt, of which one is preferred. rating: a completion with a number, `res`, in
+its metadata."""
 
 ColumnRole = Literal["messages", "prompt", "completion", "chosen", "rejected", "metadata"]
 
 
 def _source_first(schema: dict[str, Any]) -> None:
-    """In a form, what a dataset is comes before what is done with its rows."""
+    """Order the fields of a form: those of the source come before those that all sources share."""
     common = {name: schema["properties"].pop(name) for name in RowsDataset.model_fields}
     schema["properties"].update(common)
 
 
 class RowsDataset(Frozen):
-    """What is said of rows, wherever they are from. A row has either `messages` or `prompt` (and `completion`); one of
-    preferences has `chosen` and `rejected`, and `prompt` where they are only what follows it."""
+    """The settings of rows that all sources share.
+
+    A row has either `messages`, or `prompt` and, with an answer, `completion`. A row of preferences has `chosen` and
+    `rejected`: whole conversations or, if it has a `prompt` too, answers to it.
+    """
 
     model_config = ConfigDict(json_schema_extra=_source_first)
 
     columns: dict[ColumnRole, str] = {}
-    """Which column plays which role, where it is not named after it: {"prompt": "question"}."""
+    """The column of each role, for columns that are not named like their role: {"prompt": "question"}."""
     metadata_columns: tuple[str, ...] = ()
-    """Further columns to keep in each thread's metadata, where graders find them."""
+    """Further columns to store in the metadata of each thread, where graders can read them."""
     system_prompt: str | None = None
-    """Put before the threads that begin with no system turn of their own."""
+    """System turn for the threads that do not begin with one."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """What happens to a row that is no prompt or completion: error, or skip (counted)."""
+    """What to do with a row that cannot be used. error: fail. skip: leave it out and count it."""
     limit: int | None = Field(default=None, ge=1)
-    """Use the first so many usable rows."""
+    """Number of rows to use: the first ones that can be used. Empty: all."""
 
     @model_validator(mode="after")
     def _one_layout(self) -> Self:
@@ -54,11 +58,11 @@ class FileDataset(RowsDataset):
 
     kind: Literal["file"] = "file"
     path: str = Field(min_length=1)
-    """A file, or a pattern such as data/*.parquet (the files are read in sorted order)."""
+    """A file, or a pattern such as data/*.parquet. The files of a pattern are read in sorted order."""
     further_paths: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), exclude_if=lambda paths: not paths)
-    """More files or patterns, in the order in which they are read after the first."""
+    """More files or patterns, read after the first one in this order."""
     format: Literal["auto", "jsonl", "parquet"] = "auto"
-    """Of the files. auto: by how their names end."""
+    """Format of the files. auto: each file's suffix decides (.jsonl, .ndjson, .parquet, .pq)."""
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -67,69 +71,69 @@ class FileDataset(RowsDataset):
 
     @property
     def source(self) -> str:
-        """Where the rows come from, for people."""
+        """The source of the rows, for error messages and provenance."""
         return ", ".join(self.paths)
 
 
 class PythonDataset(RowsDataset):
-    """Rows that a function or a class of the user's own gives: whatever can be iterated over, of dicts with the columns
-    of a file, or of StringThreads."""
+    """Rows of a user's own function or class: its call returns an iterable of dicts, with columns as in a file."""
 
     kind: Literal["python"] = "python"
     path: str = Field(pattern=import_paths.PATTERN)
-    """package.module:name of the function or class, which is called with `arguments`."""
+    """The function or class, as package.module:name. It is called with `arguments`."""
     arguments: dict[str, JsonValue] = {}
-    """Its keyword arguments."""
+    """Keyword arguments of the function or class."""
 
     @property
     def source(self) -> str:
-        """Where the rows come from, for people."""
+        """The source of the rows, for error messages and provenance."""
         return self.path
 
 
 class ReasoningGymDataset(Frozen):
-    """Problems made by reasoning-gym: offline, without end, a function of the seed.
+    """Problems generated by reasoning-gym, offline, in any number, as a function of the seed.
 
-    Two seeds are not two splits: reasoning-gym seeds row i with seed + i, so seed=1 is seed=0 moved by one row. Use
-    `split`: a question belongs to the held-out part by its hash, whatever the seed, so that training and held-out
-    questions are disjoint as long as both specs say the same `heldout_percent`. `held_out` makes the counterpart.
+    Two seeds are not two splits: reasoning-gym seeds row i with seed + i, so the rows of seed=1 are those of seed=0
+    moved by one. Use `split` for held-out data: the hash of a question decides whether it is held out, so the training
+    and held-out questions are disjoint if both specs have the same `heldout_percent`. `held_out` returns the spec of
+    the held-out part.
     """
 
     kind: Literal["reasoning_gym"] = "reasoning_gym"
     name: str
-    """A reasoning-gym dataset: chain_sum, gcd, products, count_bits, …"""
+    """Name of a reasoning-gym dataset: chain_sum, gcd, products, count_bits, …"""
     size: int = Field(ge=1)
-    """Rows after splitting and dropping duplicates."""
+    """Number of rows, counted after the split and after duplicates are dropped."""
     seed: int = Field(default=0, ge=0)
-    """Decides the problems. Another seed is no held-out part: see split."""
+    """Seed of the problems. Another seed does not give held-out data; use split for that."""
     config: dict[str, JsonValue] = {}
-    """The dataset's own options, for instance {"max_terms": 2, "max_digits": 1}."""
+    """Options of the reasoning-gym dataset, for instance {"max_terms": 2, "max_digits": 1}."""
     system_prompt: str | None = None
-    """Put before every question."""
+    """System turn before every question."""
     split: Literal["all", "train", "heldout"] = "all"
-    """all, or the one part or the other: a question is held out by its hash, whatever the seed."""
+    """Part of the questions to use. The hash of a question, and not the seed, decides whether it is held out."""
     heldout_percent: int = Field(default=10, ge=1, le=99)
-    """Share of all questions that are held out. Training and held-out data must give the same."""
+    """Percentage of all questions that are held out. Training and held-out data must have the same value."""
     unique: bool = False
-    """Keep only the first row of each question."""
+    """Whether to leave out repeated questions."""
 
     @field_validator("config")
     @classmethod
     def _no_ambient_fields(cls, config: dict[str, JsonValue]) -> dict[str, JsonValue]:
         for name in ("seed", "size"):
             if name in config:
-                raise ValueError(f"given {name!r} inside config; expected it beside config, as {name}=…")
+                raise ValueError(f"given {name!r} inside config; expected it as a field of its own, {name}=…")
         return config
 
     def held_out(self, size: int) -> "ReasoningGymDataset":
-        """`size` rows of the other part. Only of a training split: split='all' contains every held-out question."""
+        """The spec of `size` held-out rows. Raises ValueError unless split is 'train': 'all' contains them already."""
         if self.split != "train":
             raise ValueError(f"given split={self.split!r}; expected 'train', which never contains them")
         return self.model_copy(update={"split": "heldout", "size": size})
 
 
 class InlineDataset(Frozen):
-    """Threads given in process."""
+    """Threads of this process."""
 
     kind: Literal["inline"] = "inline"
     threads: tuple[StringThread, ...]
@@ -140,7 +144,7 @@ class InlineDataset(Frozen):
 
 
 class InlinePairs(Frozen):
-    """Preferences given in process: (preferred, dispreferred)."""
+    """Preference pairs of this process: (preferred, dispreferred)."""
 
     kind: Literal["inline_pairs"] = "inline_pairs"
     pairs: tuple[tuple[StringThread, StringThread], ...]

@@ -27,7 +27,7 @@ from tasks.batches.pairs import pair_batch, rating_batch
 from tasks.batches.rl import completion_batch
 from tasks.datasets.errors import BadRow
 from tasks.datasets.load import load_dataset
-from tasks.datasets.read import rows
+from tasks.datasets.read import read_threads
 from tasks.datasets.spec import FileDataset, InlineDataset, InlinePairs
 from tasks.evaluation.lm_validation import ValidationLossPlan, validation_loss
 from tasks.sampling.completions import Truncation, render_prompts
@@ -63,7 +63,7 @@ def test_a_files_images_are_read_where_it_lies(tmp_path: Path, url: str, form: s
         path.write_text(json.dumps(row) + "\n")
     else:
         pq.write_table(pa.Table.from_pylist([row]), path)
-    assert list(rows(FileDataset(path=str(path)))) == [SEEN]
+    assert list(read_threads(FileDataset(path=str(path)))) == [SEEN]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_a_part_that_is_none_names_its_place(tmp_path: Path, part: Any, column: 
     path = tmp_path / "prompts.jsonl"
     path.write_text(json.dumps(message(TEXT, part)) + "\n")
     with pytest.raises(BadRow, match=rf"row 1, column 'messages\[0\]\.{column}'.*{said}"):
-        list(rows(FileDataset(path=str(path))))
+        list(read_threads(FileDataset(path=str(path))))
 
 
 # -- prompts -------------------------------------------------------------------------------------------------------

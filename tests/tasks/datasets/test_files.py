@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from tasks.datasets import file_formats, read
 from tasks.datasets.errors import BadRow, DatasetError, DatasetNotFound
-from tasks.datasets.read import SkippedRows, rows
+from tasks.datasets.read import SkippedRows, read_threads
 from tasks.datasets.spec import FileDataset
 
 
@@ -31,12 +31,12 @@ def parquet(tmp_path: Path, rows_: list[dict[str, Any]], name: str = "data.parqu
 
 
 def turns(spec: FileDataset, **options: Any) -> list[list[tuple[str, str]]]:
-    return [[(turn["role"], turn["content"]) for turn in thread.messages()] for thread in rows(spec, **options)]
+    return [[(turn["role"], turn["content"]) for turn in thread.messages()] for thread in read_threads(spec, **options)]
 
 
 def test_prompt_rows(tmp_path: Path) -> None:
     path = jsonl(tmp_path, {"prompt": "1+1", "metadata": {"answer": 2}}, {"prompt": "2+2"})
-    threads = list(rows(FileDataset(path=path)))
+    threads = list(read_threads(FileDataset(path=path)))
     assert [thread.last_content() for thread in threads] == ["1+1", "2+2"]
     assert [dict(thread.metadata) for thread in threads] == [{"answer": 2}, {}]
 
@@ -57,14 +57,14 @@ def test_completion_rows_train_the_completion_only(tmp_path: Path) -> None:
         {"role": "user", "content": "c"},
     ]
     path = jsonl(tmp_path, {"prompt": prompt, "completion": "d"})
-    (thread,) = rows(FileDataset(path=path, system_prompt="S"), kind="completion")
+    (thread,) = read_threads(FileDataset(path=path, system_prompt="S"), kind="completion")
     assert [turn["role"] for turn in thread.messages()] == ["system", "user", "assistant", "user", "assistant"]
     assert [weight > 0 for weight in thread.get_turn_weights()] == [False, False, False, False, True]
 
 
 def test_messages_completions_train_every_assistant_turn(tmp_path: Path) -> None:
     messages = [{"role": role, "content": role[0]} for role in ("user", "assistant", "user", "assistant")]
-    (thread,) = rows(FileDataset(path=jsonl(tmp_path, {"messages": messages})), kind="completion")
+    (thread,) = read_threads(FileDataset(path=jsonl(tmp_path, {"messages": messages})), kind="completion")
     assert [weight > 0 for weight in thread.get_turn_weights()] == [False, True, False, True]
 
 
@@ -72,22 +72,24 @@ def test_column_mapping_and_metadata_columns(tmp_path: Path) -> None:
     data = [{"question": "q", "reply": "r", "answer": 4, "other": 1}]
     spec = {"columns": {"prompt": "question"}, "metadata_columns": ("answer",)}
     for path in (jsonl(tmp_path, *data), parquet(tmp_path, data)):
-        (thread,) = rows(FileDataset(path=path, **spec))
+        (thread,) = read_threads(FileDataset(path=path, **spec))
         assert thread.last_content() == "q" and dict(thread.metadata) == {"answer": 4}
-        (pair,) = rows(FileDataset(path=path, columns={"prompt": "question", "completion": "reply"}), kind="completion")
+        (pair,) = read_threads(
+            FileDataset(path=path, columns={"prompt": "question", "completion": "reply"}), kind="completion"
+        )
         assert pair.last_content() == "r"
 
 
 def test_parquet_and_jsonl_give_the_same_threads(tmp_path: Path) -> None:
     data = [{"messages": [{"role": "user", "content": f"q{i}"}], "metadata": {"n": i}} for i in range(5)]
-    one = [thread.to_json() for thread in rows(FileDataset(path=jsonl(tmp_path, *data)))]
-    other = [thread.to_json() for thread in rows(FileDataset(path=parquet(tmp_path, data)))]
+    one = [thread.to_json() for thread in read_threads(FileDataset(path=jsonl(tmp_path, *data)))]
+    other = [thread.to_json() for thread in read_threads(FileDataset(path=parquet(tmp_path, data)))]
     assert one == other and len(one) == 5
 
 
 def test_metadata_as_a_json_text(tmp_path: Path) -> None:
     path = parquet(tmp_path, [{"prompt": "q", "metadata": '{"answer": [1, 2]}'}])
-    assert [dict(thread.metadata) for thread in rows(FileDataset(path=path))] == [{"answer": [1, 2]}]
+    assert [dict(thread.metadata) for thread in read_threads(FileDataset(path=path))] == [{"answer": [1, 2]}]
 
 
 def test_blank_lines_byte_order_mark_and_no_last_newline(tmp_path: Path) -> None:
@@ -118,7 +120,7 @@ def test_further_files_are_read_in_the_order_given_as_if_they_were_one(tmp_path:
 def test_a_missing_further_file_is_told_before_a_row_is_read(tmp_path: Path) -> None:
     first = jsonl(tmp_path, {"prompt": "a"})
     with pytest.raises(DatasetNotFound, match="absent"):
-        next(rows(FileDataset(path=first, further_paths=(str(tmp_path / "absent.jsonl"),))))
+        next(read_threads(FileDataset(path=first, further_paths=(str(tmp_path / "absent.jsonl"),))))
     with pytest.raises(ValidationError):
         FileDataset(path=first, further_paths=("",))
 
@@ -168,23 +170,23 @@ def test_a_bad_row_names_file_row_column_and_what_to_do(
 ) -> None:
     path = jsonl(tmp_path, GOOD, bad, GOOD)
     with pytest.raises(BadRow) as error:
-        list(rows(FileDataset(path=path)))
+        list(read_threads(FileDataset(path=path)))
     assert error.value.row == 2 and error.value.column == column
     assert f"{path}, row 2" in str(error.value) and "expected" in str(error.value)
     for part in parts:
         assert part in str(error.value)
 
     skipped = SkippedRows()
-    kept = list(rows(FileDataset(path=path, on_bad_row="skip"), skipped=skipped))
+    kept = list(read_threads(FileDataset(path=path, on_bad_row="skip"), skipped=skipped))
     assert len(kept) == 2 and skipped.count == 1 and skipped.reasons == [str(error.value)]
 
 
 def test_a_prompt_without_its_completion(tmp_path: Path) -> None:
     path = jsonl(tmp_path, {"prompt": "a"})
     with pytest.raises(BadRow, match="column 'completion'"):
-        list(rows(FileDataset(path=path), kind="completion"))
+        list(read_threads(FileDataset(path=path), kind="completion"))
     with pytest.raises(DatasetError, match="metadata_columns"):
-        list(rows(FileDataset(path=path, columns={"completion": "gold"}), kind="prompt"))
+        list(read_threads(FileDataset(path=path, columns={"completion": "gold"}), kind="prompt"))
 
 
 def test_parquet_errors_name_the_row_and_the_column(tmp_path: Path) -> None:
@@ -192,39 +194,39 @@ def test_parquet_errors_name_the_row_and_the_column(tmp_path: Path) -> None:
 
     path = parquet(tmp_path, [{"prompt": f"p{i}" if i != 700 else None} for i in range(900)])
     with pytest.raises(BadRow, match="row 701"):
-        list(rows(FileDataset(path=path)))
+        list(read_threads(FileDataset(path=path)))
     path = parquet(tmp_path, [{"prompt": "a", "metadata": {"when": datetime.datetime(2026, 1, 1)}}])
     with pytest.raises(BadRow, match=r"row 1, column 'metadata'.*Cast the column"):
-        list(rows(FileDataset(path=path)))
+        list(read_threads(FileDataset(path=path)))
     path = parquet(tmp_path, [{"text": "a"}])
     with pytest.raises(DatasetError, match=r"no column 'messages' or 'prompt'; the file has text"):
-        list(rows(FileDataset(path=path)))
+        list(read_threads(FileDataset(path=path)))
     with pytest.raises(DatasetError, match=r"no column 'gold'"):
-        list(rows(FileDataset(path=path, columns={"prompt": "text"}, metadata_columns=("gold",))))
+        list(read_threads(FileDataset(path=path, columns={"prompt": "text"}, metadata_columns=("gold",))))
 
 
 def test_files_that_are_not_what_they_are_called(tmp_path: Path) -> None:
     with pytest.raises(DatasetNotFound, match="no file at"):
-        list(rows(FileDataset(path=str(tmp_path / "none.jsonl"))))
+        list(read_threads(FileDataset(path=str(tmp_path / "none.jsonl"))))
     with pytest.raises(DatasetNotFound, match="given the folder"):
-        list(rows(FileDataset(path=str(tmp_path))))
+        list(read_threads(FileDataset(path=str(tmp_path))))
     text = jsonl(tmp_path, GOOD, name="data.txt")
     with pytest.raises(DatasetError, match=r"suffix '\.txt'"):
-        list(rows(FileDataset(path=text)))
-    assert len(list(rows(FileDataset(path=text, format="jsonl")))) == 1
+        list(read_threads(FileDataset(path=text)))
+    assert len(list(read_threads(FileDataset(path=text, format="jsonl")))) == 1
     with pytest.raises(DatasetError, match="not Parquet"):
-        list(rows(FileDataset(path=text, format="parquet")))
+        list(read_threads(FileDataset(path=text, format="parquet")))
     cut = Path(parquet(tmp_path, [{"prompt": str(i)} for i in range(100)]))
     cut.write_bytes(cut.read_bytes()[:-20])
     with pytest.raises(DatasetError, match="not Parquet"):
-        list(rows(FileDataset(path=str(cut))))
+        list(read_threads(FileDataset(path=str(cut))))
 
 
 def test_only_ten_reasons_are_kept_and_all_are_counted(tmp_path: Path) -> None:
     skipped = SkippedRows()
     path = jsonl(tmp_path, *[{"prompt": ""}] * 25)
-    assert list(rows(FileDataset(path=path, on_bad_row="skip"), skipped=skipped)) == []
-    assert skipped.count == 25 and len(skipped.reasons) == read.KEPT_REASONS
+    assert list(read_threads(FileDataset(path=path, on_bad_row="skip"), skipped=skipped)) == []
+    assert skipped.count == 25 and len(skipped.reasons) == read.MAX_REASONS
 
 
 def test_a_line_over_the_limit_is_a_bad_row_and_the_next_is_read(
@@ -233,7 +235,7 @@ def test_a_line_over_the_limit_is_a_bad_row_and_the_next_is_read(
     monkeypatch.setattr(file_formats, "MAX_LINE_BYTES", 100)
     path = jsonl(tmp_path, {"prompt": "x" * 1000}, {"prompt": "ok"})
     skipped = SkippedRows()
-    (thread,) = rows(FileDataset(path=path, on_bad_row="skip"), skipped=skipped)
+    (thread,) = read_threads(FileDataset(path=path, on_bad_row="skip"), skipped=skipped)
     assert thread.last_content() == "ok" and "more than 100 bytes" in skipped.reasons[0]
 
 
@@ -245,7 +247,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, suffix: str) -> None
     del data
     tracemalloc.start()
     try:
-        count = sum(1 for _ in rows(FileDataset(path=path)))
+        count = sum(1 for _ in read_threads(FileDataset(path=path)))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from engine.text.threads import StringThread
 from tasks.datasets import gym
 from tasks.datasets.errors import DatasetError, ExtraNotInstalled
-from tasks.datasets.gym import rows
+from tasks.datasets.gym import generate_threads
 from tasks.datasets.spec import ReasoningGymDataset
 
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
@@ -21,14 +21,14 @@ def sums(**fields: Any) -> ReasoningGymDataset:
 
 
 def questions(spec: ReasoningGymDataset) -> list[str]:
-    return [thread.last_content() for thread in rows(spec)]
+    return [thread.last_content() for thread in generate_threads(spec)]
 
 
 def test_rows_are_reasoning_gyms_own() -> None:
     import reasoning_gym
 
     theirs = reasoning_gym.create_dataset("chain_sum", size=5, seed=3, **SUMS)
-    ours = list(rows(sums(size=5, seed=3)))
+    ours = list(generate_threads(sums(size=5, seed=3)))
     assert [thread.last_content() for thread in ours] == [entry["question"] for entry in theirs]
     first = dict(ours[0].metadata)
     assert (first["dataset"], first["index"], first["answer"]) == ("chain_sum", 0, theirs[0]["answer"])
@@ -38,9 +38,9 @@ def test_rows_are_reasoning_gyms_own() -> None:
 @pytest.mark.slow
 def test_the_same_seed_gives_the_same_bytes_in_another_process() -> None:
     code = (
-        "from tasks.datasets.gym import rows; from tasks.datasets.spec import ReasoningGymDataset as D\n"
+        "from tasks.datasets.gym import generate_threads; from tasks.datasets.spec import ReasoningGymDataset as D\n"
         "for name in ('chain_sum', 'gcd', 'products', 'count_bits', 'basic_arithmetic'):\n"
-        "    print(*[t.to_json() for t in rows(D(name=name, size=3, seed=5))], sep='\\n')"
+        "    print(*[t.to_json() for t in generate_threads(D(name=name, size=3, seed=5))], sep='\\n')"
     )
 
     def run(hash_seed: str) -> bytes:
@@ -51,9 +51,9 @@ def test_the_same_seed_gives_the_same_bytes_in_another_process() -> None:
 
 
 def test_system_prompt_and_completions() -> None:
-    (prompt,) = rows(sums(size=1, system_prompt="Answer with a number."))
+    (prompt,) = generate_threads(sums(size=1, system_prompt="Answer with a number."))
     assert prompt.messages()[0]["content"] == "Answer with a number." and len(prompt.messages()) == 2
-    (pair,) = rows(sums(size=1), kind="completion")
+    (pair,) = generate_threads(sums(size=1), kind="completion")
     assert pair.last_content() == pair.metadata["answer"] and int(pair.last_content()) in range(-9, 19)
     assert [weight > 0 for weight in pair.get_turn_weights()] == [False, True]
 
@@ -84,7 +84,7 @@ def test_unique_drops_repeated_questions() -> None:
 def test_not_enough_questions_is_an_error() -> None:
     """There are 200 sums and differences of two digits."""
     with pytest.raises(DatasetError, match=r"given size=300; only 200 distinct rows were found.*Lower size"):
-        list(rows(sums(size=300, unique=True)))
+        list(generate_threads(sums(size=300, unique=True)))
 
 
 @pytest.mark.parametrize(
@@ -93,31 +93,31 @@ def test_not_enough_questions_is_an_error() -> None:
         ({"name": "chain_sums"}, "no dataset 'chain_sums'. Did you mean chain_sum"),
         ({"name": "zzzz"}, "It has"),
         ({"config": {"terms": 2}}, r"given the options \['terms'\]; expected any of .*max_terms"),
-        ({"config": {"min_terms": 0}}, "refused config.*min_terms must be positive"),
+        ({"config": {"min_terms": 0}}, "rejected config.*min_terms must be positive"),
         ({"name": "decimal_arithmetic", "config": {"max_num_decimal_places": 2}}, "could not make row 1.*empty range"),
         ({"name": "arc_agi", "config": {}}, "read back from JSON"),
     ],
 )
 def test_what_cannot_be_made_says_why(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(DatasetError, match=message):
-        list(rows(sums(**fields)))
+        list(generate_threads(sums(**fields)))
 
 
 def test_no_stored_answer_is_no_completion() -> None:
     spec = ReasoningGymDataset(name="rubiks_cube", size=1)
-    assert len(list(rows(spec))) == 1
+    assert len(list(generate_threads(spec))) == 1
     with pytest.raises(DatasetError, match="row [1-9][0-9]*: no stored answer"):
-        list(rows(spec, kind="completion"))
+        list(generate_threads(spec, kind="completion"))
 
 
 def test_without_the_extra_the_error_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(ExtraNotInstalled, match=r"ostinato\[gym\]"):
-        list(rows(sums()))
+        list(generate_threads(sums()))
 
 
 def test_specs_refuse_what_would_have_no_effect() -> None:
-    with pytest.raises(ValidationError, match="expected it beside config"):
+    with pytest.raises(ValidationError, match="expected it as a field of its own"):
         sums(config={"seed": 1})
     with pytest.raises(ValueError, match="expected 'train'"):
         sums(split="all").held_out(5)
@@ -129,5 +129,5 @@ def test_importing_the_adapter_does_not_import_reasoning_gym() -> None:
 
 
 def test_threads_hold_their_metadata_as_json() -> None:
-    (thread,) = rows(sums(size=1))
+    (thread,) = generate_threads(sums(size=1))
     assert StringThread.from_json(thread.to_json()).metadata["answer"] == thread.metadata["answer"]

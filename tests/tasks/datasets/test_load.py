@@ -188,5 +188,5 @@ def test_memory_is_bounded(store: ObjectStore, tmp_path: Path) -> None:
 
 
 def test_seen_before() -> None:
-    with RepetitionCounter() as seen:
-        assert [seen.count(key) for key in ("a", "b", "a", "a")] == [0, 0, 1, 2]
+    with RepetitionCounter() as counter:
+        assert [counter.add(key) for key in ("a", "b", "a", "a")] == [0, 0, 1, 2]

@@ -17,7 +17,7 @@ from storage.store.objects import ObjectStore, open_store
 from storage.store.tables import read_table
 from tasks.datasets.errors import BadRow, DatasetError
 from tasks.datasets.load import LoadedDataset, load_dataset
-from tasks.datasets.read import SkippedRows, pairs, rows
+from tasks.datasets.read import SkippedRows, read_pairs, read_threads
 from tasks.datasets.spec import FileDataset, InlineDataset, InlinePairs, ReasoningGymDataset
 
 PROVENANCE = Provenance(code_version="abc", config_digest="0" * 64, seed=7)
@@ -58,7 +58,7 @@ WANTED = ([(U, "q"), (A, "good")], [(U, "q"), (A, "bad")])
     ],
 )
 def test_every_layout_gives_the_same_pair(tmp_path: Path, write: Any, row: dict[str, Any]) -> None:
-    (pair,) = pairs(FileDataset(path=write(tmp_path, row)))
+    (pair,) = read_pairs(FileDataset(path=write(tmp_path, row)))
     assert (turns(pair.chosen), turns(pair.rejected)) == WANTED
     assert pair.chosen.get_turn_weights() == pair.rejected.get_turn_weights() == [0.0, 1.0]
 
@@ -69,7 +69,7 @@ def test_only_what_differs_is_compared(tmp_path: Path) -> None:
         "chosen": messages(*shared, (A, "d"), (U, "e"), (A, "f")),
         "rejected": messages(*shared, (A, "g")),
     }
-    (pair,) = pairs(FileDataset(path=jsonl(tmp_path, row)))
+    (pair,) = read_pairs(FileDataset(path=jsonl(tmp_path, row)))
     assert pair.chosen.get_turn_weights() == [0, 0, 0, 0, 1, 0, 1]
     assert pair.rejected.get_turn_weights() == [0, 0, 0, 0, 1]
 
@@ -82,7 +82,7 @@ def test_columns_metadata_and_system_prompt(tmp_path: Path) -> None:
         metadata_columns=("source",),
         system_prompt="be kind",
     )
-    (pair,) = pairs(spec)
+    (pair,) = read_pairs(spec)
     assert turns(pair.rejected) == [(S, "be kind"), (U, "q"), (A, "bad")]
     assert pair.rejected.get_turn_weights() == [0, 0, 1]
     assert dict(pair.chosen.metadata) == dict(pair.rejected.metadata) == {"n": 1, "source": "x"}
@@ -94,7 +94,7 @@ def test_columns_metadata_and_system_prompt(tmp_path: Path) -> None:
         ({"prompt": "q", "chosen": "good"}, "rejected", ["the column 'rejected'"]),
         ({"prompt": "q", "chosen": "good", "rejected": None}, "rejected", ["given null", "a text, or a list"]),
         ({"prompt": "", "chosen": "good", "rejected": "bad"}, "prompt", ["not empty"]),
-        ({"chosen": "good", "rejected": "bad"}, "chosen", ["no prompt", "columns={'prompt': 'question'}"]),
+        ({"chosen": "good", "rejected": "bad"}, "chosen", ["without a prompt", "columns={'prompt': 'question'}"]),
         (TEXTS | {"rejected": "good"}, None, ["two equal conversations"]),
         (
             {"chosen": messages((U, "p"), (A, "x")), "rejected": messages((U, "q"), (A, "y"))},
@@ -114,7 +114,7 @@ def test_columns_metadata_and_system_prompt(tmp_path: Path) -> None:
         (
             {"chosen": messages((U, "q"), (A, "x")), "rejected": messages((U, "q"), (A, "x"), (U, "w"), (A, "z"))},
             "chosen",
-            ["the beginning of the other", "an answer of its own"],
+            ["the beginning of the other", "a different answer"],
         ),
         (
             {"prompt": "q", "chosen": messages((U, "other"), (A, "x")), "rejected": "y"},
@@ -126,19 +126,19 @@ def test_columns_metadata_and_system_prompt(tmp_path: Path) -> None:
 def test_a_bad_row_is_named(tmp_path: Path, row: dict[str, Any], column: str | None, parts: list[str]) -> None:
     path = jsonl(tmp_path, TEXTS, row, TEXTS)
     with pytest.raises(BadRow) as error:
-        list(pairs(FileDataset(path=path)))
+        list(read_pairs(FileDataset(path=path)))
     assert (error.value.row, error.value.column) == (2, column)
     assert f"{path}, row 2" in str(error.value)
     for part in parts:
         assert part in str(error.value)
     skipped = SkippedRows()
-    assert len(list(pairs(FileDataset(path=path, on_bad_row="skip"), skipped=skipped))) == 2
+    assert len(list(read_pairs(FileDataset(path=path, on_bad_row="skip"), skipped=skipped))) == 2
     assert skipped.reasons == [str(error.value)]
 
 
 def test_a_parquet_file_without_one_of_the_two(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="no column 'rejected'; the file has prompt, chosen"):
-        list(pairs(FileDataset(path=parquet(tmp_path, {"prompt": "q", "chosen": "x"}))))
+        list(read_pairs(FileDataset(path=parquet(tmp_path, {"prompt": "q", "chosen": "x"}))))
 
 
 def test_two_layouts_at_once_are_refused() -> None:
@@ -201,12 +201,12 @@ def test_what_has_no_preferences_is_refused(store: ObjectStore) -> None:
 
 def test_ratings(store: ObjectStore, tmp_path: Path) -> None:
     spec = FileDataset(path=jsonl(tmp_path, {"prompt": "q", "completion": "a", "res": 0.5}), metadata_columns=("res",))
-    (thread,) = rows(spec, kind="rating")
+    (thread,) = read_threads(spec, kind="rating")
     assert (turns(thread), thread.metadata["res"]) == ([(U, "q"), (A, "a")], 0.5)
     for given in (None, "high", True, 1e308, 10**400):
         bad = jsonl(tmp_path, {"prompt": "q", "completion": "a", "metadata": {"res": given}})
         with pytest.raises(BadRow, match=r"row 1, column 'metadata.res': .*expected a rating .* from -1e.15"):
-            list(rows(FileDataset(path=bad), kind="rating"))
+            list(read_threads(FileDataset(path=bad), kind="rating"))
     rated = StringThread().user("q").assistant("a").with_metadata({"res": 1})
     assert load(store, InlineDataset.of([rated]), "rating").rows == 1
     with pytest.raises(BadRow, match=r"threads, row 1, column 'metadata.res'"):

@@ -67,9 +67,7 @@ def test_an_item_without_a_conversation_is_named(tmp_path: Path, files: dict[str
         load(tmp_path, files | {"name": "Tensors"})
 
 
-def test_a_file_that_changed_is_said(
-    tmp_path: Path, files: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_that_changed_is_said(tmp_path: Path, files: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     then = sha256(b"another text").hexdigest()
     with caplog.at_level(logging.WARNING):
         load(tmp_path, files | {"name": "Questions", "sha256": then})

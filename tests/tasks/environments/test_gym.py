@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine.text.threads import StringThread
-from tasks.datasets.gym import rows
+from tasks.datasets.gym import generate_threads
 from tasks.datasets.spec import ReasoningGymDataset
 from tasks.environments.gym import ReasoningGymFactory
 from tasks.environments.spec import EnvironmentSpecError, environment_spec
@@ -19,7 +19,7 @@ pytest.importorskip("reasoning_gym")
 @pytest.fixture(scope="module")
 def question() -> StringThread:
     """A sum, with its answer in the metadata."""
-    (thread,) = rows(ReasoningGymDataset(name="chain_sum", size=1, seed=3))
+    (thread,) = generate_threads(ReasoningGymDataset(name="chain_sum", size=1, seed=3))
     return thread
 
 

@@ -14,7 +14,9 @@ from tasks.graders.spec import build, grader_spec
 
 
 def prompts(name: str, size: int = 1, **config: Any) -> list[StringThread]:
-    stored = [thread.to_json() for thread in gym.rows(ReasoningGymDataset(name=name, size=size, config=config))]
+    stored = [
+        thread.to_json() for thread in gym.generate_threads(ReasoningGymDataset(name=name, size=size, config=config))
+    ]
     return [StringThread.from_json(text) for text in stored]  # what a grader sees has been through the store
 
 

@@ -82,7 +82,7 @@ def test_a_dict_without_a_score_is_no_grade(tmp_path: Path) -> None:
 
 def test_a_wrong_file_or_name_fails_before_the_run(tmp_path: Path) -> None:
     path = "tasks.graders.verl:VerlReward"
-    with pytest.raises(GraderSpecError, match="no file"):
+    with pytest.raises(GraderSpecError, match="not a file"):
         grader_spec(path, {"path": str(tmp_path / "none.py")})
     with pytest.raises(GraderSpecError, match="no reward function 'other'"):
         grader_spec(path, {"path": str(source(tmp_path, PLAIN)), "name": "other"})

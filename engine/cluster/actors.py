@@ -1,10 +1,10 @@
-"""One process on the cluster: an actor of a class, called from the event loop of this process.
+"""Single processes on the cluster: Ray actors that are called from the event loop of this process.
 
-Ray starts the process in a bundle of a placement, if asked with another Python interpreter, and never starts it again:
-the caller starts a new one. Ray notices within milliseconds that a process has ended. It does not notice that one is
-stopped or hangs, so every call here has a deadline.
+Ray starts the process in a bundle of a placement, optionally with another Python interpreter, and does not restart it:
+the caller starts a new one. Ray notices within milliseconds that a process has ended. It does not notice that a process
+is stopped or hangs, so every call here has a timeout.
 
-`Hosted` is the base of the classes, inside the process. `Actor` is what its caller holds.
+`ActorBase` is the base of the classes whose instances run in the process. `ActorHandle` is what the caller holds.
 """
 
 from __future__ import annotations
@@ -24,193 +24,209 @@ from engine.errors import EngineError, WorkerDied
 log = logging.getLogger(__name__)
 
 CONCURRENT_CALLS = 10_000
-"""Calls that one actor may run at once: all of them wait in one event loop."""
-TAIL_BYTES = 3000
+"""Calls that one actor may run at once. All of them wait in one event loop."""
+LOG_TAIL_BYTES = 3000
+"""How much of a process's log an error message shows."""
 ERROR_CHARACTERS = 2000
-KILL_SECONDS = 20.0
-"""How long a killed process may take to be gone. Ray gives one that is stopped five seconds."""
-POLL_SECONDS = 0.05
+"""How much of an error of Ray an error message shows."""
+KILL_TIMEOUT = 20.0
+"""Seconds that a killed process may take to end. Ray gives a stopped process five seconds."""
+POLL_INTERVAL = 0.05
+"""Seconds between two checks whether a killed process has ended."""
 
 
 @dataclass(frozen=True, slots=True)
-class Whereabouts:
-    """Where an actor runs."""
+class ProcessLocation:
+    """The machine, process id and log files of an actor."""
 
     host: str
     pid: int
-    """Of its process. Ray makes it the leader of the process group of all that it starts."""
+    """Process id. Ray makes the process the leader of the process group of everything that it starts."""
     logs: tuple[str, ...]
-    """The files that its output goes to."""
+    """Paths of the files that receive the process's output."""
 
     @property
-    def is_here(self) -> bool:
+    def is_local(self) -> bool:
+        """Whether the process runs on this machine."""
         return self.host == socket.gethostname()
 
     def log_tail(self) -> str:
-        """The end of its logs, for an error message; empty where they are not on this machine."""
-        if not self.is_here:
+        """The end of the process's logs, for an error message; empty if they are on another machine."""
+        if not self.is_local:
             return ""
-        tails = [(path, _tail(Path(path))) for path in self.logs]
-        return "".join(f"\nthe end of {path}:\n{text}" for path, text in tails if text)
+        sections = []
+        for path in self.logs:
+            text = _tail(Path(path))
+            if text:
+                sections.append(f"\nthe end of {path}:\n{text}")
+        return "".join(sections)
 
 
-def own_whereabouts() -> Whereabouts:
-    """Of this process."""
+def this_process_location() -> ProcessLocation:
+    """The location of the calling process."""
     outputs = []
     for descriptor in (1, 2):
         with contextlib.suppress(OSError):
             outputs.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-    return Whereabouts(socket.gethostname(), os.getpid(), tuple(outputs))
+    return ProcessLocation(socket.gethostname(), os.getpid(), tuple(outputs))
 
 
-class Hosted:
+class ActorBase:
     """Base of classes whose instances run as actors. Their public methods are coroutines or asynchronous generators."""
 
-    async def whereabouts(self) -> Whereabouts:
-        return own_whereabouts()
+    async def location(self) -> ProcessLocation:
+        """Where this actor's process runs."""
+        return this_process_location()
 
     async def wait_for_failure(self) -> str:
-        """Returns when the instance is of no more use, and says why. The caller then replaces the process."""
+        """Returns the reason when the instance becomes unusable. The caller then replaces the process."""
         await asyncio.Event().wait()
-        return ""  # never: this call ends with the process
+        return ""  # never reached: the call ends with the process
 
 
-class Actor:
-    """The caller's end of one process. `start_actor` makes it.
+class ActorHandle:
+    """The caller's side of one actor process, made by `start_actor`.
 
-    `ended` is done when the process has ended or its instance has failed; the result says why.
+    `ended` completes when the process has ended or its instance has failed. Its result is the reason.
     """
 
-    def __init__(self, name: str, handle: Any, seconds: float) -> None:
+    def __init__(self, name: str, ray_handle: Any, timeout: float) -> None:
+        """`timeout`: seconds that a call may take if it sets no timeout of its own."""
         self.name = name
-        self._handle, self._seconds = handle, seconds
-        self.process: Whereabouts | None = None
+        self._ray_handle, self._timeout = ray_handle, timeout
+        self.process: ProcessLocation | None = None
         self.ended = asyncio.ensure_future(self._wait_for_end())
 
     async def _wait_for_end(self) -> str:
         import ray
 
         try:
-            why: str = await self._handle.wait_for_failure.remote()
+            reason: str = await self._ray_handle.wait_for_failure.remote()
         except ray.exceptions.RayError as error:
-            why = _text(error)
-        return why
+            reason = _short_message(error)
+        return reason
 
-    async def locate(self, seconds: float) -> Whereabouts:
-        """Waits until the process runs. Raises WorkerDied when it does not run within `seconds`."""
-        self.process = await self.call("whereabouts", seconds=seconds)
+    async def wait_until_running(self, timeout: float) -> ProcessLocation:
+        """Waits until the process runs. Raises WorkerDied if it does not run after `timeout` seconds."""
+        self.process = await self.call("location", timeout=timeout)
         return self.process
 
-    async def call(self, method: str, *args: Any, seconds: float | None = None, **named: Any) -> Any:
-        """The result of one method.
+    async def call(self, method: str, *args: Any, timeout: float | None = None, **named: Any) -> Any:
+        """Calls a method of the instance and returns its result.
 
         Args:
-            seconds: deadline of the call; unset, the actor's.
+            timeout: seconds that the call may take. None uses the actor's timeout.
 
         Raises:
-            EngineError: what the method raised, where it is one of ours.
-            WorkerDied: the process has ended, the method failed otherwise, or it was silent for `seconds`.
+            EngineError: the method raised an EngineError; it is raised again here.
+            WorkerDied: the process ended, the method raised another exception, or the call timed out.
         """
-        deadline = seconds or self._seconds
-        with self._errors(method, deadline):
-            return await asyncio.wait_for(getattr(self._handle, method).remote(*args, **named), deadline)
+        seconds = timeout or self._timeout
+        with self._converted_errors(method, seconds):
+            return await asyncio.wait_for(getattr(self._ray_handle, method).remote(*args, **named), seconds)
 
     async def stream(self, method: str, *args: Any, **named: Any) -> AsyncGenerator[Any, None]:
-        """The items of a method that is an asynchronous generator. Closed early, it ends the method.
+        """Yields the items of a method that is an asynchronous generator. Closing this generator ends the method.
 
         Raises:
-            As `call`; the deadline holds for each item.
+            As `call`. The timeout applies to each item.
         """
         import ray
 
-        with self._errors(method, self._seconds):
-            remote = getattr(self._handle, method).options(num_returns="streaming")
+        with self._converted_errors(method, self._timeout):
+            remote = getattr(self._ray_handle, method).options(num_returns="streaming")
             items = remote.remote(*args, **named)
             is_finished = False
             try:
                 while not is_finished:
                     try:
-                        item = await asyncio.wait_for(anext(items), self._seconds)
+                        item = await asyncio.wait_for(anext(items), self._timeout)
                     except StopAsyncIteration:
                         is_finished = True
                     else:
-                        yield await asyncio.wait_for(item, self._seconds)
+                        yield await asyncio.wait_for(item, self._timeout)
             finally:
+                # the caller closed the generator early, or an item failed: the remote method must end too
                 if not is_finished:
                     with contextlib.suppress(ray.exceptions.RayError):
                         ray.cancel(items)
 
     @contextlib.contextmanager
-    def _errors(self, method: str, seconds: float) -> Iterator[None]:
-        """Turns Ray's errors into ours."""
+    def _converted_errors(self, method: str, timeout: float) -> Iterator[None]:
+        """Converts errors of Ray into EngineErrors."""
         import ray
 
         try:
             yield
-        except ray.exceptions.RayTaskError as error:  # first: it is of the class of what the method raised, too
+        except ray.exceptions.RayTaskError as error:
+            # this clause comes first: a RayTaskError is also an instance of the class that the method raised
             cause = error.cause
             if isinstance(cause, EngineError):
                 raise cause from None
-            text = f"{type(cause).__name__}: {cause}" if isinstance(cause, Exception) else _text(error)
+            text = f"{type(cause).__name__}: {cause}" if isinstance(cause, Exception) else _short_message(error)
             raise WorkerDied(f"{self.name} failed in {method}: {text}") from error
         except TimeoutError as error:
-            raise WorkerDied(f"{self.name} was silent for {seconds:.0f} s in {method}") from error
+            raise WorkerDied(f"{self.name} was silent for {timeout:.0f} s in {method}") from error
         except ray.exceptions.RayError as error:
-            raise WorkerDied(f"{self.name} is gone in {method}: {_text(error)}") from error
+            raise WorkerDied(f"{self.name} is gone in {method}: {_short_message(error)}") from error
 
     async def kill(self) -> None:
-        """Kills the process, and returns when it is gone. Ray kills what it has started."""
+        """Kills the process, and returns when it has ended. Ray also kills the processes that it started."""
         import ray
 
-        ray.kill(self._handle, no_restart=True)
-        await asyncio.wait([self.ended], timeout=KILL_SECONDS)
-        for _ in range(int(KILL_SECONDS / POLL_SECONDS)):
+        ray.kill(self._ray_handle, no_restart=True)
+        await asyncio.wait([self.ended], timeout=KILL_TIMEOUT)
+        # Ray reports the end of an actor before the last process of its group is gone
+        for _ in range(int(KILL_TIMEOUT / POLL_INTERVAL)):
             if self.process is None or not _group_exists(self.process):
                 return
-            await asyncio.sleep(POLL_SECONDS)
-        log.error("Ray has not ended the process of %s within %g s", self.name, KILL_SECONDS)
+            await asyncio.sleep(POLL_INTERVAL)
+        log.error("Ray has not ended the process of %s within %g s", self.name, KILL_TIMEOUT)
 
     def log_tail(self) -> str:
-        """The end of its logs, for an error message; empty where they are not on this machine."""
+        """The end of the process's logs, for an error message; empty if they are on another machine."""
         return self.process.log_tail() if self.process is not None else ""
 
 
 def start_actor(
-    kind: type[Hosted],
+    actor_class: type[ActorBase],
     *args: Any,
     name: str,
     options: Mapping[str, Any],
-    seconds: float,
+    timeout: float,
     python: str | None = None,
-) -> Actor:
-    """Starts an instance of `kind(*args)` in a process of its own. Returns at once; call it from an event loop.
+) -> ActorHandle:
+    """Starts an instance of `actor_class(*args)` in a process of its own. Returns at once; call it from an event loop.
 
     Args:
-        name: for error messages.
+        name: name of the actor in error messages.
         options: Ray's options of the actor; see `Placement.options`.
-        seconds: deadline of a call that names none.
-        python: interpreter of the process. Its environment must have the same Ray, and the module of `kind`.
+        timeout: seconds that a call may take if it sets no timeout of its own.
+        python: interpreter of the process. Its environment must have the same Ray, and the module of `actor_class`.
     """
     import ray
 
     environment = {"runtime_env": {"py_executable": python}} if python else {}
-    remote = ray.remote(kind).options(max_concurrency=CONCURRENT_CALLS, max_restarts=0, **environment, **options)
-    return Actor(name, remote.remote(*args), seconds)
+    remote_class = ray.remote(actor_class).options(
+        max_concurrency=CONCURRENT_CALLS, max_restarts=0, **environment, **options
+    )
+    return ActorHandle(name, remote_class.remote(*args), timeout)
 
 
-def own_address() -> str:
-    """The address by which processes of the cluster reach this one."""
+def node_address() -> str:
+    """The address by which other processes of the cluster reach this machine."""
     import ray
 
     return str(ray.util.get_node_ip_address())
 
 
-def _group_exists(whereabouts: Whereabouts) -> bool:
-    """Whether a process of its group is left, as far as it can be seen from this machine."""
-    if not whereabouts.is_here:
+def _group_exists(process: ProcessLocation) -> bool:
+    """Whether a process of its process group still runs. False for processes on other machines, which this one cannot
+    see."""
+    if not process.is_local:
         return False
     try:
-        os.killpg(whereabouts.pid, 0)
+        os.killpg(process.pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
@@ -220,11 +236,11 @@ def _group_exists(whereabouts: Whereabouts) -> bool:
 
 def _tail(path: Path) -> str:
     with contextlib.suppress(OSError), path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        file.seek(max(0, path.stat().st_size - LOG_TAIL_BYTES))
         return file.read().decode(errors="replace")
     return ""
 
 
-def _text(error: Exception) -> str:
-    """An error of Ray without its first page of hints: the end has the cause."""
+def _short_message(error: Exception) -> str:
+    """The last characters of an error of Ray. The cause is at the end, after a page of hints."""
     return str(error).strip()[-ERROR_CHARACTERS:]

@@ -1,4 +1,4 @@
-"""When the ranks of a group count as hung: bookkeeping over what they report, with the clock of the caller."""
+"""Decides when the ranks of a group hang, from the progress that they report. The caller provides the clock."""
 
 from __future__ import annotations
 
@@ -9,72 +9,75 @@ from engine.cluster.rank_progress import RankPhase
 
 
 @dataclass(frozen=True, slots=True)
-class Stuck:
-    """A rank that is taken for hung."""
+class HungRank:
+    """A rank that counts as hung."""
 
     rank: int
     phase: RankPhase
     seconds: float
-    """Since its last progress."""
-    answers: bool
-    """Whether its process still answers the watch; a stopped process does not."""
+    """Seconds since its last progress."""
+    responds: bool
+    """Whether its process still replies to polls. A stopped process does not."""
 
     def describe(self) -> str:
-        silent = "" if self.answers else "; its process does not answer"
-        return f"rank {self.rank} made no progress for {self.seconds:.0f} s ({self.phase.name.lower()}{silent})"
+        no_reply = "" if self.responds else "; its process does not answer"
+        return f"rank {self.rank} made no progress for {self.seconds:.0f} s ({self.phase.name.lower()}{no_reply})"
 
 
 class HangDetector:
-    """Judges a running call. There are two rules, since a rank may rightly wait long for another one:
+    """Finds the ranks that hang in a running call. There are two rules, because a rank may wait long for another rank:
 
-    - a rank that computes and made no progress for `hang_seconds` is hung;
-    - when no rank at all made progress for `hang_seconds`, those that have not finished are.
+    - a rank in phase COMPUTING without progress for `hang_seconds` hangs;
+    - if no rank made progress for `hang_seconds`, all ranks that have not finished hang.
     """
 
     def __init__(self, ranks: int, hang_seconds: float, clock: Callable[[], float]) -> None:
         self._hang_seconds = hang_seconds
         self._clock = clock
         self._counters = [0] * ranks
-        self._answers = [True] * ranks
-        self.begin()
+        self._responds = [True] * ranks
+        self.begin_call()
 
-    def begin(self) -> None:
-        """A call starts now."""
+    def begin_call(self) -> None:
+        """Starts the observation of a call."""
         ranks = len(self._counters)
-        self._since = [self._clock()] * ranks
+        self._last_progress = [self._clock()] * ranks
         self._phases = [RankPhase.IDLE] * ranks
 
-    def saw(self, rank: int, counter: int, phase: RankPhase) -> bool:
-        """The rank answered the watch. Returns whether it made progress since its last answer."""
-        moved = counter != self._counters[rank]
-        self._answers[rank] = True
-        if moved:
+    def record_reply(self, rank: int, counter: int, phase: RankPhase) -> bool:
+        """Records a reply of the rank to a poll. Returns whether the rank made progress since its last reply."""
+        made_progress = counter != self._counters[rank]
+        self._responds[rank] = True
+        if made_progress:
             self._counters[rank] = counter
-            self._since[rank] = self._clock()
-            # FINISHED in an answer may be of the call before; of this one, the caller tells
+            self._last_progress[rank] = self._clock()
+            # FINISHED in a reply may belong to the previous call; the end of this call is recorded by record_finish
             if RankPhase.FINISHED not in (phase, self._phases[rank]):
                 self._phases[rank] = phase
-        return moved
+        return made_progress
 
-    def finished(self, rank: int) -> None:
-        """The rank returned from the call."""
+    def record_finish(self, rank: int) -> None:
+        """Records that the rank returned from the call."""
         self._phases[rank] = RankPhase.FINISHED
-        self._since[rank] = self._clock()
+        self._last_progress[rank] = self._clock()
 
-    def heard_nothing(self, rank: int) -> None:
-        """The rank has not answered the watch."""
-        self._answers[rank] = False
+    def record_no_reply(self, rank: int) -> None:
+        """Records that the rank has not replied to a poll."""
+        self._responds[rank] = False
 
-    def stuck(self) -> list[Stuck]:
-        """The ranks that hang now; those that do not answer come first."""
+    def hung_ranks(self) -> list[HungRank]:
+        """The ranks that hang now. Those that do not reply come first."""
         now = self._clock()
-        silent = [
-            Stuck(rank, self._phases[rank], now - since, self._answers[rank])
-            for rank, since in enumerate(self._since)
-            if now - since >= self._hang_seconds
+        without_progress = [
+            HungRank(rank, self._phases[rank], now - last_progress, self._responds[rank])
+            for rank, last_progress in enumerate(self._last_progress)
+            if now - last_progress >= self._hang_seconds
         ]
-        if len(silent) == len(self._since):
-            hung = [rank for rank in silent if rank.phase is not RankPhase.FINISHED or not rank.answers] or silent
+        if len(without_progress) == len(self._last_progress):
+            unfinished = [
+                rank for rank in without_progress if rank.phase is not RankPhase.FINISHED or not rank.responds
+            ]
+            hung = unfinished or without_progress
         else:
-            hung = [rank for rank in silent if rank.phase is RankPhase.COMPUTING]
-        return sorted(hung, key=lambda rank: (rank.answers, rank.rank))
+            hung = [rank for rank in without_progress if rank.phase is RankPhase.COMPUTING]
+        return sorted(hung, key=lambda rank: (rank.responds, rank.rank))

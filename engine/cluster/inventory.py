@@ -1,4 +1,4 @@
-"""What a Ray cluster has, and who holds it: nodes, GPUs, and the placement groups that reserve them."""
+"""Nodes and GPUs of a Ray cluster, and the placement groups that reserve them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from engine.cluster.connection import connect
 from engine.protocol import ActorCount, ClusterInfo
 from engine.specs.cluster import ClusterSpec
 
-HOLDING = ("CREATED", "RESCHEDULING")
-"""States of a placement group that has resources."""
+HOLDING_STATES = ("CREATED", "RESCHEDULING")
+"""States in which a placement group holds resources."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """The part of a placement group that is on one node."""
+    """The resources that a placement group holds on one node."""
 
     name: str
     cpus: float
@@ -36,16 +36,16 @@ class Node:
 
     @property
     def unreserved_gpus(self) -> float:
-        """GPUs that no placement group holds. An actor or a task outside of one may use them."""
+        """GPUs that no placement group holds. Actors and tasks outside of placement groups may use them."""
         return self.gpus - sum(reservation.gpus for reservation in self.reservations)
 
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """One look at the cluster."""
+    """Nodes and free resources of the cluster at one moment."""
 
     nodes: tuple[Node, ...]
-    """Those that are alive."""
+    """The nodes that are alive."""
     free_cpus: float
     free_gpus: float
     waiting: tuple[str, ...]
@@ -58,18 +58,21 @@ class Inventory:
 
 
 def take_inventory() -> Inventory:
-    """The cluster that this process is connected to."""
+    """Reads the resources of the cluster that this process is connected to."""
     import ray
 
+    # what each placement group holds, by node id and by (group name, resource)
     groups = ray.util.placement_group_table().values()
     reserved: dict[str, Counter[tuple[str, str]]] = {}
     for group in groups:
-        if group["state"] not in HOLDING:
+        if group["state"] not in HOLDING_STATES:
             continue
         for index, bundle in group["bundles"].items():
-            node = reserved.setdefault(group["bundles_to_node_id"].get(index, ""), Counter())
+            amounts = reserved.setdefault(group["bundles_to_node_id"].get(index, ""), Counter())
             for resource in ("CPU", "GPU"):
-                node[group["name"] or "unnamed", resource] += bundle.get(resource, 0.0)
+                amounts[group["name"] or "unnamed", resource] += bundle.get(resource, 0.0)
+
+    # the nodes that are alive, with their reservations
     nodes = [
         Node(
             host=node["NodeManagerHostname"],
@@ -88,7 +91,7 @@ def take_inventory() -> Inventory:
 
 
 def inventory_of(spec: ClusterSpec) -> Inventory:
-    """Connects for one look. Raises as `connect`."""
+    """Connects to the cluster, reads its resources, and disconnects. Raises as `connect`."""
     cluster = connect(spec)
     try:
         return take_inventory()
@@ -97,20 +100,20 @@ def inventory_of(spec: ClusterSpec) -> Inventory:
 
 
 def gpu_count(spec: ClusterSpec) -> int:
-    """GPUs of the cluster, or of this machine where Ray is private. Raises as `connect`."""
+    """The number of GPUs of the cluster, or of this machine if Ray is private. Raises as `connect`."""
     if spec.address is None:
-        return int(import_module("torch").cuda.device_count())  # by name: `ostinato doctor` runs without torch
+        return int(import_module("torch").cuda.device_count())  # imported by name: `ostinato doctor` runs without torch
     return int(inventory_of(spec).gpus)
 
 
 def inventory_if_connected() -> Inventory | None:
-    """The cluster that this process is connected to, if it is; opens nothing. Takes about two milliseconds."""
+    """Reads the cluster that this process is connected to; None without one. Takes about two milliseconds."""
     with connection.hold_connection() as connected:
         return take_inventory() if connected else None
 
 
 def cluster_info(ranks: ActorCount, replicas: ActorCount) -> ClusterInfo | None:
-    """What an engine tells of its cluster; None while this process is not connected to Ray."""
+    """The cluster as an engine reports it in its info; None while this process is not connected to Ray."""
     inventory = inventory_if_connected()
     if inventory is None:
         return None

@@ -1,4 +1,5 @@
-"""Places for actors on the cluster: Ray's placement groups, with errors that say what is missing."""
+"""Reserves resources for actors on the cluster with Ray's placement groups. The errors say which resources are missing.
+"""
 
 from __future__ import annotations
 
@@ -13,55 +14,61 @@ from engine.cluster.inventory import take_inventory
 from engine.errors import BadSpec, EngineBusy
 
 SHARED_GPU = 0.5
-"""Part of a GPU that each takes, where a rank of the trainer and a replica of vLLM share it."""
-_numbers = itertools.count(1)
+"""Part of a GPU that a rank of the trainer takes, and a replica of vLLM, if they share the GPU."""
+_placement_numbers = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """What one actor needs, all of it on one machine."""
+    """Resources of one actor, all of them on one machine."""
 
     cpus: float = 1.0
     gpus: float = 0.0
 
     def resources(self) -> dict[str, float]:
-        """In Ray's names, without what is zero."""
-        named = {"CPU": self.cpus, "GPU": self.gpus}
-        return {name: amount for name, amount in named.items() if amount}
+        """The amounts by Ray's names, without those that are zero."""
+        amounts = {"CPU": self.cpus, "GPU": self.gpus}
+        return {name: amount for name, amount in amounts.items() if amount}
 
 
 class Placement:
-    """A bundle of resources for each actor of a group, reserved together.
+    """A placement group: one bundle of resources per actor, all reserved together.
 
     Ray keeps the reservation until `remove`. When a machine is lost, Ray moves its bundles to machines with room.
     """
 
     def __init__(self, cluster: Cluster, name: str, bundles: Sequence[Bundle]) -> None:
-        """`name` says who holds the resources: it stands in `ray status` and in errors of others that find none."""
+        """`name` says who holds the resources. `ray status` and the errors of other placements show it."""
         import ray
 
         self._cluster, self.bundles = cluster, tuple(bundles)
-        self.name = f"{name} ({next(_numbers)})"  # Ray wants another name for each
-        wanted = [bundle.resources() for bundle in bundles]
-        self._group = ray.util.placement_group(wanted, strategy="PACK", name=self.name)
+        self.name = f"{name} ({next(_placement_numbers)})"  # Ray requires unique names
+        resources = [bundle.resources() for bundle in bundles]
+        self._group = ray.util.placement_group(resources, strategy="PACK", name=self.name)
 
-    def wait(self, seconds: float) -> None:
-        """Returns when every bundle is reserved. Ray goes on trying when it raises, until `remove`.
+    def wait(self, timeout: float) -> None:
+        """Returns when every bundle is reserved. After an error Ray continues to try until `remove`.
+
+        Args:
+            timeout: seconds.
 
         Raises:
-            BadSpec: a private Ray can never have the resources.
-            EngineBusy: the cluster did not have them free within `seconds`.
+            BadSpec: a private Ray has too few resources in total.
+            EngineBusy: the cluster did not have the resources free within `timeout`.
         """
-        if self._cluster.private and (missing := self._missing(_totals(), "in all")):
-            raise BadSpec(f"{missing} on this machine; ask for less, or give cluster.address of a larger cluster")
-        if not self._group.wait(timeout_seconds=max(0.0, seconds)):
-            missing = self._missing(_free(), "free") or f"{self._needs()}, and no machine has a whole bundle free"
+        # the resources of a private Ray never change, so waiting cannot help
+        if self._cluster.is_private and (shortage := self._shortage(_total_resources(), "in all")):
+            raise BadSpec(f"{shortage} on this machine; ask for less, or give cluster.address of a larger cluster")
+        if not self._group.wait(timeout_seconds=max(0.0, timeout)):
+            shortage = self._shortage(_free_resources(), "free")
+            shortage = shortage or f"{self._needs()}, and no machine has a whole bundle free"
             raise EngineBusy(
-                f"{missing} after {seconds:.0f} s; {_holders()}: add machines to the Ray cluster, or ask for less"
+                f"{shortage} after {timeout:.0f} s; {_holders()}: add machines to the Ray cluster, or ask for less"
             )
 
     def options(self, index: int, *, share: float = 1.0) -> dict[str, Any]:
-        """Options of the actor in bundle `index`. `share`: its part of the bundle's GPUs, where two actors share."""
+        """Ray's options for the actor in bundle `index`. `share`: the part of the bundle's GPUs that the actor takes,
+        less than 1 if two actors share them."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         strategy = PlacementGroupSchedulingStrategy(
@@ -71,49 +78,59 @@ class Placement:
         return {"scheduling_strategy": strategy, "num_cpus": 0, "num_gpus": gpus}
 
     def remove(self) -> None:
-        """Gives the resources back, and kills the actors that are still there."""
+        """Frees the resources, and kills the actors that still use them."""
         import ray
 
         ray.util.remove_placement_group(self._group)
 
     def _needs(self) -> str:
-        return f"{self.name} needs {_amounts(self._needed())}"
+        return f"{self.name} needs {_amounts_text(self._required_resources())}"
 
-    def _needed(self) -> Counter[str]:
-        """The sums over all bundles, in Ray's names."""
-        needed = Counter[str]()
+    def _required_resources(self) -> Counter[str]:
+        """The sums over all bundles, by Ray's names."""
+        required = Counter[str]()
         for bundle in self.bundles:
-            needed.update(bundle.resources())  # type: ignore[arg-type]
-        return needed
+            required.update(bundle.resources())  # type: ignore[arg-type]
+        return required
 
-    def _missing(self, there: Mapping[str, float], how: str) -> str:
-        """What is needed and what is `there`, "free" or "in all", in words; empty when the sums suffice."""
-        needed = self._needed()
-        if all(there.get(name, 0.0) >= amount for name, amount in needed.items()):
+    def _shortage(self, available: Mapping[str, float], label: str) -> str:
+        """A sentence with the required and the available amounts; empty if the sums suffice.
+
+        Args:
+            label: "free" or "in all", what `available` counts.
+        """
+        required = self._required_resources()
+        if all(available.get(name, 0.0) >= amount for name, amount in required.items()):
             return ""
-        short = {name: there.get(name, 0.0) for name in needed}
-        return f"{self._needs()}, and there are {_amounts(short)} {how}"
+        present = {name: available.get(name, 0.0) for name in required}
+        return f"{self._needs()}, and there are {_amounts_text(present)} {label}"
 
 
-def _totals() -> dict[str, float]:
+def _total_resources() -> dict[str, float]:
     import ray
 
     return dict(ray.cluster_resources())
 
 
-def _free() -> dict[str, float]:
+def _free_resources() -> dict[str, float]:
     import ray
 
     return dict(ray.available_resources())
 
 
 def _holders() -> str:
-    """Which placement groups hold resources now."""
-    names = sorted({reservation.name for node in take_inventory().nodes for reservation in node.reservations})
-    return f"resources are held by {', '.join(names)}" if names else "no placement group holds resources"
+    """A sentence that names the placement groups that hold resources now."""
+    names = set[str]()
+    for node in take_inventory().nodes:
+        names.update(reservation.name for reservation in node.reservations)
+    return f"resources are held by {', '.join(sorted(names))}" if names else "no placement group holds resources"
 
 
-def _amounts(amounts: Mapping[str, float]) -> str:
+def _amounts_text(amounts: Mapping[str, float]) -> str:
     """{"GPU": 8, "CPU": 8} as "8 GPUs and 8 CPUs"."""
-    order = sorted(amounts, key=lambda name: name != "GPU")
-    return " and ".join(f"{amounts[name]:g} {name}{'' if amounts[name] == 1 else 's'}" for name in order)
+    gpus_first = sorted(amounts, key=lambda name: name != "GPU")
+    parts = []
+    for name in gpus_first:
+        plural = "" if amounts[name] == 1 else "s"
+        parts.append(f"{amounts[name]:g} {name}{plural}")
+    return " and ".join(parts)

@@ -1,11 +1,11 @@
-"""The process group that a trainer of several ranks runs in: Ray actors behind one object, started at the first call,
-watched, and started again as a whole.
+"""The group of processes that a trainer of several ranks runs in: Ray actors behind one object.
 
     group = RankGroup("package.module:Trainer", {"folder": "…"}, ranks=2, start_seconds=300, hang_seconds=1800)
-    group.call("update", samples)      # Trainer.update(samples) on every rank; rank 0's result
+    group.call("update", samples)      # calls Trainer.update(samples) on every rank, and returns rank 0's result
 
-Every rank builds `Trainer(options, rank=…, world_size=…)` once torch.distributed is initialised, gloo on the CPU and
-NCCL on GPUs. What it does for longer than moments calls `rank_progress.progress()` now and then.
+The first call starts the ranks. Each rank initialises torch.distributed (gloo on the CPU, NCCL on GPUs) and builds
+`Trainer(options, rank=…, world_size=…)`. When a rank dies or hangs, all ranks end, and the next call starts new ones.
+Methods that take long call `rank_progress.report_progress()` regularly.
 """
 
 from __future__ import annotations
@@ -24,22 +24,25 @@ from engine.errors import EngineError, PermanentEngineError, WorkerDied
 from engine.protocol import ActorCount
 from engine.specs.cluster import ClusterSpec
 
-STARTS = 3
-"""Starts in a row that may fail before the next failure is called permanent."""
+MAX_FAILED_STARTS = 3
+"""Number of failed starts in a row after which the error is permanent."""
 MAX_BACKOFF = 30.0
+"""Seconds between a failed start and the next one, at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartialFailure:
-    """A call that some ranks ran to the end and others did not: what it was to change is undefined."""
+    """A call that finished on some ranks and failed on others. What the call should change is undefined."""
 
     method: str
     finished: tuple[int, ...]
+    """Ranks on which the call finished."""
     failed: tuple[int, ...]
+    """Ranks on which the call raised an exception."""
 
 
 class RankGroup:
-    """N ranks, as one object. Calls come from one thread at a time; `alive` and `close` from any."""
+    """N ranks behind one object. One thread at a time may call it; any thread may use `alive` and `close`."""
 
     def __init__(  # noqa: PLR0913 - a constructor like a config
         self,
@@ -55,15 +58,26 @@ class RankGroup:
         environment: Mapping[str, str] = {},
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`gpus`: GPUs in the bundle of each rank. `gpu_share`: the part of them that the rank itself takes.
+        """Nothing starts yet.
 
-        Raises BadSpec where Ray is not installed.
+        Args:
+            target: "package.module:Class" of the object that every rank builds.
+            options: first argument of that class.
+            start_seconds: seconds that the ranks may take to start.
+            hang_seconds: seconds without progress after which a rank counts as hung.
+            gpus: GPUs in the bundle of each rank.
+            gpu_share: the part of these GPUs that the rank itself takes.
+            environment: environment variables of the ranks.
+            clock: the clock of the hang detector, in seconds.
+
+        Raises:
+            BadSpec: Ray is not installed.
         """
         require_ray()
         self.start_number = 0
-        """Grows at each start, also of one that fails. What the ranks of an older one held is gone."""
+        """Number of starts so far, failed ones included. The state of the ranks of an earlier start is lost."""
         self.partial_failure: PartialFailure | None = None
-        """Of this generation's calls, the last one that ended differently on different ranks."""
+        """The last call since the ranks started that finished on some ranks and failed on others."""
         self._settings = GroupSettings(
             target=target,
             options=options,
@@ -87,65 +101,67 @@ class RankGroup:
 
     @property
     def alive(self) -> bool:
-        """Whether its ranks are up: what they hold can be asked for."""
+        """Whether the ranks run, so that their state is still there."""
         current = self._current
         return current is not None and current.alive
 
     def actor_count(self) -> ActorCount:
-        """Its ranks, without asking Ray. Any thread may ask."""
+        """The number of ranks, of those that run, and of restarts. Does not call Ray. Any thread may use it."""
         current = self._current
-        up = current is not None and current.ready and current.failure is None
+        is_up = current is not None and current.ready and current.failure is None
         ranks = self._settings.ranks
-        return ActorCount(wanted=ranks, alive=ranks if up else 0, restarts=max(0, self.start_number - 1))
+        return ActorCount(wanted=ranks, alive=ranks if is_up else 0, restarts=max(0, self.start_number - 1))
 
     @property
     def pids(self) -> dict[int, int]:
-        """Process ids by rank, of the last generation. They are of the machines that the ranks are on."""
-        processes = self._current.processes if self._current is not None else {}
-        return {rank: process.pid for rank, process in processes.items()}
+        """Process ids by rank, of the last start. Each is valid on the machine of its rank."""
+        locations = self._current.locations if self._current is not None else {}
+        return {rank: location.pid for rank, location in locations.items()}
 
     def reserve(self) -> Placement:
-        """The bundles of the ranks, which this waits for. Raises as `connect` and `Placement.wait`."""
+        """Reserves the bundles of the ranks and waits until they are reserved. Raises as `connect` and
+        `Placement.wait`."""
         if self._cluster is None:
             self._cluster = connect(self._cluster_spec)
         if self._placement is None:
             self._placement = Placement(self._cluster, "trainer ranks", self._bundles)
-        self._placement.wait(self._settings.start_seconds)  # Ray may be moving it away from a machine that was lost
+        # also for an existing placement: Ray may be moving bundles away from a machine that was lost
+        self._placement.wait(self._settings.start_seconds)
         return self._placement
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Runs a method on every rank; returns rank 0's result. Starts the ranks when they are not up.
+        """Runs a method on every rank and returns rank 0's result. Starts the ranks if they do not run.
 
         Raises:
-            WorkerDied: a rank ended, or the group hung, or did not start; no rank is left, the next call starts them.
+            WorkerDied: a rank ended, the group hung, or it did not start. No rank is left; the next call starts them.
             EngineBusy: the cluster has no room for the ranks.
-            EngineError: as a rank raised it; any other exception of a rank comes as a PermanentEngineError. When the
-                ranks did not all fail, a note of the error says so, and `partial_failure`.
+            EngineError: a rank raised it. Any other exception of a rank is raised as a PermanentEngineError. If only
+                some ranks failed, a note of the error says so, and `partial_failure` is set.
         """
         with self._lock:
-            return self._run(self._up(), method, args, kwargs)
+            return self._run(self._ensure_started(), method, args, kwargs)
 
-    def call_unless_restarted(self, generation: int, method: str, *args: Any, **kwargs: Any) -> Any:
-        """`call`, for what needs the state that the ranks of this generation hold: raises WorkerDied where they are
-        gone, and starts nothing."""
+    def call_unless_restarted(self, start_number: int, method: str, *args: Any, **kwargs: Any) -> Any:
+        """As `call`, for methods that need the state of the ranks of one start.
+
+        Raises WorkerDied if those ranks are gone, and starts no others.
+        """
         with self._lock:
             current = self._current
-            if current is None or current.number != generation or not current.alive:
-                raise WorkerDied(
-                    f"the ranks of generation {generation} are gone, and what they held with them"
-                    + _reason_of(current, generation)
-                )
+            if current is None or current.number != start_number or not current.alive:
+                reason = _failure_reason(current, start_number)
+                raise WorkerDied(f"the ranks of start {start_number} are gone, and their state with them{reason}")
             return self._run(current, method, args, kwargs)
 
     def start(self) -> int:
-        """Starts the ranks when they are not up; returns the generation. Raises as `call`."""
+        """Starts the ranks if they do not run. Returns the number of their start. Raises as `call`."""
         with self._lock:
-            return self._up().number
+            return self._ensure_started().number
 
     @contextmanager
     def progress_callback(self, listener: Callable[[], None]) -> Iterator[None]:
-        """In the block, each call runs `listener` in the calling thread while rank 0 makes progress, several times a
-        second at most and once at least. What it raises ends the group."""
+        """Inside the block, each call runs `listener` in the calling thread whenever rank 0 has made progress, a few
+        times per second at most and at least once per call. An exception of `listener` ends the ranks."""
         self._listener = listener
         try:
             yield
@@ -153,14 +169,14 @@ class RankGroup:
             self._listener = None
 
     def close(self) -> None:
-        """Ends all ranks and gives their places back. A call that runs in another thread raises WorkerDied."""
+        """Ends all ranks and frees their resources. A call that runs in another thread raises WorkerDied."""
         self._closed.set()
         if not self._lock.acquire(blocking=False):
             if self._current is not None:
                 self._current.fail("the group was closed during a call")
             self._lock.acquire()
         try:
-            with ExitStack() as steps:  # each is done even if one before it raises
+            with ExitStack() as steps:  # runs in reverse order, every step even if another one raises
                 if self._cluster is not None:
                     steps.callback(self._cluster.release)
                 if self._placement is not None:
@@ -171,16 +187,16 @@ class RankGroup:
         finally:
             self._lock.release()
 
-    def _run(self, generation: RankProcesses, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        from engine.cluster.rank_actor import error_of
+    def _run(self, processes: RankProcesses, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        from engine.cluster.rank_actor import error_from_failure
 
-        outcomes = generation.call(method, (args, kwargs), self._listener)
+        outcomes = processes.call(method, (args, kwargs), self._listener)
         failures = {rank: outcome.failure for rank, outcome in outcomes.items() if outcome.failure is not None}
         if not failures:
             return outcomes[0].result
-        # an EngineError is the cause of what the others ran into, more often than not
-        _, failure = min(failures.items(), key=lambda item: (not item[1].kind, item[0]))
-        error = error_of(failure)
+        # raise the error of one rank; EngineErrors first, since they usually caused the errors of the other ranks
+        _, failure = min(failures.items(), key=lambda item: (not item[1].error_class, item[0]))
+        error = error_from_failure(failure)
         finished = tuple(sorted(set(outcomes) - set(failures)))
         if finished:
             self.partial_failure = PartialFailure(method, finished, tuple(sorted(failures)))
@@ -190,16 +206,18 @@ class RankGroup:
             )
         raise error
 
-    def _up(self) -> RankProcesses:
-        """The generation that runs, started if there is none."""
+    def _ensure_started(self) -> RankProcesses:
+        """The ranks that run. Starts them if there are none."""
         if self._closed.is_set():
             raise WorkerDied("the group is closed")
         if self._current is not None and self._current.alive:
             return self._current
+        # wait for the end of the previous ranks, and after a failed start for the backoff
         if self._current is not None:
-            self._current.wait_gone()
+            self._current.wait_until_ended()
         if self._closed.wait(max(0.0, self._retry_at - time.monotonic())):
             raise WorkerDied("the group is closed")
+        # start new ranks
         self.start_number += 1
         self.partial_failure = None
         self._current = RankProcesses(self.start_number, self._settings, self.reserve(), self._clock)
@@ -212,21 +230,23 @@ class RankGroup:
         self._failed_starts = 0
         return self._current
 
-    def _start_error(self, failure: StartFailure, generation: RankProcesses) -> EngineError:
+    def _start_error(self, failure: StartFailure, processes: RankProcesses) -> EngineError:
+        """The error to raise for a failed start. Sets the time of the next start."""
         if failure.error is not None:
             return failure.error
-        if generation.lost_machine:  # Ray notices that a machine is gone only seconds after its processes are
+        # the next start may meet the lost machine again: Ray removes it seconds after its processes
+        if processes.lost_machine:
             return WorkerDied(f"the ranks did not start: {failure}")
         self._failed_starts += 1
         self._retry_at = time.monotonic() + min(MAX_BACKOFF, 2.0 ** min(self._failed_starts - 1, 10))
-        if self._failed_starts < STARTS or self._closed.is_set():
+        if self._failed_starts < MAX_FAILED_STARTS or self._closed.is_set():
             return WorkerDied(f"the ranks did not start: {failure}")
         return PermanentEngineError(f"the ranks did not start, {self._failed_starts} times in a row: {failure}")
 
 
-def _reason_of(generation: RankProcesses | None, number: int) -> str:
-    """Why the generation of this number is gone, where it is the last one."""
-    if generation is None or generation.number != number:
+def _failure_reason(processes: RankProcesses | None, start_number: int) -> str:
+    """Why the ranks of this start ended, as the end of a sentence; empty if they are not those of the last start."""
+    if processes is None or processes.number != start_number:
         return ""
-    generation.wait_gone()
-    return f": {generation.failure}"
+    processes.wait_until_ended()
+    return f": {processes.failure}"

@@ -1,4 +1,7 @@
-"""One life of a group of ranks: from the start of its actors to the end of the first of them."""
+"""One start of the ranks of a group: their actors, from the start of the first to the end of the last.
+
+When one rank ends or hangs, all ranks of this start end. `rank_group` then starts new ones.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from engine.cluster.actors import Whereabouts
+from engine.cluster.actors import ProcessLocation
 from engine.cluster.hang_detector import HangDetector
 from engine.cluster.placement import Placement
 from engine.errors import EngineError, WorkerDied
@@ -18,23 +21,26 @@ from engine.errors import EngineError, WorkerDied
 log = logging.getLogger(__name__)
 
 COLLECTIVE_MARGIN = 60.0
+"""Seconds that a collective may take longer than `hang_seconds`, so that the hang is reported first."""
 NODE_DIED = "node has died"
-"""In Ray's words about an actor whose machine is gone."""
+"""Part of Ray's message about an actor whose machine is gone."""
 NEVER_OWNED = "all references to the actor were removed"
-"""In Ray's words about an actor that it ended because this process refused its questions."""
-STACK_SECONDS = 0.5
-"""How long a rank has to tell its stacks."""
-CULPRIT_SECONDS = 2.0
-"""Ranks that lost another one may say so before that one's death is noticed."""
-CLOSE_SECONDS = 10.0
-"""How long the ranks may take to close what they hold, before they are killed."""
-KILL_SECONDS = 60.0
-"""How long Ray may take to end an actor. A stopped process takes it five seconds."""
+"""Part of Ray's message about an actor that it ended because this process refused Ray's requests."""
+STACK_TIMEOUT = 0.5
+"""Seconds that a rank has to return its stacks."""
+CAUSE_TIMEOUT = 2.0
+"""Seconds to wait for the death of a rank after another rank reported that it lost its peers."""
+CLOSE_TIMEOUT = 10.0
+"""Seconds that the ranks may take to close their resources before they are killed."""
+KILL_TIMEOUT = 60.0
+"""Seconds that Ray may take to end an actor. A stopped process takes five seconds."""
+MAX_POLL_INTERVAL = 0.2
+"""Seconds between two polls of the ranks' progress, at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSettings:
-    """What every generation of a group has in common."""
+    """The settings of a group, equal for all its starts."""
 
     target: str
     options: dict[str, Any]
@@ -46,142 +52,159 @@ class GroupSettings:
     """Part of its bundle's GPU that a rank takes."""
 
     @property
-    def tick_seconds(self) -> float:
-        """Time between two looks at the progress of the ranks."""
-        return min(0.2, self.hang_seconds / 10)
+    def poll_interval(self) -> float:
+        """Seconds between two polls of the ranks' progress."""
+        return min(MAX_POLL_INTERVAL, self.hang_seconds / 10)
 
 
 class StartFailure(Exception):
-    """The group did not come up."""
+    """Raised when the ranks did not start."""
 
     def __init__(self, reason: str, error: EngineError | None = None) -> None:
         super().__init__(reason)
         self.error = error
-        """What a rank raised on purpose, and would raise again."""
+        """The EngineError that a rank raised, if it raised one. Another start would raise it again."""
 
 
 class RankProcesses:
-    """The actors of one start. `fail` and `alive` are for any thread, all else for the one that calls the group."""
+    """The actors of one start. Any thread may call `fail` and read `alive`; only the thread that calls the group may
+    use the rest."""
 
     def __init__(
         self, number: int, settings: GroupSettings, placement: Placement, clock: Callable[[], float]
     ) -> None:
         self.number = number
+        """Number of this start of the group, from 1."""
         self.failure: str | None = None
-        """Why it ended."""
+        """Why the processes ended; None while they run."""
         self.lost_machine = False
-        """Whether it ended because Ray lost a machine."""
+        """Whether they ended because Ray lost a machine."""
         self.ready = False
-        self.processes: dict[int, Whereabouts] = {}
+        """Whether every rank has built its object."""
+        self.locations: dict[int, ProcessLocation] = {}
         """Where each rank runs, by rank."""
         self._settings = settings
         self._placement = placement
-        self._watch = HangDetector(settings.ranks, settings.hang_seconds, clock)
+        self._detector = HangDetector(settings.ranks, settings.hang_seconds, clock)
         self._lock = threading.Lock()
-        self._gone = threading.Event()
+        self._ended = threading.Event()
         self._actors: list[Any] = []
-        self._lives: list[Any] = []
+        self._life_calls: list[Any] = []
         """By rank: a call that ends when the actor does."""
 
     # -- start and end ------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Returns when every rank has built its object. Raises StartFailure, and nothing of it is left then."""
+        """Returns when every rank has built its object. After a StartFailure no process is left."""
         import ray
 
+        # rank 0 opens the store by which all ranks find each other, and then all ranks join
         deadline = time.monotonic() + self._settings.start_seconds
         try:
             self._create_actors()
-            self.processes = self._starting(self._all("whereabouts"), deadline)
-            meeting = self._starting([self._actors[0].open_store.remote()], deadline)[0]
-            outcomes = self._starting(self._all("start", meeting), deadline)
-        except ray.exceptions.RayError as error:  # of an actor that lives: its start raised
+            self.locations = self._wait_for_start(self._call_all("location"), deadline)
+            store_address = self._wait_for_start([self._actors[0].open_store.remote()], deadline)[0]
+            outcomes = self._wait_for_start(self._call_all("start", store_address), deadline)
+        except ray.exceptions.RayError as error:
+            # the actor lives, but its constructor or the call raised
             self.fail(f"{type(error).__name__}: {error}")
             raise StartFailure(self.failure or "") from None
         except BaseException as error:
             self.fail(f"{type(error).__name__} in the engine while the ranks started")
             raise
-        self._refuse_failed_start(outcomes)
+        self._raise_failed_start(outcomes)
         self.ready = True
 
     def _create_actors(self) -> None:
-        from engine.cluster.rank_actor import Launch, RankActor
+        from engine.cluster.rank_actor import RankActor, RankLaunch
 
         settings = self._settings
-        with self._lock:  # `fail` in another thread ends all of them or comes first
+        # under the lock, so that `fail` in another thread either comes first or ends all of the actors
+        with self._lock:
             if self.failure is not None:
                 raise StartFailure(self.failure)
             for rank in range(settings.ranks):
-                launch = Launch(
+                launch = RankLaunch(
                     target=settings.target,
                     options=settings.options,
                     rank=rank,
                     world_size=settings.ranks,
-                    start_seconds=settings.start_seconds,
-                    collective_seconds=settings.hang_seconds + COLLECTIVE_MARGIN,
+                    start_timeout=settings.start_seconds,
+                    collective_timeout=settings.hang_seconds + COLLECTIVE_MARGIN,
                     environment=settings.environment,
                 )
                 options = self._placement.options(rank, share=settings.gpu_share)
                 self._actors.append(RankActor.options(**options).remote(launch))
-            self._lives = [actor.wait_until_killed.remote() for actor in self._actors]
+            self._life_calls = [actor.wait_until_killed.remote() for actor in self._actors]
 
-    def _starting(self, calls: list[Any], deadline: float) -> dict[int, Any]:
-        """The answers of the first `len(calls)` ranks. Raises StartFailure when one dies or the time is over."""
+    def _wait_for_start(self, calls: list[Any], deadline: float) -> dict[int, Any]:
+        """Results of the calls by rank; `calls` are to the first `len(calls)` ranks.
+
+        Raises StartFailure when a rank dies or the deadline passes.
+        """
         import ray
 
+        # the life calls are watched too, so that a death ends the wait
         pending = {call: rank for rank, call in enumerate(calls)}
-        answers: dict[int, Any] = {}
+        results: dict[int, Any] = {}
         while pending and self.failure is None:
-            done, _ = ray.wait([*pending, *self._lives], timeout=max(0.0, deadline - time.monotonic()))
+            timeout = max(0.0, deadline - time.monotonic())
+            done, _ = ray.wait([*pending, *self._life_calls], timeout=timeout)
             if not done:
-                self._refuse_failed_start(answers)  # what a rank raised on purpose says more than who is missing
+                # what a rank raised explains more than the list of ranks that are missing
+                self._raise_failed_start(results)
                 missing = sorted(pending.values())
                 self.fail(f"not ready after start_seconds={self._settings.start_seconds:g}: ranks {missing}", missing)
             for call in done:
-                if call not in pending:
+                if call not in pending:  # a life call: its actor is dead
                     self._fail_by_death()
                     break
                 rank = pending.pop(call)
                 try:
-                    answers[rank] = ray.get(call)
+                    results[rank] = ray.get(call)
                 except ray.exceptions.RayActorError:
                     self._fail_by_death(rank)
                     break
-                failure = getattr(answers[rank], "failure", None)
-                if failure is not None and not failure.kind and pending:
-                    # the others wait for it in torch.distributed: they cannot start any more
+                failure = getattr(results[rank], "failure", None)
+                if failure is not None and not failure.error_class and pending:
+                    # the other ranks wait for this one in torch.distributed, so they cannot start any more
                     self.fail(f"rank {rank} did not start: {failure.message}{self._log_tail(rank)}")
         if self.failure is not None:
             raise StartFailure(self.failure)
-        return answers
+        return results
 
-    def _refuse_failed_start(self, answers: Mapping[int, Any]) -> None:
-        """Raises StartFailure when a rank could not build its object."""
-        from engine.cluster.rank_actor import error_of
+    def _raise_failed_start(self, results: Mapping[int, Any]) -> None:
+        """Raises StartFailure if a rank could not build its object."""
+        from engine.cluster.rank_actor import error_from_failure
 
-        failures = {rank: answer.failure for rank, answer in answers.items() if getattr(answer, "failure", None)}
+        failures = {rank: result.failure for rank, result in results.items() if getattr(result, "failure", None)}
         if not failures:
             return
-        rank, failure = min(failures.items(), key=lambda item: (not item[1].kind, not item[1].is_cause, item[0]))
+        # EngineErrors come first, then failures that are not consequences of another rank's
+        rank, failure = min(
+            failures.items(), key=lambda item: (not item[1].error_class, not item[1].is_cause, item[0])
+        )
         self.fail(f"rank {rank} did not start: {failure.message}{self._log_tail(rank)}")
-        raise StartFailure(self.failure or "", error_of(failure) if failure.kind else None)
+        raise StartFailure(self.failure or "", error_from_failure(failure) if failure.error_class else None)
 
     def stop(self) -> None:
-        """Lets the ranks close what they hold, between calls; then nothing of it is left."""
+        """Lets the ranks close their resources, then ends them. Must not be called during a call."""
         import ray
 
         if self.failure is None and self.ready:
-            ray.wait(self._all("close"), num_returns=self._settings.ranks, timeout=CLOSE_SECONDS)
+            ray.wait(self._call_all("close"), num_returns=self._settings.ranks, timeout=CLOSE_TIMEOUT)
         self.fail("it was closed")
-        self.wait_gone()
+        self.wait_until_ended()
 
-    def wait_gone(self) -> None:
-        """After `failure` is set: returns when no actor of it is left."""
-        self._gone.wait()
+    def wait_until_ended(self) -> None:
+        """Returns when no actor is left. Call it after `failure` is set."""
+        self._ended.wait()
 
-    def fail(self, reason: str, stuck: list[int] | None = None) -> None:
-        """Ends it, from any thread; the first reason counts. If ranks are `stuck`, all ranks that answer tell their
-        stacks first."""
+    def fail(self, reason: str, hung: list[int] | None = None) -> None:
+        """Ends all ranks; the first reason is kept. Any thread may call it.
+
+        If ranks are `hung`, the stacks of all ranks that reply are added to the reason first.
+        """
         import ray
 
         with self._lock:
@@ -189,24 +212,26 @@ class RankProcesses:
                 return
             self.failure = reason
         try:
-            if stuck:
-                self.failure += self._stacks(stuck)
+            if hung:
+                self.failure += self._stacks(hung)
             for actor in self._actors:
                 ray.kill(actor)
-            alive = self._lives and ray.wait(self._lives, num_returns=len(self._lives), timeout=KILL_SECONDS)[1]
+            alive: list[Any] = []
+            if self._life_calls:
+                _, alive = ray.wait(self._life_calls, num_returns=len(self._life_calls), timeout=KILL_TIMEOUT)
             if alive:
-                log.error("Ray has not ended %d ranks within %g s", len(alive), KILL_SECONDS)
+                log.error("Ray has not ended %d ranks within %g s", len(alive), KILL_TIMEOUT)
         finally:
-            self._gone.set()
+            self._ended.set()
 
     @property
     def alive(self) -> bool:
-        """Whether all its actors live, as far as Ray knows."""
+        """Whether all actors live, as far as Ray knows."""
         import ray
 
         if not self.ready or self.failure is not None:
             return False
-        dead, _ = ray.wait(self._lives, timeout=0)
+        dead, _ = ray.wait(self._life_calls, timeout=0)
         if dead:
             self._fail_by_death()
         return self.failure is None
@@ -214,64 +239,72 @@ class RankProcesses:
     # -- calls ------------------------------------------------------------------------------------------------
 
     def call(self, method: str, arguments: Any, listener: Callable[[], None] | None) -> dict[int, Any]:
-        """The Outcome of each rank. Raises WorkerDied when the generation ends before, and is over then."""
+        """Runs a method on every rank. Returns the RankOutcome of each rank, by rank.
+
+        Raises WorkerDied if a rank ends or hangs; no process is left then.
+        """
         import ray
 
-        sent = ray.put(arguments)  # once for all ranks
+        shared_arguments = ray.put(arguments)  # stored once for all ranks
         try:
-            return self._call(method, sent, listener)
-        except BaseException as error:  # a listener's, or Ctrl-C: the ranks are in the middle of a call
+            return self._call(method, shared_arguments, listener)
+        except BaseException as error:
+            # the listener raised, or a person pressed Ctrl-C: the ranks are in the middle of a call, so they must end
             self.fail(f"{type(error).__name__} in the engine during {method}")
             raise
 
     def _call(self, method: str, arguments: Any, listener: Callable[[], None] | None) -> dict[int, Any]:
         import ray
 
-        pending = {call: rank for rank, call in enumerate(self._all("run", method, arguments))}
-        polls = _Polls(self._actors, self._watch)
+        pending = {call: rank for rank, call in enumerate(self._call_all("run", method, arguments))}
+        poller = _ProgressPoller(self._actors, self._detector)
         outcomes: dict[int, Any] = {}
-        listened = False
-        self._watch.begin()
+        listener_called = False
+        self._detector.begin_call()
         while pending and self.failure is None:
-            done, _ = ray.wait(list(pending), timeout=self._settings.tick_seconds)
+            # collect the ranks that returned
+            done, _ = ray.wait(list(pending), timeout=self._settings.poll_interval)
             for call in done:
                 rank = pending.pop(call)
                 outcomes[rank] = self._outcome(rank, call)
-                self._watch.finished(rank)
-            if polls.rank_0_moved() and listener is not None and pending:
-                listened = True
+                self._detector.record_finish(rank)
+            # poll the progress of all ranks, and look for hung ones
+            if poller.poll_rank_0_progressed() and listener is not None and pending:
+                listener_called = True
                 listener()
-            if stuck := self._watch.stuck() if pending else []:
-                self.fail("; ".join(rank.describe() for rank in stuck), [rank.rank for rank in stuck])
+            hung = self._detector.hung_ranks() if pending else []
+            if hung:
+                self.fail("; ".join(rank.describe() for rank in hung), [rank.rank for rank in hung])
         if self.failure is not None:
-            self.wait_gone()
+            self.wait_until_ended()
             raise WorkerDied(f"{self.failure}\nduring {method}; the next call starts the ranks again")
-        if listener is not None and not listened:
-            listener()  # a call that was over before the first look
+        if listener is not None and not listener_called:
+            listener()  # the call finished before the first poll
         return outcomes
 
     def _outcome(self, rank: int, call: Any) -> Any:
-        """What the rank returned; None when it, or the group, is over."""
+        """The RankOutcome of one rank; None if the rank died."""
         import ray
 
-        from engine.cluster.rank_actor import Failure, Outcome
+        from engine.cluster.rank_actor import RankFailure, RankOutcome
 
         try:
             outcome = ray.get(call)
         except ray.exceptions.RayActorError:
             self._fail_by_death(rank)
             return None
-        except ray.exceptions.RayTaskError as error:  # what it returned cannot be sent
-            return Outcome(failure=Failure("", f"rank {rank}: {type(error.cause).__name__}: {error.cause}"))
+        except ray.exceptions.RayTaskError as error:  # the result cannot be serialized
+            return RankOutcome(failure=RankFailure("", f"rank {rank}: {type(error.cause).__name__}: {error.cause}"))
         failure = outcome.failure
         if failure is not None and failure.ends_group:
+            # a rank that lost a peer often reports it before Ray notices the death of that peer
             if not failure.is_cause and self._wait_for_a_death():
                 self._fail_by_death()
             else:
                 self.fail(f"rank {rank}: {failure.message}{self._log_tail(rank)}")
         return outcome
 
-    def _all(self, method: str, *arguments: Any) -> list[Any]:
+    def _call_all(self, method: str, *arguments: Any) -> list[Any]:
         return [getattr(actor, method).remote(*arguments) for actor in self._actors]
 
     # -- deaths -----------------------------------------------------------------------------------------------
@@ -279,25 +312,28 @@ class RankProcesses:
     def _wait_for_a_death(self) -> bool:
         import ray
 
-        return bool(ray.wait(self._lives, timeout=CULPRIT_SECONDS)[0])
+        return bool(ray.wait(self._life_calls, timeout=CAUSE_TIMEOUT)[0])
 
     def _fail_by_death(self, rank: int | None = None) -> None:
-        """Ends the generation because an actor is dead: `rank`, or those that Ray knows of."""
+        """Ends all ranks because an actor is dead: `rank`, and those that Ray knows to be dead."""
         import ray
 
-        dead, _ = ray.wait(self._lives, num_returns=len(self._lives), timeout=0)
-        ranks = sorted({self._lives.index(life) for life in dead} | ({rank} if rank is not None else set()))
-        causes = [_cause(self._lives[number]) for number in ranks]
+        dead_calls, _ = ray.wait(self._life_calls, num_returns=len(self._life_calls), timeout=0)
+        dead_ranks = {self._life_calls.index(call) for call in dead_calls}
+        if rank is not None:
+            dead_ranks.add(rank)
+        ranks = sorted(dead_ranks)
+        causes = [_cause_of_death(self._life_calls[number]) for number in ranks]
         self.lost_machine = any(NODE_DIED in cause for cause in causes)
         reasons = [f"rank {number} died: {cause}" for number, cause in zip(ranks, causes, strict=True)]
         self.fail("; ".join(reasons) + self._log_tail(ranks[0]))
 
     def _stacks(self, ranks: list[int]) -> str:
-        """The stacks of all ranks that answer, and the end of the log of the first of `ranks`."""
+        """The stacks of all ranks that reply, and the end of the log of the first of `ranks`."""
         import ray
 
         calls = {self._actors[rank].stacks.remote(): rank for rank in range(self._settings.ranks)}
-        done, _ = ray.wait(list(calls), num_returns=len(calls), timeout=STACK_SECONDS)
+        done, _ = ray.wait(list(calls), num_returns=len(calls), timeout=STACK_TIMEOUT)
         texts = []
         for call in done:
             with suppress(ray.exceptions.RayError):
@@ -305,47 +341,49 @@ class RankProcesses:
         return "".join(texts) + self._log_tail(ranks[0])
 
     def _log_tail(self, rank: int) -> str:
-        """The end of what the rank printed, where its logs are on this machine."""
-        return self.processes[rank].log_tail() if rank in self.processes else ""
+        """The end of the rank's log; empty if it is on another machine."""
+        return self.locations[rank].log_tail() if rank in self.locations else ""
 
 
-class _Polls:
-    """Questions to the ranks during a call: how far are you?"""
+class _ProgressPoller:
+    """Asks the ranks for their progress during a call, and passes the replies to the hang detector."""
 
-    def __init__(self, actors: list[Any], watch: HangDetector) -> None:
-        self._actors, self._watch = actors, watch
-        self._asked: dict[int, Any] = {}
+    def __init__(self, actors: list[Any], detector: HangDetector) -> None:
+        self._actors, self._detector = actors, detector
+        self._pending_polls: dict[int, Any] = {}
 
-    def rank_0_moved(self) -> bool:
-        """Takes the answers there are, and asks again. Returns whether rank 0 made progress since the last time."""
+    def poll_rank_0_progressed(self) -> bool:
+        """Reads the replies that have arrived, and polls those ranks again. Returns whether rank 0 made progress since
+        the last call of this method."""
         import ray
 
-        moved = False
+        rank_0_progressed = False
         for rank, actor in enumerate(self._actors):
-            call = self._asked.get(rank)
-            if call is not None:
-                if not ray.wait([call], timeout=0)[0]:
-                    self._watch.heard_nothing(rank)
+            poll = self._pending_polls.get(rank)
+            if poll is not None:
+                if not ray.wait([poll], timeout=0)[0]:
+                    self._detector.record_no_reply(rank)
                     continue
-                with suppress(ray.exceptions.RayError):  # its death is told by the call itself
-                    further = self._watch.saw(rank, *ray.get(call))
-                    moved = moved or (further and rank == 0)
-            self._asked[rank] = actor.activity.remote()
-        return moved
+                with suppress(ray.exceptions.RayError):  # the main call reports the death of a rank
+                    made_progress = self._detector.record_reply(rank, *ray.get(poll))
+                    rank_0_progressed = rank_0_progressed or (made_progress and rank == 0)
+            self._pending_polls[rank] = actor.activity.remote()
+        return rank_0_progressed
 
 
-def _cause(life: Any) -> str:
-    """Why an actor is dead, in Ray's words."""
+def _cause_of_death(life_call: Any) -> str:
+    """Why an actor is dead, from Ray's message."""
     import ray
 
     try:
-        ray.get(life, timeout=0)
+        ray.get(life_call, timeout=0)
     except ray.exceptions.RayError as error:
         lines = [line for line in str(error).splitlines() if "dead" in line or "died" in line or "exit" in line]
-        words = (lines or [str(error)])[-1].strip()
-        if NEVER_OWNED in words:
+        message = (lines or [str(error)])[-1].strip()
+        hint = ""
+        if NEVER_OWNED in message:
             hint = " (this process and the cluster must both use a token or both not: give them the same RAY_AUTH_MODE)"
-        else:
-            hint = "" if NODE_DIED in words else " (if nobody ended it, memory may have run out)"
-        return words.partition(" Some common causes")[0] + hint
+        elif NODE_DIED not in message:
+            hint = " (unless it was killed on purpose, memory may have run out)"
+        return message.partition(" Some common causes")[0] + hint
     return "it is gone"

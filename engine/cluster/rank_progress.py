@@ -1,7 +1,7 @@
-"""What the code inside a rank tells its group: how far it is, and that it cannot go on.
+"""Lets code inside a rank report its progress, and report that the rank cannot continue.
 
-`progress()` is called once per micro-batch, layer or file. It says that the computing thread itself got further; a
-thread that reported by the clock would report on while the computation hangs.
+`report_progress()` is called once per micro-batch, layer or file, by the thread that computes. A separate thread that
+reported at fixed intervals would continue to report while the computation hangs.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ PR_SET_PDEATHSIG = 1
 
 
 class RankPhase(IntEnum):
-    """What a rank does during a call."""
+    """The phase of a rank during a call."""
 
     IDLE = 0
-    """It has not begun the call."""
+    """The rank has not begun the call."""
     COMPUTING = 1
-    """It runs the method."""
+    """The rank runs the method."""
     FINISHED = 2
-    """It has returned and waits for the other ranks."""
+    """The method has returned, and the rank waits for the other ranks."""
 
 
 class RankFailed(Exception):
-    """A rank cannot go on in the middle of an exchange with the others: the group must end."""
+    """Raised inside a rank that cannot continue in the middle of an exchange with the others: the group must end."""
 
     def __init__(self, reason: str, *, is_cause: bool = True) -> None:
-        """`is_cause` is False where the rank only noticed that another one was gone."""
+        """`is_cause` is False if the rank only noticed that another rank was gone."""
         super().__init__(reason)
         self.is_cause = is_cause
 
 
-class Reporter:
+class ProgressReporter:
     """The progress of this process's rank."""
 
     def __init__(self) -> None:
         self.counter = 0
-        """Grows with each step and at each change of phase."""
+        """Increases with each step and at each change of phase."""
         self.phase = RankPhase.IDLE
 
-    def enter(self, phase: RankPhase) -> None:
+    def set_phase(self, phase: RankPhase) -> None:
         self.phase = phase
         self.counter += 1
 
@@ -50,18 +50,21 @@ class Reporter:
         self.counter += 1
 
 
-REPORTER = Reporter()
-"""A process is at most one rank."""
+REPORTER = ProgressReporter()
+"""The reporter of this process. A process runs at most one rank."""
 
 
 def report_progress() -> None:
-    """Says that the computation got one step further. It has no effect in a process that is no rank."""
+    """Reports that the computation advanced by one step. It has no effect in a process that is not a rank."""
     REPORTER.step()
 
 
 def end_with_parent() -> None:
-    """Has the kernel kill this process when its parent ends (Linux). An actor's parent is its machine's Ray daemon: a
-    stopped actor could not notice the daemon's end itself, and would hold its memory."""
+    """Makes the kernel kill this process when its parent ends (Linux only).
+
+    The parent of an actor is the Ray daemon of its machine. A stopped actor could not notice the end of the daemon, and
+    would keep its memory.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 

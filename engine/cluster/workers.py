@@ -1,8 +1,8 @@
-"""Worker processes on every machine of the cluster, for graders: a JSON request in, a JSON answer out.
+"""Worker processes of graders on every machine of the cluster. They take a JSON request and return a JSON answer.
 
 One actor runs on each machine. It holds a pool of worker processes there
-(`tasks.graders.running.worker_pool.WorkerPool`, which graders use on one machine, too), so a request that crashes or
-hangs ends a worker process and not the actor.
+(`tasks.graders.running.worker_pool.WorkerPool`, which graders also use without a cluster). A request that crashes or
+hangs therefore ends a worker process, and not the actor.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from engine.specs.cluster import ClusterSpec
 
 logger = logging.getLogger("ostinato.engine")
 
-MOST_PROCESSES = 64
+MAX_PROCESSES = 64
 """Worker processes on one machine, at most."""
-MOST_CALLS = 10_000
-"""Calls that one actor holds at a time; all but one per process wait."""
+MAX_CALLS = 10_000
+"""Calls that one actor holds at a time. Each process runs one of them; the others wait."""
 DISCOVERY_INTERVAL = 30.0
-"""How often a call looks whether machines have joined the cluster, or a lost one is back."""
-CANCEL_SECONDS = 5.0
-"""What an actor may take to give up a call, and to end its worker processes, before it is killed."""
+"""Seconds between two searches for machines that joined the cluster or came back."""
+CANCEL_TIMEOUT = 5.0
+"""Seconds that an actor may take to cancel a call or to end its worker processes, before it is killed."""
 
 
-class Pool(Protocol):
-    """Worker processes on one machine."""
+class MachinePool(Protocol):
+    """The worker processes on one machine."""
 
     async def start(self) -> None: ...
 
@@ -47,99 +47,108 @@ class _Machine:
     actor: Any
     processes: int
     running: int = 0
-    """Calls that it has now, those that wait for a process included."""
+    """Calls that the machine has now, including those that wait for a process."""
 
     @property
     def load(self) -> float:
+        """Calls per process."""
         return self.running / self.processes
 
 
 class ClusterWorkers:
-    """A `Pool` over all machines of the Ray cluster, with as many processes on each as Ray says that it has CPUs.
+    """A pool of worker processes over all machines of the Ray cluster, one process per CPU that Ray knows of.
 
-    No resources are reserved: graders share the CPUs of a machine with the engine's actors, whose turn it is at other
-    times. A call goes to the machine with the fewest calls per process. Use it in one event loop.
+    No resources are reserved: graders share the CPUs of a machine with the engine's actors, which are busy at other
+    times. A call goes to the machine with the fewest calls per process. Use it in one event loop only.
     """
 
     def __init__(
-        self, make_pool: Callable[..., Pool], arguments: Mapping[str, Any], *, spec: Callable[[], ClusterSpec]
+        self, make_pool: Callable[..., MachinePool], arguments: Mapping[str, Any], *, spec: Callable[[], ClusterSpec]
     ) -> None:
-        """Each machine calls `make_pool(processes=…, **arguments)`, a class that it can import. `spec` is asked at
-        `start`; a process that is connected to a cluster already keeps that one."""
+        """Nothing starts yet.
+
+        Args:
+            make_pool: class that every machine can import, called there as `make_pool(processes=…, **arguments)`.
+            spec: returns the cluster to connect to, and is called by `start`. A process that is already connected to a
+                cluster keeps that connection.
+        """
         self._make_pool, self._arguments, self._spec = make_pool, dict(arguments), spec
         self._cluster: Cluster | None = None
         self._machines: dict[str, _Machine] = {}
-        self._looking: asyncio.Task[None] | None = None
-        self._looked = 0.0
+        self._discovery: asyncio.Task[None] | None = None
+        self._last_discovery = 0.0
 
     async def start(self) -> None:
-        """Starts a worker process on each machine. Machines where that fails are left out.
+        """Starts a worker process on each machine. Machines where this fails are not used.
 
         Raises:
             EngineBusy: no machine of the cluster has CPUs.
-            Exception: what `Pool.start` raised on a machine, if it raised on all of them.
+            Exception: `MachinePool.start` failed on all machines; this is the first exception.
         """
         try:
-            await self._look_for_machines()
+            await self._discover_machines()
         except BaseException:
             await self.close()
             raise
 
     async def call(self, request: Any, *, timeout_seconds: float | None) -> Any:
-        """The answer to `request`. A cancelled call ends its worker process.
+        """Returns the answer to `request`. Cancelling the call ends its worker process.
 
         Raises:
-            WorkerDied: the machine or its actor was lost during the call. Another call goes to another machine.
-            Exception: what `Pool.call` and `start` raise.
+            WorkerDied: the machine or its actor was lost during the call. The next call goes to another machine.
+            Exception: as `MachinePool.call` and `start`.
         """
-        machine = await self._least_loaded()
+        machine = await self._least_loaded_machine()
         machine.running += 1
         try:
-            return await self._answer(machine, machine.actor.call.remote(request, timeout_seconds=timeout_seconds))
+            return await self._result(machine, machine.actor.call.remote(request, timeout_seconds=timeout_seconds))
         finally:
             machine.running -= 1
 
     async def close(self) -> None:
-        """Ends the worker processes, which may tear down what they set up, and the actors."""
-        if self._looking is not None:
-            self._looking.cancel()
-            await asyncio.wait([self._looking])
-        endings = [asyncio.ensure_future(self._end(machine)) for machine in list(self._machines.values())]
-        if endings:
-            await asyncio.wait(endings, timeout=2 * CANCEL_SECONDS)
+        """Ends the worker processes, which may run their teardown, and then the actors."""
+        if self._discovery is not None:
+            self._discovery.cancel()
+            await asyncio.wait([self._discovery])
+        closings = [asyncio.ensure_future(self._close_pool(machine)) for machine in list(self._machines.values())]
+        if closings:
+            await asyncio.wait(closings, timeout=2 * CANCEL_TIMEOUT)
         for machine in list(self._machines.values()):
             self._drop(machine)
         if self._cluster is not None:
             self._cluster.release()
             self._cluster = None
 
-    async def _least_loaded(self) -> _Machine:
+    async def _least_loaded_machine(self) -> _Machine:
         loop = asyncio.get_running_loop()
-        if self._looking is None and (not self._machines or loop.time() > self._looked + DISCOVERY_INTERVAL):
-            self._looking = loop.create_task(self._look_for_machines())
-            self._looking.add_done_callback(self._end_of_look)
-        if not self._machines and self._looking is not None:
-            await asyncio.shield(self._looking)
+        is_due = not self._machines or loop.time() > self._last_discovery + DISCOVERY_INTERVAL
+        if self._discovery is None and is_due:
+            self._discovery = loop.create_task(self._discover_machines())
+            self._discovery.add_done_callback(self._finish_discovery)
+        # with machines left, the call does not wait for the discovery
+        if not self._machines and self._discovery is not None:
+            await asyncio.shield(self._discovery)
         if not self._machines:
             raise EngineBusy("every machine of the Ray cluster that graded was lost; try again")
         return min(self._machines.values(), key=lambda machine: machine.load)
 
-    def _end_of_look(self, looking: asyncio.Task[None]) -> None:
-        self._looking = None
-        if not looking.cancelled() and (error := looking.exception()) is not None:
+    def _finish_discovery(self, discovery: asyncio.Task[None]) -> None:
+        self._discovery = None
+        if not discovery.cancelled() and (error := discovery.exception()) is not None:
             logger.warning("graders found no machine of the Ray cluster that works: %s", error)
 
-    async def _look_for_machines(self) -> None:
+    async def _discover_machines(self) -> None:
         """Starts an actor on each machine that has none yet."""
         import ray
 
         if self._cluster is None:
             self._cluster = await asyncio.to_thread(connect, self._spec(), any_cluster=True)
-        self._looked = asyncio.get_running_loop().time()
+        self._last_discovery = asyncio.get_running_loop().time()
         nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
-        new = [node for node in nodes if node["NodeID"] not in self._machines]
-        outcomes = await asyncio.gather(*(self._begin(node) for node in new), return_exceptions=True)
+        new_nodes = [node for node in nodes if node["NodeID"] not in self._machines]
+        outcomes = await asyncio.gather(*(self._start_machine(node) for node in new_nodes), return_exceptions=True)
         errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        # raise if no machine works; warn if some do not
         if not self._machines and errors:
             raise errors[0]
         if not self._machines:
@@ -148,32 +157,34 @@ class ClusterWorkers:
                 "machine with CPUs (ray start --num-cpus), or grade with workers='local'"
             )
         for error in errors:
-            logger.warning("graders leave out a machine of the Ray cluster: %s", error)
+            logger.warning("graders do not use a machine of the Ray cluster: %s", error)
 
-    async def _begin(self, node: Mapping[str, Any]) -> None:
+    async def _start_machine(self, node: Mapping[str, Any]) -> None:
+        """Starts the actor of one machine and its first worker process."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         assert self._cluster is not None
         cpus = int(node["Resources"]["CPU"])
-        if self._cluster.private:  # which was told a larger number
+        if self._cluster.is_private:  # a private Ray is told a larger number than there are
             cpus = os.cpu_count() or 1
-        processes = min(cpus, MOST_PROCESSES)
-        placed = ray.remote(self._make_pool).options(
+        processes = min(cpus, MAX_PROCESSES)
+        actor_class = ray.remote(self._make_pool).options(
             num_cpus=0,
-            max_concurrency=MOST_CALLS,
+            max_concurrency=MAX_CALLS,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
         )
-        machine = _Machine(node["NodeID"], placed.remote(**self._arguments, processes=processes), processes)
+        actor = actor_class.remote(**self._arguments, processes=processes)
+        machine = _Machine(node["NodeID"], actor, processes)
         try:
-            await self._answer(machine, machine.actor.start.remote())
+            await self._result(machine, machine.actor.start.remote())
         except BaseException:
             self._drop(machine)
             raise
         self._machines[machine.node_id] = machine
 
-    async def _answer(self, machine: _Machine, reference: Any) -> Any:
-        """What the call returned or raised on the machine."""
+    async def _result(self, machine: _Machine, reference: Any) -> Any:
+        """Returns the result of a remote call, or raises its exception."""
         import ray
 
         try:
@@ -189,24 +200,25 @@ class ClusterWorkers:
             raise WorkerDied(f"was lost with its machine or its actor: {type(error).__name__}: {first_line}") from error
 
     async def _cancel(self, machine: _Machine, reference: Any) -> None:
-        """Has the actor give up the call, which ends its worker process. An actor that does not answer is killed."""
+        """Cancels the call in the actor, which ends its worker process. Kills an actor that does not react."""
         import ray
 
         ray.cancel(reference)
-        given_up = asyncio.wrap_future(reference.future())
-        given_up.add_done_callback(lambda future: future.cancelled() or future.exception())  # nobody reads it
-        done, _ = await asyncio.wait([given_up], timeout=CANCEL_SECONDS)
+        cancelled = asyncio.wrap_future(reference.future())
+        # reading the exception prevents asyncio's warning about an exception that was never retrieved
+        cancelled.add_done_callback(lambda future: future.cancelled() or future.exception())
+        done, _ = await asyncio.wait([cancelled], timeout=CANCEL_TIMEOUT)
         if not done:
             self._drop(machine)
 
-    async def _end(self, machine: _Machine) -> None:
+    async def _close_pool(self, machine: _Machine) -> None:
         import ray
 
-        with contextlib.suppress(ray.exceptions.RayError):  # it is killed next
+        with contextlib.suppress(ray.exceptions.RayError):  # the actor is killed next
             await machine.actor.close.remote()
 
     def _drop(self, machine: _Machine) -> None:
-        """Uses the machine no longer, and kills its actor."""
+        """Removes the machine, and kills its actor."""
         import ray
 
         if self._machines.get(machine.node_id) is machine:

@@ -1,4 +1,4 @@
-"""What the tests of the group share."""
+"""Helpers of the tests of rank groups."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import psutil
 
 from engine.cluster.rank_group import RankGroup
 
-TARGET = "tests.engine.cluster.targets:Target"
-PATIENCE = 60.0
+TARGET = "tests.engine.cluster.targets:CountingTarget"
+TIMEOUT = 60.0
 
 
 @contextmanager
-def a_group(options: dict[str, Any] | None = None, **changes: Any) -> Any:
-    """Two ranks on this machine; closed at the end, and nothing of it may be left then."""
-    settings = {"ranks": 2, "start_seconds": PATIENCE, "hang_seconds": PATIENCE, **changes}
+def rank_group(options: dict[str, Any] | None = None, **changes: Any) -> Any:
+    """A group of two ranks on this machine. At the end it is closed, and its processes must end."""
+    settings = {"ranks": 2, "start_seconds": TIMEOUT, "hang_seconds": TIMEOUT, **changes}
     group = RankGroup(TARGET, options or {}, **settings)
     try:
         yield group
@@ -30,16 +30,16 @@ def a_group(options: dict[str, Any] | None = None, **changes: Any) -> Any:
         wait_until_gone(pids)
 
 
-def wait_for(condition: Callable[[], Any], what: str) -> None:
-    """Polls what another process does."""
-    deadline = time.monotonic() + PATIENCE
+def wait_for(condition: Callable[[], Any], event: str) -> None:
+    """Polls until the condition is true."""
+    deadline = time.monotonic() + TIMEOUT
     while not condition():
-        assert time.monotonic() < deadline, f"waited {PATIENCE:g} s for {what}"
+        assert time.monotonic() < deadline, f"waited {TIMEOUT:g} s for {event}"
         time.sleep(0.01)
 
 
 def running(pid: int) -> bool:
-    """False for a zombie too: whose parent is gone, it is for init to reap."""
+    """Whether the process runs. False for a zombie too: after the death of its parent, init reaps it."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -47,22 +47,22 @@ def running(pid: int) -> bool:
 
 
 def wait_until_gone(pids: Iterable[int]) -> None:
-    """Ray ends a process, a stopped one after five seconds."""
+    """Waits until the processes have ended. Ray ends a stopped process after five seconds."""
     wait_for(lambda: not any(running(pid) for pid in pids), "the ranks to end")
 
 
-def once_all_compute(folder: Path, ranks: int, action: Callable[[dict[int, int]], None]) -> threading.Thread:
-    """Calls `action` with the pids by rank when every rank is inside `mark_and_wait`."""
+def when_all_compute(folder: Path, ranks: int, action: Callable[[dict[int, int]], None]) -> threading.Thread:
+    """Calls `action` with the pids by rank, in a thread, as soon as every rank is inside `mark_and_wait`."""
 
-    def marked() -> dict[int, int]:
+    def pids_of_marks() -> dict[int, int]:
         files = [folder / f"rank-{rank}" for rank in range(ranks)]
         if not all(file.exists() and file.read_text() for file in files):
             return {}
         return {rank: int(file.read_text()) for rank, file in enumerate(files)}
 
     def run() -> None:
-        wait_for(marked, "the call to run")
-        action(marked())
+        wait_for(pids_of_marks, "the call to run")
+        action(pids_of_marks())
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()

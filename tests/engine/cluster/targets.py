@@ -1,4 +1,4 @@
-"""What the ranks of the group tests run."""
+"""The class that the ranks of the group tests build."""
 
 from __future__ import annotations
 
@@ -19,27 +19,29 @@ from engine.cluster.rank_progress import report_progress
 from engine.errors import BadSpec, OutOfMemory
 
 
-class Target:
-    """Counts, sums over the ranks, and fails as told. `options`: "bad_start" names how the last rank fails to start."""
+class CountingTarget:
+    """Counts calls, sums over ranks and fails on request. With the option "bad_start" the last rank fails to start."""
 
     def __init__(self, options: dict[str, Any], *, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
         self.options = options
         self.calls = 0
-        bad = options.get("bad_start")
-        if bad and rank == world_size - 1:
+        bad_start = options.get("bad_start")
+        if bad_start and rank == world_size - 1:
             print("about to fail the start", flush=True)
-            if bad == "exit":
+            if bad_start == "exit":
                 os._exit(7)
-            if bad == "sleep":
+            if bad_start == "sleep":
                 time.sleep(600)
-            raise BadSpec("no such model") if bad == "spec" else RuntimeError("no luck")
+            if bad_start == "spec":
+                raise BadSpec("no such model")
+            raise RuntimeError("no luck")
 
     def who(self) -> tuple[int, int, int]:
         return self.rank, self.world_size, os.getpid()
 
     def count(self, tag: str) -> tuple[str, int]:
-        """How many calls this was, on every rank the same number: their sum says so."""
+        """The number of `count` calls so far, summed over the ranks."""
         self.calls += 1
         total = torch.tensor([self.calls])
         dist.all_reduce(total)
@@ -58,27 +60,28 @@ class Target:
         dist.all_gather_object(nodes, ray.get_runtime_context().get_node_id())
         return nodes
 
-    def fail(self, on: list[int], how: str) -> str:
+    def fail(self, on: list[int], error: str) -> str:
+        errors = {"memory": OutOfMemory("half a micro-batch"), "value": ValueError("seven is no prime")}
         if self.rank in on:
-            raise {"memory": OutOfMemory("half a micro-batch"), "value": ValueError("seven is no prime")}[how]
+            raise errors[error]
         return "fine"
 
     def unsendable(self) -> Any:
         return threading.Lock()
 
     def mark_and_wait(self, folder: str, seconds: float = 600.0) -> None:
-        """Says that the call runs, then computes for long, out of Python's sight."""
+        """Writes a file that shows that the call runs, and then blocks for long outside of Python."""
         (Path(folder) / f"rank-{self.rank}").write_text(str(os.getpid()))
         time.sleep(seconds)
 
     def stop_self(self, on: int) -> None:
-        """Hangs: one rank is stopped, the others wait for it in a collective."""
+        """Hangs the group: one rank is stopped, and the others wait for it in a collective."""
         if self.rank == on:
             os.kill(os.getpid(), signal.SIGSTOP)
         dist.all_reduce(torch.ones(1))
 
     def slow(self, steps: int, seconds: float) -> int:
-        """Longer than the watchdog's patience in all, and never in one step."""
+        """Takes longer than `hang_seconds` in all, but never in one step."""
         for _ in range(steps):
             time.sleep(seconds)
             report_progress()
@@ -99,6 +102,6 @@ class Target:
         return os.environ.get(name)
 
     def close(self) -> None:
-        mark = self.options.get("closed")
-        if mark:
-            Path(mark, f"closed-{self.rank}").touch()
+        folder = self.options.get("closed")
+        if folder:
+            Path(folder, f"closed-{self.rank}").touch()

@@ -1,4 +1,4 @@
-"""The connection to Ray: addresses that nothing answers at are refused in one sentence, before Ray tries them."""
+"""The connection to Ray. An address at which no cluster listens is refused at once, before Ray itself tries it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def dead_port() -> int:
 
 @pytest.fixture(autouse=True)
 def no_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No Ray cluster of this machine is found by itself, and no token either."""
+    """Hides clusters that run on this machine, and their tokens."""
     for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
@@ -35,7 +35,7 @@ def no_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_an_address_that_nothing_listens_at_is_named(host: str, dead_port: int) -> None:
+def test_an_address_without_a_cluster_is_named_in_the_error(host: str, dead_port: int) -> None:
     with pytest.raises(EngineUnreachable, match=f"no Ray cluster answers at {host}:{dead_port}.*RAY_AUTH_TOKEN"):
         connect(ClusterSpec(address=f"{host}:{dead_port}"))
 
@@ -59,7 +59,7 @@ def test_addresses_of_head_nodes(address: str) -> None:
 
 
 @pytest.mark.parametrize("address", ["ray://head:10001", "head", "http://head:6379", ":6379", "local", ""])
-def test_what_is_no_address_of_a_head_node_is_refused(address: str) -> None:
+def test_other_addresses_are_refused(address: str) -> None:
     with pytest.raises(ValidationError, match="give HOST:PORT of its head node"):
         ClusterSpec(address=address)
 

@@ -1,4 +1,4 @@
-"""Ranks that die or hang in every way, starts that fail, and what is left afterwards: nothing."""
+"""Ranks that die or hang, and starts that fail. No process may be left afterwards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from engine.cluster.rank_group import RankGroup
 from engine.errors import BadSpec, PermanentEngineError, WorkerDied
-from tests.engine.cluster.helpers import TARGET, a_group, once_all_compute, running, wait_for, wait_until_gone
+from tests.engine.cluster.helpers import TARGET, rank_group, running, wait_for, wait_until_gone, when_all_compute
 
 pytestmark = pytest.mark.slow
 
@@ -23,27 +23,27 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def group() -> Iterator[RankGroup]:
     """Restarted by most tests."""
-    with a_group() as group:
+    with rank_group() as group:
         yield group
 
 
-def up(group: RankGroup) -> dict[int, int]:
-    """The pids of ranks that are up."""
+def start(group: RankGroup) -> dict[int, int]:
+    """Starts the ranks if needed, and returns their pids."""
     group.start()
     return dict(group.pids)
 
 
 @pytest.mark.parametrize("ranks", [[0], [0, 1]])
 def test_killed_during_a_call(group: RankGroup, ranks: list[int], tmp_path: Path) -> None:
-    pids = up(group)
+    pids = start(group)
     before = group.start_number
 
     def kill(running: dict[int, int]) -> None:
         for rank in ranks:
             os.kill(running[rank], signal.SIGKILL)
 
-    once_all_compute(tmp_path, 2, kill)
-    # of two that die at once, the one that is seen first is named, or both
+    when_all_compute(tmp_path, 2, kill)
+    # if two die at once, the error names the first that Ray reports, or both
     with pytest.raises(WorkerDied, match=f"^rank [{''.join(map(str, ranks))}] died"):
         group.call("mark_and_wait", str(tmp_path))
     wait_until_gone(pids.values())
@@ -53,7 +53,7 @@ def test_killed_during_a_call(group: RankGroup, ranks: list[int], tmp_path: Path
 
 @pytest.mark.parametrize("ranks", [[0], [1], [0, 1]])
 def test_killed_between_calls(group: RankGroup, ranks: list[int]) -> None:
-    pids = up(group)
+    pids = start(group)
     before = group.start_number
     for rank in ranks:
         os.kill(pids[rank], signal.SIGKILL)
@@ -65,8 +65,8 @@ def test_killed_between_calls(group: RankGroup, ranks: list[int]) -> None:
     assert group.start_number == before + 1
 
 
-def test_the_rank_that_exits_is_to_blame_and_not_the_one_that_loses_it(group: RankGroup) -> None:
-    pids = up(group)
+def test_the_error_names_the_rank_that_exits_and_not_its_peer(group: RankGroup) -> None:
+    pids = start(group)
     with pytest.raises(WorkerDied) as caught:
         group.call("exit", 1, 3)  # rank 0 waits for it in a collective
     first_line = str(caught.value).splitlines()[0]
@@ -75,29 +75,29 @@ def test_the_rank_that_exits_is_to_blame_and_not_the_one_that_loses_it(group: Ra
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_stopped_rank_hangs_the_group_which_is_killed_with_its_stacks_written_down(rank: int) -> None:
-    with a_group(hang_seconds=2.0) as group:
-        pids = up(group)
+def test_a_group_with_a_stopped_rank_is_killed_and_shows_stacks(rank: int) -> None:
+    with rank_group(hang_seconds=2.0) as group:
+        pids = start(group)
         with pytest.raises(WorkerDied) as caught:
             group.call("stop_self", rank)
         assert str(caught.value).startswith(f"rank {rank} made no progress for")
         assert "its process does not answer" in str(caught.value)
-        assert "in stop_self" in str(caught.value)  # where the other one waits
+        assert "in stop_self" in str(caught.value)  # the stack of the other rank, which waits
         wait_until_gone(pids.values())
         assert group.call("slow", 12, 0.25) == 12  # longer than hang_seconds in all
 
 
 def test_a_rank_stopped_between_calls_fails_the_next_one() -> None:
-    with a_group(hang_seconds=2.0) as group:
-        pids = up(group)
+    with rank_group(hang_seconds=2.0) as group:
+        pids = start(group)
         os.kill(pids[1], signal.SIGSTOP)
         with pytest.raises(WorkerDied, match="rank 1 made no progress"):
             group.call("who")
         wait_until_gone(pids.values())
 
 
-def test_what_a_rank_has_started_ends_with_it(group: RankGroup) -> None:
-    pids = up(group)
+def test_children_of_a_killed_rank_end(group: RankGroup) -> None:
+    pids = start(group)
     child = group.call("spawn_child")
     assert running(child)
     os.kill(pids[0], signal.SIGKILL)
@@ -105,20 +105,20 @@ def test_what_a_rank_has_started_ends_with_it(group: RankGroup) -> None:
     wait_for(lambda: not running(child), "the child of the dead rank to end")
 
 
-def test_what_a_rank_has_started_ends_with_a_close_too() -> None:
-    with a_group() as group:
+def test_children_of_a_closed_rank_end() -> None:
+    with rank_group() as group:
         child = group.call("spawn_child")
         group.close()
         wait_for(lambda: not running(child), "the child of the closed rank to end")
 
 
 def test_large_options_arrive() -> None:
-    with a_group({"large": "x" * 5_000_000}) as group:
+    with rank_group({"large": "x" * 5_000_000}) as group:
         assert group.call("option_size", "large") == 5_000_000
 
 
 def test_a_listener_that_raises_ends_the_group(group: RankGroup) -> None:
-    pids = up(group)
+    pids = start(group)
 
     def listener() -> None:
         raise KeyboardInterrupt
@@ -149,7 +149,7 @@ def test_an_engine_that_is_killed_takes_its_ranks_along(busy: bool, tmp_path: Pa
         if busy:
             wait_for(lambda: len(list(tmp_path.iterdir())) == 2, "the call to run")
         else:
-            os.kill(pids[1], signal.SIGSTOP)  # one that could do nothing about it itself
+            os.kill(pids[1], signal.SIGSTOP)  # a stopped rank cannot end itself
     finally:
         engine.kill()
         engine.communicate()
@@ -157,8 +157,8 @@ def test_an_engine_that_is_killed_takes_its_ranks_along(busy: bool, tmp_path: Pa
 
 
 def test_close_lets_every_rank_close_and_leaves_none(tmp_path: Path) -> None:
-    with a_group({"closed": str(tmp_path)}) as group:
-        pids = up(group)
+    with rank_group({"closed": str(tmp_path)}) as group:
+        pids = start(group)
         group.close()
         wait_until_gone(pids.values())
         assert sorted(path.name for path in tmp_path.iterdir()) == ["closed-0", "closed-1"]
@@ -167,7 +167,7 @@ def test_close_lets_every_rank_close_and_leaves_none(tmp_path: Path) -> None:
 
 
 def test_close_ends_the_call_of_another_thread(tmp_path: Path) -> None:
-    with a_group() as group:
+    with rank_group() as group:
         raised: list[BaseException] = []
 
         def call() -> None:
@@ -178,36 +178,36 @@ def test_close_ends_the_call_of_another_thread(tmp_path: Path) -> None:
 
         caller = threading.Thread(target=call)
         caller.start()
-        once_all_compute(tmp_path, 2, lambda pids: group.close()).join()
+        when_all_compute(tmp_path, 2, lambda pids: group.close()).join()
         caller.join()
         assert "closed" in str(raised[0])
 
 
-def test_a_start_that_a_rank_refuses_on_purpose_raises_what_it_raised() -> None:
-    with a_group({"bad_start": "spec"}) as group:
-        for generation in (1, 2):
+def test_an_engine_error_during_the_start_is_raised_each_time() -> None:
+    with rank_group({"bad_start": "spec"}) as group:
+        for start_number in (1, 2):
             with pytest.raises(BadSpec, match="no such model"):
                 group.call("who")
-            assert group.start_number == generation and not group.alive
+            assert group.start_number == start_number and not group.alive
             wait_until_gone(group.pids.values())
 
 
 @pytest.mark.parametrize(
-    ("how", "said"), [("exit", "rank 1 died"), ("raise", "RuntimeError: no luck")]
+    ("bad_start", "message"), [("exit", "rank 1 died"), ("raise", "RuntimeError: no luck")]
 )
-def test_the_third_failed_start_in_a_row_is_permanent_and_shows_the_log(how: str, said: str) -> None:
-    with a_group({"bad_start": how}) as group:
-        for kind in (WorkerDied, WorkerDied, PermanentEngineError):
-            with pytest.raises(kind, match=said) as caught:
+def test_the_third_failed_start_in_a_row_is_permanent_and_shows_the_log(bad_start: str, message: str) -> None:
+    with rank_group({"bad_start": bad_start}) as group:
+        for error_class in (WorkerDied, WorkerDied, PermanentEngineError):
+            with pytest.raises(error_class, match=message) as caught:
                 group.call("who")
-            assert type(caught.value) is kind
+            assert type(caught.value) is error_class
             assert "about to fail the start" in str(caught.value)
             wait_until_gone(group.pids.values())
 
 
-def test_a_start_that_takes_too_long_says_which_rank_is_missing_and_where_it_is() -> None:
+def test_the_error_of_a_slow_start_shows_the_missing_rank_and_its_stack() -> None:
     options: dict[str, Any] = {"bad_start": "sleep"}
-    with a_group(options, start_seconds=15.0) as group:
+    with rank_group(options, start_seconds=15.0) as group:
         with pytest.raises(WorkerDied, match=r"start_seconds=15: ranks \[1\]") as caught:
             group.call("who")
         assert "in __init__" in str(caught.value)

@@ -27,9 +27,9 @@ def test_machines_and_holders_of_a_cluster_of_two_machines() -> None:
             too_large = Placement(cluster, "vLLM replicas", [Bundle(gpus=2.0)])
             inventory = take_inventory()
             assert inventory_if_connected() == inventory
-            held = [node for node in inventory.nodes if node.reservations]
-            assert [(node.gpus, node.unreserved_gpus) for node in held] == [(4.0, 1.0)]
-            assert held[0].reservations == (Reservation(placement.name, 3.0, 3.0),)
+            reserved_nodes = [node for node in inventory.nodes if node.reservations]
+            assert [(node.gpus, node.unreserved_gpus) for node in reserved_nodes] == [(4.0, 1.0)]
+            assert reserved_nodes[0].reservations == (Reservation(placement.name, 3.0, 3.0),)
             assert (inventory.gpus, inventory.free_gpus) == (4.0, 1.0)
             assert inventory.waiting == (too_large.name,)
             line = describe_inventory(inventory)
@@ -37,8 +37,8 @@ def test_machines_and_holders_of_a_cluster_of_two_machines() -> None:
             placement.remove()
         finally:
             cluster.release()
-        assert inventory_of(spec).gpus == 4.0  # opened for one look
+        assert inventory_of(spec).gpus == 4.0  # connects only for this call
         assert inventory_if_connected() is None
-        asked = {"trainer": {"kind": "deepspeed", "ranks": 4}, "sampler": {"kind": "vllm", "replicas": 1}}
-        engine = LocalEngineSpec.model_validate(asked | {"cluster": spec})
+        engine_config = {"trainer": {"kind": "deepspeed", "ranks": 4}, "sampler": {"kind": "vllm", "replicas": 1}}
+        engine = LocalEngineSpec.model_validate(engine_config | {"cluster": spec})
         assert shortage(engine, inventory) == "ranks and replicas need 5 GPUs, and the cluster has 4"

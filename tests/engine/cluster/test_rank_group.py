@@ -1,4 +1,4 @@
-"""Calls on two real ranks, and one death: the part of the group's tests that is quick."""
+"""Calls on two real ranks, and the death of one: the quick part of the tests of rank groups."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import pytest
 
 from engine.cluster.rank_group import PartialFailure, RankGroup
 from engine.errors import OutOfMemory, PermanentEngineError, WorkerDied
-from tests.engine.cluster.helpers import a_group, once_all_compute, wait_until_gone
+from tests.engine.cluster.helpers import rank_group, wait_until_gone, when_all_compute
 
 
 @pytest.fixture(scope="module")
 def group() -> Iterator[RankGroup]:
-    """Started from a thread that ends: the ranks must not take its end for their parent's."""
-    with a_group(environment={"COLOUR": "blue"}) as group:
+    """Started in a thread that ends. The ranks must not take its end for the end of their parent."""
+    with rank_group(environment={"COLOUR": "blue"}) as group:
         thread = threading.Thread(target=group.start)
         thread.start()
         thread.join()
         yield group
 
 
-def test_the_ranks_know_who_they_are_and_see_what_they_should(group: RankGroup) -> None:
+def test_rank_numbers_and_environment(group: RankGroup) -> None:
     assert group.call("who") == (0, 2, group.pids[0])
     assert group.call("pids") == [group.pids[0], group.pids[1]]
     assert group.call("environment", "COLOUR") == "blue"
@@ -39,25 +39,25 @@ def test_every_rank_runs_every_call_in_order(group: RankGroup) -> None:
     assert [group.call("count", str(n)) for n in range(5)] == [(str(n), before + 2 * n + 2) for n in range(5)]
 
 
-def test_large_values_come_back_as_they_went(group: RankGroup) -> None:
+def test_large_values_survive_a_round_trip(group: RankGroup) -> None:
     value = {"ids": [list(range(n, n + 1024)) for n in range(64)], "logprobs": [-0.1] * 65536, "none": None}
     assert group.call("echo", value=value) == value
 
 
-def test_the_listener_runs_in_the_calling_thread_while_rank_0_makes_progress(group: RankGroup) -> None:
-    heard: list[int] = []
-    with group.progress_callback(lambda: heard.append(threading.get_ident())):
+def test_the_listener_runs_in_the_calling_thread(group: RankGroup) -> None:
+    thread_ids: list[int] = []
+    with group.progress_callback(lambda: thread_ids.append(threading.get_ident())):
         assert group.call("slow", 8, 0.25) == 8
-        assert len(heard) > 1 and set(heard) == {threading.get_ident()}
-        heard.clear()
+        assert len(thread_ids) > 1 and set(thread_ids) == {threading.get_ident()}
+        thread_ids.clear()
         assert group.call("slow", 1, 0.0) == 1
-        assert len(heard) == 1  # once at least, however short the call is
+        assert len(thread_ids) == 1  # at least once, even in a short call
     group.call("slow", 1, 0.0)
-    assert len(heard) == 1
+    assert len(thread_ids) == 1
 
 
 @pytest.mark.parametrize("on", [[0], [1], [0, 1]])
-def test_an_engine_error_comes_as_it_was_raised_from_any_rank(group: RankGroup, on: list[int]) -> None:
+def test_an_engine_error_of_any_rank_is_raised_unchanged(group: RankGroup, on: list[int]) -> None:
     group.partial_failure = None
     with pytest.raises(OutOfMemory) as caught:
         group.call("fail", on, "memory")
@@ -70,31 +70,31 @@ def test_an_engine_error_comes_as_it_was_raised_from_any_rank(group: RankGroup, 
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_any_other_exception_is_permanent_and_names_rank_type_and_place(group: RankGroup, rank: int) -> None:
+def test_other_exceptions_are_permanent_and_name_the_rank(group: RankGroup, rank: int) -> None:
     with pytest.raises(PermanentEngineError, match=f"rank {rank}: ValueError: seven is no prime") as caught:
         group.call("fail", [rank], "value")
     assert "targets.py" in str(caught.value)
 
 
-def test_what_cannot_be_sent_or_called_is_an_error_and_not_a_death(group: RankGroup) -> None:
+def test_unserializable_values_and_unknown_methods_kill_no_rank(group: RankGroup) -> None:
     with pytest.raises(PermanentEngineError, match="pickle"):
         group.call("unsendable")
     with pytest.raises(PermanentEngineError, match="AttributeError"):
         group.call("no_such_method")
     with pytest.raises(TypeError):
-        group.call("echo", threading.Lock())  # fails here, before any rank hears of it
+        group.call("echo", threading.Lock())  # fails before it is sent to a rank
     assert group.call("echo", 1) == 1 and group.start_number == 1
 
 
-def test_a_rank_killed_during_a_call_ends_all_and_the_next_call_starts_anew(group: RankGroup, tmp_path: Path) -> None:
+def test_a_killed_rank_ends_all_and_the_next_call_restarts_them(group: RankGroup, tmp_path: Path) -> None:
     pids = dict(group.pids)
-    killer = once_all_compute(tmp_path, 2, lambda pids: os.kill(pids[1], signal.SIGKILL))
+    killer = when_all_compute(tmp_path, 2, lambda pids: os.kill(pids[1], signal.SIGKILL))
     with pytest.raises(WorkerDied, match=r"rank 1 died: "):
         group.call("mark_and_wait", str(tmp_path))
     killer.join()
     assert not group.alive
     wait_until_gone(pids.values())
-    with pytest.raises(WorkerDied, match="generation 1 are gone"):
+    with pytest.raises(WorkerDied, match="start 1 are gone"):
         group.call_unless_restarted(1, "count", "lost")
     assert group.start_number == 1  # `call_unless_restarted` starts nothing
     assert group.call("count", "new") == ("new", 2)  # ranks that have counted nothing yet

@@ -14,7 +14,7 @@ import pytest
 from engine.backends.vllm.serving.pool import VllmPool
 from engine.backends.vllm.serving.replica import Replica
 from engine.backends.vllm.serving.runtime import EngineOptions, Manifest
-from engine.cluster.actors import Actor
+from engine.cluster.actors import ActorHandle
 from engine.protocol import Completion, SamplingParams
 from tests.engine.vllm.planted import PLANTED
 
@@ -94,14 +94,14 @@ def call(pool: VllmPool, replica: Replica, method: str, *args: Any) -> Any:
 def count_requests(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Completions that each replica is asked for from now on, by name."""
     counts: dict[str, int] = {}
-    stream = Actor.stream
+    stream = ActorHandle.stream
 
-    def counting(self: Actor, method: str, *args: Any) -> Any:
+    def counting(self: ActorHandle, method: str, *args: Any) -> Any:
         name, seeds = self.name.removeprefix("vLLM "), args[3]
         counts[name] = counts.get(name, 0) + len(seeds)
         return stream(self, method, *args)
 
-    monkeypatch.setattr(Actor, "stream", counting)
+    monkeypatch.setattr(ActorHandle, "stream", counting)
     return counts
 
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from engine.backends.vllm.serving.replica import Replica
-from engine.cluster.actors import Actor, Hosted, start_actor
+from engine.cluster.actors import ActorBase, ActorHandle, start_actor
 from engine.cluster.connection import Cluster
 from engine.errors import SamplerOutOfSync, WorkerDied
 from tests.engine.vllm.pools import is_alive
@@ -24,7 +24,7 @@ from tests.engine.vllm.pools import is_alive
 OPTIONS = {"num_cpus": 0}
 
 
-class StandIn(Hosted):
+class StandIn(ActorBase):
     """Starts one process, as vLLM does. `config` says what goes wrong."""
 
     def __init__(self) -> None:
@@ -64,8 +64,8 @@ class StandIn(Hosted):
         return self.cancelled
 
 
-def start() -> Actor:
-    return start_actor(StandIn, name="vLLM replica-0", options=OPTIONS, seconds=60)
+def start() -> ActorHandle:
+    return start_actor(StandIn, name="vLLM replica-0", options=OPTIONS, timeout=60)
 
 
 async def nothing(replica: Replica) -> None:
@@ -93,7 +93,7 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.02)
 
 
-def processes(actor: Actor | None) -> list[psutil.Process]:
+def processes(actor: ActorHandle | None) -> list[psutil.Process]:
     assert actor is not None and actor.process is not None
     process = psutil.Process(actor.process.pid)
     return [process, *process.children(recursive=True)]
@@ -109,7 +109,7 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["killed", "failed"])
 def test_a_replica_that_ends_is_started_again_and_nothing_of_it_is_left(cluster: Cluster, way: str) -> None:
-    ups: list[Actor | None] = []
+    ups: list[ActorHandle | None] = []
 
     async def on_up(replica: Replica) -> None:
         assert replica.phase == "starting"
@@ -184,7 +184,7 @@ def test_calls_raise_our_errors_and_streams_that_are_closed_end(cluster: Cluster
         with pytest.raises(WorkerDied, match="vLLM replica-0 failed in start: RuntimeError: vLLM did not start"):
             await actor.call("start", {"fails": ""})
         with pytest.raises(WorkerDied, match="vLLM replica-0 was silent for 1 s in sleep"):
-            await actor.call("sleep", 600.0, seconds=1)
+            await actor.call("sleep", 600.0, timeout=1)
         assert [number async for number in actor.stream("count", 3)] == [0, 1, 2]
         async with contextlib.aclosing(actor.stream("count", 10**9)) as numbers:
             assert await anext(numbers) == 0
@@ -192,7 +192,7 @@ def test_calls_raise_our_errors_and_streams_that_are_closed_end(cluster: Cluster
         while not await actor.call("was_cancelled"):
             assert time.monotonic() < deadline
         calling = asyncio.ensure_future(actor.call("sleep", 600.0))
-        await actor.locate(60)
+        await actor.wait_until_running(60)
         await actor.kill()
         with pytest.raises(WorkerDied, match="vLLM replica-0 is gone in sleep"):
             await calling
@@ -205,10 +205,10 @@ def test_calls_raise_our_errors_and_streams_that_are_closed_end(cluster: Cluster
 def test_an_interpreter_that_is_not_there_is_a_failed_start(cluster: Cluster, tmp_path: Path) -> None:
     async def main() -> None:
         actor = start_actor(
-            StandIn, name="vLLM replica-0", options=OPTIONS, seconds=60, python=str(tmp_path / "python")
+            StandIn, name="vLLM replica-0", options=OPTIONS, timeout=60, python=str(tmp_path / "python")
         )
         with pytest.raises(WorkerDied, match="vLLM replica-0"):
-            await actor.locate(5)
+            await actor.wait_until_running(5)
         await actor.kill()
 
     run(main())

@@ -14,7 +14,7 @@ from engine.backends.vllm.serving.replica import Replica
 from engine.backends.vllm.serving.replica_actor import ReplicaActor
 from engine.backends.vllm.serving.runtime import EngineOptions
 from engine.backends.vllm.weight_sync.delivery import BY_FILES, ByBroadcast
-from engine.cluster.actors import Actor, own_address, start_actor
+from engine.cluster.actors import ActorHandle, node_address, start_actor
 from engine.cluster.connection import Cluster, connect
 from engine.cluster.inventory import take_inventory
 from engine.cluster.placement import SHARED_GPU, Bundle, Placement
@@ -86,7 +86,7 @@ def open_pool(
             places += [Place(beside, index, SHARED_GPU) for index in range(spec.replicas)]
         else:
             _reserve(places, connection, spec, options.tensor_parallel, on_gpus=device.type == "cuda")
-        way = ByBroadcast(own_address(), device, seconds=spec.sync_seconds) if spec.transport == "nccl" else BY_FILES
+        way = ByBroadcast(node_address(), device, seconds=spec.sync_seconds) if spec.transport == "nccl" else BY_FILES
     except BaseException:
         give_back()
         raise
@@ -96,7 +96,7 @@ def open_pool(
 
 def _start(
     actor_class: type[ReplicaActor], name: str, options: EngineOptions, place: Place, spec: VllmSpec
-) -> Actor:
+) -> ActorHandle:
     """Starts the process of one replica, without vLLM yet."""
     return start_actor(
         actor_class,
@@ -105,7 +105,7 @@ def _start(
         place.executor,
         name=f"vLLM {name}",
         options=place.placement.options(place.bundle, share=place.share),
-        seconds=spec.answer_seconds,
+        timeout=spec.answer_seconds,
         python=spec.python,
     )
 
@@ -122,7 +122,7 @@ def _reserve(places: list[Place], cluster: Cluster, spec: VllmSpec, tensor_paral
     if on_gpus and tensor_parallel > max(1, most_gpus):
         # vLLM's own Ray executor starts a worker in each bundle; the actor itself computes nothing.
         executor, share, bundles = "ray", 0.0, [Bundle(gpus=1)] * tensor_parallel
-    if cluster.private:
+    if cluster.is_private:
         placement = Placement(cluster, f"{spec.replicas} vLLM replicas", bundles * spec.replicas)
         places += [Place(placement, len(bundles) * index, share, executor) for index in range(spec.replicas)]
     else:

@@ -29,7 +29,7 @@ from engine.backends.vllm.serving.spreading import spread
 from engine.backends.vllm.weight_sync.delivery import BY_FILES, Delivery
 from engine.backends.vllm.weight_sync.last_weights import Weights
 from engine.backends.vllm.weight_sync.receipts import broken, receipt_of, refuse_wrong, together
-from engine.cluster.actors import Actor
+from engine.cluster.actors import ActorHandle
 from engine.errors import BadSpec, SamplerOutOfSync, WorkerDied
 from engine.protocol import Completion, SamplingParams, TokenIds
 
@@ -61,7 +61,7 @@ class VllmPool:
         self._on_close, self._keep, self._delivery = on_close, keep, delivery
         self.takes_tensors = delivery.takes_tensors
         self._weights: Weights | None = None
-        self._unproven: set[Actor] = set()
+        self._unproven: set[ActorHandle] = set()
         """The processes that drew completions since the last check that passed."""
         self._asleep = False
         self._keeping: list[asyncio.Task[None]] = []

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from engine.cluster.actors import Actor
+from engine.cluster.actors import ActorHandle
 from engine.errors import WorkerDied
 from engine.protocol import ActorCount
 
@@ -24,11 +24,11 @@ FIRST_DELAY, LONGEST_DELAY = 0.5, 60.0
 
 @dataclass(eq=False)
 class Replica:
-    """`keep` is its one task. An `Actor` is one start of its process: whoever makes several calls that belong together
-    makes them to one actor, so that none of them reaches a later start."""
+    """`keep` is its one task. An `ActorHandle` is one start of its process: whoever makes several calls that belong
+    together makes them to one actor, so that none of them reaches a later start."""
 
     name: str
-    make: Callable[[], Actor]
+    make: Callable[[], ActorHandle]
     """Starts a process of ReplicaActor, without vLLM yet."""
     config: Mapping[str, str]
     """The model's JSON files, by name."""
@@ -36,7 +36,7 @@ class Replica:
     """Called each time vLLM runs, before the replica counts as up. What it raises is a failed start."""
     start_seconds: float
     phase: ReplicaPhase = "starting"
-    actor: Actor | None = None
+    actor: ActorHandle | None = None
     """The process that runs now; None where none does."""
     starts: int = 0
     failures: int = 0
@@ -53,7 +53,7 @@ class Replica:
     needed: int = 0
     """Number of running calls in which this replica has a share. If it ended, its share would be done again."""
 
-    def running(self) -> Actor:
+    def running(self) -> ActorHandle:
         """Raises WorkerDied where no process runs."""
         if self.actor is None:
             raise WorkerDied(f"vLLM {self.name} is {self.phase}: {self.error}")
@@ -63,7 +63,7 @@ class Replica:
         while self.phase != "closed":
             self.enter("starting")
             self.starts += 1
-            actor: Actor | None = None
+            actor: ActorHandle | None = None
             try:
                 actor = self.actor = self.make()
                 await self._come_up(actor)
@@ -82,10 +82,10 @@ class Replica:
             self.enter("down")
             await asyncio.sleep(delay)
 
-    async def _come_up(self, actor: Actor) -> None:
+    async def _come_up(self, actor: ActorHandle) -> None:
         try:
-            await actor.locate(self.start_seconds)
-            await actor.call("start", self.config, seconds=self.start_seconds)
+            await actor.wait_until_running(self.start_seconds)
+            await actor.call("start", self.config, timeout=self.start_seconds)
         except WorkerDied as error:
             raise WorkerDied(f"{error} while it started (sampler.start_seconds is {self.start_seconds:.0f})") from error
         await self.on_up(self)
@@ -101,7 +101,7 @@ class Replica:
         if actor is not None:
             await actor.kill()
 
-    async def fail(self, actor: Actor | None) -> None:
+    async def fail(self, actor: ActorHandle | None) -> None:
         """A call to `actor` failed: whatever is left of that start ends, and the next begins."""
         if actor is self.actor and self.phase in ("up", "draining"):
             self.enter("down" if self.phase == "up" else "closed")

@@ -20,7 +20,7 @@ from typing import Any
 from engine.backends.vllm import adapter
 from engine.backends.vllm.serving.runtime import EngineOptions
 from engine.backends.vllm.weight_sync.receipts import broken
-from engine.cluster.actors import Hosted
+from engine.cluster.actors import ActorBase
 from engine.errors import SamplerOutOfSync, WorkerDied
 from engine.protocol import SamplingParams, StopReason, TokenIds
 
@@ -37,7 +37,7 @@ Chunk = tuple[int, TokenIds, list[float], StopReason | None]
 """(index of the completion, token ids, logprobs, why it ended or None): what was drawn since the chunk before."""
 
 
-class ReplicaActor(Hosted):
+class ReplicaActor(ActorBase):
     """`executor`: vLLM's distributed executor, where several workers share the model."""
 
     def __init__(self, name: str, options: EngineOptions, executor: str | None = None) -> None:

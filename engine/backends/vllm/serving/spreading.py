@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from engine.backends.vllm.serving.replica import Replica
 from engine.backends.vllm.serving.routing import Work, plan
-from engine.cluster.actors import Actor
+from engine.cluster.actors import ActorHandle
 from engine.errors import SamplerOutOfSync, WorkerDied
 
 log = logging.getLogger(__name__)
@@ -28,12 +28,12 @@ class _Share:
     """What one replica was given, and which start of it."""
 
     replica: Replica
-    actor: Actor | None
+    actor: ActorHandle | None
     numbers: list[int]
     tokens: int
 
 
-async def spread(works: Sequence[Work], send: Send, ready: Ready) -> set[Actor]:
+async def spread(works: Sequence[Work], send: Send, ready: Ready) -> set[ActorHandle]:
     """Has all of it done; returns the processes that did it. All of these still ran at the end: what a replica did that
     has ended since is done again by others.
 

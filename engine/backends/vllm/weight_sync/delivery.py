@@ -45,7 +45,7 @@ from engine.backends.vllm.weight_sync.broadcast import (
 from engine.backends.vllm.weight_sync.last_weights import Weights
 from engine.backends.vllm.weight_sync.receipts import refuse_wrong
 from engine.backends.weight_files.tensor_files import read_tensors
-from engine.cluster.actors import Actor
+from engine.cluster.actors import ActorHandle
 from engine.errors import BadSpec, SamplerOutOfSync, WorkerDied
 
 log = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ class ByBroadcast:
         self._device, self._seconds, self._bucket_bytes = device, seconds, bucket_bytes
         self._store: tuple[Any, int] | None = None
         self.member: Member | None = None
-        self._actors: list[Actor | None] = []
+        self._actors: list[ActorHandle | None] = []
         """The processes that are in its group."""
 
     def paths(self, source: Source) -> tuple[str, ...]:

@@ -1,1 +1,1 @@
-"""What a person sees while a run works: the terminal, the page and the log of the flow run in Prefect."""
+"""Output for people while a run works: the terminal, and the page and log of the flow run in Prefect."""

@@ -1,8 +1,9 @@
-"""The page of a running loop in Prefect: a progress bar, curves, sampled rollouts, updated while it runs.
+"""The live page of a training loop in Prefect: a progress bar, curves and sampled rollouts.
 
-They are three artifacts of the flow run, made once and then changed in place, so that a run of any length leaves three
-rows; Prefect's own `create_…_artifact` would leave a version per call, and its update an event with the pictures in it.
-All of it is done in a thread: it never takes longer than SHARE of the time, and a server that is away costs nothing.
+The page consists of three artifacts of the flow run. They are created once and then updated in place, so that a run of
+any length leaves three rows in the database. Prefect's `create_…_artifact` functions would store a new version per
+call, and its update function would send an event that contains the pictures. A thread does the work. It uses at most
+MAX_CPU_SHARE of one core, and an unreachable server does not slow the run down.
 """
 
 from __future__ import annotations
@@ -41,25 +42,28 @@ from tasks.reports.step_metrics import read_metrics
 log = logging.getLogger(__name__)
 
 UPDATE_INTERVAL_SECONDS = 5.0
-"""Between two updates at least."""
-SHARE = 0.02
-"""Of one core's time that updates may take: a page that is dear to draw is drawn less often."""
+"""Shortest time between two updates."""
+MAX_CPU_SHARE = 0.02
+"""Share of one core's time that updates may take. A page that is slow to draw is updated less often."""
 FINAL_UPDATE_TIMEOUT = 15.0
-"""How long the end of a loop waits for its last update."""
+"""Seconds that the end of a loop waits for the last update."""
 MAX_STEPS = 4000
-"""Steps behind the curves; of a longer run every second, fourth, … one."""
+"""Largest number of steps in the curves. Of a longer run every second, every fourth, … step is shown."""
 
 
 class Page(Protocol):
-    """Where a page is shown."""
+    """A place that shows artifacts."""
 
     def show(self, kind: str, key: str, data: Any, description: str) -> None:
-        """Shows `data` of a `kind` ("progress", "markdown", "table") under the key, in place of what it showed."""
+        """Shows `data` under the key, and replaces what the key showed. `kind` is progress, markdown or table."""
         ...
 
 
 class RunPage:
-    """Enter it around a loop; call `add_step` after each step. Without a flow run or a server it does nothing."""
+    """Keeps the page of a training loop up to date: enter it around the loop, and call `add_step` after each step.
+
+    Does nothing outside a flow run or without a configured server.
+    """
 
     def __init__(
         self,
@@ -72,23 +76,25 @@ class RunPage:
         every_seconds: float = UPDATE_INTERVAL_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._store, self._policy, self._total = store, policy, total_steps
+        self._store, self._policy, self._total_steps = store, policy, total_steps
         self._links = page_links(store, policy.run, engine)
-        self._page, self._every, self._clock = page or flow_run_page(), every_seconds, clock
-        self._started, self._first = clock(), policy.step
+        self._page = page or flow_run_page()
+        self._every_seconds, self._clock = every_seconds, clock
+        self._started, self._first_step = clock(), policy.step
+        # written by the loop, read by the thread
         self._lock = threading.Lock()
         self._steps: list[StepMetrics] = []
         self._validations: list[Validation] = []
         self._samples: tuple[int, ArtifactRef, ArtifactRef] | None = None
         self._changed, self._stop = threading.Event(), threading.Event()
-        self._away = False
-        context = contextvars.copy_context()  # Prefect finds its settings in it
-        self._thread = threading.Thread(target=context.run, args=(self._keep_up,), name="run-page", daemon=True)
+        self._failing = False
+        context = contextvars.copy_context()  # holds Prefect's settings
+        self._thread = threading.Thread(target=context.run, args=(self._update_loop,), name="run-page", daemon=True)
 
     def add_step(
         self, metrics: StepMetrics, rollouts: list[ArtifactRef] | None = None, graded: list[ArtifactRef] | None = None
     ) -> None:
-        """A step has ended. Returns at once."""
+        """Adds a finished step to the page. Returns at once."""
         with self._lock:
             self._steps.append(metrics)
             if len(self._steps) > MAX_STEPS:
@@ -98,71 +104,76 @@ class RunPage:
         self._changed.set()
 
     def add_validation(self, validation: Validation) -> None:
-        """Something was measured on held-out rows. Returns at once."""
+        """Adds a measurement on held-out rows to the page. Returns at once."""
         with self._lock:
             self._validations.append(validation)
         self._changed.set()
 
     def update(self) -> None:
-        """Shows how the run stands."""
+        """Draws the page and sends it."""
         with self._lock:
             steps, samples, validations = list(self._steps), self._samples, list(self._validations)
         if not steps or self._page is None:
             return
-        done, headline = steps[-1].step + 1, self._headline(steps[-1])
-        if self._total:
-            self._page.show("progress", self._key("progress"), 100.0 * done / self._total, headline)
-        page = run_markdown(self._policy.run, steps, validations, headline=headline, links=self._links)
-        self._page.show("markdown", self._key("training"), page, headline)
+        finished, headline = steps[-1].step + 1, self._headline(steps[-1])
+        if self._total_steps:
+            self._page.show("progress", self._key("progress"), 100.0 * finished / self._total_steps, headline)
+        markdown = run_markdown(self._policy.run, steps, validations, headline=headline, links=self._links)
+        self._page.show("markdown", self._key("training"), markdown, headline)
         if samples:
             step, rollouts, graded = samples
             rows = sample_rows(self._store, step, rollouts, graded)
             self._page.show("table", self._key("samples"), json.dumps(rows), f"Rollouts of step {step + 1}")
 
-    def _keep_up(self) -> None:
-        self._remember()
+    def _update_loop(self) -> None:
+        """The thread: updates the page after changes, until the loop has ended."""
+        self._load_earlier_steps()
         while True:
             self._changed.wait()
-            last = self._stop.is_set()
+            is_last = self._stop.is_set()
             self._changed.clear()
-            began = time.thread_time()
+            cpu_before = time.thread_time()
             self._try(self.update)
-            if last:
+            if is_last:
                 return
-            self._stop.wait(max(self._every, (time.thread_time() - began) / SHARE))
+            cpu_seconds = time.thread_time() - cpu_before
+            self._stop.wait(max(self._every_seconds, cpu_seconds / MAX_CPU_SHARE))
 
-    def _remember(self) -> None:
-        """The steps before a restart belong to the curves."""
-        earlier: list[StepMetrics] = []
+    def _load_earlier_steps(self) -> None:
+        """Adds the steps and validations that were committed before this process started."""
         policy = self._policy
-        self._try(lambda: earlier.extend(read_metrics(self._store, policy.run, policy.stage, steps=policy.step)))
-        measured: list[Validation] = []
-        self._try(lambda: measured.extend(read_validations(self._store, policy.run, policy.stage, steps=policy.step)))
+        earlier_steps: list[StepMetrics] = []
+        self._try(lambda: earlier_steps.extend(read_metrics(self._store, policy.run, policy.stage, steps=policy.step)))
+        earlier: list[Validation] = []
+        self._try(lambda: earlier.extend(read_validations(self._store, policy.run, policy.stage, steps=policy.step)))
         with self._lock:
-            self._steps = thinned([*earlier, *self._steps], MAX_STEPS)
-            self._validations = [*measured, *self._validations]
+            self._steps = thinned([*earlier_steps, *self._steps], MAX_STEPS)
+            self._validations = [*earlier, *self._validations]
 
     def _try(self, act: Callable[[], None]) -> None:
-        """The boundary: whatever a page fails of is said once, and the run goes on."""
+        """The error boundary of the page: logs the first error of a series, and lets the run continue."""
         try:
             act()
-            self._away = False
+            self._failing = False
         except Exception as error:  # noqa: BLE001 - see above: a server, a store and a model's text are behind it
-            if not self._away:
+            if not self._failing:
                 kind = type(error).__name__
                 log.warning("the page of run %s is not up to date: %s: %s", self._policy.run, kind, error)
-            self._away = True
+            self._failing = True
 
     def _headline(self, last: StepMetrics) -> str:
-        done = last.step + 1
-        if self._total is None:
-            return f"step {done}"
-        pace = (self._clock() - self._started) / max(1, done - self._first)
-        left = "" if done >= self._total else f", about {format_duration(pace * (self._total - done))} left"
-        return f"step {done} of {self._total}{left}"
+        """The progress in one line: step, number of steps, and remaining time."""
+        finished = last.step + 1
+        if self._total_steps is None:
+            return f"step {finished}"
+        if finished >= self._total_steps:
+            return f"step {finished} of {self._total_steps}"
+        seconds_per_step = (self._clock() - self._started) / max(1, finished - self._first_step)
+        remaining = format_duration(seconds_per_step * (self._total_steps - finished))
+        return f"step {finished} of {self._total_steps}, about {remaining} left"
 
     def _key(self, kind: str) -> str:
-        """A flow with several stages, or several models, has a page for each."""
+        """The artifact's key. A flow with several stages or models has a page for each."""
         parts = [kind]
         if self._policy.model != "policy":
             parts.append(self._policy.model)
@@ -175,7 +186,9 @@ class RunPage:
             self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self._stop.set()
         self._changed.set()
         if self._page is not None:
@@ -183,7 +196,7 @@ class RunPage:
 
 
 def page_links(store: ObjectStore, run: str, engine: EngineSpec) -> dict[str, str]:
-    """Where to look further: caption -> url or path."""
+    """Returns the links of the page: caption -> url or path."""
     links = {"report, once the run has ended": report_url(engine, store, run) or store.address(keys.report(run))}
     if isinstance(engine, HttpEngineSpec):
         links["metrics of the engine"] = f"{engine.url.rstrip('/')}/metrics"
@@ -191,42 +204,46 @@ def page_links(store: ObjectStore, run: str, engine: EngineSpec) -> dict[str, st
 
 
 class FlowRunPage:
-    """The page of a flow run: one artifact per key, made when it is first shown, by whichever attempt."""
+    """The page of a flow run in Prefect. Each key has one artifact, which all attempts of the flow run share."""
 
     def __init__(self, flow_run: UUID) -> None:
         self.flow_run = flow_run
-        self._known: dict[str, UUID] = {}
+        self._artifacts: dict[str, UUID] = {}
 
     def show(self, kind: str, key: str, data: Any, description: str) -> None:
-        """Raises httpx.HTTPError when the server does not take it."""
+        """Creates the artifact of the key, or replaces its data. Raises httpx.HTTPError."""
         with get_client(sync_client=True) as client:
-            artifact = self._known.get(key) or self._find(client, key)
-            if artifact is None:
-                made = ArtifactCreate(key=key, type=kind, data=data, description=description, flow_run_id=self.flow_run)
-                artifact = client.create_artifact(made).id
+            artifact_id = self._artifacts.get(key) or self._find(client, key)
+            if artifact_id is None:
+                artifact = ArtifactCreate(
+                    key=key, type=kind, data=data, description=description, flow_run_id=self.flow_run
+                )
+                artifact_id = client.create_artifact(artifact).id
             else:
-                self._change(client, artifact, {"data": data, "description": description})
-            self._known[key] = artifact
+                self._change(client, artifact_id, {"data": data, "description": description})
+            self._artifacts[key] = artifact_id
 
     def _find(self, client: SyncPrefectClient, key: str) -> UUID | None:
-        mine = ArtifactFilter(
+        """The artifact that an earlier attempt of the flow run created for the key, or None."""
+        artifact_filter = ArtifactFilter(
             flow_run_id=ArtifactFilterFlowRunId(any_=[self.flow_run]), key=ArtifactFilterKey(any_=[key])
         )
-        found = client.read_artifacts(artifact_filter=mine)
-        return found[0].id if found else None
+        artifacts = client.read_artifacts(artifact_filter=artifact_filter)
+        return artifacts[0].id if artifacts else None
 
-    def _change(self, client: SyncPrefectClient, artifact: UUID, body: Mapping[str, Any]) -> None:
-        # not client.update_artifact: its event would carry the data, and the server keep every version of it for days
+    def _change(self, client: SyncPrefectClient, artifact_id: UUID, body: Mapping[str, Any]) -> None:
+        # client.update_artifact would send an event with the data, and the server would keep every version for days
         try:
-            client.request("PATCH", "/artifacts/{id}", json=dict(body), path_params={"id": artifact})
+            client.request("PATCH", "/artifacts/{id}", json=dict(body), path_params={"id": artifact_id})
         except httpx.HTTPStatusError as error:
-            if error.response.status_code == httpx.codes.NOT_FOUND:  # a person deleted it: the next time makes another
-                self._known.clear()
+            # somebody deleted the artifact: the next call creates another one
+            if error.response.status_code == httpx.codes.NOT_FOUND:
+                self._artifacts.clear()
             raise
 
 
 def flow_run_page() -> FlowRunPage | None:
-    """The page of the flow run that runs here; None where none does, or without a server that would keep it."""
+    """Returns the page of the current flow run, or None outside a flow run or without a configured server."""
     context = FlowRunContext.get()
     if context is None or context.flow_run is None or not PREFECT_API_URL.value():
         return None

@@ -1,4 +1,4 @@
-"""What a person reads under Logs of a flow run: a line per step, and of tasks only what went wrong."""
+"""The log of a flow run in Prefect: one line per step, and of the tasks only warnings and errors."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from prefect.logging.handlers import APILogHandler
 from prefect.settings import PREFECT_API_URL
 
 TASK_LEVEL = "PREFECT_LOGGING_LOGGERS_PREFECT_TASK_RUNS_LEVEL"
-"""Prefect's own variable. Unset: WARNING, since four tasks a step that end well would bury the steps."""
+"""Prefect's environment variable for the log level of tasks. If it is not set, we use WARNING: a step has four tasks,
+and their lines would hide the line of the step."""
 
 
 def log_line(text: str) -> None:
-    """One line at INFO in the log of the flow run that runs here. Sent in the background; a server that is away costs
-    nothing. Without a flow run or a server it does nothing."""
+    """Adds a line at level INFO to the log of the current flow run, without waiting for the server.
+
+    Does nothing outside a flow run or without a configured server.
+    """
     context = FlowRunContext.get()
     if context is None or context.flow_run is None or not PREFECT_API_URL.value():
         return
@@ -25,7 +28,7 @@ def log_line(text: str) -> None:
 
 @cache
 def _logger() -> logging.Logger:
-    """To the server only: the terminal has shown the line already."""
+    """A logger that writes to the server only, because the terminal shows these lines already."""
     logger = logging.getLogger("ostinato.steps")
     logger.setLevel(logging.INFO)
     logger.propagate = False
@@ -34,6 +37,6 @@ def _logger() -> logging.Logger:
 
 
 def silence_task_logs() -> None:
-    """Leaves "Finished in state Completed()" of every task out, unless the environment asks for it."""
+    """Hides the line "Finished in state Completed()" of every task, unless TASK_LEVEL is set."""
     if TASK_LEVEL not in os.environ:
         logging.getLogger("prefect.task_runs").setLevel(logging.WARNING)

@@ -1,5 +1,7 @@
-"""What a person watches on a terminal: one line per step, or a live bar and table where there is one. In a flow, the
-lines also stand in the log of the flow run."""
+"""Progress on the terminal: a live bar and table, or one plain line per step where the output is not a terminal.
+
+In a flow run, the lines are also added to its log in Prefect.
+"""
 
 import time
 from collections import deque
@@ -17,16 +19,16 @@ from flows.display.run_log import log_line, silence_task_logs
 from tasks.reports.metrics import ACTIVITIES, StepMetrics
 
 ROWS_SHOWN = 8
-"""Steps in the live table; older ones are in the report."""
+"""Number of steps in the live table. The report shows all of them."""
 STEPS_AVERAGED = 10
-"""Steps behind the ETA: enough to smooth, few enough to follow a run that slows down."""
+"""Number of recent steps whose mean duration gives the estimate of the remaining time."""
 
 
 class TerminalProgress:
-    """Shows steps as they finish. Create, `start`, then `step` for each, and `close`; also a context manager.
+    """Shows steps as they finish. Call `start`, then `step` for each step, and `close`, or use it as a context manager.
 
-    Prints to `console` (default: standard output). Without a terminal there is nothing to redraw: each step is one
-    plain line, fit for a log file.
+    Prints to `console`, by default standard output. If that is not a terminal, each step is one plain line, which suits
+    a log file.
     """
 
     def __init__(
@@ -37,7 +39,7 @@ class TerminalProgress:
         logging: LoggingConfig | None = None,
     ) -> None:
         self.logging = logging or LoggingConfig()
-        """Where else the figures are sent."""
+        """The trackers that also get the metrics."""
         self._console = console or Console(highlight=False)
         self._clock = clock
         silence_task_logs()
@@ -51,7 +53,10 @@ class TerminalProgress:
         self._live: Live | None = None
 
     def start(self, total_steps: int | None, first_step: int = 0) -> None:
-        """Begin at the 0-based `first_step`, more than 0 for a resumed run; `total_steps` None means open-ended."""
+        """Starts the display at the 0-based `first_step`, which is above 0 for a resumed run.
+
+        `total_steps` is None for a run without an end.
+        """
         self.close()
         self._total = total_steps
         self._rows.clear()
@@ -69,7 +74,7 @@ class TerminalProgress:
             self._live.start()
 
     def step(self, metrics: StepMetrics) -> None:
-        """Show one finished step."""
+        """Shows one finished step."""
         if not self._finished_at:
             self.start(metrics.total_steps, metrics.step)
         self._finished_at.append(self._clock())
@@ -89,12 +94,12 @@ class TerminalProgress:
         self._live.update(self._view(), refresh=True)
 
     def note(self, text: str) -> None:
-        """Print a line of plain text, above the live view where there is one."""
+        """Prints a line of plain text, above the live view if there is one."""
         log_line(text)
         self._print(text)
 
     def close(self) -> None:
-        """Leave the last view on the screen and give the terminal back. Safe to call twice."""
+        """Ends the live view and leaves its last state on the screen. May be called more than once."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -105,28 +110,31 @@ class TerminalProgress:
     def __enter__(self) -> "TerminalProgress":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self.close()
 
     def _print(self, text: str) -> None:
-        # Text, not str: markup in a file name or a model's words must not be obeyed.
+        # Text instead of str: rich must not interpret markup in file names and model outputs
         self._console.print(Text(text), soft_wrap=True)
 
     def _eta(self, steps_done: int) -> float | None:
         if self._total is None or len(self._finished_at) < 2:
             return None
-        pace = (self._finished_at[-1] - self._finished_at[0]) / (len(self._finished_at) - 1)
-        return pace * max(0, self._total - steps_done)
+        seconds_per_step = (self._finished_at[-1] - self._finished_at[0]) / (len(self._finished_at) - 1)
+        return seconds_per_step * max(0, self._total - steps_done)
 
     def _view(self) -> Group:
         return Group(_table(list(self._rows)), self._bar) if self._rows else Group(self._bar)
 
 
 def step_line(metrics: StepMetrics, *, total_steps: int | None = None, eta_seconds: float | None = None) -> str:
-    """One finished step as one plain line. What the algorithm does not have (no reward in SFT) is left out."""
-    parts = [f"step {_number(metrics.step, total_steps if total_steps is not None else metrics.total_steps)}"]
+    """Formats a finished step as one line. Metrics that the algorithm does not have are omitted."""
+    total = metrics.total_steps if total_steps is None else total_steps
+    parts = [f"step {_number(metrics.step, total)}"]
     parts += [f"{name} {text}" for name, text in _cells(metrics).items()]
-    parts.append(_split(metrics))
+    parts.append(_seconds_by_activity(metrics))
     if eta_seconds is not None:
         parts.append(f"{format_duration(eta_seconds)} left")
     if metrics.resumed:
@@ -135,7 +143,7 @@ def step_line(metrics: StepMetrics, *, total_steps: int | None = None, eta_secon
 
 
 def format_duration(seconds: float) -> str:
-    """Whole seconds as a person says them: 42s, 3m05s, 2h07m, 3d04h."""
+    """Formats a duration: 42s, 3m05s, 2h07m, 3d04h."""
     whole = max(0, round(seconds))
     for unit, size, lower, lower_size in (("d", 86400, "h", 3600), ("h", 3600, "m", 60), ("m", 60, "s", 1)):
         if whole >= size:
@@ -148,6 +156,7 @@ def _number(step: int, total_steps: int | None) -> str:
 
 
 def _cells(metrics: StepMetrics) -> dict[str, str]:
+    """The metrics of a step as text, by column name."""
     cells: dict[str, str] = {}
     if metrics.reward_mean is not None:
         cells["reward"] = f"{metrics.reward_mean:.3f}"
@@ -166,16 +175,20 @@ def _cells(metrics: StepMetrics) -> dict[str, str]:
     return cells
 
 
-def _split(metrics: StepMetrics) -> str:
+def _seconds_by_activity(metrics: StepMetrics) -> str:
+    """The duration of a step, and the share of each activity that rounds to at least 1 %."""
     total = sum(metrics.seconds.values())
     if total <= 0:
         return ""
-    shares = ((name, metrics.seconds.get(name, 0.0) / total) for name in ACTIVITIES)
-    return f"{total:.1f}s (" + ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.005) + ")"
+    shares = {name: metrics.seconds.get(name, 0.0) / total for name in ACTIVITIES}
+    parts = [f"{name} {share:.0%}" for name, share in shares.items() if share >= 0.005]
+    return f"{total:.1f}s ({', '.join(parts)})"
 
 
 def _table(rows: list[StepMetrics]) -> Table:
-    columns = list(dict.fromkeys(name for row in rows for name in _cells(row)))
+    columns: dict[str, None] = {}  # a dict keeps the order in which the metrics appear
+    for row in rows:
+        columns.update(dict.fromkeys(_cells(row)))
     table = Table(box=None, expand=True, header_style="dim", pad_edge=False)
     table.add_column("step", justify="right")
     for name in columns:
@@ -184,5 +197,5 @@ def _table(rows: list[StepMetrics]) -> Table:
     for row in rows:
         cells = _cells(row)
         mark = "↻ " if row.resumed else ""
-        table.add_row(f"{mark}{row.step + 1}", *(cells.get(name, "") for name in columns), _split(row))
+        table.add_row(f"{mark}{row.step + 1}", *(cells.get(name, "") for name in columns), _seconds_by_activity(row))
     return table

@@ -1,1 +1,1 @@
-"""Opening a run: its session, the context of a recipe, the estimate before it, its code version and events."""
+"""Opening a run: its session, the context of a recipe, the estimate of its cost, its code version and its events."""

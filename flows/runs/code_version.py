@@ -1,4 +1,4 @@
-"""Which code runs: recorded with every artifact, never a reason to refuse."""
+"""The version of the code that runs. It is recorded with every artifact and never causes an error."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 
 
 def code_version() -> str:
-    """The commit of the checkout this code runs from, else the version that was deployed (OSTINATO_CODE_VERSION)."""
-    deployed = os.environ.get("OSTINATO_CODE_VERSION")
-    if deployed:
-        return deployed
-    here = Path(__file__).resolve().parent
-    command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12"]
+    """Returns $OSTINATO_CODE_VERSION, else the commit of the checkout that this file is in, else "unknown"."""
+    deployed_version = os.environ.get("OSTINATO_CODE_VERSION")
+    if deployed_version:
+        return deployed_version
+    folder = Path(__file__).resolve().parent
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         git = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError:  # an image without git
+    except OSError:  # git is not installed in this image
         return "unknown"
     return git.stdout.strip() or "unknown"

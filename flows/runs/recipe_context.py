@@ -1,4 +1,4 @@
-"""The `ctx` of a recipe: a run of its own, the models that train in it, and loops that resume."""
+"""The `ctx` of a recipe: its run, the models that train in it, and loops that resume after a crash."""
 
 from __future__ import annotations
 
@@ -26,41 +26,42 @@ from tasks.graders.running.workspace import set_grading_workspace
 
 
 class Positioned(Protocol):
-    """What a loop can bring back to where it was: a DataSet."""
+    """An iterator whose position can be read and set, such as a DataSet."""
 
     position: int
 
 
 @dataclass
-class _Loops:
-    """What the context of one process knows of its recipe."""
+class _RecipeState:
+    """The state of a recipe in this process."""
 
     models: list[TrainingModel] = field(default_factory=list)
-    begun: int = 0
+    """The models that were spawned for training so far."""
+    loops_started: int = 0
     devices: int | None = None
-    """Of the engine, once it was asked."""
+    """The engine's number of devices. None until the engine was asked."""
 
 
 @dataclass(frozen=True)
 class RecipeContext:
     """The `ctx` of a recipe: `Model(key).to_builder(ctx)`.
 
-    A recipe is run again from its first line after a crash. Each `optim_step` is committed; a loop of `steps` also goes
-    on where it was:
+    After a crash a recipe runs again from its first line. Each `optim_step` is committed. A loop over `steps` also
+    continues at the iteration that was interrupted:
 
-        async for step in ctx.steps(200, dataset):       # dataset: a DataSet, moved to where it was
+        async for step in ctx.steps(200, dataset):       # dataset: a DataSet, whose position is restored
             ...
             await model.optim_step(lr)
 
-    Around such a loop everything is as it was at the first attempt: code before it finds the models where they began
-    (so `clone_inf()` is the same reference again), the loop skips the iterations that are done, and a step of the
-    iteration that was cut off is found instead of taken again. What the iteration's other lines sampled
-    is sampled anew, to the same tokens on a deterministic engine. A plain `while` loop around `optim_step` gets atomic
-    steps, but begins to count again at a model that has moved on.
+    Code before such a loop finds the models as they were at the first attempt, so `clone_inf()` returns the same
+    reference again. The loop skips the iterations that are finished. In the interrupted iteration, a gradient step
+    that was committed is not taken again, while completions are sampled again; on a deterministic engine they have the
+    same tokens. A plain `while` loop around `optim_step` also has atomic steps, but restarts its count while the model
+    keeps its progress.
     """
 
     workspace: Workspace
-    _loops: _Loops = field(default_factory=_Loops, compare=False, repr=False)
+    _state: _RecipeState = field(default_factory=_RecipeState, compare=False, repr=False)
 
     @classmethod
     def open(
@@ -72,10 +73,10 @@ class RecipeContext:
         engine: EngineSpec | None = None,
         semantic: dict[str, Any] | None = None,
     ) -> Self:
-        """Creates the run, or opens it again to go on from its last committed step, and takes the lease on it.
+        """Creates or reopens the run and takes its lease. A reopened run continues after its last committed step.
 
-        `semantic`: what decides the result, if that is known; another one under the same key is refused
-        (SemanticMismatch). Without it a recipe is code: what it passes to its training classes is not compared.
+        `semantic` holds the values that decide the result. The same key with other values raises SemanticMismatch.
+        Without it, the values that the recipe passes to its training classes are not compared.
         """
         body = {"recipe": run} if semantic is None else {"recipe": run} | semantic
         provenance = Provenance(code_version=code_version(), config_digest=digest(canonical_json(body)), seed=seed)
@@ -96,63 +97,72 @@ class RecipeContext:
 
     @property
     def client(self) -> Engine:
-        """The engine. Code in the documents passes it on; ours finds it in the context."""
+        """The engine, for code that calls it directly or passes it to a grader."""
         return self.workspace.connect()
 
     @property
     def job(self) -> JobNotifier:
-        """Who hears how far the recipe is."""
+        """Reports the progress of the recipe's stages."""
         return JobNotifier(self.workspace.run)
 
     @property
     def world_size(self) -> int:
-        """Devices of the engine, which is asked. `tp(ctx.world_size)` spreads a sampled model as far as the sampler can
-        spread it."""
-        if self._loops.devices is None:
-            # in a thread of its own: this property is read in the middle of a running event loop
+        """Number of devices of the engine. `tp(ctx.world_size)` spreads a sampled model over all of them."""
+        if self._state.devices is None:
+            # in a thread of its own, because an event loop is running when this property is read
             with ThreadPoolExecutor(max_workers=1) as thread:
-                self._loops.devices = thread.submit(asyncio.run, self.workspace.connect().info()).result().devices
-        return self._loops.devices
+                info = thread.submit(asyncio.run, self.workspace.connect().info()).result()
+            self._state.devices = info.devices
+        return self._state.devices
 
     def spawned(self, model: TrainingModel) -> None:
-        """Called by a builder for each model that it spawns for training. Raises ValueError for a name that another
-        model of the recipe has: both would write to the same chain."""
-        if any(other.name == model.name for other in self._loops.models):
+        """Registers a model. A builder calls it for each model that it spawns for training.
+
+        Raises ValueError if another model of the recipe has this name, because both would write to the same chain.
+        """
+        if any(other.name == model.name for other in self._state.models):
             raise ValueError(f"a model named {model.name!r} was spawned already in this recipe; give it another name")
-        if self._marks(0):
+        if self._finished_iterations(0):
             model.replay()
-        self._loops.models.append(model)
+        self._state.models.append(model)
 
     async def steps(self, n: int, *cursors: Positioned) -> AsyncIterator[int]:
-        """0 … n-1, from the first that no earlier attempt of the recipe finished. The models spawned so far, and the
-        `cursors`, are brought to where they were then."""
-        loop, self._loops.begun = self._loops.begun, self._loops.begun + 1
-        marks = self._marks(loop)
-        if marks:
-            await self._bring_back(loop, marks[-1], cursors)
+        """Yields the iterations 0 … n-1 that no earlier attempt of the recipe has finished.
+
+        Before the first of them, the models spawned so far and the `cursors` are set to their state at that point.
+        """
+        loop = self._state.loops_started
+        self._state.loops_started += 1
+        finished = self._finished_iterations(loop)
+        if finished:
+            await self._restore(loop, finished[-1], cursors)
         else:
-            for model in self._loops.models:
+            for model in self._state.models:
+                # a training class may have begun the stage already, and counts the steps of its stage
                 if not (await model.policy()).stage.endswith("-recipe"):
-                    await model.begin_stage("recipe")  # a training class counts the steps of its stage
+                    await model.begin_stage("recipe")
             await self._mark(loop, 0, cursors)
-        for step in range(marks[-1] if marks else 0, n):
+        for step in range(finished[-1] if finished else 0, n):
             yield step
             await self._mark(loop, step + 1, cursors)
 
-    def _marks(self, loop: int) -> list[int]:
-        """How many iterations were done, mark by mark."""
-        found = self.workspace.open_store().list(keys.loop_prefix(self.workspace.run, loop))
-        return sorted(done for info in found if (done := keys.parse_number(info.key)) is not None)
+    def _finished_iterations(self, loop: int) -> list[int]:
+        """The counts of finished iterations that were recorded for a loop, in increasing order."""
+        infos = self.workspace.open_store().list(keys.loop_prefix(self.workspace.run, loop))
+        counts = (keys.parse_number(info.key) for info in infos)
+        return sorted(count for count in counts if count is not None)
 
-    async def _mark(self, loop: int, done: int, cursors: tuple[Positioned, ...]) -> None:
-        policies = {model.name: (await model.policy()).model_dump() for model in self._loops.models}
+    async def _mark(self, loop: int, finished: int, cursors: tuple[Positioned, ...]) -> None:
+        """Records the policies and cursor positions after `finished` iterations of a loop."""
+        policies = {model.name: (await model.policy()).model_dump() for model in self._state.models}
         body = {"policies": policies, "cursors": [cursor.position for cursor in cursors]}
-        key = keys.loop_mark(self.workspace.run, loop, done)
+        key = keys.loop_mark(self.workspace.run, loop, finished)
         self.workspace.open_store().put_if_absent(key, canonical_json(body))
 
-    async def _bring_back(self, loop: int, done: int, cursors: tuple[Positioned, ...]) -> None:
-        body = json.loads(self.workspace.open_store().get(keys.loop_mark(self.workspace.run, loop, done)))
-        for model in self._loops.models:
+    async def _restore(self, loop: int, finished: int, cursors: tuple[Positioned, ...]) -> None:
+        """Sets models and cursors to their state after `finished` iterations of a loop."""
+        body = json.loads(self.workspace.open_store().get(keys.loop_mark(self.workspace.run, loop, finished)))
+        for model in self._state.models:
             if model.name in body["policies"]:
                 model.resume_from(PolicyRef.model_validate(body["policies"][model.name]))
         for cursor, position in zip(cursors, body["cursors"], strict=False):

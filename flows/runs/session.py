@@ -1,4 +1,4 @@
-"""Opening a run: its key, its lease, its record; the same for every flow."""
+"""Opens, closes and finishes runs, in the same way for every flow: the run's key, its lease, its record, its result."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from tasks.load import load_prompts
 log = logging.getLogger(__name__)
 
 RELEASE_TIMEOUT = 10.0
-"""How long a worker that ends waits for a sign of life of an engine server. An engine that is at it may take longer."""
+"""Seconds that a process that ends waits for a reply of an engine server. A reply that arrives may take longer."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,13 @@ class RunSession:
     workspace: Workspace
     config: FlowConfig
     result: dict[str, Any] | None
-    """What the run returned, when it is finished already."""
+    """The result of the run if it is finished already, else None."""
     data: LoadedDataset
-    """What the run trains on."""
+    """The main training dataset."""
     base: ArtifactRef
-    """The registered model that it starts from."""
+    """The registered model that training starts from."""
     further: Mapping[str, LoadedDataset] = field(default_factory=dict)
-    """What it trains on besides `data`, by name."""
+    """Further training datasets, by name."""
 
     @property
     def run(self) -> str:
@@ -67,19 +67,19 @@ class RunSession:
 
 
 def run_key(flow_name: str, config: FlowConfig) -> str:
-    """The configured key, or one made from the flow run, which Prefect keeps over retries."""
+    """Returns the configured run key, or else a key made from the flow run, which Prefect keeps over retries."""
     return config.run or current_run_key(flow_name)
 
 
 def open_workspace(flow_name: str, config: FlowConfig) -> Workspace:
-    """The workspace of the flow run that runs here. Nothing is written yet. Raises TooManyAttempts."""
+    """Returns the workspace of the flow run that runs here. Writes nothing yet. Raises TooManyAttempts."""
     run = run_key(flow_name, config)
     check_attempts(run)
     return workspace_of(config, run)
 
 
 def workspace_of(config: FlowConfig, run: str) -> Workspace:
-    """Where a run under that key works."""
+    """Returns the workspace of a run with this config and key."""
     provenance = Provenance(
         code_version=code_version(), config_digest=digest(canonical_json(config.semantic())), seed=config.seed
     )
@@ -97,33 +97,40 @@ async def open_run(
     use: DatasetUse,
     further: Mapping[str, tuple[DatasetSource, DatasetUse]] | None = None,
 ) -> AsyncIterator[RunSession]:
-    """Loads what the config names, creates the run or opens it again, and holds the lease on it for the block. What
-    changed since it was created, and does not decide the result (code, packages, machine), is noted as a warning.
-    `further`: by name, what a flow trains on besides `config.data.train`.
+    """Loads the inputs, creates or reopens the run, and holds its lease within the block.
+
+    Code, packages and machine may have changed since the run was created: that is noted as a warning. `further` names
+    the datasets that the flow trains on besides `config.data.train`.
 
     Raises:
         SemanticMismatch: the key belongs to a run with another semantic config, or of another dataset or base model;
             the differences are listed.
-        DoesNotFit: the engine's memory or the store's disk cannot hold it.
+        DoesNotFit: the engine's memory or the store's disk cannot hold the run.
         ForkRefused: the run is a fork whose copy was interrupted.
     """
     with reraise_termination():
         config = with_deployment_settings(config)
         workspace = open_workspace(flow_name, config)
         check_fork(workspace.open_store(), workspace.run)
+
+        # the inputs: datasets and base model
         data = _load(workspace, config.data.train, use)
-        more = {name: _load(workspace, *source) for name, source in (further or {}).items()}
+        further_data = {name: _load(workspace, *source) for name, source in (further or {}).items()}
         base = await workspace.connect().import_model(config.model.key, provenance=workspace.provenance)
         if find_store_id(workspace.open_store()) is None:
-            logger.note(f"a new store begins at {workspace.open_store().url}")
+            logger.note(f"a new store is created at {workspace.open_store().url}")
+
+        # refuse a run that does not fit before anything of it is written
         info = await workspace.connect().info()
-        expected = estimate(workspace.open_store(), config, base, data, info, more)
+        expected = estimate(workspace.open_store(), config, base, data, info, further_data)
         expected.check(info, resumed=workspace.open_store().exists(keys.run_json(workspace.run)))
+
+        # the config only names its inputs, so the digests of their contents belong to the semantic config, too
+        input_digests = _input_digests(data, further_data) | {"model": base.sha256}
         opening = create_or_check_run(
             workspace.open_store(),
             workspace.run,
-            # the config only names its inputs: what they hold is semantic too
-            semantic=config.semantic() | {"inputs": _inputs(data, more) | {"model": base.sha256}},
+            semantic=config.semantic() | {"inputs": input_digests},
             other=config.other(),
             code_version=workspace.provenance.code_version,
         )
@@ -133,9 +140,9 @@ async def open_run(
         for warning in opening.warnings:
             logger.note(f"warning: {warning}")
         try:
-            session = RunSession(workspace, config, read_result(workspace), data, base, more)
+            session = RunSession(workspace, config, read_result(workspace), data, base, further_data)
             if session.result is not None:
-                logger.note(f"run {session.run} is finished already; its result is returned as it was")
+                logger.note(f"run {session.run} is finished already; its recorded result is returned")
             yield session
         except Pause:
             say_left()
@@ -150,69 +157,72 @@ def _load(workspace: Workspace, source: DatasetSource, use: DatasetUse) -> Loade
     return data
 
 
-def _inputs(data: LoadedDataset, further: Mapping[str, LoadedDataset]) -> dict[str, str]:
-    """Digests of what the run trains on."""
-    return {"dataset": data.ref.sha256} | {name: one.ref.sha256 for name, one in further.items()}
+def _input_digests(data: LoadedDataset, further: Mapping[str, LoadedDataset]) -> dict[str, str]:
+    further_digests = {name: dataset.ref.sha256 for name, dataset in further.items()}
+    return {"dataset": data.ref.sha256} | further_digests
 
 
 def take_lease(workspace: Workspace) -> Workspace:
-    """The workspace with a new fencing epoch of its run: whoever acted for the run before is fenced."""
+    """Takes the run's lease and returns the workspace with the new epoch. Holders of earlier epochs are fenced."""
     holder = machine_info() | {"code_version": workspace.provenance.code_version, "pid": os.getpid()}
     if flow_run.id:
-        holder["flow_run"] = str(flow_run.id)  # its hooks, in other processes, know by it whose lease it is
+        holder["flow_run"] = str(flow_run.id)  # hooks run in other processes, and recognise the lease by it
     epoch = acquire_lease(workspace.open_store(), workspace.run, holder)
     log_work("open", run=workspace.run, epoch=epoch)
     return workspace.model_copy(update={"epoch": epoch})
 
 
 async def release_run(workspace: Workspace) -> None:
-    """Gives the run back, however its flow ended: the engine checkpoints what moved past its last checkpoint and may
-    send its weights away, and the lease says that nobody acts any more. What fails here harms nothing: the next holder
-    takes a higher epoch, and an engine forgets whom it does not hear from."""
+    """Releases graders, engine and lease of a run whose flow has ended for any reason.
+
+    The engine checkpoints steps after its last checkpoint, and may then unload the weights. Errors are logged and not
+    raised, because they do no harm: the next holder of the lease takes a higher epoch, and an engine drops runs that
+    send no calls.
+    """
     await tear_down_idle_graders()
     await release_engine(workspace)
     try:
         release_lease(workspace.open_store(), workspace.run, workspace.epoch)
     except StorageError as error:
-        log.warning("run %s was left with its lease: %s", workspace.run, error)
+        log.warning("the lease of run %s was not released: %s", workspace.run, error)
 
 
 async def release_engine(workspace: Workspace) -> None:
-    """The run's weights may leave the engine's memory first. What fails here is logged."""
+    """Tells the engine that it may unload the run's weights. Errors are logged and not raised."""
     try:
-        await _hasty(workspace).connect().release(workspace.run, epoch=workspace.epoch)
+        await _with_short_timeout(workspace).connect().release(workspace.run, epoch=workspace.epoch)
     except (EngineError, StorageError) as error:
-        log.warning("the engine was not told that run %s was left: %s", workspace.run, error)
+        log.warning("the engine was not told that run %s has ended: %s", workspace.run, error)
 
 
-def _hasty(workspace: Workspace) -> Workspace:
-    """The workspace without the patience of a run: an engine that is away must not keep a process from ending."""
+def _with_short_timeout(workspace: Workspace) -> Workspace:
+    """The workspace with short timeouts, so that an unreachable engine does not keep a process from ending."""
     spec = workspace.engine
     if not isinstance(spec, HttpEngineSpec):
         return workspace
-    hasty = {
+    timeouts = {
         "patience_seconds": min(spec.patience_seconds, RELEASE_TIMEOUT),
         "timeout_seconds": min(spec.timeout_seconds, RELEASE_TIMEOUT),
     }
-    return workspace.model_copy(update={"engine": spec.model_copy(update=hasty)})
+    return workspace.model_copy(update={"engine": spec.model_copy(update=timeouts)})
 
 
 def finish_run(session: RunSession, result: dict[str, Any]) -> dict[str, Any]:
-    """Writes what the run returned: the same key is then done at once."""
+    """Writes the result of the run. Another run with the same key then returns this result without training."""
     return write_result(session.workspace, result)
 
 
 def write_result(workspace: Workspace, result: dict[str, Any]) -> dict[str, Any]:
-    """The run's result: this one, or the one that stands already."""
+    """Writes the result unless the run has one already; returns the result that is stored."""
     put = workspace.open_store().put_if_absent(keys.result_json(workspace.run), canonical_json(result))
     return result if put.won else (read_result(workspace) or result)
 
 
 def read_result(workspace: Workspace) -> dict[str, Any] | None:
-    """What the run returned, or None when it is not finished. Raises CorruptArtifact."""
+    """Returns the run's result, or None if the run is not finished. Raises CorruptArtifact."""
     return read_json(workspace.open_store(), keys.result_json(workspace.run))
 
 
 def default_model_name(run: str) -> str:
-    """The registry name of a run's model when none is configured: the run's key as one segment."""
+    """Returns the registry name of a run's model if none is configured: the run key with - in place of /."""
     return run.replace("/", "-")

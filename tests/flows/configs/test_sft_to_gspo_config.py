@@ -77,5 +77,5 @@ def test_what_decides_the_result() -> None:
 def test_what_both_stages_take() -> None:
     """The larger of the memories, and the sums of the rest, where both are known."""
     one, other = Estimate(10, 100, 1.0), Estimate(30, 200, None)
-    assert one.then(other) == other.then(one) == Estimate(30, 300, None)
-    assert one.then(one) == Estimate(10, 200, 2.0)
+    assert one.followed_by(other) == other.followed_by(one) == Estimate(30, 300, None)
+    assert one.followed_by(one) == Estimate(10, 200, 2.0)

@@ -25,7 +25,7 @@ from flows.ops.deployment_settings import with_deployment_settings
 from flows.ops.hooks import ON_END
 from flows.ops.termination import reraise_termination
 from flows.promotion.approval import request_approval
-from flows.promotion.gate import Verdict, judge
+from flows.promotion.gate import GateVerdict, judge
 from flows.promotion.model_card import commit_card, find_card
 from flows.runs.events import announce_promotion
 from flows.runs.session import workspace_of
@@ -178,7 +178,7 @@ async def _train(question: Question) -> dict[str, Any]:
     return await flow_of(training.kind)(training.config.model_copy(update=changes))  # type: ignore[no-any-return]
 
 
-def _first(question: Question, verdict: Verdict) -> tuple[Action, list[str], str]:
+def _first(question: Question, verdict: GateVerdict) -> tuple[Action, list[str], str]:
     """What the gate says, and that a first model has nobody to beat."""
     who = "flow recurring"
     if question.champion is None and not question.config.gate.first_must_pass:

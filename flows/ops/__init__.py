@@ -1,1 +1,1 @@
-"""Operating Ostinato on Prefect: what one machine runs, and what a Prefect server is told."""
+"""Operation on Prefect: the services of one machine, and the settings and deployments of a Prefect server."""

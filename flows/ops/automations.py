@@ -1,10 +1,12 @@
-"""Automations of the Prefect server that bring runs back: who falls silent has crashed, who has crashed goes on.
+"""Automations that mark a flow run as Crashed when its heartbeats stop, and reschedule crashed runs.
 
-Both wait for the absence of an event (Proactive). One that answers a crash at once would fire twice, since the process
-that ran a flow and its worker both report the crash, and two attempts of one run would overlap. How often a run may be
-brought back is counted by the flow (flows/ops/attempts.py), and by a third automation, Reactive, for processes that end
-before the flow begins: their import fails, or the machine has no memory for it. All touch flow runs with the tag
-`ostinato` only.
+Both of these wait for the absence of an event (posture Proactive). An automation that reacted to the crash itself would
+fire twice, because the process of the flow run and its worker both report the crash, and two attempts of one run would
+overlap.
+
+The number of attempts is limited twice: by the flow (flows/ops/attempts.py), and by a third automation (posture
+Reactive) for processes that end before the flow begins, for example because an import fails or memory runs out. All
+three apply only to flow runs with the tag `ostinato`.
 """
 
 from __future__ import annotations
@@ -22,22 +24,22 @@ from flows.ops.attempts import max_attempts
 from flows.ops.services import HEARTBEAT_SECONDS, RETRY_DELAY_SECONDS, TAG
 
 HEARTBEAT_TIMEOUT_SECONDS = 3 * HEARTBEAT_SECONDS
-"""A busy machine may miss a heartbeat, or two."""
+"""Seconds without a heartbeat after which a flow run counts as crashed. A busy machine may miss one or two."""
 ANY_EVENT = "prefect.flow-run.*"
 CRASHED = "prefect.flow-run.Crashed"
-REPORTS = 2
-"""How often one crash may be reported; to count each as a crash would end runs before the flow's own cap does."""
-COUNTED_HOURS = 24
-"""For how long a crash counts."""
+REPORTS_PER_CRASH = 2
+"""How often one crash may be reported: by the process and by its worker."""
+CRASH_WINDOW_HOURS = 24
+"""Crashes within this time are counted."""
 
 
 def automations() -> list[AutomationCore]:
-    """What every server of ours has."""
+    """Returns the automations that every Prefect server with our deployments has."""
     return [
         AutomationCore(
             name="ostinato: silent runs have crashed",
-            description=f"A flow run whose heartbeats stopped for {HEARTBEAT_TIMEOUT_SECONDS} s is marked Crashed.",
-            trigger=_silence(after="prefect.flow-run.heartbeat", seconds=HEARTBEAT_TIMEOUT_SECONDS),
+            description=f"Marks a flow run as Crashed after {HEARTBEAT_TIMEOUT_SECONDS} s without a heartbeat.",
+            trigger=_absence_trigger(after="prefect.flow-run.heartbeat", seconds=HEARTBEAT_TIMEOUT_SECONDS),
             actions=[
                 ChangeFlowRunState(
                     state=StateType.CRASHED, name="Crashed", message=f"no heartbeat for {HEARTBEAT_TIMEOUT_SECONDS} s"
@@ -46,33 +48,33 @@ def automations() -> list[AutomationCore]:
         ),
         AutomationCore(
             name="ostinato: crashed runs go on",
-            description="A flow run that crashed is due again, and goes on from its last committed step.",
-            trigger=_silence(after=CRASHED, seconds=RETRY_DELAY_SECONDS),
+            description="Reschedules a crashed flow run, which continues after its last committed step.",
+            trigger=_absence_trigger(after=CRASHED, seconds=RETRY_DELAY_SECONDS),
             actions=[
                 ChangeFlowRunState(
                     state=StateType.SCHEDULED,
                     name="AwaitingRetry",
-                    message="it crashed; it goes on from its last committed step",
+                    message="the flow run crashed; it continues after its last committed step",
                     force=True,
                 )
             ],
         ),
         AutomationCore(
             name="ostinato: runs that keep crashing have failed",
-            description=f"Ends a flow run whose process always ends before the flow begins: at {max_crashes()} reports "
-            f"of a crash within {COUNTED_HOURS} h. Nothing starts a failed run by itself.",
-            trigger=_trigger(
+            description=f"Marks a flow run as Failed after {max_crash_reports()} reports of a crash within "
+            f"{CRASH_WINDOW_HOURS} h: its process always ends before the flow begins. Failed runs are not restarted.",
+            trigger=_flow_run_trigger(
                 expect={CRASHED},
                 posture=Posture.Reactive,
-                threshold=max_crashes(),
-                within=timedelta(hours=COUNTED_HOURS),
+                threshold=max_crash_reports(),
+                within=timedelta(hours=CRASH_WINDOW_HOURS),
             ),
             actions=[
                 ChangeFlowRunState(
                     state=StateType.FAILED,
                     name="Failed",
-                    message=f"its crashes were reported {max_crashes()} times within {COUNTED_HOURS} h: its process "
-                    "ends before the flow begins. The worker's log says why; when the cause is gone, press Retry",
+                    message=f"{max_crash_reports()} crashes were reported within {CRASH_WINDOW_HOURS} h: the process "
+                    "ends before the flow begins. The worker's log says why; when the cause is fixed, press Retry",
                     force=True,
                 )
             ],
@@ -80,28 +82,31 @@ def automations() -> list[AutomationCore]:
     ]
 
 
-def max_crashes() -> int:
-    """Reports of crashes that end a run. Raises ConfigError."""
-    return REPORTS * max_attempts()
+def max_crash_reports() -> int:
+    """Returns the number of crash reports after which a flow run fails. Raises ConfigError."""
+    return REPORTS_PER_CRASH * max_attempts()
 
 
 async def save_automations(client: PrefectClient) -> None:
-    """Creates them, or makes those that are there what they are here; a person's switch (enabled) is kept."""
-    for wanted in automations():
-        there = await client.read_automations_by_name(wanted.name)
-        if not there:
-            await client.create_automation(wanted)
-        elif _body(there[0]) != _body(wanted):
-            await client.update_automation(there[0].id, wanted.model_copy(update={"enabled": there[0].enabled}))
+    """Creates the automations on the server or updates them. Whether one is enabled in the UI is left unchanged."""
+    for automation in automations():
+        existing = await client.read_automations_by_name(automation.name)
+        if not existing:
+            await client.create_automation(automation)
+        elif _body(existing[0]) != _body(automation):
+            updated = automation.model_copy(update={"enabled": existing[0].enabled})
+            await client.update_automation(existing[0].id, updated)
 
 
 def _body(automation: AutomationCore) -> dict[str, object]:
-    kept = {"name", "description", "trigger", "actions"}
-    return automation.model_dump(mode="json", include=kept, exclude={"trigger": {"id"}})
+    """The fields that we set, for a comparison with those on the server."""
+    fields = {"name", "description", "trigger", "actions"}
+    return automation.model_dump(mode="json", include=fields, exclude={"trigger": {"id"}})
 
 
-def _silence(*, after: str, seconds: int) -> EventTrigger:
-    return _trigger(
+def _absence_trigger(*, after: str, seconds: int) -> EventTrigger:
+    """Fires if a flow run sends no event for `seconds` after the event `after`."""
+    return _flow_run_trigger(
         after={after},
         expect={ANY_EVENT},
         posture=Posture.Proactive,
@@ -110,13 +115,13 @@ def _silence(*, after: str, seconds: int) -> EventTrigger:
     )
 
 
-def _trigger(**when: Any) -> EventTrigger:
-    """Of each flow run of ours by itself."""
+def _flow_run_trigger(**conditions: Any) -> EventTrigger:
+    """A trigger that watches each flow run with our tag separately."""
     return EventTrigger(
         match=ResourceSpecification({"prefect.resource.id": ANY_EVENT}),
         match_related=ResourceSpecification(
             {"prefect.resource.role": "tag", "prefect.resource.id": f"prefect.tag.{TAG}"}
         ),
         for_each={"prefect.resource.id"},
-        **when,
+        **conditions,
     )

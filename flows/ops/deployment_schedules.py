@@ -1,6 +1,7 @@
-"""What people switched in the UI outlives a deployment: prefect.yaml says how a schedule begins, people how it goes on.
+"""Keeps what people changed in the Prefect UI when deployments are updated: switches, schedules and their parameters.
 
-`prefect deploy` would put every switch back, and drop the schedules that a person added.
+prefect.yaml only says how a schedule begins. `prefect deploy` alone would reset every switch, and delete the schedules
+that a person added.
 """
 
 from __future__ import annotations
@@ -14,38 +15,45 @@ from prefect.client.schemas.objects import DeploymentSchedule
 from prefect.client.schemas.responses import DeploymentResponse
 
 
-async def remember(client: PrefectClient, names: Sequence[str]) -> list[DeploymentResponse]:
-    """The deployments of these names, as they are."""
+async def read_deployments(client: PrefectClient, names: Sequence[str]) -> list[DeploymentResponse]:
+    """Returns the deployments with these names as they are on the server."""
     return await client.read_deployments(
         deployment_filter=DeploymentFilter(name=DeploymentFilterName(any_=list(names)))
     )
 
 
-async def restore(client: PrefectClient, before: Iterable[DeploymentResponse]) -> None:
-    """Puts back what people chose: whether a deployment is paused, whether its schedules run and with which parameters,
-    and the schedules that they added, which have no slug."""
+async def restore_choices(client: PrefectClient, before: Iterable[DeploymentResponse]) -> None:
+    """Restores people's choices in deployments that were updated: paused or not, the state and parameters of the
+    schedules, and the schedules that a person added. Those have no slug."""
     for old in before:
         new = await client.read_deployment(old.id)
         if new.paused != old.paused:
             await (client.pause_deployment(new.id) if old.paused else client.resume_deployment(new.id))
-        slugs = {schedule.slug: schedule for schedule in new.schedules if schedule.slug}
+
+        # schedules of prefect.yaml are recognised by their slug
+        new_schedules = {schedule.slug: schedule for schedule in new.schedules if schedule.slug}
         for schedule in old.schedules:
-            if schedule.slug in slugs:
-                await _put_back(client, new, slugs[schedule.slug], schedule)
+            if schedule.slug in new_schedules:
+                await _restore_schedule(client, new, new_schedules[schedule.slug], schedule)
+
+        # schedules without a slug were added by a person, and deleted by the update
+        present = [schedule.schedule for schedule in new.schedules]
         added = [schedule for schedule in old.schedules if not schedule.slug]
-        lost = [one for one in added if one.schedule not in [other.schedule for other in new.schedules]]
-        if lost:
-            keep = {"schedule", "active", "parameters", "max_scheduled_runs"}
-            body = [one.model_dump(mode="json", include=keep) for one in lost]
+        deleted = [schedule for schedule in added if schedule.schedule not in present]
+        if deleted:
+            fields = {"schedule", "active", "parameters", "max_scheduled_runs"}
+            body = [schedule.model_dump(mode="json", include=fields) for schedule in deleted]
             await client.request("POST", "/deployments/{id}/schedules", path_params={"id": new.id}, json=body)
 
 
-async def _put_back(
-    client: PrefectClient, deployment: DeploymentResponse, now: DeploymentSchedule, old: DeploymentSchedule
+async def _restore_schedule(
+    client: PrefectClient, deployment: DeploymentResponse, new: DeploymentSchedule, old: DeploymentSchedule
 ) -> None:
-    body: dict[str, Any] = {} if now.active == old.active else {"active": old.active}
-    if old.parameters and now.parameters != old.parameters:
-        body["parameters"] = old.parameters
-    if body:
-        where = {"id": deployment.id, "schedule_id": now.id}
-        await client.request("PATCH", "/deployments/{id}/schedules/{schedule_id}", path_params=where, json=body)
+    changes: dict[str, Any] = {}
+    if new.active != old.active:
+        changes["active"] = old.active
+    if old.parameters and new.parameters != old.parameters:
+        changes["parameters"] = old.parameters
+    if changes:
+        path = {"id": deployment.id, "schedule_id": new.id}
+        await client.request("PATCH", "/deployments/{id}/schedules/{schedule_id}", path_params=path, json=changes)

@@ -1,6 +1,6 @@
-"""Where deployed flows work, when their config does not say: a Variable and a Secret block of the Prefect server.
+"""The default store and engine of deployed flows, kept in a Variable and a Secret block of the Prefect server.
 
-`ostinato deploy` writes both. A run from a terminal never asks for them.
+`ostinato deploy` writes both. A run from a terminal never reads them.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from flows.configs.common import StorageConfig
 from flows.ops.processes import FLOW_RUN_ENV
 
 STORAGE_VARIABLE = "ostinato_storage"
-"""Variable: the store's url."""
+"""Name of the Variable with the store's url."""
 ENGINE_SECRET = "ostinato-engine"
-"""Secret block: {"url": …, "token": …} of the engine."""
+"""Name of the Secret block with the engine: {"url": …, "token": …}."""
 
 
-class Placeable(Protocol):
-    """A config that says where its flow works."""
+class StorageAndEngine(Protocol):
+    """A config with a store and an engine."""
 
     @property
     def storage(self) -> StorageConfig: ...
@@ -35,49 +35,50 @@ class Placeable(Protocol):
     def model_copy(self, *, update: Mapping[str, Any] | None = None) -> Self: ...
 
 
-Config = TypeVar("Config", bound=Placeable)
+Config = TypeVar("Config", bound=StorageAndEngine)
 
 
 def with_deployment_settings(config: Config, *, deployed: bool | None = None) -> Config:
-    """The config with the deployment's store and engine, where it leaves them at their defaults: a form fills defaults
-    in, so that a person who named none and one who named the default cannot be told apart.
+    """Returns the config of a deployed flow with the deployment's store and engine in place of default values.
 
-    `deployed` None: whether this process runs a deployed flow. The token of the engine goes into this process's
-    environment, never into a config.
+    A form fills in default values, so a store that was left out cannot be told from one that was set to the default.
+    `deployed` None means that the environment of this process decides. The engine's token is put into this process's
+    environment and never into a config.
     """
     if not (is_deployed() if deployed is None else deployed):
         return config
     changes: dict[str, Any] = {}
     if config.storage == StorageConfig():
-        url = _now(Variable.get, STORAGE_VARIABLE)
+        url = _sync(Variable.get, STORAGE_VARIABLE)
         if isinstance(url, str) and url:
             changes["storage"] = StorageConfig(url=url)
     if config.engine == LocalEngineSpec():
-        engine = _engine()
+        engine = _read_engine()
         if engine is not None:
             changes["engine"] = engine
     return config.model_copy(update=changes) if changes else config
 
 
 def is_deployed() -> bool:
-    """Whether a worker started this process for a flow run, or the flow that runs here is a deployment's."""
+    """Whether a worker started this process for a flow run, or the current flow run belongs to a deployment."""
     context = FlowRunContext.get()
     run = context.flow_run if context else None
     return FLOW_RUN_ENV in os.environ or (run is not None and run.deployment_id is not None)
 
 
 def save_deployment_settings(storage: str, engine_url: str, token: str) -> None:
-    """Writes where deployed flows work; again: replaces it. Empty values leave what is there."""
+    """Writes the default store and engine of deployed flows. An empty value leaves the present one unchanged."""
     if storage:
-        _now(Variable.set, STORAGE_VARIABLE, storage, overwrite=True)
+        _sync(Variable.set, STORAGE_VARIABLE, storage, overwrite=True)
     if engine_url:
-        _now(Secret(value={"url": engine_url, "token": token}).save, ENGINE_SECRET, overwrite=True)
+        _sync(Secret(value={"url": engine_url, "token": token}).save, ENGINE_SECRET, overwrite=True)
 
 
-def _engine() -> HttpEngineSpec | None:
+def _read_engine() -> HttpEngineSpec | None:
+    """The engine of the Secret block, or None if there is no block. Its token goes into the environment."""
     try:
-        body = _now(Secret.load, ENGINE_SECRET).get()
-    except ValueError:  # Prefect's way to say that there is no such block
+        body = _sync(Secret.load, ENGINE_SECRET).get()
+    except ValueError:  # Prefect raises it for a block that does not exist
         return None
     if not isinstance(body, dict) or not body.get("url"):
         raise ValueError(
@@ -90,6 +91,6 @@ def _engine() -> HttpEngineSpec | None:
     return spec
 
 
-def _now(call: Any, *arguments: Any, **options: Any) -> Any:
-    """Waits for it even where an event loop runs: Prefect would hand out a coroutine there."""
+def _sync(call: Any, *arguments: Any, **options: Any) -> Any:
+    """Calls a function of Prefect and waits. Without _sync it returns a coroutine while an event loop runs."""
     return call(*arguments, **options, _sync=True)

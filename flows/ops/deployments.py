@@ -1,6 +1,6 @@
-"""What a Prefect server is told of Ostinato: work pool, deployments (prefect.yaml), store and engine, automations.
+"""Sets up a Prefect server for Ostinato: work pool, deployments (prefect.yaml), store and engine, automations.
 
-Everything may be said again at any time: what is there already is made what it is here.
+All of it may be repeated at any time: what exists already is updated.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ PREFECT_YAML = "prefect.yaml"
 POOL = "ostinato"
 
 
-def find_prefect_yaml(given: Path | None = None) -> Path:
-    """The file given, or of the working directory, or of the checkout this code runs from. Raises ConfigError."""
-    places = [given] if given else [Path(PREFECT_YAML), Path(__file__).resolve().parents[2] / PREFECT_YAML]
-    for place in places:
-        if place.is_file():
-            return place.resolve()
-    looked = ", ".join(str(place) for place in places)
-    raise ConfigError(f"no {PREFECT_YAML} found (looked at {looked}); run this in Ostinato's folder, or give --file")
+def find_prefect_yaml(path: Path | None = None) -> Path:
+    """Returns the given file, else that of the working directory, else that of this checkout. Raises ConfigError."""
+    candidates = [path] if path else [Path(PREFECT_YAML), Path(__file__).resolve().parents[2] / PREFECT_YAML]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate.resolve()
+    tried = ", ".join(str(candidate) for candidate in candidates)
+    raise ConfigError(f"no {PREFECT_YAML} found (tried {tried}); run this in Ostinato's folder, or give --file")
 
 
 def deployments_in(path: Path) -> list[dict[str, Any]]:
-    """The entries of the file. Raises ConfigError."""
+    """Returns the deployments of a prefect.yaml. Raises ConfigError."""
     try:
         body = yaml.safe_load(path.read_text())
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
-    found = body.get("deployments") if isinstance(body, dict) else None
-    if not isinstance(found, list) or not all(isinstance(entry, dict) and entry.get("name") for entry in found):
-        raise ConfigError(f"{path} has no list of deployments with names; Prefect's documentation says how it looks")
-    return found
+    entries = body.get("deployments") if isinstance(body, dict) else None
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) and entry.get("name") for entry in entries):
+        raise ConfigError(f"{path} has no list of deployments with names; see Prefect's documentation of prefect.yaml")
+    return entries
 
 
 def deploy(path: Path, *, pool: str, storage: str, engine_url: str, token: str) -> list[str]:
-    """Tells the server of PREFECT_API_URL everything; returns the names of the deployments. Raises UpError,
-    ConfigError."""
+    """Sets up the server of $PREFECT_API_URL; returns the names of the deployments. Raises UpError, ConfigError."""
     names = [str(entry["name"]) for entry in deployments_in(path)]
+    # imported here, since the import of Prefect takes seconds
     from prefect.exceptions import PrefectHTTPStatusError
 
     try:
@@ -65,36 +65,36 @@ def deploy(path: Path, *, pool: str, storage: str, engine_url: str, token: str) 
 async def _restore(before: list[Any]) -> None:
     from prefect import get_client
 
-    from flows.ops.deployment_schedules import restore
+    from flows.ops.deployment_schedules import restore_choices
 
     async with get_client() as client:
-        await restore(client, before)
+        await restore_choices(client, before)
 
 
 async def _prepare(pool: str, names: list[str]) -> list[Any]:
-    """Makes what deployments need; returns them as they are."""
+    """Creates the work pool and the automations; returns the deployments as they are before the update."""
     from prefect import get_client
     from prefect.client.schemas.actions import WorkPoolCreate
     from prefect.exceptions import ObjectAlreadyExists
     from prefect.workers.process import ProcessWorker
 
     from flows.ops.automations import save_automations
-    from flows.ops.deployment_schedules import remember
+    from flows.ops.deployment_schedules import read_deployments
 
     async with get_client() as client:
         template = ProcessWorker.get_default_base_job_template()
-        with contextlib.suppress(ObjectAlreadyExists):  # its type and template are its operator's
+        with contextlib.suppress(ObjectAlreadyExists):  # an existing pool keeps its type and template
             await client.create_work_pool(WorkPoolCreate(name=pool, type="process", base_job_template=template))
         await save_automations(client)
-        return await remember(client, names)
+        return await read_deployments(client, names)
 
 
 def _deploy_all(path: Path, pool: str) -> None:
-    """Prefect's own `prefect deploy`: it alone knows all that may stand in the file."""
+    """Runs `prefect deploy`, which supports everything that prefect.yaml may contain. Raises UpError."""
     command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(path)]
     environment = dict(os.environ) | {"OSTINATO_POOL": pool, "OSTINATO_FOLDER": str(path.parent)}
-    done = subprocess.run(
+    process = subprocess.run(
         command, cwd=path.parent, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
     )
-    if done.returncode:
-        raise UpError(f"`prefect deploy` failed on {path}:\n{(done.stderr + done.stdout).strip()[-3000:]}")
+    if process.returncode:
+        raise UpError(f"`prefect deploy` failed on {path}:\n{(process.stderr + process.stdout).strip()[-3000:]}")

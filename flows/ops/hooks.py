@@ -1,8 +1,8 @@
-"""What is done when a flow run ends badly, by whoever notices it: never by the process that ran it.
+"""Hooks that release the run of a flow whose process was killed. They run in the process that notices its end.
 
-A flow that ends by itself, or by SIGTERM, leaves its run. One that was killed cannot: then the engine would keep what
-it holds of the run until it needs the room, and the lease would say that somebody acts. Its child runs, which ran in
-its process, would stay Running.
+A flow that ends normally or by SIGTERM releases its run itself. After a kill, the engine would keep the run's weights
+until it needs the memory, the lease would stay taken, and child runs, which ran in the same process, would stay
+Running.
 """
 
 from __future__ import annotations
@@ -40,94 +40,106 @@ from storage.store.objects import ObjectStore
 log = logging.getLogger(__name__)
 
 PARENTS = frozenset({"recurring", "sweep"})
-"""Flows that hold no run: their child runs do."""
-CHILDREN = 200
-"""Child runs that are looked at, the latest first: those before have ended."""
-LEFT = [StateType.RUNNING, StateType.PENDING, StateType.CANCELLING, StateType.CRASHED]
-"""States of child runs whose process may have been killed."""
-CANCELLED = (StateType.CANCELLING, StateType.CANCELLED)
+"""Flows that have no run of their own, only child flow runs."""
+MAX_CHILDREN = 200
+"""Number of the latest child runs that are examined. Earlier ones have ended."""
+UNFINISHED_STATES = [StateType.RUNNING, StateType.PENDING, StateType.CANCELLING, StateType.CRASHED]
+"""States in which a killed process may have left its child runs."""
+CANCELLATION_STATES = (StateType.CANCELLING, StateType.CANCELLED)
 
 
-class _Where(FlowConfig):
-    """The groups of any flow's config that say where it works and under which key."""
+class _LocationConfig(FlowConfig):
+    """The groups that the configs of all flows share: store, engine and run key. Others are ignored."""
 
     model_config = FlowConfig.model_config | {"extra": "ignore"}
 
 
 async def release_lease(flow: Flow[..., Any], flow_run: FlowRun, state: State) -> None:
-    """Gives back what a flow run that ended and its child runs hold: a hook for on_failure, on_crashed and
-    on_cancellation. The names of its parameters are Prefect's. Does nothing where the lease is released already,
-    another flow run holds it, or the flow run is due again."""
+    """Releases the runs that an ended flow run and its child runs hold: a hook for failure, crash and cancellation.
+
+    Prefect defines the names of the parameters. Does nothing if the lease is released already, if another flow run
+    holds it, or if the flow run is scheduled again.
+    """
     try:
-        held = _held(flow.name, flow_run)  # before the state is read: a later attempt has a higher epoch
-        if not held and flow.name not in PARENTS:
+        # read the leases before the state: a later attempt would have a higher epoch
+        held_runs = _held_runs(flow.name, flow_run)
+        is_parent = flow.name in PARENTS
+        if not held_runs and not is_parent:
             return
         async with get_client() as client:
-            children = await _children(client, flow_run) if flow.name in PARENTS else []
+            children = await _unfinished_children(client, flow_run) if is_parent else []
             for child in children:
-                held += _held((await client.read_flow(child.flow_id)).name, child)
-            now = (await client.read_flow_run(flow_run.id)).state
-            if now is not None and not (now.is_final() or now.is_cancelling()):
-                return  # it runs again already
-            for workspace in held:
+                child_flow = await client.read_flow(child.flow_id)
+                held_runs += _held_runs(child_flow.name, child)
+
+            current = (await client.read_flow_run(flow_run.id)).state
+            if current is not None and not (current.is_final() or current.is_cancelling()):
+                return  # another attempt is scheduled or running
+            for workspace in held_runs:
                 await release_run(workspace)
-            await _end(client, children, cancelled=now is not None and now.type in CANCELLED)
+            is_cancelled = current is not None and current.type in CANCELLATION_STATES
+            await _end_children(client, children, cancelled=is_cancelled)
     except (ValidationError, ValueError, StorageError, PrefectHTTPStatusError) as error:
         log.warning("flow run %s ended, and its lease is not released: %s", flow_run.name, error)
 
 
-def _held(flow_name: str, flow_run: FlowRun) -> list[Workspace]:
-    """The runs whose lease in force this flow run took, and did not release."""
-    config = with_deployment_settings(_where(flow_run), deployed=flow_run.deployment_id is not None)
+def _held_runs(flow_name: str, flow_run: FlowRun) -> list[Workspace]:
+    """Workspaces of the runs whose current lease this flow run holds."""
+    # this call also puts the engine's token into the environment, where the children of PARENTS need it
+    config = with_deployment_settings(_location_config(flow_run), deployed=flow_run.deployment_id is not None)
     if flow_name in PARENTS:
-        return []  # all that was wanted of its place is the engine's token, which its children use
+        return []
     provenance = Provenance(code_version=code_version(), config_digest="", seed=config.seed)
-    place = Workspace(store=config.storage.url, engine=config.engine, run="any", provenance=provenance)
-    store, found = place.open_store(), []
-    for run in _runs(store, flow_name, config, flow_run):
+    template = Workspace(store=config.storage.url, engine=config.engine, run="any", provenance=provenance)
+    store = template.open_store()
+    held_runs = []
+    for run in _candidate_runs(store, flow_name, config, flow_run):
         epoch = current_epoch(store, run)
         if is_held(store, run) and lease_holder(store, run, epoch).get("flow_run") == str(flow_run.id):
-            found.append(place.model_copy(update={"run": run, "epoch": epoch}))
-    return found
+            held_runs.append(template.model_copy(update={"run": run, "epoch": epoch}))
+    return held_runs
 
 
-def _where(flow_run: FlowRun) -> _Where:
-    """Of a flow that trains by child runs: where those work."""
+def _location_config(flow_run: FlowRun) -> _LocationConfig:
+    """Store, engine and run key of a flow run. For a flow that trains by child runs, those of the children."""
     body = (flow_run.parameters or {}).get("config") or {}
     if isinstance(body, BaseModel):
         body = body.model_dump(mode="json")
     training = body.get("training") if isinstance(body, dict) else None
-    return _Where.model_validate(training["config"] if isinstance(training, dict) and "config" in training else body)
+    if isinstance(training, dict) and "config" in training:
+        body = training["config"]
+    return _LocationConfig.model_validate(body)
 
 
-def _runs(store: ObjectStore, flow_name: str, config: FlowConfig, flow_run: FlowRun) -> list[str]:
-    """The keys under which this flow run may have worked."""
+def _candidate_runs(store: ObjectStore, flow_name: str, config: FlowConfig, flow_run: FlowRun) -> list[str]:
+    """The keys of the runs that this flow run may hold."""
     if config.run:
         return [config.run]
     if flow_name == "evaluation":
-        return list_runs(store, EVALUATION_KEY_PREFIX)  # named by their inputs, which may be others by now
+        # the key is a digest of the inputs, which may have changed since the flow run began
+        return list_runs(store, EVALUATION_KEY_PREFIX)
     return [run_key_of(flow_name, flow_run)]
 
 
-async def _children(client: PrefectClient, flow_run: FlowRun) -> list[FlowRun]:
+async def _unfinished_children(client: PrefectClient, flow_run: FlowRun) -> list[FlowRun]:
+    """The latest child runs of a flow run that are not in a final state, or crashed."""
     return await client.read_flow_runs(
         flow_run_filter=FlowRunFilter(
             parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[flow_run.id]),
-            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=LEFT)),
+            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=UNFINISHED_STATES)),
         ),
         sort=FlowRunSort.START_TIME_DESC,
-        limit=CHILDREN,
+        limit=MAX_CHILDREN,
     )
 
 
-async def _end(client: PrefectClient, children: list[FlowRun], *, cancelled: bool) -> None:
-    """Says of child runs that they ended with the process of their parent."""
+async def _end_children(client: PrefectClient, children: list[FlowRun], *, cancelled: bool) -> None:
+    """Marks child runs as Cancelled or Crashed, because they ended with the process of their parent."""
+    message = "it ended with the flow run that started it"
+    state = Cancelled(message=message) if cancelled else Crashed(message=message)
     for child in children:
         if child.state is None or not child.state.is_final():
-            message = "it ended with the flow run that started it"
-            await client.set_flow_run_state(
-                child.id, Cancelled(message=message) if cancelled else Crashed(message=message), force=True
-            )
+            await client.set_flow_run_state(child.id, state, force=True)
 
 
 ON_END: dict[str, Any] = {
@@ -135,4 +147,4 @@ ON_END: dict[str, Any] = {
     "on_crashed": [release_lease],
     "on_cancellation": [release_lease],
 }
-"""Options of every flow."""
+"""Options of the `@flow` decorator of every flow."""

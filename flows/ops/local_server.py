@@ -1,7 +1,7 @@
-"""A real Prefect server for as long as a block runs, so that a run on one machine has a UI and a history.
+"""Runs a Prefect server within a block, so that a run on one machine has a UI and a history.
 
-Prefect's own fallback, the ephemeral server, loses most of what it is told when the process ends.
-Prefect is imported only where it is used: its import takes seconds.
+Without a configured server Prefect starts an ephemeral one, which loses most of its data when the process ends. Prefect
+is imported only where it is used, because its import takes seconds.
 """
 
 import fcntl
@@ -23,24 +23,24 @@ from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
 STOP_SECONDS = 10.0
-"""How long a server may take to end by SIGTERM, before SIGKILL."""
+"""Seconds between SIGTERM and SIGKILL to the server."""
 SETTLE_SECONDS = 15.0
-"""How long to wait at most for the server to write down the events it was sent."""
+"""Longest wait until the server has stored the events that it was sent."""
 LOG_TAIL_BYTES = 4000
-BATCHES = {
+BATCH_SETTINGS = {
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "100",
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_READ_BATCH_SIZE": "100",
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",
     "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_BATCH_SIZE": "200",
     "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_READ_BATCH_SIZE": "200",
 }
-"""How many rows the server writes in one transaction. By default every task run is a transaction of its own: a third of
-the server's CPU time suffices for batches, and SQLite no longer answers other requests that it is locked."""
+"""Settings that make the server write many rows in one transaction. By default every task run is a transaction. Batches
+need a third of the server's CPU time, and other requests no longer fail because SQLite is locked."""
 SETTLE_POLL_SECONDS = 2.0
-"""More than the flush interval, so that a batch that waits to be written is not taken for the end."""
+"""Longer than the flush interval, so that a batch that is not written yet does not look like the end."""
 
-# Runs in the child before it becomes the server. PR_SET_PDEATHSIG (1) outlives exec; SIGKILL, because nobody is left to
-# insist when a server lingers on SIGTERM. The parent may have died before the call: then its pid is not ours any more.
+# Runs in the child before it becomes the server. PR_SET_PDEATHSIG (1) stays in force after exec. The signal is SIGKILL,
+# because no process would be left to follow a SIGTERM up. If the parent died before the call, getppid has changed.
 _DIE_WITH_PARENT = """
 import ctypes, os, signal, sys
 if sys.platform == "linux":
@@ -52,32 +52,32 @@ os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
 
 
 class ServerError(RuntimeError):
-    """The Prefect server did not start or did not answer. The message holds the end of its log."""
+    """The Prefect server did not start or did not answer. The message contains the end of its log."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerHandle:
-    """A server that answers."""
+    """A server that is ready."""
 
-    api_url: str  # ends in /api, what PREFECT_API_URL wants
+    api_url: str  # the value for PREFECT_API_URL; ends in /api
     ui_url: str
     pid: int
 
 
 @contextmanager
 def local_prefect_server(home: Path, *, start_seconds: float = 120.0) -> Iterator[ServerHandle]:
-    """Start `prefect server` on a free loopback port, and stop it at the end of the block.
+    """Starts `prefect server` on a free loopback port, and stops it at the end of the block.
 
-    Its database and log are kept under `home`, so that the next server there shows the earlier runs. Two at once are
-    fine, in one home or in two. Nothing of this process is changed: see `use_server`. The server also dies when this
-    process does, by whatever signal (Linux); enter the block in a thread that outlives it, since Linux counts the end
-    of the starting thread as the parent's death.
+    Its database and log are in `home`, so that a later server with the same home shows the earlier runs. Several
+    servers may run at once, also with one home. The environment of this process is not changed: see `use_server`. On
+    Linux the server is killed when this process ends for any reason. Linux counts the end of the starting thread as
+    the end of the process, so enter the block in a thread that outlives it.
 
-    Raises ServerError when the server ends, or does not answer within `start_seconds`.
+    Raises ServerError if the server ends, or does not answer within `start_seconds`.
     """
     home = home.absolute()
     home.mkdir(parents=True, exist_ok=True)
-    # Two first starts in one home would both create the tables; the second waits until the first is up.
+    # two servers that start in a new home would both create the tables, so the second one waits for the first
     with _locked(home / "start.lock"), _reserved_port() as port:
         log = home / "server.log"
         process = _spawn(home, log, port)
@@ -95,25 +95,25 @@ def local_prefect_server(home: Path, *, start_seconds: float = 120.0) -> Iterato
 
 @contextmanager
 def use_server(api_url: str) -> Iterator[None]:
-    """Let every flow of this process, and of the processes it starts, report to the server at `api_url`.
+    """Makes the flows of this process and of its children report to the server at `api_url`.
 
-    At the end of the block it sends what is left and, where the server is on this machine, waits at most
-    `SETTLE_SECONDS` until it has written that down: Prefect reports task runs in the background, and a server stopped
-    too early forgets the last of them.
+    Prefect reports task runs in the background, and a server that is stopped too early loses the last of them. So the
+    end of the block sends the remaining data and, if the server is on this machine, waits at most `SETTLE_SECONDS`
+    until the server has stored it.
     """
     from prefect.context import refresh_global_settings_context
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
     try:
         with _environment(PREFECT_API_URL=api_url, DO_NOT_TRACK="1", **_no_proxy(api_url)):
-            # A thread without a copy of our context sees Prefect's global settings, read when it was imported: a flow
-            # there would quietly start an ephemeral server of its own.
+            # a thread without a copy of our context uses the global settings, which Prefect read when it was imported;
+            # a flow in such a thread would start an ephemeral server
             refresh_global_settings_context()
             with temporary_settings({PREFECT_API_URL: api_url}):
                 try:
                     yield
                 finally:
-                    # In a thread: where an event loop runs, Prefect's drains would come back as coroutines instead.
+                    # in a thread, because Prefect's drain functions return coroutines while an event loop runs
                     settling = threading.Thread(target=_settle, args=(api_url,), name="settle-prefect-server")
                     settling.start()
                     settling.join()
@@ -131,35 +131,35 @@ def _spawn(home: Path, log: Path, port: int) -> subprocess.Popen[bytes]:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C is for the run; the server must live to hear how it ended
+            start_new_session=True,  # Ctrl-C ends the run, whose end the server must still record
         )
 
 
 def server_environment(home: Path, port: int, *, database: str = "") -> dict[str, str]:
-    """What a Prefect server on this machine needs: it answers its own page, and calls nobody.
+    """Returns the environment of a Prefect server on this machine that sends no data elsewhere.
 
-    `database` is a SQLAlchemy url; without one it keeps a SQLite file in `home`.
+    `database` is a SQLAlchemy url. If it is empty, the database is a SQLite file in `home`.
     """
     client_side = ("PREFECT_API_URL", "PREFECT_API_KEY", "PREFECT_PROFILE", "PREFECT_API_DATABASE_CONNECTION_URL")
     inherited = {name: value for name, value in os.environ.items() if name not in client_side}
-    return BATCHES | inherited | {
+    return BATCH_SETTINGS | inherited | {
         "PREFECT_HOME": str(home),
-        "PREFECT_SERVER_DATABASE_CONNECTION_URL": database or f"sqlite+aiosqlite:///{home / _database()}",
-        "PREFECT_SERVER_UI_API_URL": f"http://{LOOPBACK}:{port}/api",  # else the page asks port 4200 and stays blank
+        "PREFECT_SERVER_DATABASE_CONNECTION_URL": database or f"sqlite+aiosqlite:///{home / _database_name()}",
+        "PREFECT_SERVER_UI_API_URL": f"http://{LOOPBACK}:{port}/api",  # default: port 4200
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
-        "PREFECT_SERVER_UI_V2_ENABLED": "false",  # v2 calls an analytics host on every load; v1 calls nobody
+        "PREFECT_SERVER_UI_V2_ENABLED": "false",  # v2 calls an analytics host on every load, v1 does not
         "DO_NOT_TRACK": "1",
     }
 
 
-def _database() -> str:
-    """A file for each version: Prefect refuses what a newer one has migrated, and two environments of one checkout may
-    have two."""
+def _database_name() -> str:
+    """The database file of this version of Prefect, which cannot read a database that a newer version has migrated."""
     return f"prefect-{version('prefect')}.db"
 
 
 def _wait_until_healthy(process: subprocess.Popen[bytes], health_url: str, log: Path, *, start_seconds: float) -> None:
+    """Returns when the server answers. Raises ServerError if it ends or takes too long."""
     deadline = time.monotonic() + start_seconds
     while True:
         if process.poll() is not None:
@@ -174,7 +174,7 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], health_url: str, log: 
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    process.send_signal(signal.SIGTERM)  # does nothing to a child that has ended, so a reused pid is never hit
+    process.send_signal(signal.SIGTERM)  # does nothing if the child has ended, so a reused pid is safe
     try:
         process.wait(STOP_SECONDS)
     except subprocess.TimeoutExpired:
@@ -183,32 +183,32 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _settle(api_url: str) -> None:
-    """Send what this process holds back, then wait until the server's count of ended task runs stands still."""
+    """Sends the buffered logs and events, then waits until the server's count of ended task runs stays the same."""
     from prefect.events.worker import EventsWorker
     from prefect.logging.handlers import APILogWorker
 
     APILogWorker.drain_all(timeout=SETTLE_SECONDS)
     EventsWorker.drain_all(timeout=SETTLE_SECONDS)
     if LOOPBACK not in api_url:
-        return  # a server that others use, too, never stands still, and nobody is about to stop it
-    ended = {"task_runs": {"state": {"type": {"any_": ["COMPLETED", "FAILED", "CRASHED", "CANCELLED"]}}}}
+        return  # a shared server is not about to be stopped, and its count never stays the same
+    ended_runs = {"task_runs": {"state": {"type": {"any_": ["COMPLETED", "FAILED", "CRASHED", "CANCELLED"]}}}}
     deadline = time.monotonic() + SETTLE_SECONDS
-    last: object = None
+    last_count: object = None
     while time.monotonic() < deadline:
         try:
-            count = _request_json(f"{api_url}/task_runs/count", post=ended)
+            count = _request_json(f"{api_url}/task_runs/count", post=ended_runs)
         except (OSError, ValueError):
-            return  # the server is gone: there is nothing left to wait for
-        if count == last:
+            return  # the server has ended, so there is nothing to wait for
+        if count == last_count:
             return
-        last = count
+        last_count = count
         time.sleep(SETTLE_POLL_SECONDS)
 
 
 def _request_json(url: str, post: Mapping[str, object] | None = None) -> object:
     body = None if post is None else json.dumps(post).encode()
     request = urllib.request.Request(url, data=body, headers={"Content-Type": "application/json"})
-    # No proxies: the address is ours, and an HTTP_PROXY of the environment would not find it.
+    # without the environment's proxies, which cannot reach a loopback address
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(request, timeout=5.0) as answer:
         return json.loads(answer.read())
@@ -230,28 +230,29 @@ def _locked(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _reserved_port() -> Iterator[int]:
-    """A loopback port that nobody else is given while the block runs.
+    """Reserves a free loopback port within the block.
 
-    Bound with SO_REUSEADDR but not listening: the server, which binds so too, may take it; a search for a free port
-    passes it by.
+    The port is bound with SO_REUSEADDR and does not listen. So the server, which uses SO_REUSEADDR too, can bind it,
+    while a search for a free port does not return it.
     """
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind((LOOPBACK, 0))
-        yield held.getsockname()[1]
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as reservation:
+        reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reservation.bind((LOOPBACK, 0))
+        yield reservation.getsockname()[1]
 
 
 @contextmanager
 def _environment(**values: str | None) -> Iterator[None]:
+    """Sets environment variables within the block. The value None removes a variable."""
     before = {name: os.environ.get(name) for name in values}
-    _put_environment(values)
+    _set_environment(values)
     try:
         yield
     finally:
-        _put_environment(before)
+        _set_environment(before)
 
 
-def _put_environment(values: dict[str, str | None]) -> None:
+def _set_environment(values: dict[str, str | None]) -> None:
     for name, value in values.items():
         if value is None:
             os.environ.pop(name, None)
@@ -260,7 +261,13 @@ def _put_environment(values: dict[str, str | None]) -> None:
 
 
 def _no_proxy(api_url: str) -> dict[str, str | None]:
-    """Prefect's client obeys HTTP_PROXY even for a server on this machine; NO_PROXY takes loopback out."""
+    """Excludes loopback from proxies, because Prefect's client uses HTTP_PROXY even for a server on this machine."""
     if LOOPBACK not in api_url:
         return {}
-    return {name: ",".join(filter(None, (os.environ.get(name, ""), LOOPBACK))) for name in ("NO_PROXY", "no_proxy")}
+    return {name: no_proxy_with_loopback(name) for name in ("NO_PROXY", "no_proxy")}
+
+
+def no_proxy_with_loopback(name: str) -> str:
+    """Returns the value of the environment variable (NO_PROXY or no_proxy) with the loopback address added."""
+    hosts = [os.environ.get(name, ""), LOOPBACK]
+    return ",".join(host for host in hosts if host)

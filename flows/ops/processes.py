@@ -1,7 +1,7 @@
-"""Processes by pid and start time, so that a pid that was given away again is never taken for ours.
+"""Finds, starts and ends processes by pid and start time, so that a reused pid is never mistaken for our process.
 
-Every process that `ostinato up` starts carries an environment variable, which all that it starts inherit: what is ours
-can be told from what is not, whatever became of its parents.
+Every process that `ostinato up` starts has the environment variable UP_ID_ENV, and all its children inherit it. So the
+processes of one `up` can be found even if their parents have ended.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ import psutil
 from storage.serialization import Frozen
 
 UP_ID_ENV = "OSTINATO_UP"
-"""The environment variable with the id of the `up` that a process belongs to."""
+"""Environment variable with the id of the `up` that a process belongs to."""
 FLOW_RUN_ENV = "PREFECT__FLOW_RUN_ID"
-"""The environment variable by which Prefect's worker tells a process which flow run it is."""
-SAME_START_SECONDS = 0.05
-"""Start times are read from the kernel's clock ticks, which are 0.01 s."""
+"""Environment variable in which Prefect's worker puts the id of the flow run that a process executes."""
+START_TIME_TOLERANCE_SECONDS = 0.05
+"""Start times are computed from the kernel's clock ticks of 0.01 s."""
 
 
 class ProcessIdentity(Frozen):
-    """A process that cannot be mistaken for another one."""
+    """A pid with the start time of its process, which together identify a process."""
 
     pid: int
     created: float
-    """When it started: seconds since 1970."""
+    """Start time of the process, seconds since 1970."""
 
     @classmethod
     def of(cls, pid: int) -> ProcessIdentity | None:
-        """The process that has this pid now, or None."""
+        """Returns the identity of the process that has this pid now, or None if there is none."""
         try:
             return cls(pid=pid, created=psutil.Process(pid).create_time())
         except psutil.NoSuchProcess:
             return None
 
     def process(self) -> psutil.Process | None:
-        """The living process, or None: gone, dead and not asked for yet, or the pid is another's by now."""
+        """Returns the process if it is alive. Returns None if it is gone or a zombie, or if the pid was reused."""
         try:
-            found = psutil.Process(self.pid)
-            ours = abs(found.create_time() - self.created) < SAME_START_SECONDS
-            return found if ours and found.status() != psutil.STATUS_ZOMBIE else None
+            process = psutil.Process(self.pid)
+            is_same = abs(process.create_time() - self.created) < START_TIME_TOLERANCE_SECONDS
+            return process if is_same and process.status() != psutil.STATUS_ZOMBIE else None
         except psutil.NoSuchProcess:
             return None
 
@@ -53,7 +53,7 @@ class ProcessIdentity(Frozen):
 
 
 def spawn(command: Sequence[str], *, environment: Mapping[str, str], log: Path, folder: Path) -> ProcessIdentity:
-    """Starts a process in a session of its own (Ctrl-C is for the supervisor), appending what it says to `log`."""
+    """Starts a process in a new session, so that Ctrl-C reaches only the supervisor. Appends its output to `log`."""
     with log.open("ab") as output:
         child = subprocess.Popen(
             list(command),
@@ -64,50 +64,50 @@ def spawn(command: Sequence[str], *, environment: Mapping[str, str], log: Path, 
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    mark = ProcessIdentity.of(child.pid)
-    assert mark is not None  # nobody has waited for it, so the kernel keeps it
-    child.returncode = 0  # watched by its mark, and waited for by `reap`: Popen must not warn that it lives on
-    return mark
+    identity = ProcessIdentity.of(child.pid)
+    assert identity is not None  # the kernel keeps a child until its parent has waited for it
+    child.returncode = 0  # keeps Popen from warning about a running child; `reap` waits for it
+    return identity
 
 
-def reap(mark: ProcessIdentity) -> None:
-    """Lets the kernel forget a dead child. Not our child (adopted), or alive: nothing."""
+def reap(identity: ProcessIdentity) -> None:
+    """Removes a dead child from the kernel's process table. Does nothing for a live process or another's child."""
     try:
-        os.waitpid(mark.pid, os.WNOHANG)
+        os.waitpid(identity.pid, os.WNOHANG)
     except ChildProcessError:
         return
 
 
 def terminate_all(processes: Iterable[psutil.Process], *, grace_seconds: float) -> None:
-    """SIGTERM to all, SIGKILL to those that are there after `grace_seconds`; returns when all are gone."""
-    asked = list(processes)
-    for process in asked:
+    """Sends SIGTERM to all, and SIGKILL to those that run after `grace_seconds`. Returns when all have ended."""
+    targets = list(processes)
+    for process in targets:
         _signal(process, hard=False)
-    _, lingering = psutil.wait_procs(asked, timeout=grace_seconds)
-    for process in lingering:
+    _, remaining = psutil.wait_procs(targets, timeout=grace_seconds)
+    for process in remaining:
         _signal(process, hard=True)
-    psutil.wait_procs(lingering, timeout=grace_seconds)
+    psutil.wait_procs(remaining, timeout=grace_seconds)
 
 
 def kill_all(processes: Iterable[psutil.Process]) -> None:
-    """SIGKILL to all; returns when all are gone."""
-    asked = list(processes)
-    for process in asked:
+    """Sends SIGKILL to all. Returns when all have ended."""
+    targets = list(processes)
+    for process in targets:
         _signal(process, hard=True)
-    psutil.wait_procs(asked, timeout=10.0)
+    psutil.wait_procs(targets, timeout=10.0)
 
 
-def processes_of_up(mark: str) -> list[psutil.Process]:
-    """Every living process of this `up` but this one. Only those whose environment we may read can be ours."""
-    found = []
+def processes_of_up(up_id: str) -> list[psutil.Process]:
+    """Returns the live processes of an `up` except this one. Processes whose environment is unreadable are not ours."""
+    processes = []
     for process in psutil.process_iter():
-        if process.pid != os.getpid() and process_environment(process).get(UP_ID_ENV) == mark:
-            found.append(process)
-    return found
+        if process.pid != os.getpid() and process_environment(process).get(UP_ID_ENV) == up_id:
+            processes.append(process)
+    return processes
 
 
 def process_environment(process: psutil.Process) -> dict[str, str]:
-    """Empty for a process that is gone, dead, or another user's."""
+    """Returns the environment of a process. Empty if the process is gone, dead, or another user's."""
     try:
         return process.environ()
     except (psutil.Error, OSError):
@@ -116,6 +116,6 @@ def process_environment(process: psutil.Process) -> dict[str, str]:
 
 def _signal(process: psutil.Process, *, hard: bool) -> None:
     try:
-        process.kill() if hard else process.terminate()  # psutil looks at the start time first
+        process.kill() if hard else process.terminate()  # psutil compares the start time first
     except psutil.NoSuchProcess:
         return

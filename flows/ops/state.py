@@ -1,4 +1,4 @@
-"""What `ostinato up` knows between calls: one JSON file, which only its owner can read, under .ostinato/up."""
+"""The state of `ostinato up` between commands: a JSON file under .ostinato/up that only its owner can read."""
 
 from __future__ import annotations
 
@@ -16,44 +16,47 @@ from flows.ops.processes import ProcessIdentity
 from storage.serialization import Frozen
 
 HOME = Path(".ostinato") / "up"
-"""Within the working directory."""
+"""Folder of the state, relative to the working directory."""
 
 
 class UpError(RuntimeError):
-    """A service did not come up, or the state is not usable. The message says what to do."""
+    """A service did not start, or the state is not usable. The message says what to do."""
 
 
 class UpOptions(Frozen):
-    """What a person chose: a second `up` with other choices is refused, not obeyed by half."""
+    """The options of `ostinato up`. A second `up` with other options is refused while the first one runs."""
 
     storage: str
-    """The url that flows and engine use."""
+    """Url of the store that flows and engine use."""
     with_s3: bool = False
+    """Whether an S3 server is started for the artifacts."""
     database: str = ""
-    """SQLAlchemy url of Prefect's database. Empty: SQLite in the state's folder."""
+    """SQLAlchemy url of Prefect's database. Empty: a SQLite file in the folder of the state."""
     port: int = 4200
-    """Of the Prefect server, and of the one page to open."""
+    """Port of the Prefect server and its UI."""
     engine_config: str = ""
-    """File of the engine's keys."""
+    """Path of the engine's config file. Empty: the defaults."""
     pool: str = "ostinato"
-    """Prefect work pool."""
+    """Name of the Prefect work pool."""
 
     def differences(self, other: UpOptions) -> list[str]:
-        """`name: this -> other`, without what may hold a password."""
-        mine, theirs = self.model_dump(), other.model_dump()
-        return [
-            f"{name}: changed" if name == "database" else f"{name}: {mine[name]!r} -> {theirs[name]!r}"
-            for name in mine
-            if mine[name] != theirs[name]
-        ]
+        """Returns a line `name: this -> other` for each option that differs. The database url is not shown."""
+        others = other.model_dump()
+        lines = []
+        for name, value in self.model_dump().items():
+            if value == others[name]:
+                continue
+            # the url of the database may contain a password
+            lines.append(f"{name}: changed" if name == "database" else f"{name}: {value!r} -> {others[name]!r}")
+        return lines
 
 
 class Ports(Frozen):
-    """Loopback ports; kept over restarts, so that what runs finds what was restarted."""
+    """Loopback ports of the services. They stay the same when a service restarts."""
 
     engine: int
     worker: int
-    """Where the worker answers whether it is well."""
+    """Port of the worker's health check."""
     s3: int = 0
     master: int = 0
     volume: int = 0
@@ -61,9 +64,10 @@ class Ports(Frozen):
 
 
 class UpState(Frozen):
-    """One `up`: what it was asked for, where it listens, who runs."""
+    """One `ostinato up`: its options, its ports, its secrets and its processes."""
 
     id: str
+    """Random id. All processes of this `up` have it in their environment."""
     options: UpOptions
     ports: Ports
     token: str
@@ -72,9 +76,11 @@ class UpState(Frozen):
     s3_secret: str = ""
     supervisor: ProcessIdentity | None = None
     services: dict[str, ProcessIdentity] = {}
+    """The running process of each service, by name."""
     restarts: dict[str, int] = {}
+    """How often each service was restarted, by name."""
     ready: bool = False
-    """Whether all that was asked for answers and all deployments were made."""
+    """Whether all services answer and all deployments were made."""
 
     @property
     def url(self) -> str:
@@ -94,7 +100,7 @@ class UpState(Frozen):
 
 
 def load_state(home: Path) -> UpState | None:
-    """The state in that folder, or None where there is none. Raises UpError for one that cannot be read."""
+    """Returns the state in a folder, or None if there is none. Raises UpError if it cannot be read."""
     path = state_file(home)
     try:
         return UpState.model_validate_json(path.read_bytes())
@@ -102,24 +108,24 @@ def load_state(home: Path) -> UpState | None:
         return None
     except ValidationError as error:
         raise UpError(
-            f"{path} is not a state of `ostinato up`: {error.errors()[0]['msg']}; if none of its processes runs any "
-            "more, remove the file"
+            f"{path} is not a state of `ostinato up`: {error.errors()[0]['msg']}; if none of its processes is running, "
+            "remove the file"
         ) from error
 
 
 def save_state(home: Path, state: UpState) -> None:
-    """Replaces the file as a whole; only its owner may read it."""
+    """Replaces the state file. Only its owner may read it."""
     write_private(state_file(home), json.dumps(state.model_dump(mode="json"), indent=1))
 
 
 def forget_state(home: Path) -> None:
-    """Removes the state and its secrets; Prefect's history, the artifacts of an S3 server and the logs stay."""
+    """Removes the state and its secrets. Prefect's history, the S3 server's artifacts and the logs stay."""
     for path in (state_file(home), token_file(home)):
         path.unlink(missing_ok=True)
 
 
 def token_file(home: Path) -> Path:
-    """Where the engine reads its token."""
+    """Returns the path of the file from which the engine reads its token."""
     return home / "engine-token"
 
 
@@ -128,7 +134,7 @@ def state_file(home: Path) -> Path:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Writes with mode 0600, whole or not at all."""
+    """Writes a file with mode 0600. The file is replaced as a whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.unlink(missing_ok=True)
@@ -142,8 +148,10 @@ def write_private(path: Path, text: str) -> None:
 
 @contextmanager
 def supervising(home: Path) -> Iterator[bool]:
-    """Whether this process is the one supervisor of the folder, for as long as the block runs. The kernel gives the
-    lock back however the process ends."""
+    """Takes the supervisor's lock of the folder within the block; yields False if another process holds it.
+
+    The kernel releases the lock when the process ends for any reason.
+    """
     home.mkdir(parents=True, exist_ok=True)
     with (home / "lock").open("ab") as file:
         try:
@@ -155,11 +163,11 @@ def supervising(home: Path) -> Iterator[bool]:
 
 
 def status(state: UpState) -> dict[str, dict[str, Any]]:
-    """Each service by name: pid, whether it lives, how often it was started again."""
-    marks = dict(state.services)
+    """Returns pid, liveness and number of restarts of the supervisor and of each service, by name."""
+    processes = dict(state.services)
     if state.supervisor is not None:
-        marks = {"supervisor": state.supervisor} | marks
+        processes = {"supervisor": state.supervisor} | processes
     return {
-        name: {"pid": mark.pid, "alive": mark.alive, "restarts": state.restarts.get(name, 0)}
-        for name, mark in marks.items()
+        name: {"pid": process.pid, "alive": process.alive, "restarts": state.restarts.get(name, 0)}
+        for name, process in processes.items()
     }

@@ -1,4 +1,4 @@
-"""What a worker's process does before it runs a deployed flow: the pull step of prefect.yaml."""
+"""The pull step of prefect.yaml: prepares the process of a worker before it runs a deployed flow."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from pathlib import Path
 
 
 def work_in(folder: str) -> dict[str, str]:
-    """Relative paths of configs begin in the folder that was deployed from, where the worker's machine has it; else
-    where the worker's process begins. Prefect's own step would end the process there."""
+    """Changes to the folder that was deployed from, so that relative paths in configs start there.
+
+    If this machine does not have the folder, the working directory stays as it is. Prefect's own step would fail.
+    """
     if Path(folder).is_dir():
         os.chdir(folder)
     return {"directory": os.getcwd()}

@@ -1,7 +1,7 @@
-"""Keeps the services of one machine alive: what ends is started again, more slowly each time.
+"""Starts the services of `ostinato up` and restarts those that end, after an increasing delay.
 
-Services are watched by pid and start time, not as children, so a supervisor that takes over from one that was killed
-watches what that one had started.
+Services are identified by pid and start time and need not be children of this process. So a supervisor that replaces a
+killed one takes over its services.
 """
 
 from __future__ import annotations
@@ -32,61 +32,68 @@ from flows.ops.services import ServiceSpec, client_environment, is_free, service
 from flows.ops.state import UpError, UpState, forget_state, save_state
 
 TICK_SECONDS = 1.0
-BRING_BACK_SECONDS = 30.0
-"""Between two looks at runs that crashed and that no automation brought back."""
+RESCHEDULE_INTERVAL_SECONDS = 30.0
+"""Interval of the search for crashed flow runs that no automation has rescheduled."""
 FIRST_BACKOFF_SECONDS = 1.0
 MAX_BACKOFF_SECONDS = 60.0
 STEADY_SECONDS = 60.0
-"""Who lives so long has started well: its next end is the first again."""
+"""A service that has run for this long resets its backoff."""
 FLOW_GRACE_SECONDS = 30.0
-"""How long a flow may take to leave its run: the engine checkpoints what it holds of it."""
+"""Seconds that a flow has to release its run after SIGTERM. The engine writes a checkpoint within them."""
 LOG_TAIL = 3000
+"""Characters of a log that an error message shows."""
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 @dataclass
 class Backoff:
-    """How long to wait before the next start: doubled with each end that comes soon after a start."""
+    """The delay before the next start of a service. It doubles with each early end."""
 
     ends: int = 0
     not_before: float = 0.0
 
     def ended(self, now: float, lived_seconds: float) -> float:
+        """Records an end after `lived_seconds`; returns the delay in seconds."""
         self.ends = 1 if lived_seconds >= STEADY_SECONDS else self.ends + 1
-        wait = min(MAX_BACKOFF_SECONDS, FIRST_BACKOFF_SECONDS * 2 ** (self.ends - 1))
-        self.not_before = now + wait
-        return wait
+        delay = min(MAX_BACKOFF_SECONDS, FIRST_BACKOFF_SECONDS * 2 ** (self.ends - 1))
+        self.not_before = now + delay
+        return delay
 
 
 @dataclass
 class Supervisor:
-    """`start`, then `watch` until `stop` is set, then `close`. `state` is what the file says, at any moment."""
+    """Supervises the services: call `start`, then `watch` until `stop` is set, then `close`.
+
+    `state` and the state file are always equal.
+    """
 
     home: Path
     state: UpState
-    say: Say
+    log: Log
     deploy: Callable[[UpState], None]
-    """Tells the Prefect server of the work pool, the deployments and what they use."""
+    """Creates the work pool, the deployments and their settings on the Prefect server."""
     stop: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
         self.services = services(self.state, self.home)
         self._backoff = {service.name: Backoff() for service in self.services}
-        self._lost_worker = not self._alive("worker")  # runs may wait for a worker that an earlier life lost
-        self._seen: set[str] = set()
-        self._brought_back = time.monotonic()
+        self._worker_lost = not self._alive("worker")  # an earlier worker may have left flow runs
+        self._lost_run_ids: set[str] = set()
+        self._rescheduled_at = time.monotonic()
         self._save(supervisor=ProcessIdentity.of(psutil.Process().pid), ready=False)
 
     def start(self) -> None:
-        """All services, each once those it needs answer; adopts what lives. Raises UpError."""
+        """Starts the services in the order of their dependencies; adopts those that run. Raises UpError."""
         for service in self.services:
             if self._alive(service.name):
-                self.say(f"{service.name} runs already (pid {self.state.services[service.name].pid})")
+                self.log(f"{service.name} is running already (pid {self.state.services[service.name].pid})")
             elif service.name == "server" and not is_free(self.state.options.port):
                 raise UpError(
                     f"port {self.state.options.port} of 127.0.0.1 is in use by another program; end it, or give --port"
                 )
+
+        # the engine takes long to start, so it starts along with the server, and is awaited at the end
         by_name = {service.name: service for service in self.services}
         for batch in (("s3",), ("server", "engine")):
             for name in batch:
@@ -95,143 +102,155 @@ class Supervisor:
             for name in batch:
                 if name in by_name and name != "engine":
                     self._wait(by_name[name])
+
+        # the worker takes flow runs as soon as it starts, so everything that they need comes first
         self.deploy(self.state)
         if not self._alive("worker"):
-            self._find_lost_runs()
+            self._release_lost_runs()
             self._spawn(by_name["worker"])
         for name in ("engine", "worker"):
             self._wait(by_name[name])
         self._save(ready=True)
 
     def watch(self) -> None:
-        """Until `stop` is set: looks every second, and starts again what has ended."""
+        """Checks the services every second until `stop` is set, and restarts those that have ended."""
         while not self.stop.wait(TICK_SECONDS):
             for service in self.services:
-                self._look(service)
-            if time.monotonic() - self._brought_back > BRING_BACK_SECONDS:
-                self._bring_back()
+                self._check(service)
+            if time.monotonic() - self._rescheduled_at > RESCHEDULE_INTERVAL_SECONDS:
+                self._reschedule_crashed_runs()
 
     def close(self) -> None:
-        """Ends everything: first the flows, which leave their runs and go on at the next start; then the services."""
+        """Ends the flows, which release their runs and continue at the next start, and then the services."""
         try:
             if self._alive("worker"):
-                # SIGKILL: on SIGTERM the worker would kill its flows before they have left their runs
+                # SIGKILL, because on SIGTERM the worker would kill its flows before they have released their runs
                 kill_all(filter(None, [self.state.services["worker"].process()]))
-            self._lost_worker = True
-            self._find_lost_runs()
+            self._worker_lost = True
+            self._release_lost_runs()
         finally:
             for service in reversed(self.services):
-                mark = self.state.services.get(service.name)
-                if mark is not None:
-                    terminate_all(filter(None, [mark.process()]), grace_seconds=service.grace_seconds)
-                    reap(mark)
+                identity = self.state.services.get(service.name)
+                if identity is not None:
+                    terminate_all(filter(None, [identity.process()]), grace_seconds=service.grace_seconds)
+                    reap(identity)
             terminate_all(processes_of_up(self.state.id), grace_seconds=10.0)
             forget_state(self.home)
 
-    def _look(self, service: ServiceSpec) -> None:
+    def _check(self, service: ServiceSpec) -> None:
+        """Restarts the service if it has ended, its delay is over and the service it needs answers."""
         if self._alive(service.name):
             return
         now, backoff = time.time(), self._backoff[service.name]
-        mark = self.state.services.get(service.name)
-        if mark is not None:
-            reap(mark)
-            wait = backoff.ended(now, now - mark.created)
-            self.say(f"{service.name} (pid {mark.pid}) has ended; it is started again in {wait:.0f} s")
+
+        # the first check after the end: record it, and start the delay
+        identity = self.state.services.get(service.name)
+        if identity is not None:
+            reap(identity)
+            delay = backoff.ended(now, now - identity.created)
+            self.log(f"{service.name} (pid {identity.pid}) has ended; it is restarted in {delay:.0f} s")
             self._forget(service.name)
             if service.name == "worker":
-                self._lost_worker = True
-        if service.name == "worker" and self._lost_worker:
-            self._find_lost_runs()
-        if now < backoff.not_before or self._lacks(service) or self.stop.is_set():
+                self._worker_lost = True
+        if service.name == "worker" and self._worker_lost:
+            self._release_lost_runs()
+
+        if now < backoff.not_before or self._dependency_is_missing(service) or self.stop.is_set():
             return
         self._spawn(service)
         restarts = self.state.restarts | {service.name: self.state.restarts.get(service.name, 0) + 1}
         self._save(restarts=restarts)
 
-    def _lacks(self, service: ServiceSpec) -> bool:
+    def _dependency_is_missing(self, service: ServiceSpec) -> bool:
         needed = [other for other in self.services if other.name == service.needs]
         return not all(self._alive(other.name) and other.healthy() for other in needed)
 
-    def _find_lost_runs(self) -> None:
-        """The worker is gone: its flows, which nobody can cancel any more, are asked to leave their runs, and the
-        server is told that these wait. Where the server is away, it is told later."""
+    def _release_lost_runs(self) -> None:
+        """Ends the flows of a dead worker, so that they release their runs, and reschedules them on the server.
+
+        If the server does not answer, the next check tries again.
+        """
         flows = [process for process in processes_of_up(self.state.id) if FLOW_RUN_ENV in process_environment(process)]
-        self._seen |= {process_environment(process).get(FLOW_RUN_ENV, "") for process in flows}
+        self._lost_run_ids |= {process_environment(process).get(FLOW_RUN_ENV, "") for process in flows}
+        # only the top process of each flow gets SIGTERM, and its children are ended by it
         pids = {process.pid for process in flows}
-        terminate_all((process for process in flows if _parent(process) not in pids), grace_seconds=FLOW_GRACE_SECONDS)
+        roots = [process for process in flows if _parent(process) not in pids]
+        terminate_all(roots, grace_seconds=FLOW_GRACE_SECONDS)
         kill_all(flows)
         try:
-            said = reconcile(
-                self.state.api_url, self.state.options.pool, worker=worker_name(self.state), seen=self._seen
+            lines = reconcile(
+                self.state.api_url, self.state.options.pool, worker=worker_name(self.state), seen=self._lost_run_ids
             )
         except httpx.HTTPError as error:
-            self.say(f"the server is not told yet of the runs that the worker left: {error!r}")
+            self.log(f"the runs of the dead worker are not rescheduled yet: {error!r}")
             return
-        self._lost_worker, self._seen = False, set()
-        for line in said:
-            self.say(line)
+        self._worker_lost, self._lost_run_ids = False, set()
+        for line in lines:
+            self.log(line)
 
-    def _bring_back(self) -> None:
-        """Where the server is away, later."""
-        self._brought_back = time.monotonic()
+    def _reschedule_crashed_runs(self) -> None:
+        """Reschedules crashed runs. If server or worker do not answer, the next interval tries again."""
+        self._rescheduled_at = time.monotonic()
         if not self._alive("server") or not self._alive("worker"):
             return
         try:
-            said = reschedule_crashed_runs(self.state.api_url, self.state.options.pool)
+            lines = reschedule_crashed_runs(self.state.api_url, self.state.options.pool)
         except httpx.HTTPError:
             return
-        for line in said:
-            self.say(line)
+        for line in lines:
+            self.log(line)
 
     def _spawn(self, service: ServiceSpec) -> None:
-        mark = spawn(service.command, environment=service.environment, log=self._log(service), folder=Path.cwd())
-        self._save(services=self.state.services | {service.name: mark})
-        self.say(f"{service.name} is started (pid {mark.pid})")
+        log_file = self._log_file(service)
+        identity = spawn(service.command, environment=service.environment, log=log_file, folder=Path.cwd())
+        self._save(services=self.state.services | {service.name: identity})
+        self.log(f"{service.name} is started (pid {identity.pid})")
 
     def _wait(self, service: ServiceSpec) -> None:
+        """Returns when the service answers. Raises UpError if it ends, takes too long, or `stop` is set."""
         deadline = time.monotonic() + service.start_seconds
         while not service.healthy():
             if self.stop.is_set():
                 raise UpError("stopped while it was starting")
             if not self._alive(service.name):
-                raise UpError(f"{service.name} ended while it was starting; {tail(self._log(service))}")
+                raise UpError(f"{service.name} ended while it was starting; {tail(self._log_file(service))}")
             if time.monotonic() > deadline:
                 raise UpError(
-                    f"{service.name} gave no answer within {service.start_seconds:.0f} s; {tail(self._log(service))}"
+                    f"{service.name} gave no answer within {service.start_seconds:.0f} s; "
+                    f"{tail(self._log_file(service))}"
                 )
             self.stop.wait(0.2)
 
     def _alive(self, name: str) -> bool:
-        mark = self.state.services.get(name)
-        return mark is not None and mark.alive
+        identity = self.state.services.get(name)
+        return identity is not None and identity.alive
 
     def _forget(self, name: str) -> None:
-        self._save(services={other: mark for other, mark in self.state.services.items() if other != name})
+        self._save(services={other: identity for other, identity in self.state.services.items() if other != name})
 
     def _save(self, **changes: object) -> None:
         self.state = self.state.model_copy(update=changes)
         save_state(self.home, self.state)
 
-    def _log(self, service: ServiceSpec) -> Path:
+    def _log_file(self, service: ServiceSpec) -> Path:
         return self.home / f"{service.name}.log"
 
 
 def deploy_by_command(state: UpState) -> None:
-    """Runs `ostinato deploy` against the server of this `up`, in a process of its own: Prefect's import stays there.
-    Raises UpError."""
+    """Runs `ostinato deploy` for the server of this `up`, in a process that imports Prefect. Raises UpError."""
     command = [
         sys.executable, "-m", "flows.cli.main", "deploy", "--pool", state.options.pool,
         "--storage", state.options.storage, "--engine", state.engine_url,
     ]  # fmt: skip
-    done = subprocess.run(
+    process = subprocess.run(
         command, env=client_environment(state), stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
     )
-    if done.returncode:
-        raise UpError(f"the deployments could not be made:\n{(done.stderr or done.stdout).strip()[-LOG_TAIL:]}")
+    if process.returncode:
+        raise UpError(f"the deployments could not be made:\n{(process.stderr or process.stdout).strip()[-LOG_TAIL:]}")
 
 
 def tail(log: Path) -> str:
-    """The end of a log, for an error."""
+    """Returns the end of a log, for an error message."""
     text = log.read_bytes()[-LOG_TAIL:].decode(errors="replace").strip() if log.exists() else ""
     return f"the end of its log, {log}:\n{text}" if text else f"its log, {log}, is empty"
 

@@ -1,8 +1,8 @@
-"""SIGTERM stays SIGTERM.
+"""Keeps a SIGTERM recognisable when Prefect turns it into another error.
 
-Prefect raises it as TerminationSignal wherever the main thread is. While Prefect creates a task run, its own handling
-of it fails, and what arrives is `ValueError: Task run is not set`: the flow run would be Failed, for good, instead of
-Crashed and due again.
+Prefect raises SIGTERM as TerminationSignal at the current position of the main thread. If that is inside the creation
+of a task run, Prefect's handling of the signal fails with `ValueError: Task run is not set`. The flow run would then
+become Failed, which is final, instead of Crashed, which is rescheduled.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from prefect.exceptions import TerminationSignal
 
 @contextmanager
 def reraise_termination() -> Iterator[None]:
-    """Raises TerminationSignal for an error that came of one; any other as it is."""
+    """Raises TerminationSignal for an error that was raised while one was handled. Other errors pass unchanged."""
     try:
         yield
     except Exception as error:
-        if (signal := _behind(error)) is not None:
+        if (signal := _termination_behind(error)) is not None:
             raise TerminationSignal(signal=signal.signal) from error
         raise
 
 
-def _behind(error: BaseException) -> TerminationSignal | None:
-    """The signal in whose handling the error was raised."""
-    seen: set[int] = set()
-    at: BaseException | None = error
-    while at is not None and id(at) not in seen:
-        if isinstance(at, TerminationSignal):
-            return at
-        seen.add(id(at))
-        at = at.__cause__ or at.__context__
+def _termination_behind(error: BaseException) -> TerminationSignal | None:
+    """The TerminationSignal among the causes and contexts of an error, or None."""
+    visited: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in visited:
+        if isinstance(current, TerminationSignal):
+            return current
+        visited.add(id(current))
+        current = current.__cause__ or current.__context__
     return None

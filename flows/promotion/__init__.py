@@ -1,1 +1,1 @@
-"""Promotion of a model to champion: the gate, the approval, the model card, the event."""
+"""Promotion of a model to champion: the gate that compares it, a person's approval, and the model card."""

@@ -1,7 +1,7 @@
-"""A person's word, given in the Prefect UI while the flow run is paused.
+"""Asks a person for approval in the Prefect UI, while the flow run is paused.
 
-Two traps of Prefect's are stepped around. A pause that timed out on the server can only end as Failed: so the server's
-limit lies beyond ours. And fields filled in beforehand lose their constraints: so what comes back is checked here.
+Works around two limits of Prefect. A pause that times out on the server always ends as Failed, so the server's timeout
+is later than ours. Prefilled form fields lose their constraints, so the answer is validated here.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from pydantic import Field, ValidationError
 from storage.serialization import Frozen
 
 GRACE_SECONDS = 3600
-"""How much longer the server keeps the pause open than we wait."""
+"""How much longer than our timeout the server keeps the pause open."""
 POLL_SECONDS = 5
 
 
 class ApprovalForm(RunInput):
-    """What the form asks for."""
+    """The fields of the form in the Prefect UI."""
 
-    promote: bool = Field(False, description="Make the challenger the champion. Off: hold it back.")
-    your_name: str = Field("", description="Who decides. It is kept with the decision.")
-    reason: str = Field("", description="Why, for whoever reads the decision later.")
+    promote: bool = Field(False, description="Make the challenger the champion. Off: keep the present champion.")
+    your_name: str = Field("", description="Your name. It is stored with the decision.")
+    reason: str = Field("", description="The reason for the decision. It is stored with the decision.")
 
 
 class Approval(Frozen):
-    """An answer that can be kept."""
+    """A valid answer to the form."""
 
     promote: bool
     your_name: str = Field(min_length=1, max_length=200, pattern=r"\S")
@@ -41,25 +41,28 @@ class Approval(Frozen):
 
 
 async def request_approval(comparison: str, *, timeout_seconds: float) -> Approval | None:
-    """Pauses the flow run until a person answers; None when nobody does in time. An answer without a name is asked for
-    again, within the same time."""
+    """Pauses the flow run until a person answers. Returns None if nobody answers within the timeout.
+
+    An invalid answer, such as one without a name, is requested again within the same timeout.
+    """
     loop = asyncio.get_running_loop()
-    deadline, problem = loop.time() + timeout_seconds, ""
-    while (left := deadline - loop.time()) > 0:
-        answer = await _pause(problem + comparison, left)
-        if answer is None:
+    deadline, complaint = loop.time() + timeout_seconds, ""
+    while (remaining := deadline - loop.time()) > 0:
+        form = await _pause(complaint + comparison, remaining)
+        if form is None:
             return None
         try:
-            return Approval.model_validate(answer.model_dump(include=set(Approval.model_fields)))
+            return Approval.model_validate(form.model_dump(include=set(Approval.model_fields)))
         except ValidationError as error:
-            said = "; ".join(f"{problem['loc'][0]}: {problem['msg']}" for problem in error.errors(include_url=False))
-            problem = f"**The last answer cannot be kept ({said}). Please answer again.**\n\n"
+            problems = "; ".join(f"{each['loc'][0]}: {each['msg']}" for each in error.errors(include_url=False))
+            complaint = f"**The last answer is not valid ({problems}). Please answer again.**\n\n"
     return None
 
 
 async def _pause(description: str, seconds: float) -> ApprovalForm | None:
+    """Shows the form and waits for an answer, or None after `seconds`."""
     form = ApprovalForm.with_initial_data(description=description)
-    # a key of its own: a retry of the flow run must be able to ask again
+    # a new key for each pause, so that a retry of the flow run can ask again
     pause = apause_flow_run(
         wait_for_input=form,
         timeout=math.ceil(seconds) + GRACE_SECONDS,
@@ -70,13 +73,13 @@ async def _pause(description: str, seconds: float) -> ApprovalForm | None:
         async with asyncio.timeout(seconds):
             return await pause
     except TimeoutError:
-        await _go_on()
+        await _end_pause()
         return None
 
 
-async def _go_on() -> None:
-    """Ends the pause ourselves."""
+async def _end_pause() -> None:
+    """Sets the paused flow run to Running again."""
     context = FlowRunContext.get()
-    assert context is not None and context.flow_run is not None  # a pause is in a flow run
+    assert context is not None and context.flow_run is not None  # only a flow run can be paused
     async with get_client() as client:
         await client.set_flow_run_state(context.flow_run.id, Running(message="nobody answered in time"))

@@ -1,8 +1,8 @@
-"""Whether a challenger may take the champion's place: not worse anywhere, better on the target, beyond chance.
+"""Decides whether a challenger may replace the champion: better on the target, and not worse anywhere else.
 
-Both rules look at the lower end of the 95 % interval of the paired difference (challenger - champion), never at the
-difference alone: what a lucky draw could have made does not pass. Intervals are per cell of the suite and not widened
-for their number.
+Both rules look at the lower end of the 95 % confidence interval of the paired difference (challenger - champion), so
+that a difference that may be due to chance does not pass. Each cell (dataset/grader) of the suite has its own interval.
+The intervals are not widened for the number of cells.
 """
 
 from __future__ import annotations
@@ -16,33 +16,35 @@ from tasks.evaluation.model_comparison import Difference
 
 
 class GateConfig(Frozen):
-    """When a challenger is promoted. Figures are in units of the rewards."""
+    """When a challenger is promoted. Thresholds are in units of the rewards."""
 
     target: str = ""
-    """The `dataset/grader` that it must be better on. Empty: the suite's first dataset and first grader."""
+    """The `dataset/grader` on which the challenger must be better. Empty: the first dataset and grader."""
     better_by: float = Field(0.0, ge=0)
-    """On the target: the lower end of the interval of the difference lies above this."""
+    """Smallest improvement on the target: the lower end of the confidence interval must be above this value."""
     not_worse_by: float = Field(0.05, ge=0)
-    """On everything of the suite: the lower end of the interval of the difference is at least minus this."""
+    """Largest decline on any dataset and grader: the lower end of the confidence interval must be at least minus this
+    value."""
     first_must_pass: bool = False
-    """Whether the first model of a name must pass too, against the model it was trained from. False: it is promoted,
-    since there is nobody to be better than."""
+    """Whether the first model of a name must pass too, in comparison with the model it was trained from. If False, it
+    is promoted without a comparison, since there is no champion yet."""
 
 
-class Check(Frozen):
-    """One rule on one cell."""
+class GateCheck(Frozen):
+    """The result of one rule on one cell."""
 
     cell: str
     rule: str
     difference: float | None
     low: float | None
-    """Lower end of the interval; None: nothing is known with confidence."""
+    """Lower end of the confidence interval. None if there is no interval."""
     high: float | None
+    """Upper end of the confidence interval. None if there is no interval."""
     prompts: int
     passed: bool
 
     @property
-    def said(self) -> str:
+    def sentence(self) -> str:
         """The check as a sentence."""
         if self.difference is None:
             figures = "no prompt has a grade of both models"
@@ -53,49 +55,61 @@ class Check(Frozen):
         return f"{self.cell} must {self.rule}: {figures}, {'passed' if self.passed else 'failed'}"
 
 
-class Verdict(Frozen):
-    """What the gate says."""
+class GateVerdict(Frozen):
+    """The result of the gate."""
 
     passed: bool
-    checks: tuple[Check, ...]
+    checks: tuple[GateCheck, ...]
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Every check when it passed, those that failed when not."""
-        return tuple(check.said for check in self.checks if self.passed or not check.passed)
+        """The sentences of all checks if the gate passed, else those of the failed checks."""
+        return tuple(check.sentence for check in self.checks if self.passed or not check.passed)
 
 
-def judge(gate: GateConfig, differences: Sequence[Difference], cells: Sequence[str]) -> Verdict:
-    """The verdict on a challenger, `second` of each difference, over every cell of the suite.
+def judge(gate: GateConfig, differences: Sequence[Difference], cells: Sequence[str]) -> GateVerdict:
+    """Judges a challenger, which is the `second` model of each difference, on every cell of the suite.
 
-    A cell without a difference fails. Raises ValueError when the target is none of the cells.
+    A cell without a difference fails. Raises ValueError if the target is not one of the cells.
     """
     target = checked_target(gate, cells)
-    found = {difference.cell: difference for difference in differences}
-    checks = [_check(cell, found.get(cell), floor=-gate.not_worse_by, strict=False) for cell in cells]
-    checks.append(_check(target, found.get(target), floor=gate.better_by, strict=True))
-    return Verdict(passed=all(check.passed for check in checks), checks=tuple(checks))
+    by_cell = {difference.cell: difference for difference in differences}
+    checks = [_check_not_worse(cell, by_cell.get(cell), gate.not_worse_by) for cell in cells]
+    checks.append(_check_better(target, by_cell.get(target), gate.better_by))
+    return GateVerdict(passed=all(check.passed for check in checks), checks=tuple(checks))
 
 
 def checked_target(gate: GateConfig, cells: Sequence[str]) -> str:
-    """The target. Raises ValueError when the suite has no such cell."""
+    """Returns the target cell. Raises ValueError if the suite has no such cell."""
     target = gate.target or cells[0]
     if target not in cells:
-        raise ValueError(f"gate.target={target!r} is nothing that the suite grades; it has {', '.join(cells)}")
+        raise ValueError(f"gate.target={target!r} is not a dataset/grader of the suite, which has {', '.join(cells)}")
     return target
 
 
-def _check(cell: str, difference: Difference | None, *, floor: float, strict: bool) -> Check:
+def _check_not_worse(cell: str, difference: Difference | None, margin: float) -> GateCheck:
+    low = difference.paired.low if difference and difference.paired else None
+    passed = low is not None and low >= -margin
+    return _check(cell, difference, rule=f"not be worse by more than {margin:g}", passed=passed)
+
+
+def _check_better(cell: str, difference: Difference | None, margin: float) -> GateCheck:
+    low = difference.paired.low if difference and difference.paired else None
+    passed = low is not None and low > margin
+    rule = f"be better by more than {margin:g}" if margin else "be better"
+    return _check(cell, difference, rule=rule, passed=passed)
+
+
+def _check(cell: str, difference: Difference | None, *, rule: str, passed: bool) -> GateCheck:
     paired = difference.paired if difference else None
-    low = paired.low if paired else None
-    passed = low is not None and (low > floor if strict else low >= floor)
-    better = f"be better by more than {floor:g}" if floor else "be better"
-    return Check(
+    if paired is None:
+        return GateCheck(cell=cell, rule=rule, difference=None, low=None, high=None, prompts=0, passed=passed)
+    return GateCheck(
         cell=cell,
-        rule=better if strict else f"not be worse by more than {-floor:g}",
-        difference=paired.difference if paired else None,
-        low=low,
-        high=paired.high if paired else None,
-        prompts=paired.n if paired else 0,
+        rule=rule,
+        difference=paired.difference,
+        low=paired.low,
+        high=paired.high,
+        prompts=paired.n,
         passed=passed,
     )

@@ -1,10 +1,12 @@
-"""The card of a promoted model, in the form of a Hugging Face README.md: what it is, what made it, how it was judged.
+"""The model card of a promoted model, as a Hugging Face README.md: its training, its data and its evaluation.
 
-It is an artifact of the decision, beside the version: a version never changes, and may be promoted more than once.
+A card is an artifact of the decision and not of the model version, because a version never changes and may be promoted
+more than once.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
@@ -23,7 +25,7 @@ from tasks.evaluation.model_comparison import compare, comparison_markdown
 
 
 def commit_card(store: ObjectStore, decision: Decision, *, provenance: Provenance) -> str:
-    """Writes the card of the version that the decision is about; returns its text. Safe to repeat: the first stands."""
+    """Writes the card of the decision's version and returns its text. If the decision has a card, returns that one."""
     key = keys.model_note(decision.model, "cards", decision.id)
     ref = find_artifact(store, key)
     if ref is None:
@@ -36,15 +38,15 @@ def commit_card(store: ObjectStore, decision: Decision, *, provenance: Provenanc
 
 
 def find_card(store: ObjectStore, decision: Decision) -> str | None:
-    """The card that was written when the decision was made, or None."""
+    """Returns the card that was written when the decision was made, or None."""
     ref = find_artifact(store, keys.model_note(decision.model, "cards", decision.id))
     return None if ref is None else read_bytes(store, ref).decode()
 
 
 def render_card(store: ObjectStore, name: str, version: str, decision: Decision | None = None) -> str:
-    """The card as the store has it now. Raises ObjectNotFound, CorruptArtifact."""
+    """Renders the card from the present contents of the store. Raises ObjectNotFound, CorruptArtifact."""
     lineage = lineage_of(store, f"{name}@{version}")
-    stages = [_stage(store, chain, until) for chain, until in lineage.chains(store)]
+    stages = [_read_stage(store, chain, until) for chain, until in lineage.chains(store)]
     sections = [
         _header(lineage, stages),
         f"# {name}@{version}\n",
@@ -58,17 +60,33 @@ def render_card(store: ObjectStore, name: str, version: str, decision: Decision 
     return "\n".join(section for section in sections if section)
 
 
-def _stage(store: ObjectStore, chain: Chain, until: int) -> dict[str, Any]:
-    record = chain.record(until) if until else None
-    return {
-        "run": chain.run,
-        "stage": chain.stage,
-        "algorithm": keys.stage_kind(chain.stage),
-        "steps": until,
-        "head": chain.policy(until).state,
-        "record": record,
-        "config": _config(store, chain.run),
-    }
+@dataclass(frozen=True)
+class _CardStage:
+    """One training stage in the history of the model."""
+
+    run: str
+    stage: str
+    algorithm: str
+    steps: int
+    head: str
+    """The state after the last of the `steps`."""
+    record: CommitRecord | None
+    """The commit record of the last step. None if the stage has no step."""
+    config: dict[str, Any]
+    """The semantic config of the run. Empty if the store does not have it."""
+
+
+def _read_stage(store: ObjectStore, chain: Chain, until: int) -> _CardStage:
+    """Reads the stage of a chain up to and including step `until`."""
+    return _CardStage(
+        run=chain.run,
+        stage=chain.stage,
+        algorithm=keys.stage_kind(chain.stage),
+        steps=until,
+        head=chain.policy(until).state,
+        record=chain.record(until) if until else None,
+        config=_config(store, chain.run),
+    )
 
 
 def _config(store: ObjectStore, run: str) -> dict[str, Any]:
@@ -78,8 +96,9 @@ def _config(store: ObjectStore, run: str) -> dict[str, Any]:
         return {}
 
 
-def _header(lineage: Lineage, stages: list[dict[str, Any]]) -> str:
-    tags = ["ostinato", *dict.fromkeys(stage["algorithm"] for stage in stages)]
+def _header(lineage: Lineage, stages: list[_CardStage]) -> str:
+    """The YAML header that model hubs read."""
+    tags = ["ostinato", *dict.fromkeys(stage.algorithm for stage in stages)]
     body: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": tags}
     if lineage.base is not None and stages:
         body["base_model"] = lineage.base
@@ -94,22 +113,22 @@ def _origin(lineage: Lineage) -> str:
     return f"Trained from `{lineage.base}` by Ostinato in {steps} {noun}, each committed once.\n"
 
 
-def _training(stages: list[dict[str, Any]]) -> str:
+def _training(stages: list[_CardStage]) -> str:
     if not stages:
         return ""
     columns = "| run | stage | algorithm | steps | learning rate | seed | chain head |"
     lines = ["## Training\n", columns, "|-|-|-|-:|-:|-:|-|"]
     for stage in stages:
-        record: CommitRecord | None = stage["record"]
-        rate = f"{record.request.optimizer.lr:.3g}" if record else "–"
+        rate = f"{stage.record.request.optimizer.lr:.3g}" if stage.record else "–"
+        seed = stage.config.get("seed", "–")
         lines.append(
-            f"| `{stage['run']}` | `{stage['stage']}` | {stage['algorithm']} | {stage['steps']} | {rate} | "
-            f"{stage['config'].get('seed', '–')} | `{stage['head'][:16]}` |"
+            f"| `{stage.run}` | `{stage.stage}` | {stage.algorithm} | {stage.steps} | {rate} | {seed} | "
+            f"`{stage.head[:16]}` |"
         )
-    last = stages[-1]["config"]
-    if last:
-        shown = {name: last[name] for name in ("algorithm", "optimizer", "sampling", "grader") if name in last}
-        lines += ["", "Config of the last run:\n", f"```yaml\n{yaml.safe_dump(shown, sort_keys=True)}```"]
+    config = stages[-1].config
+    if config:
+        groups = {name: config[name] for name in ("algorithm", "optimizer", "sampling", "grader") if name in config}
+        lines += ["", "Config of the last run:\n", f"```yaml\n{yaml.safe_dump(groups, sort_keys=True)}```"]
     return "\n".join(lines) + "\n"
 
 
@@ -117,19 +136,22 @@ def _data(store: ObjectStore, name: str, version: str, lineage: Lineage) -> str:
     if lineage.policy is None:
         return ""
     digests = sorted(training_datasets(store, f"{name}@{version}"))
-    return "## Data\n\n" + "\n".join(f"- dataset sha256 `{sha256}`" for sha256 in digests) + "\n"
+    lines = [f"- dataset sha256 `{sha256}`" for sha256 in digests]
+    return "## Data\n\n" + "\n".join(lines) + "\n"
 
 
 def _decision(decision: Decision | None) -> str:
     if decision is None:
         return ""
-    over = f"`{decision.champion}`" if decision.champion else "no champion"
+    champion = f"`{decision.champion}`" if decision.champion else "no champion"
+    source = f"decision `{decision.id}`"
+    if decision.run:
+        source += f", run `{decision.run}`"
     lines = [
         "## Decision\n",
-        f"`{decision.action}` by {decision.who}, {decision.created[:19]} UTC, over {over} "
-        f"(decision `{decision.id}`{f', run `{decision.run}`' if decision.run else ''}):\n",
-        *(f"- {reason}" for reason in decision.reasons),
+        f"`{decision.action}` by {decision.who}, {decision.created[:19]} UTC, over {champion} ({source}):\n",
     ]
+    lines += [f"- {reason}" for reason in decision.reasons]
     return "\n".join(lines) + "\n"
 
 
@@ -140,8 +162,8 @@ def _evaluation(store: ObjectStore, decision: Decision | None) -> str:
     ref = find_artifact(store, key)
     if ref is None or ref.sha256 != sha256 or ref.kind != "comparison":
         return f"## Evaluation\n\n`{decision.evaluation}` (not in this store)\n"
-    found = compare(read_table(store, ref).to_pylist())
-    return f"## Evaluation\n\n{comparison_markdown(found)}\nTable: `{decision.evaluation}`\n"
+    comparison = compare(read_table(store, ref).to_pylist())
+    return f"## Evaluation\n\n{comparison_markdown(comparison)}\nTable: `{decision.evaluation}`\n"
 
 
 def _lineage(lineage: Lineage, name: str, version: str) -> str:
@@ -150,5 +172,5 @@ def _lineage(lineage: Lineage, name: str, version: str) -> str:
         "base": lineage.base,
         "segments": [segment.model_dump(mode="json") for segment in lineage.segments],
     }
-    again = f"`ostinato runs lineage {name}@{version}` lists every step; `ostinato verify RUN` redoes a run.\n"
-    return f"## Lineage\n\n```json\n{canonical_json(body).decode()}\n```\n\n{again}"
+    commands = f"`ostinato runs lineage {name}@{version}` lists every step; `ostinato verify RUN` redoes a run.\n"
+    return f"## Lineage\n\n```json\n{canonical_json(body).decode()}\n```\n\n{commands}"

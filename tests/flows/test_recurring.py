@@ -270,7 +270,7 @@ def test_a_person_declines(line: Line, answer: Callable[..., list[str]]) -> None
 def test_an_answer_without_a_name_is_asked_for_again(line: Line, answer: Callable[..., list[str]]) -> None:
     asked = answer({"promote": True}, {"promote": True, "your_name": "Ada"})
     assert line.run(approval=REQUIRED)["outcome"] == "promoted"
-    assert "The last answer cannot be kept (your_name: " in asked[1]
+    assert "The last answer is not valid (your_name: " in asked[1]
 
 
 @pytest.mark.slow
@@ -289,7 +289,7 @@ def test_nobody_answers(line: Line, prefect_server: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"gate": {"target": "even"}}, "nothing that the suite grades; it has all/even"),
+        ({"gate": {"target": "even"}}, "not a dataset/grader of the suite, which has all/even"),
         ({"model": "a/b"}, "is not a name"),
         ({"gate": {"better_by": -1}}, "greater than or equal to 0"),
     ],

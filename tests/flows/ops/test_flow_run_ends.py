@@ -57,7 +57,7 @@ def test_a_run_from_a_terminal_asks_no_server(monkeypatch: pytest.MonkeyPatch) -
         raise AssertionError("asked")
 
     monkeypatch.delenv(FLOW_RUN_ENV, raising=False)
-    monkeypatch.setattr(deployment_settings, "_now", refused)
+    monkeypatch.setattr(deployment_settings, "_sync", refused)
     assert deployment_settings.with_deployment_settings(FlowConfig()) == FlowConfig()
     monkeypatch.setenv(FLOW_RUN_ENV, str(uuid4()))
     with pytest.raises(AssertionError, match="asked"):

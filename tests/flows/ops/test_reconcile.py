@@ -84,7 +84,7 @@ def test_where_others_serve_the_pool_only_runs_whose_processes_were_seen_are_tou
 
 
 def test_every_page_is_read(played: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PAGE", 2)
+    monkeypatch.setattr(module, "PAGE_SIZE", 2)
     server = Server([a_run(number, "RUNNING") for number in range(5)], [])
     played(server)
     assert len(reconcile("http://server/api", "pool", worker="mine", seen=set())) == 5

@@ -45,7 +45,7 @@ def test_another_target() -> None:
     found = [cell("sums/exact", 0.0, 0.3), cell("words/exact", 0.1, 0.2)]
     assert judge(GateConfig(target="words/exact"), found, CELLS).passed
     assert not judge(GateConfig(target="sums/exact"), found, CELLS).passed
-    with pytest.raises(ValueError, match="nothing that the suite grades; it has sums/exact, words/exact"):
+    with pytest.raises(ValueError, match="not a dataset/grader of the suite, which has sums/exact, words/exact"):
         judge(GateConfig(target="exact"), found, CELLS)
 
 

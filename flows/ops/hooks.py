@@ -136,9 +136,9 @@ async def _unfinished_children(client: PrefectClient, flow_run: FlowRun) -> list
 async def _end_children(client: PrefectClient, children: list[FlowRun], *, cancelled: bool) -> None:
     """Marks child runs as Cancelled or Crashed, because they ended with the process of their parent."""
     message = "it ended with the flow run that started it"
-    state = Cancelled(message=message) if cancelled else Crashed(message=message)
     for child in children:
         if child.state is None or not child.state.is_final():
+            state = Cancelled(message=message) if cancelled else Crashed(message=message)
             await client.set_flow_run_state(child.id, state, force=True)
 
 

@@ -33,7 +33,7 @@ def test_the_logger_of_a_deployed_recipe_is_one_that_training_classes_take() -> 
 
 def test_a_stage_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr("flows.loggers.say", said.append)
+    monkeypatch.setattr("flows.loggers.log_line", said.append)
     stage = JobNotifier().stage_notifier("SFT Training")
     stage.report_progress(3, 4)
     assert stage.progress == 0.75 and said == ["SFT Training: 75 %"]

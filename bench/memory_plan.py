@@ -57,7 +57,8 @@ def measure(folder: Path, dtype: str, tokens: int, *, sampler: bool) -> None:
     from transformers import AutoModelForCausalLM  # noqa: F401 - part of the process, not of the model
 
     from engine.backends.protocol import Objective
-    from engine.backends.torch.causal_lm import CausalLM, frozen_copy, load_causal_lm
+    from engine.backends.torch.causal_lm import CausalLM, frozen_copy
+    from engine.backends.torch.loading import load_model
     from engine.backends.torch.sampler import TorchSampler
     from engine.backends.torch.trainer import TorchTrainer
     from engine.losses.likelihood import CrossEntropySpec
@@ -69,7 +70,7 @@ def measure(folder: Path, dtype: str, tokens: int, *, sampler: bool) -> None:
     before = status("VmRSS")
     compute = getattr(torch, dtype)
     trainer = TorchTrainer(
-        load_causal_lm(folder, dtype=torch.float32, compute_dtype=compute, device=torch.device("cpu"))
+        load_model(folder, dtype=torch.float32, compute_dtype=compute, device=torch.device("cpu"))
     )
     Path("/proc/self/clear_refs").write_text("5")  # the peak of loading is not asked for
     if sampler:

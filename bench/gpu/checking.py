@@ -27,9 +27,10 @@ from bench.gpu.setting import (
 )
 from engine.backends.protocol import Objective
 from engine.backends.torch.attention import PackedLayout
-from engine.backends.torch.causal_lm import CausalLM, digest_weights
+from engine.backends.torch.causal_lm import CausalLM
 from engine.backends.torch.packing import Fan
 from engine.backends.torch.trainer import TorchTrainer
+from engine.backends.weight_files.digests import digest_tensors
 from engine.losses.likelihood import CrossEntropySpec
 from engine.losses.policy_gradient import GRPOSpec
 from engine.models.samples import Sample
@@ -191,7 +192,7 @@ def _after_two_steps(model: CausalLM, samples: list[Sample]) -> str:
     trainer = TorchTrainer(model)
     for _ in range(2):
         trainer.update(samples, OBJECTIVES["grpo"], OptimizerSpec(lr=1e-3), max_tokens=4096)
-    return digest_weights(model)[0]
+    return digest_tensors(model.named_weights())[0]
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.backends.deepspeed.memory import Held, held_bytes
+from engine.backends.deepspeed.memory import ZeroStateBytes, zero_state_bytes
 from engine.errors import BadSpec
 from engine.memory_plan.formulas import MASTER_BYTES, activations, autocast_weights, head_activations, torch_states
 from engine.memory_plan.records import PHASES, Machine, MemoryPart, Phase, ProcessMemory, Workload
@@ -172,7 +172,7 @@ def _deepspeed_memory(
 ) -> ProcessMemory:
     """Stages 1 to 3. engine.backends.deepspeed.memory counts the states, which are split over the ranks."""
     shape, compute, ranks = work.shape, setup.compute_bytes, setup.ranks
-    places = held_bytes(
+    places = zero_state_bytes(
         zero, parameters=shape.parameters, buffers=0, ranks=ranks, compute_bytes=compute, master_bytes=MASTER_BYTES
     )
     tokens, checkpointing = _tokens_per_rank(spec), zero.activation_checkpointing
@@ -205,7 +205,7 @@ def _deepspeed_memory(
     return ProcessMemory((*process.device, *device), (*process.host, *host))
 
 
-def _zero_states(held: Held, zero: DeepSpeedSpec, work: Workload, setup: TrainingSetup) -> list[MemoryPart]:
+def _zero_states(held: ZeroStateBytes, zero: DeepSpeedSpec, work: Workload, setup: TrainingSetup) -> list[MemoryPart]:
     """Returns the state of one rank in one kind of memory. The moments are made in the first step."""
     ranks = setup.ranks
     split = "/N" if zero.zero_stage == 3 else ""

@@ -9,7 +9,7 @@ import torch
 
 from bench.gpu.checking import LOGPROB_TOLERANCE, OBJECTIVES
 from bench.gpu.setting import sft_samples
-from engine.backends.torch.causal_lm import load_causal_lm
+from engine.backends.torch.loading import load_model
 from engine.backends.torch.trainer import TorchTrainer
 from engine.backends.torch.weight_following import FollowingSampler, MirrorSampler
 from engine.protocol import SamplingParams, TokenSequence
@@ -21,7 +21,7 @@ SEEDS = [1, 2, 3, 4, 5]
 
 
 def trainer_on(cuda: torch.device, folder: Path, dtype: torch.dtype) -> TorchTrainer:
-    return TorchTrainer(load_causal_lm(folder, dtype=torch.float32, compute_dtype=dtype, device=cuda))
+    return TorchTrainer(load_model(folder, dtype=torch.float32, compute_dtype=dtype, device=cuda))
 
 
 def following(trainer: TorchTrainer, dtype: torch.dtype, rows: int = 64) -> FollowingSampler:

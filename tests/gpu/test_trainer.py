@@ -13,8 +13,10 @@ from bench.gpu.reference import distance, gradient, trained_logprobs
 from bench.gpu.setting import exact_twin, grpo_samples, near_policy, sft_samples
 from engine.backends.protocol import Objective
 from engine.backends.torch.backend import TorchBackend
-from engine.backends.torch.causal_lm import CausalLM, digest_weights, load_causal_lm
+from engine.backends.torch.causal_lm import CausalLM
+from engine.backends.torch.loading import load_model
 from engine.backends.torch.trainer import TorchTrainer
+from engine.backends.weight_files.digests import digest_tensors
 from engine.errors import OutOfMemory
 from engine.models.samples import Sample
 from engine.protocol import TokenSequence
@@ -27,7 +29,7 @@ LR = OptimizerSpec(lr=1e-3)
 
 
 def load(folder: Path, device: torch.device, compute_dtype: torch.dtype = torch.float32) -> CausalLM:
-    return load_causal_lm(folder, dtype=torch.float32, compute_dtype=compute_dtype, device=device)
+    return load_model(folder, dtype=torch.float32, compute_dtype=compute_dtype, device=device)
 
 
 def batch(name: str, folder: Path) -> list[Sample]:
@@ -91,7 +93,7 @@ def test_the_deterministic_engine_takes_equal_steps(cuda: torch.device, tiny_fol
         trainer = backend.load(tiny_folder)
         for _ in range(3):
             trainer.update(samples, OBJECTIVES["grpo"], LR, max_tokens=4096)
-        return digest_weights(trainer.model)[0]
+        return digest_tensors(trainer.model.named_weights())[0]
 
     try:
         assert end() == end()

@@ -11,7 +11,8 @@ from torch import Tensor
 from bench.gpu.setting import attention_by, grpo_samples
 from engine.backends.torch import varlen
 from engine.backends.torch.attention import PackedLayout
-from engine.backends.torch.causal_lm import CausalLM, load_causal_lm
+from engine.backends.torch.causal_lm import CausalLM
+from engine.backends.torch.loading import load_model
 from engine.backends.torch.packing import Fan, pack
 
 pytestmark = pytest.mark.gpu
@@ -77,7 +78,7 @@ def test_values_and_gradients_are_those_of_sdpa(
 def test_a_whole_model_goes_through_the_kernel(
     cuda: torch.device, kernel: varlen.Varlen, tiny_folder: Path
 ) -> None:
-    model: CausalLM = load_causal_lm(tiny_folder, dtype=torch.float32, compute_dtype=torch.bfloat16, device=cuda)
+    model: CausalLM = load_model(tiny_folder, dtype=torch.float32, compute_dtype=torch.bfloat16, device=cuda)
     packed = pack(grpo_samples("1M", (2, 3, 12, 5, 20)), device=cuda)
     calls = []
 

@@ -15,12 +15,12 @@ import torch
 
 from engine.backends import machine
 from engine.backends.deepspeed import OUT_OF_MEMORY_MARK
-from engine.backends.deepspeed.memory import Places, held_bytes
-from engine.backends.deepspeed.meta_model import open_hollow, probe, streamed
+from engine.backends.deepspeed.memory import PlacedStates, zero_state_bytes
+from engine.backends.deepspeed.meta_model import open_meta_model, probe, streamed_weights
 from engine.backends.deepspeed.options import ZeroOptions
 from engine.backends.protocol import Objective, UpdateReport
 from engine.backends.torch.backend import TorchBackend
-from engine.backends.torch.scalar_lm import check_has_language_head
+from engine.backends.torch.loading import check_has_language_head
 from engine.backends.torch.updates import check_gives
 from engine.cluster.inventory import gpu_count
 from engine.cluster.placement import SHARED_GPU, Placement
@@ -147,10 +147,11 @@ class DeepSpeedBackend:
 
     def try_load(self, folder: Path) -> None:
         """In this process, on the CPU, a module's weights at a time: the ranks keep what they hold."""
-        hollow = open_hollow(folder, dtype=self.master_dtype, held=self.master_dtype, device=torch.device("cpu"))
-        if not hollow.probed:
-            with streamed(hollow):
-                probe(hollow.model, folder)
+        dtype = self.master_dtype
+        meta_model = open_meta_model(folder, dtype=dtype, parameter_dtype=dtype, device=torch.device("cpu"))
+        if not meta_model.probed:
+            with streamed_weights(meta_model):
+                probe(meta_model.model, folder)
 
     def load_base(self, folder: Path, *, key: str = "") -> NoReturn:
         raise BadSpec(
@@ -164,9 +165,9 @@ class DeepSpeedBackend:
     def adapter_off(self, base: Any) -> NoReturn:
         self.load_base(Path(str(base)))
 
-    def held(self, info: dict[str, Any]) -> Places:
+    def states(self, info: dict[str, Any]) -> PlacedStates:
         """Bytes of a loaded model; `info` is what the ranks said of it."""
-        return held_bytes(
+        return zero_state_bytes(
             self.trainer_spec,
             parameters=info["parameters"],
             buffers=info["buffers_nbytes"],
@@ -208,7 +209,7 @@ class DeepSpeedTrainer:
 
     def __init__(self, backend: DeepSpeedBackend, number: int, start_number: int, info: dict[str, Any]) -> None:
         self._backend, self._number, self._start_number = backend, number, start_number
-        self._info, self._held = info, backend.held(info)
+        self._info, self._states = info, backend.states(info)
         weakref.finalize(self, backend.drop, start_number, number)
 
     def _call(self, method: str, *args: Any) -> Any:
@@ -286,7 +287,7 @@ class DeepSpeedTrainer:
 
     def nbytes(self, *, training: bool = True) -> int:
         """Over the devices of all ranks, as `TrainerBackend.memory_bytes` counts them."""
-        return self._held.device.nbytes(training=training)
+        return self._states.device.nbytes(training=training)
 
     @property
     def weights_nbytes(self) -> int:

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.backends.deepspeed.meta_model import Readable
+from engine.backends.deepspeed.meta_model import WeightSource
 from engine.backends.deepspeed.shards import MOMENTS, Shards
-from engine.backends.torch.causal_lm import combine_digests, digest_tensor
+from engine.backends.weight_files.digests import combine_digests, digest_tensor
 from engine.backends.weight_files.pieces import (
     OPTIMIZER,
     WEIGHTS,
@@ -122,7 +122,7 @@ def read_checkpoint(state: State, files: Mapping[str, Path], *, optimizer: bool)
 
 
 @torch.no_grad()
-def fill(state: State, weights: Readable) -> None:
+def fill(state: State, weights: WeightSource) -> None:
     """Reads this rank's pieces, no more, and brings the weights that compute to them. Every rank calls it."""
     for piece in state.shards.pieces:
         weights.read_into(piece.name, piece.of(piece.flat), start=piece.start)

@@ -58,7 +58,7 @@ class Gradients(Protocol):
 def make_gradients(
     loaded: CausalLM, options: ZeroOptions, device: torch.device, sequence: SequenceGroup | None
 ) -> Gradients:
-    """Takes over a model of hollow parameters, in master precision for stage 0 and in that of compute else; its weights
+    """Takes over a model without weights, in master precision for stage 0 and in that of compute else; its weights
     are to be filled through `shards`. `sequence`: the ranks that compute each row together."""
     return (Replicas if options.trainer.zero_stage == 0 else ZeroGradients)(loaded, options, device, sequence)
 

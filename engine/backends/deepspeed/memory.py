@@ -11,7 +11,7 @@ MOMENTS_PER_WEIGHT = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class ZeroStateBytes:
     """Of one policy, over all ranks, in one kind of memory."""
 
     weights: int = 0
@@ -29,22 +29,22 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
-    device: Held
-    host: Held
+class PlacedStates:
+    device: ZeroStateBytes
+    host: ZeroStateBytes
     """What is offloaded to the machines' memory."""
 
 
-def held_bytes(
+def zero_state_bytes(
     spec: DeepSpeedSpec, *, parameters: int, buffers: int, ranks: int, compute_bytes: int, master_bytes: int
-) -> Places:
+) -> PlacedStates:
     """`ranks` of all nodes; `compute_bytes` and `master_bytes` per number, `buffers` in bytes."""
     stage, lower, everywhere = spec.zero_stage, compute_bytes != master_bytes, ranks * buffers
     masters = parameters * master_bytes
     if stage == 0:
         whole = ranks * masters
-        device = Held(weights=whole + everywhere, gradients=whole, moments=MOMENTS_PER_WEIGHT * whole)
-        return Places(device, Held())
+        device = ZeroStateBytes(weights=whole + everywhere, gradients=whole, moments=MOMENTS_PER_WEIGHT * whole)
+        return PlacedStates(device, ZeroStateBytes())
     away = spec.offload_optimizer == "cpu"
     computing = (1 if stage == 3 else ranks) * parameters * compute_bytes
     # stage 1: a whole gradient on every rank until the step; in bfloat16 added up beside it in the masters' precision,
@@ -55,18 +55,18 @@ def held_bytes(
     # DeepSpeed keeps that one on the device unless it has the weights' precision
     in_host = away and (stage == 3 or not lower)
     shares = 0 if in_host or (stage == 1 and not away) else masters
-    on_device = Held(
+    on_device = ZeroStateBytes(
         weights=(computing if spec.offload_parameters == "none" else 0) + everywhere,
         masters=0 if away else masters,
         gradients=whole + shares,
         standing=0 if away else {1: added_up, 2: 0, 3: masters}[stage],
         moments=0 if away else MOMENTS_PER_WEIGHT * masters,
     )
-    offloaded = Held(
+    offloaded = ZeroStateBytes(
         weights=0 if spec.offload_parameters == "none" else computing,
         masters=masters if away else 0,
         gradients=(2 if in_host else 1) * masters if away else 0,
         standing=(2 * masters if stage == 3 else masters) if away else 0,
         moments=MOMENTS_PER_WEIGHT * masters if away else 0,
     )
-    return Places(on_device, offloaded)
+    return PlacedStates(on_device, offloaded)

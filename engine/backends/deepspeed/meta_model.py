@@ -1,7 +1,8 @@
-"""A model without its weights, and where they are read from: a rank never holds a model whole that it keeps a part of.
+"""A meta model: a model without its weights, and the source that its weights are read from.
 
-A *hollow* parameter has its shape, and one number as its storage. Whoever takes the model over gives each parameter
-its place, and fills it from `Hollow.weights` by name and range.
+A rank keeps a part of the model, and never holds the whole of it. A parameter of a meta model has its shape, but its
+storage is one number. The code that takes the model over gives each parameter its storage, and fills it from
+`MetaModel.weights` by name and range.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from engine.backends.torch.attention import register_attention
-from engine.backends.torch.causal_lm import CausalLM, probe_packed_forward
+from engine.backends.torch.causal_lm import CausalLM
+from engine.backends.torch.loading import load_model
+from engine.backends.torch.probes import probe_packed_forward, probe_scalar_forward
 from engine.backends.torch.scalar_lm import (
     HEAD_NAME,
     ScalarLM,
-    drawn_head,
+    check_scalar_head,
+    initial_head_weight,
     is_scalar,
-    load_model,
     new_head,
-    probe_scalar_forward,
-    scalar_head,
     with_scalar_head,
 )
-from engine.backends.weight_files.pieces import Tensors
+from engine.backends.weight_files.pieces import StoredTensors
 from engine.errors import BadModelFolder, BadSpec
 from engine.models.folder import check_model_folder, read_folder_config
 from engine.text.images import VISION_MODEL_TYPES
@@ -40,33 +41,39 @@ INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
 
 
-class Readable(Protocol):
-    """Weights by name and range."""
+class WeightSource(Protocol):
+    """Weights that are read by name and range."""
 
     def read_into(self, name: str, out: Tensor, *, start: int = 0) -> None:
-        """Fills `out` with the elements of the flattened weight from `start` on, cast to its dtype."""
+        """Fills `out` with the elements of the flattened weight from `start` on, cast to the dtype of `out`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Hollow:
-    """Persistent buffers are hollow or not; `weights` has them too. Others are as the model computes them."""
+class MetaModel:
+    """A model whose parameters have no storage yet. Persistent buffers may have none either, and are among `weights`;
+    the other buffers are as the model computes them."""
 
     model: CausalLM
-    weights: Readable
-    """By the names of `model.named_weights()`."""
+    weights: WeightSource
+    """The weights, by the names of `model.named_weights()`."""
     probed: bool
-    """Whether its packed forward was compared with the model's own."""
+    """Whether the model's packed forward pass was compared with its own forward pass."""
 
 
-def open_hollow(
-    folder: Path, *, dtype: torch.dtype, held: torch.dtype, device: torch.device, head_seed: int | None = None
-) -> Hollow:
-    """The model of a plain Hugging Face folder, built as for `dtype`, with hollow parameters in `held` on `device`.
-    `head_seed`: a causal model's, with a new scalar head that it draws in the place of the language head.
+def open_meta_model(
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    parameter_dtype: torch.dtype,
+    device: torch.device,
+    head_seed: int | None = None,
+) -> MetaModel:
+    """The meta model of a plain Hugging Face folder, built for `dtype`, with parameters in `parameter_dtype` on
+    `device`. With `head_seed`, a causal model's language head is replaced by a new scalar head from that seed.
 
-    A folder whose tensors have other names than the model (transformers renames them as it loads), and float64, are
-    read whole into the machine's memory first.
+    A folder whose tensors have other names than the model's (transformers renames them as it loads), and any folder in
+    float64, is first read whole into the machine's memory.
 
     Raises:
         BadModelFolder: as `load_model`, and for a vision-language model.
@@ -78,40 +85,40 @@ def open_hollow(
             "engine.trainer.kind='torch'"
         )
     register_attention()
-    found = None if dtype == torch.float64 else _from_files(folder, dtype, head_seed)
-    if found is None:
-        model = load_model(folder, dtype=dtype, compute_dtype=dtype, device=torch.device("cpu"))
-        if head_seed is not None:
-            model = with_scalar_head(model, new_head(model, head_seed), folder.name)
-        loaded = _Loaded({name: tensor.detach() for name, tensor in model.named_weights()})
-        found = Hollow(model, loaded, probed=True)
-    _hollow_out(found.model.module, held, device)
-    return found
+    meta_model = None if dtype == torch.float64 else _open_files(folder, dtype, head_seed)
+    if meta_model is None:
+        meta_model = _load_whole(folder, dtype, head_seed)
+    _drop_storage(meta_model.model.module, parameter_dtype, device)
+    return meta_model
 
 
 def probe(model: CausalLM, folder: Path) -> None:
-    """Raises BadModelFolder for an architecture that packs wrongly."""
-    (probe_scalar_forward if model.scalar else probe_packed_forward)(model, folder)
+    """Raises BadModelFolder for an architecture that packed attention does not reproduce."""
+    if model.scalar:
+        probe_scalar_forward(model, folder)
+    else:
+        probe_packed_forward(model, folder)
 
 
 @contextmanager
-def streamed(hollow: Hollow) -> Iterator[None]:
-    """Within it the model computes: each module's own weights are read when it is called, and dropped after it."""
-    own = {id(tensor): name for name, tensor in hollow.model.named_weights()}
-    empty = {id(p): p.data for p in hollow.model.module.parameters()}
+def streamed_weights(meta_model: MetaModel) -> Iterator[None]:
+    """Within this context the model computes: the weights of each module are read when it is called, and dropped
+    afterwards."""
+    names = {id(tensor): name for name, tensor in meta_model.model.named_weights()}
+    empty = {id(parameter): parameter.data for parameter in meta_model.model.module.parameters()}
 
     def fill(module: nn.Module, *_: Any) -> None:
         for parameter in module.parameters(recurse=False):
-            read = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-            hollow.weights.read_into(own[id(parameter)], read)
-            parameter.data = read
+            weight = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            meta_model.weights.read_into(names[id(parameter)], weight)
+            parameter.data = weight
 
     def drop(module: nn.Module, *_: Any) -> None:
         for parameter in module.parameters(recurse=False):
             parameter.data = empty[id(parameter)]
 
     handles = []
-    for module in hollow.model.module.modules():
+    for module in meta_model.model.module.modules():
         if any(True for _ in module.parameters(recurse=False)):
             handles.append(module.register_forward_pre_hook(fill))
             handles.append(module.register_forward_hook(drop, always_call=True))
@@ -122,27 +129,39 @@ def streamed(hollow: Hollow) -> Iterator[None]:
             handle.remove()
 
 
+def _load_whole(folder: Path, dtype: torch.dtype, head_seed: int | None) -> MetaModel:
+    """The model as transformers loads it, with its weights in the machine's memory."""
+    model = load_model(folder, dtype=dtype, compute_dtype=dtype, device=torch.device("cpu"))
+    if head_seed is not None:
+        model = with_scalar_head(model, new_head(model, head_seed), folder.name)
+    weights = _TensorsInMemory({name: tensor.detach() for name, tensor in model.named_weights()})
+    return MetaModel(model, weights, probed=True)
+
+
 # -- without reading weights ----------------------------------------------------------------------------------------
 
 
-def _from_files(folder: Path, dtype: torch.dtype, head_seed: int | None) -> Hollow | None:
-    """None for what only transformers' own loading can read, or refuse by name."""
+def _open_files(folder: Path, dtype: torch.dtype, head_seed: int | None) -> MetaModel | None:
+    """The meta model whose weights are read from the folder's files. None if only transformers' own loading can read
+    the folder, or say what is wrong with it."""
     try:
-        tensors = Tensors(_weight_files(folder))
+        tensors = StoredTensors(_weight_files(folder))
         model = _build(folder, dtype, scalar=head_seed is not None or is_scalar(folder))
     except Exception:  # noqa: BLE001 - the boundary to transformers: `load_model` says what is wrong with the folder
         return None
     if any(buffer.is_meta for buffer in model.module.buffers()):
         return None
-    drawn: dict[str, Tensor] = {}
+    new_weights: dict[str, Tensor] = {}
     if head_seed is not None:
-        drawn = {f"{HEAD_NAME}.weight": drawn_head(model.head.in_features, head_seed)}
-    names = _names_in_files(model, tensors.shapes(), drawn)
-    return None if names is None else Hollow(model, _Renamed(tensors, names, _Loaded(drawn)), probed=False)
+        new_weights[f"{HEAD_NAME}.weight"] = initial_head_weight(model.head.in_features, head_seed)
+    names = _names_in_files(model, tensors.shapes(), new_weights)
+    if names is None:
+        return None
+    return MetaModel(model, _RenamedTensors(tensors, names, _TensorsInMemory(new_weights)), probed=False)
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Those that transformers reads: others may lie beside them."""
+    """The files that transformers reads. The folder may contain other safetensors files."""
     if (folder / WHOLE).is_file():
         return [folder / WHOLE]
     weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
@@ -150,20 +169,21 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 class _EmptyIsMeta(TorchFunctionMode):
-    """Weights are made by torch.empty and filled later, so they need no memory; buffers are computed."""
+    """Puts the tensors of torch.empty on the meta device. transformers makes weights with torch.empty and fills them
+    later, so they need no memory; buffers are computed as usual."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = dict(kwargs or {})
-        if func is torch.empty and given.get("device") is None:
-            given["device"] = "meta"
-        return func(*args, **given)
+        arguments = dict(kwargs or {})
+        if func is torch.empty and arguments.get("device") is None:
+            arguments["device"] = "meta"
+        return func(*args, **arguments)
 
 
 def _build(folder: Path, dtype: torch.dtype, *, scalar: bool) -> CausalLM:
+    """The model of the folder's config, without weights."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 
-    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    config = AutoConfig.from_pretrained(folder, **local)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if scalar and not is_scalar(folder):
         config.num_labels = 1
     auto = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
@@ -171,71 +191,80 @@ def _build(folder: Path, dtype: torch.dtype, *, scalar: bool) -> CausalLM:
         module: Any = auto.from_config(config, dtype=dtype, attn_implementation="eager", trust_remote_code=False)
     if (folder / "generation_config.json").is_file() and module.can_generate():
         module.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    _hollow_out(module, dtype, torch.device("cpu"))
-    if scalar:
-        scalar_head(module, folder)
-        module.config.architectures = [type(module).__name__]
-        return ScalarLM(module, compute_dtype=dtype)
-    return CausalLM(module, compute_dtype=dtype)
+    _drop_storage(module, dtype, torch.device("cpu"))
+    if not scalar:
+        return CausalLM(module, compute_dtype=dtype)
+    check_scalar_head(module, folder)
+    module.config.architectures = [type(module).__name__]
+    return ScalarLM(module, compute_dtype=dtype)
 
 
-def _hollow_out(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Takes the parameters' storage away. Tied ones stay tied."""
-    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+def _drop_storage(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Gives every parameter a storage of one number. Tied parameters stay tied."""
+    # the key is the old parameter or its replacement; the value keeps both alive, so that no id is used twice
+    replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     for child in module.modules():
         for name, parameter in child._parameters.items():
             if parameter is None:
                 continue
-            if id(parameter) not in made:
+            if id(parameter) not in replaced:
                 empty = torch.zeros((), dtype=dtype, device=device).expand(parameter.shape)
-                hollow = parameter
-                if parameter.is_meta:  # cannot be given storage
-                    hollow = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                replacement = parameter
+                if parameter.is_meta:  # its data cannot be set
+                    replacement = nn.Parameter(empty, requires_grad=parameter.requires_grad)
                 else:
                     parameter.data = empty
-                made[id(parameter)] = made[id(hollow)] = (parameter, hollow)
-            child._parameters[name] = made[id(parameter)][1]
+                replaced[id(parameter)] = replaced[id(replacement)] = (parameter, replacement)
+            child._parameters[name] = replaced[id(parameter)][1]
 
 
 def _names_in_files(
-    model: CausalLM, found: Mapping[str, tuple[int, ...]], drawn: Mapping[str, Tensor]
+    model: CausalLM, stored: Mapping[str, tuple[int, ...]], new_weights: Mapping[str, Tensor]
 ) -> dict[str, str] | None:
-    """Names in the model -> names in the files; None unless each weight is there once, and nothing else. Those that are
-    `drawn` are of a new head, and the files have the weights of the old one, if any, beside the decoder's."""
-    own = {tensor.data_ptr(): (name, tuple(tensor.shape)) for name, tensor in model.named_weights()}
+    """Names in the model -> names in the files, whose tensors have the shapes `stored`. None unless the files have each
+    weight once, and no others.
+
+    `new_weights` are those of a new head. The files may then have the weights of the old head besides the decoder's.
+    """
+    weights = {tensor.data_ptr(): (name, tuple(tensor.shape)) for name, tensor in model.named_weights()}
+    # a tied weight has several names in the model; the files may have any of them
     aliases: dict[str, list[str]] = defaultdict(list)
     for name, tensor in model.module.state_dict(keep_vars=True).items():
-        aliases[own[tensor.data_ptr()][0]].append(name)
+        aliases[weights[tensor.data_ptr()][0]].append(name)
     names: dict[str, str] = {}
-    for name, shape in own.values():
-        if name in drawn:
+    for name, shape in weights.values():
+        if name in new_weights:
             continue
-        stored = [alias for alias in aliases[name] if alias in found]
-        if len(stored) != 1 or found[stored[0]] != shape:
+        stored_names = [alias for alias in aliases[name] if alias in stored]
+        if len(stored_names) != 1 or stored[stored_names[0]] != shape:
             return None
-        names[name] = stored[0]
-    left = set(found) - set(names.values())
-    if drawn:
-        left = {name for name in left if name.startswith(f"{model.module.base_model_prefix}.")}
-    return None if left else names
+        names[name] = stored_names[0]
+    unused = set(stored) - set(names.values())
+    if new_weights:
+        unused = {name for name in unused if name.startswith(f"{model.module.base_model_prefix}.")}
+    return None if unused else names
 
 
 @dataclass(frozen=True, slots=True)
-class _Renamed:
-    tensors: Tensors
+class _RenamedTensors:
+    """Weights in files under other names, and weights that are in no file."""
+
+    tensors: StoredTensors
     names: Mapping[str, str]
-    drawn: _Loaded
-    """Those in no file."""
+    """Names in the model -> names in the files."""
+    new_weights: _TensorsInMemory
 
     def read_into(self, name: str, out: Tensor, *, start: int = 0) -> None:
         if name in self.names:
             self.tensors.read_into(self.names[name], out, start=start)
         else:
-            self.drawn.read_into(name, out, start=start)
+            self.new_weights.read_into(name, out, start=start)
 
 
 @dataclass(frozen=True, slots=True)
-class _Loaded:
+class _TensorsInMemory:
+    """Weights in the machine's memory."""
+
     tensors: Mapping[str, Tensor]
 
     @torch.no_grad()

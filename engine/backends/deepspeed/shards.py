@@ -136,8 +136,8 @@ class OneAtATime(nn.Module):
 
 @contextmanager
 def laid_out_once(module: nn.Module) -> Iterator[None]:
-    """Within it, stages 1 and 2 take a module of hollow parameters over without a second copy of it: DeepSpeed's own
-    way of laying the parameters out in one tensor is to copy them all, and to broadcast them before."""
+    """Within this context, stages 1 and 2 take over the module of a meta model without a second copy of it. DeepSpeed's
+    own way to flatten the parameters into one tensor broadcasts them first, and copies them all."""
     from deepspeed.runtime import bf16_optimizer
     from deepspeed.runtime.zero import stage_1_and_2
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from engine.backends.deepspeed import OUT_OF_MEMORY_MARK, files
 from engine.backends.deepspeed.gradients import Gradients, make_gradients
-from engine.backends.deepspeed.meta_model import open_hollow, probe
+from engine.backends.deepspeed.meta_model import open_meta_model, probe
 from engine.backends.deepspeed.model import RankModel, fuse_kernels
 from engine.backends.deepspeed.options import ZeroOptions
 from engine.backends.deepspeed.passes import EMPTY_PASS, deal
@@ -58,7 +58,7 @@ class ZeroTrainer:
         sequence: SequenceGroup | None = None,
         head_seed: int | None = None,
     ) -> None:
-        """`sequence`: the ranks that share each packed row; None when none do. `head_seed`: see `open_hollow`."""
+        """`sequence`: the ranks that share each packed row; None when none do. `head_seed`: see `open_meta_model`."""
         self._device, self._stage = device, options.trainer.zero_stage
         self._ranks, self._sequence = dist.get_world_size(), sequence
         shared = 1 if sequence is None else sequence.size
@@ -66,8 +66,8 @@ class ZeroTrainer:
         """How many groups of ranks take micro-batches of their own, and which this one's is."""
         master = options.master_dtype
         held = master if self._stage == 0 else options.dtype
-        hollow = open_hollow(folder, dtype=master, held=held, device=device, head_seed=head_seed)
-        loaded = hollow.model
+        meta_model = open_meta_model(folder, dtype=master, parameter_dtype=held, device=device, head_seed=head_seed)
+        loaded = meta_model.model
         self.module: Any = loaded.module
         fuse_kernels(self.module, options.trainer.liger, device)
         if sequence is not None:
@@ -86,8 +86,8 @@ class ZeroTrainer:
             device=device,
             master_dtype=master,
         )
-        files.fill(self.state, hollow.weights)
-        if not hollow.probed:
+        files.fill(self.state, meta_model.weights)
+        if not meta_model.probed:
             self._probe(folder)
 
     @torch.no_grad()

@@ -14,7 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from engine.backends import machine
 from engine.backends.torch.causal_lm import CausalLM
-from engine.backends.torch.scalar_lm import load_model, load_with_head
+from engine.backends.torch.loading import load_model, load_with_head
 from engine.backends.torch.shared_base import AdapterOff, AdapterTrainer, SharedBase
 from engine.backends.torch.trainer import TorchTrainer
 from engine.protocol import ActorCount

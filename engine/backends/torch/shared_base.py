@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from engine.backends.torch.causal_lm import CausalLM, digest_tensors, digest_weights, frozen_copy
+from engine.backends.torch.causal_lm import CausalLM, frozen_copy
 from engine.backends.torch.lora import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_FILE,
@@ -35,6 +35,7 @@ from engine.backends.torch.lora import (
 )
 from engine.backends.torch.scalar_lm import HEAD_NAME, ScalarLM, new_head, with_scalar_head
 from engine.backends.torch.trainer import TorchTrainer
+from engine.backends.weight_files.digests import digest_tensors
 from engine.backends.weight_files.tensor_files import write_tensors
 from engine.errors import BadSpec
 from engine.models.folder import scalar_head_message
@@ -48,12 +49,12 @@ class SharedBase:
 
     def __init__(self, model: CausalLM, *, device: torch.device, key: str = "") -> None:
         self.key = key
-        self.digest, self.digests = digest_weights(model)
+        self.digest, self.digests = digest_tensors(model.named_weights())
         self._score = copy.deepcopy(model.head) if model.scalar else None  # before it is lowered
         self.layers = replace_linears(model)
         module = model.module.requires_grad_(False)
         _lower_linears(module, model.compute_dtype)
-        self.model = model.like(module.to(device), compute_dtype=model.compute_dtype, master_dtype=model.dtype)
+        self.model = model.with_module(module.to(device), compute_dtype=model.compute_dtype, master_dtype=model.dtype)
         self._sampling: CausalLM | None = None
 
     def scalar_model(self, *, init_seed: int) -> ScalarLM:
@@ -69,7 +70,7 @@ class SharedBase:
             return self.model
         if self._sampling is None:
             module = frozen_copy(self.model.module, self.model.compute_dtype)
-            self._sampling = self.model.like(module, compute_dtype=self.model.compute_dtype)
+            self._sampling = self.model.with_module(module, compute_dtype=self.model.compute_dtype)
         return self._sampling
 
     def nbytes(self) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.backends.protocol import Objective, UpdateReport
-from engine.backends.torch.causal_lm import CausalLM, digest_weights
+from engine.backends.torch.causal_lm import CausalLM
 from engine.backends.torch.packing import Packable, Packed, micro_batches, pack
 from engine.backends.torch.updates import (
     Accumulated,
@@ -32,6 +32,7 @@ from engine.backends.torch.updates import (
     validate_batch,
     without_gradient,
 )
+from engine.backends.weight_files.digests import digest_tensors
 from engine.backends.weight_files.pieces import moment_shapes, open_checkpoint
 from engine.backends.weight_files.tensor_files import check_shapes, write_tensors
 from engine.errors import NonFiniteGradient, OutOfMemory
@@ -226,7 +227,7 @@ class TorchTrainer:
         self._optimizer = None
 
     def weights_digest(self) -> tuple[str, dict[str, str]]:
-        return digest_weights(self.model)
+        return digest_tensors(self.model.named_weights())
 
     def write_checkpoint(self, folder: Path) -> dict[str, Path]:
         """Weights, and moments where there are some; in memory no more than one tensor besides them."""

@@ -80,7 +80,7 @@ class FollowingSampler(TorchSampler):
         model = trainer.model
         self._owns = compute_dtype != model.dtype
         if self._owns:
-            model = model.like(frozen_copy(model.module, compute_dtype), compute_dtype=compute_dtype)
+            model = model.with_module(frozen_copy(model.module, compute_dtype), compute_dtype=compute_dtype)
         super().__init__(model, **limits)
 
     def sync(self, trainer: Trainer, state: str) -> None:

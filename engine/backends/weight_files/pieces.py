@@ -55,7 +55,7 @@ class _Range:
     dtype: torch.dtype
 
 
-class Tensors:
+class StoredTensors:
     """The tensors of some files, whole or in pieces."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
@@ -144,8 +144,8 @@ def _read(one: _Range, skip: int, out: Tensor) -> None:
 class Checkpoint:
     """`moments` has `step.NAME`, `exp_avg.NAME` and `exp_avg_sq.NAME`; None before a trainer's first update."""
 
-    weights: Tensors
-    moments: Tensors | None
+    weights: StoredTensors
+    moments: StoredTensors | None
 
 
 def open_checkpoint(files: Mapping[str, Path]) -> Checkpoint:
@@ -161,8 +161,8 @@ def open_checkpoint(files: Mapping[str, Path]) -> Checkpoint:
                 paths.append(path)
     if not kinds[WEIGHTS]:
         raise BadSpec(f"no weights among the checkpoint's files {sorted(files)}; expected {WEIGHTS}*.safetensors")
-    moments = Tensors(kinds[OPTIMIZER]) if kinds[OPTIMIZER] else None
-    return Checkpoint(Tensors(kinds[WEIGHTS]), moments)
+    moments = StoredTensors(kinds[OPTIMIZER]) if kinds[OPTIMIZER] else None
+    return Checkpoint(StoredTensors(kinds[WEIGHTS]), moments)
 
 
 def moment_shapes(trained: Mapping[str, tuple[int, ...]], moments: Iterable[str]) -> dict[str, tuple[int, ...]]:

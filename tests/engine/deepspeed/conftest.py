@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from engine.backends.protocol import Objective, UpdateReport
-from engine.backends.torch.causal_lm import load_causal_lm
+from engine.backends.torch.loading import load_model
 from engine.backends.torch.trainer import TorchTrainer
-from engine.backends.weight_files.pieces import Tensors, open_checkpoint
+from engine.backends.weight_files.pieces import StoredTensors, open_checkpoint
 from engine.cluster.rank_group import RankGroup
 from engine.models.samples import Sample
 from storage.chain.records import OptimizerSpec
@@ -97,7 +97,7 @@ def on_ranks(tmp_path: Path) -> Iterator[Callable[..., OnRanks]]:
 
 def torch_trainer(folder: Path, compute_dtype: torch.dtype = torch.float32) -> TorchTrainer:
     cpu = torch.device("cpu")
-    return TorchTrainer(load_causal_lm(folder, dtype=torch.float32, compute_dtype=compute_dtype, device=cpu))
+    return TorchTrainer(load_model(folder, dtype=torch.float32, compute_dtype=compute_dtype, device=cpu))
 
 
 def some_samples(lengths: Sequence[int] = (12, 30, 7, 22, 15), *, prompt: int = 3) -> list[Sample]:
@@ -121,7 +121,7 @@ def some_samples(lengths: Sequence[int] = (12, 30, 7, 22, 15), *, prompt: int = 
     return samples
 
 
-def whole(tensors: Tensors) -> dict[str, Tensor]:
+def whole(tensors: StoredTensors) -> dict[str, Tensor]:
     return {name: tensors.read(name) for name in tensors.shapes()}
 
 

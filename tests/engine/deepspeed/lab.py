@@ -16,7 +16,7 @@ from engine.backends.deepspeed.options import ZeroOptions
 from engine.backends.deepspeed.ranks import RankTrainers
 from engine.backends.torch.attention import PackedLayout
 from engine.backends.torch.packing import pack
-from engine.backends.weight_files.pieces import Tensors
+from engine.backends.weight_files.pieces import StoredTensors
 from engine.cluster.rank_progress import report_progress
 from engine.models.samples import Sample
 from engine.specs.adapters import Head
@@ -69,17 +69,17 @@ class Lab(RankTrainers):
     def load_counting(self, number: int, options: Mapping[str, Any], folder: Path) -> list[tuple[int, int]]:
         """Of each rank: the elements that it read from files while it loaded, and the most that one read filled."""
         read: list[int] = []
-        whole = Tensors.read_into
+        whole = StoredTensors.read_into
 
-        def counted(tensors: Tensors, name: str, out: torch.Tensor, *, start: int = 0) -> None:
+        def counted(tensors: StoredTensors, name: str, out: torch.Tensor, *, start: int = 0) -> None:
             read.append(out.numel())
             whole(tensors, name, out, start=start)
 
-        Tensors.read_into = counted  # type: ignore[method-assign]
+        StoredTensors.read_into = counted  # type: ignore[method-assign]
         try:
             self.load_with(number, options, folder)
         finally:
-            Tensors.read_into = whole  # type: ignore[method-assign]
+            StoredTensors.read_into = whole  # type: ignore[method-assign]
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, (sum(read), max(read)))
         return found

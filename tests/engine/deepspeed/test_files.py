@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from engine.backends.protocol import Objective
-from engine.backends.weight_files.pieces import Tensors, open_checkpoint, part_file, piece_name, shapes_metadata
+from engine.backends.weight_files.pieces import StoredTensors, open_checkpoint, part_file, piece_name, shapes_metadata
 from engine.cluster.rank_group import RankGroup
 from engine.errors import BadSpec
 from engine.losses.likelihood import CrossEntropySpec
@@ -162,7 +162,7 @@ def write_pieces(folder: Path, cuts: list[tuple[int, int]], *, elements: int = 1
 
 
 def test_pieces_are_read_by_range(tmp_path: Path) -> None:
-    tensors = Tensors(write_pieces(tmp_path, [(5, 12), (0, 5)]))
+    tensors = StoredTensors(write_pieces(tmp_path, [(5, 12), (0, 5)]))
     assert tensors.shapes() == {"w": (3, 4)}
     assert torch.equal(tensors.read("w"), torch.arange(12.0).view(3, 4))
     out = torch.full((10,), -1.0)
@@ -187,7 +187,7 @@ def test_a_torn_file_and_a_set_without_weights_are_refused(tmp_path: Path) -> No
     paths = write_pieces(tmp_path, [(0, 5), (5, 12)])
     paths[1].write_bytes(paths[1].read_bytes()[:-3])
     with pytest.raises(BadSpec, match="not a whole safetensors file"):
-        Tensors(paths)
+        StoredTensors(paths)
     with pytest.raises(BadSpec, match="no weights among"):
         open_checkpoint({"optimizer.safetensors": tmp_path / "optimizer.safetensors"})
 

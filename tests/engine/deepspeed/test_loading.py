@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from engine.backends.deepspeed.backend import DeepSpeedBackend
-from engine.backends.deepspeed.meta_model import Hollow, open_hollow, probe, streamed
-from engine.backends.torch.causal_lm import digest_tensors, load_causal_lm
+from engine.backends.deepspeed.meta_model import MetaModel, open_meta_model, probe, streamed_weights
+from engine.backends.torch.loading import load_model
+from engine.backends.weight_files.digests import digest_tensors
 from engine.cluster.rank_group import RankGroup
 from engine.errors import BadModelFolder
 from engine.specs.engine import LocalEngineSpec
@@ -26,15 +27,15 @@ CPU = torch.device("cpu")
 Load = Callable[..., OnRanks]
 
 
-def hollow_of(folder: Path) -> Hollow:
-    return open_hollow(folder, dtype=torch.float32, held=torch.float32, device=CPU)
+def meta_model_of(folder: Path) -> MetaModel:
+    return open_meta_model(folder, dtype=torch.float32, parameter_dtype=torch.float32, device=CPU)
 
 
-def read_all(hollow: Hollow) -> dict[str, torch.Tensor]:
+def read_all(meta_model: MetaModel) -> dict[str, torch.Tensor]:
     found = {}
-    for name, tensor in hollow.model.named_weights():
+    for name, tensor in meta_model.model.named_weights():
         found[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
-        hollow.weights.read_into(name, found[name])
+        meta_model.weights.read_into(name, found[name])
     return found
 
 
@@ -56,29 +57,31 @@ def variant(kind: str, tiny_folder: Path, folder: Path) -> Path:
 
 def test_a_vision_language_model_is_refused(vision_folder: Path) -> None:
     with pytest.raises(BadModelFolder, match=r"set engine\.trainer\.kind='torch'"):
-        hollow_of(vision_folder)
+        meta_model_of(vision_folder)
 
 
 @pytest.mark.parametrize("kind", ["plain", "tied", "many files", "bfloat16", "a file beside"])
-def test_a_hollow_model_is_the_loaded_one_without_its_weights(kind: str, tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_meta_model_is_the_loaded_one_without_its_weights(kind: str, tiny_folder: Path, tmp_path: Path) -> None:
     folder = variant(kind, tiny_folder, tmp_path / "model")
-    hollow = hollow_of(folder)
-    loaded = load_causal_lm(folder, dtype=torch.float32, compute_dtype=torch.float32, device=CPU)
-    assert not hollow.probed  # read from the files, not by way of transformers
-    storage = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in hollow.model.module.parameters()}
-    assert set(storage.values()) == {4}  # one float32 each
-    assert digest_tensors(read_all(hollow).items()) == digest_tensors(loaded.named_weights())
-    own, theirs = dict(hollow.model.module.named_buffers()), dict(loaded.module.named_buffers())
+    meta_model = meta_model_of(folder)
+    loaded = load_model(folder, dtype=torch.float32, compute_dtype=torch.float32, device=CPU)
+    assert not meta_model.probed  # read from the files, not by way of transformers
+    storages = [parameter.untyped_storage() for parameter in meta_model.model.module.parameters()]
+    sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    assert set(sizes.values()) == {4}  # one float32 each
+    assert digest_tensors(read_all(meta_model).items()) == digest_tensors(loaded.named_weights())
+    own, theirs = dict(meta_model.model.module.named_buffers()), dict(loaded.module.named_buffers())
     assert own.keys() == theirs.keys() and all(torch.equal(own[name], theirs[name]) for name in own)
-    assert [name for name, _ in hollow.model.exported_weights()] == [name for name, _ in loaded.exported_weights()]
+    assert [name for name, _ in meta_model.model.exported_weights()] == [name for name, _ in loaded.exported_weights()]
     for config in ("config", "generation_config"):  # what an export writes
-        assert getattr(hollow.model.module, config).to_json_string() == getattr(loaded.module, config).to_json_string()
-    with streamed(hollow), torch.no_grad():
+        without_weights, whole = getattr(meta_model.model.module, config), getattr(loaded.module, config)
+        assert without_weights.to_json_string() == whole.to_json_string()
+    with streamed_weights(meta_model), torch.no_grad():
         ids = torch.tensor([[5, 6, 7, 8]])
         loaded.module.set_attn_implementation("eager")  # type: ignore[operator]
-        assert torch.equal(hollow.model.module(ids).logits, loaded.module(ids).logits)
-        probe(hollow.model, folder)
-    assert {p.untyped_storage().nbytes() for p in hollow.model.module.parameters()} == {4}
+        assert torch.equal(meta_model.model.module(ids).logits, loaded.module(ids).logits)
+        probe(meta_model.model, folder)
+    assert {p.untyped_storage().nbytes() for p in meta_model.model.module.parameters()} == {4}
 
 
 def test_names_that_transformers_translates_are_read_by_it(tiny_folder: Path, tmp_path: Path) -> None:
@@ -87,10 +90,10 @@ def test_names_that_transformers_translates_are_read_by_it(tiny_folder: Path, tm
     stored = load_file(folder / "model.safetensors")
     embedding = stored["model.embed_tokens.weight"]
     save_file(stored | {"lm_head.weight": embedding.clone()}, folder / "model.safetensors", metadata={"format": "pt"})
-    hollow = hollow_of(folder)
-    assert hollow.probed
-    loaded = load_causal_lm(folder, dtype=torch.float32, compute_dtype=torch.float32, device=CPU)
-    assert digest_tensors(read_all(hollow).items()) == digest_tensors(loaded.named_weights())
+    meta_model = meta_model_of(folder)
+    assert meta_model.probed
+    loaded = load_model(folder, dtype=torch.float32, compute_dtype=torch.float32, device=CPU)
+    assert digest_tensors(read_all(meta_model).items()) == digest_tensors(loaded.named_weights())
 
 
 @pytest.mark.slow

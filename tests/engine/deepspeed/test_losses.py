@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from engine.backends.protocol import Objective
-from engine.backends.torch.scalar_lm import load_model
+from engine.backends.torch.loading import load_model
 from engine.backends.torch.trainer import TorchTrainer
 from engine.backends.weight_files.pieces import open_checkpoint
 from engine.cluster.rank_group import RankGroup

@@ -13,14 +13,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from engine.backends.deepspeed.meta_model import open_hollow, probe, streamed
+from engine.backends.deepspeed.meta_model import open_meta_model, probe, streamed_weights
 from engine.backends.protocol import Objective
 from engine.backends.torch.backend import TorchBackend
-from engine.backends.torch.causal_lm import digest_tensors, digest_weights
+from engine.backends.torch.loading import load_model
 from engine.backends.torch.packing import pack
-from engine.backends.torch.scalar_lm import ScalarLM, is_scalar, load_model
+from engine.backends.torch.scalar_lm import ScalarLM, is_scalar
 from engine.backends.torch.trainer import TorchTrainer
 from engine.backends.torch.updates import adamw_groups, set_adamw
+from engine.backends.weight_files.digests import digest_tensors
 from engine.cluster.rank_group import RankGroup
 from engine.errors import BadModelFolder, BadSpec
 from engine.losses.likelihood import CrossEntropySpec
@@ -73,10 +74,10 @@ def test_a_scalar_head_goes_through_zero(
     stage: int, two_ranks: RankGroup, on_ranks: Load, scalar_folder: Path, tmp_path: Path
 ) -> None:
     trainer = on_ranks(two_ranks, scalar_folder, zero_stage=stage)
-    digest, parts = digest_weights(load_scalar(scalar_folder))
+    digest, parts = digest_tensors(load_scalar(scalar_folder).named_weights())
     assert "score.weight" in parts and trainer.digest() == digest
     trainer.call("export", tmp_path / "export")
-    assert digest_weights(load_scalar(tmp_path / "export"))[0] == digest
+    assert digest_tensors(load_scalar(tmp_path / "export").named_weights())[0] == digest
     own = dict(load_scalar(scalar_folder).named_weights())
     assert all(torch.equal(tensor, own[name]) for name, tensor in state_of(trainer.checkpoint()).items())
     with pytest.raises(BadSpec, match="one number per token"):
@@ -96,18 +97,18 @@ def untied(tiny_folder: Path, folder: Path) -> Path:
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_new_head_is_drawn_and_the_decoder_alone_is_read(tied: bool, tiny_folder: Path, tmp_path: Path) -> None:
     folder = tiny_folder if tied else untied(tiny_folder, tmp_path / "untied")
-    hollow = open_hollow(folder, dtype=torch.float32, held=torch.float32, device=CPU, head_seed=7)
-    assert not hollow.probed  # read from the files, not by way of transformers
-    found = {name: torch.empty(tensor.shape) for name, tensor in hollow.model.named_weights()}
+    meta_model = open_meta_model(folder, dtype=torch.float32, parameter_dtype=torch.float32, device=CPU, head_seed=7)
+    assert not meta_model.probed  # read from the files, not by way of transformers
+    found = {name: torch.empty(tensor.shape) for name, tensor in meta_model.model.named_weights()}
     for name, tensor in found.items():
         half = tensor.numel() // 2  # in two pieces, as ranks read it
-        hollow.weights.read_into(name, tensor.view(-1)[:half])
-        hollow.weights.read_into(name, tensor.view(-1)[half:], start=half)
+        meta_model.weights.read_into(name, tensor.view(-1)[:half])
+        meta_model.weights.read_into(name, tensor.view(-1)[half:], start=half)
     whole = new_trainer(folder).weights_digest()
     assert digest_tensors(sorted(found.items())) == whole
-    with streamed(hollow):
-        probe(hollow.model, folder)
-    hollow.model.module.config.save_pretrained(tmp_path / "config")
+    with streamed_weights(meta_model):
+        probe(meta_model.model, folder)
+    meta_model.model.module.config.save_pretrained(tmp_path / "config")
     assert is_scalar(tmp_path / "config")
 
 
@@ -148,7 +149,7 @@ def test_a_language_model_gets_the_torch_trainer_s_head_on_ranks(
     with pytest.raises(BadSpec, match="no logprobs"):
         trainer.call("logprobs", scored, 1.0, 30)
     trainer.call("export", tmp_path / "export")
-    assert digest_weights(load_scalar(tmp_path / "export"))[0] == trainer.digest()
+    assert digest_tensors(load_scalar(tmp_path / "export").named_weights())[0] == trainer.digest()
 
 
 @pytest.mark.slow
@@ -190,4 +191,4 @@ def test_values_train_on_two_ranks_as_on_one(
     again.call("read_checkpoint", back, True)
     assert same_bytes(state_of(again.checkpoint()), state)
     trainer.call("export", tmp_path / "export")
-    assert digest_weights(load_scalar(tmp_path / "export"))[0] == reference.weights_digest()[0]
+    assert digest_tensors(load_scalar(tmp_path / "export").named_weights())[0] == reference.weights_digest()[0]

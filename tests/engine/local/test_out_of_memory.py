@@ -12,7 +12,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from engine.backends.protocol import Objective
-from engine.backends.torch.causal_lm import load_causal_lm
+from engine.backends.torch.loading import load_model
 from engine.backends.torch.packing import Packed
 from engine.backends.torch.trainer import TorchTrainer
 from engine.errors import BadSpec, OutOfMemory
@@ -38,7 +38,7 @@ class SmallMemory(TorchTrainer):
 
     def __init__(self, folder: Path, *, room: int, error: str = "cuda", good: int = 0) -> None:
         dtype = torch.float64
-        super().__init__(load_causal_lm(folder, dtype=dtype, compute_dtype=dtype, device=torch.device("cpu")))
+        super().__init__(load_model(folder, dtype=dtype, compute_dtype=dtype, device=torch.device("cpu")))
         self.room, self.error, self.good = room, ERRORS[error], good
         self.seen: list[int] = []
 

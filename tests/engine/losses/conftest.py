@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.backends.torch.causal_lm import CausalLM
-from engine.backends.torch.scalar_lm import load_model
+from engine.backends.torch.loading import load_model
 from engine.backends.torch.tiny import build_tiny_model
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BertConfig, BertLMHeadModel
 
 from engine.backends.protocol import Objective
-from engine.backends.torch.scalar_lm import drawn_head, is_scalar
+from engine.backends.torch.scalar_lm import initial_head_weight, is_scalar
 from engine.backends.torch.trainer import TorchTrainer
 from engine.errors import BadModelFolder, BadSpec
 from engine.local.engine import LocalEngine
@@ -101,9 +101,9 @@ def test_an_unknown_head_is_refused_and_forms_do_not_ask_for_one() -> None:
 
 
 def test_a_new_head_is_drawn_by_its_seed_alone() -> None:
-    head = drawn_head(4096, 7)
-    assert torch.equal(head, drawn_head(4096, 7))
-    assert not torch.equal(head, drawn_head(4096, 8))
+    head = initial_head_weight(4096, 7)
+    assert torch.equal(head, initial_head_weight(4096, 7))
+    assert not torch.equal(head, initial_head_weight(4096, 8))
     assert head.shape == (1, 4096)
     assert head.std().item() == pytest.approx(0.02, rel=0.05)
     assert head.abs().max().item() <= 0.02 * sqrt(3)
@@ -117,7 +117,7 @@ def test_a_language_model_keeps_its_decoder_and_loses_its_head(tiny_folder: Path
     weights = dict(scalar.weights())
     assert set(weights) == {*decoder, "score.weight"}
     assert all(torch.equal(weights[name], tensor) for name, tensor in decoder.items())
-    assert torch.equal(weights["score.weight"], drawn_head(weights["score.weight"].shape[1], 7))
+    assert torch.equal(weights["score.weight"], initial_head_weight(weights["score.weight"].shape[1], 7))
     scalar.export(tmp_path / "export")
     scalar.write_config(tmp_path / "config")
     assert is_scalar(tmp_path / "export") and is_scalar(tmp_path / "config")

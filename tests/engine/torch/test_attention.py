@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.backends.torch.causal_lm import CausalLM, load_causal_lm
+from engine.backends.torch.causal_lm import CausalLM
+from engine.backends.torch.loading import load_model
 from engine.backends.torch.packing import pack
 from engine.backends.torch.sampler import TorchSampler, processed_logprobs
 from engine.backends.torch.trainer import TorchTrainer
@@ -19,7 +20,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def model(tiny_folder: Path) -> CausalLM:
-    return load_causal_lm(tiny_folder, dtype=torch.float64, compute_dtype=torch.float64, device=CPU)
+    return load_model(tiny_folder, dtype=torch.float64, compute_dtype=torch.float64, device=CPU)
 
 
 def own_logprobs(model: CausalLM, ids: list[int]) -> torch.Tensor:

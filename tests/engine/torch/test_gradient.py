@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from engine.backends.protocol import Objective
-from engine.backends.torch.causal_lm import CausalLM, digest_weights, load_causal_lm
+from engine.backends.torch.causal_lm import CausalLM
+from engine.backends.torch.loading import load_model
 from engine.backends.torch.trainer import TorchTrainer
+from engine.backends.weight_files.digests import digest_tensors
 from engine.errors import BadSpec, NonFiniteGradient
 from engine.losses.likelihood import CrossEntropySpec
 from engine.losses.normalisation import token_weights
@@ -36,7 +38,7 @@ RELATIVE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
 def load(folder: Path, dtype: torch.dtype) -> CausalLM:
-    return load_causal_lm(folder, dtype=dtype, compute_dtype=dtype, device=CPU)
+    return load_model(folder, dtype=dtype, compute_dtype=dtype, device=CPU)
 
 
 @pytest.fixture(scope="module", params=[torch.float64, torch.float32], ids=["float64", "float32"])
@@ -372,16 +374,16 @@ def test_no_gradient_of_one_update_is_left_for_the_next(exact: CausalLM) -> None
 def test_a_gradient_that_is_not_finite_is_an_error_or_skipped(tiny_folder: Path) -> None:
     model = load(tiny_folder, torch.float32)
     trainer = TorchTrainer(model)
-    before = digest_weights(model)[0]
+    before = digest_tensors(model.named_weights())[0]
     bad = [Sample([1, 2], [0.0, 1.0], advantages=[math.inf], old_logprobs=[-5.0])]
     spec, optimizer = GRPOSpec(kl_beta=0), OptimizerSpec(lr=0.1)
     with pytest.raises(NonFiniteGradient, match="1 samples"):
         update(trainer, bad, Objective(spec), optimizer)
     report, grads = update(trainer, bad, Objective(spec, skip_non_finite=True), optimizer)
     assert (report.skipped, grads) == (True, {})
-    assert digest_weights(model)[0] == before
+    assert digest_tensors(model.named_weights())[0] == before
     good = [Sample([1, 2], [0.0, 1.0], advantages=[1.0], old_logprobs=[-5.0])]
     report, grads = update(trainer, good, Objective(spec), optimizer)
     assert not report.skipped
     assert all(grad.isfinite().all() for grad in grads.values())
-    assert digest_weights(model)[0] != before
+    assert digest_tensors(model.named_weights())[0] != before

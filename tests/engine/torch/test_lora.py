@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from engine.backends.protocol import Objective
-from engine.backends.torch.causal_lm import load_causal_lm
+from engine.backends.torch.loading import load_model
 from engine.backends.torch.shared_base import AdapterTrainer, SharedBase
 from engine.backends.torch.trainer import TorchTrainer
 from engine.errors import BadSpec, NonFiniteGradient
@@ -199,7 +199,7 @@ def test_the_gradient_is_pefts(tiny_folder: Path, spec: LoraSpec, max_tokens: in
     base = backend("float64").load_base(tiny_folder)
     adapter = backend("float64").adapter(base, spec, init_seed=1)
     train(adapter, 60)  # at B = 0 the gradient of A is zero
-    plain = load_causal_lm(
+    plain = load_model(
         tiny_folder, dtype=torch.float64, compute_dtype=torch.float64, device=torch.device("cpu")
     ).module
     plain.set_attn_implementation("sdpa")  # type: ignore[operator]

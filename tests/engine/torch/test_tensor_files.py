@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.backends.protocol import Objective
-from engine.backends.torch.causal_lm import load_causal_lm
+from engine.backends.torch.loading import load_model
 from engine.backends.torch.trainer import TorchTrainer
 from engine.backends.weight_files import tensor_files
 from engine.backends.weight_files.tensor_files import read_tensors, shapes_of, write_tensors
@@ -93,7 +93,7 @@ CE = Objective(CrossEntropySpec())
 def make(tiny_folder: Path) -> Callable[[], TorchTrainer]:
     def load() -> TorchTrainer:
         kind = {"dtype": torch.float32, "compute_dtype": torch.float32, "device": torch.device("cpu")}
-        return TorchTrainer(load_causal_lm(tiny_folder, **kind))
+        return TorchTrainer(load_model(tiny_folder, **kind))
 
     return load
 

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from engine.backends.deepspeed.passes import deal
 from engine.backends.protocol import Objective, UpdateReport
-from engine.backends.torch.causal_lm import CausalLM, load_causal_lm
+from engine.backends.torch.causal_lm import CausalLM
+from engine.backends.torch.loading import load_model
 from engine.backends.torch.packing import longest_unit, micro_batches
 from engine.backends.torch.trainer import TorchTrainer
 from engine.backends.torch.updates import check_pairs, metrics_of, totals_of, validate_batch, without_gradient
@@ -40,7 +41,7 @@ FREE = Objective(GRPOSpec(kl_beta=0.0))
 
 @pytest.fixture(scope="module")
 def model(tiny_folder: Path) -> CausalLM:
-    return load_causal_lm(tiny_folder, dtype=torch.float64, compute_dtype=torch.float64, device=CPU)
+    return load_model(tiny_folder, dtype=torch.float64, compute_dtype=torch.float64, device=CPU)
 
 
 def sample(group: str, preferred: bool | None, length: int = 4, **columns: Any) -> Sample:

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from engine.backends.torch import varlen
 from engine.backends.torch.attention import PackedLayout, PrefillLayout
-from engine.backends.torch.causal_lm import CausalLM, load_causal_lm
+from engine.backends.torch.causal_lm import CausalLM
+from engine.backends.torch.loading import load_model
 from engine.backends.torch.packing import Fan, pack
 from engine.errors import BadSpec
 from engine.protocol import TokenSequence
@@ -111,7 +112,7 @@ SEQUENCES = [
 
 @pytest.fixture(scope="module")
 def model(tiny_folder: Path) -> CausalLM:
-    return load_causal_lm(tiny_folder, dtype=torch.float64, compute_dtype=torch.float64, device=CPU)
+    return load_model(tiny_folder, dtype=torch.float64, compute_dtype=torch.float64, device=CPU)
 
 
 def test_a_whole_model_computes_the_same_with_the_kernel_that_was_found(

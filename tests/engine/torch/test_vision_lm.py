@@ -11,9 +11,9 @@ from PIL import Image
 
 from engine.backends.protocol import Objective
 from engine.backends.torch.causal_lm import CausalLM
+from engine.backends.torch.loading import load_model, load_with_head
 from engine.backends.torch.packing import pack, shared_prefix
 from engine.backends.torch.sampler import TorchSampler
-from engine.backends.torch.scalar_lm import load_model, load_with_head
 from engine.backends.torch.trainer import TorchTrainer
 from engine.errors import BadModelFolder, BadSpec
 from engine.losses.likelihood import CrossEntropySpec
@@ -208,7 +208,7 @@ def encoded(width: int, height: int, file_format: str) -> bytes:
     [
         (b"no image", "cannot be decoded"),
         (RED[: len(RED) // 2], "cannot be decoded"),
-        (encoded(8192, 4097, "PNG"), "has 33562624 pixels, at most 33554432"),
+        (encoded(8192, 4097, "PNG"), "has 33562624 pixels, and at most 33554432"),
         (encoded(8, 8, "TIFF"), "cannot be decoded"),
     ],
 )

@@ -1,7 +1,7 @@
 """Several runs beside one another: their curves, what their configs differ in, and which is better how surely.
 
 Everything is read from the store. Runs are judged by the evaluations of their last policies on held-out prompts, paired
-by prompt; runs without one are shown, and not judged: rewards of training steps are no independent draws.
+by prompt; runs without one are printable, and not judged: rewards of training steps are no independent draws.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from storage.store.tables import read_table
 from tasks.evaluation.statistics import Mean, PairedDifference, mean_interval, paired_difference
 from tasks.evaluation.validation_curve import reward_by_prompt
 from tasks.reports.html_report import TEMPLATE as REPORT_TEMPLATE
-from tasks.reports.html_report import Chart, shown
+from tasks.reports.html_report import Chart, printable
 from tasks.reports.metrics import StepMetrics
 from tasks.reports.plots import Series, curves_svg, series_style
 from tasks.reports.step_metrics import read_metrics
@@ -101,7 +101,7 @@ def config_differences(runs: Sequence[ComparedRun]) -> list[tuple[str, list[str]
 def render_comparison(title: str, runs: Sequence[ComparedRun], *, store_url: str = "") -> str:
     """The page as HTML text: no scripts, nothing from outside. Equal runs give equal text."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["shown"] = shown
+    environment.filters["printable"] = printable
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     differences = config_differences(runs)
     return template.render(

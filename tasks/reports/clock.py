@@ -1,4 +1,4 @@
-"""Where the time of a step goes. One clock per flow run; tasks of the same process add to it."""
+"""Divides the time of a step among activities. A flow run has one clock, which the tasks of its process share."""
 
 from __future__ import annotations
 
@@ -12,54 +12,54 @@ from tasks.reports.metrics import ACTIVITIES
 
 
 class StepClock:
-    """Splits the wall time of each step among the parts; what no part claims is orchestration.
+    """Divides the wall time of each step among activities. Time without an open activity counts as orchestration.
 
-    Tasks run at once: an instant in which several parts are open is shared among them, and one that several tasks spend
-    in the same part counts once, so that the parts add up to the wall time.
+    Tasks run concurrently. While several activities are open, the time is divided equally among them. Several tasks in
+    the same activity count once. The activities therefore add up to the wall time.
     """
 
     def __init__(self) -> None:
-        self._parts: defaultdict[str, float] = defaultdict(float)
-        self._open: Counter[str] = Counter()
-        self._since = time.perf_counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._open_tasks: Counter[str] = Counter()
+        self._last_change = time.perf_counter()
         _clock.set(self)
 
-    def begin(self, part: str) -> None:
+    def begin(self, activity: str) -> None:
         self._advance()
-        self._open[part] += 1
+        self._open_tasks[activity] += 1
 
-    def end(self, part: str) -> None:
+    def end(self, activity: str) -> None:
         self._advance()
-        self._open[part] -= 1
+        self._open_tasks[activity] -= 1
 
     def lap(self) -> dict[str, float]:
-        """Seconds per part since the last lap."""
+        """Seconds per activity since the last lap."""
         self._advance()
-        split = {part: self._parts[part] for part in ACTIVITIES}
-        self._parts.clear()
-        return split
+        seconds = {activity: self._seconds[activity] for activity in ACTIVITIES}
+        self._seconds.clear()
+        return seconds
 
     def _advance(self) -> None:
-        """Gives the time since the last change to the parts that were open."""
+        """Divides the time since the last change among the activities that were open."""
         now = time.perf_counter()
-        parts = [part for part, tasks in self._open.items() if tasks > 0] or ["orchestration"]
-        for part in parts:
-            self._parts[part] += (now - self._since) / len(parts)
-        self._since = now
+        open_activities = [activity for activity, tasks in self._open_tasks.items() if tasks > 0] or ["orchestration"]
+        for activity in open_activities:
+            self._seconds[activity] += (now - self._last_change) / len(open_activities)
+        self._last_change = now
 
 
 _clock: ContextVar[StepClock | None] = ContextVar("ostinato_clock", default=None)
 
 
 @contextmanager
-def timed(part: str) -> Iterator[None]:
-    """Counts the wall time of the block as `part`; without a running clock, only runs the block."""
+def timed(activity: str) -> Iterator[None]:
+    """Counts the wall time of the block as `activity`. Without a clock it only runs the block."""
     clock = _clock.get()
     if clock is None:
         yield
         return
-    clock.begin(part)
+    clock.begin(activity)
     try:
         yield
     finally:
-        clock.end(part)
+        clock.end(activity)

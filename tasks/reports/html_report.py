@@ -1,4 +1,7 @@
-"""The report of a run: one HTML file without scripts or outside references, readable offline and years later."""
+"""Renders the report of a run as one HTML file without scripts or external references, so that it opens offline.
+
+`tasks.reports.report_data` collects the data from the store; `report.html.j2` is the template.
+"""
 
 import json
 import math
@@ -20,30 +23,30 @@ from tasks.reports.metrics import EvaluationSummary, SampleRollout, StepMetrics
 from tasks.reports.plots import Interval, curve_svg, intervals_svg, time_split_svg
 
 TEXT_SHOWN = 4000
-"""Characters of a prompt or completion; what is cut is said."""
+"""Characters of a prompt or completion that are shown; a longer text ends with the number of missing characters."""
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 
 
 class ReportData(Frozen):
-    """Everything the report shows. What is empty is left out of the page."""
+    """The data of a report. Empty parts are left out of the page."""
 
     title: str
-    """What ran, for people: "GRPO on chain_sum"."""
+    """Title for readers, such as "GRPO on chain_sum"."""
     run: str
     """The run's key."""
     steps: tuple[StepMetrics, ...] = ()
     validations: tuple[Validation, ...] = ()
-    """What was measured on held-out rows on the way."""
+    """Measurements on held-out rows during training."""
     before: tuple[EvaluationSummary, ...] = ()
     """Held-out evaluations of the starting policy."""
     after: tuple[EvaluationSummary, ...] = ()
     """The same evaluations, by name, of the latest policy."""
     samples_before: tuple[SampleRollout, ...] = ()
     samples_after: tuple[SampleRollout, ...] = ()
-    """In the order of `samples_before`: the two are shown side by side."""
+    """The same prompts in the order of `samples_before`; both are shown side by side."""
     facts: dict[str, JsonValue] = {}
-    """Config, policy refs, where the artifacts are. A value that is a mapping becomes a group of its own."""
+    """Config, policy references, locations of artifacts. A value that is a mapping becomes a group with a heading."""
 
     @model_validator(mode="after")
     def _pairs_fit(self) -> "ReportData":
@@ -57,7 +60,7 @@ class ReportData(Frozen):
 
 
 class Chart(NamedTuple):
-    """One figure of the page."""
+    """A figure of the page with its title and a note."""
 
     title: str
     note: str
@@ -65,9 +68,9 @@ class Chart(NamedTuple):
 
 
 def render_report(data: ReportData) -> str:
-    """The page as HTML text. Equal data gives equal text; everything that came from a model or a user is escaped."""
+    """The page as HTML. Equal data gives equal text, and all text of models and users is escaped."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["shown"] = shown
+    environment.filters["printable"] = printable
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     comparisons = [_comparison(early, late) for early, late in _paired(data.before, data.after)]
     return template.render(
@@ -84,59 +87,69 @@ def render_report(data: ReportData) -> str:
     )
 
 
-def shown(text: str, limit: int = TEXT_SHOWN) -> str:
-    """A model's text fit for a page: cut to `limit` characters, what UTF-8 and HTML cannot carry made visible."""
-    cut = len(text) - limit
-    if cut > 0:
-        text = f"{text[:limit]} … ({cut:,} more characters)"
+def printable(text: str, limit: int = TEXT_SHOWN) -> str:
+    """The text truncated to `limit` characters, with characters that UTF-8 or HTML cannot represent replaced."""
+    missing = len(text) - limit
+    if missing > 0:
+        text = f"{text[:limit]} … ({missing:,} more characters)"
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def _validation_charts(validations: Sequence[Validation]) -> list[Chart]:
-    """A curve per measure, from the policy that the run began with, at 0, on; of one measurement there is none."""
+    """A chart per measure that was taken at least twice."""
     charts = []
     for title, points in curves(validations).items():
         if len(points) > 1:
-            steps, values = [step - 1 for step, _ in points], [value for _, value in points]
+            steps = [policy - 1 for policy, _ in points]  # a validation of policy k belongs after step k - 1
+            values = [value for _, value in points]
             svg = curve_svg(steps, values, label=f"{title} by step")
             charts.append(Chart(title.capitalize(), "", Markup(svg)))
     return charts
 
 
-def _charts(steps: Sequence[StepMetrics]) -> list[Chart]:
-    """The curves of what the run has; a curve without a single value is left out."""
+def _curves(steps: Sequence[StepMetrics]) -> list[tuple[str, str, list[float | None]]]:
+    """(title, note, value per step) of every measure of a step; a value is None where the run does not have it."""
     sampled = any(step.reward_mean is not None for step in steps)
-    length = [step.completion_length_mean if sampled else None for step in steps]
-    spread = [step.reward_std for step in steps]
+    lengths = [step.completion_length_mean if sampled else None for step in steps]
+    has_band = any(step.reward_std for step in steps)
+    reward_note = "mean over graded completions" + ("; band: ± 1 standard deviation" if has_band else "")
     curves: list[tuple[str, str, list[float | None]]] = [
-        ("Reward", "mean over graded completions" + ("; band: ± 1 standard deviation" if any(spread) else ""),
-         [step.reward_mean for step in steps]),
-        ("Pairs told apart", "share of each step's, before it", [step.pair_accuracy for step in steps]),
+        ("Reward", reward_note, [step.reward_mean for step in steps]),
+        ("Pairs ranked correctly", "share of the step's pairs", [step.pair_accuracy for step in steps]),
         ("Margin of the pairs", "mean", [step.pair_margin for step in steps]),
         ("KL to the reference", "mean per token, nats", [step.kl_mean for step in steps]),
-        ("Completion length", "mean, tokens", length),
+        ("Completion length", "mean, tokens", lengths),
         ("Loss", "", [step.loss for step in steps]),
         ("Gradient norm", "L2, before clipping", [step.grad_norm for step in steps]),
         ("Learning rate", "", [step.learning_rate for step in steps]),
         ("Entropy", "mean per token, nats", [step.entropy for step in steps]),
-        ("Sampler and trainer apart", "mean |difference of log-probability| per token, nats",
+        ("Gap between sampler and trainer", "mean |difference of log-probability| per token, nats",
          [step.logprob_gap for step in steps]),
     ]  # fmt: skip
     sources = sorted({source for step in steps for source in step.by_source})
-    curves += [(f"Reward: {one}", "its data source", [step.by_source.get(one) for step in steps]) for one in sources]
+    for source in sources:
+        curves.append((f"Reward: {source}", "of this data source", [step.by_source.get(source) for step in steps]))
+    return curves
+
+
+def _charts(steps: Sequence[StepMetrics]) -> list[Chart]:
+    """A chart per measure that has at least one value."""
+    reward_stds = [step.reward_std for step in steps]
     resumed = [step.step for step in steps if step.resumed]
     charts = []
-    for title, note, values in curves:
+    for title, note, values in _curves(steps):
         if all(value is None for value in values):
             continue
-        broken = sum(value is not None and not math.isfinite(value) for value in values)
-        if broken:
-            note = "; ".join(filter(None, (note, f"not finite in {broken} of {len(values)} steps")))
+        not_finite = sum(value is not None and not math.isfinite(value) for value in values)
+        if not_finite:
+            warning = f"not finite in {not_finite} of {len(values)} steps"
+            note = f"{note}; {warning}" if note else warning
+        has_band = title == "Reward" and any(reward_stds)
         svg = curve_svg(
             [step.step for step in steps],
             values,
             label=f"{title} by step",
-            spread=spread if title == "Reward" and any(spread) else None,
+            spread=reward_stds if has_band else None,
             resumed=resumed,
         )
         charts.append(Chart(title, note, Markup(svg)))
@@ -144,6 +157,7 @@ def _charts(steps: Sequence[StepMetrics]) -> list[Chart]:
 
 
 def _time_split(steps: Sequence[StepMetrics]) -> Chart | None:
+    """Seconds of each activity per step; None if no times were recorded."""
     if not any(step.seconds for step in steps):
         return None
     svg = time_split_svg(
@@ -156,15 +170,16 @@ def _time_split(steps: Sequence[StepMetrics]) -> Chart | None:
 
 
 def _intervals(data: ReportData) -> Chart | None:
+    """The held-out means before and after with their confidence intervals; None without an evaluation."""
     if not data.before and not data.after:
         return None
     rows = []
     pairs = _paired(data.before, data.after)
-    for early, late in pairs:
-        for word, evaluation in (("before", early), ("after", late)):
+    for before, after in pairs:
+        for when, evaluation in (("before", before), ("after", after)):
             if evaluation is not None:
-                name = f"{shown(evaluation.name)}, {word}" if len(pairs) > 1 else word
-                rows.append(Interval(name, evaluation.mean, evaluation.low, evaluation.high, highlight=word == "after"))
+                name = f"{printable(evaluation.name)}, {when}" if len(pairs) > 1 else when
+                rows.append(Interval(name, evaluation.mean, evaluation.low, evaluation.high, highlight=when == "after"))
     svg = intervals_svg(rows, label="Held-out means with 95 % intervals")
     return Chart("Held-out evaluation", "mean of each policy with its 95 % interval", Markup(svg))
 
@@ -172,12 +187,15 @@ def _intervals(data: ReportData) -> Chart | None:
 def _paired(
     before: Sequence[EvaluationSummary], after: Sequence[EvaluationSummary]
 ) -> list[tuple[EvaluationSummary | None, EvaluationSummary | None]]:
-    early, late = {item.name: item for item in before}, {item.name: item for item in after}
-    return [(early.get(name), late.get(name)) for name in dict.fromkeys([*early, *late])]
+    """(before, after) of each evaluation by name; None on the side that does not have it."""
+    before_by_name = {evaluation.name: evaluation for evaluation in before}
+    after_by_name = {evaluation.name: evaluation for evaluation in after}
+    names = dict.fromkeys([*before_by_name, *after_by_name])
+    return [(before_by_name.get(name), after_by_name.get(name)) for name in names]
 
 
 class Comparison(NamedTuple):
-    """One line of the table: an evaluation before and after, and what changed over the prompts graded in both."""
+    """A row of the table: an evaluation before and after, and the change over the prompts that were graded in both."""
 
     name: str
     before: EvaluationSummary | None
@@ -192,32 +210,42 @@ def _comparison(before: EvaluationSummary | None, after: EvaluationSummary | Non
     name = (before or after).name  # type: ignore[union-attr]
     if before is None or after is None:
         return Comparison(name, before, after, None, 0, 0, "one side only")
-    pairs = [(b, a) for b, a in zip(before.rewards, after.rewards, strict=True) if b is not None and a is not None]
-    if not pairs:
+    rewards_before, rewards_after = [], []
+    for reward_before, reward_after in zip(before.rewards, after.rewards, strict=True):
+        if reward_before is not None and reward_after is not None:
+            rewards_before.append(reward_before)
+            rewards_after.append(reward_after)
+    if not rewards_before:
         return Comparison(name, before, after, None, 0, 0, "no prompt was graded in both")
-    difference = paired_difference([early for early, _ in pairs], [late for _, late in pairs])
+    difference = paired_difference(rewards_before, rewards_after)
     if not difference.clear:
-        verdict = "within chance: the interval holds 0"
+        verdict = "within chance: the interval contains 0"
+    elif difference.difference > 0:
+        verdict = "higher, beyond chance"
     else:
-        verdict = "higher, beyond chance" if difference.difference > 0 else "lower, beyond chance"
-    better, worse = sum(late > early for early, late in pairs), sum(late < early for early, late in pairs)
+        verdict = "lower, beyond chance"
+    changes = [after - before for before, after in zip(rewards_before, rewards_after, strict=True)]
+    better = sum(change > 0 for change in changes)
+    worse = sum(change < 0 for change in changes)
     return Comparison(name, before, after, difference, better, worse, verdict)
 
 
 def _tiles(data: ReportData, comparisons: Sequence[Comparison]) -> list[tuple[str, str, str]]:
-    """(caption, figure, small print) of the numbers at the top."""
+    """(caption, figure, small print) of the figures at the top of the page."""
     tiles = []
-    for item in comparisons[:1]:
-        if (change := item.difference) is not None:
-            tiles.append((item.name, f"{change.before_mean:.3f} → {change.after_mean:.3f}", str(change)))
+    # the first evaluation before and after
+    if comparisons and (change := comparisons[0].difference) is not None:
+        tiles.append((comparisons[0].name, f"{change.before_mean:.3f} → {change.after_mean:.3f}", str(change)))
+    # totals of the training steps
     if data.steps:
-        last, tokens = data.steps[-1], sum(step.completion_tokens for step in data.steps)
-        seconds = sum(sum(step.seconds.values()) for step in data.steps)
         rewards = [step.reward_mean for step in data.steps if step.reward_mean is not None]
         if rewards:
             tiles.append(("training reward", f"{rewards[0]:.3f} → {rewards[-1]:.3f}", "first and last step"))
+        last = data.steps[-1]
         tiles.append(("steps", f"{last.step + 1}", f"of {last.total_steps}" if last.total_steps else ""))
+        tokens = sum(step.completion_tokens for step in data.steps)
         completions = sum(step.completions for step in data.steps)
+        seconds = sum(sum(step.seconds.values()) for step in data.steps)
         tiles.append(("tokens", f"{tokens:,}", f"{completions:,} completions" if completions else ""))
         speed = f"{median(step.tokens_per_second for step in data.steps):,.0f} tokens/s in the median step"
         tiles.append(("time in steps", _duration(seconds), speed))
@@ -226,17 +254,19 @@ def _tiles(data: ReportData, comparisons: Sequence[Comparison]) -> list[tuple[st
 
 def _duration(seconds: float) -> str:
     hours, rest = divmod(round(seconds), 3600)
-    return f"{hours} h {rest // 60:02d} min" if hours else f"{rest // 60} min {rest % 60:02d} s"
+    minutes, rest = divmod(rest, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
 
 
 def _fact_groups(facts: dict[str, JsonValue]) -> list[tuple[str, list[tuple[str, str]]]]:
-    """(heading, rows of dotted key and text); plain values come first, under no heading."""
-    plain = [(key, _fact(value)) for key, value in facts.items() if not isinstance(value, dict)]
+    """(heading, rows of dotted key and text). Values that are no mapping come first, under an empty heading."""
+    ungrouped = [(key, _fact(value)) for key, value in facts.items() if not isinstance(value, dict)]
     groups = [(key, _flat(value)) for key, value in facts.items() if isinstance(value, dict)]
-    return [*([("", plain)] if plain else []), *groups]
+    return [("", ungrouped), *groups] if ungrouped else groups
 
 
 def _flat(value: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """(dotted key, text) of every value in nested mappings."""
     rows = []
     for key, inner in value.items():
         if isinstance(inner, dict) and inner:

@@ -1,4 +1,4 @@
-"""What one step, one evaluation and one sample say about a run: the records that progress lines and reports show."""
+"""Records of a step, an evaluation and a sample, which progress lines, pages and reports show."""
 
 from collections.abc import Sequence
 
@@ -8,83 +8,83 @@ from storage.serialization import Frozen
 from tasks.evaluation.statistics import mean_interval
 
 ACTIVITIES = ("rollout", "grade", "train", "sync", "storage", "orchestration")
-"""Where a step's time goes: the keys of `StepMetrics.seconds`, in the order of the loop."""
+"""Activities of a step in the order of the loop: the keys of `StepMetrics.seconds`."""
 
 
 class StepMetrics(Frozen):
-    """One finished step. A field that the algorithm does not have (the reward of an SFT step) is None."""
+    """Metrics of a finished step. A measure that the algorithm does not have (the reward of an SFT step) is None."""
 
-    # a NaN as text: JSON has no number for it, and null would not be read back
+    # JSON has no number for NaN, and null would not be read back
     model_config = ConfigDict(ser_json_inf_nan="strings")
 
     step: int
-    """0-based, as in the artifact keys; people are shown step + 1."""
+    """0-based, as in the artifact keys. Displays show step + 1."""
     total_steps: int | None = None
     reward_mean: float | None = None
-    """Mean over the completions that were graded; masked ones are left out."""
+    """Mean over the graded completions, without masked ones."""
     reward_std: float | None = None
     by_source: dict[str, float] = {}
-    """The mean reward of each `data_source` that the prompts' metadata names."""
+    """Mean reward per `data_source` of the prompts' metadata."""
     kl_mean: float | None = None
     """Mean per-token KL to the reference, nats."""
     pair_accuracy: float | None = None
-    """Share of the step's pairs of which the model, before the step, held the preferred one to be the better."""
+    """Share of the step's pairs in which the model, before the update, scored the preferred answer higher."""
     pair_margin: float | None = None
-    """By how much on average, in implicit rewards (DPO) or scores (reward models)."""
+    """Mean difference between preferred and rejected answer: of implicit rewards (DPO) or scores (reward models)."""
     loss: float
-    """NaN where no update of the step had a finite one (all were left out)."""
+    """NaN if no update of the step had a finite loss (all were skipped)."""
     grad_norm: float
-    """L2 norm before clipping. NaN as with the loss."""
+    """L2 norm before clipping. NaN if all updates were skipped."""
     learning_rate: float
     completion_tokens: int = 0
-    """Tokens sampled in this step, or trained tokens where nothing is sampled."""
+    """Sampled tokens of this step, or trained tokens if the algorithm does not sample."""
     completion_length_mean: float | None = None
     """Tokens per completion."""
     prompts: int = 0
     completions: int = 0
     masked: int = 0
-    """Completions whose grade failed: in neither the statistics nor the loss."""
+    """Completions whose grade failed. They are in neither the statistics nor the loss."""
     dropped: int = 0
-    """Prompts left out because they were too long (truncation = drop)."""
+    """Prompts that were dropped because they were too long (truncation = drop)."""
     skipped_updates: int = 0
-    """Optimizer updates left out because their gradient was not finite."""
+    """Optimizer updates that were skipped because their gradient was not finite."""
     entropy: float | None = None
     """Mean per-token entropy of the policy, nats."""
     logprob_gap: float | None = None
-    """Mean |sampler - trainer| log-probability per token, nats; large means sampler and trainer disagree."""
+    """Mean |sampler - trainer| log-probability per token, nats. A large gap means that their weights differ."""
     tokens_per_second: float = 0.0
     seconds: dict[str, float] = {}
-    """Seconds by activity; the keys are `ACTIVITIES`, an absent one is 0."""
+    """Seconds per activity (`ACTIVITIES`); a missing activity took 0 s."""
     resumed: bool = False
-    """True for the first step that ran after a restart."""
+    """True for the first step after a restart."""
 
 
 class EvaluationSummary(Frozen):
-    """One evaluation of one policy on one fixed set of prompts."""
+    """An evaluation of one policy on a fixed set of prompts."""
 
     name: str
     mean: float
     low: float | None
-    """Lower end of the 95 % interval of the mean; None when n is 1."""
+    """Lower end of the 95 % confidence interval of the mean; None if n is 1."""
     high: float | None
     n: int
-    """Prompts with a grade."""
+    """Number of prompts with a grade."""
     rewards: tuple[float | None, ...]
-    """One per prompt, in the order of the prompts; None where the grade failed."""
+    """One reward per prompt in the order of the prompts; None if the grade failed."""
 
 
 class SampleRollout(Frozen):
-    """One prompt and what a policy answered."""
+    """A prompt with a policy's answer."""
 
     prompt: str
     completion: str
     reward: float | None = None
     reference: str | None = None
-    """The expected answer, where the dataset has one."""
+    """The expected answer, if the dataset has one."""
 
 
 def summarise_evaluation(name: str, rewards: Sequence[float | None]) -> EvaluationSummary:
-    """Mean and 95 % interval of the grades that there are. Raises ValueError when every grade failed."""
+    """Mean and 95 % interval of the grades that did not fail. Raises ValueError if all failed."""
     graded = [reward for reward in rewards if reward is not None]
     if not graded:
         raise ValueError(f"evaluation {name!r} has {len(rewards)} prompts and no grade; look at the grader's errors")

@@ -1,7 +1,6 @@
-"""Curves as SVG text, to be put inline into a page, or as a PNG where a page takes no SVG. The same numbers give the
-same bytes.
+"""Draws curves as inline SVG for the HTML report, or as PNG for Prefect's page. Equal numbers give equal bytes.
 
-Steps are drawn 1-based. The SVG functions return one `<svg>` element without scripts or outside references.
+Steps are labelled from 1. The SVG functions return one `<svg>` element without scripts or external references.
 """
 
 import io
@@ -26,10 +25,10 @@ ACTIVITY_COLOURS = {
     "orchestration": "#b9bfc3",
 }
 SMOOTH_FROM = 40
-"""From so many steps on, a mean over a twentieth of them is drawn over the raw curve."""
+"""Curves of at least this many steps get a second line: the moving mean over a twentieth of the steps."""
 
 _STYLE: dict[Any, Any] = {
-    "svg.hashsalt": "ostinato",  # else element ids are random
+    "svg.hashsalt": "ostinato",  # without it element ids are random
     "svg.fonttype": "none",  # text stays text: small, and in the page's font
     "font.size": 9.0,
     "axes.edgecolor": GREY,
@@ -40,7 +39,7 @@ _STYLE: dict[Any, Any] = {
     "ytick.labelcolor": INK,
     "path.simplify": True,
 }
-_drawing = threading.Lock()  # matplotlib's settings are of the whole process
+_drawing = threading.Lock()  # matplotlib's settings are global to the process
 
 
 def curve_svg(
@@ -51,9 +50,12 @@ def curve_svg(
     spread: Sequence[float | None] | None = None,
     resumed: Sequence[int] = (),
 ) -> str:
-    """One value per step; a None or not finite one leaves a gap.
+    """One curve with a value per step.
 
-    `spread` is drawn as a band of ± that much; `resumed` holds the (0-based) steps with a vertical line before them.
+    Args:
+        values: None, NaN and infinity leave a gap.
+        spread: half the height of a band around the curve, such as a standard deviation.
+        resumed: 0-based steps with a vertical line before them.
     """
 
     return _svg(lambda axes: _curve(axes, steps, values, spread, resumed), label=label, size=(5.0, 2.3))
@@ -66,34 +68,38 @@ def _curve(
     spread: Sequence[float | None] | None,
     resumed: Sequence[int],
 ) -> None:
-    xs, ys = [step + 1 for step in steps], [_finite(value) for value in values]
+    xs = [step + 1 for step in steps]
+    ys = [_finite(value) for value in values]
+    # the band
     if spread is not None:
-        band = [_finite(value) for value in spread]
-        low = [y - half for y, half in zip(ys, band, strict=True)]
-        high = [y + half for y, half in zip(ys, band, strict=True)]
+        half_heights = [_finite(value) for value in spread]
+        low = [y - half for y, half in zip(ys, half_heights, strict=True)]
+        high = [y + half for y, half in zip(ys, half_heights, strict=True)]
         axes.fill_between(xs, low, high, color=BLUE, alpha=0.12, linewidth=0)
-    smooth = len(xs) >= SMOOTH_FROM
-    dots = "o" if len(xs) <= 30 else None
-    axes.plot(xs, ys, color=BLUE, linewidth=0.8 if smooth else 1.6, alpha=0.4 if smooth else 1, marker=dots, ms=3)
-    if smooth:
-        axes.plot(xs, _centred_mean(ys, len(ys) // 40), color=BLUE, linewidth=1.8)
+    # the curve: with dots if it is short, pale under its moving mean if it is long
+    marker = "o" if len(xs) <= 30 else None
+    if len(xs) >= SMOOTH_FROM:
+        axes.plot(xs, ys, color=BLUE, linewidth=0.8, alpha=0.4, marker=marker, ms=3)
+        axes.plot(xs, _moving_mean(ys, len(ys) // 40), color=BLUE, linewidth=1.8)
+    else:
+        axes.plot(xs, ys, color=BLUE, linewidth=1.6, alpha=1, marker=marker, ms=3)
     _mark_resumed(axes, resumed)
     _step_axis(axes, xs)
 
 
 class Panel(NamedTuple):
-    """One curve of a picture with several; like the arguments of curve_svg."""
+    """One curve of a picture with several. The fields are the arguments of `curve_svg`."""
 
     title: str
     values: Sequence[float | None]
     spread: Sequence[float | None] | None = None
     steps: Sequence[int] | None = None
-    """Where it has values of its own steps."""
+    """The steps of the values, if they differ from those of the other panels."""
 
 
 def curves_png(steps: Sequence[int], panels: Sequence[Panel], *, resumed: Sequence[int] = ()) -> bytes:
-    """The panels, two in a row, on white: legible on a dark page too."""
-    rows = -(-len(panels) // 2)
+    """The panels as a PNG, two per row, on a white background that is legible on a dark page, too."""
+    rows = math.ceil(len(panels) / 2)
     with _drawing, matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(10.0, 0.2 + 2.2 * rows), layout="constrained", facecolor="white")
         for place, panel in enumerate(panels, start=1):
@@ -113,16 +119,20 @@ def time_split_svg(
     label: str,
     resumed: Sequence[int] = (),
 ) -> str:
-    """Stacked seconds per step by activity; one column of area per step, so that a slow step stands out."""
+    """Seconds per step, stacked by activity. Each step is a column, so that a slow step stands out."""
 
     def draw(axes: Axes) -> None:
-        # Both edges of every column are points of one area: one path per activity, however many steps there are.
-        edges = [x for step in steps for x in (step + 0.5, step + 1.5)]
+        # one area per activity, whatever the number of steps: both edges of every column are points of it
+        edges = []
+        for step in steps:
+            edges += [step + 0.5, step + 1.5]
         bottom = [0.0] * len(edges)
-        for name, colour in ACTIVITY_COLOURS.items():
-            heights = [_at_least_zero(split.get(name, 0.0)) for split in seconds for _ in range(2)]
+        for activity, colour in ACTIVITY_COLOURS.items():
+            heights = []
+            for step_seconds in seconds:
+                heights += [_at_least_zero(step_seconds.get(activity, 0.0))] * 2
             top = [low + height for low, height in zip(bottom, heights, strict=True)]
-            axes.fill_between(edges, bottom, top, color=colour, linewidth=0, label=name)
+            axes.fill_between(edges, bottom, top, color=colour, linewidth=0, label=activity)
             bottom = top
         axes.set_ylim(bottom=0)
         axes.set_ylabel("seconds")
@@ -137,7 +147,7 @@ def time_split_svg(
 
 
 class Series(NamedTuple):
-    """One of several curves of one figure."""
+    """One of several curves in a figure."""
 
     name: str
     steps: Sequence[int]
@@ -149,30 +159,32 @@ SERIES_DASHES = ("-", "--", ":", "-.")
 
 
 def series_style(number: int) -> tuple[str, str]:
-    """(colour, dash) of the n-th curve: alike only after all colours were used with all dashes."""
+    """(colour, dash) of the n-th curve. They repeat only after every colour was used with every dash."""
     return SERIES_COLOURS[number % len(SERIES_COLOURS)], SERIES_DASHES[number // len(SERIES_COLOURS) % 4]
 
 
 def curves_svg(series: Sequence[Series], *, label: str) -> str:
-    """Curves over one another; a long one is drawn as its mean over a twentieth of its steps. The page has the legend:
-    the n-th curve has series_style(n)."""
+    """Several curves in one figure. A long curve is drawn as its moving mean over a twentieth of its steps. The figure
+    has no legend; the n-th curve has the style `series_style(n)`."""
 
     def draw(axes: Axes) -> None:
-        for number, one in enumerate(series):
+        all_xs: list[int] = []
+        for number, curve in enumerate(series):
             colour, dash = series_style(number)
-            ys = [_finite(value) for value in one.values]
+            xs = [step + 1 for step in curve.steps]
+            ys = [_finite(value) for value in curve.values]
             if len(ys) >= SMOOTH_FROM:
-                ys = _centred_mean(ys, len(ys) // 40)
-            dots = "o" if len(ys) <= 30 and len(series) <= 4 else None
-            xs = [step + 1 for step in one.steps]
-            axes.plot(xs, ys, color=colour, linestyle=dash, linewidth=1.5, marker=dots, ms=3)
-        _step_axis(axes, [step + 1 for one in series for step in one.steps])
+                ys = _moving_mean(ys, len(ys) // 40)
+            marker = "o" if len(ys) <= 30 and len(series) <= 4 else None
+            axes.plot(xs, ys, color=colour, linestyle=dash, linewidth=1.5, marker=marker, ms=3)
+            all_xs += xs
+        _step_axis(axes, all_xs)
 
     return _svg(draw, label=label, size=(5.0, 2.6))
 
 
 class Interval(NamedTuple):
-    """One mean with its interval; low and high are None when one value alone gave the mean."""
+    """A mean with its confidence interval; low and high are None if the mean is of a single value."""
 
     name: str
     mean: float
@@ -182,7 +194,7 @@ class Interval(NamedTuple):
 
 
 def intervals_svg(rows: Sequence[Interval], *, label: str) -> str:
-    """One mean with its interval per line, on one axis."""
+    """Means with their intervals, one per line, on a common axis."""
 
     def draw(axes: Axes) -> None:
         for line, row in enumerate(rows):
@@ -235,16 +247,18 @@ def _mark_resumed(axes: Axes, resumed: Sequence[int]) -> None:
 
 
 def _verbatim(text: str) -> str:
-    return text.replace("$", r"\$")  # a pair of dollars is mathematics to matplotlib, and bad mathematics is an error
+    return text.replace("$", r"\$")  # matplotlib parses text between dollars as mathematics and may raise an error
 
 
-def _centred_mean(values: Sequence[float], reach: int) -> list[float]:
-    """Mean over `reach` values to either side; less, but as much on both, at the ends, so that no trend is bent."""
+def _moving_mean(values: Sequence[float], reach: int) -> list[float]:
+    """Mean over `reach` values on either side of each value. Near the ends the window is shorter, but symmetric, so
+    that a trend is not bent."""
     means = []
-    for at in range(len(values)):
-        reached = min(reach, at, len(values) - 1 - at)
-        known = [value for value in values[at - reached : at + reached + 1] if math.isfinite(value)]
-        means.append(sum(known) / len(known) if known else math.nan)
+    for centre in range(len(values)):
+        half_width = min(reach, centre, len(values) - 1 - centre)
+        window = values[centre - half_width : centre + half_width + 1]
+        finite = [value for value in window if math.isfinite(value)]
+        means.append(sum(finite) / len(finite) if finite else math.nan)
     return means
 
 

@@ -1,4 +1,4 @@
-"""What the report shows, collected from the store: nothing in it comes from memory, so it can be made again."""
+"""Collects the data of a report from the store. Nothing comes from memory, so a report can be repeated."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def collect_report(
     facts: dict[str, Any],
     samples_shown: int,
 ) -> ReportData:
-    """The report of a run as it stands at `policy`."""
-    info = read_run(store, policy.run)
+    """The data of the report of a run up to `policy`."""
+    run_record = read_run(store, policy.run)
     return ReportData(
         title=f"{keys.stage_kind(policy.stage).replace('_', ' ').upper()} of {policy.model}",
         run=policy.run,
@@ -41,10 +41,10 @@ def collect_report(
         facts={
             **facts,
             "store": store.url,
-            "code version": info.code_version,
+            "code version": run_record.code_version,
             "numerics": _numerics(store, policy),
-            "config": info.semantic,
-            "machine": info.machine,
+            "config": run_record.semantic,
+            "machine": run_record.machine,
         },
     )
 
@@ -59,26 +59,24 @@ def _summaries(store: ObjectStore, ref: ArtifactRef | None) -> tuple[EvaluationS
         return ()
     rows = read_table(store, ref, ["prompt_index", "reward"]).to_pylist()
     rewards = list(reward_by_prompt(rows, "prompt_index").values())
-    # an evaluation without a single grade has no mean; its table and the masked count still tell
-    return (summarise_evaluation("held-out reward", rewards),) if any(r is not None for r in rewards) else ()
+    if all(reward is None for reward in rewards):
+        return ()  # every grade failed, so there is no mean; the table and the count of masked grades are still there
+    return (summarise_evaluation("held-out reward", rewards),)
 
 
-def _samples(store: ObjectStore, ref: ArtifactRef | None, shown: int) -> tuple[SampleRollout, ...]:
+def _samples(store: ObjectStore, ref: ArtifactRef | None, count: int) -> tuple[SampleRollout, ...]:
+    """The first `count` rows of an evaluation."""
     if ref is None:
         return ()
-    rows = read_table(store, ref, ["thread", "text", "reward"]).slice(0, shown).to_pylist()
-    return tuple(
-        SampleRollout(
-            prompt=StringThread.from_json(row["thread"]).last_content(),
-            completion=row["text"],
-            reward=row["reward"],
-            reference=_answer(row["thread"]),
-        )
-        for row in rows
-    )
+    samples = []
+    for row in read_table(store, ref, ["thread", "text", "reward"]).slice(0, count).to_pylist():
+        prompt = StringThread.from_json(row["thread"]).last_content()
+        answer = _answer(row["thread"])
+        samples.append(SampleRollout(prompt=prompt, completion=row["text"], reward=row["reward"], reference=answer))
+    return tuple(samples)
 
 
 def _answer(thread: str) -> str | None:
-    """The expected answer, where the dataset recorded one in the thread's metadata."""
+    """The expected answer, if the thread's metadata has one."""
     answer = json.loads(thread).get("metadata", {}).get("answer")
     return None if answer is None else str(answer)

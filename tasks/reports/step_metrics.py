@@ -1,4 +1,4 @@
-"""From the committed artifacts of a step to its `StepMetrics`."""
+"""Computes the `StepMetrics` of a step from its committed artifacts, and stores them."""
 
 from __future__ import annotations
 
@@ -33,20 +33,29 @@ def measure_step(
     total_steps: int | None,
     seconds: dict[str, float],
 ) -> StepMetrics:
-    """What a step did. Without rollouts (SFT) the reinforcement fields are None."""
-    rewards, masked = _grades(store, graded) if all(ref.kind == "graded" for ref in graded) else _played(store, graded)
+    """The metrics of a step. Without rollouts (SFT) the fields of reinforcement learning are None."""
+    # rewards
+    if all(ref.kind == "graded" for ref in graded):
+        rewards, masked = _grades(store, graded)
+    else:
+        rewards, masked = _episode_rewards(store, graded)
     mean = sum(rewards) / len(rewards) if rewards else None
-    wall = sum(seconds.values())
-    sampled = _each(lambda ref: _sampled(store, ref), rollouts)
-    tokens = sum(shard.tokens for shard in sampled) if rollouts else int(record.metrics.get("tokens", 0))
-    completions = sum(shard.completions for shard in sampled)
-    prompts, gap, left_out = _batch(store, record.request.batch)
+    deviation = None
+    if mean is not None:
+        deviation = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / len(rewards))
+    # sampled tokens, or trained tokens if nothing is sampled
+    shards = _for_each_shard(lambda ref: _sampled(store, ref), rollouts)
+    completions = sum(shard.completions for shard in shards)
+    tokens = sum(shard.tokens for shard in shards) if rollouts else int(record.metrics.get("tokens", 0))
+    # the batch
+    prompts, gap, dropped_rows = _batch(store, record.request.batch)
+    wall_seconds = sum(seconds.values())
     return StepMetrics(
         step=record.request.parent.step,
         total_steps=total_steps,
         reward_mean=mean,
-        reward_std=math.sqrt(sum((r - mean) ** 2 for r in rewards) / len(rewards)) if mean is not None else None,
-        by_source=means_by_source(_each(lambda ref: _sources(store, ref), graded)),
+        reward_std=deviation,
+        by_source=means_by_source(_for_each_shard(lambda ref: _sources(store, ref), graded)),
         kl_mean=record.metrics.get("kl_mean"),
         pair_accuracy=record.metrics.get("accuracy_mean"),
         pair_margin=_margin(record.metrics),
@@ -58,24 +67,26 @@ def measure_step(
         prompts=prompts,
         completions=completions or record.request.batch.rows or 0,
         masked=masked,
-        dropped=left_out + sum(shard.dropped for shard in sampled),
+        dropped=dropped_rows + sum(shard.dropped for shard in shards),
         skipped_updates=record.skipped,
         logprob_gap=gap,
-        tokens_per_second=tokens / wall if wall else 0.0,
+        tokens_per_second=tokens / wall_seconds if wall_seconds else 0.0,
         seconds=seconds,
     )
 
 
 def _margin(metrics: Mapping[str, float]) -> float | None:
-    """Of a step on pairs: how far the preferred ones were ahead."""
+    """Mean difference between preferred and rejected answers of a step on pairs; None for other steps."""
     if "reward_margin_mean" in metrics:
         return metrics["reward_margin_mean"]
-    scores = [metrics.get(f"score_{side}_mean") for side in ("chosen", "rejected")]
-    return None if scores[0] is None or scores[1] is None else scores[0] - scores[1]
+    chosen, rejected = metrics.get("score_chosen_mean"), metrics.get("score_rejected_mean")
+    if chosen is None or rejected is None:
+        return None
+    return chosen - rejected
 
 
 def _grades(store: ObjectStore, graded: list[ArtifactRef]) -> tuple[list[float], int]:
-    """The rewards that were given, and how many grades are masked."""
+    """(rewards, number of masked grades)."""
     rewards: list[float] = []
     masked = 0
     for table in read_tables(store, graded, ["reward", "status"]):
@@ -85,20 +96,22 @@ def _grades(store: ObjectStore, graded: list[ArtifactRef]) -> tuple[list[float],
 
 
 def _sources(store: ObjectStore, graded: ArtifactRef) -> dict[str, list[float]]:
-    """Of a shard: rewards summed by source, as the manifest says; episodes have none."""
-    found = read_manifest(store, graded.key).extra.get("by_source") if graded.kind == "graded" else None
-    return found or {}  # type: ignore[return-value]
+    """Rewards of a shard summed by data source, from its manifest; episodes have none."""
+    if graded.kind != "graded":
+        return {}
+    return read_manifest(store, graded.key).extra.get("by_source") or {}  # type: ignore[return-value]
 
 
-def _played(store: ObjectStore, trajectories: list[ArtifactRef]) -> tuple[list[float], int]:
-    """As `_grades`, of episodes: the grades of an episode's turns together are its reward."""
-    played = read_trajectories(store, trajectories).values()
-    masked = _each(lambda ref: int(read_manifest(store, ref.key).extra["masked"]), trajectories)  # type: ignore[arg-type]
-    return [one.reward for one in played if one.grades], sum(masked)
+def _episode_rewards(store: ObjectStore, trajectories: list[ArtifactRef]) -> tuple[list[float], int]:
+    """Like `_grades`, for episodes: the reward of an episode is the sum of its turns' grades."""
+    episodes = read_trajectories(store, trajectories).values()
+    manifests = _for_each_shard(lambda ref: read_manifest(store, ref.key), trajectories)
+    masked = sum(int(manifest.extra["masked"]) for manifest in manifests)  # type: ignore[arg-type]
+    return [episode.reward for episode in episodes if episode.grades], masked
 
 
 class _Shard(NamedTuple):
-    """What was sampled in a shard."""
+    """Counts of what was sampled in a shard."""
 
     tokens: int
     completions: int
@@ -107,10 +120,10 @@ class _Shard(NamedTuple):
 
 
 def _sampled(store: ObjectStore, rollouts: ArtifactRef) -> _Shard:
-    """As the manifest says: the rows are as large as the tokens are many."""
+    """The counts of a shard, from its manifest: reading the rows would cost as much as the tokens need."""
     extra = read_manifest(store, rollouts.key).extra
     tokens, dropped, episodes = (extra.get(name) for name in ("completion_tokens", "dropped", "episodes"))
-    if not isinstance(tokens, int):  # written before the manifest said so
+    if not isinstance(tokens, int):  # rollouts of a hand-written loop
         lengths = pc.list_value_length(read_table(store, rollouts, ["completion_ids"])["completion_ids"])
         tokens = pc.sum(lengths).as_py() or 0
     return _Shard(
@@ -121,19 +134,19 @@ def _sampled(store: ObjectStore, rollouts: ArtifactRef) -> _Shard:
 
 
 def _batch(store: ObjectStore, batch: ArtifactRef) -> tuple[int, float | None, int]:
-    """Prompts of a batch, its mean |sampler - trainer| logprob, nats per token (the health of the weight sync), and how
-    many rows were dropped for their length."""
+    """(prompts, mean |sampler - trainer| logprob in nats per token, rows dropped for their length) of a batch."""
     extra = read_manifest(store, batch.key).extra
     prompts, gap, dropped = extra.get("prompts"), extra.get("logprob_gap"), extra.get("dropped")
     if isinstance(prompts, int):
         return prompts, gap if isinstance(gap, float) else None, dropped if isinstance(dropped, int) else 0
-    table = read_table(store, batch, ["group", "old_logprobs", "sampler_logprobs"])  # of a hand-written loop, or older
+    # the batch of a hand-written loop has no such manifest
+    table = read_table(store, batch, ["group", "old_logprobs", "sampler_logprobs"])
     total, tokens = gap_of(table)
     return len(pc.unique(table["group"])), total / tokens if tokens else None, 0
 
 
-def _each(call: Callable[[ArtifactRef], T], refs: list[ArtifactRef]) -> list[T]:
-    """`call` of each, AHEAD at a time: requests of a few hundred bytes, whose latency adds up."""
+def _for_each_shard(call: Callable[[ArtifactRef], T], refs: list[ArtifactRef]) -> list[T]:
+    """The results of `call` for each shard, AHEAD at a time: the requests are small, but their latency adds up."""
     if len(refs) <= 1:
         return [call(ref) for ref in refs]
     with ThreadPoolExecutor(min(AHEAD, len(refs)), thread_name_prefix="shards") as pool:
@@ -141,16 +154,17 @@ def _each(call: Callable[[ArtifactRef], T], refs: list[ArtifactRef]) -> list[T]:
 
 
 def write_metrics(store: ObjectStore, policy: PolicyRef, metrics: StepMetrics) -> None:
-    """One object per step: object stores cannot append. A redo of a lost write replaces it."""
+    """Stores the metrics of a step as one object, because object stores cannot append. A repeated write replaces it."""
     store.put(keys.step_metrics(policy.run, policy.stage, metrics.step), metrics.model_dump_json().encode())
 
 
 def read_metrics(store: ObjectStore, run: str, stage: str, *, steps: int) -> list[StepMetrics]:
-    """The metrics of steps 0 .. steps-1, those that were written (a crash between commit and metrics loses one)."""
-    found = []
+    """The metrics of steps 0 to steps - 1. A crash between the commit and the metrics leaves a step without metrics."""
+    metrics = []
     for step in range(steps):
         try:
-            found.append(StepMetrics.model_validate_json(store.get(keys.step_metrics(run, stage, step))))
+            data = store.get(keys.step_metrics(run, stage, step))
         except ObjectNotFound:
             continue
-    return found
+        metrics.append(StepMetrics.model_validate_json(data))
+    return metrics

@@ -78,7 +78,7 @@ def test_a_full_report_shows_every_part() -> None:
     assert page.captions() == [
         "Held-out means with 95 % intervals", "Reward by step", "KL to the reference by step",
         "Completion length by step", "Loss by step", "Gradient norm by step", "Learning rate by step",
-        "Entropy by step", "Sampler and trainer apart by step", "Seconds per step by activity",
+        "Entropy by step", "Gap between sampler and trainer by step", "Seconds per step by activity",
     ]  # fmt: skip
     for text in ("GRPO on sums", "grpo-1", "expected: 2", "three", "reward 1", "loss.clip_low", '["a"]', *ACTIVITIES):
         assert text in page.text

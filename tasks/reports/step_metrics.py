@@ -105,9 +105,9 @@ def _sources(store: ObjectStore, graded: ArtifactRef) -> dict[str, list[float]]:
 def _episode_rewards(store: ObjectStore, trajectories: list[ArtifactRef]) -> tuple[list[float], int]:
     """Like `_grades`, for episodes: the reward of an episode is the sum of its turns' grades."""
     episodes = read_trajectories(store, trajectories).values()
-    manifests = _for_each_shard(lambda ref: read_manifest(store, ref.key), trajectories)
-    masked = sum(int(manifest.extra["masked"]) for manifest in manifests)  # type: ignore[arg-type]
-    return [episode.reward for episode in episodes if episode.grades], masked
+    rewards = [episode.reward for episode in episodes if episode.grades]
+    masked = _for_each_shard(lambda ref: int(read_manifest(store, ref.key).extra["masked"]), trajectories)  # type: ignore[arg-type]
+    return rewards, sum(masked)
 
 
 class _Shard(NamedTuple):

@@ -103,7 +103,8 @@ async def test_a_table_of_what_was_sampled(
         drawn, graded = (pandas.concat(shards) for shards in tables)
         # two of the eight of each shard: the first and the fifth
         chosen = [0, 4, 8, 12]
-        assert [row["completion"] for row in rows] == [printable(text, TEXT_SHOWN) for text in drawn["text"].iloc[chosen]]
+        texts = drawn["text"].iloc[chosen]
+        assert [row["completion"] for row in rows] == [printable(text, TEXT_SHOWN) for text in texts]
         assert [row["grade"] for row in rows] == pytest.approx(list(graded["reward"].iloc[chosen]), abs=1e-4)
         assert [row["prompt"] for row in rows] == [str(digit) for digit in drawn["prompt_index"].iloc[chosen]]
         assert {row["step"] for row in rows} == {step + 1}

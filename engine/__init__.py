@@ -1,1 +1,3 @@
-"""Tensors: models, sampling, losses, the optimizer, behind one protocol. Knows no Prefect."""
+"""Everything that computes with tensors: models, sampling, losses and the optimizer, behind the protocol of
+`engine.protocol`. This package does not import Prefect.
+"""

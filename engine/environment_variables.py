@@ -1,4 +1,4 @@
-"""The environment variables of this process, changed for a while."""
+"""Sets environment variables of this process for the duration of a block."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def set_environment_variables(changes: Mapping[str, str]) -> Iterator[None]:
-    """Within the block the variables have these values; afterwards they are as they were."""
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
+def set_environment_variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Sets the variables within the block and restores their previous values afterwards."""
+    previous = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in previous.items():
             if value is None:
                 os.environ.pop(name, None)
             else:

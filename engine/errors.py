@@ -1,90 +1,90 @@
-"""The errors of the engine, split by the one question a task asks: may I retry?
+"""The errors of the engine. The two bases tell a task whether it may retry the call.
 
 EngineError
   TransientEngineError      the same call may succeed later
-    EngineUnreachable         no answer
-    EngineBusy                no room or no turn now
+    EngineUnreachable         the engine did not answer
+    EngineBusy                the engine has no free memory or no turn for the call now
     WorkerDied                a process of the engine ended during the call
-    SamplerOutOfSync          a sampler does not hold the trainer's weights; it is synced anew
-  PermanentEngineError      it never will
-    StepConflict              another request was committed for this step
-    Fenced                    a newer epoch acts for this run
-    UnknownPolicy             no chain, or no such step in it
-    SampleTooLong             a sequence does not fit one packed forward, or the model's context
-    BadSpec                   a request contradicts itself or names what does not exist
-    BadModelFolder            not a loadable, safe Hugging Face folder
-    NonFiniteGradient         NaN or Inf in the gradient of a batch
-    ReplayDiverged            a redo did not reproduce the committed weights
+    SamplerOutOfSync          a sampler does not hold the trainer's weights; the next call syncs it again
+  PermanentEngineError      the same call will never succeed
+    StepConflict              a different request was committed for this step
+    Fenced                    a newer epoch of the lease is in use for this run
+    UnknownPolicy             the chain does not exist, or it does not have this step
+    SampleTooLong             a sequence is longer than one packed forward pass, or than the model's context
+    BadSpec                   a request contradicts itself or names something that does not exist
+    BadModelFolder            the folder is not a loadable and safe Hugging Face model folder
+    NonFiniteGradient         the gradient of a batch holds NaN or infinity
+    ReplayDiverged            redoing a step did not reproduce the committed weights
     OutOfMemory               the device cannot hold even half a micro-batch
-    NotAuthenticated          a service that wants a token got none, or another
+    NotAuthenticated          the service requires a token, and the token is missing or wrong
 """
 
 from __future__ import annotations
 
 
 class EngineError(Exception):
-    """Base of everything the engine raises on purpose."""
+    """Base class of all errors that the engine raises on purpose."""
 
 
 class TransientEngineError(EngineError):
-    """The same call may succeed later."""
+    """Base class of errors after which the same call may succeed later."""
 
 
 class EngineUnreachable(TransientEngineError):
-    """The engine did not answer."""
+    """Raised when the engine did not answer."""
 
 
 class EngineBusy(TransientEngineError):
-    """The engine has no room or no turn for this call now."""
+    """Raised when the engine has no free memory or no turn for this call now."""
 
 
 class WorkerDied(TransientEngineError):
-    """A process of the engine ended during the call."""
+    """Raised when a process of the engine ended during the call."""
 
 
 class SamplerOutOfSync(TransientEngineError):
-    """A sampler does not hold the trainer's weights, or no longer: nothing that it drew was kept."""
+    """Raised when a sampler does not hold the trainer's weights. Nothing that it sampled was kept."""
 
 
 class PermanentEngineError(EngineError):
-    """The same call will never succeed."""
+    """Base class of errors after which the same call will never succeed."""
 
 
 class StepConflict(PermanentEngineError):
-    """Another request was committed for this step."""
+    """Raised when a different request was committed for this step."""
 
 
 class Fenced(PermanentEngineError):
-    """A newer epoch acts for this run."""
+    """Raised when a newer epoch of the lease is in use for this run."""
 
 
 class UnknownPolicy(PermanentEngineError):
-    """There is no such chain, or no such step in it."""
+    """Raised when the chain does not exist, or does not have this step."""
 
 
 class SampleTooLong(PermanentEngineError, ValueError):
-    """A sequence does not fit one packed forward, or the model's context."""
+    """Raised when a sequence is longer than one packed forward pass, or than the model's context."""
 
 
 class BadSpec(PermanentEngineError, ValueError):
-    """The request contradicts itself or names what does not exist."""
+    """Raised when a request contradicts itself or names something that does not exist."""
 
 
 class BadModelFolder(PermanentEngineError, ValueError):
-    """Not a loadable, safe Hugging Face model folder."""
+    """Raised when a folder is not a loadable and safe Hugging Face model folder."""
 
 
 class NonFiniteGradient(PermanentEngineError):
-    """NaN or Inf in the gradient of a batch."""
+    """Raised when the gradient of a batch holds NaN or infinity."""
 
 
 class ReplayDiverged(PermanentEngineError):
-    """A redo did not reproduce the committed weights."""
+    """Raised when redoing a step did not reproduce the committed weights."""
 
 
 class OutOfMemory(PermanentEngineError):
-    """The device cannot hold even half a micro-batch of this spec."""
+    """Raised when the device cannot hold even half a micro-batch."""
 
 
 class NotAuthenticated(PermanentEngineError):
-    """The engine is a service that wants a token, and got none or another."""
+    """Raised when the service requires a token, and the token is missing or wrong."""

@@ -1,7 +1,8 @@
-"""Handles for people: `Model(key)` -> builder -> `TrainingModel` / `InferenceModel`.
+"""Public handles of models: `Model(key)` -> `ModelBuilder` -> `TrainingModel` or `InferenceModel`.
 
-A handle holds references, never weights. `TrainingModel` moves along its chain; `train_*` calls are written on a
-tape, and `optim_step` commits the tape as a batch and takes one step through the same door as every training class.
+A handle holds references, never weights. A `TrainingModel` points to one policy of its chain. Its `train_*` calls
+record samples on a tape. `optim_step` commits the tape as a batch and takes one step, with the same engine call that
+the training classes use.
 """
 
 from __future__ import annotations

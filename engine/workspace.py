@@ -1,4 +1,4 @@
-"""Where work happens for one run: plain data that crosses tasks and machines, and the live things it names."""
+"""The workspace of a run: its store, engine, lease and seed as plain data that tasks pass to other machines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from storage.store.objects import ObjectStore, open_store
 
 
 class Workspace(Frozen):
-    """The store, the engine and the identity that every task of a run acts with."""
+    """The store, the engine, the run key and the lease that every task of a run uses."""
 
     store: str
     """Object storage: file:///folder, s3://bucket/prefix or memory://name. Credentials come from the environment."""
@@ -24,8 +24,8 @@ class Workspace(Frozen):
     seed: int = 0
     provenance: Provenance
     max_tokens: int | None = None
-    """Packed tokens of one forward pass in calls for one model, at most: the max_batch_size that it was spawned with.
-    None: as the engine is configured."""
+    """Maximum packed tokens of one forward pass in calls for one model: the `max_batch_size` that it was spawned with.
+    None: the engine's `max_tokens_per_forward`."""
 
     def open_store(self) -> ObjectStore:
         return _open_store(self.store)
@@ -34,11 +34,12 @@ class Workspace(Frozen):
         return connect(self.store, self.engine)
 
     def seed_for(self, *parts: str | int) -> int:
-        """A seed below 2**63 from the run's seed and `parts`: never ambient, and free of the run's name."""
+        """Derives a seed below 2**63 from the run's seed and `parts`. It does not depend on the name of the run."""
         return derive_seed(self.seed, *parts)
 
 
 def derive_seed(seed: int, *parts: str | int) -> int:
+    """Derives a seed below 2**63 from `seed` and `parts`."""
     return int(digest(canonical_json([seed, *parts]))[:16], 16) >> 1
 
 

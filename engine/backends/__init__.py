@@ -1,2 +1,4 @@
-"""What runs tensors: trainers and samplers behind one protocol, and the tiny model that stands in for a real one.
-The only place, with the losses and `engine.local`, that imports torch; loaded lazily."""
+"""Trainers and samplers: the protocols of `engine.backends.protocol` and their implementations.
+
+Only this package, `engine.losses` and `engine.local` import torch. They are imported when an embedded engine starts.
+"""

@@ -1,4 +1,7 @@
-"""The two backends that a spec names. Every pair works together: what crosses is staged weights and token ids."""
+"""Creates the trainer backend and the sampler backend that an engine's spec asks for.
+
+Every trainer works with every sampler: they exchange only weight files and token ids.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,16 @@ def create_trainer_backend(spec: LocalEngineSpec) -> TrainerBackend:
 
 
 def create_sampler_backend(spec: LocalEngineSpec, trainers: TrainerBackend) -> SamplerBackend:
-    if isinstance(spec.sampler, VllmSpec):
-        from engine.backends.vllm.backend import VllmSamplers
+    dtype, device = trainers.compute_dtype, trainers.device
+    if not isinstance(spec.sampler, VllmSpec):
+        return TorchSamplers(spec, compute_dtype=dtype, device=device)
+    from engine.backends.vllm.backend import VllmSamplers
 
-        reserve = None
-        if isinstance(spec.trainer, DeepSpeedSpec):
-            from engine.backends.deepspeed.backend import DeepSpeedBackend
+    # Replicas can share the GPUs of DeepSpeed's ranks, which the trainer backend reserves for both.
+    reserve = None
+    if isinstance(spec.trainer, DeepSpeedSpec):
+        from engine.backends.deepspeed.backend import DeepSpeedBackend
 
-            reserve = trainers.reserve if isinstance(trainers, DeepSpeedBackend) else None
-        return VllmSamplers(spec, compute_dtype=trainers.compute_dtype, device=trainers.device, beside=reserve)
-    return TorchSamplers(spec, compute_dtype=trainers.compute_dtype, device=trainers.device)
+        if isinstance(trainers, DeepSpeedBackend):
+            reserve = trainers.reserve
+    return VllmSamplers(spec, compute_dtype=dtype, device=device, beside=reserve)

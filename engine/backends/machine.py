@@ -1,4 +1,4 @@
-"""What this machine's device has room for and how fast it multiplies; measured, not looked up."""
+"""Measures the memory that an engine may use on this machine's device, and the speed of its matrix products."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from functools import lru_cache
 import torch
 
 CPU_SHARE = 0.8
-"""Share of this machine's memory that weights, moments and gradients may take; the rest is activations and others."""
 GPU_SHARE = 0.7
+"""Share of the memory that weights, moments and gradients may fill. The rest is for activations and other processes."""
 
 _SIDE = {"cpu": 512, "cuda": 8192}
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Bytes of the device that an engine may fill unless its spec says otherwise."""
+    """Bytes of the device that an engine may fill by default."""
     if device.type == "cuda":
         return int(GPU_SHARE * torch.cuda.get_device_properties(device).total_memory)
     return int(CPU_SHARE * min(_physical_memory(), _cgroup_limit()))
@@ -24,7 +24,8 @@ def memory_bytes(device: torch.device) -> int:
 
 @lru_cache(maxsize=4)
 def operations_per_second(device: torch.device, dtype: torch.dtype) -> float:
-    """2n³ over the best of five times of an (n, n) product, by the calling thread's thread count."""
+    """Operations per second of an (n, n) matrix product: 2n³ over the shortest of five runs, with the thread count of
+    the calling thread."""
     side = _SIDE.get(device.type, 512)
     left = torch.ones(side, side, device=device, dtype=dtype)
     best = float("inf")
@@ -47,7 +48,7 @@ def _physical_memory() -> int:
 
 
 def _cgroup_limit() -> int:
-    """A container's memory limit, where there is one."""
+    """The memory limit of this container in bytes, or 2**62 when there is none."""
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             with open(path) as file:

@@ -1,4 +1,4 @@
-"""What every sampler refuses before it draws."""
+"""Checks of prompts and sampling parameters that every sampler makes before it samples."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ def check_prompts(
     context_length: int,
     eos_token_ids: Collection[int],
 ) -> None:
-    """Raises:
-    BadSpec: empty prompts, ids outside the vocabulary, unequal numbers of prompts and seeds, or stop tokens that
-        leave nothing to draw.
-    SampleTooLong: a prompt and `max_new_tokens` do not fit the context.
+    """Checks a request for completions.
+
+    Raises:
+        BadSpec: empty prompts, ids outside the vocabulary, unequal numbers of prompts and seeds, or stop tokens that
+            leave nothing to sample.
+        SampleTooLong: a prompt and `max_new_tokens` do not fit in the context.
     """
     if len(prompts) != len(seeds):
         raise BadSpec(f"{len(prompts)} prompts were given with {len(seeds)} seeds; give one seed per prompt")
@@ -41,13 +43,13 @@ def check_prompts(
 
 
 def _check_stop_tokens(params: SamplingParams, *, vocab_size: int, eos_token_ids: Collection[int]) -> None:
-    wrong = [token for token in params.stop_token_ids if not 0 <= token < vocab_size]
-    if wrong:
+    unknown = [token for token in params.stop_token_ids if not 0 <= token < vocab_size]
+    if unknown:
         raise BadSpec(
-            f"the stop token id {wrong[0]} is outside 0..{vocab_size - 1}; give ids of this model's tokenizer"
+            f"the stop token id {unknown[0]} is outside 0..{vocab_size - 1}; give ids of this model's tokenizer"
         )
     if params.min_new_tokens > 0 and len({*params.stop_token_ids, *eos_token_ids}) >= vocab_size:
         raise BadSpec(
             f"every token of the vocabulary of {vocab_size} ends a completion, and min_new_tokens="
-            f"{params.min_new_tokens} forbids each of them to be drawn; give fewer stop tokens, or min_new_tokens=0"
+            f"{params.min_new_tokens} forbids all of them; give fewer stop tokens, or min_new_tokens=0"
         )

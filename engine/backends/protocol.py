@@ -1,5 +1,6 @@
-"""What the local engine asks of trainers and samplers, and of the backends that make them. Synchronous: the engine
-calls them from one thread.
+"""The interfaces of trainers, of samplers, and of the backends that create them.
+
+All calls are synchronous. The local engine makes them from its one compute thread.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from storage.chain.records import Numerics, OptimizerSpec
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What one optimizer update minimises."""
+    """The loss that one optimizer update minimises, and its settings."""
 
     loss: LossSpec
     temperature: float = 1.0
@@ -31,22 +32,24 @@ class Objective:
 
 @dataclass(slots=True)
 class UpdateReport:
-    """One optimizer update: what it did, in numbers."""
+    """The metrics and the counts of one optimizer update."""
 
     metrics: dict[str, float] = field(default_factory=dict)
     skipped: bool = False
     micro_batches: int = 0
     max_tokens: int = 0
-    """Packed tokens per forward that this update kept to: what was asked, or half of it where memory did not do."""
+    """The limit of packed tokens per forward pass in this update: the requested one, or half of it after running out of
+    memory."""
 
 
 class Trainer(Protocol):
-    """Weights, gradients and AdamW moments of one policy: a whole model, or an adapter on a base that many share."""
+    """Weights, gradients and AdamW moments of one policy: a whole model, or an adapter on a shared base model."""
 
     @property
     def scalar(self) -> bool:
-        """Whether its head gives one number per token (`values`), not logprobs: each of the two refuses the other with
-        BadSpec."""
+        """Whether the model has a scalar head (`values`) rather than a language head (`logprobs`).
+
+        The call that the head does not support raises BadSpec."""
         ...
 
     def update(
@@ -58,81 +61,89 @@ class Trainer(Protocol):
         max_tokens: int,
         on_micro_batch: Callable[[], None],
     ) -> UpdateReport:
-        """One optimizer update over `samples`; the loss is normalised over all of them, however they are split.
+        """Makes one optimizer update over `samples`. The loss is normalised over all samples, however they are split.
 
-        Memory that does not hold one micro-batch halves `max_tokens` once, for this update. Raises OutOfMemory when
-        half does not do either.
+        If the device runs out of memory, the update is repeated once with half of `max_tokens`. Raises OutOfMemory if
+        that does not fit either.
         """
         ...
 
     def logprobs(
         self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int
-    ) -> list[list[float]]: ...
-
-    def values(self, sequences: Sequence[TokenSequence], *, max_tokens: int) -> list[list[float]]:
-        """The scalar head's number at the position before each trained token, per sequence."""
+    ) -> list[list[float]]:
+        """Returns, for each sequence, the logprob in nats of each trained token."""
         ...
 
-    def reset_optimizer(self) -> None: ...
+    def values(self, sequences: Sequence[TokenSequence], *, max_tokens: int) -> list[list[float]]:
+        """Returns, for each sequence, the output of the scalar head at the position before each trained token."""
+        ...
 
-    def weights_digest(self) -> tuple[str, dict[str, str]]: ...
+    def reset_optimizer(self) -> None:
+        """Drops the moments, so that the next update starts with fresh ones."""
+        ...
+
+    def weights_digest(self) -> tuple[str, dict[str, str]]:
+        """Returns the digest of all trained weights, and the digest of each tensor by name."""
+        ...
 
     def write_checkpoint(self, folder: Path) -> dict[str, Path]:
-        """Writes weights and moments as safetensors; returns the files by name."""
+        """Writes the weights and the moments as safetensors files. Returns the files by name."""
         ...
 
     def read_checkpoint(self, files: dict[str, Path], *, optimizer: bool) -> None:
-        """Loads what `write_checkpoint` wrote; without `optimizer`, moments start anew."""
+        """Loads files of `write_checkpoint`. With `optimizer=False` the moments are fresh ones."""
         ...
 
     def export(self, folder: Path) -> dict[str, Path]:
-        """Writes what was trained (no tokenizer): a plain Hugging Face folder, or a peft adapter folder; returns the
-        files by name."""
+        """Writes the trained part without a tokenizer: a Hugging Face model folder, or a peft adapter folder.
+
+        Returns the files by name."""
         ...
 
     def export_merged(self, folder: Path) -> dict[str, Path]:
-        """Writes a plain Hugging Face folder (no tokenizer) that loads without anything else; an adapter is merged
-        into its base."""
+        """Writes a complete Hugging Face model folder without a tokenizer. An adapter is merged into its base model."""
         ...
 
     def nbytes(self, *, training: bool = True) -> int:
-        """Bytes this policy alone holds: weights, and with `training` gradients and both moments at their peak."""
+        """Peak bytes that only this policy uses: its weights and, with `training`, its gradients and both moments."""
         ...
 
     @property
     def weights_nbytes(self) -> int:
-        """Bytes of the weights in master precision that the policy computes with, shared ones included."""
+        """Bytes in master precision of all weights that the policy computes with, including a shared base model."""
         ...
 
     @property
     def alive(self) -> bool:
-        """False once the process that held it is gone: nothing can be asked of it any more."""
+        """False once the process that held the weights has ended. The trainer is then unusable."""
         ...
 
     def write_config(self, folder: Path) -> None:
-        """Writes config.json and generation_config.json, as the model's folder has them."""
+        """Writes the config.json and generation_config.json of the model's folder."""
         ...
 
     def stage_weights(self, folder: Path, *, dtype: torch.dtype) -> list[Path]:
-        """Writes every weight a sampler needs into `folder` as safetensors files, floating ones in `dtype`, under the
-        names that `save_pretrained` gives them: a tied head is not written twice."""
+        """Writes every weight that a sampler needs into `folder` as safetensors files.
+
+        Floating-point weights are written in `dtype`, under the names that `save_pretrained` uses. A tied head is not
+        written a second time."""
         ...
 
 
 class Sampler(Protocol):
-    """Draws completions from the weights it was last synced with."""
+    """Samples completions with the weights that it was last synced with."""
 
     @property
     def holds(self) -> str | None:
-        """State of the policy whose weights it holds; None before the first sync, and after one that failed."""
+        """State of the policy whose weights it holds. None before the first sync, and after a failed one."""
         ...
 
     def sync(self, trainer: Trainer, state: str) -> None:
-        """Brings it to the trainer's weights, which are those of `state`, and proves it.
+        """Copies the trainer's weights, which are those of the policy `state`, and checks the copy.
 
         Raises:
-            SamplerOutOfSync: the weights did not arrive whole, or do not compute what the trainer's do.
-            BadSpec: the trainer's model is not the one that this sampler was made for.
+            SamplerOutOfSync: the weights did not arrive complete, or compute something else than the trainer's.
+            BadSpec: the sampler was created for a different model.
         """
         ...
 
@@ -143,20 +154,22 @@ class Sampler(Protocol):
         params: SamplingParams,
         on_token: OnToken | None = None,
     ) -> list[Completion]:
-        """One that has `accepts_images` also takes `images`, those of each prompt; no other is given any
-        (engine.models.images.check_images_accepted). The same holds of trainers and their sequences."""
+        """Returns one completion per prompt.
+
+        A sampler whose `accepts_images` is true also takes `images`, the images of each prompt. Other samplers are
+        never called with images (engine.models.images.check_images_accepted). The same holds for trainers."""
         ...
 
     def nbytes(self) -> int:
-        """Bytes of the engine's memory that it alone holds: 0 where it shares the trainer's weights, or has a memory
-        of its own."""
+        """Bytes of the engine's memory that only this sampler uses. 0 if it shares the trainer's weights, or if its
+        memory is not counted in the engine's budget."""
         ...
 
     def close(self) -> None: ...
 
 
 class TrainerBackend(Protocol):
-    """Makes trainers: what `engine.trainer` means on this machine."""
+    """Creates the trainers of an engine, as `engine.trainer` in its config asks for them."""
 
     threads: int
     device: torch.device
@@ -165,87 +178,93 @@ class TrainerBackend(Protocol):
 
     @property
     def devices(self) -> int:
-        """GPUs that train; a CPU counts as one per machine."""
+        """Number of GPUs that train. Without GPUs, each machine counts as one."""
         ...
 
     @property
     def actors(self) -> ActorCount:
-        """Its processes on Ray. Any thread may ask."""
+        """Numbers of its Ray actors. May be read from any thread."""
         ...
 
-    def numerics(self) -> Numerics: ...
+    def numerics(self) -> Numerics:
+        """Backend, precision, layout and library versions of the trainers, for commit records."""
+        ...
 
     def prepare_thread(self) -> None:
-        """Called once in the thread that computes."""
+        """Prepares the compute thread. It is called once, from that thread."""
         ...
 
     def threads_of(self, numerics: Numerics) -> AbstractContextManager[None]:
-        """Computes with the thread count of a committed step."""
+        """Within the block, the trainers compute with the thread count of a committed step."""
         ...
 
     def memory_bytes(self) -> int:
-        """What weights, moments and gradients may fill."""
+        """Bytes that weights, moments and gradients may fill."""
         ...
 
-    def operations_per_second(self) -> float: ...
+    def operations_per_second(self) -> float:
+        """Measured speed of a large matrix product in the compute precision."""
+        ...
 
     def load(self, folder: Path, *, head: Head = "lm", init_seed: int = 0) -> Trainer:
-        """A model all of whose weights are trained. A scalar head takes the place of a language head, and starts as
-        `init_seed` draws it; a folder with a scalar head keeps its own.
+        """Loads a model whose weights are all trained.
+
+        With `head="scalar"`, the language head is replaced by a new scalar head, initialised from `init_seed`. A folder
+        that already has a scalar head keeps it.
 
         Raises:
-            BadModelFolder: the folder does not load, or its architecture has no scalar head.
-            BadSpec: a folder with a scalar head was to have a language head.
+            BadModelFolder: the folder does not load, or its architecture supports no scalar head.
+            BadSpec: `head` is "lm", and the folder has a scalar head.
         """
         ...
 
     def try_load(self, folder: Path) -> None:
-        """Raises BadModelFolder for a folder that `load` would refuse with the head that it has."""
+        """Raises BadModelFolder for a folder that `load` would reject with the head that the folder has."""
         ...
 
     def load_base(self, folder: Path, *, key: str = "") -> Any:
-        """A frozen model that adapters share; `key` is its registry key."""
+        """Loads a frozen model that adapters share. `key` is its registry key."""
         ...
 
     def adapter(self, base: Any, spec: LoraSpec, *, init_seed: int) -> Trainer:
-        """A new adapter on what `load_base` gave."""
+        """Creates a new adapter on a base model of `load_base`."""
         ...
 
     def adapter_off(self, base: Any) -> Trainer:
-        """The base itself as a policy that is only read."""
+        """Returns the base model itself as a policy that is only read."""
         ...
 
     def close(self) -> None: ...
 
 
 class SamplerBackend(Protocol):
-    """Makes samplers: what `engine.sampler` means on this machine."""
+    """Creates the samplers of an engine, as `engine.sampler` in its config asks for them."""
 
     @property
     def devices(self) -> int:
-        """GPUs that sample; a CPU counts as one per copy of the sampler."""
+        """Number of GPUs that sample. Without GPUs, each copy of the sampler counts as one."""
         ...
 
     @property
     def actors(self) -> ActorCount:
-        """Its processes on Ray. Any thread may ask."""
+        """Numbers of its Ray actors. May be read from any thread."""
         ...
 
     @property
     def fixed_tensor_parallel(self) -> bool:
-        """Whether a model is always split over as many devices as the config says, whatever `tp(n)` asks for."""
+        """Whether a model is always split over the number of devices in the config, whatever `tp(n)` asks for."""
         ...
 
     def new_bytes(self, trainer: Trainer) -> int:
-        """Bytes of the engine's memory that a new sampler for this trainer will take."""
+        """Bytes of the engine's memory that a new sampler for this trainer will use."""
         ...
 
     def sampler(self, trainer: Trainer, *, tensor_parallel: int | None = None) -> Sampler:
-        """A sampler for the trainer's model, perhaps one that other policies of the same model use too."""
+        """Returns a sampler for the trainer's model. Policies of the same model may share one sampler."""
         ...
 
     def offload_for_training(self) -> None:
-        """A gradient step is next: gives back device memory that can be given back."""
+        """Releases device memory before a gradient step, as far as the sampler can."""
         ...
 
     def close(self) -> None: ...

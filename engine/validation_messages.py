@@ -1,5 +1,6 @@
-"""Turns errors of pydantic into sentences for the person who wrote the value: fields by their names in the document,
-without the names of classes, validators and branches of a union.
+"""Turns pydantic's validation errors into sentences for the person who wrote the value.
+
+The sentences name fields as the document does, without the names of classes, validators and union branches.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _MESSAGES = {
     "union_tag_not_found": "{discriminator} is required",
     "json_invalid": "is not JSON: {error}",
 }
-"""Our message for some of pydantic's types of errors. The other types keep pydantic's message."""
+"""Messages that replace pydantic's for some types of errors. The other types keep pydantic's message."""
 
 
 def describe_errors(errors: Iterable[Mapping[str, Any]], document: Any = None) -> str:
@@ -29,12 +30,18 @@ def describe_errors(errors: Iterable[Mapping[str, Any]], document: Any = None) -
     `errors` are those of a ValidationError, `document` is what was validated. A clause shows the value of its field
     only if that is a number.
     """
+    # Collect the distinct messages of each field: the branches of a union report one error each.
     messages: dict[str, list[str]] = defaultdict(list)
     for error in errors:
-        path, message = field_path(error, document), message_of(error)
-        if message not in messages[_with_number(path, error)]:
-            messages[_with_number(path, error)].append(message)
-    clauses = [f"{path}: {' or '.join(found)}" if path else " or ".join(found) for path, found in messages.items()]
+        field, message = _with_number(field_path(error, document), error), message_of(error)
+        if message not in messages[field]:
+            messages[field].append(message)
+
+    # Write one clause per field.
+    clauses = []
+    for field, alternatives in messages.items():
+        clause = " or ".join(alternatives)
+        clauses.append(f"{field}: {clause}" if field else clause)
     text = "; ".join(clauses)[:MAX_CHARS]
     return text.encode("utf-8", "backslashreplace").decode()  # JSON can hold half of a surrogate pair
 
@@ -59,7 +66,7 @@ def field_path(error: Mapping[str, Any], document: Any) -> str:
 
 
 def message_of(error: Mapping[str, Any]) -> str:
-    """What is wrong with the value."""
+    """The message of the error, without the field's name."""
     if error["type"] in _MESSAGES:
         return _MESSAGES[error["type"]].format_map(error.get("ctx", {}))
     message: str = error["msg"]

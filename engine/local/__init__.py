@@ -1,1 +1,1 @@
-"""The embedded engine: policies materialised in this process, brought to any `PolicyRef` that was committed."""
+"""The embedded engine, which trains and samples in this process. It can load any committed policy."""

@@ -1,4 +1,4 @@
-"""One step request applied to a trainer: the pure function behind a live step, a redo and a replay."""
+"""Applies one step request to a trainer. Live steps, redos and replays all use this function, which commits nothing."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _LOSS = TypeAdapter[LossSpec](LossSpec)
 
 @dataclass(slots=True)
 class StepEffect:
-    """What applying a request did."""
+    """The metrics and the counts of all optimizer updates of one step."""
 
     metrics: dict[str, float] = field(default_factory=dict)
     updates: int = 0
     skipped: int = 0
     micro_batches: int = 0
     max_tokens: tuple[int, ...] = ()
-    """Packed tokens per forward that each update kept to."""
+    """The limit of packed tokens per forward pass in each update."""
 
 
 def apply_request(
@@ -44,20 +44,24 @@ def apply_request(
     max_tokens: int | Sequence[int],
     check: Callable[[], None] = lambda: None,
 ) -> StepEffect:
-    """Makes the optimizer updates of `request`, each with at most `max_tokens` (one limit, or one per update) in one
-    packed forward. `check` is called after each micro-batch; what it raises ends the step. On any error the trainer's
-    weights are undefined: drop it.
+    """Makes the optimizer updates of `request`.
+
+    `max_tokens` is the limit of packed tokens per forward pass: one number, or one per update. `check` is called after
+    each micro-batch, and an error that it raises ends the step. After any error the trainer's weights are undefined,
+    so the caller must drop the trainer.
 
     Raises:
-        BadSpec: the loss is unknown, or the batch lacks a column the loss needs.
+        BadSpec: the loss is unknown, or the batch lacks a column that the loss needs.
         SampleTooLong: a sample of the batch exceeds `max_tokens`.
-        UnsupportedFragment: rows with images, and the trainer takes text only.
-        NonFiniteGradient: NaN or Inf, when the request does not ask to skip such updates.
+        UnsupportedFragment: the batch has images, and the trainer accepts only text.
+        NonFiniteGradient: a gradient holds NaN or infinity, and the request does not ask to skip such updates.
     """
+    # Validate the loss of the request.
     try:
         loss = _LOSS.validate_python(request.loss)
     except ValidationError as error:
-        raise BadSpec(f"the loss of the step request: {describe_errors(error.errors(), request.loss)}") from error
+        problems = describe_errors(error.errors(), request.loss)
+        raise BadSpec(f"the loss of the step request: {problems}") from error
     objective = Objective(
         loss=loss,
         temperature=request.temperature,
@@ -65,17 +69,20 @@ def apply_request(
         skip_non_finite=request.nan_policy == "skip",
     )
 
+    # Read the batch. A pair keeps a sample without trained tokens, since both members are needed.
+    samples = samples_from_table(read_table(store, request.batch))
+    check_images_accepted(trainer, (sample.images for sample in samples), f"rows of the batch {request.batch.key}")
+    if not loss.pairwise:
+        samples = _with_trained_tokens(samples)
+
+    # Make one optimizer update per minibatch.
     def after_micro_batch() -> None:
         failpoint("step.mid_gradient")
         check()
 
-    samples = samples_from_table(read_table(store, request.batch))
-    check_images_accepted(trainer, (sample.images for sample in samples), f"rows of the batch {request.batch.key}")
-    if not loss.pairwise:
-        samples = _trained(samples)
     updates = minibatches(samples, request.minibatches, whole_groups=loss.pairwise)
-    reports = []
     limits = repeat(max_tokens) if isinstance(max_tokens, int) else max_tokens
+    reports = []
     for minibatch, limit in zip(updates, limits, strict=False):
         try:
             report = trainer.update(
@@ -91,26 +98,26 @@ def apply_request(
                 "the learning rate, or set skip_nan_gradients=true to leave such updates out"
             ) from error
         reports.append(report)
-    return _effect(reports)
+    return _combined_effect(reports)
 
 
-def _trained(samples: list[Sample]) -> list[Sample]:
-    """Samples with at least one trained token: an empty completion teaches nothing and divides nothing."""
+def _with_trained_tokens(samples: list[Sample]) -> list[Sample]:
+    """The samples with at least one trained token. An empty completion must not count in the loss's mean."""
     return [sample for sample in samples if sample.trained]
 
 
-def _effect(reports: list[UpdateReport]) -> StepEffect:
-    """Metrics are means over the updates that have them as finite numbers; `tokens` is their sum."""
-    values: dict[str, list[float]] = defaultdict(list)
+def _combined_effect(reports: list[UpdateReport]) -> StepEffect:
+    """Averages each metric over the updates in which it is finite. `tokens` is summed instead."""
+    values_by_name: dict[str, list[float]] = defaultdict(list)
     for report in reports:
         for name, value in report.metrics.items():
             if isfinite(value):
-                values[name].append(value)
-    means = {name: sum(found) / len(found) for name, found in sorted(values.items())}
+                values_by_name[name].append(value)
+    metrics = {name: sum(values) / len(values) for name, values in sorted(values_by_name.items())}
     if reports:
-        means["tokens"] = sum(report.metrics["tokens"] for report in reports)
+        metrics["tokens"] = sum(report.metrics["tokens"] for report in reports)
     return StepEffect(
-        metrics=means,
+        metrics=metrics,
         updates=sum(not report.skipped for report in reports),
         skipped=sum(report.skipped for report in reports),
         micro_batches=sum(report.micro_batches for report in reports),
@@ -119,11 +126,13 @@ def _effect(reports: list[UpdateReport]) -> StepEffect:
 
 
 def require_same_request(committed: CommitRecord, request: StepRequest) -> CommitRecord:
-    """The committed record if it answers this very request; the pure decision behind exactly-once."""
+    """Returns the committed record if it belongs to this request, so that a repeated request takes no second step.
+
+    Raises StepConflict if another request was committed for the step."""
     if committed.request.digest() == request.digest():
         return committed
-    mine, theirs = request.content(), committed.request.content()
-    differing = sorted(name for name in mine if mine[name] != theirs[name])
+    content, committed_content = request.content(), committed.request.content()
+    differing = sorted(name for name in content if content[name] != committed_content[name])
     raise StepConflict(
         f"step {request.parent.step + 1} of {request.parent.run}/{request.parent.stage}/{request.parent.model} was "
         f"taken with batch {committed.request.batch.sha256[:12]}, not {request.batch.sha256[:12]} "

@@ -1,6 +1,6 @@
-"""New chains, and checks against the committed ones: whether a policy exists, and whether a new root can work.
+"""Creates chains and checks policies against the committed chains.
 
-A committed root never changes and takes its run key, so what can be known to fail is refused before.
+A committed root can never be changed, so everything that would fail later is checked before it is committed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from storage.store.objects import ObjectStore
 
 
 def check_committed(store: ObjectStore, policy: PolicyRef) -> None:
-    """Raises UnknownPolicy unless the chain has exactly this policy: its step, and at that step its state."""
+    """Raises UnknownPolicy unless the chain has committed this step with this state."""
     try:
         committed = Chain.of(store, policy).policy(policy.step)
     except ObjectNotFound as error:
@@ -24,25 +24,25 @@ def check_committed(store: ObjectStore, policy: PolicyRef) -> None:
     if committed.state != policy.state:
         raise UnknownPolicy(
             f"step {policy.step} of {policy.run}/{policy.stage}/{policy.model} is committed as "
-            f"{committed.state[:12]}, not as {policy.state[:12]}; the ref is of another history"
+            f"{committed.state[:12]}, not as {policy.state[:12]}; the reference belongs to another history"
         )
 
 
 def create_chain(store: ObjectStore, spec: PolicySpec) -> PolicyRef:
-    """Commits the root of a chain unless it stands already, and returns policy 0.
+    """Commits the root of a chain if it has none, and returns policy 0.
 
     Raises:
-        BadSpec, UnknownPolicy: see `check_root`. Nothing was committed.
-        StepConflict: the chain has another root.
+        BadSpec, UnknownPolicy: the root is invalid (see `check_root`). Nothing was committed.
+        StepConflict: the chain already has a different root.
     """
     chain = Chain(store, spec.run, spec.stage, spec.model)
-    stands = chain.root()
-    if stands is None:
+    committed_root = chain.root()
+    if committed_root is None:
         check_root(store, spec.root)
-        stands = chain.create_root(spec.root)
-    if stands.state() != spec.root.state():
+        committed_root = chain.create_root(spec.root)
+    if committed_root.state() != spec.root.state():
         raise StepConflict(
-            f"the chain {spec.run}/{spec.stage}/{spec.model} starts from {stands.base_digest[:12]}, but "
+            f"the chain {spec.run}/{spec.stage}/{spec.model} starts from {committed_root.base_digest[:12]}, but "
             f"{spec.root.base_digest[:12]} was given: the base model, the trainable part or the seed changed; "
             "use another run key"
         )
@@ -50,11 +50,11 @@ def create_chain(store: ObjectStore, spec: PolicySpec) -> PolicyRef:
 
 
 def check_root(store: ObjectStore, root: Root) -> None:
-    """Checks what a new chain starts from, without loading a model.
+    """Checks the root of a new chain without loading a model.
 
     Raises:
-        BadSpec: the trainable part is unknown, the base model does not exist or is another one, or it lacks the head
-            that is to be trained.
+        BadSpec: the trainable part is unknown, or the base model does not exist, has another digest, or lacks the head
+            to be trained.
         UnknownPolicy: the policy to start from was never committed.
     """
     trainable = parse_trainable(root.trainable)
@@ -67,13 +67,13 @@ def check_root(store: ObjectStore, root: Root) -> None:
         raise BadSpec("a chain starts from a base model or from an earlier policy; give exactly one of base and start")
 
 
-def check_same_part(root: Root, before: Root) -> None:
-    """Raises BadSpec unless the stage of `root` trains the same part of the model as the stage before it."""
-    if before.trainable != root.trainable:
+def check_same_trainable(root: Root, previous: Root) -> None:
+    """Raises BadSpec unless the stage of `root` trains the same part of the model as the previous stage."""
+    if previous.trainable != root.trainable:
         assert root.start is not None
         raise BadSpec(
             f"the new stage trains {root.trainable}, but it starts from {root.start.uri}, which trained "
-            f"{before.trainable}; publish that policy as a model and start from it, or train the same part"
+            f"{previous.trainable}; publish that policy as a model and start from it, or train the same part"
         )
 
 
@@ -95,6 +95,6 @@ def _check_start(store: ObjectStore, root: Root, start: PolicyRef) -> None:
             f"the root starts from the state {start.state[:12]}, but gives base_digest={root.base_digest[:12]}; give "
             "the state of the policy as base_digest"
         )
-    before = Chain.of(store, start).root()
-    assert before is not None  # the policy is committed, so its chain has a root
-    check_same_part(root, before)
+    previous = Chain.of(store, start).root()
+    assert previous is not None  # the policy is committed, so its chain has a root
+    check_same_trainable(root, previous)

@@ -1,4 +1,8 @@
-"""`LocalEngine`: the embedded engine. Every call runs in one compute thread; runs take turns (`engine.local.queue`)."""
+"""`LocalEngine`: the embedded engine.
+
+All calls run in one compute thread, in which runs take turns (`engine.local.queue`). This module holds the calls of the
+protocol. Loading policies is in `engine.local.materialise`, and memory in `engine.local.loaded_policies`.
+"""
 
 from __future__ import annotations
 
@@ -14,33 +18,31 @@ from typing import TypeVar
 
 from engine.backends.factory import create_sampler_backend, create_trainer_backend
 from engine.backends.protocol import OnToken
-from engine.backends.torch.shared_base import AdapterTrainer
 from engine.cluster.connection import require_ray
 from engine.cluster.inventory import cluster_info
 from engine.errors import EngineBusy, EngineError, Fenced
 from engine.local.apply import StepEffect, apply_request, require_same_request
 from engine.local.chains import check_committed, create_chain
-from engine.local.generation_batcher import GenerationBatcher, PendingGeneration, draw
+from engine.local.export import publish_policy
+from engine.local.generation_batcher import GenerationBatcher, PendingGeneration, sample_completions
 from engine.local.loaded_policies import LoadedPolicies, LoadedPolicy, NoRoomYet
 from engine.local.materialise import Materialiser
 from engine.local.queue import FairQueue
 from engine.local.rebase import Rebaser
 from engine.local.saving import Saver, batch_provenance, find_policy_checkpoint
-from engine.local.scratch import scratch, scratch_folder
+from engine.local.scratch import scratch_folder
 from engine.local.weights import checked_parameter_count
 from engine.models.folder import ModelFolder, local_folder, registered_model, registry_version
 from engine.models.images import check_images_accepted
 from engine.protocol import Completion, EngineInfo, GenerateRequest, LogprobsRequest, PolicySpec
 from engine.specs.engine import LocalEngineSpec
-from engine.text.tokenizers import TOKENIZER_FILES, load_tokenizer
+from engine.text.tokenizers import load_tokenizer
 from storage.chain.leases import current_epoch
-from storage.chain.records import Chain, CommitRecord, PolicyRef, StepRequest, base_model_of
-from storage.errors import StorageError, VersionConflict
+from storage.chain.records import Chain, CommitRecord, PolicyRef, StepRequest
+from storage.errors import StorageError
 from storage.failpoints import failpoint
-from storage.registry.models import find_model, find_published, publish_model
-from storage.serialization import canonical_json, digest
-from storage.store.artifacts import ArtifactRef, Provenance, digest_of, file_entries
-from storage.store.download import materialise_files
+from storage.registry.models import find_model, publish_model
+from storage.store.artifacts import ArtifactRef, Provenance
 from storage.store.identity import store_id
 from storage.store.objects import open_store
 from storage.worklog import log_work
@@ -50,16 +52,18 @@ R = TypeVar("R")
 log = logging.getLogger(__name__)
 
 SMALL_MODEL_BYTES = 256 << 20
-"""Up to this many bytes of weights, every commit record carries their digest."""
+"""Up to this many bytes of weights, every commit record holds a digest of them."""
+LARGE_MODEL_DIGEST_EVERY = 10
+"""Larger models: every n-th commit record holds a digest."""
 
 
 class LocalEngine:
-    """Implements engine.protocol.Engine in this process."""
+    """Implements `engine.protocol.Engine` in this process."""
 
     def __init__(self, store_url: str, spec: LocalEngineSpec | None = None) -> None:
         self.spec = spec or LocalEngineSpec()
         if self.spec.uses_ray:
-            require_ray()  # before any model is loaded
+            require_ray()  # fail before any model is loaded
         self.store = open_store(store_url)
         self.backend = create_trainer_backend(self.spec)
         self.samplers = create_sampler_backend(self.spec, self.backend)
@@ -69,10 +73,10 @@ class LocalEngine:
             budget=self.backend.memory_bytes(),
             residency=self.spec.residency_seconds,
             frozen=self.spec.frozen_policies,
-            save=self._save_unasked,
+            save=self._save_for_eviction,
         )
         self.queue = FairQueue(name="ostinato-engine", prepare=self.backend.prepare_thread)
-        self.policies = Materialiser(
+        self.materialiser = Materialiser(
             self.store,
             self.backend,
             self.samplers,
@@ -86,7 +90,9 @@ class LocalEngine:
         self._closing = threading.Event()
 
     async def _compute(self, run: str, call: Callable[[], R]) -> R:
-        """The result of `call` in the compute thread, at the run's turn, and when there is room for what it needs."""
+        """Runs `call` in the compute thread at the run's turn, and again while there is no memory for it.
+
+        Raises EngineBusy when the memory is still taken after `room_seconds`."""
         deadline = time.monotonic() + self.spec.room_seconds
         while True:
             try:
@@ -98,12 +104,14 @@ class LocalEngine:
                         f"{error}; waited {self.spec.room_seconds:.0f} s for room. Call again later, raise "
                         "engine.memory_gib, or give the run an engine of its own"
                     ) from error
-            await asyncio.sleep(seconds)  # not above: a handled error keeps what it named
+            # Sleep outside the handler: an error that is being handled keeps objects of its frames in memory.
+            await asyncio.sleep(seconds)
 
     def _fence(self, run: str, epoch: int, *, ask_store: bool = False) -> None:
-        """Refuses a caller whose lease was taken over, as far as this engine has heard; `ask_store` hears of leases
-        taken by other processes too, for a listing: a step is dear enough to ask first. Only leases in the store fence
-        anybody: a caller's word for its own epoch does not, or one wrong call could stop a run."""
+        """Raises Fenced when a newer lease on the run exists, as far as this engine knows.
+
+        Ask the store before a step: a step costs seconds, the request milliseconds. Only leases in the store count. If
+        the epochs of callers counted, one wrong call could stop a run."""
         newest = self._epochs.get(run, 0)
         if ask_store or epoch > newest:
             newest = self._epochs[run] = max(newest, current_epoch(self.store, run))
@@ -125,16 +133,17 @@ class LocalEngine:
         return self._import_folder(ModelFolder.of(path), provenance)
 
     async def import_folder(self, folder: ModelFolder, *, provenance: Provenance) -> ArtifactRef:
-        """A checked folder brought into the registry. Idempotent."""
+        """Publishes a checked folder in the registry. Idempotent."""
         return await self._compute("", partial(self._import_folder, folder, provenance))
 
     def _import_folder(self, folder: ModelFolder, provenance: Provenance) -> ArtifactRef:
         version = registry_version(folder.digest())
         if find_model(self.store, folder.name, version) is None:
+            # Load it once before it is published: a version can never be changed, so it must be a working one.
             need = checked_parameter_count(folder) * self.backend.master_dtype.itemsize
             if self.backend.device.type == "cpu":
                 self.loaded_policies.make_room(need, run="", what=f"loading {folder.path.name}")
-            self.backend.try_load(folder.path)  # a version never changes: what does not load must not become one
+            self.backend.try_load(folder.path)
             load_tokenizer(folder.path)
         return publish_model(
             self.store, folder.name, version, folder.files, provenance=provenance, extra={"imported": True}
@@ -148,8 +157,9 @@ class LocalEngine:
     async def generate(
         self, request: GenerateRequest, *, epoch: int = 0, on_token: OnToken | None = None
     ) -> list[Completion]:
-        """`on_token` hears of each token in the compute thread as it is drawn; what it raises ends the call. A caller
-        that is cancelled ends it too, at the next token."""
+        """Calls `on_token` in the compute thread for each sampled token. An error that it raises ends the call.
+
+        Cancelling the caller also ends the call, at the next token."""
         call = PendingGeneration(request, on_token=on_token)
         shared = on_token is None and not self.spec.deterministic
         if shared:
@@ -164,91 +174,103 @@ class LocalEngine:
 
     def _generate(self, call: PendingGeneration, epoch: int) -> list[Completion]:
         self._fence(call.request.policy.run, epoch)
-        if call.completions is not None:  # another caller's batch had room for it
+        if call.completions is not None:  # it was sampled in the batch of another call
             check_committed(self.store, call.request.policy)
             return call.completions
-        return self.generation_batcher.answer(call, self._draw)
+        return self.generation_batcher.complete(call, self._sample)
 
-    def _draw(self, request: GenerateRequest, on_token: OnToken) -> list[Completion]:
-        def hear(index: int, token: int, logprob: float) -> None:
+    def _sample(self, request: GenerateRequest, on_token: OnToken) -> list[Completion]:
+        def on_token_unless_closing(index: int, token: int, logprob: float) -> None:
             if self._closing.is_set():
                 raise EngineBusy("the engine is closing; call again when it is back")
             on_token(index, token, logprob)
 
-        slot = self.policies.for_reading(request.policy)
-        # tp(ctx.world_size) asks for all devices, which the sampler uses as it is configured
+        loaded = self.materialiser.for_reading(request.policy)
+        # tp(ctx.world_size) asks for all devices. A sampler with a fixed split uses them all by its config.
         all_devices = self.samplers.fixed_tensor_parallel and request.tensor_parallel == self.devices
-        spread = None if all_devices else request.tensor_parallel
-        sampler = self.policies.sampler_for(slot, request.policy, tensor_parallel=spread)
+        tensor_parallel = None if all_devices else request.tensor_parallel
+        sampler = self.materialiser.sampler_for(loaded, request.policy, tensor_parallel=tensor_parallel)
         log_work("generate", policy=request.policy.uri, completions=len(request.prompts))
-        return draw(sampler, request, hear)
+        return sample_completions(sampler, request, on_token_unless_closing)
 
     async def logprobs(self, request: LogprobsRequest, *, epoch: int = 0) -> list[list[float]]:
         return await self._compute(request.policy.run, partial(self._logprobs, request, epoch))
 
     def _logprobs(self, request: LogprobsRequest, epoch: int) -> list[list[float]]:
         self._fence(request.policy.run, epoch)
-        slot = self.policies.for_reading(request.policy)
-        check_images_accepted(slot.trainer, request.images, "sequences")
+        trainer = self.materialiser.for_reading(request.policy).trainer
+        check_images_accepted(trainer, request.images, "sequences")
         limit = request.max_tokens or self.spec.max_tokens_per_forward
-        return slot.trainer.logprobs(request.sequences, temperature=request.temperature, max_tokens=limit)
+        return trainer.logprobs(request.sequences, temperature=request.temperature, max_tokens=limit)
 
     async def values(self, request: LogprobsRequest, *, epoch: int = 0) -> list[list[float]]:
         return await self._compute(request.policy.run, partial(self._values, request, epoch))
 
     def _values(self, request: LogprobsRequest, epoch: int) -> list[list[float]]:
         self._fence(request.policy.run, epoch)
-        trainer = self.policies.for_reading(request.policy).trainer
+        trainer = self.materialiser.for_reading(request.policy).trainer
         check_images_accepted(trainer, request.images, "sequences")
         limit = request.max_tokens or self.spec.max_tokens_per_forward
-        if self.spec.deterministic:  # scores become grades: no bit of one may depend on which were asked for with it
+        if self.spec.deterministic:
+            # Values become grades, so their bits must not depend on which sequences share a forward pass.
             return [trainer.values([sequence], max_tokens=limit)[0] for sequence in request.sequences]
         return trainer.values(request.sequences, max_tokens=limit)
 
     # -- the step ----------------------------------------------------------------------------------------------
 
     async def take_gradient_step(self, request: StepRequest, *, epoch: int = 0) -> CommitRecord:
-        """A caller that is cancelled ends it at its next micro-batch, and nothing of it is committed."""
+        """Cancelling the caller ends the step at its next micro-batch, and nothing is committed."""
         return await self._compute(request.parent.run, partial(self._take_gradient_step, request, epoch))
 
     def _take_gradient_step(self, request: StepRequest, epoch: int) -> CommitRecord:
+        # The step may have been committed before.
         self._fence(request.parent.run, epoch, ask_store=True)
         chain = Chain.of(self.store, request.parent)
         committed = chain.record(request.parent.step + 1)
         if committed is not None:
             return require_same_request(committed, request)
+
+        # Load the parent policy, apply the request and commit the record.
         self.samplers.offload_for_training()
-        slot = self.policies.for_training(request.parent)
+        loaded = self.materialiser.for_training(request.parent)
         failpoint("step.before_gradient")
         try:
-            self.policies.rebaser.before_step(slot)
+            self.materialiser.rebaser.before_step(loaded)
             limit = request.max_tokens or self.spec.max_tokens_per_forward
-            effect = apply_request(slot.trainer, request, self.store, max_tokens=limit, check=self.queue.check)
+            effect = apply_request(loaded.trainer, request, self.store, max_tokens=limit, check=self.queue.check)
             log_work("step", policy=request.result().uri, step=request.parent.step + 1)
-            record = self._record(request, effect, slot)
+            record = self._record(request, effect, loaded)
             failpoint("step.before_commit")
-            stands = chain.commit(record)
+            committed = chain.commit(record)
             failpoint("step.after_commit")
-            require_same_request(stands, request)
+            require_same_request(committed, request)
         except BaseException:
-            self.loaded_policies.drop(request.parent)  # the weights moved, and no commit stands for where they are
+            self.loaded_policies.drop(request.parent)  # the weights have changed, but the step was not committed
             raise
-        lost, mine = stands.attempt != record.attempt, (record.weights_digest, record.rebase)
-        if lost and (stands.weights_digest is None or (stands.weights_digest, stands.rebase) != mine):
-            self.loaded_policies.drop(request.parent)  # the winner's weights are the truth, and may have other bits
-        slot.policy, slot.made_under = stands.policy, stands.numerics
-        return stands
 
-    def _record(self, request: StepRequest, effect: StepEffect, slot: LoadedPolicy) -> CommitRecord:
+        # Another engine may have committed the step first. Keep these weights only if they are known to be the same.
+        if committed.attempt != record.attempt:
+            same_digest = committed.weights_digest is not None and committed.weights_digest == record.weights_digest
+            if not same_digest or committed.rebase != record.rebase:
+                self.loaded_policies.drop(request.parent)
+        loaded.policy, loaded.committed_numerics = committed.policy, committed.numerics
+        return committed
+
+    def _record(self, request: StepRequest, effect: StepEffect, loaded: LoadedPolicy) -> CommitRecord:
+        """The commit record of a step that was applied to `loaded`."""
+        # The limits of the updates are recorded only if one of them differs from the engine's limit.
         limit = self.spec.max_tokens_per_forward
+        own_limits = set(effect.max_tokens) - {limit}
         numerics = self.backend.numerics().model_copy(
             update={
                 "micro_batches": effect.micro_batches,
-                "max_tokens_of_updates": effect.max_tokens if set(effect.max_tokens) - {limit} else (),
+                "max_tokens_of_updates": effect.max_tokens if own_limits else (),
             }
         )
-        due = self._digest_due(slot, request.parent.step + 1)
-        whole, parts = slot.trainer.weights_digest() if due else (None, {})
+        weights_digest: str | None = None
+        tensor_digests: dict[str, str] = {}
+        if self._digest_due(loaded, request.parent.step + 1):
+            weights_digest, tensor_digests = loaded.trainer.weights_digest()
         return CommitRecord(
             request=request,
             state=request.next_state(),
@@ -257,15 +279,16 @@ class LocalEngine:
             updates=effect.updates,
             skipped=effect.skipped,
             numerics=numerics,
-            rebase=slot.rebase,
-            weights_digest=whole,
-            tensor_digests=tuple(parts[name][:8] for name in sorted(parts)),
+            rebase=loaded.rebase,
+            weights_digest=weights_digest,
+            tensor_digests=tuple(tensor_digests[name][:8] for name in sorted(tensor_digests)),
         )
 
-    def _digest_due(self, slot: LoadedPolicy, step: int) -> bool:
+    def _digest_due(self, loaded: LoadedPolicy, step: int) -> bool:
         every = self.spec.digest_every
         if every is None:
-            every = 1 if slot.trainer.weights_nbytes <= SMALL_MODEL_BYTES else 10
+            is_small = loaded.trainer.weights_nbytes <= SMALL_MODEL_BYTES
+            every = 1 if is_small else LARGE_MODEL_DIGEST_EVERY
         return step % every == 0
 
     # -- writing -----------------------------------------------------------------------------------------------
@@ -273,16 +296,17 @@ class LocalEngine:
     async def begin_checkpoint(
         self, policy: PolicyRef, *, provenance: Provenance, name: str | None = None, epoch: int = 0
     ) -> None:
-        """Returns when the files are written on this machine; another thread commits them."""
+        """Returns when the files are written on this machine. Another thread uploads and commits them."""
         await self._compute(policy.run, partial(self._checkpoint, policy, provenance, name, epoch))
 
     async def save_checkpoint(
         self, policy: PolicyRef, *, provenance: Provenance, name: str | None = None, epoch: int = 0
     ) -> ArtifactRef:
-        taken = await self._compute(policy.run, partial(self._checkpoint, policy, provenance, name, epoch))
-        if isinstance(taken, ArtifactRef):
-            return taken
-        ref = await asyncio.shield(asyncio.wrap_future(taken))  # who stops waiting does not stop the upload
+        checkpoint = await self._compute(policy.run, partial(self._checkpoint, policy, provenance, name, epoch))
+        if isinstance(checkpoint, ArtifactRef):
+            return checkpoint
+        # Cancelling this caller must not cancel the upload.
+        ref = await asyncio.shield(asyncio.wrap_future(checkpoint))
         # another caller may have begun the checkpoint without this name
         await asyncio.to_thread(find_policy_checkpoint, self.store, policy, name=name)
         return ref
@@ -290,104 +314,85 @@ class LocalEngine:
     def _checkpoint(
         self, policy: PolicyRef, provenance: Provenance, name: str | None, epoch: int
     ) -> ArtifactRef | Future[ArtifactRef]:
-        """The committed checkpoint, or the one on its way: begun now if it was not."""
+        """The committed checkpoint of the policy, or its upload, which is started if there is neither."""
         self._fence(policy.run, epoch)
         check_committed(self.store, policy)
-        there = self.saver.under_way(policy) or find_policy_checkpoint(self.store, policy, name=name)
-        if there is not None:
-            return there
-        snapshot = self.saver.take(self.policies.for_training(policy), scratch_folder(self.store), name=name)
+        existing = self.saver.pending_upload(policy) or find_policy_checkpoint(self.store, policy, name=name)
+        if existing is not None:
+            return existing
+        loaded = self.materialiser.for_training(policy)
+        snapshot = self.saver.write_snapshot(loaded, scratch_folder(self.store), name=name)
         return self.saver.submit(snapshot, provenance)
 
-    def _save_unasked(self, slot: LoadedPolicy) -> None:
-        """A checkpoint that nobody waits for: the provenance of the chain's last batch is its own."""
-        if self.saver.under_way(slot.policy) or find_policy_checkpoint(self.store, slot.policy, name=None):
+    def _save_for_eviction(self, loaded: LoadedPolicy) -> None:
+        """Starts a checkpoint that no caller asked for. It gets the provenance of the policy's last batch."""
+        policy = loaded.policy
+        if self.saver.pending_upload(policy) or find_policy_checkpoint(self.store, policy, name=None):
             return
-        snapshot = self.saver.take(slot, scratch_folder(self.store))
-        self.saver.submit(snapshot, batch_provenance(self.store, slot.policy))
+        snapshot = self.saver.write_snapshot(loaded, scratch_folder(self.store))
+        self.saver.submit(snapshot, batch_provenance(self.store, policy))
 
     async def export_model(
         self, policy: PolicyRef, model_name: str, *, provenance: Provenance, epoch: int = 0
     ) -> ArtifactRef:
         return await self._compute(policy.run, partial(self._export_model, policy, model_name, provenance, epoch))
 
-    def _export_model(
-        self, policy: PolicyRef, model_name: str, provenance: Provenance, epoch: int
-    ) -> ArtifactRef:
+    def _export_model(self, policy: PolicyRef, model_name: str, provenance: Provenance, epoch: int) -> ArtifactRef:
         self._fence(policy.run, epoch)
-        slot = self.policies.for_reading(policy)
-        weights_digest, _ = slot.trainer.weights_digest()
-        # the version names the content, so that a second export of the same weights is the same version
-        version = f"{policy.step:06d}-{digest(canonical_json([weights_digest, policy.state]))[:12]}"
-        found = find_published(self.store, model_name, version)
-        if found is not None:
-            return found
-        with scratch(self.store) as folder, scratch(self.store) as base_folder:
-            files = slot.trainer.export_merged(folder / "whole")
-            if isinstance(slot.trainer, AdapterTrainer):  # beside the whole model, the adapter alone, as peft reads it
-                adapter = slot.trainer.export(folder / "adapter")
-                files |= {f"adapter/{name}": path for name, path in adapter.items()}
-            base_model = base_model_of(self.store, policy)
-            base = materialise_files(self.store, base_model.key, base_folder, names=TOKENIZER_FILES)
-            publish = partial(
-                publish_model,
-                self.store,
-                model_name,
-                files={**base, **files},
-                provenance=provenance,
-                parents=(policy.uri,),
-                extra={"weights_digest": weights_digest, "state": policy.state},
-            )
-            try:
-                return publish(version)
-            except VersionConflict:
-                # another library version or device was killed while it published: its claim stands, its files do not
-                return publish(f"{version}-{digest_of(file_entries({**base, **files}, lambda file: file))[:8]}")
+        trainer = self.materialiser.for_reading(policy).trainer
+        return publish_policy(self.store, trainer, policy, model_name, provenance=provenance)
 
     # -- life --------------------------------------------------------------------------------------------------
 
     async def release(self, run: str, *, epoch: int = 0) -> None:
-        """Returns when the checkpoints of what moved are in the store."""
+        """Returns when the checkpoints of all policies that moved are in the store."""
         await self._compute(run, partial(self._release, run, epoch))
-        uploads = [asyncio.wrap_future(future) for future in self.saver.of_run(run)]
+        uploads = [asyncio.wrap_future(future) for future in self.saver.pending_uploads(run)]
         if uploads:
-            await asyncio.shield(asyncio.gather(*uploads, return_exceptions=True))  # the saver tells of failures
+            await asyncio.shield(asyncio.gather(*uploads, return_exceptions=True))  # the saver logs failures
 
     def _release(self, run: str, epoch: int) -> None:
         if epoch >= self._epochs.get(run, 0):
-            for slot in self.loaded_policies.release(run):
-                self._save_unasked(slot)
+            for loaded in self.loaded_policies.release(run):
+                self._save_for_eviction(loaded)
 
     async def info(self) -> EngineInfo:
-        """Does not wait for the calls before it, but for the first one, which measures the device."""
+        """Does not wait for other calls, except that the first `info` measures the device in the compute thread."""
         if self._speed is None:
             self._speed = await self._compute("", self.backend.operations_per_second)
-        root = self.store.local_path("store")
+        store_path = self.store.local_path("store")
+        disk_free_bytes = None
+        if store_path is not None:
+            usage = await asyncio.to_thread(shutil.disk_usage, store_path.parent)
+            disk_free_bytes = usage.free
         return EngineInfo(
             numerics=self.backend.numerics(),
             store_id=await asyncio.to_thread(store_id, self.store),
             memory_bytes=self.loaded_policies.budget,
             memory_used_bytes=self.loaded_policies.used_bytes(),
-            disk_free_bytes=None if root is None else (await asyncio.to_thread(shutil.disk_usage, root.parent)).free,
+            disk_free_bytes=disk_free_bytes,
             operations_per_second=self._speed,
             devices=self.devices,
             cluster=await asyncio.to_thread(cluster_info, self.backend.actors, self.samplers.actors),
         )
 
     async def close(self, *, checkpoint: bool = True) -> None:
-        """Ends what waits, and a running generation at its next token, with EngineBusy; finishes a running step; and,
-        with `checkpoint`, saves every policy that moved past its last checkpoint: who comes next has nothing to redo.
-        Whoever cannot wait may kill the process: nothing committed is lost."""
+        """Stops the engine.
+
+        Waiting calls end with EngineBusy, as does a running generation at its next token. A running step is finished.
+        With `checkpoint`, every policy ahead of its last checkpoint is saved, so that the next engine has nothing to
+        redo. Killing the process instead loses nothing that was committed."""
         self._closing.set()
         await asyncio.to_thread(self._close, checkpoint)
 
     def _close(self, checkpoint: bool) -> None:
         self.queue.close()
-        for slot in self.loaded_policies.moved() if checkpoint else []:
+        unsaved = self.loaded_policies.unsaved() if checkpoint else []
+        for loaded in unsaved:
             try:
-                self._save_unasked(slot)
+                self._save_for_eviction(loaded)
             except (EngineError, StorageError, OSError) as error:
-                log.warning("%s was not checkpointed, a redo will be longer: %s", slot.policy.uri, error)
+                log.warning("%s was not checkpointed, so a later redo takes longer: %s", loaded.policy.uri, error)
         self.saver.close()
         self.samplers.close()
         self.backend.close()

@@ -1,15 +1,16 @@
-"""Weights in memory: which policies are held, what they take, and who leaves first when another needs the room.
+"""The policies whose weights an engine holds in memory, within a budget of bytes.
 
-A *slot* holds one policy's weights. There is one training slot per chain, which moves forward with it, and frozen slots
-for references and past policies. Adapters of one base model share it. What leaves is checkpointed first, so that coming
-back costs a restore and not a redo of the chain.
+A `LoadedPolicy` holds the weights of one policy. Each chain has at most one training policy, which moves forward with
+the chain. Frozen policies serve as references or are past policies of a chain. Adapters of one base model share its
+weights. When memory is needed, the least recently used policy is evicted. A training policy is checkpointed first, so
+that loading it again takes a restore and not a redo of the chain.
 """
 
 from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.backends.protocol import Sampler, Trainer
@@ -22,7 +23,7 @@ GIB = 1 << 30
 
 
 class NoRoomYet(TransientEngineError):
-    """What holds the room may not leave before `seconds` have passed."""
+    """Raised when policies that hold the memory may not be evicted before `seconds` have passed."""
 
     def __init__(self, message: str, seconds: float) -> None:
         super().__init__(message)
@@ -31,38 +32,40 @@ class NoRoomYet(TransientEngineError):
 
 @dataclass(slots=True)
 class LoadedPolicy:
-    """Weights in memory and the policy they are."""
+    """A policy, the trainer that holds its weights, and the sampler that was created for it."""
 
     policy: PolicyRef
     trainer: Trainer
     training: bool = True
-    """Whether it moves along its chain: then it has gradients and moments too."""
-    made_under: Numerics | None = None
-    """Under which the chain's record made the policy; None at its start."""
+    """Whether it moves along its chain. It then has gradients and moments, too."""
+    committed_numerics: Numerics | None = None
+    """The numerics in the policy's commit record. None for policy 0, which has no record."""
     rebase: RebaseMark | None = None
-    """The chain's last rebase that these weights descend from."""
+    """The last rebase of the chain that these weights descend from."""
     saved_step: int = 0
-    """Step of the chain's last checkpoint that this slot knows of; 0: none is needed, or none was made."""
+    """Step of the last known checkpoint of the chain. 0 when there is none: policy 0 needs none."""
     sampler: Sampler | None = None
     tensor_parallel: int | None = None
-    """What the sampler was made for."""
-    loaded: float = 0.0
+    """Number of devices that the sampler was created for. None: the setting of the engine's config."""
+    loaded_at: float = 0.0
+    """Time at which it was loaded, in seconds of the engine's clock."""
     released: bool = False
-    """Its run is done with it for now."""
+    """Whether its run is done with it for now."""
 
     @property
     def chain(self) -> ChainName:
         return chain_name(self.policy)
 
     def nbytes(self) -> int:
-        """What would be free if this slot left: the base that it may share is not counted."""
-        return self.trainer.nbytes(training=self.training) + (self.sampler.nbytes() if self.sampler else 0)
+        """Bytes that evicting this policy would free. A shared base model is not counted."""
+        sampler_bytes = self.sampler.nbytes() if self.sampler else 0
+        return self.trainer.nbytes(training=self.training) + sampler_bytes
 
     def drop_sampler(self) -> None:
-        """The next draw makes a new one. A sampler that shares its engine with others must leave it by name."""
+        """Closes the sampler. The next generation creates a new one."""
         sampler, self.sampler = self.sampler, None
         if sampler is not None:
-            sampler.close()
+            sampler.close()  # a sampler that shares vLLM with others must unregister
 
 
 def chain_name(policy: PolicyRef) -> ChainName:
@@ -70,9 +73,10 @@ def chain_name(policy: PolicyRef) -> ChainName:
 
 
 class LoadedPolicies:
-    """The slots of one engine within a budget of bytes. Not thread-safe but for `used_bytes`: the compute thread calls.
+    """All policies that one engine holds in memory, within a budget of bytes.
 
-    `save` checkpoints a training slot that is about to leave; `clock` gives seconds.
+    `save` checkpoints a training policy before it is evicted. `clock` returns seconds. Only `used_bytes` is
+    thread-safe: the engine makes all other calls from its compute thread.
     """
 
     def __init__(
@@ -86,128 +90,151 @@ class LoadedPolicies:
     ) -> None:
         self.budget, self.residency, self._frozen_limit = budget, residency, frozen
         self._save, self._clock = save, clock
+        # All three are ordered by last use, the least recently used first.
         self._training: OrderedDict[ChainName, LoadedPolicy] = OrderedDict()
         self._frozen: OrderedDict[str, LoadedPolicy] = OrderedDict()
         self._bases: OrderedDict[str, SharedBase] = OrderedDict()
 
-    # -- who is there ------------------------------------------------------------------------------------------
+    # -- lookup ------------------------------------------------------------------------------------------------
 
     def training(self, policy: PolicyRef) -> LoadedPolicy | None:
-        """The training slot of the policy's chain, wherever on the chain it stands."""
+        """The training policy of the chain that `policy` belongs to. It may be at another step of the chain."""
         self._drop_dead_slots()
         return self._training.get(chain_name(policy))
 
-    def holding(self, state: str) -> LoadedPolicy | None:
-        """A slot with exactly these weights, of whatever run: equal states are equal histories."""
+    def find_state(self, state: str) -> LoadedPolicy | None:
+        """A loaded policy with this state, of any run: policies with equal states have equal histories."""
         self._drop_dead_slots()
         if state in self._frozen:
             return self._frozen[state]
-        return next((slot for slot in self._training.values() if slot.policy.state == state), None)
+        return next((loaded for loaded in self._training.values() if loaded.policy.state == state), None)
 
     def _drop_dead_slots(self) -> None:
-        """Forgets the slots whose weights went with the process that held them."""
-        for chain in [chain for chain, slot in self._training.items() if not slot.trainer.alive]:
+        """Forgets the policies whose weights were lost with the process that held them."""
+        dead_chains = [chain for chain, loaded in self._training.items() if not loaded.trainer.alive]
+        for chain in dead_chains:
             self._training.pop(chain).drop_sampler()
-        for state in [state for state, slot in self._frozen.items() if not slot.trainer.alive]:
+        dead_states = [state for state, loaded in self._frozen.items() if not loaded.trainer.alive]
+        for state in dead_states:
             self._frozen.pop(state).drop_sampler()
 
-    def moved(self) -> list[LoadedPolicy]:
-        """Training slots ahead of their last checkpoint."""
+    def unsaved(self) -> list[LoadedPolicy]:
+        """The training policies that are ahead of their last checkpoint."""
         self._drop_dead_slots()
-        return [slot for slot in self._training.values() if slot.policy.step > slot.saved_step]
+        return [loaded for loaded in self._training.values() if loaded.policy.step > loaded.saved_step]
 
     def used_bytes(self) -> int:
-        slots = [*self._training.copy().values(), *self._frozen.copy().values()]
-        return sum(slot.nbytes() for slot in slots) + sum(base.nbytes() for base in self._bases.copy().values())
+        """Bytes of all loaded policies and base models."""
+        # Copies, because another thread may ask while the compute thread changes the dictionaries.
+        policies = [*self._training.copy().values(), *self._frozen.copy().values()]
+        bases = self._bases.copy().values()
+        return sum(loaded.nbytes() for loaded in policies) + sum(base.nbytes() for base in bases)
 
-    # -- coming and going --------------------------------------------------------------------------------------
+    # -- changes -----------------------------------------------------------------------------------------------
 
-    def use(self, slot: LoadedPolicy) -> LoadedPolicy:
-        """Marks the slot as the one used last, and holds it if it is new."""
-        slot.released = False
-        if not slot.loaded:
-            slot.loaded = self._clock()
-        held: OrderedDict = self._training if slot.training else self._frozen
-        key = slot.chain if slot.training else slot.policy.state
-        if (before := held.get(key)) is not None and before is not slot:
-            before.drop_sampler()
-        held[key] = slot
-        held.move_to_end(key)
+    def use(self, loaded: LoadedPolicy) -> LoadedPolicy:
+        """Adds the policy if it is new, and marks it as the most recently used one."""
+        loaded.released = False
+        if not loaded.loaded_at:
+            loaded.loaded_at = self._clock()
+        if loaded.training:
+            previous = self._training.get(loaded.chain)
+            self._training[loaded.chain] = loaded
+            self._training.move_to_end(loaded.chain)
+        else:
+            previous = self._frozen.get(loaded.policy.state)
+            self._frozen[loaded.policy.state] = loaded
+            self._frozen.move_to_end(loaded.policy.state)
+        if previous is not None and previous is not loaded:
+            previous.drop_sampler()
         if len(self._frozen) > self._frozen_limit:
-            self._frozen.popitem(last=False)[1].drop_sampler()
-        return slot
+            _, oldest = self._frozen.popitem(last=False)
+            oldest.drop_sampler()
+        return loaded
 
-    def base(self, digest: str, load: Callable[[], SharedBase]) -> SharedBase:
-        """The shared base model of that digest, loaded if it is not held."""
+    def shared_base(self, digest: str, load: Callable[[], SharedBase]) -> SharedBase:
+        """The shared base model with this digest. `load` loads it if it is not in memory."""
         if digest not in self._bases:
             self._bases[digest] = load()
         self._bases.move_to_end(digest)
         return self._bases[digest]
 
     def drop(self, policy: PolicyRef) -> None:
-        """Forgets the chain's training slot: its weights are not those of any committed policy."""
-        slot = self._training.pop(chain_name(policy), None)
-        if slot is not None:
-            slot.drop_sampler()
+        """Forgets the chain's training policy, because its weights are not those of any committed policy."""
+        loaded = self._training.pop(chain_name(policy), None)
+        if loaded is not None:
+            loaded.drop_sampler()
 
     def release(self, run: str) -> list[LoadedPolicy]:
-        """The run's slots leave first from now on, until it is heard of again. Returns those that moved past their last
-        checkpoint."""
-        own = [slot for slot in self._slots() if slot.policy.run == run]
-        for slot in own:
-            slot.released = True
-        return [slot for slot in own if slot in self.moved()]
+        """Marks the run's policies to be evicted first, until they are used again.
+
+        Returns those that are ahead of their last checkpoint."""
+        released = [loaded for loaded in self._in_eviction_order() if loaded.policy.run == run]
+        for loaded in released:
+            loaded.released = True
+        unsaved = self.unsaved()
+        return [loaded for loaded in released if loaded in unsaved]
+
+    # -- eviction ----------------------------------------------------------------------------------------------
 
     def make_room(self, need: int, *, run: str, what: str, keep: LoadedPolicy | SharedBase | None = None) -> None:
-        """Lets others leave until `need` bytes are free, but neither `keep` nor the base it stands on.
+        """Evicts policies until `need` bytes are free. `keep` and the base model that it uses stay in memory.
+
+        `what` names the purpose of the memory in the message.
 
         Raises:
-            OutOfMemory: not even an empty engine has that room (beside `keep`).
-            NoRoomYet: others hold it, and came too recently to be sent away.
+            OutOfMemory: the budget is too small, even for an engine that holds only `keep`.
+            NoRoomYet: policies that were loaded too recently to be evicted hold the memory.
         """
         kept = keep.nbytes() if keep else 0
         if need + kept > self.budget:
+            beside = f" beside {kept / GIB:.2f} GiB" if kept else ""
             raise OutOfMemory(
-                f"{what} takes {need / GIB:.2f} GiB{f' beside {kept / GIB:.2f} GiB' if kept else ''}, but this engine "
+                f"{what} takes {need / GIB:.2f} GiB{beside}, but this engine "
                 f"may fill {self.budget / GIB:.2f} GiB; raise engine.memory_gib, or train a smaller model or an adapter"
             )
         while self.used_bytes() + need > self.budget:
-            if not self._let_one_leave(run, keep):
-                return  # what is left is the base of `keep`
+            if not self._evict_next(run, keep):
+                return  # only the base model of `keep` is left
 
-    def _let_one_leave(self, run: str, keep: LoadedPolicy | SharedBase | None) -> bool:
-        """Sends away an unused base, else the least recently used slot that may leave. False when none is left."""
+    def _evict_next(self, run: str, keep: LoadedPolicy | SharedBase | None) -> bool:
+        """Evicts an unused base model, else the least recently used policy that may go. False when none is left."""
+        policies = self._in_eviction_order()
         for digest, base in self._bases.items():
-            if base is not keep and not any(getattr(slot.trainer, "base", None) is base for slot in self._slots()):
+            is_used = any(getattr(loaded.trainer, "base", None) is base for loaded in policies)
+            if base is not keep and not is_used:
                 del self._bases[digest]
                 return True
-        others = [slot for slot in self._slots() if slot is not keep]
-        if not others:
+        candidates = [loaded for loaded in policies if loaded is not keep]
+        if not candidates:
             return False
-        waits = {id(slot): self._must_stay(slot, run) for slot in others}
-        leaving = next((slot for slot in others if waits[id(slot)] <= 0), None)
-        if leaving is None:
-            seconds = min(waits.values())
-            raise NoRoomYet(f"the engine's memory is taken by runs that came less than {self.residency} s ago", seconds)
-        self._leave(leaving)
-        return True
+        for loaded in candidates:
+            if self._protected_seconds(loaded, run) <= 0:
+                self._evict(loaded)
+                return True
+        seconds = min(self._protected_seconds(loaded, run) for loaded in candidates)
+        raise NoRoomYet(
+            f"the engine's memory is taken by runs that were loaded less than {self.residency} s ago", max(seconds, 0.0)
+        )
 
-    def _slots(self) -> Iterator[LoadedPolicy]:
-        """Those that should leave first come first: released, frozen, then training; least recently used first."""
-        everyone = [*self._frozen.values(), *self._training.values()]
-        return iter(sorted(everyone, key=lambda slot: not slot.released))  # stable
+    def _in_eviction_order(self) -> list[LoadedPolicy]:
+        """Released policies first, then frozen ones, then training ones; within each, the least recently used first."""
+        policies = [*self._frozen.values(), *self._training.values()]
+        return sorted(policies, key=lambda loaded: not loaded.released)  # the sort is stable
 
-    def _must_stay(self, slot: LoadedPolicy, run: str) -> float:
-        """Seconds that the slot may still stay. A run may send away its own, and nobody is kept for a frozen one."""
-        if slot.released or not slot.training or slot.policy.run == run:
+    def _protected_seconds(self, loaded: LoadedPolicy, run: str) -> float:
+        """Seconds for which the policy may not be evicted by `run`.
+
+        Released and frozen policies are never protected. A run may always evict its own policies."""
+        if loaded.released or not loaded.training or loaded.policy.run == run:
             return 0.0
-        return slot.loaded + self.residency - self._clock()
+        return loaded.loaded_at + self.residency - self._clock()
 
-    def _leave(self, slot: LoadedPolicy) -> None:
-        if slot.training and slot.policy.step > slot.saved_step:
-            self._save(slot)
-        if slot.training:
-            self._training.pop(slot.chain, None)
+    def _evict(self, loaded: LoadedPolicy) -> None:
+        if loaded.training and loaded.policy.step > loaded.saved_step:
+            self._save(loaded)
+        if loaded.training:
+            self._training.pop(loaded.chain, None)
         else:
-            self._frozen.pop(slot.policy.state, None)
-        slot.drop_sampler()
+            self._frozen.pop(loaded.policy.state, None)
+        loaded.drop_sampler()

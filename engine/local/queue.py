@@ -1,10 +1,12 @@
-"""The fair queue in front of the one compute thread.
+"""The fair queue of calls for the engine's one compute thread.
 
-Start-time fair queueing (Goyal, Vin, Cheng 1996) with measured cost: each run has a virtual time, the compute seconds
-it has used; the run that has used least goes next. A run that was away comes back at the virtual time of the call that
-began last: it is owed nothing for its absence. Calls of one run stay in order. No call gives way to another, so a run
-that was away waits at most for one call of each other run; one that has just been served, besides that, until each has
-had as many seconds as its own last call took.
+It implements start-time fair queueing (Goyal, Vin, Cheng 1996) with measured costs. Each run has a virtual time: the
+compute seconds that it has used. The run with the lowest virtual time goes next. A run that had no calls waiting starts
+again at the virtual time of the call that began last, so that it is owed nothing for its absence.
+
+Calls of one run stay in order, and a running call is never interrupted. A run that had no calls therefore waits for at
+most one call of each other run. A run that was just served also waits until each other run has used as many seconds
+as its own last call took.
 """
 
 from __future__ import annotations
@@ -25,27 +27,29 @@ R = TypeVar("R")
 
 
 class Abandoned(TransientEngineError):
-    """Nobody waits for the call any more."""
+    """Raised within a call whose caller was cancelled."""
 
 
 @dataclass(slots=True)
 class _Job:
+    """One call in the queue."""
+
     function: Callable[[], Any]
     future: Future[Any] = field(default_factory=Future)
     abandoned: bool = False
-    """Its caller was cancelled."""
+    """Whether its caller was cancelled."""
 
 
 @dataclass(slots=True)
 class _Line:
-    """The calls of one run, and the compute seconds it has used (virtual: see the module)."""
+    """The waiting calls of one run, and its virtual time in seconds."""
 
     jobs: deque[_Job] = field(default_factory=deque)
     virtual: float = 0.0
 
 
 class FairQueue:
-    """Runs calls in one thread of its own, those of the least served run first. `clock` gives seconds."""
+    """Runs calls in a thread of its own, those of the least served run first. `clock` returns seconds."""
 
     def __init__(
         self, *, name: str, prepare: Callable[[], None] = lambda: None, clock: Callable[[], float] = time.monotonic
@@ -55,14 +59,15 @@ class FairQueue:
         self._closed = False
         self._running: _Job | None = None
         self._floor = 0.0
-        """Virtual time of the call that ran last: where a run starts that was not waiting."""
+        """Virtual time of the call that began last. A run without waiting calls starts from it."""
         self._clock = clock
         self._thread = threading.Thread(target=self._work, args=(prepare,), name=name, daemon=True)
         self._thread.start()
 
     async def run(self, line: str, function: Callable[[], R]) -> R:
-        """The result of `function`, called in the compute thread when it is the turn of `line`. Cancelling the caller
-        takes a waiting call back; a running one ends at its next `check`, or as it would."""
+        """Calls `function` in the compute thread when it is the turn of `line`, and returns its result.
+
+        Cancelling the caller removes a waiting call from the queue. A running call ends at its next `check`."""
         job = _Job(function)
         with self._changed:
             if self._closed:
@@ -79,20 +84,22 @@ class FairQueue:
             raise
 
     def check(self) -> None:
-        """For long calls, from within: raises Abandoned when the caller of the running call was cancelled."""
+        """Raises Abandoned when the caller of the running call was cancelled. Long calls call it now and then."""
         if self._running is not None and self._running.abandoned:
             raise Abandoned("the caller of this call is gone")
 
     def waiting(self) -> int:
-        """Calls that have not begun."""
+        """Number of calls that have not begun."""
         with self._changed:
             return sum(len(line.jobs) for line in self._lines.values())
 
     def close(self) -> None:
-        """Takes no more calls, ends those that wait with EngineBusy, and returns when the running one has ended."""
+        """Refuses new calls, ends waiting ones with EngineBusy, and returns when the running call has ended."""
         with self._changed:
             self._closed = True
-            dropped = [job for line in self._lines.values() for job in line.jobs]
+            dropped: list[_Job] = []
+            for line in self._lines.values():
+                dropped += line.jobs
             self._lines.clear()
             self._changed.notify()
         for job in dropped:
@@ -101,26 +108,27 @@ class FairQueue:
         self._thread.join()
 
     def _work(self, prepare: Callable[[], None]) -> None:
+        """The loop of the compute thread."""
         prepare()
         while True:
-            taken = self._next()
-            if taken is None:
+            entry = self._next()
+            if entry is None:
                 return
-            line, job = taken
+            line, job = entry
             if not job.future.set_running_or_notify_cancel():
-                continue
+                continue  # its caller was cancelled
             self._running, start = job, self._clock()
             try:
                 result = job.function()
-            except BaseException as error:  # noqa: BLE001 - it belongs to the caller, whatever it is
-                _let_go(error)
+            except BaseException as error:  # noqa: BLE001 - every error is passed to the caller
+                _clear_frames(error)
                 job.future.set_exception(error)
             else:
                 job.future.set_result(result)
             line.virtual += self._clock() - start
 
     def _next(self) -> tuple[_Line, _Job] | None:
-        """The next call, taken out of its line; None when the queue is closed. Waits for one."""
+        """Waits for a call and takes it out of its line. None when the queue is closed."""
         with self._changed:
             while not self._closed and not any(line.jobs for line in self._lines.values()):
                 self._changed.wait()
@@ -133,15 +141,18 @@ class FairQueue:
             return line, line.jobs.popleft()
 
     def _forget_idle(self, *, keep: str) -> None:
-        """Lines that wait for nothing and are owed nothing need no memory: a service sees very many runs."""
-        idle = [n for n, line in self._lines.items() if not line.jobs and n != keep and line.virtual <= self._floor]
+        """Deletes the lines that have no calls and are not ahead of the floor. A service sees very many runs."""
+        idle = []
+        for name, line in self._lines.items():
+            if not line.jobs and name != keep and line.virtual <= self._floor:
+                idle.append(name)
         for name in idle:
             del self._lines[name]
 
 
-def _let_go(error: BaseException) -> None:
-    """Empties the frames that the error went through: whoever keeps the error would keep the weights they named."""
-    seen: BaseException | None = error
-    while seen is not None:
-        traceback.clear_frames(seen.__traceback__)
-        seen = seen.__cause__ or seen.__context__
+def _clear_frames(error: BaseException) -> None:
+    """Clears the local variables of the frames in the error's traceback, which would keep weights in memory."""
+    current: BaseException | None = error
+    while current is not None:
+        traceback.clear_frames(current.__traceback__)
+        current = current.__cause__ or current.__context__

@@ -1,14 +1,15 @@
-"""When an engine takes a chain over under other numerics than the ones it was made under: storage.chain.rebase,
-applied.
+"""Lets an engine continue a chain under other numerics than the ones it was made under, with a rebase record.
 
-- A policy restored from its own checkpoint has the committed bytes. The first step from it under other numerics commits
-  an *exact* rebase before it: nothing is redone, the chain says where its numerics change.
-- A policy that must be redone may come out with other bits. Then the engine writes what it reached as a checkpoint,
-  commits a rebase, and the chain goes on from there: at its head only, since what is committed after a policy descends
-  from the bits it was committed with. A past policy whose redo differs is refused, for reading too.
-- A redo that a committed digest confirms has the committed bytes, whatever the numerics. Where records keep no digest
-  (large models: every tenth does), the steps after the last confirmed one count as changed.
-- Under equal numerics a redo that differs is an error, as it is where the engine may not rebase.
+`storage.chain.rebase` defines the records. This module decides when the engine commits one:
+
+- A policy that was restored from its own checkpoint has the committed bytes. Before the first step under other
+  numerics, the engine commits an *exact* rebase. Nothing is redone: the chain only records where its numerics change.
+- A policy that must be redone may get other bits. The engine then writes its weights as a checkpoint and commits a
+  rebase, and the chain continues from that checkpoint. This is possible only at the head of a chain, because later
+  policies descend from the committed bits. A past policy whose redo differs is refused, even for reading.
+- A redo that a committed digest confirms has the committed bytes, under any numerics. Records of large models hold a
+  digest at every tenth step. The steps after the last confirmed one count as changed.
+- A redo that differs is an error if the numerics are equal, or if the engine's config does not allow a rebase.
 """
 
 from __future__ import annotations
@@ -38,49 +39,50 @@ RESUME = "Resume under the committed numerics, or from a checkpoint at or after 
 
 
 @dataclass
-class Redone:
-    """What a redo on the way to `target` came to, as far as the committed digests tell."""
+class RedoStatus:
+    """What is known about the weights of a redo that leads to the policy `target`."""
 
     target: PolicyRef
-    unsure: list[int] = field(default_factory=list)
+    unconfirmed: list[int] = field(default_factory=list)
     """Steps redone under other numerics since the last digest that agreed."""
     differs: bool = False
-    """Whether some digest did not agree."""
+    """Whether the weights differed from a committed digest."""
 
 
 class Rebaser:
-    """Rebases the slots of one engine. Called from its one compute thread."""
+    """Commits rebases for the loaded policies of one engine. The engine calls it from its compute thread."""
 
     def __init__(self, store: ObjectStore, backend: TrainerBackend, saver: Saver, spec: LocalEngineSpec) -> None:
         self.store, self.backend, self.saver, self.spec = store, backend, saver, spec
 
-    # -- a redo ------------------------------------------------------------------------------------------------
+    # -- during and after a redo -------------------------------------------------------------------------------
 
-    def compare(self, slot: LoadedPolicy, record: CommitRecord, redone: Redone) -> None:
-        """Takes note of a step that was redone in `slot`. Raises ReplayDiverged for other weights than the committed
-        ones where the chain may not go on from them."""
-        step, here = record.policy.step, self.backend.numerics()
+    def compare(self, loaded: LoadedPolicy, record: CommitRecord, status: RedoStatus) -> None:
+        """Compares the weights of a step that was redone with its record, and updates `status`.
+
+        Raises ReplayDiverged if they differ and the chain may not continue from them."""
+        step, numerics = record.policy.step, self.backend.numerics()
         if record.weights_digest is None:
-            if redone.differs or changes(record.numerics, here):
-                redone.unsure.append(step)
+            if status.differs or changes(record.numerics, numerics):
+                status.unconfirmed.append(step)
             return
-        digest, _ = slot.trainer.weights_digest()
+        digest, _ = loaded.trainer.weights_digest()
         if digest == record.weights_digest:
-            redone.unsure.clear()
+            status.unconfirmed.clear()
             return
-        redone.unsure.append(step)
-        if redone.differs:
-            return  # as every digest after the first one that did
-        redone.differs = True
-        refusal = self._refusal(redone.target, changed=changes(record.numerics, here, everything=True))
+        status.unconfirmed.append(step)
+        if status.differs:
+            return  # only the first difference is judged: every later digest differs, too
+        status.differs = True
+        refusal = self._refusal(status.target, changed=changes(record.numerics, numerics, everything=True))
         if refusal is not None:
             raise ReplayDiverged(
                 f"redoing step {step} gave weights {digest[:12]}, the chain has {record.weights_digest[:12]}. "
-                f"Committed under {record.numerics.model_dump()}, redone under {here.model_dump()}. {refusal}"
+                f"Committed under {record.numerics.model_dump()}, redone under {numerics.model_dump()}. {refusal}"
             )
 
     def _refusal(self, target: PolicyRef, *, changed: list[str]) -> str | None:
-        """Why the chain may not be rebased at `target`, and what to do; None where it may."""
+        """The reason why the chain may not be rebased at `target`, and the remedy. None if it may be rebased."""
         if not changed:
             return RESUME
         if self.spec.deterministic:
@@ -94,88 +96,101 @@ class Rebaser:
             return f"Only the head of a chain can be rebased, and steps after {target.uri} are committed. {RESUME}"
         return None
 
-    def after_redo(self, slot: LoadedPolicy, redone: Redone) -> None:
-        """Rebases the chain on what a redo reached, where that is not known to be what was committed. Raises
-        ReplayDiverged where it may not."""
-        if not redone.unsure:
+    def after_redo(self, loaded: LoadedPolicy, status: RedoStatus) -> None:
+        """Rebases the chain on the redone weights, unless a digest confirmed them.
+
+        Raises ReplayDiverged if the chain may not be rebased."""
+        if not status.unconfirmed:
             return
-        chain = Chain.of(self.store, slot.policy)
-        record = chain.record(slot.policy.step)
+        chain = Chain.of(self.store, loaded.policy)
+        record = chain.record(loaded.policy.step)
         assert record is not None  # it was redone
-        changed = changes(record.numerics, self.backend.numerics(), everything=redone.differs)
-        unknown = (
-            f"{slot.policy.uri} was redone under other numerics ({'; '.join(changed)}), and no record says whether its "
-            "weights are the committed ones"
+        changed = changes(record.numerics, self.backend.numerics(), everything=status.differs)
+        problem = (
+            f"{loaded.policy.uri} was redone under other numerics ({'; '.join(changed)}), and no record says whether "
+            "its weights are the committed ones"
         )
-        if chain.record(slot.policy.step + 1) is not None:
-            log.warning(unknown)
+        if chain.record(loaded.policy.step + 1) is not None:
+            log.warning(problem)  # a past policy is only read, so nothing will descend from these weights
             return
-        refusal = self._refusal(slot.policy, changed=changed or ["a step before it"])
+        refusal = self._refusal(loaded.policy, changed=changed or ["a step before it"])
         if refusal is not None:
-            raise ReplayDiverged(f"{unknown}. {refusal}")
+            raise ReplayDiverged(f"{problem}. {refusal}")
         attempt = Attempt(self.store)
-        self._commit(slot, record, attempt, self._own_checkpoint(slot, attempt), tuple(redone.unsure))
+        checkpoint = self._write_checkpoint(loaded, attempt)
+        self._commit(loaded, record, attempt, checkpoint, tuple(status.unconfirmed))
 
-    # -- a step ------------------------------------------------------------------------------------------------
+    # -- before a step -----------------------------------------------------------------------------------------
 
-    def before_step(self, slot: LoadedPolicy) -> None:
-        """Commits an exact rebase if the step that comes next is taken under other numerics than the last one. Raises
-        ReplayDiverged for a slot whose weights are not the committed ones."""
-        if slot.made_under is None or not changes(slot.made_under, self.backend.numerics()):
+    def before_step(self, loaded: LoadedPolicy) -> None:
+        """Commits an exact rebase if the next step is taken under other numerics than the last one.
+
+        Raises ReplayDiverged if the weights are not the committed ones."""
+        # Return if the numerics did not change, or if a rebase at this step already records the change.
+        if loaded.committed_numerics is None or not changes(loaded.committed_numerics, self.backend.numerics()):
             return
-        if slot.rebase is not None and slot.rebase.step == slot.policy.step:
-            return  # the chain says already that it goes on from these weights
-        record = Chain.of(self.store, slot.policy).record(slot.policy.step)
-        assert record is not None  # its numerics are made_under
-        before, attempt = slot.rebase, Attempt(self.store)
-        checkpoint = self._chains_checkpoint(slot) or self._own_checkpoint(slot, attempt)
+        if loaded.rebase is not None and loaded.rebase.step == loaded.policy.step:
+            return
+
+        # Use the chain's own checkpoint if it holds these weights, else write one.
+        record = Chain.of(self.store, loaded.policy).record(loaded.policy.step)
+        assert record is not None  # committed_numerics are those of this record
+        previous_rebase, attempt = loaded.rebase, Attempt(self.store)
+        checkpoint = self._chain_checkpoint(loaded) or self._write_checkpoint(loaded, attempt)
         if record.weights_digest not in (None, checkpoint.weights_digest):
             raise ReplayDiverged(
-                f"a checkpoint of {slot.policy.uri} holds weights {checkpoint.weights_digest[:12]}, the chain has "
-                f"{str(record.weights_digest)[:12]}; `ostinato verify {slot.policy.run}` says which checkpoint is wrong"
+                f"a checkpoint of {loaded.policy.uri} holds weights {checkpoint.weights_digest[:12]}, the chain has "
+                f"{str(record.weights_digest)[:12]}; `ostinato verify {loaded.policy.run}` says which checkpoint is "
+                "wrong"
             )
-        self._commit(slot, record, attempt, checkpoint, ())
-        if find_artifact(self.store, checkpoint.ref.key) is None:  # pruned right before the commit
-            snapshot = self.saver.take(slot, scratch_folder(self.store), key=checkpoint.ref.key, rebase=before)
-            self.saver.submit(snapshot, batch_provenance(self.store, slot.policy)).result()
+        self._commit(loaded, record, attempt, checkpoint, ())
+
+        # Retention may have deleted the chain's checkpoint just before the commit. Then write it again.
+        if find_artifact(self.store, checkpoint.ref.key) is None:
+            snapshot = self.saver.write_snapshot(
+                loaded, scratch_folder(self.store), key=checkpoint.ref.key, rebase=previous_rebase
+            )
+            self.saver.submit(snapshot, batch_provenance(self.store, loaded.policy)).result()
 
     # -- the checkpoint and the commit -------------------------------------------------------------------------
 
-    def _chains_checkpoint(self, slot: LoadedPolicy) -> _Checkpoint | None:
-        """The chain's own checkpoint of these very weights, if there is one."""
-        under_way, policy = self.saver.under_way(slot.policy), slot.policy
-        if under_way is not None:
-            under_way.exception()  # waits; one that failed is not there
+    def _chain_checkpoint(self, loaded: LoadedPolicy) -> _Checkpoint | None:
+        """The chain's own checkpoint of this policy, if it holds exactly these weights."""
+        policy = loaded.policy
+        upload = self.saver.pending_upload(policy)
+        if upload is not None:
+            upload.exception()  # waits for the upload, and ignores its failure: the manifest is then missing
         try:
             manifest = read_manifest(self.store, checkpoint_key(policy))
         except (ObjectNotFound, CorruptArtifact):
             return None
-        digest, _ = slot.trainer.weights_digest()
-        if manifest.extra != manifest.extra | checkpoint_extra(policy, slot.rebase, digest):
+        digest, _ = loaded.trainer.weights_digest()
+        expected = checkpoint_extra(policy, loaded.rebase, digest)
+        if manifest.extra != manifest.extra | expected:
             return None
         return _Checkpoint(manifest.ref, digest)
 
-    def _own_checkpoint(self, slot: LoadedPolicy, attempt: Attempt) -> _Checkpoint:
-        """A checkpoint that only the rebase of this attempt names."""
-        policy = slot.policy
+    def _write_checkpoint(self, loaded: LoadedPolicy, attempt: Attempt) -> _Checkpoint:
+        """Writes a checkpoint under a key that only the rebase of this attempt refers to."""
+        policy = loaded.policy
         mark = RebaseMark(step=policy.step, attempt=attempt.id)
         key = keys.rebase_checkpoint(policy.run, policy.stage, policy.model, policy.step, attempt.id)
-        snapshot = self.saver.take(slot, scratch_folder(self.store), key=key, rebase=mark)
+        snapshot = self.saver.write_snapshot(loaded, scratch_folder(self.store), key=key, rebase=mark)
         ref = self.saver.submit(snapshot, batch_provenance(self.store, policy)).result()
         return _Checkpoint(ref, snapshot.weights_digest)
 
     def _commit(
         self,
-        slot: LoadedPolicy,
+        loaded: LoadedPolicy,
         record: CommitRecord,
         attempt: Attempt,
         checkpoint: _Checkpoint,
         redone: tuple[int, ...],
     ) -> None:
-        """Commits the rebase; a slot whose rebase lost takes the winner's weights."""
-        chain = Chain.of(self.store, slot.policy)
-        mine = Rebase(
-            policy=slot.policy,
+        """Commits the rebase. If another engine committed one first, its weights are loaded instead."""
+        chain = Chain.of(self.store, loaded.policy)
+        rebase = Rebase(
+            policy=loaded.policy,
             before=record.numerics,
             after=self.backend.numerics(),
             checkpoint=checkpoint.ref,
@@ -185,22 +200,33 @@ class Rebaser:
             redone=redone,
             attempt=attempt.id,
         )
-        stands = commit_rebase(chain, mine, attempt)
-        who = "rebased" if stands.attempt == mine.attempt else "rebased by another engine, whose weights are taken"
-        log.warning("%s/%s/%s is %s: %s", chain.run, chain.stage, chain.model, who, stands.title)
-        log_work("rebase", policy=slot.policy.uri, step=slot.policy.step, exact=stands.exact, attempt=stands.attempt)
-        if stands.attempt != mine.attempt:
-            discard_checkpoint(chain, mine)
-            if stands.checkpoint.sha256 != checkpoint.ref.sha256:
-                self._adopt(slot, stands)
-        slot.rebase = stands.mark
+        committed = commit_rebase(chain, rebase, attempt)
+        is_own = committed.attempt == rebase.attempt
 
-    def _adopt(self, slot: LoadedPolicy, rebase: Rebase) -> None:
-        manifest = rebase_manifest(Chain.of(self.store, slot.policy), rebase)
+        # Report the rebase that was committed.
+        outcome = "rebased" if is_own else "rebased by another engine, whose weights are taken"
+        log.warning("%s/%s/%s is %s: %s", chain.run, chain.stage, chain.model, outcome, committed.title)
+        log_work(
+            "rebase",
+            policy=loaded.policy.uri,
+            step=loaded.policy.step,
+            exact=committed.exact,
+            attempt=committed.attempt,
+        )
+
+        # Take over the other engine's weights.
+        if not is_own:
+            discard_checkpoint(chain, rebase)
+            if committed.checkpoint.sha256 != checkpoint.ref.sha256:
+                self._load_checkpoint_of(committed, loaded)
+        loaded.rebase = committed.mark
+
+    def _load_checkpoint_of(self, rebase: Rebase, loaded: LoadedPolicy) -> None:
+        manifest = rebase_manifest(Chain.of(self.store, loaded.policy), rebase)
         with scratch(self.store) as folder:
             files = materialise_files(self.store, manifest.key, folder)
-            slot.trainer.read_checkpoint(files, optimizer=slot.training)
-        slot.drop_sampler()  # it may hold other weights of the same state
+            loaded.trainer.read_checkpoint(files, optimizer=loaded.training)
+        loaded.drop_sampler()  # it may hold other weights of the same state
 
 
 class _Checkpoint(NamedTuple):

@@ -1,5 +1,7 @@
-"""Checkpoints and exported models on their way to storage: files are written by the compute thread, which then goes on
-with the next step, and committed by another. The manifest is still the last thing written.
+"""Writes checkpoints and uploads them to the store.
+
+The compute thread writes the files to a local folder and then goes on with the next step. A thread of the `Saver`
+commits them. The manifest is the last file that it writes.
 """
 
 from __future__ import annotations
@@ -23,14 +25,14 @@ from storage.worklog import log_work
 
 log = logging.getLogger(__name__)
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
-MOST_UNDER_WAY = 3
-"""Snapshots that wait on this machine's disk for their upload."""
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+MAX_PENDING_UPLOADS = 3
+"""Largest number of snapshots that wait on this machine's disk for their upload."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A checkpoint's files in a scratch folder, which goes when they are committed."""
+    """The files of a checkpoint in a scratch folder. The folder is deleted when they are committed."""
 
     policy: PolicyRef
     folder: Path
@@ -39,7 +41,7 @@ class Snapshot:
     weights_digest: str
     key: str
     rebase: RebaseMark | None
-    """What the weights descend from."""
+    """The last rebase of the chain that the weights descend from."""
 
 
 def checkpoint_key(policy: PolicyRef) -> str:
@@ -47,88 +49,102 @@ def checkpoint_key(policy: PolicyRef) -> str:
 
 
 def find_policy_checkpoint(store: ObjectStore, policy: PolicyRef, *, name: str | None) -> ArtifactRef | None:
-    """The committed checkpoint of the policy, which bears `name` from now on. Where the chain was rebased: the one that
-    it goes on from, which is kept in any case."""
+    """Finds the committed checkpoint of the policy and gives it `name`, if there is one.
+
+    Where the chain was rebased at this step, it is the checkpoint of the rebase, which is never deleted."""
     chain = Chain.of(store, policy)
     rebase = rebase_at(chain, policy.step)
     if rebase is not None and rebase.checkpoint.key != checkpoint_key(policy) and is_in_effect(chain, rebase):
         return rebase.checkpoint
-    found = find_artifact(store, checkpoint_key(policy))
-    if found is not None and name is not None:
+    checkpoint = find_artifact(store, checkpoint_key(policy))
+    if checkpoint is not None and name is not None:
         store.put_if_absent(keys.checkpoint_name(checkpoint_key(policy)), canonical_json({"name": name}))
-    return found
+    return checkpoint
 
 
 def batch_provenance(store: ObjectStore, policy: PolicyRef) -> Provenance:
-    """Of the batch that made the policy, for a checkpoint that nobody asked for. Only for steps >= 1."""
+    """The provenance of the batch that the policy was trained on, for a checkpoint that no caller asked for.
+
+    Only for policies after step 0."""
     record = Chain.of(store, policy).committed_record(policy.step)
     return read_manifest(store, record.request.batch.key).provenance
 
 
 class Saver:
-    """Commits snapshots in a thread of its own, in the order they were taken."""
+    """Writes snapshots and commits them in one upload thread, in the order in which they were written."""
 
     def __init__(self, store: ObjectStore) -> None:
         self.store = store
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ostinato-upload")
-        self._under_way: dict[str, Future[ArtifactRef]] = {}
-        """By the key of the checkpoint: equal states of two runs are two checkpoints."""
+        self._uploads: dict[str, Future[ArtifactRef]] = {}
+        """Uploads that have not ended, by the checkpoint's key. Equal states of two runs are two checkpoints."""
 
-    def take(
+    def write_snapshot(
         self,
-        slot: LoadedPolicy,
+        loaded: LoadedPolicy,
         folder: Path,
         *,
         name: str | None = None,
         key: str | None = None,
         rebase: RebaseMark | None = None,
     ) -> Snapshot:
-        """Writes the slot's weights and moments into `folder`. The slot must not move meanwhile. `key` and `rebase` are
-        for checkpoints of rebases; None: the chain's, and what the slot descends from. Raises StorageFull."""
-        digest, _ = slot.trainer.weights_digest()
+        """Writes the policy's weights and moments into `folder`. They must not change meanwhile.
+
+        `key` and `rebase` are given for the checkpoint of a rebase. By default they are the chain's checkpoint key and
+        the policy's last rebase. Raises StorageFull when the disk is full."""
+        digest, _ = loaded.trainer.weights_digest()
         try:
-            files = slot.trainer.write_checkpoint(folder)
+            files = loaded.trainer.write_checkpoint(folder)
         except BaseException as error:
             shutil.rmtree(folder, ignore_errors=True)
-            if isinstance(error, OSError) and error.errno in FULL:
-                raise StorageFull(f"no space for the checkpoint of {slot.policy.uri} in {folder.parent}") from error
+            if isinstance(error, OSError) and error.errno in DISK_FULL:
+                raise StorageFull(f"no space for the checkpoint of {loaded.policy.uri} in {folder.parent}") from error
             raise
-        log_work("checkpoint", policy=slot.policy.uri, step=slot.policy.step)
-        slot.saved_step = slot.policy.step
-        key = key or checkpoint_key(slot.policy)
-        return Snapshot(slot.policy, folder, files, name, digest, key, rebase or slot.rebase)
+        log_work("checkpoint", policy=loaded.policy.uri, step=loaded.policy.step)
+        loaded.saved_step = loaded.policy.step
+        key = key or checkpoint_key(loaded.policy)
+        return Snapshot(loaded.policy, folder, files, name, digest, key, rebase or loaded.rebase)
 
-    def under_way(self, policy: PolicyRef) -> Future[ArtifactRef] | None:
-        """The upload of this policy's checkpoint that has not ended yet."""
-        return self._under_way.get(checkpoint_key(policy))
+    def pending_upload(self, policy: PolicyRef) -> Future[ArtifactRef] | None:
+        """The upload of this policy's checkpoint, if it has not ended."""
+        return self._uploads.get(checkpoint_key(policy))
 
-    def of_run(self, run: str) -> list[Future[ArtifactRef]]:
-        """The run's uploads that have not ended yet."""
-        prefix = keys.run_prefix(run)
-        return [future for key, future in self._under_way.copy().items() if key.startswith(prefix)]
+    def pending_uploads(self, run: str) -> list[Future[ArtifactRef]]:
+        """The uploads of the run that have not ended."""
+        return self._uploads_under(keys.run_prefix(run))
 
     def submit(self, snapshot: Snapshot, provenance: Provenance) -> Future[ArtifactRef]:
-        """Its upload. One that nobody waits for and that fails only makes a later redo longer. Waits while the disk
-        holds as many snapshots as may be under way."""
-        if len(before := list(self._under_way.copy().values())) >= MOST_UNDER_WAY:
-            wait(before[:1])
+        """Starts the upload of a snapshot, after waiting for an earlier one if too many are pending.
+
+        A failed upload is logged. It only makes a later redo longer, so callers need not wait for the future."""
+        pending = list(self._uploads.copy().values())
+        if len(pending) >= MAX_PENDING_UPLOADS:
+            wait(pending[:1])
         future = self._pool.submit(self._commit, snapshot, provenance)
-        self._under_way[snapshot.key] = future
+        self._uploads[snapshot.key] = future
         future.add_done_callback(lambda done: self._ended(snapshot, done))
         return future
 
-    def settle(self, policy: PolicyRef) -> None:
-        """Waits for the uploads of the policy's chain: a checkpoint under way is nearer than any redo."""
-        prefix = keys.checkpoints_prefix(policy.run, policy.stage, policy.model)
-        wait([future for key, future in self._under_way.copy().items() if key.startswith(prefix)])
+    def wait_for_chain(self, policy: PolicyRef) -> None:
+        """Waits for the uploads of the policy's chain. Reading a new checkpoint is faster than any redo."""
+        wait(self._uploads_under(keys.checkpoints_prefix(policy.run, policy.stage, policy.model)))
+
+    def close(self) -> None:
+        """Waits for all submitted uploads."""
+        self._pool.shutdown()
+
+    def _uploads_under(self, prefix: str) -> list[Future[ArtifactRef]]:
+        # A copy, because the upload thread removes entries.
+        return [future for key, future in self._uploads.copy().items() if key.startswith(prefix)]
 
     def _ended(self, snapshot: Snapshot, done: Future[ArtifactRef]) -> None:
-        self._under_way.pop(snapshot.key, None)
+        self._uploads.pop(snapshot.key, None)
         if not done.cancelled() and (error := done.exception()):
             log.warning("the checkpoint of %s failed: %s", snapshot.policy.uri, error)
 
     def _commit(self, snapshot: Snapshot, provenance: Provenance) -> ArtifactRef:
         policy = snapshot.policy
+        extra = checkpoint_extra(policy, snapshot.rebase, snapshot.weights_digest)
         try:
             return commit_files(
                 self.store,
@@ -137,14 +153,7 @@ class Saver:
                 kind="checkpoint",
                 parents=(policy.uri,),
                 provenance=provenance,
-                extra={
-                    **checkpoint_extra(policy, snapshot.rebase, snapshot.weights_digest),
-                    "name": snapshot.name,
-                },
+                extra={**extra, "name": snapshot.name},
             )
         finally:
             shutil.rmtree(snapshot.folder, ignore_errors=True)
-
-    def close(self) -> None:
-        """Waits for what was submitted."""
-        self._pool.shutdown()

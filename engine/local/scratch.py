@@ -1,4 +1,4 @@
-"""Folders on this machine for files on their way to or from the store."""
+"""Temporary folders on this machine for files that come from the store or go to it."""
 
 from __future__ import annotations
 
@@ -13,18 +13,22 @@ from storage.store.objects import ObjectStore
 
 
 def scratch_folder(store: ObjectStore) -> Path:
-    """A new empty folder, whose files can be renamed into the store where that is on this machine: a checkpoint is
-    then not copied. The hidden name keeps what a kill leaves behind out of every listing."""
-    inside = store.local_path("scratch")
-    parent = None if inside is None else inside.parent
-    if parent is not None:
+    """Creates a new empty folder, on the same disk as the store if the store is on this machine.
+
+    Its files can then be renamed into the store instead of being copied. The prefix of its name hides a folder that a
+    killed process left behind from every listing of the store.
+    """
+    store_path = store.local_path("scratch")
+    parent = None
+    if store_path is not None:
+        parent = store_path.parent
         parent.mkdir(parents=True, exist_ok=True)
     return Path(tempfile.mkdtemp(prefix=f"{HIDDEN_PREFIX}scratch-", dir=parent))
 
 
 @contextlib.contextmanager
 def scratch(store: ObjectStore) -> Iterator[Path]:
-    """Such a folder, which goes at the end."""
+    """Creates a scratch folder and removes it at the end of the block."""
     folder = scratch_folder(store)
     try:
         yield folder

@@ -1,4 +1,4 @@
-"""What is checked in a folder's weights before a model is built of them."""
+"""Checks the weights of a model folder before a model is built from them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from engine.models.folder import ModelFolder
 from engine.models.size import SUFFIX, folder_parameter_count
 from storage.errors import CorruptArtifact
 
-NARROWEST_CHECKED = 2
-"""Bytes of an element. torch cannot tell which elements of narrower floating types, of quantized weights, are NaN."""
+MIN_CHECKED_BYTES = 2
+"""Element size in bytes from which tensors are checked. torch cannot find NaN in narrower floating-point types, which
+quantized weights use."""
 
 
 def checked_parameter_count(folder: ModelFolder) -> int:
-    """The number of elements in the folder's weights. Raises BadModelFolder for a file that is torn, and for a tensor
-    that holds NaN or infinity."""
+    """Counts the elements of the folder's weights and checks that all of them are finite.
+
+    Raises BadModelFolder for an incomplete file, and for a tensor that holds NaN or infinity."""
     try:
         count = folder_parameter_count(folder.files)
         for name in sorted(folder.files):
@@ -29,12 +31,12 @@ def checked_parameter_count(folder: ModelFolder) -> int:
 
 def _check_finite(folder: ModelFolder, name: str) -> None:
     for tensor_name, tensor in read_tensors(folder.files[name]):
-        if not tensor.is_floating_point() or tensor.element_size() < NARROWEST_CHECKED:
+        if not tensor.is_floating_point() or tensor.element_size() < MIN_CHECKED_BYTES:
             continue
         finite = torch.isfinite(tensor)
         if not finite.all():
-            what = "NaN" if tensor.isnan().any() else "infinity"
+            value = "NaN" if tensor.isnan().any() else "infinity"
             raise BadModelFolder(
-                f"{folder.path / name}: the tensor {tensor_name} holds {what} in {int((~finite).sum())} of its "
+                f"{folder.path / name}: the tensor {tensor_name} holds {value} in {int((~finite).sum())} of its "
                 f"{tensor.numel()} elements; export the model again from a checkpoint whose weights are finite"
             )

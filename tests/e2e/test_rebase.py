@@ -34,7 +34,7 @@ async def step(engine: LocalEngine, parent: PolicyRef) -> CommitRecord:
 
 async def at(engine: LocalEngine, policy: PolicyRef) -> LoadedPolicy:
     """The engine's training slot, brought to the policy."""
-    return await engine._compute(policy.run, lambda: engine.policies.for_training(policy))
+    return await engine._compute(policy.run, lambda: engine.materialiser.for_training(policy))
 
 
 def digests(files: dict[str, Path]) -> dict[str, str]:

@@ -216,10 +216,10 @@ async def test_policies_before_a_rebase_are_redone_under_their_own_numerics(chai
     await double.close(checkpoint=False)
     single = LocalEngine(url, SINGLE)
     await read(single, chain.policy(2))
-    slot = single.loaded_policies.holding(chain.policy(2).state)
+    slot = single.loaded_policies.find_state(chain.policy(2).state)
     assert slot is not None and slot.trainer.weights_digest()[0] == recorded(chain, 2).weights_digest
     await read(single, chain.policy(3))  # past, and at the rebase: its checkpoint, not a redo
-    slot = single.loaded_policies.holding(chain.policy(3).state)
+    slot = single.loaded_policies.find_state(chain.policy(3).state)
     assert slot is not None and slot.rebase == the_rebase(chain).mark
     await single.close(checkpoint=False)
 
@@ -343,7 +343,7 @@ async def test_the_loser_of_a_race_takes_the_winners_weights(
         nonlocal raced
         if not raced:
             raced = True
-            winner.policies.for_training(chain.head())
+            winner.materialiser.for_training(chain.head())
         return commit(*arguments)
 
     monkeypatch.setattr(module, "commit_rebase", after_the_winner)
@@ -365,7 +365,7 @@ async def test_the_loser_of_a_race_takes_the_winners_weights(
 async def test_a_step_from_the_committed_weights_overtakes_a_rebase(chain: Chain, url: str) -> None:
     """An engine that held the committed weights all along takes its step: the rebase is void, nothing is torn."""
     first = LocalEngine(url, SINGLE)
-    first.policies.for_training(chain.head())
+    first.materialiser.for_training(chain.head())
     other = LocalEngine(url, DOUBLE)
     await read(other, chain.head())
     record = await step(first, chain.head())
@@ -387,14 +387,14 @@ class Nudged(LocalEngine):
         super().__init__(url, SINGLE)
         other = self.backend.numerics().model_copy(update={"device": f"nudged by {by}"})
         self.backend.numerics = lambda: other  # type: ignore[method-assign]
-        redo = self.policies.redo
+        redo = self.materialiser.redo
 
         def nudge(slot: Any, record: CommitRecord) -> None:
             redo(slot, record)
             for _, tensor in slot.trainer.model.named_weights():
                 tensor.data.mul_(1 + by)
 
-        self.policies.redo = nudge  # type: ignore[method-assign]
+        self.materialiser.redo = nudge  # type: ignore[method-assign]
 
 
 CHILD = """

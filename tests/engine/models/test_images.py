@@ -272,8 +272,8 @@ def test_a_call_with_images_is_drawn_together_with_one_of_text() -> None:
         heard.append(request.images)
         return [Completion([prompt[-1]], [0.0], "length") for prompt in request.prompts]
 
-    assert [done.token_ids for done in batcher.answer(calls[0], draw)] == [[5]]
-    assert [done.token_ids for done in batcher.answer(calls[1], draw)] == [[6], [7]]
+    assert [done.token_ids for done in batcher.complete(calls[0], draw)] == [[5]]
+    assert [done.token_ids for done in batcher.complete(calls[1], draw)] == [[6], [7]]
     assert heard == [[(), images, ()]]
 
 

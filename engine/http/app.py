@@ -1,28 +1,22 @@
-"""The FastAPI app over one engine: verbs, calls, and the pages that watch it."""
+"""`create_app`: the FastAPI app of an engine server, with the engine's verbs, polling of calls, and monitoring."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Protocol
 
-from fastapi import APIRouter, Depends, FastAPI, Header, Path, Query, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.security import HTTPBearer
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from engine.errors import BadSpec, EngineBusy
-from engine.http import wire
+from engine.http.batch_routes import batch_routes
 from engine.http.bodies import (
-    MAX_WAIT_SECONDS,
-    REQUEST_HEADER,
-    STORE_HEADER,
     VERSION,
-    VERSION_HEADER,
     Acknowledged,
-    CallStatus,
     CreatePolicyBody,
     ExportModelBody,
     Health,
@@ -33,16 +27,25 @@ from engine.http.bodies import (
     ServerInfo,
     StepBody,
 )
-from engine.http.calls import Answer
-from engine.http.decoding import BodyDecoder
-from engine.http.errors import DOOR, EXPECTED, STATUSES, ErrorBody, NoSuchRoute, body_of
+from engine.http.calls import CallResult
+from engine.http.errors import EXPECTED_ERRORS, GUARD_STATUSES, STATUSES, ErrorBody, NoSuchRoute, error_body
 from engine.http.guard import Guard
 from engine.http.metrics import MEDIA_TYPE as METRICS_TYPE
 from engine.http.openai.api import openai_router
 from engine.http.openai.models import OpenAIErrorBody
 from engine.http.reports import report_routes
-from engine.http.service import ServerOptions, Service, error_answer, json_answer, response_of
-from engine.http.uploads import ServedEngine, import_upload
+from engine.http.routing import (
+    ARROW,
+    CallId,
+    RequestId,
+    Responses,
+    Wait,
+    error_responses,
+    not_finished,
+    v1_router,
+)
+from engine.http.service import EngineService, ServerOptions, error_result, json_result, response_of
+from engine.http.uploads import EngineWithUploads, import_upload
 from engine.models.folder import registered_model
 from engine.protocol import EngineInfo
 from engine.validation_messages import describe_errors
@@ -50,22 +53,13 @@ from storage.chain.records import CommitRecord, PolicyRef
 from storage.store.artifacts import ArtifactRef
 from storage.store.objects import ObjectStore
 
-R = TypeVar("R")
-_ARROW = {wire.MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}
-Responses = dict[int | str, dict[str, Any]]
-_WAIT = Query(ge=0, le=MAX_WAIT_SECONDS, description="Longest wait for the result, seconds; then 202.")
-Wait = Annotated[float, _WAIT]
-RequestId = Annotated[
-    str | None,
-    Header(alias=REQUEST_HEADER, pattern="^[0-9a-f]{32}$", description="Made once per call, kept over its retries."),
-]
-CallId = Annotated[str, Path(pattern="^[0-9a-f]{32}$")]
 
+def create_app(engine: EngineWithUploads, store: ObjectStore, options: ServerOptions | None = None) -> FastAPI:
+    """Returns the app of a server over `engine`. `app.state.service` is its EngineService. It reads the store's id
+    once."""
+    service = EngineService(engine, store, options or ServerOptions())
 
-def create_app(engine: ServedEngine, store: ObjectStore, options: ServerOptions | None = None) -> FastAPI:
-    """The app; `app.state.service` is its Service. Contacts the store once, for its id."""
-    service = Service(engine, store, options or ServerOptions())
-
+    # the background tasks run as long as the app
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         async with service.running():
@@ -74,68 +68,53 @@ def create_app(engine: ServedEngine, store: ObjectStore, options: ServerOptions 
     app = FastAPI(
         title="Ostinato engine",
         version=str(VERSION),
-        docs_url=None,  # its page loads scripts from elsewhere
+        docs_url=None,  # that page would load scripts from other sites
         redoc_url=None,
         lifespan=lifespan,
     )
     app.state.service = service
-    for routes in (_pages, _policies, _writing, _about, _batches, _calls):
-        app.include_router(routes(service), responses=_errors(ErrorBody, STATUSES))
+
+    # routes
+    for routes in (_monitoring_routes, _policy_routes, _checkpoint_routes, _run_routes, batch_routes, _call_routes):
+        app.include_router(routes(service), responses=error_responses(ErrorBody, STATUSES))
     app.include_router(report_routes(service))
-    app.include_router(openai_router(engine, store), responses=_errors(ErrorBody | OpenAIErrorBody, DOOR))
+    openai_errors = error_responses(ErrorBody | OpenAIErrorBody, GUARD_STATUSES)
+    app.include_router(openai_router(engine, store), responses=openai_errors)
+
+    # what happens before a route, and what becomes of errors after it
     app.add_middleware(Guard, service=service)
-    for kind in EXPECTED:
-        app.add_exception_handler(kind, _on_expected)
+    for error_class in EXPECTED_ERRORS:
+        app.add_exception_handler(error_class, _on_expected)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http)
     return app
 
 
-# -- pages -----------------------------------------------------------------------------------------------------
+# -- monitoring -------------------------------------------------------------------------------------------------
 
 
-def _pages(service: Service) -> APIRouter:
+def _monitoring_routes(service: EngineService) -> APIRouter:
     router = APIRouter(tags=["pages"])
 
     @router.get("/health")
     async def health() -> Health:
-        """The process answers."""
+        """Answers as long as the process runs."""
         return Health()
 
     @router.get("/ready")
     async def ready() -> Ready:
-        """The engine takes calls; 503 while it starts or drains."""
+        """Answers 200 while the engine takes calls, and 503 while it starts or drains."""
         if service.state != "ready":
             raise EngineBusy(f"the engine is {service.state}")
         return Ready(waiting=service.calls.waiting())
 
     @router.get("/metrics", response_class=Response, responses={200: {"content": {METRICS_TYPE: {}}}})
     async def metrics() -> Response:
-        """Prometheus metrics."""
+        """Metrics for Prometheus."""
         service.metrics.waiting.set(service.calls.waiting())
         return Response(service.metrics.render(), media_type=METRICS_TYPE)
 
     return router
-
-
-def _v1(service: Service) -> APIRouter:
-    """A router whose callers say which interface and which store they mean."""
-
-    def same_interface(
-        version: Annotated[str | None, Header(alias=VERSION_HEADER)] = None,
-        store: Annotated[str | None, Header(alias=STORE_HEADER)] = None,
-    ) -> None:
-        if version is not None and version != str(VERSION):
-            raise BadSpec(f"the caller speaks version {version[:20]!r} of the interface, the server {VERSION}: upgrade")
-        if store is not None and store != service.store_id:
-            raise BadSpec(
-                f"the caller works on store {store[:40]!r}, this engine on {service.store_id} ({service.store.url}); "
-                "give both the same storage url"
-            )
-
-    return APIRouter(
-        prefix="/v1", tags=["engine"], dependencies=[Depends(same_interface), Depends(HTTPBearer(auto_error=False))]
-    )
 
 
 # -- verbs with JSON bodies ------------------------------------------------------------------------------------
@@ -145,30 +124,33 @@ Work = Callable[[], Awaitable[BaseModel]]
 
 
 class Submit(Protocol):
-    """Submits the call of a request, whose verb is the last part of its path."""
+    """Submits the call of a request. The last part of the request's path is the verb."""
 
     async def __call__(self, request: Request, work: Work, *, wait: float, run: str = "-") -> Response: ...
 
 
-def _submitting(service: Service) -> Submit:
-    async def call(request: Request, work: Work, *, wait: float, run: str = "-") -> Response:
-        async def answer() -> Answer:
-            return json_answer(await work())
+def _json_submitter(service: EngineService) -> Submit:
+    """Returns a function that submits the call of a request with a JSON body."""
 
-        return await service.call(request, request.url.path.rpartition("/")[2], answer, wait=wait, run=run)
+    async def call(request: Request, work: Work, *, wait: float, run: str = "-") -> Response:
+        async def run_call() -> CallResult:
+            return json_result(await work())
+
+        return await service.submit(request, request.url.path.rpartition("/")[2], run_call, wait=wait, run=run)
 
     return call
 
 
-def _policies(service: Service) -> APIRouter:
-    router, call = _v1(service), _submitting(service)
+def _policy_routes(service: EngineService) -> APIRouter:
+    """Routes that create policies and take gradient steps."""
+    router, call = v1_router(service), _json_submitter(service)
     engine, store = service.engine, service.store
 
-    @router.post("/import_model", response_model=ArtifactRef, responses=_waiting())
+    @router.post("/import_model", response_model=ArtifactRef, responses=not_finished())
     async def import_model(
         body: ImportModelBody, request: Request, wait: Wait = 10, request_id: RequestId = None
     ) -> Response:
-        """A registered model by key, or a folder that was uploaded to the store."""
+        """Imports a registered model by its key, or a folder that was uploaded to the store."""
 
         async def work() -> ArtifactRef:
             if body.upload is None:
@@ -177,18 +159,18 @@ def _policies(service: Service) -> APIRouter:
 
         return await call(request, work, wait=wait)
 
-    @router.post("/create_policy", response_model=PolicyRef, responses=_waiting())
+    @router.post("/create_policy", response_model=PolicyRef, responses=not_finished())
     async def create_policy(
         body: CreatePolicyBody, request: Request, wait: Wait = 10, request_id: RequestId = None
     ) -> Response:
-        """The root of a chain; its policy 0."""
+        """Creates a chain and returns its policy 0."""
         return await call(request, lambda: engine.create_policy(body.spec), wait=wait, run=body.spec.run)
 
-    @router.post("/take_gradient_step", response_model=CommitRecord, responses=_waiting())
+    @router.post("/take_gradient_step", response_model=CommitRecord, responses=not_finished())
     async def take_gradient_step(
         body: StepBody, request: Request, wait: Wait = 10, request_id: RequestId = None
     ) -> Response:
-        """The step, exactly once; its record."""
+        """Takes a gradient step exactly once and returns its record."""
 
         async def work() -> CommitRecord:
             record = await engine.take_gradient_step(body.request, epoch=body.epoch)
@@ -200,14 +182,15 @@ def _policies(service: Service) -> APIRouter:
     return router
 
 
-def _writing(service: Service) -> APIRouter:
-    router, call, engine = _v1(service), _submitting(service), service.engine
+def _checkpoint_routes(service: EngineService) -> APIRouter:
+    """Routes that write checkpoints and models."""
+    router, call, engine = v1_router(service), _json_submitter(service), service.engine
 
-    @router.post("/begin_checkpoint", response_model=Acknowledged, responses=_waiting())
+    @router.post("/begin_checkpoint", response_model=Acknowledged, responses=not_finished())
     async def begin_checkpoint(
         body: SaveCheckpointBody, request: Request, wait: Wait = 10, request_id: RequestId = None
     ) -> Response:
-        """Takes the policy's checkpoint; answered while it is on its way to the store."""
+        """Begins to save the policy's checkpoint. The response does not wait for the upload."""
 
         async def work() -> Acknowledged:
             await engine.begin_checkpoint(body.policy, provenance=body.provenance, name=body.name, epoch=body.epoch)
@@ -215,11 +198,11 @@ def _writing(service: Service) -> APIRouter:
 
         return await call(request, work, wait=wait, run=body.policy.run)
 
-    @router.post("/save_checkpoint", response_model=ArtifactRef, responses=_waiting())
+    @router.post("/save_checkpoint", response_model=ArtifactRef, responses=not_finished())
     async def save_checkpoint(
         body: SaveCheckpointBody, request: Request, wait: Wait = 10, request_id: RequestId = None
     ) -> Response:
-        """Weights and optimizer of a policy, in the store."""
+        """Saves weights and optimizer of a policy in the store."""
         return await call(
             request,
             lambda: engine.save_checkpoint(
@@ -229,11 +212,11 @@ def _writing(service: Service) -> APIRouter:
             run=body.policy.run,
         )
 
-    @router.post("/export_model", response_model=ArtifactRef, responses=_waiting())
+    @router.post("/export_model", response_model=ArtifactRef, responses=not_finished())
     async def export_model(
         body: ExportModelBody, request: Request, wait: Wait = 10, request_id: RequestId = None
     ) -> Response:
-        """The policy as a plain Hugging Face folder in the registry."""
+        """Publishes the policy in the registry as a plain Hugging Face folder."""
         return await call(
             request,
             lambda: engine.export_model(
@@ -246,14 +229,15 @@ def _writing(service: Service) -> APIRouter:
     return router
 
 
-def _about(service: Service) -> APIRouter:
-    router, call, engine = _v1(service), _submitting(service), service.engine
+def _run_routes(service: EngineService) -> APIRouter:
+    """Routes that release a run and describe the engine."""
+    router, call, engine = v1_router(service), _json_submitter(service), service.engine
 
-    @router.post("/release", response_model=Acknowledged, responses=_waiting())
+    @router.post("/release", response_model=Acknowledged, responses=not_finished())
     async def release(
         body: ReleaseBody, request: Request, wait: Wait = 10, request_id: RequestId = None
     ) -> Response:
-        """The caller is done with the run for now."""
+        """Frees what the engine holds for a run that the client has finished with for now."""
 
         async def work() -> Acknowledged:
             await engine.release(body.run, epoch=body.epoch)
@@ -261,88 +245,15 @@ def _about(service: Service) -> APIRouter:
 
         return await call(request, work, wait=wait, run=body.run)
 
-    @router.get("/info", response_model=EngineInfo, responses=_waiting())
+    @router.get("/info", response_model=EngineInfo, responses=not_finished())
     async def info(request: Request, wait: Wait = 10, request_id: RequestId = None) -> Response:
-        """What the engine is and what it has room for."""
+        """Returns the engine's numerics, memory and cluster."""
         return await call(request, engine.info, wait=wait)
 
     @router.get("/server")
     async def server() -> ServerInfo:
-        """What a client must know before its first call."""
+        """Returns what a client must know before its first call."""
         return ServerInfo(store_id=service.store_id, max_body_bytes=service.options.max_body_bytes)
-
-    return router
-
-
-# -- verbs with batches ----------------------------------------------------------------------------------------
-
-
-def _submitting_batches(service: Service, decoder: BodyDecoder) -> Callable[..., Awaitable[Response]]:
-    async def call(
-        request: Request,
-        verb: str,
-        announce: Callable[[bytes], wire.Announced],
-        work: Callable[[bytes, wire.Announced], Awaitable[bytes]],
-        wait: float,
-    ) -> Response:
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != wire.MEDIA_TYPE:
-            raise BadSpec(f"the content type is {kind[:60]!r}; send an Arrow IPC stream as {wire.MEDIA_TYPE}")
-        body = await request.body()
-        with service.calls.held(len(body)):
-            announced = await decoder.announced(announce, body)
-
-        async def answer() -> Answer:
-            return Answer(200, await work(body, announced), wire.MEDIA_TYPE)
-
-        return await service.call(
-            request, verb, answer, wait=wait, run=announced.policy.run, decoded_bytes=announced.decoded_bytes
-        )
-
-    return call
-
-
-def _batches(service: Service) -> APIRouter:
-    router = _v1(service)
-    streams: Responses = {200: {"content": _ARROW, "description": "An Arrow IPC stream"}}
-    documented: dict[str, Any] = {
-        "response_class": Response,
-        "responses": streams | _waiting(),
-        "openapi_extra": {"requestBody": {"content": _ARROW, "required": True}},
-    }
-    decoder = BodyDecoder(service.store)
-    call = _submitting_batches(service, decoder)
-
-    @router.post("/generate", **documented)
-    async def generate(request: Request, wait: Wait = 10, request_id: RequestId = None) -> Response:
-        """Completions in the order of the prompts. Columns: engine.http.wire.GENERATE, COMPLETIONS."""
-
-        async def work(body: bytes, announced: wire.Announced) -> bytes:
-            decoded, epoch = await decoder.decoded(wire.decode_generate, body, announced)
-            completions = await service.engine.generate(decoded, epoch=epoch)
-            service.metrics.generated(completions)
-            return await asyncio.to_thread(wire.encode_completions, completions)
-
-        return await call(request, "generate", wire.announced_generate, work, wait)
-
-    async def read(
-        request: Request, verb: str, ask: Callable[..., Awaitable[R]], encode: Callable[[R], bytes], wait: float
-    ) -> Response:
-        async def work(body: bytes, announced: wire.Announced) -> bytes:
-            decoded, epoch = await decoder.decoded(wire.decode_logprobs_request, body, announced)
-            return await asyncio.to_thread(encode, await ask(decoded, epoch=epoch))
-
-        return await call(request, verb, wire.announced_logprobs_request, work, wait)
-
-    @router.post("/logprobs", **documented)
-    async def logprobs(request: Request, wait: Wait = 10, request_id: RequestId = None) -> Response:
-        """Nats of each trained token. Columns: engine.http.wire.SEQUENCES, LOGPROBS."""
-        return await read(request, "logprobs", service.engine.logprobs, wire.encode_logprobs, wait)
-
-    @router.post("/values", **documented)
-    async def values(request: Request, wait: Wait = 10, request_id: RequestId = None) -> Response:
-        """What a scalar head gives before each trained token. Columns: engine.http.wire.SEQUENCES, VALUES."""
-        return await read(request, "values", service.engine.values, wire.encode_values, wait)
 
     return router
 
@@ -350,18 +261,19 @@ def _batches(service: Service) -> APIRouter:
 # -- calls -----------------------------------------------------------------------------------------------------
 
 
-def _calls(service: Service) -> APIRouter:
-    router = _v1(service)
-    results: Responses = {200: {"content": {"application/json": {}, **_ARROW}, "description": "The call's result"}}
+def _call_routes(service: EngineService) -> APIRouter:
+    router = v1_router(service)
+    results: Responses = {200: {"content": {"application/json": {}, **ARROW}, "description": "The call's result"}}
 
-    @router.get("/calls/{id}", response_class=Response, responses=results | _waiting())
+    @router.get("/calls/{id}", response_class=Response, responses=results | not_finished())
     async def poll(request: Request, id: CallId, wait: Wait = 10) -> Response:
-        """The result of a call, or 202 after `wait` seconds. 404 UnknownCall: submit it again under the same id."""
-        return await service.answer(request, service.calls.find(id), wait=wait)
+        """Returns a call's result, or 202 after `wait` seconds. After 404 UnknownCall, submit it again with the same
+        id."""
+        return await service.respond(request, service.calls.find(id), wait=wait)
 
     @router.delete("/calls/{id}", status_code=204, response_class=Response)
-    async def take_back(id: CallId) -> None:
-        """The caller wants no answer: a call that has not begun is dropped. Unknown ones are fine."""
+    async def cancel(id: CallId) -> None:
+        """Cancels a call if it has not begun, and forgets its result. An unknown id is accepted."""
         service.calls.drop(id)
 
     return router
@@ -370,30 +282,22 @@ def _calls(service: Service) -> APIRouter:
 # -- errors ----------------------------------------------------------------------------------------------------
 
 
-def _errors(model: Any, statuses: Iterable[int]) -> Responses:
-    return {status: {"model": model, "description": STATUSES[status]} for status in statuses}
-
-
-def _waiting() -> Responses:
-    return {202: {"model": CallStatus, "description": "Not finished: ask at Location"}}
-
-
 async def _on_expected(request: Request, error: Exception) -> Response:
-    return response_of(error_answer(body_of(error, request.state.request_id)))
+    return response_of(error_result(error_body(error, request.state.request_id)))
 
 
 async def _on_invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     parts = {"body": error.body, "query": request.query_params, "header": request.headers, "path": request.path_params}
     message = describe_errors(error.errors(), parts)
-    return response_of(error_answer(body_of(BadSpec(message), request.state.request_id)))
+    return response_of(error_result(error_body(BadSpec(message), request.state.request_id)))
 
 
 async def _on_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    known = BadSpec if error.status_code == 400 else NoSuchRoute
-    body = body_of(known(f"{request.method} of this path: {error.detail}"), request.state.request_id)
-    response = response_of(error_answer(body))
+    error_class = BadSpec if error.status_code == 400 else NoSuchRoute
+    body = error_body(error_class(f"{request.method} of this path: {error.detail}"), request.state.request_id)
+    response = response_of(error_result(body))
     if error.status_code in (404, 405):
         response.status_code = error.status_code
         response.headers.update(error.headers or {})

@@ -1,9 +1,9 @@
-"""Arrow IPC streams from untrusted senders: every message is checked, and its size is known, before Arrow decodes it.
+"""Reads Arrow IPC streams from untrusted clients: checks every message and its size before Arrow decodes it.
 
-pyarrow verifies the flatbuffers of a message, but it does not compare the type of a message with what it is asked to
-read: `pa.ipc.read_schema` of a record batch reads out of bounds and may end the process. So the type, the number of
-buffers, their bounds and alignment, the null counts and the announced sizes are checked here, and `validate(full=True)`
-checks offsets and text before any list is made. What the columns mean is engine.http.wire's.
+pyarrow verifies the flatbuffers of a message, but not that the message has the expected type: `pa.ipc.read_schema` of a
+record batch reads out of bounds and may end the process. So this module checks the type, the number of buffers, their
+bounds and alignment, the null counts and the announced sizes. `validate(full=True)` checks offsets and text before any
+list is made. engine.http.wire gives the columns their meaning.
 """
 
 from __future__ import annotations
@@ -17,35 +17,37 @@ from typing import Any, NoReturn
 import pyarrow as pa
 
 MAX_ROWS = 1 << 20
+"""Most rows in one stream."""
 MAX_BATCHES = 1024
-"""Most record batches in one stream. Our own writer makes one."""
+"""Most record batches in one stream. engine.http.wire writes one."""
 MAX_SCHEMA_BYTES = 1 << 20
-"""Most bytes of the schema message, which holds the JSON part of the request."""
+"""Most bytes of the schema message, whose metadata holds the JSON part of the request."""
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 _JSON_WEIGHT = 16
-"""Bytes of Python objects per byte of JSON: a number of two characters becomes an object of 32 bytes."""
+"""Bytes of Python objects per byte of JSON. The worst case is a number of two characters, an object of 32 bytes."""
 
 READ_ERRORS = (pa.ArrowException, OSError, ValueError, IndexError, struct.error, EOFError)
-"""Classes of the errors that reading a damaged stream raises."""
+"""Classes of the errors that a damaged stream raises."""
 
 
 class StreamTooLarge(ValueError):
-    """The stream is larger than the limits on one stream: its rows, batches, schema or decoded bytes."""
+    """The stream has too many rows, batches, schema bytes or decoded bytes."""
 
 
 @dataclass(frozen=True)
-class Stream:
-    """A stream whose messages were checked. Nothing is decompressed yet."""
+class CheckedStream:
+    """A stream whose messages are checked and not decompressed yet."""
 
     schema: pa.Schema
     batches: list[pa.Message]
     decoded_bytes: int
-    """Memory that decoding needs: the decompressed buffers and the Python objects made of them, at most."""
+    """Upper bound of the memory that decoding needs: the decompressed buffers and the Python objects made of them."""
 
     def columns(self, check: Callable[[pa.RecordBatch], None]) -> list[list[Any]]:
-        """One Python list per column. `check` sees each decoded batch before its lists are made.
+        """Returns one Python list per column. `check` is called with each decoded batch before its lists are made.
 
-        Raises one of READ_ERRORS."""
+        Raises one of READ_ERRORS.
+        """
         columns: list[list[Any]] = [[] for _ in self.schema]
         for message in self.batches:
             batch = pa.ipc.read_record_batch(message, self.schema)
@@ -56,27 +58,32 @@ class Stream:
         return columns
 
 
-def open_stream(data: bytes, schemas: Sequence[pa.Schema], max_decoded_bytes: int) -> Stream:
+def open_stream(data: bytes, schemas: Sequence[pa.Schema], max_decoded_bytes: int) -> CheckedStream:
     """Checks the messages of a stream, whose schema must be one of `schemas`. It decodes none of them.
 
-    Raises one of READ_ERRORS, or StreamTooLarge if decoding needs more than `max_decoded_bytes` of memory."""
+    Raises one of READ_ERRORS, or StreamTooLarge if decoding needs more than `max_decoded_bytes` of memory.
+    """
+    # the schema message
     if not data.endswith(_END_OF_STREAM):
-        refuse("it does not end with the end-of-stream marker")
+        reject("it does not end with the end-of-stream marker")
     messages = iter(pa.ipc.MessageReader.open_stream(pa.py_buffer(data)))
     first = next(messages, None)
     if first is None or first.type != "schema":
-        refuse("it is empty" if first is None else f"it begins with a message of type {first.type!r}")
+        reject("it is empty" if first is None else f"it begins with a message of type {first.type!r}")
     if len(first.metadata) > MAX_SCHEMA_BYTES:
         raise StreamTooLarge(f"its schema has {len(first.metadata)} bytes, at most {MAX_SCHEMA_BYTES} are taken")
     if b"ARROW:extension" in bytes(first.metadata):
-        refuse("it has extension types, whose parameters pyarrow would parse")
+        reject("it has extension types, whose parameters pyarrow would parse")
     schema = pa.ipc.read_schema(first)
     if not any(schema.equals(expected, check_metadata=False) for expected in schemas):
-        refuse(f"its columns are {', '.join(f'{f.name}: {f.type}' for f in schema)[:300]}")
+        columns = ", ".join(f"{field.name}: {field.type}" for field in schema)
+        reject(f"its columns are {columns[:300]}")
+
+    # the record batches
     batches, rows, size = [], 0, _JSON_WEIGHT * len(first.metadata)
     weights = buffer_weights(schema)
     for message in messages:
-        batch_rows, buffers = _announced(message, schema)
+        batch_rows, buffers = _read_batch_header(message, schema)
         rows += batch_rows
         size += decoded_bytes(buffers, weights)
         if rows > MAX_ROWS or size > max_decoded_bytes:
@@ -86,29 +93,32 @@ def open_stream(data: bytes, schemas: Sequence[pa.Schema], max_decoded_bytes: in
         batches.append(message)
         if len(batches) > MAX_BATCHES:
             raise StreamTooLarge(f"the stream has over {MAX_BATCHES} record batches; send one")
-    return Stream(schema, batches, size)
+    return CheckedStream(schema, batches, size)
 
 
-def refuse(why: str) -> NoReturn:
-    """Raises the ValueError for a stream that is damaged or of another kind."""
-    raise ValueError(why)
+def reject(reason: str) -> NoReturn:
+    """Raises the ValueError for a stream that is damaged or has another schema."""
+    raise ValueError(reason)
 
 
 # -- sizes -----------------------------------------------------------------------------------------------------
 
 _VALUE_WEIGHTS = {pa.int32(): 11, pa.int64(): 6, pa.float64(): 5}
-"""Memory per byte of a buffer of numbers: the buffer itself, 8 bytes of a list for each number, and its object of 32
-bytes (an int) or 24 (a float)."""
+"""Memory per byte of a buffer of numbers. Each number needs its bytes in the buffer, 8 bytes in a list, and an object
+of 32 bytes (an int) or 24 bytes (a float)."""
 _ROW_WEIGHT = 32
-"""Memory per byte of list or text offsets. Each has 4 bytes, and stands for one object (a list, a str or bytes) and a
-part of the dataclass of its row: up to 128 bytes."""
+"""Memory per byte of the offsets of lists or texts. An offset of 4 bytes stands for one object (a list, a str or bytes)
+and a part of the dataclass of its row, which take up to 128 bytes."""
 _TEXT_WEIGHT = 5
-"""Memory per byte of text: the buffer, and up to 4 bytes per character of a str."""
+"""Memory per byte of text: the byte in the buffer, and up to 4 bytes per character of a str."""
 
 
 def buffer_weights(schema: pa.Schema) -> list[int]:
-    """Memory per byte of each buffer of a record batch, in the order of its buffers."""
-    return [weight for field in schema for weight in _type_weights(field.type)]
+    """Returns the memory per byte of each buffer of a record batch, in the order of the buffers."""
+    weights: list[int] = []
+    for field in schema:
+        weights.extend(_type_weights(field.type))
+    return weights
 
 
 def _type_weights(data_type: pa.DataType) -> list[int]:
@@ -120,12 +130,13 @@ def _type_weights(data_type: pa.DataType) -> list[int]:
 
 
 def decoded_bytes(buffers: Iterable[int], weights: Sequence[int]) -> int:
-    """Memory of a decoded record batch, from the decompressed sizes of its buffers."""
+    """Returns the memory of a decoded record batch, from the decompressed sizes of its buffers."""
     return sum(size * weight for size, weight in zip(buffers, weights, strict=True))
 
 
 def _python_values(column: pa.Array) -> list[Any]:
-    """The values of a column. Lists of numbers are made row by row: pyarrow's to_pylist is ten times slower."""
+    """Returns the values of a column. Lists of numbers are made row by row, ten times faster than pyarrow's
+    to_pylist."""
     if len(column) == 0 or not pa.types.is_list(column.type):
         return column.to_pylist()
     values: Any = column.values
@@ -136,72 +147,80 @@ def _python_values(column: pa.Array) -> list[Any]:
     return [values[start:end].tolist() for start, end in pairwise(column.offsets.to_pylist())]
 
 
-# -- what a record batch announces -----------------------------------------------------------------------------
+# -- headers of a record batch ------------------------------------------------------------------------------
 
 
-def _announced(message: pa.Message, schema: pa.Schema) -> tuple[int, list[int]]:
-    """(rows, bytes of each buffer after decompression) of a record batch message. Raises ValueError.
+def _read_batch_header(message: pa.Message, schema: pa.Schema) -> tuple[int, list[int]]:
+    """Returns (rows, bytes of each buffer after decompression) of a record batch message. Raises ValueError.
 
-    This reads the message's flatbuffer, which Arrow has verified, field by field: pyarrow gives neither number before
-    it decompresses. Fields of a RecordBatch: 0 its length, 1 its nodes, 2 its buffers, 3 its compression.
+    It reads the fields of the message's flatbuffer, which Arrow has verified, because pyarrow gives neither number
+    before it decompresses. Fields of a RecordBatch: 0 length, 1 nodes, 2 buffers, 3 compression.
     """
+    # the message
     if message.type != "record batch":
-        refuse(f"it holds a message of type {message.type!r}")
+        reject(f"it holds a message of type {message.type!r}")
     metadata, body = bytes(message.metadata), message.body
     if body is not None and body.address % 8:
-        refuse("a message does not begin at a multiple of 8 bytes")
-    table = _Table.root(metadata).child(2)  # Message.header, a RecordBatch
-    rows = struct.unpack_from("<q", metadata, table.field_position(0))[0] if table.field_position(0) else 0
+        reject("a message does not begin at a multiple of 8 bytes")
+    table = _FlatTable.root(metadata).child(2)  # Message.header, a RecordBatch
+    length_position = table.field_position(0)
+
+    # the number of rows, and the length and null count of each column
+    rows = struct.unpack_from("<q", metadata, length_position)[0] if length_position else 0
     if rows < 0:
-        refuse("it announces a negative number of rows")
+        reject("it announces a negative number of rows")
     for length, nulls in table.pairs(1):
         if length < 0 or nulls:
-            refuse("it holds nulls" if nulls else "a column has a negative length")
+            reject("it holds nulls" if nulls else "a column has a negative length")
+
+    # the buffers
     compressed = table.field_position(3) != 0
     view = memoryview(body) if body is not None else memoryview(b"")
     sizes = [_decompressed_size(view, offset, length, compressed) for offset, length in table.pairs(2)]
     if len(sizes) != len(buffer_weights(schema)):
-        refuse(f"a record batch has {len(sizes)} buffers, its columns have {len(buffer_weights(schema))}")
+        reject(f"a record batch has {len(sizes)} buffers, its columns have {len(buffer_weights(schema))}")
     return rows, sizes
 
 
 def _decompressed_size(body: memoryview, offset: int, length: int, compressed: bool) -> int:
+    """Returns the size of a buffer after decompression, which its first 8 bytes give. Raises ValueError."""
     if offset < 0 or length < 0 or offset + length > len(body) or (length and offset % 8):
-        refuse("a buffer lies outside the body, or not at a multiple of 8 bytes")
+        reject("a buffer lies outside the body, or not at a multiple of 8 bytes")
     if not compressed or length < 8:
         return length
     size = int(struct.unpack_from("<q", body, offset)[0])
     if size < -1:
-        refuse("a buffer announces a negative size")
-    return length - 8 if size == -1 else size  # -1: the buffer is stored as it is
+        reject("a buffer announces a negative size")
+    return length - 8 if size == -1 else size  # -1: the buffer is not compressed
 
 
-class _Table:
-    """A table of a flatbuffer. `start` is its position in `data`."""
+class _FlatTable:
+    """A table in a flatbuffer. `start` is its position in `data`."""
 
     def __init__(self, data: bytes, start: int) -> None:
         self.data, self.start = data, start
         self.vtable = start - struct.unpack_from("<i", data, start)[0]
 
     @classmethod
-    def root(cls, data: bytes) -> _Table:
+    def root(cls, data: bytes) -> _FlatTable:
         return cls(data, struct.unpack_from("<I", data, 0)[0])
 
     def field_position(self, index: int) -> int:
-        """Where the field begins in `data`; 0 if the table does not have it."""
+        """Returns where the field begins in `data`, or 0 if the table does not have it."""
         size = struct.unpack_from("<H", self.data, self.vtable)[0]
         slot = 4 + 2 * index
         offset = struct.unpack_from("<H", self.data, self.vtable + slot)[0] if slot < size else 0
         return self.start + offset if offset else 0
 
-    def child(self, index: int) -> _Table:
-        """The table that the field refers to. The field must be present."""
+    def child(self, index: int) -> _FlatTable:
+        """Returns the table that the field refers to. The field must be present."""
         position = self.field_position(index)
-        return _Table(self.data, position + struct.unpack_from("<I", self.data, position)[0])
+        return _FlatTable(self.data, position + struct.unpack_from("<I", self.data, position)[0])
 
     def pairs(self, index: int) -> Iterator[tuple[int, int]]:
-        """The elements of a vector of structs of two 64-bit integers."""
-        if not (position := self.field_position(index)):
+        """Yields the elements of a vector of structs of two 64-bit integers."""
+        position = self.field_position(index)
+        if not position:
             return
         start = position + struct.unpack_from("<I", self.data, position)[0]
         for number in range(struct.unpack_from("<I", self.data, start)[0]):

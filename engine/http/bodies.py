@@ -1,7 +1,8 @@
-"""JSON bodies of the calls that carry no batch. Names are checked here: nothing path-like gets past the door."""
+"""JSON bodies of the calls that carry no batch. All names in them are checked here, so that no name can be a path."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -14,13 +15,14 @@ from storage.store import keys
 from storage.store.artifacts import ArtifactRef, Provenance
 
 VERSION = 1
-"""Of this interface; a client of another version is refused with both numbers."""
+"""Version of the interface. A client of another version is refused with both numbers."""
 VERSION_HEADER = "X-Ostinato-Version"
 STORE_HEADER = "X-Ostinato-Store"
-"""Which store the caller means (storage.store.identity.store_id): a server over another one refuses."""
+"""Id of the client's store (storage.store.identity.store_id). A server over another store refuses the request."""
 REQUEST_HEADER = "X-Request-Id"
-"""32 hex digits, made once per logical call and kept over its retries: the server does the work of one id once."""
+"""Id of a call, 32 hex digits. It stays the same on retries, and the server does the work of one id once."""
 MAX_WAIT_SECONDS = 30.0
+"""Longest time for which a request may wait for a result."""
 
 
 def _name(value: str) -> str:
@@ -32,10 +34,10 @@ def _run(value: str) -> str:
 
 
 def _model_key(value: str) -> str:
-    name, at, version = value.partition("@")
+    name, separator, version = value.partition("@")
     _name(name)
-    if at:
-        _checked(lambda v: keys.model_version(name, v), version)
+    if separator:
+        _checked(lambda text: keys.model_version(name, text), version)
     return value
 
 
@@ -44,25 +46,26 @@ def _policy(value: PolicyRef) -> PolicyRef:
     return value
 
 
-def _checked(validate: object, value: str) -> str:
+def _checked(validate: Callable[[str], object], value: str) -> str:
+    """Returns the value if `validate` accepts it. Raises ValueError, as pydantic expects, in place of InvalidKey."""
     try:
-        validate(value)  # type: ignore[operator]
+        validate(value)
     except InvalidKey as error:
         raise ValueError(str(error)) from error
     return value
 
 
 def check_policy(policy: PolicyRef) -> None:
-    """Raises ValueError unless each name in it is one."""
+    """Raises ValueError if a name in the policy is invalid."""
     _run(policy.run)
     _name(policy.stage)
     _name(policy.model)
     if policy.step >= 1 << 31:
-        raise ValueError(f"{policy.step} is no step of a chain")
+        raise ValueError(f"{policy.step} is not a step of a chain; give a step below 2^31")
 
 
-def check_head(policy: PolicyRef) -> PolicyRef:
-    """The policy of an Arrow call. Raises BadSpec."""
+def check_batch_policy(policy: PolicyRef) -> PolicyRef:
+    """Returns the policy of a call with an Arrow body. Raises BadSpec if a name in it is invalid."""
     try:
         return _policy(policy)
     except ValueError as error:
@@ -83,13 +86,14 @@ Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class Body(BaseModel):
-    """What a call says. Unknown keys are refused."""
+    """Base class of JSON bodies. Unknown keys are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class ImportModelBody(Body):
-    """A registered model by key; with `upload`, the folder that the caller put at uploads/<source>/<upload>."""
+    """Names a registered model by its key; with `upload`, the folder that the client put at
+    uploads/<source>/<upload>."""
 
     source: ModelKey
     provenance: Provenance
@@ -98,7 +102,7 @@ class ImportModelBody(Body):
     @model_validator(mode="after")
     def _uploads_have_no_version(self) -> ImportModelBody:
         if self.upload is not None and "@" in self.source:
-            raise ValueError("an upload is imported under a name; its version is its content: leave @version out")
+            raise ValueError("the version of an upload is the digest of its content: give a name without @version")
         return self
 
 
@@ -114,7 +118,7 @@ class CreatePolicyBody(Body):
             _artifact(self.spec.root.base)
         if self.spec.root.start is not None:
             check_policy(self.spec.root.start)
-        self.spec.root.state()  # ValueError: NaN and half surrogates have no canonical bytes
+        self.spec.root.state()  # raises ValueError for NaN and half surrogate pairs, which have no canonical bytes
         return self
 
 
@@ -152,18 +156,18 @@ class ReleaseBody(Body):
 
 
 class Acknowledged(BaseModel):
-    """It is done; there is nothing to tell about it."""
+    """The response to a call that returns nothing."""
 
 
 class CallStatus(BaseModel):
-    """The call is known and not finished: ask again at /v1/calls/{id}."""
+    """The call is not finished. Poll /v1/calls/{id}."""
 
     id: str
     state: Literal["waiting"] = "waiting"
 
 
 class ServerInfo(BaseModel):
-    """What a client must know before its first call; answered at once, however busy the engine is."""
+    """What a client must know before its first call. It does not wait for the engine."""
 
     version: int = VERSION
     store_id: str
@@ -171,7 +175,7 @@ class ServerInfo(BaseModel):
 
 
 class Health(BaseModel):
-    """The process answers."""
+    """The process runs."""
 
     status: Literal["ok"] = "ok"
 

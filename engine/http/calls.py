@@ -1,8 +1,8 @@
-"""Calls as jobs: submitted once under their id, asked for until they are done, kept for a while after that.
+"""The table of calls of an engine server. A call is submitted once under its id; its result is kept for a while.
 
-A lost connection or acknowledgement costs a question, never a second effect. The table is bounded: in calls that wait
-and the bytes they hold, and in finished answers by number, bytes and age.
-"""
+A client that loses a connection asks for the result again, so that a call has one effect however often it is sent. The
+table is bounded: by the number of unfinished calls and the bytes they hold, and by the number, bytes and age of
+results. """
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from engine.http.errors import BodyTooLarge, CallConflict, UnknownCall
 
 
 @dataclass(frozen=True)
-class Answer:
-    """A finished call, as it goes over the wire."""
+class CallResult:
+    """The result of a finished call, in the form in which HTTP sends it."""
 
     status: int
     body: bytes
@@ -35,19 +35,22 @@ class CallLimits:
     """Bounds of the table."""
 
     waiting: int = 256
+    """Most unfinished calls."""
     waiting_bytes: int = 2 << 30
-    """Memory of the bodies of calls that are not finished, and of what they decode to; bodies that still arrive
-    included."""
+    """Memory of the bodies of unfinished calls and of what they decode to, including bodies that are still arriving."""
     finished: int = 1024
+    """Most results that are kept."""
     finished_bytes: int = 256 << 20
+    """Most bytes of results that are kept."""
     finished_seconds: float = 900
+    """How long a result is kept after it was last asked for."""
     abandoned_seconds: float = 600
-    """A call that nobody asked for so long is taken back: its caller died."""
+    """An unfinished call that no client has asked for in this time is cancelled: its client has died."""
 
 
 @dataclass
-class Call:
-    """One logical call."""
+class SubmittedCall:
+    """One call in the table."""
 
     id: str
     verb: str
@@ -55,131 +58,147 @@ class Call:
     run: str
     size: int
     """Memory of its body and of what it decodes to, in bytes."""
-    task: asyncio.Task[Answer]
-    asked: float
-    """When somebody last submitted or asked for it."""
+    task: asyncio.Task[CallResult]
+    last_requested: float
+    """When a client last submitted the call or asked for its result, by the table's clock."""
     started: float
-    askers: int = 0
+    waiters: int = 0
+    """Requests that wait for its result at this moment."""
     delivered: bool = False
+    """Whether its result has been sent at least once."""
 
     @property
-    def answer(self) -> Answer | None:
+    def result(self) -> CallResult | None:
+        """The result, or None while the call is not finished."""
         return self.task.result() if self.task.done() and not self.task.cancelled() else None
 
 
 @dataclass
 class CallTable:
-    """Every call this server knows. Lives in one event loop."""
+    """All calls that a server knows. Used in one event loop."""
 
     limits: CallLimits = field(default_factory=CallLimits)
     clock: Callable[[], float] = time.monotonic
-    calls: OrderedDict[str, Call] = field(default_factory=OrderedDict)
-    arriving_bytes: int = 0
+    calls: OrderedDict[str, SubmittedCall] = field(default_factory=OrderedDict)
+    reserved_bytes: int = 0
     """Memory of bodies that are being read or belong to unfinished calls, and of what those decode to."""
 
     def submit(
-        self, id: str, work: Callable[[], Awaitable[Answer]], *, verb: str, digest: str, run: str, size: int
-    ) -> Call:
-        """Starts the call, or joins the one of this id. A transient failure is not joined: the caller tries again.
+        self, id: str, work: Callable[[], Awaitable[CallResult]], *, verb: str, digest: str, run: str, size: int
+    ) -> SubmittedCall:
+        """Starts a call, or returns the call with this id. A call that failed transiently is started again.
 
         Raises CallConflict, EngineBusy, BodyTooLarge.
         """
+        # a call of this id
         known = self.calls.get(id)
         if known is not None:
             if (known.verb, known.digest) != (verb, digest):
                 raise CallConflict(f"the request id {id} belongs to another {known.verb} call; make a new id per call")
-            if known.answer is None or not known.answer.transient:
-                known.asked = self.clock()
+            if known.result is None or not known.result.transient:
+                known.last_requested = self.clock()
                 return known
             del self.calls[id]
+
+        # a new call
         if self.waiting() >= self.limits.waiting:
             raise EngineBusy(f"{self.limits.waiting} calls wait for this engine already; call again in a moment")
         self._check_room(verb, size)
         now = self.clock()
         task = asyncio.create_task(_run(work), name=f"{verb} {id}")
-        call = Call(id, verb, digest, run, size, task, asked=now, started=now)
-        self.hold(size)
-        task.add_done_callback(lambda _: self.hold(-size))
+        call = SubmittedCall(id, verb, digest, run, size, task, last_requested=now, started=now)
+        self.reserve(size)
+        task.add_done_callback(lambda _: self.reserve(-size))
         self.calls[id] = call
         return call
 
-    async def wait(self, call: Call, seconds: float) -> Answer | None:
-        """The answer, or None when there is none after so many seconds. Raises UnknownCall when it was taken back."""
-        call.askers += 1
+    async def wait(self, call: SubmittedCall, seconds: float) -> CallResult | None:
+        """Returns the result, or None if there is none after `seconds`. Raises UnknownCall if the call is cancelled."""
+        call.waiters += 1
         try:
             await asyncio.wait({call.task}, timeout=seconds)
         finally:
-            call.askers -= 1
-            call.asked = self.clock()
+            call.waiters -= 1
+            call.last_requested = self.clock()
         if call.task.cancelled():
             raise UnknownCall(f"the call {call.id} was taken back; submit it again")
-        if call.answer is not None:
+        if call.result is not None:
             call.delivered = True
-        return call.answer
+        return call.result
 
-    def find(self, id: str) -> Call:
-        """Raises UnknownCall."""
+    def find(self, id: str) -> SubmittedCall:
+        """Returns the call with this id. Raises UnknownCall."""
         call = self.calls.get(id)
         if call is None:
             raise UnknownCall(f"this server knows no call {id}; submit it again")
-        call.asked = self.clock()
+        call.last_requested = self.clock()
         return call
 
     def drop(self, id: str) -> None:
-        """Takes the call back if it has not begun, and forgets it. An unknown one is fine."""
+        """Forgets the call, and cancels it if it has not begun. An unknown id is accepted."""
         call = self.calls.pop(id, None)
         if call is not None:
             call.task.cancel()
 
     def waiting(self) -> int:
-        """Calls that are not finished."""
+        """Returns the number of unfinished calls."""
         return sum(not call.task.done() for call in self.calls.values())
 
-    def hold(self, size: int) -> None:
-        self.arriving_bytes += size
+    # -- memory ------------------------------------------------------------------------------------------------
+
+    def reserve(self, size: int) -> None:
+        """Adds `size` bytes to the reserved memory. A negative size releases it."""
+        self.reserved_bytes += size
 
     @contextmanager
-    def held(self, size: int) -> Iterator[None]:
-        """Counts a body that has arrived and whose call is not submitted yet."""
-        self.hold(size)
+    def reserved(self, size: int) -> Iterator[None]:
+        """Reserves memory for a body whose call is not submitted yet."""
+        self.reserve(size)
         try:
             yield
         finally:
-            self.hold(-size)
+            self.reserve(-size)
 
     def has_room(self, size: int) -> bool:
-        return self.arriving_bytes + size <= self.limits.waiting_bytes
+        return self.reserved_bytes + size <= self.limits.waiting_bytes
 
     def _check_room(self, verb: str, size: int) -> None:
-        most = self.limits.waiting_bytes
-        if size > most:
+        limit = self.limits.waiting_bytes
+        if size > limit:
             raise BodyTooLarge(
                 f"this {verb} call needs {size >> 20} MiB of memory when it is decoded, and this server takes at most "
-                f"{most >> 20} MiB; send it in several calls"
+                f"{limit >> 20} MiB; send it in several calls"
             )
         if not self.has_room(size):
             raise EngineBusy(
                 f"this {verb} call needs {size >> 20} MiB of memory when it is decoded, and the calls that wait leave "
-                f"{max(0, most - self.arriving_bytes) >> 20} of {most >> 20} MiB; call again in a moment"
+                f"{max(0, limit - self.reserved_bytes) >> 20} of {limit >> 20} MiB; call again in a moment"
             )
 
+    # -- removal -----------------------------------------------------------------------------------------------
+
     def sweep(self) -> None:
-        """Forgets what is old, abandoned or too much; answers that were handed out go first."""
+        """Removes calls that are too old, abandoned or too many. Results that were delivered are removed first."""
+        # calls that no client has asked for in a long time
         now = self.clock()
         for call in list(self.calls.values()):
-            idle = now - call.asked
-            if call.askers == 0 and idle > (
-                self.limits.finished_seconds if call.task.done() else self.limits.abandoned_seconds
-            ):
+            limit = self.limits.finished_seconds if call.task.done() else self.limits.abandoned_seconds
+            if call.waiters == 0 and now - call.last_requested > limit:
                 self.drop(call.id)
+
+        # results beyond the bounds; the last one stays, however large it is
         finished = [call for call in self.calls.values() if call.task.done()]
-        finished.sort(key=lambda call: (not call.delivered, call.asked))
-        size = sum(len(call.answer.body) for call in finished if call.answer is not None)
+        finished.sort(key=lambda call: (not call.delivered, call.last_requested))
+        size = sum(_result_bytes(call) for call in finished)
         while len(finished) > 1 and (len(finished) > self.limits.finished or size > self.limits.finished_bytes):
             call = finished.pop(0)
-            size -= len(call.answer.body) if call.answer is not None else 0
+            size -= _result_bytes(call)
             self.drop(call.id)
 
 
-async def _run(work: Callable[[], Awaitable[Answer]]) -> Answer:
+def _result_bytes(call: SubmittedCall) -> int:
+    return 0 if call.result is None else len(call.result.body)
+
+
+async def _run(work: Callable[[], Awaitable[CallResult]]) -> CallResult:
     return await work()

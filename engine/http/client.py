@@ -1,8 +1,9 @@
-"""`EngineClient`: an engine that runs as a service, over the same store. No torch, no server code."""
+"""`EngineClient`: calls an engine server that works on the same store. Without torch and without server code."""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -20,7 +21,7 @@ from engine.http.bodies import (
     ServerInfo,
     StepBody,
 )
-from engine.http.transport import Call, Transport, TransportFactory
+from engine.http.transport import CallRequest, Transport, TransportFactory
 from engine.http.uploads import stage_upload
 from engine.models.folder import ModelFolder, local_folder, split_key
 from engine.protocol import Completion, EngineInfo, GenerateRequest, LogprobsRequest, PolicySpec
@@ -37,7 +38,7 @@ B = TypeVar("B", bound=BaseModel)
 
 
 class EngineClient:
-    """Implements engine.protocol.Engine over HTTP. Safe to use from several event loops and threads."""
+    """Implements engine.protocol.Engine over HTTP. It may be used from several event loops and threads."""
 
     def __init__(
         self, store_url: str, spec: HttpEngineSpec, *, transport: TransportFactory | None = None
@@ -55,126 +56,128 @@ class EngineClient:
     async def import_model(self, source: str, *, provenance: Provenance) -> ArtifactRef:
         path = local_folder(source)
         if path is None:
-            split_key(source)  # a path that is no folder is refused here: it means nothing on another machine
+            split_key(source)  # refuses a path that is no folder, since the server may be on another machine
             body = _body(ImportModelBody, source=source, provenance=provenance)
-            return await self._post("import_model", body, ArtifactRef)
+            return await self._post_json("import_model", body, ArtifactRef)
         folder = await asyncio.to_thread(ModelFolder.of, path)
         digest = await asyncio.to_thread(folder.digest)
         body = _body(ImportModelBody, source=folder.name, provenance=provenance, upload=digest)
         try:
-            return await self._post("import_model", body, ArtifactRef)
-        except ObjectNotFound:  # the server has neither the model nor its files yet
+            return await self._post_json("import_model", body, ArtifactRef)
+        except ObjectNotFound:  # the server has neither the model nor its files
             await asyncio.to_thread(stage_upload, self.store, folder, digest, provenance=provenance)
-        return await self._post("import_model", body, ArtifactRef)
+        return await self._post_json("import_model", body, ArtifactRef)
 
     async def create_policy(self, spec: PolicySpec) -> PolicyRef:
-        return await self._post("create_policy", _body(CreatePolicyBody, spec=spec), PolicyRef)
+        return await self._post_json("create_policy", _body(CreatePolicyBody, spec=spec), PolicyRef)
 
     # -- reading -----------------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest, *, epoch: int = 0) -> list[Completion]:
-        return wire.decode_completions(await self._send("generate", wire.encode_generate(request, epoch=epoch)))
+        return wire.decode_completions(await self._post_batch("generate", wire.encode_generate(request, epoch=epoch)))
 
     async def logprobs(self, request: LogprobsRequest, *, epoch: int = 0) -> list[list[float]]:
         data = wire.encode_logprobs_request(request, epoch=epoch)
-        return wire.decode_logprobs(await self._send("logprobs", data))
+        return wire.decode_logprobs(await self._post_batch("logprobs", data))
 
     async def values(self, request: LogprobsRequest, *, epoch: int = 0) -> list[list[float]]:
         data = wire.encode_logprobs_request(request, epoch=epoch)
-        return wire.decode_values(await self._send("values", data))
+        return wire.decode_values(await self._post_batch("values", data))
 
     # -- the step and what is written --------------------------------------------------------------------------
 
     async def take_gradient_step(self, request: StepRequest, *, epoch: int = 0) -> CommitRecord:
-        return await self._post("take_gradient_step", _body(StepBody, request=request, epoch=epoch), CommitRecord)
+        return await self._post_json("take_gradient_step", _body(StepBody, request=request, epoch=epoch), CommitRecord)
 
     async def begin_checkpoint(
         self, policy: PolicyRef, *, provenance: Provenance, name: str | None = None, epoch: int = 0
     ) -> None:
         body = _body(SaveCheckpointBody, policy=policy, provenance=provenance, name=name, epoch=epoch)
-        await self._call(Call("/v1/begin_checkpoint", body.model_dump_json().encode()))
+        await self._call(CallRequest("/v1/begin_checkpoint", body.model_dump_json().encode()))
 
     async def save_checkpoint(
         self, policy: PolicyRef, *, provenance: Provenance, name: str | None = None, epoch: int = 0
     ) -> ArtifactRef:
         body = _body(SaveCheckpointBody, policy=policy, provenance=provenance, name=name, epoch=epoch)
-        return await self._post("save_checkpoint", body, ArtifactRef)
+        return await self._post_json("save_checkpoint", body, ArtifactRef)
 
     async def export_model(
         self, policy: PolicyRef, model_name: str, *, provenance: Provenance, epoch: int = 0
     ) -> ArtifactRef:
         body = _body(ExportModelBody, policy=policy, model_name=model_name, provenance=provenance, epoch=epoch)
-        return await self._post("export_model", body, ArtifactRef)
+        return await self._post_json("export_model", body, ArtifactRef)
 
-    # -- life --------------------------------------------------------------------------------------------------
+    # -- runs --------------------------------------------------------------------------------------------------
 
     async def release(self, run: str, *, epoch: int = 0) -> None:
         body = _body(ReleaseBody, run=run, epoch=epoch)
-        await self._call(Call("/v1/release", body.model_dump_json().encode()))
+        await self._call(CallRequest("/v1/release", body.model_dump_json().encode()))
 
     async def info(self) -> EngineInfo:
-        return _parse(EngineInfo, await self._call(Call("/v1/info", method="GET")))
+        return _parse(EngineInfo, await self._call(CallRequest("/v1/info", method="GET")))
 
     async def close(self) -> None:
-        """Closes the connections. The engine goes on."""
+        """Closes the connections. The server keeps running."""
         await self._transport.close()
 
-    # -- the line ----------------------------------------------------------------------------------------------
+    # -- connection --------------------------------------------------------------------------------------------
 
-    async def _post(self, verb: str, body: BaseModel, result: type[M]) -> M:
-        return _parse(result, await self._call(Call(f"/v1/{verb}", body.model_dump_json().encode())))
+    async def _post_json(self, verb: str, body: BaseModel, result: type[M]) -> M:
+        return _parse(result, await self._call(CallRequest(f"/v1/{verb}", body.model_dump_json().encode())))
 
-    async def _send(self, verb: str, batch: bytes) -> bytes:
+    async def _post_batch(self, verb: str, batch: bytes) -> bytes:
         server = await self._handshake()
         if len(batch) > server.max_body_bytes:
             raise BadSpec(
                 f"the batch of this {verb} call has {len(batch)} bytes, the engine at {self.spec.url} takes "
                 f"{server.max_body_bytes}; make shards smaller, or serve with a larger --max-body-mib"
             )
-        return await self._call(Call(f"/v1/{verb}", batch, wire.MEDIA_TYPE))
+        return await self._call(CallRequest(f"/v1/{verb}", batch, wire.MEDIA_TYPE))
 
-    async def _call(self, call: Call) -> bytes:
+    async def _call(self, call: CallRequest) -> bytes:
         server = await self._handshake()
-        headers = {STORE_HEADER: server.store_id}  # a server that came back over another store refuses
-        return await self._transport.call(Call(call.path, call.body, call.media_type, call.method, headers, call.id))
+        headers = {STORE_HEADER: server.store_id}  # a server that was restarted over another store refuses the call
+        return await self._transport.call(replace(call, headers=headers))
 
     async def _handshake(self) -> ServerInfo:
-        """What the server is. Raises BadSpec when it works on another store, or speaks another version."""
+        """Returns the server's properties. Raises BadSpec if it has another store or another version of the
+        interface."""
         if self._server is None:
+            # the server's version, and the ids of both stores
             server = _parse(ServerInfo, await self._transport.get("/v1/server"))
-            mine = await asyncio.to_thread(find_store_id, self.store)
+            own_store_id = await asyncio.to_thread(find_store_id, self.store)
             if server.version != VERSION:
                 raise BadSpec(
-                    f"the engine at {self.spec.url} speaks version {server.version} of the interface, this client "
+                    f"the engine at {self.spec.url} has version {server.version} of the interface, this client "
                     f"{VERSION}: upgrade the older of the two"
                 )
-            if mine is None:
+            if own_store_id is None:
                 raise BadSpec(
                     f"the engine at {self.spec.url} works on store {server.store_id}, and this process finds no store "
                     f"at {self.store.url}; mount its disk here, or give the storage.url of the engine's store"
                 )
-            if server.store_id != mine:
+            if server.store_id != own_store_id:
                 raise BadSpec(
-                    f"the engine at {self.spec.url} works on store {server.store_id}, this process on {mine} "
+                    f"the engine at {self.spec.url} works on store {server.store_id}, this process on {own_store_id} "
                     f"({self.store.url}); give storage.url and `engine serve --storage` the same store"
                 )
             self._server = server
         return self._server
 
 
-def _body(kind: type[B], **fields: object) -> B:
-    """The body of a call. Raises BadSpec where the engine would: nothing malformed is sent."""
+def _body(cls: type[B], **fields: object) -> B:
+    """Returns the body of a call. Raises BadSpec for values that the server would refuse."""
     try:
-        return kind(**fields)
+        return cls(**fields)
     except ValidationError as error:
         raise BadSpec(describe_errors(error.errors(), fields)) from error
 
 
-def _parse(kind: type[M], data: bytes) -> M:
+def _parse(cls: type[M], data: bytes) -> M:
     try:
-        return kind.model_validate_json(data)
+        return cls.model_validate_json(data)
     except ValidationError as error:
         raise PermanentEngineError(
-            f"the engine answered something that is no {kind.__name__}: {error.error_count()} problems; "
+            f"the engine's answer is not a valid {cls.__name__} ({error.error_count()} problems); "
             "server and client are of different versions: upgrade the older"
         ) from error

@@ -1,7 +1,7 @@
-"""Limits on the server's connections: how many there are, how long a request head and a stalled answer may take.
+"""Limits on the server's connections: their number, the time for a request head, and the time for a stalled response.
 
-A connection needs no token before its request is complete, so these limits are all that protects the process from
-callers without one. What a complete request may do is decided in engine.http.guard.
+A connection needs no token before its request is complete, so these limits protect the process from clients without a
+token. Complete requests are checked in engine.http.guard.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ logger = logging.getLogger("ostinato.engine.http")
 
 MAX_CONNECTIONS = 4096
 RESERVED_DESCRIPTORS = 384
-"""Open files that connections leave free: for the store, models, logs, and connections that are being accepted or
-closed (at most about 4 times `ACCEPT_BATCH`)."""
+"""Open files that connections may not use. They are for the store, models, logs, and for connections that are being
+accepted or closed (at most about 4 times `ACCEPT_BATCH`)."""
 ACCEPT_BATCH = 16
 """Most connections that the event loop accepts at once, before it serves the connections that are open."""
 LISTEN_QUEUE = 1024
@@ -42,14 +42,15 @@ class ConnectionLimits:
     head_seconds: float = 20.0
     """Longest time from the first byte of a request (or from the connection's start) to the end of its headers."""
     stall_seconds: float = 60.0
-    """Seconds between two checks of a caller while the server cannot send the rest of an answer, because the caller
-    has not read enough of it."""
+    """Seconds between two checks of a client that does not read its response fast enough for the server to send the
+    rest."""
     answer_rate: int = 8 << 10
-    """Bytes per second that such a caller must read. The server closes the connection of a slower one."""
+    """Bytes per second that such a client must read. The server closes the connection of a slower client."""
 
 
 def limits_of_process() -> ConnectionLimits:
-    """Limits that leave descriptors for the store. Raises the soft limit of open files first, as far as needed."""
+    """Returns limits that leave file descriptors for the store. It first raises the soft limit of open files as
+    needed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = MAX_CONNECTIONS + RESERVED_DESCRIPTORS
     if soft != resource.RLIM_INFINITY and soft < needed:
@@ -57,24 +58,26 @@ def limits_of_process() -> ConnectionLimits:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
             soft = raised
-        except (OSError, ValueError) as error:  # macOS caps it below the hard limit
+        except (OSError, ValueError) as error:  # macOS allows less than the hard limit
             logger.info("the limit of open files stays at %d: %s", soft, error)
     if soft == resource.RLIM_INFINITY:
         return ConnectionLimits()
-    return ConnectionLimits(max_connections=max(1, min(MAX_CONNECTIONS, max(soft - RESERVED_DESCRIPTORS, soft // 4))))
+    free_descriptors = max(soft - RESERVED_DESCRIPTORS, soft // 4)
+    return ConnectionLimits(max_connections=max(1, min(MAX_CONNECTIONS, free_descriptors)))
 
 
 class Connections(ServerState):
-    """uvicorn's state of a server, with its connections sorted by what they wait for."""
+    """uvicorn's state of a server, with its connections in groups by what they wait for."""
 
     def __init__(self, limits: ConnectionLimits) -> None:
         super().__init__()
         self.limits = limits
-        # in the order in which they are closed when there are too many; within each, the oldest is closed first
+        # When there are too many connections, they are closed in this order of groups, the oldest of a group first.
         self.heads: dict[BoundedProtocol, float] = {}
-        """Connections whose request head is not complete, and the monotonic time at which each joined this group."""
+        """Connections whose request head is not complete, and the time at which each joined the group (monotonic
+        clock)."""
         self.idle: dict[BoundedProtocol, float] = {}
-        """Connections whose last request was answered, and that have not sent another one."""
+        """Connections whose last request was answered and that have not sent another request."""
         self.bodies: dict[BoundedProtocol, float] = {}
         """Connections whose request body is not complete."""
         self._warning_limiter = _LogLimiter()
@@ -83,7 +86,6 @@ class Connections(ServerState):
         """Registers a new connection. If there are too many, it closes the one that has waited longest for a request:
         first from `heads`, then from `idle`, then from `bodies`. If all three are empty, it refuses the new one."""
         if len(self.connections) > self.limits.max_connections:
-            victim = next((c for group in self._groups() for c in group), None)
             if self._warning_limiter.allow():
                 logger.warning(
                     "%d connections are open, the most this server takes (ulimit -n, at most %d): closing those that "
@@ -91,7 +93,8 @@ class Connections(ServerState):
                     self.limits.max_connections,
                     MAX_CONNECTIONS,
                 )
-            if victim is None:  # every other connection waits for an answer
+            victim = self._oldest_waiting()
+            if victim is None:  # every other connection waits for a response
                 self.connections.discard(connection)
                 connection.transport.write(REFUSAL)
                 connection.transport.close()
@@ -100,9 +103,10 @@ class Connections(ServerState):
         self.place(connection, self.heads)
 
     def place(self, connection: BoundedProtocol, group: dict[BoundedProtocol, float] | None) -> None:
-        """Moves a connection into `group`. None means that its request is complete and it waits for the answer.
+        """Moves a connection into `group`. None means that its request is complete and it waits for the response.
 
-        A connection that is in the group already keeps its time and its place in the order."""
+        A connection that is already in the group keeps its time and its place in the order.
+        """
         for other in self._groups():
             if other is not group:
                 other.pop(connection, None)
@@ -110,7 +114,7 @@ class Connections(ServerState):
             group.setdefault(connection, time.monotonic())
 
     def cut(self, connection: BoundedProtocol) -> None:
-        """Closes a connection without an answer. It is no longer counted."""
+        """Closes a connection without a response and stops counting it."""
         self.place(connection, None)
         self.connections.discard(connection)
         connection.transport.abort()
@@ -122,6 +126,13 @@ class Connections(ServerState):
             if since > oldest:
                 return
             self.cut(connection)
+
+    def _oldest_waiting(self) -> BoundedProtocol | None:
+        """Returns the connection to close when there are too many."""
+        for group in self._groups():
+            if group:
+                return next(iter(group))
+        return None
 
     def _groups(self) -> tuple[dict[BoundedProtocol, float], ...]:
         return self.heads, self.idle, self.bodies
@@ -146,8 +157,11 @@ class BoundedProtocol(H11Protocol):
         self._place(self.server_state.idle)
 
     def send_400_response(self, msg: str) -> None:
-        """uvicorn calls this for bytes that are not HTTP. If the app still works on a request of this connection, its
-        answer is not sent: the caller gets the 400, or a closed connection if the answer has begun."""
+        """Sends status 400; uvicorn calls this for bytes that are not HTTP.
+
+        If the app still works on a request of this connection, its response is not sent. If that response has begun,
+        the connection is closed in place of the 400.
+        """
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -171,14 +185,14 @@ class BoundedProtocol(H11Protocol):
 
     def _place(self, group_without_request: dict[BoundedProtocol, float]) -> None:
         state = self.server_state
-        if self not in state.connections:  # refused or cut
+        if self not in state.connections:  # refused or closed
             return
         if self.cycle is None or self.cycle.response_complete:
             state.place(self, group_without_request)
         else:
             state.place(self, state.bodies if self.cycle.more_body else None)
 
-    # -- callers that do not read their answer -----------------------------------------------------------------
+    # -- clients that do not read their response ---------------------------------------------------------------
 
     def _start_stall_timer(self) -> None:
         unread_bytes, seconds = self.transport.get_write_buffer_size(), self.server_state.limits.stall_seconds
@@ -198,7 +212,8 @@ class BoundedProtocol(H11Protocol):
 
 
 class AcceptErrorHandler:
-    """Exception handler of the event loop. It logs connections that cannot be accepted, at most once a minute."""
+    """Exception handler of the event loop. It logs connections that cannot be accepted, at most once per
+    LOG_SECONDS."""
 
     def __init__(self) -> None:
         self._error_limiter = _LogLimiter()
@@ -208,7 +223,7 @@ class AcceptErrorHandler:
         if not ("socket" in context and isinstance(error, OSError) and error.errno in _NO_DESCRIPTORS):
             loop.default_exception_handler(context)
         elif self._error_limiter.allow():
-            logger.error("no connection can be accepted (%s); raise ulimit -n, or look for what holds the files", error)
+            logger.error("no connection can be accepted (%s); raise ulimit -n, or close other open files", error)
 
 
 class _LogLimiter:
@@ -218,7 +233,7 @@ class _LogLimiter:
         self._last_allowed = float("-inf")
 
     def allow(self) -> bool:
-        """Whether the line may be logged now. True counts as a logged line: the next ones have to wait."""
+        """Returns whether the line may be logged now. True counts as a logged line."""
         now = time.monotonic()
         if now - self._last_allowed < LOG_SECONDS:
             return False

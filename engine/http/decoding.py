@@ -1,7 +1,7 @@
-"""Decodes the bodies of batches without holding up the server: large ones in a thread of their own, one at a time.
+"""`BodyDecoder`: decodes Arrow bodies without blocking the server. Large bodies are decoded in a thread, one at a time.
 
-The size of the decoded lists is known from the headers before anything is decompressed, so that the table of calls can
-reserve it, and sequences are compared with the model's context before lists are made of them.
+The size of the decoded lists is read from the headers before anything is decompressed, so that the table of calls can
+reserve the memory. Sequences are compared with the model's context before lists are made of them.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Protocol, TypeVar
 
-from engine.http.bodies import check_head
-from engine.http.wire import Announced
+from engine.http.bodies import check_batch_policy
+from engine.http.wire import BodySummary
 from engine.text.stored_models import context_length_of
 from storage.chain.records import PolicyRef, base_model_of
 from storage.errors import PermanentStorageError
@@ -24,10 +24,10 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 INLINE_BYTES = 1 << 20
-"""A body that is larger than this is read in the decoder's thread, and one that needs more memory than this to decode
-is decoded there. Smaller ones are handled in the event loop."""
+"""Bodies up to this size are read in the event loop, and bodies that need at most this memory are decoded there. Larger
+ones are handled in the decoder's thread."""
 REMEMBERED_CHAINS = 256
-"""Most chains whose base model is remembered."""
+"""Number of chains whose base model stays in memory."""
 
 
 class Decode(Protocol[T_co]):
@@ -37,28 +37,29 @@ class Decode(Protocol[T_co]):
 
 
 class BodyDecoder:
-    """Decodes for one server. Used in one event loop."""
+    """Decodes the bodies of one server. Used in one event loop."""
 
     def __init__(self, store: ObjectStore) -> None:
         self.store = store
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="decode")
         self._bases: dict[tuple[str, str, str], ArtifactRef] = {}
 
-    async def announced(self, announce: Callable[[bytes], Announced], body: bytes) -> Announced:
-        """The policy of a request and the memory that decoding it needs, as its headers say; it decodes no list.
+    async def summarize(self, summarize: Callable[[bytes], BodySummary], body: bytes) -> BodySummary:
+        """Returns the policy of a request and the memory that decoding needs, from the headers. It decodes no list.
 
-        Raises BadSpec."""
-        announced = await self._run(partial(announce, body), len(body))
-        check_head(announced.policy)
-        return announced
+        Raises BadSpec.
+        """
+        summary = await self._run(partial(summarize, body), len(body))
+        check_batch_policy(summary.policy)
+        return summary
 
-    async def decoded(self, decode: Decode[T], body: bytes, announced: Announced) -> T:
-        """The request. Raises BadSpec, SampleTooLong."""
-        # the engine checks the context length, too, so only large bodies are worth a read of the store
+    async def decode(self, decode: Decode[T], body: bytes, summary: BodySummary) -> T:
+        """Returns the decoded request. Raises BadSpec, SampleTooLong."""
+        # The engine also checks the context length, so only a large body is worth reading it from the store.
         context = None
-        if announced.decoded_bytes > INLINE_BYTES:
-            context = await asyncio.to_thread(self._context_length, announced.policy)
-        return await self._run(partial(decode, body, context=context), announced.decoded_bytes)
+        if summary.decoded_bytes > INLINE_BYTES:
+            context = await asyncio.to_thread(self._context_length, summary.policy)
+        return await self._run(partial(decode, body, context=context), summary.decoded_bytes)
 
     async def _run(self, work: Callable[[], T], size: int) -> T:
         if size <= INLINE_BYTES:
@@ -67,13 +68,13 @@ class BodyDecoder:
         try:
             return await asyncio.shield(job)
         except asyncio.CancelledError:
-            # when the call ends, others may take the memory that it reserved, so the thread has to end first
+            # The memory of the call is released when it ends, so the thread that uses the memory must end first.
             await asyncio.wait({job})
             raise
 
     def _context_length(self, policy: PolicyRef) -> int | None:
-        """The most tokens of a sequence that the policy's model was made for. None if the store does not say it: then
-        only the engine checks the length."""
+        """Returns the context length of the policy's model in tokens, or None if the store does not have it. Then only
+        the engine checks the length."""
         chain = (policy.run, policy.stage, policy.model)
         try:
             if chain not in self._bases:
@@ -82,5 +83,5 @@ class BodyDecoder:
                     del self._bases[next(iter(self._bases))]
                 self._bases[chain] = base
             return context_length_of(self.store, self._bases[chain])
-        except (PermanentStorageError, ValueError):  # a chain or a config.json that is missing or damaged
+        except (PermanentStorageError, ValueError):  # the chain or the config.json is missing or damaged
             return None

@@ -1,9 +1,9 @@
-"""Errors over HTTP: the class name travels, so that a caller catches over HTTP what it catches in this process.
+"""Errors over HTTP. The name of the error class is sent, so that a client raises the class that the engine raised.
 
-A 5xx says that the same call may succeed later, and nothing else does: 503 for what engine and storage call transient,
-500 for a defect, which the client raises as TransientEngineError once its task's few retries are what bounds it (a step
-is taken exactly once, so trying again is safe, and a restarted server often cures a sick device).
-"""
+Only a 5xx status means that the same call may succeed later: 503 for the transient errors of engine and storage, 500
+for a defect of the server. The client raises a defect as TransientEngineError, so that the task retries it a few
+times. That is safe, since a step is taken exactly once, and it helps, since a restart of the server often repairs a
+failed device. """
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from storage import errors as storage_errors
 from storage.errors import StorageError, TransientStorageError
 
 INTERNAL = "InternalError"
-"""A defect of the server; its log has the traceback under the request id."""
+"""Name that is sent for a defect of the server. The server's log has the traceback under the request id."""
 RETRY_AFTER_SECONDS = 1
 
 STATUSES = {
@@ -33,25 +33,25 @@ STATUSES = {
     500: "a defect of the server",
     503: "not now: busy, draining, or the store is away",
 }
-"""What each status says."""
-DOOR = (401, 403, 404, 408, 413, 500, 503)
-"""What guard and router may answer on any route, before the route is asked."""
+"""Meaning of each error status, for the documentation."""
+GUARD_STATUSES = (401, 403, 404, 408, 413, 500, 503)
+"""Statuses that the guard and the router may send on any route."""
 
 
 class UnknownCall(PermanentEngineError):
-    """No call of that id: the server restarted, or the answer was kept long enough. Submit it again."""
+    """The server has no call with this id: it restarted, or the result has expired. Submit the call again."""
 
 
 class CallConflict(PermanentEngineError):
-    """The request id belongs to a call with another content."""
+    """The request id belongs to another call."""
 
 
 class BodyTooLarge(BadSpec):
-    """The body, or what it decodes to, exceeds what is taken at once."""
+    """The body, or what it decodes to, is larger than the server takes in one call."""
 
 
 class NoSuchRoute(PermanentEngineError):
-    """No such path or method."""
+    """The path or the method does not exist."""
 
 
 class BodyTimeout(TransientEngineError):
@@ -77,60 +77,61 @@ _STATUS: dict[str, int] = {
     "CorruptArtifact": 409,
     INTERNAL: 500,
 }
-"""By class name; everything else that is permanent is 422, everything transient 503."""
+"""Statuses by class name. Other permanent errors have 422, other transient errors 503."""
 
 
 class ErrorBody(BaseModel):
-    """Every answer that is not a result."""
+    """The body of every error response."""
 
     model_config = ConfigDict(frozen=True)
 
-    error: str = Field(description="Class of the error, as engine.errors and storage.errors name it.")
+    error: str = Field(description="Class of the error in engine.errors or storage.errors.")
     message: str = Field(description="What was given, what was expected, what to do.")
-    request_id: str = Field(description="The call's id; the server's log lines bear it.")
+    request_id: str = Field(description="Id of the call, which is also in the server's log.")
 
 
 def _classes(module: object, base: type[Exception]) -> Iterator[tuple[str, type[Exception]]]:
+    """Yields (name, class) of the subclasses of `base` in a module."""
     for name, value in vars(module).items():
         if isinstance(value, type) and issubclass(value, base):
             yield name, value
 
 
-_OWN = (UnknownCall, CallConflict, BodyTooLarge, NoSuchRoute, BodyTimeout)
-CLASSES: dict[str, type[Exception]] = dict(
+_HTTP_ERRORS = (UnknownCall, CallConflict, BodyTooLarge, NoSuchRoute, BodyTimeout)
+ERROR_CLASSES: dict[str, type[Exception]] = dict(
     [
         *_classes(engine_errors, EngineError),
         *_classes(storage_errors, StorageError),
         *_classes(text_errors, TextError),
-        *((cls.__name__, cls) for cls in _OWN),
+        *((cls.__name__, cls) for cls in _HTTP_ERRORS),
     ]
 )
-"""Class name -> class."""
+"""Error class by the name that is sent."""
 
 
-def status_of(name: str) -> int:
-    """The HTTP status of an error by its class name."""
-    error = CLASSES.get(name)
+def http_status(name: str) -> int:
+    """Returns the HTTP status of an error class by its name."""
+    error = ERROR_CLASSES.get(name)
     transient = error is not None and issubclass(error, TransientEngineError | TransientStorageError)
     return _STATUS.get(name, 503 if transient else 422)
 
 
-def name_of(error: Exception) -> str:
-    """The name that travels: of the nearest class that both sides know."""
+def wire_name(error: Exception) -> str:
+    """Returns the name that is sent for an error: that of its nearest class that the client knows."""
     for cls in type(error).__mro__:
-        if CLASSES.get(cls.__name__) is cls:
+        if ERROR_CLASSES.get(cls.__name__) is cls:
             return cls.__name__
     return INTERNAL
 
 
-def body_of(error: Exception, request_id: str) -> ErrorBody:
-    """What travels of an expected error."""
-    return ErrorBody(error=name_of(error), message=str(error), request_id=request_id)
+def error_body(error: Exception, request_id: str) -> ErrorBody:
+    """Returns the response body of an expected error."""
+    return ErrorBody(error=wire_name(error), message=str(error), request_id=request_id)
 
 
-def error_from(body: ErrorBody) -> Exception:
-    """The exception that the server's caller would have got in process."""
-    cls = CLASSES.get(body.error)
+def error_of_body(body: ErrorBody) -> Exception:
+    """Returns the exception that an error response stands for."""
+    cls = ERROR_CLASSES.get(body.error)
     if cls is not None:
         return cls(body.message)
     if body.error == INTERNAL:
@@ -139,12 +140,12 @@ def error_from(body: ErrorBody) -> Exception:
 
 
 def parse_error(data: bytes) -> ErrorBody | None:
-    """The error in an answer; None when something else than our server answered (a proxy)."""
+    """Returns the error in a response, or None if the response does not come from our server but, say, a proxy."""
     try:
         return ErrorBody.model_validate_json(data)
     except ValidationError:
         return None
 
 
-EXPECTED = (EngineError, StorageError)
-"""What a call may end with on purpose; anything else is a defect."""
+EXPECTED_ERRORS = (EngineError, StorageError)
+"""Base classes of the errors that a call may raise on purpose. Any other error is a defect."""

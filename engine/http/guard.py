@@ -1,4 +1,7 @@
-"""The door: who may call, how large a body may be, and one log line per request. Pure ASGI, in front of every route."""
+"""`Guard`: checks the token and the size of each request before any route sees it, and writes one log line per request.
+
+It is ASGI middleware. Connections without a complete request are limited in engine.http.connections.
+"""
 
 from __future__ import annotations
 
@@ -16,41 +19,44 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.errors import EngineBusy, NotAuthenticated
 from engine.http.bodies import REQUEST_HEADER, VERSION, VERSION_HEADER
-from engine.http.errors import BodyTimeout, BodyTooLarge, ErrorBody, body_of, status_of
+from engine.http.errors import BodyTimeout, BodyTooLarge, ErrorBody, error_body, http_status
 from engine.http.report_links import PREFIX
-from engine.http.service import Note, Service, error_answer, internal_error, response_of
+from engine.http.service import EngineService, LogContext, error_result, internal_error, response_of
 from engine.http.wire import MEDIA_TYPE
 
 logger = logging.getLogger("ostinato.engine.http")
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
+"""Paths that need no token."""
 MAX_JSON_BYTES = 8 << 20
-"""Bodies that are not Arrow hold references and messages, never batches."""
+"""Largest body that is not Arrow. Such bodies hold references and messages, never batches."""
 MAX_JSON_VALUES = 1 << 14
-"""Values and names in such a body: parsing and validating them holds the interpreter lock, and each wrong one costs an
-error message of its own."""
+"""Most values and names in a JSON body. Parsing and validating them holds the interpreter lock, and each invalid value
+adds an error message."""
 MAX_PROMPT_VALUES = 1 << 17
-"""The same for OpenAI's completions, whose prompts may be token ids. A name counts for `NAME_VALUES` there: it may be
-wrong on its own, while a list ends at its first wrong item."""
+"""Most values in a body of OpenAI's completions, whose prompts may be token ids. A name counts for `NAME_VALUES` values
+there: each unknown name adds an error message, while a list is refused at its first invalid item."""
 NAME_VALUES = 8
 BODY_SECONDS = 60.0
-"""Longest silence within a body, and how long a body may take in addition to the time that `BODY_RATE` allows."""
+"""Longest pause within a body, and the time that a body may take in addition to what `BODY_RATE` allows."""
 BODY_RATE = 8 << 10
-"""Bytes a second that a body must bring on average after its first `BODY_SECONDS`."""
+"""Bytes per second that a body must send on average after its first `BODY_SECONDS`."""
 LINGER_SECONDS = 1.0
+"""How long the server goes on reading from a refused client, so that the client can read the error before the
+connection closes."""
 LINGER_BYTES = 8 << 20
-"""What a refused caller may go on sending, so that it reads the refusal before the connection is cut."""
+"""Most bytes that the server reads from a refused client."""
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-"""Methods that have a metric of their own; callers without a token may make up others."""
-# the closing quote may be missing: otherwise each quote of an unclosed string would be tried as a beginning
+"""Methods with a metric of their own. Others count as "other", since clients without a token may invent any number."""
+# The closing quote is optional: otherwise each quote of an unclosed string would be tried as the beginning of a string.
 _JSON_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
 _REQUEST_ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
 
 class Guard:
-    """ASGI middleware."""
+    """ASGI middleware in front of every route."""
 
-    def __init__(self, app: ASGIApp, service: Service) -> None:
+    def __init__(self, app: ASGIApp, service: EngineService) -> None:
         self.app, self.service = app, service
         token = service.options.token
         self._token = None if token is None else token.encode()
@@ -59,62 +65,76 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+
+        # every request has an id, the client's or a new one
         started = time.monotonic()
         headers = Headers(scope=scope)
-        given = headers.get(REQUEST_HEADER, "")
-        id = given if _REQUEST_ID.fullmatch(given) else uuid4().hex
+        client_id = headers.get(REQUEST_HEADER, "")
+        id = client_id if _REQUEST_ID.fullmatch(client_id) else uuid4().hex
         scope.setdefault("state", {})["request_id"] = id
-        answered = _Answered(send, id)
-        try:
-            await self._pass(scope, headers, receive, answered)
-        except Refused as refused:
-            await refuse(refused.body, receive, answered)
-        except Exception:  # the boundary of the server: logged once, with the id that the caller sees
-            logger.exception("%s %s failed", scope["method"], id)
-            if not answered.status:
-                await refuse(internal_error(id), receive, answered)
-        finally:
-            method = scope["method"] if scope["method"] in METHODS else "other"
-            self.service.metrics.requests.labels(method, str(answered.status)).inc()
-            note: Note = scope["state"].get("note", Note())
-            milliseconds = 1000 * (time.monotonic() - started)
-            line = "%s %s %d %.0fms id=%s run=%s"
-            logger.info(line, scope["method"], _printable(scope), answered.status, milliseconds, id, note.run)
 
-    async def _pass(self, scope: Scope, headers: Headers, receive: Receive, send: _Answered) -> None:
+        response = _ResponseSender(send, id)
+        try:
+            await self._handle(scope, headers, receive, response)
+        except RequestRefused as refused:
+            await _send_refusal(refused, receive, response)
+        except Exception:  # boundary of the server: logged once, with the id that the client sees
+            logger.exception("%s %s failed", scope["method"], id)
+            if not response.status:
+                error = internal_error(id)
+                await _send_refusal(RequestRefused(error, http_status(error.error)), receive, response)
+        finally:
+            self._log_request(scope, response.status, time.monotonic() - started)
+
+    def _log_request(self, scope: Scope, status: int, seconds: float) -> None:
+        method = scope["method"] if scope["method"] in METHODS else "other"
+        self.service.metrics.requests.labels(method, str(status)).inc()
+        context: LogContext = scope["state"].get("log_context", LogContext())
         id = scope["state"]["request_id"]
-        page = scope["method"] == "GET" and scope["path"].startswith(PREFIX)  # whose address proves itself
-        if scope["path"] not in OPEN_PATHS and not page:
+        line = "%s %s %d %.0fms id=%s run=%s"
+        logger.info(line, scope["method"], _printable_path(scope), status, 1000 * seconds, id, context.run)
+
+    async def _handle(self, scope: Scope, headers: Headers, receive: Receive, send: _ResponseSender) -> None:
+        """Checks the request and passes it to the app. Raises RequestRefused."""
+        # who calls; the address of a report proves that its sender may read it
+        id = scope["state"]["request_id"]
+        is_report = scope["method"] == "GET" and scope["path"].startswith(PREFIX)
+        if scope["path"] not in OPEN_PATHS and not is_report:
             self._authenticate(headers, id)
         if scope["method"] == "POST" and self.service.state == "draining":
-            raise Refused(EngineBusy("the engine is draining; call again when it is back"), id)
+            raise _refused(EngineBusy("the engine is draining; call again when it is back"), id)
         if scope["method"] in ("GET", "HEAD", "DELETE", "OPTIONS"):
             await self.app(scope, receive, send)
             return
-        body = await self._read(headers, receive, id)
-        most = MAX_PROMPT_VALUES if scope["path"].endswith("/completions") else MAX_JSON_VALUES
-        if not _is_arrow(headers) and _json_values(body, most) > most:
-            message = f"the body holds more than {most} JSON values; send prompts as text, or in several calls"
-            raise Refused(BodyTooLarge(message), id)
-        await self.app(scope, _Replay(body, receive), send)
+
+        # the body, read whole and bounded
+        body = await self._read_body(headers, receive, id)
+        limit = MAX_PROMPT_VALUES if scope["path"].endswith("/completions") else MAX_JSON_VALUES
+        if not _is_arrow(headers) and _json_values(body, limit) > limit:
+            message = f"the body holds more than {limit} JSON values; send prompts as text, or in several calls"
+            raise _refused(BodyTooLarge(message), id)
+        await self.app(scope, _ReplayBody(body, receive), send)
 
     def _authenticate(self, headers: Headers, id: str) -> None:
         if self._token is None:
             if not is_loopback(_host(headers.get("host", ""))):
                 message = "without a token this server answers to loopback names only; use http://127.0.0.1"
-                raise Refused(NotAuthenticated(message), id, status=403)
+                raise _refused(NotAuthenticated(message), id, status=403)
             return
         scheme, _, token = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not hmac.compare_digest(token.strip().encode(), self._token):
-            raise Refused(NotAuthenticated("this server wants its bearer token in the Authorization header"), id)
+            raise _refused(NotAuthenticated("this server wants its bearer token in the Authorization header"), id)
 
-    async def _read(self, headers: Headers, receive: Receive, id: str) -> bytes:
-        """The whole body, never more than it may be."""
-        most = self.service.options.max_body_bytes
-        most = most if _is_arrow(headers) else min(most, MAX_JSON_BYTES)
+    async def _read_body(self, headers: Headers, receive: Receive, id: str) -> bytes:
+        """Returns the whole body. Raises RequestRefused if it is too large, too slow, or does not fit into memory."""
+        # the size that the client announces
+        limit = self.service.options.max_body_bytes
+        limit = limit if _is_arrow(headers) else min(limit, MAX_JSON_BYTES)
         announced = headers.get("content-length", "0")
-        if not announced.isdecimal() or int(announced) > most:
-            raise Refused(_too_large(most), id)
+        if not announced.isdecimal() or int(announced) > limit:
+            raise _refused(_too_large(limit), id)
+
+        # the size that arrives; each chunk is counted in the memory of all calls
         calls, chunks, size = self.service.calls, [], 0
         started = time.monotonic()
         try:
@@ -122,43 +142,43 @@ class Guard:
                 left = started + BODY_SECONDS + size / BODY_RATE - time.monotonic()
                 message = await asyncio.wait_for(receive(), min(BODY_SECONDS, left))
                 if message["type"] == "http.disconnect":
-                    raise Refused(BodyTimeout("the connection was lost within the body"), id)
+                    raise _refused(BodyTimeout("the connection was lost within the body"), id)
                 chunk = message.get("body", b"")
-                if size + len(chunk) > most:
-                    raise Refused(_too_large(most), id)
+                if size + len(chunk) > limit:
+                    raise _refused(_too_large(limit), id)
                 if not calls.has_room(len(chunk)):
-                    raise Refused(EngineBusy("too many bytes of calls wait for this engine; call again"), id)
-                calls.hold(len(chunk))
+                    raise _refused(EngineBusy("too many bytes of calls wait for this engine; call again"), id)
+                calls.reserve(len(chunk))
                 size += len(chunk)
                 chunks.append(chunk)
                 if not message.get("more_body", False):
                     return b"".join(chunks)
         except TimeoutError:
-            late = BodyTimeout(
+            error = BodyTimeout(
                 f"{size} bytes of the body came in {time.monotonic() - started:.0f} s; send the next within "
                 f"{BODY_SECONDS:g} s, and {BODY_RATE} bytes a second on average"
             )
-            raise Refused(late, id) from None
+            raise _refused(error, id) from None
         finally:
-            calls.hold(-size)
+            calls.reserve(-size)
 
 
-class Refused(Exception):
-    """The request ends at the door."""
+class RequestRefused(Exception):
+    """The request ends in the guard, with this error and status."""
 
-    def __init__(self, error: Exception, request_id: str, *, status: int | None = None) -> None:
-        self.body = RefusedBody(body_of(error, request_id), status)
-
-
-class RefusedBody:
-    """An error and its status, where that is not the usual one."""
-
-    def __init__(self, body: ErrorBody, status: int | None) -> None:
-        self.body, self.status = body, status or status_of(body.error)
+    def __init__(self, body: ErrorBody, status: int) -> None:
+        super().__init__(body.message)
+        self.body, self.status = body, status
 
 
-class _Answered:
-    """`send` that remembers the status and adds the headers of every answer."""
+def _refused(error: Exception, request_id: str, *, status: int | None = None) -> RequestRefused:
+    """Returns the refusal of a request. `status` replaces the usual status of the error."""
+    body = error_body(error, request_id)
+    return RequestRefused(body, status or http_status(body.error))
+
+
+class _ResponseSender:
+    """An ASGI `send` that records the status and adds the headers that every response has."""
 
     def __init__(self, send: Send, request_id: str) -> None:
         self.send, self.status = send, 0
@@ -176,8 +196,8 @@ class _Answered:
         await self.send(message)
 
 
-class _Replay:
-    """`receive` that gives a body that was read already."""
+class _ReplayBody:
+    """An ASGI `receive` that returns a body that was read before."""
 
     def __init__(self, body: bytes, receive: Receive) -> None:
         self.body: bytes | None = body
@@ -190,22 +210,22 @@ class _Replay:
         return {"type": "http.request", "body": body, "more_body": False}
 
 
-async def refuse(refused: RefusedBody | ErrorBody, receive: Receive, send: _Answered) -> None:
-    """Sends the error and ends the connection; what is left of the body is not read, but for a moment."""
-    if isinstance(refused, ErrorBody):
-        refused = RefusedBody(refused, None)
-    answer = error_answer(refused.body)
-    headers = dict(response_of(answer).headers) | {"connection": "close"}
+async def _send_refusal(refused: RequestRefused, receive: Receive, send: _ResponseSender) -> None:
+    """Sends the error and closes the connection. Only a part of the remaining body is read, to let the client
+    finish."""
+    result = error_result(refused.body)
+    headers = dict(response_of(result).headers) | {"connection": "close"}
     if refused.status == 401:
         headers["www-authenticate"] = "Bearer"
-    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": refused.status, "headers": raw})
-    await send({"type": "http.response.body", "body": answer.body, "more_body": True})
+    raw_headers = [(name.encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": refused.status, "headers": raw_headers})
+    await send({"type": "http.response.body", "body": result.body, "more_body": True})
     await _linger(receive)
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def _linger(receive: Receive) -> None:
+    """Reads and discards the rest of a body, up to LINGER_BYTES and LINGER_SECONDS."""
     left = LINGER_BYTES
     try:
         async with asyncio.timeout(LINGER_SECONDS):
@@ -222,9 +242,13 @@ def _is_arrow(headers: Headers) -> bool:
     return headers.get("content-type", "").partition(";")[0].strip().lower() == MEDIA_TYPE
 
 
-def _json_values(body: bytes, most: int) -> int:
-    """An upper bound of the values in a JSON text, in time linear in its size; exact enough where it exceeds `most`."""
-    if (count := _count_marks(body)) <= most:
+def _json_values(body: bytes, limit: int) -> int:
+    """Returns an upper bound of the number of values in a JSON text, in time linear in its size.
+
+    Where the bound exceeds `limit`, marks within strings are not counted.
+    """
+    count = _count_marks(body)
+    if count <= limit:
         return count
     return _count_marks(_JSON_STRING.sub(b"", body))
 
@@ -233,22 +257,22 @@ def _count_marks(text: bytes) -> int:
     return sum(text.count(mark) for mark in (b",", b"[", b"{")) + NAME_VALUES * text.count(b":")
 
 
-def _too_large(most: int) -> BodyTooLarge:
+def _too_large(limit: int) -> BodyTooLarge:
     return BodyTooLarge(
-        f"the body exceeds {most} bytes, the most this server takes of its kind; send less at once, or serve with a "
+        f"the body exceeds {limit} bytes, the most this server takes of its kind; send less at once, or serve with a "
         "larger --max-body-mib"
     )
 
 
 def _host(header: str) -> str:
-    """The host of a Host header, without its port."""
+    """Returns the host of a Host header, without its port."""
     if header.startswith("["):
         return header[1:].partition("]")[0]
     return header.partition(":")[0]
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or address means this machine and can be reached from it only."""
+    """Returns whether a host name or address can be reached from this machine only."""
     if host.lower().rstrip(".") == "localhost":
         return True
     try:
@@ -257,8 +281,10 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _printable(scope: Mapping[str, object]) -> str:
-    """The path as it was sent, percent-encoded and cut: no line breaks of a stranger in the log."""
+def _printable_path(scope: Mapping[str, object]) -> str:
+    """Returns the first 200 bytes of the path in percent-encoding, so that a client cannot put line breaks into the
+    log."""
     raw = scope.get("raw_path") or str(scope["path"]).encode("utf-8", "replace")
     assert isinstance(raw, bytes)
-    return "".join(chr(c) if 32 < c < 127 else f"%{c:02X}" for c in raw[:200].split(b"?")[0])
+    path = raw[:200].split(b"?")[0]
+    return "".join(chr(byte) if 32 < byte < 127 else f"%{byte:02X}" for byte in path)

@@ -1,4 +1,4 @@
-"""Prometheus metrics of one server, in a registry of its own."""
+"""Prometheus metrics of one server. Each server has its own registry."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from engine.protocol import ClusterInfo, Completion
 
 SECONDS = (0.005, 0.02, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800)
+"""Buckets of the histogram of call times."""
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Metrics:
-    """What /metrics shows. Labels are verbs and statuses only: runs would be without bound."""
+    """The metrics of /metrics. Labels are verbs, methods and statuses, but not runs, whose number is unbounded."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -32,7 +33,7 @@ class Metrics:
         self.cluster: dict[str, Gauge] = {}
 
     def show_cluster(self, cluster: ClusterInfo | None) -> None:
-        """The gauges of the Ray cluster. They are there from the first connection on."""
+        """Sets the gauges of the Ray cluster. They exist from the first connection to a cluster on."""
         if cluster is None:
             for gauge in self.cluster.values():
                 gauge.set(0)
@@ -40,24 +41,24 @@ class Metrics:
         self._gauge("ostinato_cluster_nodes", "Machines of the Ray cluster.").set(cluster.nodes)
         self._gauge("ostinato_cluster_gpus", "GPUs of the Ray cluster.").set(cluster.gpus)
         self._gauge("ostinato_cluster_gpus_free", "GPUs that nothing holds.").set(cluster.free_gpus)
-        for name, what, actors in (
+        for name, description, actors in (
             ("ranks", "Trainer ranks", cluster.ranks),
             ("replicas", "Replicas of vLLM", cluster.replicas),
         ):
-            self._gauge(f"ostinato_{name}", f"{what} that the engine wants.").set(actors.wanted)
-            self._gauge(f"ostinato_{name}_alive", f"{what} that are up.").set(actors.alive)
-            self._gauge(f"ostinato_{name}_restarts", f"{what}: starts after the first.").set(actors.restarts)
+            self._gauge(f"ostinato_{name}", f"{description} that the engine wants.").set(actors.wanted)
+            self._gauge(f"ostinato_{name}_alive", f"{description} that are up.").set(actors.alive)
+            self._gauge(f"ostinato_{name}_restarts", f"{description}: starts after the first.").set(actors.restarts)
 
-    def _gauge(self, name: str, what: str) -> Gauge:
+    def _gauge(self, name: str, description: str) -> Gauge:
         if name not in self.cluster:
-            self.cluster[name] = Gauge(name, what, registry=self.registry)
+            self.cluster[name] = Gauge(name, description, registry=self.registry)
         return self.cluster[name]
 
-    def finished(self, verb: str, status: int, seconds: float) -> None:
+    def count_call(self, verb: str, status: int, seconds: float) -> None:
         self.calls.labels(verb, str(status)).inc()
         self.seconds.labels(verb).observe(seconds)
 
-    def generated(self, completions: list[Completion]) -> None:
+    def count_tokens(self, completions: list[Completion]) -> None:
         self.tokens.inc(sum(len(completion.token_ids) for completion in completions))
 
     def render(self) -> bytes:

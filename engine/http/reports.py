@@ -1,5 +1,5 @@
-"""The reports of the store's runs, as pages for a browser. Their addresses prove themselves:
-engine/http/report_links.py."""
+"""Routes that show the HTML reports of runs in a browser. The address proves that the reader may see the report
+(engine.http.report_links)."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from fastapi import APIRouter, HTTPException
 from starlette.responses import HTMLResponse
 
 from engine.http.report_links import PREFIX, is_proof
-from engine.http.service import Service
+from engine.http.service import EngineService
 from storage.errors import InvalidKey, ObjectNotFound
 from storage.store import keys
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; frame-ancestors 'none'; sandbox"
-"""A report shows what models wrote: it is escaped, and if it were not, nothing in it would run or load."""
+"""Content security policy of a report. A report shows text of models, which is escaped; the policy also forbids that
+anything in it runs or loads."""
 
 
-def report_routes(service: Service) -> APIRouter:
-    """One page per run; 404 for a wrong proof as for a run without a report."""
+def report_routes(service: EngineService) -> APIRouter:
+    """Returns the route with one page per run. A wrong proof gives 404, as a run without a report does."""
     router = APIRouter()
 
     @router.get(f"{PREFIX}{{run:path}}", include_in_schema=False)

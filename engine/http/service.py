@@ -1,4 +1,5 @@
-"""One engine behind HTTP: its calls, its state of life, and the boundary where errors become answers."""
+"""`EngineService`: the state of an engine server. It holds the engine, its table of calls and its metrics, and turns
+every error of a call into an HTTP response."""
 
 from __future__ import annotations
 
@@ -17,10 +18,10 @@ from starlette.responses import Response
 
 from engine.errors import BadSpec
 from engine.http.bodies import CallStatus
-from engine.http.calls import Answer, Call, CallLimits, CallTable
-from engine.http.errors import EXPECTED, INTERNAL, RETRY_AFTER_SECONDS, ErrorBody, body_of, status_of
+from engine.http.calls import CallLimits, CallResult, CallTable, SubmittedCall
+from engine.http.errors import EXPECTED_ERRORS, INTERNAL, RETRY_AFTER_SECONDS, ErrorBody, error_body, http_status
 from engine.http.metrics import Metrics
-from engine.http.uploads import ServedEngine
+from engine.http.uploads import EngineWithUploads
 from engine.validation_messages import describe_errors
 from storage.store.identity import store_id
 from storage.store.objects import ObjectStore
@@ -28,32 +29,35 @@ from storage.store.objects import ObjectStore
 logger = logging.getLogger("ostinato.engine.http")
 
 TICK_SECONDS = 5.0
+"""Pause between two sweeps of the table of calls, and between two updates of the gauges."""
 INLINE_BYTES = 1 << 20
-"""Larger bodies are hashed in a thread, since 256 MiB would hold up the event loop for half a second."""
+"""Larger bodies are hashed in a thread, since hashing 256 MiB would block the event loop for half a second."""
 State = Literal["starting", "ready", "draining"]
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """What the operator decides."""
+    """Options of a server."""
 
     token: str | None = field(default=None, repr=False)
-    """Bearer token; None: loopback only."""
+    """Bearer token that clients must send. None: only clients on this machine may call."""
     max_body_bytes: int = 256 << 20
+    """Largest body of a request."""
     limits: CallLimits = field(default_factory=CallLimits)
 
 
 @dataclass(frozen=True)
-class Note:
-    """What a route tells the request log."""
+class LogContext:
+    """What a route adds to the log line of its request."""
 
     run: str = "-"
+    """Run that the request belongs to."""
 
 
-class Service:
-    """The state of one server. Lives in one event loop."""
+class EngineService:
+    """The state of one server. Used in one event loop."""
 
-    def __init__(self, engine: ServedEngine, store: ObjectStore, options: ServerOptions) -> None:
+    def __init__(self, engine: EngineWithUploads, store: ObjectStore, options: ServerOptions) -> None:
         self.engine, self.store, self.options = engine, store, options
         self.store_id = store_id(store)
         self.calls = CallTable(options.limits)
@@ -63,42 +67,48 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Keeps the table small and the gauges fresh. The engine may be busy for minutes, the table must not wait."""
-        ticking = [asyncio.create_task(self._sweep()), asyncio.create_task(self._probe())]
+        """Sweeps the table of calls and updates the gauges while the server runs.
+
+        They are two tasks, since the engine may take minutes to give its gauges.
+        """
+        tasks = [asyncio.create_task(self._sweep_calls()), asyncio.create_task(self._update_gauges())]
         try:
             yield
         finally:
-            for task in ticking:
+            for task in tasks:
                 task.cancel()
 
-    async def _sweep(self) -> None:
+    async def _sweep_calls(self) -> None:
         while True:
             self.calls.sweep()
             await asyncio.sleep(TICK_SECONDS)
 
-    async def _probe(self) -> None:
+    async def _update_gauges(self) -> None:
         while True:
             try:
                 info = await self.engine.info()
-            except Exception:  # the boundary to the engine: a defect there must not end the probing
-                logger.exception("the engine does not tell about itself")
+            except Exception:  # boundary to the engine: a defect there must not end this task
+                logger.exception("the engine did not answer a request for its state")
             else:
                 self.metrics.memory.set(info.memory_bytes)
                 self.metrics.memory_used.set(info.memory_used_bytes)
                 self.metrics.show_cluster(info.cluster)
-                self.state = "ready" if self.state == "starting" else self.state
+                if self.state == "starting":
+                    self.state = "ready"
                 self._ready.set()
             await asyncio.sleep(TICK_SECONDS)
 
     async def until_ready(self, *others: asyncio.Task[Any]) -> None:
-        """Returns when the engine has answered for the first time, or when one of the others has ended."""
+        """Waits until the engine has answered for the first time, or one of `others` has ended."""
         ready = asyncio.create_task(self._ready.wait())
         await asyncio.wait({ready, *others}, return_when=asyncio.FIRST_COMPLETED)
         ready.cancel()
 
     async def drain(self, seconds: float) -> bool:
-        """Takes no more calls and closes the engine: the running call ends, those that wait are EngineBusy. False when
-        that took longer than `seconds`."""
+        """Stops taking calls and closes the engine. The running call ends, and waiting calls fail with EngineBusy.
+
+        Returns False if the engine did not close within `seconds`.
+        """
         self.state = "draining"
         closing = asyncio.create_task(self.engine.close())
         await asyncio.wait({closing}, timeout=seconds)
@@ -112,56 +122,58 @@ class Service:
 
     # -- calls -------------------------------------------------------------------------------------------------
 
-    async def call(
+    async def submit(
         self,
         request: Request,
         verb: str,
-        work: Callable[[], Awaitable[Answer]],
+        work: Callable[[], Awaitable[CallResult]],
         *,
         wait: float,
         run: str = "-",
         decoded_bytes: int = 0,
     ) -> Response:
-        """Submits or joins the call of this request, and answers 200, 202 or the call's error. `decoded_bytes` is what
-        the decoded body needs in memory, besides the body itself."""
+        """Submits the call of this request, or joins the call with its id. Responds with 200, 202 or the call's error.
+
+        `decoded_bytes` is the memory that the decoded body needs in addition to the body.
+        """
         body = await request.body()
         id = request.state.request_id
-        with self.calls.held(len(body)):
+        with self.calls.reserved(len(body)):
             sha256 = await _sha256(body)
         call = self.calls.submit(
             id,
-            lambda: self._guarded(verb, id, work),
+            lambda: self._run_guarded(verb, id, work),
             verb=verb,
             digest=sha256,
             run=run,
             size=len(body) + decoded_bytes,
         )
-        return await self.answer(request, call, wait=wait)
+        return await self.respond(request, call, wait=wait)
 
-    async def answer(self, request: Request, call: Call, *, wait: float) -> Response:
-        """The state of a call after at most `wait` seconds."""
-        answer = await self.calls.wait(call, wait)
-        request.state.note = Note(run=call.run)
-        if answer is None:
+    async def respond(self, request: Request, call: SubmittedCall, *, wait: float) -> Response:
+        """Responds with the result of a call, or with 202 if there is none after `wait` seconds."""
+        result = await self.calls.wait(call, wait)
+        request.state.log_context = LogContext(run=call.run)
+        if result is None:
             status = CallStatus(id=call.id).model_dump_json()
             headers = {"Location": f"/v1/calls/{call.id}"}
             return Response(status, 202, headers, "application/json")
-        return response_of(answer)
+        return response_of(result)
 
-    async def _guarded(self, verb: str, id: str, work: Callable[[], Awaitable[Answer]]) -> Answer:
-        """The boundary: whatever a call ends with becomes an answer."""
+    async def _run_guarded(self, verb: str, id: str, work: Callable[[], Awaitable[CallResult]]) -> CallResult:
+        """Runs a call and turns its result or its error into a CallResult. It is the boundary to the engine."""
         started = time.monotonic()
         try:
-            answer = await work()
-        except EXPECTED as error:
-            answer = error_answer(body_of(error, id))
+            result = await work()
+        except EXPECTED_ERRORS as error:
+            result = error_result(error_body(error, id))
         except ValidationError as error:
-            answer = error_answer(body_of(BadSpec(describe_errors(error.errors())), id))
-        except Exception:  # the boundary to the engine: a defect there must not end the server
+            result = error_result(error_body(BadSpec(describe_errors(error.errors())), id))
+        except Exception:  # a defect of the engine must not end the server
             logger.exception("%s %s failed", verb, id)
-            answer = error_answer(internal_error(id))
-        self.metrics.finished(verb, answer.status, time.monotonic() - started)
-        return answer
+            result = error_result(internal_error(id))
+        self.metrics.count_call(verb, result.status, time.monotonic() - started)
+        return result
 
 
 async def _sha256(data: bytes) -> str:
@@ -170,12 +182,12 @@ async def _sha256(data: bytes) -> str:
     return (await asyncio.to_thread(hashlib.sha256, data)).hexdigest()
 
 
-def json_answer(result: BaseModel) -> Answer:
-    return Answer(200, result.model_dump_json().encode())
+def json_result(value: BaseModel) -> CallResult:
+    return CallResult(200, value.model_dump_json().encode())
 
 
-def error_answer(body: ErrorBody) -> Answer:
-    return Answer(status_of(body.error), body.model_dump_json().encode())
+def error_result(body: ErrorBody) -> CallResult:
+    return CallResult(http_status(body.error), body.model_dump_json().encode())
 
 
 def internal_error(request_id: str) -> ErrorBody:
@@ -183,6 +195,6 @@ def internal_error(request_id: str) -> ErrorBody:
     return ErrorBody(error=INTERNAL, message=message, request_id=request_id)
 
 
-def response_of(answer: Answer) -> Response:
-    headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if answer.status == 503 else None
-    return Response(answer.body, answer.status, headers, answer.media_type)
+def response_of(result: CallResult) -> Response:
+    headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if result.status == 503 else None
+    return Response(result.body, result.status, headers, result.media_type)

@@ -1,7 +1,8 @@
-"""One logical call over HTTP: submitted under its id, asked for until it is done, tried again when the line fails.
+"""`Transport`: makes one call over HTTP. It submits the call under an id, polls for the result, and retries on
+failures.
 
-Every HTTP answer has a short timeout; the call itself may take hours. As long as the server answers, the caller waits;
-after `patience_seconds` without a sign of life the call fails with EngineUnreachable.
+Each HTTP request has a short timeout, while the call may take hours. The transport waits as long as the server replies.
+After `patience_seconds` without a reply the call fails with EngineUnreachable.
 """
 
 from __future__ import annotations
@@ -20,24 +21,25 @@ import httpx
 
 from engine.errors import EngineBusy, EngineUnreachable, NotAuthenticated, PermanentEngineError
 from engine.http.bodies import MAX_WAIT_SECONDS, REQUEST_HEADER, VERSION, VERSION_HEADER
-from engine.http.errors import BodyTimeout, UnknownCall, error_from, parse_error
+from engine.http.errors import BodyTimeout, UnknownCall, error_of_body, parse_error
 from engine.specs.engine import HttpEngineSpec
 
 logger = logging.getLogger("ostinato.engine.http")
 
 FIRST_DELAY_SECONDS = 0.1
 LONGEST_DELAY_SECONDS = 10.0
-TAKE_BACK_SECONDS = 1.0
-"""How long a cancelled caller stays to take its call back."""
+CANCEL_TIMEOUT_SECONDS = 1.0
+"""Longest time that a cancelled call takes to cancel the call on the server."""
 _RETRIED = frozenset({408, 425, 429, 502, 503, 504})
-"""Statuses of a proxy, or of a server with no room, that another try may change."""
+"""Statuses of a proxy, or of a server without room, that may change on a retry."""
+_ADVICE = "start it with `ostinato engine serve`, or check engine.url and the network, and run the same command again"
 
 TransportFactory = Callable[[], httpx.AsyncBaseTransport]
 
 
 @dataclass(frozen=True)
-class Call:
-    """What is submitted: the same id, path and body however often it is tried."""
+class CallRequest:
+    """A call to submit. Id, path and body stay the same on every retry."""
 
     path: str
     body: bytes = b""
@@ -47,21 +49,24 @@ class Call:
     id: str = field(default_factory=lambda: uuid4().hex)
 
 
-class Patience:
-    """When to try again, and when to give up: exponential backoff with full jitter, from the last sign of life."""
+class Backoff:
+    """Decides when to retry and when to give up: exponential backoff with full jitter, counted from the last reply.
+
+    It gives up after `seconds` without a reply.
+    """
 
     def __init__(
         self, seconds: float, *, clock: Callable[[], float] = time.monotonic, draw: Callable[[], float] = random.random
     ) -> None:
         self.seconds, self.clock, self.draw = seconds, clock, draw
-        self.alive()
+        self.reset()
 
-    def alive(self) -> None:
-        """The server took the call, or is at it."""
+    def reset(self) -> None:
+        """Starts again from the first delay: the server has accepted the call, or is working on it."""
         self.since, self.failures = self.clock(), 0
 
     async def pause(self, error: Exception) -> None:
-        """Waits before the next try. Raises `error` when there was no sign of life for too long."""
+        """Waits before the next try. Raises `error` if there was no reply for too long."""
         if self.clock() - self.since >= self.seconds:
             raise error
         self.failures += 1
@@ -70,7 +75,7 @@ class Patience:
 
 
 class Transport:
-    """Pooled connections to one server, from any number of event loops."""
+    """Pooled connections to one server. It may be used from several event loops."""
 
     def __init__(self, spec: HttpEngineSpec, *, transport: TransportFactory | None = None) -> None:
         self.spec = spec
@@ -83,43 +88,48 @@ class Transport:
     def __repr__(self) -> str:
         return f"Transport({self.url!r})"
 
-    async def call(self, call: Call) -> bytes:
-        """The result's bytes. Raises what the engine raised, EngineUnreachable, NotAuthenticated, EngineBusy."""
-        patience = Patience(self.spec.patience_seconds)
+    async def call(self, call: CallRequest) -> bytes:
+        """Returns the bytes of the result. Raises the engine's error, EngineUnreachable, NotAuthenticated,
+        EngineBusy."""
+        backoff = Backoff(self.spec.patience_seconds)
         submitted = False
         try:
             while True:
+                # submit the call, then poll for its result
                 try:
                     response = await (self._poll(call) if submitted else self._submit(call))
                 except (httpx.TransportError, httpx.DecodingError) as error:
-                    await patience.pause(self._unreachable(error))
+                    await backoff.pause(self._unreachable(error))
                     continue
                 if response.status_code == 200:
                     return response.content
                 if response.status_code == 202:
                     submitted = True
-                    patience.alive()
+                    backoff.reset()
                     continue
-                retried = self._failure(response)
+                # a failure that may pass: submit the call again, at once if the server does not know it
+                retryable = self._retryable_error(response)
                 submitted = False
-                if not isinstance(retried, UnknownCall):
-                    await patience.pause(retried)
+                if not isinstance(retryable, UnknownCall):
+                    await backoff.pause(retryable)
         except asyncio.CancelledError:
-            await self._take_back(call)
+            await self._cancel_on_server(call)
             raise
 
     async def get(self, path: str) -> bytes:
-        """A page that is answered at once. Raises like `call`."""
-        return await self.call(Call(path, method="GET"))
+        """Returns a page that the server answers at once. Raises the errors of `call`."""
+        return await self.call(CallRequest(path, method="GET"))
 
     async def close(self) -> None:
-        """Closes the connections of this loop; those of others go with their loops."""
+        """Closes the connections of this event loop. Those of other loops close with their loops."""
         with self._lock:
             pool = self._pools.pop(asyncio.get_running_loop(), None)
         if pool is not None:
             await pool.aclose()
 
-    async def _submit(self, call: Call) -> httpx.Response:
+    # -- requests ----------------------------------------------------------------------------------------------
+
+    async def _submit(self, call: CallRequest) -> httpx.Response:
         headers = self._headers(call) | {"Content-Type": call.media_type} | dict(call.headers)
         content = call.body if call.method == "POST" else None
         params = {"wait": f"{self.wait_seconds:g}"}
@@ -127,41 +137,45 @@ class Transport:
             call.method, self.url + call.path, params=params, content=content, headers=headers
         )
 
-    async def _poll(self, call: Call) -> httpx.Response:
+    async def _poll(self, call: CallRequest) -> httpx.Response:
         params = {"wait": f"{self.wait_seconds:g}"}
         headers = self._headers(call) | dict(call.headers)
         return await self._pool().get(f"{self.url}/v1/calls/{call.id}", params=params, headers=headers)
 
-    async def _take_back(self, call: Call) -> None:
-        """Best effort: a call that has not begun is dropped; one that runs commits what it would have committed."""
+    async def _cancel_on_server(self, call: CallRequest) -> None:
+        """Cancels the call on the server if it has not begun. A call that runs completes. Failures are logged only."""
         url = f"{self.url}/v1/calls/{call.id}"
         try:
-            async with asyncio.timeout(TAKE_BACK_SECONDS):
+            async with asyncio.timeout(CANCEL_TIMEOUT_SECONDS):
                 await self._pool().delete(url, headers=self._headers(call))
         except (httpx.HTTPError, TimeoutError) as error:
-            logger.debug("the cancelled call %s was not taken back: %s", call.id, type(error).__name__)
+            logger.debug("could not cancel call %s on the server: %s", call.id, type(error).__name__)
 
-    def _failure(self, response: httpx.Response) -> Exception:
-        """The error to try again after. Raises the one that is final."""
+    # -- failures ----------------------------------------------------------------------------------------------
+
+    def _retryable_error(self, response: httpx.Response) -> Exception:
+        """Returns the error of a response if a retry may succeed. Raises it if not."""
         body = parse_error(response.content)
         if response.status_code == 401 or (body is not None and body.error == NotAuthenticated.__name__):
+            state = "set" if os.environ.get(self.spec.token_env) else "not set"
             raise NotAuthenticated(
-                f"the engine at {self.url} does not accept the token in ${self.spec.token_env} "
-                f"({'set' if os.environ.get(self.spec.token_env) else 'not set'} here): "
+                f"the engine at {self.url} does not accept the token in ${self.spec.token_env} ({state} here): "
                 f"{body.message if body else response.status_code}; put the server's token there"
             )
         if body is None:
-            return self._foreign(response)
-        error = error_from(body)
+            return self._foreign_error(response)
+        error = error_of_body(body)
         if isinstance(error, UnknownCall | EngineBusy | BodyTimeout):
             return error
         raise error
 
-    def _foreign(self, response: httpx.Response) -> Exception:
-        """An answer that is not our server's: a proxy's, or another program's."""
-        error = EngineUnreachable(f"{self.url} answered {response.status_code} in place of the engine; {_ADVICE}")
+    def _foreign_error(self, response: httpx.Response) -> Exception:
+        """Returns the error of a response that does not come from our server, but from a proxy or another program.
+
+        Raises PermanentEngineError unless a retry may succeed.
+        """
         if response.status_code in _RETRIED:
-            return error
+            return EngineUnreachable(f"{self.url} answered {response.status_code} in place of the engine; {_ADVICE}")
         raise PermanentEngineError(
             f"{self.url} answered {response.status_code}, and not as an Ostinato engine does; check engine.url"
         )
@@ -172,7 +186,9 @@ class Transport:
             f"({type(error).__name__}: {error}); {_ADVICE}"
         )
 
-    def _headers(self, call: Call) -> dict[str, str]:
+    # -- connections -------------------------------------------------------------------------------------------
+
+    def _headers(self, call: CallRequest) -> dict[str, str]:
         headers = {REQUEST_HEADER: call.id, VERSION_HEADER: str(VERSION)}
         token = os.environ.get(self.spec.token_env, "").strip()
         if not (token.isascii() and token.isprintable()):
@@ -183,10 +199,11 @@ class Transport:
         return headers | {"Authorization": f"Bearer {token}"} if token else headers
 
     def _pool(self) -> httpx.AsyncClient:
+        """Returns the connections of this event loop, and forgets those of closed loops."""
         loop = asyncio.get_running_loop()
         with self._lock:
-            for other in [other for other in self._pools if other.is_closed()]:
-                del self._pools[other]
+            for closed in [other for other in self._pools if other.is_closed()]:
+                del self._pools[closed]
             if loop not in self._pools:
                 self._pools[loop] = httpx.AsyncClient(
                     timeout=httpx.Timeout(self.spec.timeout_seconds),
@@ -195,8 +212,3 @@ class Transport:
                     trust_env=False,
                 )
             return self._pools[loop]
-
-
-_ADVICE = "start it with `ostinato engine serve`, or check engine.url and the network, and run the same command again"
-
-

@@ -1,7 +1,7 @@
-"""Model folders from a client's machine: through the store, never through the engine's door.
+"""Imports model folders from a client's machine. The files travel through the store, not through HTTP.
 
-The client puts the files under a key that names their content, the server checks that they load, publishes them as
-the embedded engine would, and deletes the upload. Each part may be repeated at any moment.
+The client puts the files under a key that contains the digest of their content. The server checks that they load,
+publishes them as the embedded engine does, and deletes the upload. Each part may be repeated at any time.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from storage.store.download import materialise_files
 from storage.store.objects import ObjectStore
 
 
-class ServedEngine(Engine, Protocol):
-    """An engine that can stand behind a server."""
+class EngineWithUploads(Engine, Protocol):
+    """The engine of a server: it can also import a folder on its own machine."""
 
     async def import_folder(self, folder: ModelFolder, *, provenance: Provenance) -> ArtifactRef:
-        """A checked folder brought into the registry. Idempotent."""
+        """Publishes a checked folder in the registry. Idempotent."""
         ...
 
 
 def stage_upload(store: ObjectStore, folder: ModelFolder, digest: str, *, provenance: Provenance) -> ArtifactRef:
-    """Puts the folder where the server looks for it. Idempotent; the files stay."""
+    """Uploads the folder to the store for the server. Idempotent; the local files stay."""
     key = keys.upload(folder.name, digest)
     return commit_files(store, key, folder.files, kind="upload", provenance=provenance, move=False)
 
 
 def published_upload(store: ObjectStore, name: str, digest: str) -> ArtifactRef | None:
-    """The model that an upload of this content became, or None; what is left of the upload is deleted."""
+    """Returns the model that was published from an upload, or None. If there is one, the rest of the upload is
+    deleted."""
     ref = find_published(store, name, registry_version(digest))
     if ref is None or ref.sha256 != digest:
         return None
@@ -45,16 +46,17 @@ def published_upload(store: ObjectStore, name: str, digest: str) -> ArtifactRef 
 
 
 def fetch_upload(store: ObjectStore, name: str, digest: str, scratch: Path) -> ModelFolder:
-    """The uploaded folder on this machine. Raises ObjectNotFound, CorruptArtifact, BadModelFolder."""
+    """Downloads an uploaded folder. Raises ObjectNotFound, CorruptArtifact, BadModelFolder."""
     files = materialise_files(store, keys.upload(name, digest), scratch)
     folder = ModelFolder.of(next(iter(files.values())).parent, name=name)
-    if folder.digest() != digest:  # in a local store the files are the upload's own, and may be on their way out
-        raise CorruptArtifact(f"the upload {keys.upload(name, digest)} is not what it says; hand the folder over again")
+    if folder.digest() != digest:  # a local store gives its own files, which may be deleted at this moment
+        key = keys.upload(name, digest)
+        raise CorruptArtifact(f"the content of the upload {key} does not match its digest; import the folder again")
     return folder
 
 
 def discard_upload(store: ObjectStore, name: str, digest: str) -> None:
-    """Deletes the upload, its manifest first: there is no moment at which a manifest names missing files."""
+    """Deletes the upload, its manifest first, so that no manifest ever names missing files."""
     key = keys.upload(name, digest)
     try:
         manifest = read_manifest(store, key)
@@ -66,9 +68,12 @@ def discard_upload(store: ObjectStore, name: str, digest: str) -> None:
 
 
 async def import_upload(
-    engine: ServedEngine, store: ObjectStore, name: str, digest: str, *, provenance: Provenance
+    engine: EngineWithUploads, store: ObjectStore, name: str, digest: str, *, provenance: Provenance
 ) -> ArtifactRef:
-    """Raises ObjectNotFound when neither the upload nor the model it became is there."""
+    """Publishes an uploaded folder and deletes the upload. Idempotent.
+
+    Raises ObjectNotFound when neither the upload nor the model published from it exists.
+    """
     published = await asyncio.to_thread(published_upload, store, name, digest)
     if published is not None:
         return published
@@ -77,7 +82,7 @@ async def import_upload(
             folder = await asyncio.to_thread(fetch_upload, store, name, digest, Path(scratch))
             ref = await engine.import_folder(folder, provenance=provenance)
         except (StorageError, OSError, ValueError):
-            # another call, or server, may have imported it meanwhile, and deleted the files under our hands
+            # another call or server may have published the model and deleted the files in the meantime
             published = await asyncio.to_thread(published_upload, store, name, digest)
             if published is None:
                 raise

@@ -1,8 +1,9 @@
-"""Batches as Arrow IPC streams: columns of lists, zstd buffers, the small typed part as JSON in the schema's metadata.
+"""Encodes and decodes batches as Arrow IPC streams.
 
-Exact: token ids are int32 (others are refused), seeds int64, weights and logprobs float64. Bytes of a stranger end in
-BadSpec: engine.http.arrow_stream checks each message, and adds up what it decodes to, before anything is decompressed.
-"""
+A stream has columns of lists, buffers compressed with zstd, and the rest of the request as JSON in the schema's
+metadata. The encoding is exact: token ids are int32 (others are refused), seeds int64, weights and logprobs float64.
+Malformed bytes raise BadSpec: engine.http.arrow_stream checks each message and its decoded size before anything is
+decompressed. """
 
 from __future__ import annotations
 
@@ -18,7 +19,14 @@ import pyarrow as pa
 from pydantic import Field, ValidationError
 
 from engine.errors import BadSpec, PermanentEngineError, SampleTooLong
-from engine.http.arrow_stream import READ_ERRORS, Stream, StreamTooLarge, buffer_weights, decoded_bytes, open_stream
+from engine.http.arrow_stream import (
+    READ_ERRORS,
+    CheckedStream,
+    StreamTooLarge,
+    buffer_weights,
+    decoded_bytes,
+    open_stream,
+)
 from engine.http.errors import BodyTooLarge
 from engine.models.images import Images, PlacedImage
 from engine.protocol import (
@@ -35,22 +43,22 @@ from storage.serialization import Frozen
 
 MEDIA_TYPE = "application/vnd.apache.arrow.stream"
 MAX_REQUEST_BYTES = 1 << 30
-"""Memory of one decoded request, as Python lists: 24 million prompt tokens, or 12 million with a weight each."""
-MAX_ANSWER_BYTES = 4 << 30
-"""Memory of one decoded answer: 50 million sampled tokens with their logprobs."""
+"""Most memory of one decoded request as Python lists: 24 million prompt tokens, or 12 million with a weight each."""
+MAX_RESPONSE_BYTES = 4 << 30
+"""Most memory of one decoded response: 50 million sampled tokens with their logprobs."""
 MAX_SEQUENCE_TOKENS = 1 << 22
-"""Tokens of one sequence, longer than the context of any model that is trained here."""
+"""Most tokens of one sequence; more than the context of any supported model."""
 MAX_VALUES = 1 << 26
-"""Values of one column that is encoded: its offsets are 32-bit integers."""
-_HEAD = b"ostinato"
+"""Most values of one column, whose offsets are 32-bit integers."""
+_METADATA_KEY = b"ostinato"
 _IDS, _FLOATS = pa.list_(pa.int32()), pa.list_(pa.float64())
 _MAX_ID = (1 << 31) - 1
 
-Head = TypeVar("Head", bound=Frozen)
+Metadata = TypeVar("Metadata", bound=Frozen)
 
 
-class GenerateHead(Frozen):
-    """What a generate call says besides prompts and seeds."""
+class GenerateMetadata(Frozen):
+    """The part of a generate request that is not in columns."""
 
     policy: PolicyRef
     sampling: SamplingParams = SamplingParams()
@@ -58,8 +66,8 @@ class GenerateHead(Frozen):
     epoch: int = Field(0, ge=0, lt=1 << 63)
 
 
-class LogprobsHead(Frozen):
-    """What a logprobs or values call says besides the sequences."""
+class LogprobsMetadata(Frozen):
+    """The part of a logprobs or values request that is not in columns."""
 
     policy: PolicyRef
     temperature: float = Field(1.0, allow_inf_nan=False)
@@ -67,21 +75,21 @@ class LogprobsHead(Frozen):
     epoch: int = Field(0, ge=0, lt=1 << 63)
 
 
-class AnswerHead(Frozen):
-    """Answers are their columns."""
+class ResponseMetadata(Frozen):
+    """Responses have nothing but columns."""
 
 
 @dataclass(frozen=True)
-class Announced:
-    """What the headers of a request's body say of it, before anything is decompressed."""
+class BodySummary:
+    """What is known of a request before its body is decompressed."""
 
     policy: PolicyRef
     decoded_bytes: int
-    """Memory that decoding needs, at most."""
+    """Upper bound of the memory that decoding needs."""
 
 
 def _schema(**columns: pa.DataType) -> pa.Schema:
-    return pa.schema([pa.field(name, kind, nullable=False) for name, kind in columns.items()])
+    return pa.schema([pa.field(name, data_type, nullable=False) for name, data_type in columns.items()])
 
 
 GENERATE = _schema(prompt=_IDS, seed=pa.int64())
@@ -91,103 +99,113 @@ LOGPROBS = _schema(logprobs=_FLOATS)
 VALUES = _schema(values=_FLOATS)
 
 
-# -- the messages -----------------------------------------------------------------------------------------
+# -- requests and responses -----------------------------------------------------------------------------------------
 
 
 def encode_generate(request: GenerateRequest, *, epoch: int) -> bytes:
-    """Raises BadSpec: prompts and seeds of unequal number, ids outside int32, seeds outside int64."""
+    """Encodes a generate request.
+
+    Raises BadSpec for prompts and seeds of unequal number, ids outside int32, and seeds outside int64.
+    """
     prompts, seeds = request.prompts, request.seeds
     if len(prompts) != len(seeds):
         raise BadSpec(f"{len(prompts)} prompts were given with {len(seeds)} seeds; give one seed per prompt")
     columns = [_ids(prompts, "prompt"), _numbers(seeds, "q", "seeds")]
-    head = GenerateHead(
+    metadata = GenerateMetadata(
         policy=request.policy, sampling=request.sampling, tensor_parallel=request.tensor_parallel, epoch=epoch
     )
     images = _image_columns(request.images or ())
-    return _write(_with_images(GENERATE) if images else GENERATE, columns + images, head)
+    return _write(_with_images(GENERATE) if images else GENERATE, columns + images, metadata)
 
 
 def decode_generate(data: bytes, *, context: int | None = None) -> tuple[GenerateRequest, int]:
-    """The request and the caller's epoch. Raises BadSpec, SampleTooLong for a prompt longer than `context`."""
-    head, (prompts, seeds, *rest) = _read(data, GENERATE, GenerateHead, context=context)
+    """Returns the request and the client's epoch. Raises BadSpec, SampleTooLong for a prompt longer than `context`."""
+    metadata, (prompts, seeds, *rest) = _read(data, GENERATE, GenerateMetadata, context=context)
     images = _images(rest) if rest else None
-    return GenerateRequest(head.policy, prompts, seeds, head.sampling, head.tensor_parallel, images), head.epoch
+    request = GenerateRequest(metadata.policy, prompts, seeds, metadata.sampling, metadata.tensor_parallel, images)
+    return request, metadata.epoch
 
 
-def announced_generate(data: bytes) -> Announced:
-    """Raises BadSpec."""
-    head, stream = _open(data, GENERATE, GenerateHead)
-    return Announced(head.policy, stream.decoded_bytes)
+def summarize_generate(data: bytes) -> BodySummary:
+    """Returns the summary of a generate request, without decoding it. Raises BadSpec."""
+    metadata, stream = _open(data, GENERATE, GenerateMetadata)
+    return BodySummary(metadata.policy, stream.decoded_bytes)
 
 
-def announced_logprobs_request(data: bytes) -> Announced:
-    """Raises BadSpec."""
-    head, stream = _open(data, SEQUENCES, LogprobsHead)
-    return Announced(head.policy, stream.decoded_bytes)
+def summarize_logprobs_request(data: bytes) -> BodySummary:
+    """Returns the summary of a logprobs or values request, without decoding it. Raises BadSpec."""
+    metadata, stream = _open(data, SEQUENCES, LogprobsMetadata)
+    return BodySummary(metadata.policy, stream.decoded_bytes)
 
 
 def encode_completions(completions: Sequence[Completion]) -> bytes:
+    """Encodes the response to a generate request."""
     columns = [
-        _ids([c.token_ids for c in completions], "completion"),
-        _floats([c.logprobs for c in completions], "logprobs of completion"),
-        pa.array([c.stop_reason for c in completions], pa.string()),
+        _ids([completion.token_ids for completion in completions], "completion"),
+        _floats([completion.logprobs for completion in completions], "logprobs of completion"),
+        pa.array([completion.stop_reason for completion in completions], pa.string()),
     ]
-    return _write(COMPLETIONS, columns, AnswerHead())
+    return _write(COMPLETIONS, columns, ResponseMetadata())
 
 
 def decode_completions(data: bytes) -> list[Completion]:
     """Raises BadSpec."""
-    _, columns = _read(data, COMPLETIONS, AnswerHead)
+    _, columns = _read(data, COMPLETIONS, ResponseMetadata)
     rows = zip(*columns, strict=True)
     return [Completion(ids, logprobs, cast(StopReason, reason)) for ids, logprobs, reason in rows]
 
 
 def encode_logprobs_request(request: LogprobsRequest, *, epoch: int) -> bytes:
-    """Raises BadSpec: ids outside int32."""
+    """Encodes a logprobs or values request. Raises BadSpec for ids outside int32."""
     columns = [
-        _ids([s.token_ids for s in request.sequences], "sequence"),
-        _floats([s.weights for s in request.sequences], "weights of sequence"),
-        pa.array([s.group for s in request.sequences], pa.string()),
+        _ids([sequence.token_ids for sequence in request.sequences], "sequence"),
+        _floats([sequence.weights for sequence in request.sequences], "weights of sequence"),
+        pa.array([sequence.group for sequence in request.sequences], pa.string()),
     ]
-    head = _head_of(
-        LogprobsHead, policy=request.policy, temperature=request.temperature, max_tokens=request.max_tokens, epoch=epoch
+    metadata = _make_metadata(
+        LogprobsMetadata,
+        policy=request.policy,
+        temperature=request.temperature,
+        max_tokens=request.max_tokens,
+        epoch=epoch,
     )
     images = _image_columns(request.images)
-    return _write(_with_images(SEQUENCES) if images else SEQUENCES, columns + images, head)
+    return _write(_with_images(SEQUENCES) if images else SEQUENCES, columns + images, metadata)
 
 
 def decode_logprobs_request(data: bytes, *, context: int | None = None) -> tuple[LogprobsRequest, int]:
-    """The request and the caller's epoch. Raises BadSpec, SampleTooLong for a sequence longer than `context`."""
-    head, (ids, weights, groups, *rest) = _read(data, SEQUENCES, LogprobsHead, context=context)
+    """Returns the request and the client's epoch. Raises BadSpec, SampleTooLong for a sequence longer than
+    `context`."""
+    metadata, (ids, weights, groups, *rest) = _read(data, SEQUENCES, LogprobsMetadata, context=context)
     images = _images(rest) if rest else [()] * len(ids)
     sequences = [TokenSequence(*row) for row in zip(ids, weights, groups, images, strict=True)]
-    return LogprobsRequest(head.policy, sequences, head.temperature, head.max_tokens), head.epoch
+    return LogprobsRequest(metadata.policy, sequences, metadata.temperature, metadata.max_tokens), metadata.epoch
 
 
 def encode_logprobs(logprobs: Sequence[Sequence[float]]) -> bytes:
-    return _write(LOGPROBS, [_floats(logprobs, "logprobs of sequence")], AnswerHead())
+    return _write(LOGPROBS, [_floats(logprobs, "logprobs of sequence")], ResponseMetadata())
 
 
 def decode_logprobs(data: bytes) -> list[list[float]]:
     """Raises BadSpec."""
-    _, (logprobs,) = _read(data, LOGPROBS, AnswerHead)
+    _, (logprobs,) = _read(data, LOGPROBS, ResponseMetadata)
     return logprobs
 
 
 def encode_values(values: Sequence[Sequence[float]]) -> bytes:
-    return _write(VALUES, [_floats(values, "values of sequence")], AnswerHead())
+    return _write(VALUES, [_floats(values, "values of sequence")], ResponseMetadata())
 
 
 def decode_values(data: bytes) -> list[list[float]]:
     """Raises BadSpec."""
-    _, (values,) = _read(data, VALUES, AnswerHead)
+    _, (values,) = _read(data, VALUES, ResponseMetadata)
     return values
 
 
 # -- images ----------------------------------------------------------------------------------------------------
 
 IMAGE_COLUMNS = _schema(image_start=_IDS, image_tokens=_IDS, image_data=pa.list_(pa.binary()))
-"""Of each row's images; a message has them only where a row has an image."""
+"""Columns of the images of each row. A request has them only if some row has an image."""
 
 
 def _with_images(schema: pa.Schema) -> pa.Schema:
@@ -195,45 +213,55 @@ def _with_images(schema: pa.Schema) -> pa.Schema:
 
 
 def _image_columns(images: Sequence[Images]) -> list[pa.Array]:
-    """Nothing where no row has an image. Raises BadSpec for more bytes than one message takes."""
+    """Returns the columns of the images, or none if no row has an image. Raises BadSpec for too many bytes."""
     if not any(images):
         return []
-    if (size := sum(len(image.data) for row in images for image in row)) > MAX_REQUEST_BYTES // 2:
+    starts, counts, data, size = [], [], [], 0
+    for row in images:
+        starts.append([image.start for image in row])
+        counts.append([image.tokens for image in row])
+        data.append([image.data for image in row])
+        size += sum(len(image.data) for image in row)
+    if size > MAX_REQUEST_BYTES // 2:
         raise BadSpec(f"the images of one call have {size >> 20} MiB; send it in several calls")
-    starts, counts = ([[getattr(i, name) for i in row] for row in images] for name in ("start", "tokens"))
-    data = pa.array([[image.data for image in row] for row in images], IMAGE_COLUMNS.field("image_data").type)
-    return [_ids(starts, "image of sequence"), _ids(counts, "image of sequence"), data]
+    data_column = pa.array(data, IMAGE_COLUMNS.field("image_data").type)
+    return [_ids(starts, "image of sequence"), _ids(counts, "image of sequence"), data_column]
 
 
 def _images(columns: Sequence[list[Any]]) -> list[Images]:
-    """Those of each row. Raises BadSpec for columns that do not fit together."""
-    found = []
+    """Returns the images of each row. Raises BadSpec if the columns of a row differ in length."""
+    images = []
     for row in zip(*columns, strict=True):
-        if len(set(map(len, row))) != 1:
-            raise BadSpec(f"a row has {', '.join(str(len(one)) for one in row)} starts, counts and images; one each")
-        found.append(tuple(PlacedImage(*one) for one in zip(*row, strict=True)))
-    return found
+        lengths = [len(values) for values in row]
+        if len(set(lengths)) != 1:
+            raise BadSpec(f"a row has {', '.join(map(str, lengths))} starts, counts and images; one each")
+        images.append(tuple(PlacedImage(*values) for values in zip(*row, strict=True)))
+    return images
 
 
 # -- columns ---------------------------------------------------------------------------------------------------
 
 
-def _ids(rows: Sequence[Sequence[int]], what: str) -> pa.Array:
-    return _lists(rows, "i", what, f"has token ids outside 0 … {_MAX_ID}; give the ids of the model's tokenizer")
+def _ids(rows: Sequence[Sequence[int]], noun: str) -> pa.Array:
+    return _lists(rows, "i", noun, f"has token ids outside 0 … {_MAX_ID}; give the ids of the model's tokenizer")
 
 
-def _floats(rows: Sequence[Sequence[float]], what: str) -> pa.Array:
-    return _lists(rows, "d", what, "has entries that are no numbers")
+def _floats(rows: Sequence[Sequence[float]], noun: str) -> pa.Array:
+    return _lists(rows, "d", noun, "has entries that are no numbers")
 
 
-def _lists(rows: Sequence[Sequence[Any]], code: str, what: str, wrong: str) -> pa.Array:
-    """A list column. array.array checks kind and range of every value, several times faster than pyarrow does."""
+def _lists(rows: Sequence[Sequence[Any]], code: str, noun: str, problem: str) -> pa.Array:
+    """Returns a column of lists. array.array checks the type and range of every value, several times faster than
+    pyarrow.
+
+    `code` is the type code of the values. `noun` and `problem` name a row and its error in the message of BadSpec.
+    """
     values = array(code)
     for index, row in enumerate(rows):
         try:
             values.extend(row)
         except (OverflowError, TypeError) as error:
-            raise BadSpec(f"{what} {index} {wrong}") from error
+            raise BadSpec(f"{noun} {index} {problem}") from error
     ends = accumulate(map(len, rows), initial=0)
     if len(values) > MAX_VALUES:
         raise BadSpec(f"{len(values)} values in one call, at most {MAX_VALUES} travel at once; split the batch")
@@ -241,27 +269,34 @@ def _lists(rows: Sequence[Sequence[Any]], code: str, what: str, wrong: str) -> p
     return pa.ListArray.from_arrays(pa.array(array("i", ends), pa.int32()), flat)
 
 
-def _numbers(values: Sequence[int], code: str, what: str) -> pa.Array:
+def _numbers(values: Sequence[int], code: str, noun: str) -> pa.Array:
     try:
         numbers = array(code, values)
     except (OverflowError, TypeError) as error:
-        raise BadSpec(f"{what} must be integers of 64 bits: {error}") from error
+        raise BadSpec(f"{noun} must be integers of 64 bits: {error}") from error
     return pa.Array.from_buffers(_TYPES[code], len(numbers), [None, pa.py_buffer(numbers)])
 
 
 _TYPES = {"i": pa.int32(), "q": pa.int64(), "d": pa.float64()}
 
 
-# -- one message -----------------------------------------------------------------------------------------------
+# -- streams --------------------------------------------------------------------------------------------------
 
 
-def _write(schema: pa.Schema, columns: Sequence[pa.Array], head: Frozen) -> bytes:
-    buffers = [buffer for column in columns for buffer in column.buffers()]
-    sizes = [0 if buffer is None else buffer.size for buffer in buffers]
-    size, most = decoded_bytes(sizes, buffer_weights(schema)), _most(type(head))
-    if size > most:
-        raise BodyTooLarge(f"the batch decodes to {size >> 20} MiB of lists, at most {most >> 20} MiB; split the batch")
-    schema = schema.with_metadata({_HEAD: head.model_dump_json().encode()})
+def _write(schema: pa.Schema, columns: Sequence[pa.Array], metadata: Frozen) -> bytes:
+    """Returns the stream of one batch. Raises BodyTooLarge if it decodes to more than a reader takes."""
+    # the decoded size
+    buffer_sizes: list[int] = []
+    for column in columns:
+        buffer_sizes.extend(_buffer_size(buffer) for buffer in column.buffers())
+    size, limit = decoded_bytes(buffer_sizes, buffer_weights(schema)), _decoded_limit(type(metadata))
+    if size > limit:
+        raise BodyTooLarge(
+            f"the batch decodes to {size >> 20} MiB of lists, at most {limit >> 20} MiB; split the batch"
+        )
+
+    # the stream
+    schema = schema.with_metadata({_METADATA_KEY: metadata.model_dump_json().encode()})
     sink = pa.BufferOutputStream()
     options = pa.ipc.IpcWriteOptions(compression="zstd")
     with pa.ipc.new_stream(sink, schema, options=options) as writer:
@@ -269,20 +304,25 @@ def _write(schema: pa.Schema, columns: Sequence[pa.Array], head: Frozen) -> byte
     return sink.getvalue().to_pybytes()
 
 
-def _head_of(kind: type[Head], **fields: Any) -> Head:
+def _buffer_size(buffer: pa.Buffer | None) -> int:
+    return 0 if buffer is None else buffer.size
+
+
+def _make_metadata(kind: type[Metadata], **fields: Any) -> Metadata:
     try:
         return kind(**fields)
     except ValidationError as error:
         raise BadSpec(describe_errors(error.errors(), fields)) from error
 
 
-def _most(kind: type[Frozen]) -> int:
-    return MAX_ANSWER_BYTES if kind is AnswerHead else MAX_REQUEST_BYTES
+def _decoded_limit(kind: type[Frozen]) -> int:
+    """Returns the most memory that a decoded request or response may need."""
+    return MAX_RESPONSE_BYTES if kind is ResponseMetadata else MAX_REQUEST_BYTES
 
 
 @contextmanager
-def _blaming_the_body(schema: pa.Schema) -> Iterator[None]:
-    """Whatever a stranger's bytes raise becomes BadSpec, or BodyTooLarge."""
+def _errors_as_bad_spec(schema: pa.Schema) -> Iterator[None]:
+    """Turns every error that reading untrusted bytes may raise into BadSpec or BodyTooLarge."""
     try:
         yield
     except PermanentEngineError:
@@ -290,37 +330,42 @@ def _blaming_the_body(schema: pa.Schema) -> Iterator[None]:
     except StreamTooLarge as error:
         raise BodyTooLarge(str(error)) from error
     except READ_ERRORS as error:
-        raise BadSpec(f"the body is no Arrow stream of {', '.join(schema.names)}: {str(error)[:300]}") from error
+        names = ", ".join(schema.names)
+        raise BadSpec(f"the body is no Arrow stream of {names}: {str(error)[:300]}") from error
 
 
-def _open(data: bytes, schema: pa.Schema, kind: type[Head]) -> tuple[Head, Stream]:
-    """The head, and the stream whose messages were checked and not decoded. Raises BadSpec, whatever the bytes are."""
+def _open(data: bytes, schema: pa.Schema, kind: type[Metadata]) -> tuple[Metadata, CheckedStream]:
+    """Returns the metadata and the checked stream, without decoding it. Raises BadSpec for any malformed bytes."""
     schemas = [schema, _with_images(schema)] if schema in (GENERATE, SEQUENCES) else [schema]
-    with _blaming_the_body(schema):
-        stream = open_stream(data, schemas, _most(kind))
+    with _errors_as_bad_spec(schema):
+        stream = open_stream(data, schemas, _decoded_limit(kind))
         try:
-            return kind.model_validate_json((stream.schema.metadata or {}).get(_HEAD, b"")), stream
+            return kind.model_validate_json((stream.schema.metadata or {}).get(_METADATA_KEY, b"")), stream
         except ValidationError as error:
             problems = describe_errors(error.errors())
-            raise BadSpec(f"the metadata {_HEAD.decode()!r} of the Arrow schema: {problems}") from error
+            raise BadSpec(f"the metadata {_METADATA_KEY.decode()!r} of the Arrow schema: {problems}") from error
 
 
 def _read(
-    data: bytes, schema: pa.Schema, kind: type[Head], *, context: int | None = None
-) -> tuple[Head, list[list[Any]]]:
-    """The head and one Python list per column. Raises BadSpec, whatever the bytes are; SampleTooLong for a sequence
-    longer than `context` or MAX_SEQUENCE_TOKENS."""
-    head, stream = _open(data, schema, kind)
+    data: bytes, schema: pa.Schema, kind: type[Metadata], *, context: int | None = None
+) -> tuple[Metadata, list[list[Any]]]:
+    """Returns the metadata and one Python list per column.
+
+    Raises BadSpec for any malformed bytes, SampleTooLong for a sequence longer than `context` or MAX_SEQUENCE_TOKENS.
+    """
+    metadata, stream = _open(data, schema, kind)
     longest = MAX_SEQUENCE_TOKENS if context is None else min(context, MAX_SEQUENCE_TOKENS)
-    meaning = "what one sequence may have" if longest == MAX_SEQUENCE_TOKENS else "the model's context"
+    limit_name = "what one sequence may have" if longest == MAX_SEQUENCE_TOKENS else "the model's context"
 
     def check(batch: pa.RecordBatch) -> None:
         for column in batch.columns:
-            length = int(np.diff(column.offsets).max()) if batch.num_rows and pa.types.is_list(column.type) else 0
+            if not batch.num_rows or not pa.types.is_list(column.type):
+                continue
+            length = int(np.diff(column.offsets).max())
             if length > longest:
                 raise SampleTooLong(
-                    f"a sequence of {length} tokens exceeds {meaning}, {longest} tokens; shorten it or leave it out"
+                    f"a sequence of {length} tokens exceeds {limit_name}, {longest} tokens; shorten it or leave it out"
                 )
 
-    with _blaming_the_body(schema):
-        return head, stream.columns(check)
+    with _errors_as_bad_spec(schema):
+        return metadata, stream.columns(check)

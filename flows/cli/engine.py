@@ -91,14 +91,14 @@ def run_server(
     """Serves until a signal; returns the exit status."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     # by name: flows must be importable without torch and without a web server
-    server, application, service = (import_module(f"engine.http.{name}") for name in ("server", "app", "service"))
-    listener = server.Binding(host, port, token).open()
+    lifecycle, application, service = (import_module(f"engine.http.{name}") for name in ("lifecycle", "app", "service"))
+    listener = lifecycle.Binding(host, port, token).open()
 
     async def main() -> None:
         engine: Any = import_module("engine.local.engine").LocalEngine(storage, spec)
         options = service.ServerOptions(token=token, max_body_bytes=max_body_bytes)
         app = application.create_app(engine, engine.store, options)
-        closed = await server.serve_until_signal(app, listener, grace_seconds=grace_seconds, on_ready=announce)
+        closed = await lifecycle.serve_until_signal(app, listener, grace_seconds=grace_seconds, on_ready=announce)
         if not closed:
             sys.stderr.flush()
             os._exit(0)  # the call that did not end in time must not hold the process

@@ -46,7 +46,7 @@ def files(paths: list[str]) -> Iterator[tuple[int, str, bytes]]:
 
 def main(arguments: list[str]) -> None:
     faulthandler.enable()
-    wire.MAX_REQUEST_BYTES = wire.MAX_ANSWER_BYTES = LIMIT_MIB << 20
+    wire.MAX_REQUEST_BYTES = wire.MAX_RESPONSE_BYTES = LIMIT_MIB << 20
     if arguments[0] == "--files":
         progress_file, cases = arguments[1], files(arguments[2:])
     else:

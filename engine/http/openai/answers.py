@@ -1,6 +1,6 @@
-"""One answer in the making: sampled tokens go in, text comes out, in whole characters and never past a stop string.
+"""`AnswerBuilder`: turns sampled tokens into an answer's text, in whole characters and never beyond a stop string.
 
-An answer that is streamed and one that is given whole are made here alike, so their texts are equal.
+Streamed answers and whole answers are built in the same way, so that their texts are equal.
 """
 
 from __future__ import annotations
@@ -13,40 +13,49 @@ from engine.text.tokenizers import Tokenizer
 
 FinishReason = Literal["stop", "length"]
 BROKEN = "\N{REPLACEMENT CHARACTER}"
-"""What a decoder writes for bytes that are no character, or not yet."""
+"""What a decoder writes for bytes that are not a complete character."""
 
 
-class Answer:
-    """Text of the tokens fed so far. `text` is what was released; `finish` is None until the answer has ended."""
+class AnswerBuilder:
+    """Builds the text of one answer, token by token.
+
+    `text` is the text that was released so far. `finish` is None until the answer has ended.
+    """
 
     def __init__(self, tokenizer: Tokenizer, *, stop: Sequence[str] = (), min_tokens: int = 0) -> None:
         self.tokenizer = tokenizer
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.offsets: list[int] = []
-        """Per token: characters of text before it."""
+        """For each token, the number of characters of text before it."""
         self.text = ""
         self.finish: FinishReason | None = None
         self._stop = tuple(stop)
         self._min_tokens = min_tokens
         self._held = ""
-        """Text that may be the beginning of a stop string."""
-        self._window, self._read = 0, 0
+        """Text that is not released yet, since it may be the beginning of a stop string."""
+        self._window = 0
+        """Index of the first token of the last decoded piece. New tokens are decoded together with that piece."""
+        self._decoded = 0
+        """Number of tokens that are decoded."""
 
     def feed(self, token: int, logprob: float) -> str:
-        """Takes the next sampled token; returns the text it releases. A token after the end is not part of it."""
+        """Adds the next sampled token and returns the text that it releases. After the end it adds nothing."""
         if self.finish is not None:
             return ""
         self.offsets.append(len(self.text) + len(self._held))
         self.tokens.append(token)
         self.logprobs.append(logprob)
-        return self._release(self._decoded(is_last=False))
+        return self._release(self._decode_new(is_last=False))
 
     def close(self, reason: StopReason) -> str:
-        """Says how the sampler ended; returns the text that was held back. Nothing changes after a stop string."""
+        """Ends the answer with the sampler's stop reason and returns the text that was held back.
+
+        After a stop string it changes nothing.
+        """
         if self.finish is not None:
             return ""
-        released = self._release(self._decoded(is_last=True))
+        released = self._release(self._decode_new(is_last=True))
         if self.finish is None:
             released += self._held
             self.text += self._held
@@ -54,53 +63,51 @@ class Answer:
             self.finish = "length" if reason == "length" else "stop"
         return released
 
-    def _decoded(self, *, is_last: bool) -> str:
-        """The text of the tokens after `_read`, or "" while it may end within a character.
+    def _decode_new(self, *, is_last: bool) -> str:
+        """Returns the text of the tokens that are not decoded yet, or "" while it may end within a character.
 
-        They are decoded behind the tokens of the last release, since some tokenizers write a word at the beginning
-        of a text otherwise than after another word.
+        The tokens of the last piece are decoded with them, since some tokenizers decode a word differently at the
+        beginning of a text.
         """
         end = len(self.tokens)
         if self.tokens and self.tokens[-1] in self.tokenizer.eos_token_ids:
             if not is_last:
-                return ""  # text, unless it turns out to be the end
+                return ""  # it is text only if sampling goes on after it
             end -= 1
-        before = self.tokenizer.decode(self.tokens[self._window : self._read])
+        before = self.tokenizer.decode(self.tokens[self._window : self._decoded])
         text = self.tokenizer.decode(self.tokens[self._window : end])
         new = text[len(before) :]
         if not new or (text.endswith(BROKEN) and not is_last):
             return ""
-        self._window, self._read = self._read, end
+        self._window, self._decoded = self._decoded, end
         return new
 
     def _release(self, new: str) -> str:
-        """Adds to the text what can be no part of a stop string; ends the answer before one."""
+        """Releases the text that cannot be part of a stop string, and ends the answer before the first stop string."""
         self._held += new
-        keep = 0
+        held_back = 0
         if len(self.tokens) > self._min_tokens:
-            found = [at for at in (self._held.find(stop) for stop in self._stop) if at >= 0]
-            if found:
+            positions = [self._held.find(stop) for stop in self._stop]
+            matches = [position for position in positions if position >= 0]
+            if matches:
                 self.finish = "stop"
-                self._held = self._held[: min(found)]
+                self._held = self._held[: min(matches)]
             else:
-                keep = max((_overlap(self._held, stop) for stop in self._stop), default=0)
-        at = len(self._held) - keep
-        released, self._held = self._held[:at], self._held[at:]
+                held_back = max((_overlap(self._held, stop) for stop in self._stop), default=0)
+        end = len(self._held) - held_back
+        released, self._held = self._held[:end], self._held[end:]
         self.text += released
         return released
 
 
-def stop_token_ids(tokenizer: Tokenizer, stop: Sequence[str]) -> tuple[int, ...]:
-    """The stop strings that are one token each: the sampler itself ends there."""
-    ids = (tokenizer.encode(text) for text in stop)
-    return tuple(dict.fromkeys(found[0] for found in ids if len(found) == 1))
-
-
 def token_text(tokenizer: Tokenizer, token: int) -> str:
-    """One token as text, specials included; `BROKEN` where it is part of a character."""
+    """Returns the text of one token, also of a special token. It contains `BROKEN` for a part of a character."""
     return tokenizer.decode([token], skip_special=False)
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of `text` that begins `stop`."""
-    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
+    """Returns the length of the longest suffix of `text` that is a prefix of `stop`."""
+    for size in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:size]):
+            return size
+    return 0

@@ -1,11 +1,11 @@
-"""OpenAI's `/v1/models`, `/v1/chat/completions` and `/v1/completions` for the current policy of a run in training.
+"""OpenAI's `/v1/models`, `/v1/chat/completions` and `/v1/completions`, for the current policy of a run in training.
 
     client = openai.OpenAI(base_url="http://127.0.0.1:8000/v1", api_key=token)
     client.chat.completions.create(model="my-run", messages=[{"role": "user", "content": "What is 2+3?"}])
 
-`model` is read as engine.http.openai.policies says. Chat is rendered by the registered model's own template; every
-answer names the policy it came from (body field `policy`, header `x-ostinato-policy`), so that a rollout collected
-this way can be traced. Readers act in the epoch of the run's lease and change nothing of the run.
+engine.http.openai.policies describes the names that `model` accepts. A chat is rendered with the registered model's own
+template. Every response names its policy (body field `policy`, header `x-ostinato-policy`), so that a rollout that is
+collected this way can be traced. Requests read in the epoch of the run's lease and do not change the run.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 from engine.errors import EngineError, SampleTooLong
-from engine.http.openai.answers import Answer, stop_token_ids
-from engine.http.openai.calls import Call, ClientGone, Delta, unless_gone
+from engine.http.openai.answers import AnswerBuilder
+from engine.http.openai.generation import ClientDisconnected, Delta, Generation, cancel_on_disconnect
 from engine.http.openai.models import (
     MOST_ANSWERS,
     ApiError,
     ChatRequest,
-    Completed,
+    CompletionResponse,
     ModelCard,
     ModelList,
     OpenAIErrorBody,
     TextRequest,
     as_api_error,
 )
-from engine.http.openai.policies import RECENT_SECONDS, Found, Policies
-from engine.http.openai.shapes import Form
+from engine.http.openai.policies import RECENT_SECONDS, PolicyResolver, ResolvedPolicy
+from engine.http.openai.responses import ResponseWriter
 from engine.protocol import Engine, GenerateRequest, SamplingParams
+from engine.text.stops import stop_token_ids
 from engine.text.stored_models import renderer_of, tokenizer_of
 from engine.text.threads import StringThread
 from engine.text.tokenizers import Tokenizer
@@ -48,21 +49,23 @@ from storage.errors import StorageError
 from storage.store.objects import ObjectStore
 
 CHAT_TOKENS = 1024
-"""Longest chat answer when the client sets no limit (or what the model's context leaves, if that is less)."""
+"""Longest chat answer in tokens when the client sets no limit. The model's context may leave less."""
 TEXT_TOKENS = 16
-"""The same for text completions; OpenAI's own default."""
+"""Longest text completion in tokens when the client sets no limit. It is OpenAI's default."""
 LONGEST_TOKEN = 256
-"""Characters: no usual vocabulary has a longer token. Encoding a text that is far too long would take a minute."""
+"""Most characters of a token in the usual vocabularies. A text that is far too long for the context is refused before
+it is encoded, which could take a minute."""
 POLICY_HEADER = "x-ostinato-policy"
-CLIENT_GONE = 499
+CLIENT_DISCONNECTED = 499
+"""Status for the log. The client, which has disconnected, does not get it."""
 
 
 def openai_router(engine: Engine, store: ObjectStore, *, recent_seconds: float = RECENT_SECONDS) -> APIRouter:
-    """The routes, for a FastAPI app that is served over `engine`. `store` is the one the engine works on.
+    """Returns the routes of a FastAPI app over `engine`. `store` is the engine's store.
 
-    Heads and epochs read from the store are believed for `recent_seconds`.
+    Heads and epochs that are read from the store are used for `recent_seconds`.
     """
-    policies = Policies(engine, store, recent_seconds=recent_seconds)
+    policies = PolicyResolver(engine, store, recent_seconds=recent_seconds)
     refusals: dict[int | str, dict[str, Any]] = {status: {"model": OpenAIErrorBody} for status in ("4XX", "5XX")}
     events = {"text/event-stream": {"schema": {"type": "string"}}}
     streamed: dict[int | str, dict[str, Any]] = {200: {"content": events}}
@@ -70,29 +73,29 @@ def openai_router(engine: Engine, store: ObjectStore, *, recent_seconds: float =
 
     @router.get("/models")
     async def models() -> ModelList:
-        """Every run with a policy and every registered model."""
+        """Lists every run with a policy and every registered model."""
         return ModelList(data=await policies.listing())
 
     @router.get("/models/{model:path}")
     async def model(model: str) -> ModelCard:
-        """One of them, with the policy that answers now."""
+        """Describes a run or a registered model, with the policy that would answer now."""
         return await policies.card(model)
 
-    @router.post("/chat/completions", response_model=Completed, responses=streamed)
-    async def chat_completions(given: ChatRequest, request: Request) -> Response:
-        """One or more answers to a conversation."""
-        return await _answer(engine, store, policies, given, request)
+    @router.post("/chat/completions", response_model=CompletionResponse, responses=streamed)
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        """Returns one or more answers to a conversation."""
+        return await _answer(engine, store, policies, body, request)
 
-    @router.post("/completions", response_model=Completed, responses=streamed)
-    async def completions(given: TextRequest, request: Request) -> Response:
-        """One or more continuations of each prompt."""
-        return await _answer(engine, store, policies, given, request)
+    @router.post("/completions", response_model=CompletionResponse, responses=streamed)
+    async def completions(body: TextRequest, request: Request) -> Response:
+        """Returns one or more continuations of each prompt."""
+        return await _answer(engine, store, policies, body, request)
 
     return router
 
 
 class _Route(APIRoute):
-    """Gives errors in OpenAI's shape, whatever the app around it does with its own."""
+    """Sends errors in OpenAI's format, independent of the error handlers of the app."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -100,8 +103,8 @@ class _Route(APIRoute):
         async def handled(request: Request) -> Response:
             try:
                 return await handle(request)
-            except ClientGone:
-                return Response(status_code=CLIENT_GONE)
+            except ClientDisconnected:
+                return Response(status_code=CLIENT_DISCONNECTED)
             except HTTPException as error:
                 if error.status_code != 400:
                     raise
@@ -116,128 +119,155 @@ class _Route(APIRoute):
 
 
 async def _answer(
-    engine: Engine, store: ObjectStore, policies: Policies, given: ChatRequest | TextRequest, request: Request
+    engine: Engine, store: ObjectStore, policies: PolicyResolver, body: ChatRequest | TextRequest, request: Request
 ) -> Response:
-    found = await policies.find(given.model)
-    form, call = await asyncio.to_thread(_prepare, engine, store, policies, given, found)
-    headers = {POLICY_HEADER: found.policy.uri}
-    if not given.stream:
-        await unless_gone(request, _finished(call))
-        return JSONResponse(form.whole(call.answers), headers=headers)
-    deltas = call.deltas()
-    # what is refused is refused by status, so the stream begins with the first token
-    first = await unless_gone(request, anext(deltas, None))
-    return _EventStream(call, _events(form, call, first, deltas), headers)
+    resolved = await policies.resolve(body.model)
+    writer, generation = await asyncio.to_thread(_prepare, engine, store, policies, body, resolved)
+    headers = {POLICY_HEADER: resolved.policy.uri}
+    if not body.stream:
+        await cancel_on_disconnect(request, _run_to_end(generation))
+        return JSONResponse(writer.full_response(generation.answers), headers=headers)
+    deltas = generation.deltas()
+    # The stream begins with the first token, so that an error before it can still change the status.
+    first = await cancel_on_disconnect(request, anext(deltas, None))
+    return _EventStream(generation, _events(writer, generation, first, deltas), headers)
 
 
 def _prepare(
-    engine: Engine, store: ObjectStore, policies: Policies, given: ChatRequest | TextRequest, found: Found
-) -> tuple[Form, Call]:
-    """Renders and tokenises; the first request of a model also downloads its tokenizer."""
-    _check_length(given, found)
-    if isinstance(given, ChatRequest):
-        renderer = renderer_of(store, found.base)
+    engine: Engine,
+    store: ObjectStore,
+    policies: PolicyResolver,
+    body: ChatRequest | TextRequest,
+    resolved: ResolvedPolicy,
+) -> tuple[ResponseWriter, Generation]:
+    """Renders and tokenises the prompts. The first request for a model also downloads its tokenizer."""
+    # the prompts
+    _check_length(body, resolved)
+    if isinstance(body, ChatRequest):
+        renderer = renderer_of(store, resolved.base)
         tokenizer, default = renderer.tokenizer, CHAT_TOKENS
-        prompts = [renderer.prompt_ids(StringThread(turns=[message.turn for message in given.messages]))]
+        prompts = [renderer.prompt_ids(StringThread(turns=[message.turn for message in body.messages]))]
     else:
-        tokenizer, default = tokenizer_of(store, found.base), TEXT_TOKENS
-        prompts = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in given.prompts]
-    count = given.n or 1
+        tokenizer, default = tokenizer_of(store, resolved.base), TEXT_TOKENS
+        prompts = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
+
+    # the sampling options
+    count = body.n or 1
     if len(prompts) * count > MOST_ANSWERS:
         raise ApiError(400, f"{len(prompts)} prompts with n={count}: give at most {MOST_ANSWERS} answers", param="n")
-    sampling = _sampling(given, tokenizer, _limit(given, found, max(map(len, prompts)), default))
-    seed = secrets.randbits(62) if given.seed is None else given.seed
-    body = GenerateRequest(
-        found.policy,
-        [prompt for prompt in prompts for _ in range(count)],
-        [derive_seed(seed, at, number) for at in range(len(prompts)) for number in range(count)],
-        sampling,
+    longest_prompt = max(len(prompt) for prompt in prompts)
+    sampling = _sampling(body, tokenizer, _limit(body, resolved, longest_prompt, default))
+
+    # each prompt once per answer, with a seed of its own
+    seed = secrets.randbits(62) if body.seed is None else body.seed
+    repeated_prompts: list[list[int]] = []
+    seeds: list[int] = []
+    for index, prompt in enumerate(prompts):
+        repeated_prompts += [prompt] * count
+        seeds += [derive_seed(seed, index, number) for number in range(count)]
+    request = GenerateRequest(resolved.policy, repeated_prompts, seeds, sampling)
+
+    # Tokens need to arrive one by one for a stream, and for stop strings at which the sampler cannot stop by itself.
+    stream_tokens = bool(body.stream) or len(set(body.stops)) > len(sampling.stop_token_ids)
+    answers = [
+        AnswerBuilder(tokenizer, stop=body.stops, min_tokens=sampling.min_new_tokens) for _ in repeated_prompts
+    ]
+    generation = Generation(
+        engine,
+        request,
+        answers,
+        lambda refresh: policies.epoch(resolved.policy.run, refresh=refresh),
+        stream_tokens=stream_tokens,
     )
-    answers = [Answer(tokenizer, stop=given.stops, min_tokens=sampling.min_new_tokens) for _ in body.prompts]
-    listens = bool(given.stream) or len(set(given.stops)) > len(sampling.stop_token_ids)
-    call = Call(engine, body, answers, lambda ask: policies.epoch(found.policy.run, ask=ask), listens=listens)
-    return Form(given, found, prompts), call
+    return ResponseWriter(body, resolved, prompts), generation
 
 
-def _check_length(given: ChatRequest | TextRequest, found: Found) -> None:
-    """Raises SampleTooLong for a text that no tokenizer fits into the model's context."""
-    if isinstance(given, ChatRequest):
-        longest = sum(len(message.turn[1]) for message in given.messages)
+def _check_length(body: ChatRequest | TextRequest, resolved: ResolvedPolicy) -> None:
+    """Raises SampleTooLong for a text that is too long for the model's context with any tokenizer."""
+    if isinstance(body, ChatRequest):
+        longest = sum(len(message.turn[1]) for message in body.messages)
     else:
-        longest = max(map(len, given.prompts))
-    if found.context is not None and longest > LONGEST_TOKEN * found.context:
+        longest = max(len(prompt) for prompt in body.prompts)
+    if resolved.context is not None and longest > LONGEST_TOKEN * resolved.context:
         raise SampleTooLong(
-            f"the prompt has {longest} characters or ids, far more than the context of {found.context} tokens can "
+            f"the prompt has {longest} characters or ids, far more than the context of {resolved.context} tokens can "
             "hold; truncate it"
         )
 
 
-def _limit(given: ChatRequest | TextRequest, found: Found, longest_prompt: int, default: int) -> int:
-    if given.limit is not None:
-        return given.limit
-    wanted = max(default, given.min_tokens or 0)
-    return wanted if found.context is None else max(1, min(wanted, found.context - longest_prompt))
+def _limit(body: ChatRequest | TextRequest, resolved: ResolvedPolicy, longest_prompt: int, default: int) -> int:
+    if body.limit is not None:
+        return body.limit
+    limit = max(default, body.min_tokens or 0)
+    return limit if resolved.context is None else max(1, min(limit, resolved.context - longest_prompt))
 
 
-def _sampling(given: ChatRequest | TextRequest, tokenizer: Tokenizer, limit: int) -> SamplingParams:
-    if (given.min_tokens or 0) > limit:
-        given_is = f"min_tokens={given.min_tokens} is more than the limit of {limit} tokens"
-        raise ApiError(400, f"{given_is}; lower it or raise max_tokens", param="min_tokens")
+def _sampling(body: ChatRequest | TextRequest, tokenizer: Tokenizer, limit: int) -> SamplingParams:
+    if (body.min_tokens or 0) > limit:
+        problem = f"min_tokens={body.min_tokens} is more than the limit of {limit} tokens"
+        raise ApiError(400, f"{problem}; lower it or raise max_tokens", param="min_tokens")
     return SamplingParams(
-        temperature=1.0 if given.temperature is None else given.temperature,
-        top_p=1.0 if given.top_p is None else given.top_p,
-        top_k=given.top_k or 0,
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        top_k=body.top_k or 0,
         max_new_tokens=limit,
-        min_new_tokens=given.min_tokens or 0,
-        stop_token_ids=stop_token_ids(tokenizer, given.stops),
+        min_new_tokens=body.min_tokens or 0,
+        stop_token_ids=stop_token_ids(tokenizer, body.stops),
     )
 
 
-async def _finished(call: Call) -> None:
-    async with aclosing(call.deltas()) as deltas:
+async def _run_to_end(generation: Generation) -> None:
+    async with aclosing(generation.deltas()) as deltas:
         async for _ in deltas:
             pass
 
 
 class _EventStream(StreamingResponse):
-    """Ends the engine's call with the response, however that ends."""
+    """A response of server-sent events that stops the generation when the response ends for any reason."""
 
-    def __init__(self, call: Call, events: AsyncIterator[str], headers: dict[str, str]) -> None:
+    def __init__(self, generation: Generation, events: AsyncIterator[str], headers: dict[str, str]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-store", **headers})
-        self.call = call
+        self.generation = generation
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self.call.stop()
+            self.generation.stop()
 
 
 async def _events(
-    form: Form, call: Call, first: Delta | None, deltas: AsyncIterator[Delta]
+    writer: ResponseWriter, generation: Generation, first: Delta | None, deltas: AsyncIterator[Delta]
 ) -> AsyncIterator[str]:
-    """Server-sent events of one answer. An error after the first token can only be said in the stream."""
-    answers = call.answers
-    if opening := form.opening(len(answers)):
-        yield _event(opening)
+    """Yields the server-sent events of one response. An error after the first token becomes an event."""
+    # the role of the answers
+    answers = generation.answers
+    first_chunk = writer.first_chunk(len(answers))
+    if first_chunk:
+        yield _event(first_chunk)
+
+    # their text
     delta = first
     try:
         while delta is not None:
-            if piece := form.piece(delta, answers[delta.index]):
-                yield _event(piece)
+            chunk = writer.delta_chunk(delta, answers[delta.index])
+            if chunk:
+                yield _event(chunk)
             delta = await anext(deltas, None)
     except (EngineError, StorageError) as error:
         refusal = as_api_error(error)
-        assert refusal is not None  # both kinds have a meaning
+        assert refusal is not None  # as_api_error knows both classes
         yield _event(refusal.body())
         return
+
+    # their ends
     for index, answer in enumerate(answers):
-        yield _event(form.ending(index, answer))
-    if form.request.wants_usage:
-        yield _event(form.totals(answers))
+        yield _event(writer.last_chunk(index, answer))
+    if writer.request.wants_usage:
+        yield _event(writer.usage_chunk(answers))
     yield "data: [DONE]\n\n"
 
 
 def _event(body: Any) -> str:
-    # in ASCII: some clients split lines at every character that Unicode calls a line end
+    # ASCII only, since some clients split lines at every character that is a line end in Unicode
     return f"data: {json.dumps(body, separators=(',', ':'))}\n\n"

@@ -1,8 +1,7 @@
-"""What the OpenAI-compatible routes take and give, and their errors.
+"""Requests, responses and errors of the OpenAI-compatible routes.
 
-An option that could have no effect here is refused by name unless it is left at the value that means "none": a
-client must not believe that it was heeded. `user` is the one exception; it is accepted and ignored.
-"""
+An option that has no effect here is refused by name, unless it has the value that means "none", so that no client
+believes that the option works. The only exception is `user`, which is accepted and ignored. """
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from fastapi.responses import JSONResponse
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from engine.errors import Fenced, OutOfMemory, PermanentEngineError, SampleTooLong, TransientEngineError, UnknownPolicy
-from engine.http.errors import name_of, status_of
+from engine.http.errors import http_status, wire_name
 from engine.protocol import SamplingTemperature
 from engine.text.errors import TextError
 from engine.validation_messages import describe_errors, field_path
@@ -22,18 +21,19 @@ from storage.errors import InvalidKey, ObjectNotFound, StorageError
 from storage.serialization import Frozen
 
 MOST_ANSWERS = 256
-"""Answers of one request: prompts times n."""
+"""Most answers to one request: prompts times n."""
 
 
-def _says_utf8(text: str) -> str:
+def _check_utf8(text: str) -> str:
     try:
         text.encode("utf-8")
-    except UnicodeEncodeError as error:  # JSON can say half a surrogate pair
-        raise ValueError(f"character {error.start} is half a surrogate pair; give text that UTF-8 can say") from error
+    except UnicodeEncodeError as error:  # JSON can contain half a surrogate pair
+        problem = f"character {error.start} is half a surrogate pair"
+        raise ValueError(f"{problem}; give text that UTF-8 can encode") from error
     return text
 
 
-Text = Annotated[str, AfterValidator(_says_utf8)]
+Text = Annotated[str, AfterValidator(_check_utf8)]
 Zero = Annotated[float, Field(ge=0, le=0)]
 EmptyList = Annotated[list[Any], Field(max_length=0)]
 EmptyDict = Annotated[dict[str, Any], Field(max_length=0)]
@@ -44,54 +44,58 @@ TokenPrompt = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 
 
-class _Given(Frozen):
-    # NaN is JSON to Python's parser
+class _RequestModel(Frozen):
+    # Python's JSON parser accepts NaN
     model_config = ConfigDict(allow_inf_nan=False)
 
 
-class StreamOptions(_Given):
+class StreamOptions(_RequestModel):
     include_usage: bool | None = None
 
 
-class TextFormat(_Given):
+class TextFormat(_RequestModel):
     type: Literal["text"]
 
 
-class TextPart(_Given):
+class TextPart(_RequestModel):
     type: Literal["text"]
     text: Text
 
 
-def _form_of(value: Any) -> str | None:
-    """Which form of a union a value has: a string, or a list by its first entry. None: neither."""
-    if isinstance(value, list):
-        return f"list of {type(value[0]).__name__}" if value else "list of str"
-    return "str" if isinstance(value, str) else None
+def _union_tag(value: Any) -> str | None:
+    """Returns the tag of a value in a union: "str", or "list of" and the type of the first entry. None: another
+    type."""
+    if isinstance(value, str):
+        return "str"
+    if not isinstance(value, list):
+        return None
+    return f"list of {type(value[0]).__name__}" if value else "list of str"
 
 
-def _form(expected: str) -> Discriminator:
-    return Discriminator(_form_of, custom_error_type="form", custom_error_message=f"give {expected}")
+def _union(expected: str) -> Discriminator:
+    """Returns the discriminator of a union. `expected` is its error message: what to give."""
+    return Discriminator(_union_tag, custom_error_type="form", custom_error_message=f"give {expected}")
 
 
 Content = Annotated[
     Annotated[Text, Tag("str")] | Annotated[list[TextPart], Field(fail_fast=True), Tag("list of dict")],
-    _form('text, or a list of parts {"type": "text", "text": …}'),
+    _union('text, or a list of parts {"type": "text", "text": …}'),
 ]
 Stop = Annotated[
     Annotated[StopString, Tag("str")] | Annotated[StopStrings, Tag("list of str")],
-    _form("a string, or a list of strings"),
+    _union("a string, or a list of strings"),
 ]
 Prompt = Annotated[
     Annotated[Text, Tag("str")]
     | Annotated[TokenPrompt, Tag("list of int")]
     | Annotated[list[Text], Field(min_length=1, fail_fast=True), Tag("list of str")]
     | Annotated[list[TokenPrompt], Field(fail_fast=True), Tag("list of list")],
-    _form("text, a list of token ids, or a list of either"),
+    _union("text, a list of token ids, or a list of either"),
 ]
 
 
-class Message(_Given):
-    """One turn. `developer` is `system` by its newer name."""
+class ChatMessage(_RequestModel):
+    """One turn of a conversation. `developer` is the newer name of `system`."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
@@ -103,30 +107,32 @@ class Message(_Given):
 
     @property
     def turn(self) -> tuple[str, str]:
+        """(role, text)."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return ("system" if self.role == "developer" else self.role), text
 
 
-class _Sampled(_Given):
-    """What both kinds of request share."""
+class _SamplingRequest(_RequestModel):
+    """The options that both kinds of request share."""
 
     model: Annotated[str, Field(min_length=1, max_length=600)]
     """`run`, `run@step`, `run/stage/model`, `run/stage/model@step`, or a registered `name` or `name@version`."""
     temperature: Annotated[SamplingTemperature, Field(le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
-    """Keep the k most probable tokens; 0 keeps all."""
+    """Number of the most probable tokens to sample from; 0 samples from all."""
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
-    """No end and no stop string before this many tokens."""
+    """Least number of tokens. The end of turn and stop strings have no effect before it."""
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     seed: Seed | None = None
-    """Equal seeds on equal policies and prompts give equal answers."""
+    """Seed of the sampling. Equal seeds give equal answers for equal policies and prompts."""
     stop: Stop | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
-    """Adds `prompt_token_ids` and, per choice, `token_ids`: a rollout that need not be tokenised again."""
+    """Whether the response has `prompt_token_ids` and, per choice, `token_ids`, so that a rollout need not be tokenised
+    again."""
     user: Text | None = None
     """Ignored."""
     presence_penalty: Zero | None = None
@@ -143,17 +149,17 @@ class _Sampled(_Given):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @model_validator(mode="after")
-    def _streams(self) -> _Sampled:
+    def _check_stream_options(self) -> _SamplingRequest:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options are for stream=true")
         return self
 
 
-class ChatRequest(_Sampled):
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+class ChatRequest(_SamplingRequest):
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     logprobs: bool | None = None
-    """Of each sampled token, the end-of-turn token included."""
+    """Whether the response has the logprob of each sampled token, including the end-of-turn token."""
     top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
     tools: EmptyList | None = None
     tool_choice: Literal["none", "auto"] | None = None
@@ -168,17 +174,17 @@ class ChatRequest(_Sampled):
         return bool(self.logprobs)
 
     @model_validator(mode="after")
-    def _one_limit(self) -> ChatRequest:
+    def _check_limits(self) -> ChatRequest:
         if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens and max_completion_tokens differ; give one of them")
         return self
 
 
-class TextRequest(_Sampled):
+class TextRequest(_SamplingRequest):
     prompt: Prompt
-    """Text is encoded as it stands; token ids are taken as they are."""
+    """Text, which is encoded without a chat template, or token ids."""
     logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
-    """0 gives the logprobs of the sampled tokens."""
+    """0: the response has the logprobs of the sampled tokens."""
     best_of: int | None = None
     echo: Literal[False] | None = None
     suffix: Literal[""] | None = None
@@ -193,26 +199,27 @@ class TextRequest(_Sampled):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        given = self.prompt
-        if isinstance(given, str) or isinstance(given[0], int):
-            return [given]  # type: ignore[list-item]
-        return list(given)  # type: ignore[arg-type]
+        """The prompts as a list: each is text or token ids."""
+        prompt = self.prompt
+        if isinstance(prompt, str) or isinstance(prompt[0], int):
+            return [prompt]  # type: ignore[list-item]
+        return list(prompt)  # type: ignore[arg-type]
 
     @model_validator(mode="after")
-    def _all_are_returned(self) -> TextRequest:
+    def _check_best_of(self) -> TextRequest:
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise ValueError("best_of must equal n: every answer is returned")
         return self
 
 
-# -- answers -------------------------------------------------------------------------------------------------
+# -- responses -----------------------------------------------------------------------------------------------
 
 
 class Usage(BaseModel):
     prompt_tokens: int
-    """Of each prompt once, however many answers it has."""
+    """Tokens of the prompts. Each prompt counts once, however many answers it has."""
     completion_tokens: int
-    """Of all answers, up to and including the token that ended each."""
+    """Tokens of all answers, each up to and including the token that ended it."""
     total_tokens: int
 
 
@@ -222,7 +229,7 @@ class ModelCard(BaseModel):
     created: int
     owned_by: Literal["run", "registry"]
     policy: PolicyRef | None = None
-    """The policy that answers now; None in a listing and for a registered model."""
+    """The policy that would answer now. None in a listing and for a registered model."""
 
 
 class ModelList(BaseModel):
@@ -230,14 +237,14 @@ class ModelList(BaseModel):
     data: list[ModelCard]
 
 
-class Completed(BaseModel):
-    """A chat.completion or text_completion."""
+class CompletionResponse(BaseModel):
+    """The response to a chat completion or a text completion."""
 
     id: str
     object: Literal["chat.completion", "text_completion"]
     created: int
     model: str
-    """run/stage/model@step of the policy that answered; itself a valid `model`."""
+    """run/stage/model@step of the policy that answered. It is itself a valid `model`."""
     system_fingerprint: str
     """The first 12 characters of the policy's state."""
     policy: PolicyRef
@@ -261,18 +268,18 @@ class OpenAIErrorBody(BaseModel):
 
 
 class ApiError(Exception):
-    """A refusal, as OpenAI's clients expect it."""
+    """An error in the format that OpenAI's clients expect."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
 
     def body(self) -> dict[str, Any]:
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        # what the client sent may be quoted, and need not be text
+        error_type = "invalid_request_error" if self.status < 500 else "server_error"
+        # the message may quote the request, which may contain half a surrogate pair
         message = str(self).encode("utf-8", "replace").decode("utf-8")
         return OpenAIErrorBody(
-            error=OpenAIErrorDetail(message=message, type=kind, param=self.param, code=self.code)
+            error=OpenAIErrorDetail(message=message, type=error_type, param=self.param, code=self.code)
         ).model_dump()
 
     def response(self) -> JSONResponse:
@@ -280,42 +287,44 @@ class ApiError(Exception):
         return JSONResponse(self.body(), status_code=self.status, headers=headers)
 
 
-class _Meaning(NamedTuple):
-    kind: type[Exception]
+class _ErrorMapping(NamedTuple):
+    """The status and the code of an error class."""
+
+    error_class: type[Exception]
     status: int
     code: str | None
 
 
-_MEANINGS = (
-    _Meaning(SampleTooLong, 400, "context_length_exceeded"),
-    _Meaning(TextError, 400, "invalid_prompt"),
-    _Meaning(InvalidKey, 400, "invalid_model"),
-    _Meaning(UnknownPolicy, 404, "model_not_found"),
-    _Meaning(ObjectNotFound, 404, "model_not_found"),
-    _Meaning(Fenced, 409, "fenced"),
-    _Meaning(OutOfMemory, 400, "out_of_memory"),
-    _Meaning(TransientEngineError, 503, "engine_unavailable"),
+_ERROR_MAPPINGS = (
+    _ErrorMapping(SampleTooLong, 400, "context_length_exceeded"),
+    _ErrorMapping(TextError, 400, "invalid_prompt"),
+    _ErrorMapping(InvalidKey, 400, "invalid_model"),
+    _ErrorMapping(UnknownPolicy, 404, "model_not_found"),
+    _ErrorMapping(ObjectNotFound, 404, "model_not_found"),
+    _ErrorMapping(Fenced, 409, "fenced"),
+    _ErrorMapping(OutOfMemory, 400, "out_of_memory"),
+    _ErrorMapping(TransientEngineError, 503, "engine_unavailable"),
 )
 
 
 def as_api_error(error: Exception) -> ApiError | None:
-    """What an error of the engine or of storage says to a client; None for one that nobody raised on purpose."""
+    """Returns an error of the engine, of storage or of validation as an ApiError; None for a defect."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestValidationError):
-        return _invalid(error)
-    for meaning in _MEANINGS:
-        if isinstance(error, meaning.kind):
-            param = "model" if meaning.code in ("invalid_model", "model_not_found") else None
-            return ApiError(meaning.status, str(error), param=param, code=meaning.code)
+        return _validation_error(error)
+    for mapping in _ERROR_MAPPINGS:
+        if isinstance(error, mapping.error_class):
+            param = "model" if mapping.code in ("invalid_model", "model_not_found") else None
+            return ApiError(mapping.status, str(error), param=param, code=mapping.code)
     if isinstance(error, PermanentEngineError | StorageError):
-        status = status_of(name_of(error))
+        status = http_status(wire_name(error))
         code = "storage_error" if isinstance(error, StorageError) else "engine_error"
         return ApiError(400 if status == 422 else status, str(error), code=code)
     return None
 
 
-_WITHOUT_EFFECT = frozenset(
+_OPTIONS_WITHOUT_EFFECT = frozenset(
     {
         "presence_penalty", "frequency_penalty", "logit_bias", "store", "top_logprobs", "tools", "tool_choice",
         "response_format", "echo", "suffix", "name", "tool_calls", "function_call", "audio", "refusal",
@@ -323,18 +332,22 @@ _WITHOUT_EFFECT = frozenset(
 )  # fmt: skip
 
 
-def _invalid(error: RequestValidationError) -> ApiError:
+def _validation_error(error: RequestValidationError) -> ApiError:
+    """Returns the first validation error of a request, with a message that names the option."""
+    # the option, as a path such as messages.0.name
     first = error.errors()[0]
     first["loc"] = first["loc"][1:]  # without "body"
     name = field_path(first, error.body)
-    where = name.split(".")
-    last = next((part for part in reversed(where) if part in _WITHOUT_EFFECT), None)
+    path = name.split(".")
+    ineffective = any(part in _OPTIONS_WITHOUT_EFFECT for part in path)
+
+    # what to do about it
     if first["type"] == "extra_forbidden":
         message = f"the option {name!r} is not supported: leave it out"
-    elif last is not None:
-        message = f"the option {name!r} could have no effect at this value, so it is refused: leave it out"
-    elif where[0] == "logprobs" and first["type"] == "less_than_equal":
-        message = "only the logprobs of the sampled tokens are there: give logprobs=0"
+    elif ineffective:
+        message = f"the option {name!r} has no effect here, so this value is refused: leave it out"
+    elif path[0] == "logprobs" and first["type"] == "less_than_equal":
+        message = "only the logprobs of the sampled tokens are available: give logprobs=0"
     else:
         message = describe_errors([first], error.body)
     return ApiError(400, message, param=name or None, code="invalid_value")

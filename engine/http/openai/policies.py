@@ -1,13 +1,12 @@
-"""Which policy a client's `model` means.
+"""`PolicyResolver`: finds the policy that the `model` of a request names.
 
     run                          the head of the run's last stage (a run key may be deployment/time)
     run/stage/model              the head of that chain
-    …@step                       that committed policy of it
-    name, name@version           a registered model; a run of the same name comes before it
+    …@step                       the committed policy of that step
+    name, name@version           a registered model, unless a run has that name
 
-A registered model is served as policy 0 of a chain that never moves, `served/<name>`, stage `0-<digest of the version's
-content>`: equal requests find the same chain, whoever asks.
-"""
+A registered model is policy 0 of a chain that has no steps: run `served/<name>`, stage `0-<digest of the version's
+content>`. Equal requests of all clients use the same chain. """
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ import asyncio
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Generic, NamedTuple, TypeVar
 
 from engine.http.openai.models import ApiError, ModelCard
@@ -33,84 +32,97 @@ from storage.store.objects import ObjectStore
 T = TypeVar("T")
 
 RECENT_SECONDS = 1.0
-"""How long a head, an epoch or an unchanged stage is believed."""
+"""How long a head, an epoch or the last stage of a run is used before it is read from the store again."""
 LISTING_SECONDS = 10.0
-"""How long a listing is believed: it looks at every key of the store."""
-REMEMBERED = 256
+"""How long a listing of models is used before it is made again. It reads every key of the store."""
+MAX_CACHED = 256
+"""Most entries of each cache."""
 
 ChainName = tuple[str, str, str]
+"""(run, stage, model)"""
 
 
-class Found(NamedTuple):
+class ResolvedPolicy(NamedTuple):
     """A policy and the registered model that it descends from."""
 
     policy: PolicyRef
     base: ArtifactRef
     context: int | None
-    """Tokens that the model was made for; None where it does not say."""
+    """Context length of the model in tokens. None: its config does not give it."""
 
     @property
     def model_id(self) -> str:
+        """The name of this policy as a request's `model`."""
         policy = self.policy
         return f"{policy.run}/{policy.stage}/{policy.model}@{policy.step}"
 
 
-class Policies:
-    """Names to policies, by what is committed in the store. Its methods are called in one event loop."""
+class PolicyResolver:
+    """Resolves names from what is committed in the store. Its methods are called in one event loop."""
 
     def __init__(self, engine: Engine, store: ObjectStore, *, recent_seconds: float = RECENT_SECONDS) -> None:
         self.engine, self.store = engine, store
-        self._found: _Recent[Found] = _Recent(recent_seconds)
-        self._epochs: _Recent[int] = _Recent(recent_seconds)
-        self._listing: _Recent[list[ModelCard]] = _Recent(min(LISTING_SECONDS, 10 * recent_seconds))
-        self._last_chain: dict[str, ChainName] = {}
+        self._resolved: _ExpiringCache[ResolvedPolicy] = _ExpiringCache(recent_seconds)
+        self._epochs: _ExpiringCache[int] = _ExpiringCache(recent_seconds)
+        self._listing: _ExpiringCache[list[ModelCard]] = _ExpiringCache(min(LISTING_SECONDS, 10 * recent_seconds))
+        self._last_chains: dict[str, ChainName] = {}
         self._contexts: dict[str, int | None] = {}
 
-    async def find(self, model: str) -> Found:
-        """Raises InvalidKey on what is no name, ApiError 404 on a name that nothing bears."""
-        if (found := self._found.get(model)) is not None:
-            return found
-        there = await asyncio.to_thread(self._look_up, model)
-        policy = there if isinstance(there, PolicyRef) else await self.engine.create_policy(served_policy(there))
-        return self._found.put(model, await asyncio.to_thread(self._with_base, policy))
+    async def resolve(self, model: str) -> ResolvedPolicy:
+        """Returns the policy that `model` names. Raises InvalidKey for an invalid name, ApiError 404 for an unknown
+        one."""
+        resolved = self._resolved.get(model)
+        if resolved is not None:
+            return resolved
+        target = await asyncio.to_thread(self._look_up, model)
+        policy = target if isinstance(target, PolicyRef) else await self.engine.create_policy(served_policy(target))
+        return self._resolved.put(model, await asyncio.to_thread(self._with_base, policy))
 
     async def card(self, model: str) -> ModelCard:
-        """What there is to say of one model, without making it ready to answer."""
-        there = await asyncio.to_thread(self._look_up, model)
-        if isinstance(there, PolicyRef):
-            return ModelCard(id=model, created=0, owned_by="run", policy=there)
+        """Describes one model, without preparing it for requests. Raises the errors of `resolve`."""
+        target = await asyncio.to_thread(self._look_up, model)
+        if isinstance(target, PolicyRef):
+            return ModelCard(id=model, created=0, owned_by="run", policy=target)
         return ModelCard(id=model, created=0, owned_by="registry")
 
-    async def epoch(self, run: str, *, ask: bool = False) -> int:
-        """The fencing epoch in force: a reader acts in the lease holder's, and never ahead of it."""
-        if not ask and (known := self._epochs.get(run)) is not None:
-            return known
+    async def epoch(self, run: str, *, refresh: bool = False) -> int:
+        """Returns the fencing epoch of the run's lease, from the store if `refresh` is set. A reader acts in the epoch
+        of the lease's holder and never in a later one."""
+        epoch = None if refresh else self._epochs.get(run)
+        if epoch is not None:
+            return epoch
         return self._epochs.put(run, await asyncio.to_thread(current_epoch, self.store, run))
 
     async def listing(self) -> list[ModelCard]:
-        """Every run with a chain, and the registered models whose names no run bears."""
-        if (known := self._listing.get("")) is not None:
-            return known
+        """Lists every run with a chain, and the registered models that share no name with a run."""
+        cards = self._listing.get("")
+        if cards is not None:
+            return cards
         return self._listing.put("", await asyncio.to_thread(self._list))
 
-    # -- in a thread: the store may be slow --------------------------------------------------------------------
+    # -- in a thread, since the store may be slow --------------------------------------------------------------
 
     def _look_up(self, model: str) -> PolicyRef | ArtifactRef:
-        path, at, version = model.partition("@")
+        """Returns the policy or the registered model that a name stands for."""
+        path, separator, version = model.partition("@")
         parts = path.split("/")
-        for part in (*parts, version) if at else parts:
+        for part in (*parts, version) if separator else parts:
             keys.validate_name(part)
+
+        # the chain that the path names, if any; served/<name> is a registered model
         if parts[0] == SERVED and len(parts) == 2:
             parts = parts[1:]
             chain = None
         elif len(parts) in (3, 4):
-            chain = Chain(self.store, "/".join(parts[:-2]), *parts[-2:])
-            chain = chain if chain.root() is not None else None
+            named_chain = Chain(self.store, "/".join(parts[:-2]), *parts[-2:])
+            chain = named_chain if named_chain.root() is not None else None
         else:
-            chain = self._head_chain(keys.validate_run(path))
+            chain = self._last_chain(keys.validate_run(path))
+
+        # a policy of the chain, or a registered model
         if chain is not None and re.fullmatch(r"\d{1,12}", version):
             return chain.policy(int(version))
-        if chain is not None and not at:
+        if chain is not None and not separator:
             return chain.head()
         registered = find_model(self.store, parts[0], version or None) if len(parts) == 1 else None
         if registered is None:
@@ -123,69 +135,83 @@ class Policies:
             )
         return registered
 
-    def _with_base(self, policy: PolicyRef) -> Found:
+    def _with_base(self, policy: PolicyRef) -> ResolvedPolicy:
         base = base_model_of(self.store, policy)
         if base.sha256 not in self._contexts:
             self._contexts[base.sha256] = context_length_of(self.store, base)
-        return Found(policy, base, self._contexts[base.sha256])
+        return ResolvedPolicy(policy, base, self._contexts[base.sha256])
 
-    def _head_chain(self, run: str) -> Chain | None:
-        """The policy chain of the run's last stage. What a run has is listed once, then only what comes after."""
-        known = self._last_chain.get(run)
-        if known is None or self._has_stage(run, _position(known[1]) + 1):
-            names = (keys.chain_of(info.key) for info in self.store.list(keys.run_prefix(run)))
-            known = _last({name for name in names if name is not None and name[0] == run})
-            if known is None:
+    def _last_chain(self, run: str) -> Chain | None:
+        """Returns the policy chain of the run's last stage.
+
+        The keys of a run are listed once. After that it only checks whether a later stage exists.
+        """
+        name = self._last_chains.get(run)
+        if name is None or self._has_stage(run, _position(name[1]) + 1):
+            all_names = (keys.chain_of(info.key) for info in self.store.list(keys.run_prefix(run)))
+            name = _last_of({chain for chain in all_names if chain is not None and chain[0] == run})
+            if name is None:
                 return None
-            if known[2] == DEFAULT_CHAIN:
-                self._last_chain[run] = known
-        return Chain(self.store, *known)
+            if name[2] == DEFAULT_CHAIN:
+                self._last_chains[run] = name
+        return Chain(self.store, *name)
 
     def _has_stage(self, run: str, position: int) -> bool:
-        beginning = keys.stage_prefix(run, f"{position}-").removesuffix("/")
-        return any(True for _ in self.store.list(beginning))
+        prefix = keys.stage_prefix(run, f"{position}-").removesuffix("/")
+        return any(True for _ in self.store.list(prefix))
 
     def _list(self) -> list[ModelCard]:
+        # runs, created with their first object
         created: dict[str, float] = {}
-        runs: set[str] = set()
         for info in self.store.list(keys.runs_prefix()):
             name = keys.chain_of(info.key)
             if name is not None and not is_auxiliary(name[0]):
-                runs.add(name[0])
-                created[name[0]] = min(info.modified, created.get(name[0], info.modified))
+                run = name[0]
+                created[run] = min(info.modified, created.get(run, info.modified))
+
+        # registered models
         registered: dict[str, float] = {}
         for info in self.store.list(keys.models_prefix()):
             alias = keys.alias_of(info.key)
-            if alias is not None and alias[0] not in runs:
+            if alias is not None and alias[0] not in created:
                 registered[alias[0]] = info.modified
-        return [
-            *(ModelCard(id=run, created=int(created[run]), owned_by="run") for run in sorted(runs)),
-            *(ModelCard(id=name, created=int(at), owned_by="registry") for name, at in sorted(registered.items())),
-        ]
+
+        runs = [ModelCard(id=run, created=int(first), owned_by="run") for run, first in sorted(created.items())]
+        models = [ModelCard(id=name, created=int(put), owned_by="registry") for name, put in sorted(registered.items())]
+        return [*runs, *models]
 
 
 def _position(stage: str) -> int:
-    """The place of a stage in its run; -1 for one whose name does not say."""
-    found = re.match(r"(\d{1,9})-", stage)
-    return int(found[1]) if found else -1
+    """Returns the position of a stage in its run, which its name begins with; -1 if it does not."""
+    match = re.match(r"(\d{1,9})-", stage)
+    return int(match[1]) if match else -1
 
 
-def _last(chains: Iterable[ChainName]) -> ChainName | None:
-    """The chain that stands for a run: `policy` of its last stage, or the only one there."""
-    order: Callable[[ChainName], tuple[int, str]] = lambda chain: (_position(chain[1]), chain[1])  # noqa: E731
-    by_place = sorted(chains, key=order)
-    if not by_place:
+def _stage_order(chain: ChainName) -> tuple[int, str]:
+    return _position(chain[1]), chain[1]
+
+
+def _last_of(chains: Iterable[ChainName]) -> ChainName | None:
+    """Returns the chain that stands for a run: the policy chain of its last stage, or that stage's only chain.
+
+    Raises ApiError 404 if the last stage has several chains and none is the policy chain.
+    """
+    ordered = sorted(chains, key=_stage_order)
+    if not ordered:
         return None
-    stage = by_place[-1][1]
-    there = sorted(chain for chain in by_place if chain[1] == stage)
-    if len(there) > 1 and all(chain[2] != DEFAULT_CHAIN for chain in there):
-        names = ", ".join("/".join(chain) for chain in there)
+    last_stage = ordered[-1][1]
+    candidates = sorted(chain for chain in ordered if chain[1] == last_stage)
+    for chain in candidates:
+        if chain[2] == DEFAULT_CHAIN:
+            return chain
+    if len(candidates) > 1:
+        names = ", ".join("/".join(chain) for chain in candidates)
         raise ApiError(404, f"the last stage has several models: give one of {names}", param="model")
-    return next((chain for chain in there if chain[2] == DEFAULT_CHAIN), there[0])
+    return candidates[0]
 
 
-class _Recent(Generic[T]):
-    """Values that are believed for a while; the latest `REMEMBERED` of them."""
+class _ExpiringCache(Generic[T]):
+    """Values that expire after some seconds. It holds the latest `MAX_CACHED` of them."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -198,6 +224,6 @@ class _Recent(Generic[T]):
     def put(self, name: str, value: T) -> T:
         self._values[name] = (time.monotonic(), value)
         self._values.move_to_end(name)
-        if len(self._values) > REMEMBERED:
+        if len(self._values) > MAX_CACHED:
             self._values.popitem(last=False)
         return value

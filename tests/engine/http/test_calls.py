@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from engine.errors import EngineBusy
-from engine.http.calls import Answer, Call, CallLimits, CallTable
+from engine.http.calls import CallLimits, CallResult, CallTable, SubmittedCall
 from engine.http.errors import BodyTooLarge, CallConflict, UnknownCall
 
 A, B, C = "a" * 32, "b" * 32, "c" * 32
@@ -23,21 +23,21 @@ class Clock:
 class Work:
     """Counts how often it is begun; ends when `gate` opens."""
 
-    def __init__(self, answer: Answer | None = None) -> None:
+    def __init__(self, answer: CallResult | None = None) -> None:
         self.begun, self.cancelled, self.gate = 0, 0, asyncio.Event()
-        self.answer = answer or Answer(200, b"{}")
+        self.result = answer or CallResult(200, b"{}")
 
-    async def __call__(self) -> Answer:
+    async def __call__(self) -> CallResult:
         self.begun += 1
         try:
             await self.gate.wait()
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
-        return self.answer
+        return self.result
 
 
-def submit(table: CallTable, id: str, work: Work, *, digest: str = "d", size: int = 1) -> Call:
+def submit(table: CallTable, id: str, work: Work, *, digest: str = "d", size: int = 1) -> SubmittedCall:
     return table.submit(id, work, verb="generate", digest=digest, run="r", size=size)
 
 
@@ -47,7 +47,7 @@ async def test_one_id_is_one_effect_however_often_it_is_submitted() -> None:
     assert submit(table, A, work) is first
     assert await table.wait(first, 0) is None
     work.gate.set()
-    assert await table.wait(first, 5) == Answer(200, b"{}")
+    assert await table.wait(first, 5) == CallResult(200, b"{}")
     assert submit(table, A, work) is first  # the acknowledgement was lost: the answer is still there
     assert work.begun == 1
 
@@ -63,7 +63,7 @@ async def test_an_id_with_another_body_or_verb_is_a_conflict() -> None:
 
 async def test_a_permanent_failure_is_joined_and_a_transient_one_is_tried_again() -> None:
     for status, begun in ((422, 1), (503, 2), (500, 2)):
-        table, work = CallTable(), Work(Answer(status, b"{}"))
+        table, work = CallTable(), Work(CallResult(status, b"{}"))
         work.gate.set()
         await table.wait(submit(table, A, work), 5)
         await table.wait(submit(table, A, work), 5)
@@ -82,7 +82,7 @@ async def test_calls_and_bytes_that_wait_are_bounded() -> None:
     with pytest.raises(BodyTooLarge):
         submit(CallTable(CallLimits(waiting_bytes=10)), C, work, size=11)
     with pytest.raises(EngineBusy, match="0 of 0 MiB"):
-        submit(CallTable(table.limits, arriving_bytes=5), C, work, size=6)
+        submit(CallTable(table.limits, reserved_bytes=5), C, work, size=6)
     work.gate.set()
     await table.wait(first, 5)
     await asyncio.sleep(0)
@@ -139,7 +139,7 @@ async def test_old_answers_and_abandoned_calls_go() -> None:
 async def test_too_many_answers_go_oldest_first_and_those_handed_out_before_others(limits: CallLimits) -> None:
     clock = Clock()
     table = CallTable(limits, clock)
-    work = Work(Answer(200, b"x"))
+    work = Work(CallResult(200, b"x"))
     work.gate.set()
     for number, id in enumerate((A, B, C)):
         clock.now = number
@@ -152,9 +152,9 @@ async def test_too_many_answers_go_oldest_first_and_those_handed_out_before_othe
 
 async def test_an_answer_larger_than_the_bound_is_kept_until_another_comes() -> None:
     table = CallTable(CallLimits(finished_bytes=2))
-    work = Work(Answer(200, b"xxx"))
+    work = Work(CallResult(200, b"xxx"))
     work.gate.set()
     call = submit(table, A, work)
     await asyncio.wait({call.task})
     table.sweep()
-    assert table.find(A).answer == Answer(200, b"xxx")
+    assert table.find(A).result == CallResult(200, b"xxx")

@@ -28,9 +28,9 @@ from engine.errors import (
 )
 from engine.http.app import create_app
 from engine.http.client import EngineClient
-from engine.http.errors import CLASSES, ErrorBody, body_of, error_from, status_of
-from engine.http.service import ServerOptions, Service
-from engine.http.transport import LONGEST_DELAY_SECONDS, Patience
+from engine.http.errors import ERROR_CLASSES, ErrorBody, error_body, error_of_body, http_status
+from engine.http.service import EngineService, ServerOptions
+from engine.http.transport import LONGEST_DELAY_SECONDS, Backoff
 from engine.local.engine import LocalEngine
 from engine.protocol import Engine, GenerateRequest, LogprobsRequest, PolicySpec, SamplingParams, TokenSequence
 from engine.specs.engine import HttpEngineSpec
@@ -218,7 +218,7 @@ async def test_a_cancelled_call_is_taken_back(line: Line, engine: ScriptedEngine
     calling.cancel()
     with pytest.raises(asyncio.CancelledError):
         await calling
-    service: Service = line.app.state.service
+    service: EngineService = line.app.state.service
     assert not service.calls.calls
     engine.gate.set()
     await asyncio.sleep(0)
@@ -229,7 +229,7 @@ async def test_a_cancelled_call_is_taken_back(line: Line, engine: ScriptedEngine
 
 
 def busy() -> httpx.Response:
-    body = body_of(EngineBusy("full"), "0" * 32)
+    body = error_body(EngineBusy("full"), "0" * 32)
     return httpx.Response(503, content=body.model_dump_json(), headers={"Retry-After": "1"})
 
 
@@ -277,19 +277,19 @@ async def test_patience_backs_off_with_full_jitter_and_starts_anew_with_each_sig
         slept.append(seconds)
 
     monkeypatch.setattr("engine.http.transport.asyncio.sleep", sleep)
-    patience = Patience(100, clock=lambda: now, draw=lambda: 1.0)
+    backoff = Backoff(100, clock=lambda: now, draw=lambda: 1.0)
     for _ in range(12):
-        await patience.pause(WorkerDied())
+        await backoff.pause(WorkerDied())
     assert slept[:4] == pytest.approx([0.2, 0.4, 0.8, 1.6])
     assert max(slept) == slept[-1] == LONGEST_DELAY_SECONDS
     now = 99
-    patience.alive()
+    backoff.reset()
     now = 198
-    await patience.pause(WorkerDied())
+    await backoff.pause(WorkerDied())
     assert slept[-1] == pytest.approx(0.2)
     now = 199
     with pytest.raises(WorkerDied):
-        await patience.pause(WorkerDied())
+        await backoff.pause(WorkerDied())
 
 
 # -- errors ----------------------------------------------------------------------------------------------------
@@ -307,7 +307,7 @@ async def test_every_error_comes_back_as_itself_and_only_transient_ones_are_5xx(
 ) -> None:
     engine.error = kind("what was given, what to do")
     transient = issubclass(kind, TransientEngineError | storage_errors.TransientStorageError)
-    assert status_of(kind.__name__) == 503 if transient else 400 <= status_of(kind.__name__) < 500
+    assert http_status(kind.__name__) == 503 if transient else 400 <= http_status(kind.__name__) < 500
     with pytest.raises(kind, match="what was given, what to do") as raised:
         await client_over(line, store, patience_seconds=0).release("r")
     assert type(raised.value) is kind
@@ -339,11 +339,11 @@ def test_subclasses_travel_as_the_class_both_sides_know() -> None:
     class Odd(StepConflict):
         pass
 
-    body = body_of(Odd("x"), "0" * 32)
-    assert type(error_from(body)) is StepConflict
+    body = error_body(Odd("x"), "0" * 32)
+    assert type(error_of_body(body)) is StepConflict
     unknown = ErrorBody(error="OfTheFuture", message="m", request_id="")
-    assert type(error_from(unknown)) is PermanentEngineError
-    assert set(CLASSES) >= {"EngineBusy", "ObjectNotFound"}
+    assert type(error_of_body(unknown)) is PermanentEngineError
+    assert set(ERROR_CLASSES) >= {"EngineBusy", "ObjectNotFound"}
 
 
 async def test_a_wrong_token_is_said_without_saying_it(

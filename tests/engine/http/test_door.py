@@ -19,9 +19,9 @@ from engine.errors import BadSpec
 from engine.http import wire
 from engine.http.app import create_app
 from engine.http.guard import MAX_JSON_BYTES, MAX_JSON_VALUES, MAX_PROMPT_VALUES
+from engine.http.lifecycle import Binding
 from engine.http.openai.models import ChatRequest
-from engine.http.server import Binding
-from engine.http.service import ServerOptions, Service
+from engine.http.service import EngineService, ServerOptions
 from engine.protocol import GenerateRequest, LogprobsRequest, TokenSequence
 from storage.chain.records import PolicyRef
 from storage.store.objects import ObjectStore, open_store
@@ -288,13 +288,13 @@ async def test_a_gigabyte_is_refused_before_it_is_read(engine: ScriptedEngine) -
 
 async def test_bytes_that_wait_are_bounded_over_all_calls(serve: Serve, engine: ScriptedEngine) -> None:
     client = serve()
-    service: Service = client.service  # type: ignore[attr-defined]
-    service.calls.hold(service.calls.limits.waiting_bytes - 10)
+    service: EngineService = client.service  # type: ignore[attr-defined]
+    service.calls.reserve(service.calls.limits.waiting_bytes - 10)
     answer = await client.post("/v1/release", json={"run": "r", "epoch": 0})
     assert (answer.status_code, answer.json()["error"], answer.headers["retry-after"]) == (503, "EngineBusy", "1")
-    service.calls.hold(-service.calls.arriving_bytes)
+    service.calls.reserve(-service.calls.reserved_bytes)
     assert (await client.post("/v1/release", json={"run": "r", "epoch": 0})).status_code == 200
-    assert service.calls.arriving_bytes == 0
+    assert service.calls.reserved_bytes == 0
 
 
 # -- calls -----------------------------------------------------------------------------------------------------
@@ -361,7 +361,7 @@ async def test_a_draining_server_takes_no_calls_and_still_answers_those_it_took(
     serve: Serve, engine: ScriptedEngine
 ) -> None:
     client, id = serve(), uuid4().hex
-    service: Service = client.service  # type: ignore[attr-defined]
+    service: EngineService = client.service  # type: ignore[attr-defined]
     engine.gate.clear()
     await client.post("/v1/release", params={"wait": 0}, json={"run": "r"}, headers={"X-Request-Id": id})
     draining = asyncio.create_task(service.drain(60))

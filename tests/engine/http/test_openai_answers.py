@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.http.openai.answers import BROKEN, Answer, stop_token_ids
+from engine.http.openai.answers import BROKEN, AnswerBuilder
 from engine.text.rendering import Renderer
+from engine.text.stops import stop_token_ids
 from engine.text.tokenizers import Tokenizer, load_tokenizer
 
 
@@ -19,18 +20,18 @@ def tokenizer(tiny_folder: Path) -> Tokenizer:
     return load_tokenizer(tiny_folder)
 
 
-def fed(answer: Answer, tokens: list[int], *, reason: str = "length") -> list[str]:
+def fed(answer: AnswerBuilder, tokens: list[int], *, reason: str = "length") -> list[str]:
     """What each token released, and then the end."""
     return [*(answer.feed(token, -1.0) for token in tokens), answer.close(reason)]  # type: ignore[arg-type]
 
 
 def test_a_character_is_released_when_its_last_byte_is_there(tokenizer: Tokenizer) -> None:
-    released = fed(Answer(tokenizer), tokenizer.encode("aé日🎉b"))
+    released = fed(AnswerBuilder(tokenizer), tokenizer.encode("aé日🎉b"))
     assert released == ["a", "", "é", "", "", "日", "", "", "", "🎉", "b", ""]
 
 
 def test_what_never_becomes_a_character_comes_with_the_end(tokenizer: Tokenizer) -> None:
-    answer = Answer(tokenizer)
+    answer = AnswerBuilder(tokenizer)
     assert fed(answer, tokenizer.encode("a日")[:-1]) == ["a", "", "", BROKEN]
     assert answer.text == f"a{BROKEN}"
 
@@ -39,7 +40,7 @@ def test_what_never_becomes_a_character_comes_with_the_end(tokenizer: Tokenizer)
 @given(data=st.data())
 def test_the_pieces_are_the_text_decoded_at_once(tokenizer: Tokenizer, data: st.DataObject) -> None:
     tokens = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=40))
-    answer = Answer(tokenizer)
+    answer = AnswerBuilder(tokenizer)
     assert "".join(fed(answer, tokens, reason="length")) == answer.text
     assert answer.text == Renderer(tokenizer).decode_completion(tokens)
     assert answer.tokens == tokens and answer.finish == "length"
@@ -50,7 +51,7 @@ def test_the_pieces_are_the_text_decoded_at_once(tokenizer: Tokenizer, data: st.
 def test_the_text_ends_before_the_first_stop_string_to_be_complete(
     tokenizer: Tokenizer, text: str, stop: list[str]
 ) -> None:
-    answer = Answer(tokenizer, stop=stop)
+    answer = AnswerBuilder(tokenizer, stop=stop)
     pieces = fed(answer, tokenizer.encode(text))
     complete = next((text[:end] for end in range(1, len(text) + 1) if text[:end].endswith(tuple(stop))), None)
     if complete is None:
@@ -64,33 +65,33 @@ def test_the_text_ends_before_the_first_stop_string_to_be_complete(
 
 
 def test_what_may_begin_a_stop_string_is_held_back(tokenizer: Tokenizer) -> None:
-    released = fed(Answer(tokenizer, stop=["STOP"]), tokenizer.encode("xSTOx"))
+    released = fed(AnswerBuilder(tokenizer, stop=["STOP"]), tokenizer.encode("xSTOx"))
     assert released == ["x", "", "", "", "STOx", ""]
-    assert fed(Answer(tokenizer, stop=["STOP"]), tokenizer.encode("xSTO"))[-1] == "STO"
+    assert fed(AnswerBuilder(tokenizer, stop=["STOP"]), tokenizer.encode("xSTO"))[-1] == "STO"
 
 
 def test_no_stop_string_within_the_first_min_tokens(tokenizer: Tokenizer) -> None:
-    answer = Answer(tokenizer, stop=["a"], min_tokens=3)
+    answer = AnswerBuilder(tokenizer, stop=["a"], min_tokens=3)
     fed(answer, tokenizer.encode("aaabab"))
     assert (answer.text, len(answer.tokens)) == ("aaab", 5)
 
 
 @pytest.mark.parametrize(("reason", "finish"), [("eos", "stop"), ("stop", "stop"), ("length", "length")])
 def test_the_end_of_turn_is_counted_and_is_no_text(tokenizer: Tokenizer, reason: str, finish: str) -> None:
-    answer = Answer(tokenizer)
+    answer = AnswerBuilder(tokenizer)
     end = tokenizer.eos_token_ids[0]
     fed(answer, [*tokenizer.encode("hi"), end], reason=reason)
     assert (answer.text, answer.finish, len(answer.tokens)) == ("hi", finish, 3)
 
 
 def test_nothing_after_the_end_is_taken(tokenizer: Tokenizer) -> None:
-    answer = Answer(tokenizer, stop=["b"])
+    answer = AnswerBuilder(tokenizer, stop=["b"])
     fed(answer, tokenizer.encode("abcd"))
     assert answer.tokens == tokenizer.encode("ab")
 
 
 def test_offsets_are_where_each_token_begins_in_the_text(tokenizer: Tokenizer) -> None:
-    answer = Answer(tokenizer, stop=["zz"])
+    answer = AnswerBuilder(tokenizer, stop=["zz"])
     fed(answer, tokenizer.encode("azb"))
     assert answer.offsets == [0, 1, 2]
 

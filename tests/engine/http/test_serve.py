@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from engine.errors import UnknownPolicy
 from engine.http.client import EngineClient
-from engine.http.server import Binding
+from engine.http.lifecycle import Binding
 from engine.local.engine import LocalEngine
 from engine.protocol import Engine, GenerateRequest, SamplingParams
 from engine.specs.engine import HttpEngineSpec

@@ -175,7 +175,7 @@ def stream(schema: pa.Schema, *batches: pa.RecordBatch, compression: str | None 
 
 
 def with_head(schema: pa.Schema) -> pa.Schema:
-    return schema.with_metadata({b"ostinato": wire.GenerateHead(policy=POLICY).model_dump_json().encode()})
+    return schema.with_metadata({b"ostinato": wire.GenerateMetadata(policy=POLICY).model_dump_json().encode()})
 
 
 def test_a_small_body_that_decodes_to_a_huge_one_is_refused_before_it_is_decoded(
@@ -196,7 +196,7 @@ def test_a_small_body_that_decodes_to_a_huge_one_is_refused_before_it_is_decoded
 def test_the_announced_size_is_what_the_lists_weigh() -> None:
     """By hand: each id has 4 bytes in the buffer, 8 in the list, and an int object of 32 bytes when it is over 256."""
     body = wire.encode_generate(GenerateRequest(POLICY, [[1000] * 100_000], [1]), epoch=0)
-    announced = wire.announced_generate(body)
+    announced = wire.summarize_generate(body)
     assert announced.policy == POLICY
     tracemalloc.start()
     try:

@@ -1,4 +1,4 @@
-"""Life of the server process: bind, serve, drain on SIGTERM or SIGINT. SIGKILL is always safe."""
+"""The life of the server process: bind an address, serve, and drain on SIGTERM or SIGINT. SIGKILL is always safe."""
 
 from __future__ import annotations
 
@@ -26,33 +26,34 @@ from engine.http.connections import (
     limits_of_process,
 )
 from engine.http.guard import is_loopback
-from engine.http.service import Service
+from engine.http.service import EngineService
 
 logger = logging.getLogger("ostinato.engine.http")
 
 KEEP_ALIVE_SECONDS = 75
+"""How long an idle connection stays open."""
 MAX_HEAD_BYTES = 16 << 10
-"""Of request line and headers."""
+"""Most bytes of the request line and the headers."""
 
 
 @dataclass(frozen=True)
 class Binding:
-    """Where the server listens."""
+    """The address of a server, and the token that clients must send."""
 
     host: str = "127.0.0.1"
     port: int = 8777
-    """0: any free one."""
+    """0: any free port."""
     token: str | None = field(default=None, repr=False)
 
     def open(self) -> socket.socket:
-        """A listening socket. Raises BadSpec for a host that needs a token, OSError when the port is taken."""
+        """Returns a listening socket. Raises BadSpec for a host that needs a token, OSError when the port is taken."""
         if self.token is None and not is_loopback(self.host):
             raise BadSpec(
                 f"without a token only this machine may call: {self.host!r} is reachable from others; set "
                 "OSTINATO_ENGINE_TOKEN or --token-file, or bind 127.0.0.1"
             )
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        # asyncio sets TCP_NODELAY only where the protocol is named: without it each answer waits 40 ms for an ACK
+        # asyncio sets TCP_NODELAY only if the protocol is given. Without it each response waits 40 ms for an ACK.
         listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -65,8 +66,8 @@ class Binding:
 
 
 class EngineServer(uvicorn.Server):
-    """uvicorn with limits on connections, and without its signal handlers: a signal drains first, see
-    `serve_until_signal`."""
+    """uvicorn with limits on connections. It has no signal handlers, since a signal drains first
+    (`serve_until_signal`)."""
 
     def __init__(self, app: FastAPI, limits: ConnectionLimits | None = None) -> None:
         super().__init__(
@@ -93,7 +94,7 @@ class EngineServer(uvicorn.Server):
         asyncio.get_running_loop().set_exception_handler(AcceptErrorHandler())
         await super().startup(sockets)
         for listener in sockets or []:
-            # asyncio made the kernel's queue as short as its own batch
+            # asyncio has limited the kernel's queue to the size of its own batch
             listener.listen(LISTEN_QUEUE)
 
     async def on_tick(self, counter: int) -> bool:
@@ -109,31 +110,36 @@ async def serve_until_signal(
     app: FastAPI, listener: socket.socket, *, grace_seconds: float, on_ready: Callable[[str], None]
 ) -> bool:
     """Serves until SIGTERM or SIGINT, then drains: the running call ends or is rolled back, and the engine closes.
-    A second signal ends the process at once. False when the engine did not close within `grace_seconds`."""
-    service: Service = app.state.service
+
+    A second signal ends the process at once. Returns False if the engine did not close within `grace_seconds`.
+    """
+    # start, and wait until the engine answers or a signal arrives
+    service: EngineService = app.state.service
     server = EngineServer(app, limits_of_process())
     stop = asyncio.Event()
-    _on_signals(stop)
+    _stop_on_signals(stop)
     serving = asyncio.create_task(server.serve([listener]))
     stopping = asyncio.create_task(stop.wait())
     await service.until_ready(serving, stopping)
     if service.state == "ready":
-        # each full collection stops every thread while it walks through what the libraries made: 0.5 s
+        # A full collection would stop every thread for 0.5 s, as it goes through all objects of the libraries.
         gc.collect()
         gc.freeze()
         on_ready(_url(listener))
     await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    logger.info("draining: no more calls, at most %g s for the one that runs", grace_seconds)
+
+    # drain
+    logger.info("draining: no new calls are taken, and the running call has at most %g s to end", grace_seconds)
     closed = await service.drain(grace_seconds)
     if not closed:
-        logger.warning("the running call did not end within %g s: it is rolled back", grace_seconds)
+        logger.warning("the running call did not end within %g s and is rolled back", grace_seconds)
     server.should_exit = True
     stopping.cancel()
     await serving
     return closed
 
 
-def _on_signals(stop: asyncio.Event) -> None:
+def _stop_on_signals(stop: asyncio.Event) -> None:
     def on_signal(number: int) -> None:
         if stop.is_set():
             os._exit(128 + number)

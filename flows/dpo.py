@@ -1,5 +1,5 @@
-"""Direct preference optimisation (arXiv:2305.18290) as a chain of committed steps. The loop is `Supervised.run`; the
-flow around it is `dpo`.
+"""Direct preference optimisation (arXiv:2305.18290) as a chain of committed steps. The loop is
+`SupervisedLoop.run`; the flow around it is `dpo`.
 
 The reference is the policy that the stage began with. Its logprobs are computed once per batch, before the step, and
 committed with the batch.
@@ -9,22 +9,22 @@ committed with the batch.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 from prefect import flow
 
 from engine.handles import TrainingModel
-from engine.losses.pairs import DPOSpec, DPOVariant
 from engine.text.threads import StringThread
-from flows.configs.preferences import DPOConfig
+from flows.configs.preferences import DPOAlgorithm, DPOConfig, PreferenceOptimizer
 from flows.display.terminal import TerminalProgress
 from flows.ops.hooks import ON_END
 from flows.runs.session import open_run
 from flows.training.aliases import accept_aliases
-from flows.training.dataset_loop import Supervised, supervised_arguments, train_on_dataset
+from flows.training.options import DPOOptions
+from flows.training.supervised_flow import supervised_arguments, train_on_dataset
+from flows.training.supervised_loop import SupervisedLoop
 from storage.chain.records import PolicyRef
 from storage.store.artifacts import ArtifactRef
-from tasks.batches.truncation import check_uncut
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.spec import InlinePairs
 from tasks.load import load_prompts
@@ -32,39 +32,37 @@ from tasks.prepare import prepare_pairs
 
 
 @accept_aliases()
-class DPO(Supervised):
+class DPO(SupervisedLoop):
     """Trains `model` in place on pairs (preferred, dispreferred) of threads that begin alike, or on a loaded preference
-    dataset. `samples_per_batch` counts pairs. The other arguments are those of `Supervised`.
+    dataset. `samples_per_batch` counts pairs. The other arguments are those of
+    flows.training.options.DPOOptions; their defaults are in flows.configs.preferences.
 
     Only the turns after those that both threads begin with are compared, unless the threads' weights say otherwise.
     """
 
     stage = "dpo"
+    options_type = DPOOptions
+    algorithm_type = DPOAlgorithm
+    optimizer_type = PreferenceOptimizer
 
     def __init__(
         self,
         dataset: list[tuple[StringThread, StringThread]] | LoadedDataset,
         model: TrainingModel,
-        *,
-        lr: float = 1e-6,
-        samples_per_batch: int = 32,
-        kl_beta: float = 0.1,
-        loss_variant: DPOVariant = "sigmoid",
-        label_smoothing: float | None = None,
-        **options: Any,
+        **options: Unpack[DPOOptions],
     ) -> None:
-        super().__init__(model, lr=lr, samples_per_batch=samples_per_batch, **options)
-        check_uncut(self.lengths)
+        super().__init__(model, options)
         self.dataset = dataset
-        self.loss = DPOSpec(beta=kl_beta, variant=loss_variant, label_smoothing=label_smoothing)
+        assert isinstance(self.algorithm, DPOAlgorithm)
+        self.loss = self.algorithm.loss
 
-    async def _prepare(self, policy: PolicyRef, dataset: ArtifactRef, rows: list[int], step: int) -> ArtifactRef:
+    async def prepare(self, policy: PolicyRef, dataset: ArtifactRef, rows: list[int], step: int) -> ArtifactRef:
         workspace, reference = self.model.workspace, await self.open()
         return await prepare_pairs(
             workspace, policy, self.model.base, dataset, rows, reference=reference, lengths=self.lengths, step=step
         )
 
-    def _load(self) -> LoadedDataset:
+    def load_dataset(self) -> LoadedDataset:
         if not isinstance(self.dataset, LoadedDataset):
             return load_prompts(self.model.workspace, InlinePairs.of(self.dataset), "preference")
         if self.dataset.ref.kind != "pairs":
@@ -73,7 +71,7 @@ class DPO(Supervised):
             )
         return self.dataset
 
-    def _reference(self, start: PolicyRef) -> PolicyRef | None:
+    def reference(self, start: PolicyRef) -> PolicyRef | None:
         return start
 
 

@@ -1,6 +1,7 @@
-"""GSPO (arXiv:2507.18071) on episodes with an environment: one ratio, and one grade, per episode.
+"""GSPO (arXiv:2507.18071) on episodes with an environment: one ratio, and one grade, per episode. The loop is
+ENVGRPO's.
 
-An episode whose conversation was rewritten is several sequences, each with a ratio of its own and the episode's
+An episode whose conversation was rewritten is several sequences. Each has a ratio of its own and the episode's
 advantage.
 
     ostinato run env_gspo --config examples/env_gspo.yaml
@@ -8,31 +9,39 @@ advantage.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 from prefect import flow
 
 from engine.handles import TrainingModel
-from engine.losses.base import LossNorm
 from engine.losses.policy_gradient import GSPOSpec
 from engine.text.threads import StringThread
-from flows.configs.environments import ENVGSPOConfig
+from flows.configs.environments import ENVGSPOAlgorithm, ENVGSPOConfig
 from flows.configs.gspo import check_has_gspo
 from flows.display.terminal import TerminalProgress
-from flows.env_grpo import ENVGRPO, env_arguments, train_in_environment
+from flows.env_grpo import ENVGRPO
 from flows.ops.hooks import ON_END
 from flows.runs.session import open_run
+from flows.training.aliases import accept_aliases
+from flows.training.options import EpisodeOptions
+from flows.training.rollout_flow import episode_arguments, train_on_episodes
 from tasks.datasets.load import LoadedDataset
 from tasks.environments.base import EnvironmentFactory
 from tasks.environments.spec import EnvironmentSpec
 
 
+@accept_aliases()
 class ENVGSPO(ENVGRPO):
-    """As ENVGRPO, with GSPO's loss. Raises tasks.batches.episodes.NotOneGrade when an episode does not have exactly
-    one grade: grade the last turn, and in `on_limit` what a limit ends."""
+    """Trains `model` in place on episodes, as ENVGRPO does, with GSPO's loss; its other arguments are ENVGRPO's.
+
+    Raises tasks.batches.episodes.NotOneGrade when an episode does not have exactly one grade: grade the last turn, and
+    grade in `on_limit` an episode that a limit ends.
+    """
 
     stage = "env_gspo"
     length = "max_num_gspo_steps"
+    algorithm_type = ENVGSPOAlgorithm
+    policy_losses = {"clip": GSPOSpec}
     per_trajectory = True
 
     def __init__(
@@ -42,15 +51,10 @@ class ENVGSPO(ENVGRPO):
         environment_factory: EnvironmentFactory | EnvironmentSpec,
         *,
         max_num_gspo_steps: int | None = None,
-        clip_range: float = 0.01,
-        clip_range_high: float | None = None,
-        loss_norm: LossNorm = "sequence_mean",
-        **options: Any,
+        **options: Unpack[EpisodeOptions],
     ) -> None:
-        check_has_gspo(options.pop("dual_clip", None), options.pop("policy_loss", "clip"))
-        options |= {"clip_range": clip_range, "clip_range_high": clip_range_high, "loss_norm": loss_norm}
+        check_has_gspo(options.get("dual_clip"), options.get("policy_loss", "clip"))
         super().__init__(dataset, model, environment_factory, max_num_grpo_steps=max_num_gspo_steps, **options)
-        self.loss = GSPOSpec.model_validate(self.loss.model_dump(exclude={"kind", "dual_clip"}))
 
 
 @flow(name="env_gspo", flow_run_name="{config.title}", **ON_END)
@@ -65,5 +69,6 @@ async def env_gspo(config: ENVGSPOConfig) -> dict[str, Any]:
     async with open_run("env_gspo", config, logger, use="prompt") as session:
         if session.result is not None:
             return session.result
-        trainer = ENVGSPO(**await env_arguments(config, session, logger), max_num_gspo_steps=config.algorithm.steps)
-        return await train_in_environment(config, session, trainer)
+        arguments = await episode_arguments(config, session, logger)
+        trainer = ENVGSPO(**arguments, max_num_gspo_steps=config.algorithm.steps)
+        return await train_on_episodes(config, session, trainer, trainer.episodes)

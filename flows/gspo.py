@@ -6,20 +6,21 @@ log-probability. The loop is GRPO's.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Unpack
 
 from prefect import flow
 
 from engine.handles import TrainingModel
-from engine.losses.base import LossNorm
 from engine.losses.policy_gradient import GSPOSpec
 from engine.text.threads import StringThread
-from flows.configs.gspo import GSPOConfig, check_has_gspo
+from flows.configs.gspo import GSPOAlgorithm, GSPOConfig, check_has_gspo
 from flows.display.terminal import TerminalProgress
-from flows.grpo import GRPO, reward_arguments, train_on_rewards
+from flows.grpo import GRPO
 from flows.ops.hooks import ON_END
 from flows.runs.session import open_run
 from flows.training.aliases import accept_aliases
+from flows.training.options import GRPOOptions
+from flows.training.rollout_flow import reward_arguments, train_on_rewards
 from tasks.datasets.load import LoadedDataset
 from tasks.graders.base import BaseGrader
 from tasks.graders.spec import GraderSpec
@@ -30,11 +31,14 @@ from tasks.sampling.grading import Grading
 class GSPO(GRPO):
     """Trains `model` in place on graded rollouts of `dataset`, as GRPO does; its other arguments are GRPO's.
 
-    `clip_range` is of a whole completion's ratio, a mean over its tokens, and so much narrower than GRPO's.
+    `clip_range` bounds the ratio of a whole completion, a mean over its tokens, and is so much narrower than GRPO's.
+    The defaults are in flows.configs.gspo.GSPOAlgorithm.
     """
 
     stage = "gspo"
     length = "max_num_gspo_steps"
+    algorithm_type = GSPOAlgorithm
+    policy_losses = {"clip": GSPOSpec}
 
     def __init__(
         self,
@@ -43,23 +47,10 @@ class GSPO(GRPO):
         grader: BaseGrader | GraderSpec | Grading,
         *,
         max_num_gspo_steps: int | None = None,
-        clip_range: float = 0.01,
-        loss_norm: LossNorm = "sequence_mean",
-        dual_clip: None = None,
-        policy_loss: Literal["clip"] = "clip",
-        **options: Any,
+        **options: Unpack[GRPOOptions],
     ) -> None:
-        check_has_gspo(dual_clip, policy_loss)
-        super().__init__(
-            dataset,
-            model,
-            grader,
-            max_num_grpo_steps=max_num_gspo_steps,
-            clip_range=clip_range,
-            loss_norm=loss_norm,
-            **options,
-        )
-        self.loss = GSPOSpec.model_validate(self.loss.model_dump(exclude={"kind", "dual_clip"}))
+        check_has_gspo(options.get("dual_clip"), options.get("policy_loss", "clip"))
+        super().__init__(dataset, model, grader, max_num_grpo_steps=max_num_gspo_steps, **options)
 
 
 @flow(name="gspo", flow_run_name="{config.title}", **ON_END)
@@ -74,4 +65,5 @@ async def gspo(config: GSPOConfig) -> dict[str, Any]:
         if session.result is not None:
             return session.result
         arguments = await reward_arguments(config, session, logger)
-        return await train_on_rewards(config, session, GSPO(**arguments, max_num_gspo_steps=config.algorithm.steps))
+        trainer = GSPO(**arguments, max_num_gspo_steps=config.algorithm.steps)
+        return await train_on_rewards(config, session, trainer, trainer.grading)

@@ -1,4 +1,5 @@
-"""Reward models as a chain of committed steps. The loop is `Supervised.run`; the flow around it is `reward_model`.
+"""Reward models as a chain of committed steps. The loop is `SupervisedLoop.run`; the flow around it is
+`reward_model`.
 
 The score of a conversation is the scalar head's number at its last token. Of pairs it minimises -log σ(s⁺ - s⁻)
 (Bradley and Terry; arXiv:2203.02155), of rated conversations the squared error to the rating.
@@ -8,7 +9,7 @@ The score of a conversation is the scalar head's number at its last token. Of pa
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 from prefect import flow
 
@@ -16,47 +17,47 @@ from engine.handles import TrainingModel
 from engine.losses.pairs import RankingSpec
 from engine.losses.values import MSESpec
 from engine.text.threads import StringThread
-from flows.configs.preferences import RewardModelConfig
+from flows.configs.preferences import PreferenceOptimizer, RewardModelAlgorithm, RewardModelConfig
 from flows.display.terminal import TerminalProgress
 from flows.ops.hooks import ON_END
 from flows.runs.session import open_run
-from flows.training.dataset_loop import Supervised, supervised_arguments, train_on_dataset
+from flows.training.options import SupervisedOptions
+from flows.training.supervised_flow import supervised_arguments, train_on_dataset
+from flows.training.supervised_loop import SupervisedLoop
 from storage.chain.records import PolicyRef
 from storage.store.artifacts import ArtifactRef
-from tasks.batches.truncation import check_uncut
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.spec import InlineDataset, InlinePairs
 from tasks.load import load_prompts
 from tasks.prepare import prepare_pairs, prepare_ratings
 
 
-class RewardModelling(Supervised):
+class RewardModelling(SupervisedLoop):
     """Trains a scalar `model` (`builder.into_scoring_model()`) in place.
 
     `dataset`: pairs (preferred, dispreferred) of threads that begin alike, or threads that end with an answer and have
     its rating in metadata["res"]; or a loaded dataset of either kind. `samples_per_batch` counts pairs, or threads. The
-    other arguments are those of `Supervised`.
+    other arguments are those of flows.training.options.SupervisedOptions; their defaults are in
+    flows.configs.preferences.
     """
 
     stage = "reward_model"
+    algorithm_type = RewardModelAlgorithm
+    optimizer_type = PreferenceOptimizer
 
     def __init__(
         self,
         dataset: list[tuple[StringThread, StringThread]] | list[StringThread] | LoadedDataset,
         model: TrainingModel,
-        *,
-        lr: float = 1e-6,
-        samples_per_batch: int = 64,
-        **options: Any,
+        **options: Unpack[SupervisedOptions],
     ) -> None:
-        super().__init__(model, lr=lr, samples_per_batch=samples_per_batch, **options)
-        check_uncut(self.lengths)
+        super().__init__(model, options)
         self.dataset = dataset
         self.ranks = _ranks(dataset)
         """Whether it learns from pairs."""
         self.loss = RankingSpec() if self.ranks else MSESpec()
 
-    async def _prepare(self, policy: PolicyRef, dataset: ArtifactRef, rows: list[int], step: int) -> ArtifactRef:
+    async def prepare(self, policy: PolicyRef, dataset: ArtifactRef, rows: list[int], step: int) -> ArtifactRef:
         workspace, base = self.model.workspace, self.model.base
         if self.ranks:
             return await prepare_pairs(
@@ -64,7 +65,7 @@ class RewardModelling(Supervised):
             )
         return await prepare_ratings(workspace, policy, base, dataset, rows, lengths=self.lengths, step=step)
 
-    def _load(self) -> LoadedDataset:
+    def load_dataset(self) -> LoadedDataset:
         if isinstance(self.dataset, LoadedDataset):
             return self.dataset
         if self.ranks:

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning as a chain of committed steps. The loop is `Supervised.run`; the flow around it is `sft`.
+"""Supervised fine-tuning as a chain of committed steps. The loop is `SupervisedLoop.run`; the flow around it is `sft`.
 
 The loss is the cross-entropy of the assistant turns, end-of-turn token included, as a mean over the tokens of the
 whole batch.
@@ -8,7 +8,7 @@ whole batch.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 from prefect import flow
 
@@ -16,10 +16,13 @@ from engine.handles import TrainingModel
 from engine.losses.likelihood import CrossEntropySpec
 from engine.text.threads import StringThread
 from flows.configs.common import SFTConfig
+from flows.configs.optimizer import SFTOptimizer
 from flows.display.terminal import TerminalProgress
 from flows.ops.hooks import ON_END
 from flows.runs.session import open_run
-from flows.training.dataset_loop import Supervised, supervised_arguments, train_on_dataset
+from flows.training.options import SupervisedOptions
+from flows.training.supervised_flow import supervised_arguments, train_on_dataset
+from flows.training.supervised_loop import SupervisedLoop
 from storage.chain.records import PolicyRef
 from storage.store.artifacts import ArtifactRef
 from tasks.datasets.load import LoadedDataset
@@ -28,32 +31,33 @@ from tasks.load import load_prompts
 from tasks.prepare import prepare_completions
 
 
-class SFT(Supervised):
-    """Trains `model` in place on the assistant turns of `dataset`: threads, or a loaded completion dataset. The other
-    arguments are those of `Supervised`."""
+class SFT(SupervisedLoop):
+    """Trains `model` in place on the assistant turns of `dataset`: threads, or a loaded completion dataset.
+
+    Of a longer conversation than `max_tokens`, `truncation="left"` trains the last tokens and "right" the first. The
+    other arguments are those of flows.training.options.SupervisedOptions; their defaults are in
+    flows.configs.common.SFTAlgorithm and flows.configs.optimizer.SFTOptimizer.
+    """
 
     stage = "sft"
+    optimizer_type = SFTOptimizer
     loss = CrossEntropySpec()
 
     def __init__(
         self,
         dataset: list[StringThread] | LoadedDataset,
         model: TrainingModel,
-        *,
-        lr: float = 1e-5,
-        samples_per_batch: int = 512,
-        **options: Any,
+        **options: Unpack[SupervisedOptions],
     ) -> None:
-        """`truncation` may also be left or right: of a longer conversation its last or first tokens are trained."""
-        super().__init__(model, lr=lr, samples_per_batch=samples_per_batch, **options)
+        super().__init__(model, options)
         self.dataset = dataset
 
-    async def _prepare(self, policy: PolicyRef, dataset: ArtifactRef, rows: list[int], step: int) -> ArtifactRef:
+    async def prepare(self, policy: PolicyRef, dataset: ArtifactRef, rows: list[int], step: int) -> ArtifactRef:
         return await prepare_completions(
             self.model.workspace, policy, self.model.base, dataset, rows, lengths=self.lengths, step=step
         )
 
-    def _load(self) -> LoadedDataset:
+    def load_dataset(self) -> LoadedDataset:
         if isinstance(self.dataset, LoadedDataset):
             return self.dataset
         return load_prompts(self.model.workspace, InlineDataset.of(self.dataset), "completion")

@@ -15,13 +15,13 @@ from prefect import flow
 from flows.configs.common import DatasetSource
 from flows.configs.sft_to_gspo import SFTToGSPOConfig
 from flows.display.terminal import TerminalProgress
-from flows.grpo import reward_arguments
 from flows.gspo import GSPO
 from flows.ops.hooks import ON_END
 from flows.runs.session import RunSession, default_model_name, finish_run, open_run
 from flows.sft import SFT
-from flows.training.dataset_loop import supervised_arguments
-from flows.training.held_out import Heldout
+from flows.training.held_out import HeldoutEvaluator
+from flows.training.rollout_flow import reward_arguments
+from flows.training.supervised_flow import supervised_arguments
 from storage.registry.models import registered_key
 from tasks.datasets.spec import DatasetUse
 from tasks.publish import publish_model
@@ -43,7 +43,7 @@ async def sft_to_gspo(config: SFTToGSPOConfig) -> dict[str, Any]:
             return session.result
         workspace = session.workspace
         first, second = await _stages(config, session, logger)
-        heldout = Heldout.load(workspace, config.second, session.base, second.grading)
+        heldout = HeldoutEvaluator.of_completions(workspace, config.second, session.base, second.grading)
         second.callbacks += heldout.callbacks(config.evaluation)
         start = await first.open()
         before = await heldout.evaluate(start) if config.evaluation.before else None

@@ -164,3 +164,8 @@ class CISPOSpec(BasePolicyGradientSpec):
 
 PolicyGradientSpec = GRPOSpec | GSPOSpec | CISPOSpec
 """Every loss of this module. A new one is added here."""
+
+PolicyLoss = Literal["clip", "cispo"]
+"""The names of the losses that a config of GRPO or PPO chooses from."""
+POLICY_LOSSES: dict[PolicyLoss, type[GRPOSpec] | type[CISPOSpec]] = {"clip": GRPOSpec, "cispo": CISPOSpec}
+"""The loss of each name. A config of GSPO has no choice: its loss is GSPOSpec."""

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, GetJsonSchemaHandler, JsonValue, field_validator, model_validator
@@ -15,11 +14,13 @@ from pydantic_core import CoreSchema
 
 from engine.losses.base import LossNorm
 from engine.losses.kl import KLEstimator
+from engine.losses.policy_gradient import GRPOSpec
 from engine.protocol import SamplingParams
 from engine.specs.adapters import FullSpec, LoraSpec
 from engine.specs.engine import EngineSpec, LocalEngineSpec
+from flows.configs.defaults import default_of
 from flows.configs.logging import LoggingConfig
-from flows.configs.optimizer import LATER_OPTIMIZER, OptimizerConfig, SFTOptimizer
+from flows.configs.optimizer import OptimizerConfig, SFTOptimizer
 from flows.configs.reinforcement import BatchRules, Regularisation
 from flows.configs.titles import training_title
 from flows.configs.validation import EvaluationConfig, ValidationConfig
@@ -29,21 +30,17 @@ from storage.errors import InvalidKey
 from storage.number_types import Coefficient, Positive
 from storage.serialization import Frozen
 from storage.store.keys import validate_name
-from tasks.batches.rl import AdvantageEstimator
+from tasks.batches.rl import AdvantageEstimator, BatchPlan
 from tasks.batches.truncation import Cut, LengthPlan
 from tasks.datasets.spec import FileDataset, PythonDataset, ReasoningGymDataset
 from tasks.graders.spec import Workers
-from tasks.sampling.completions import Truncation
+from tasks.sampling.completions import PromptShard, Truncation
+from tasks.sampling.grading import Grading
 
 SEMANTIC = (
     "model", "value_model", "data", "grader", "environment", "sampling", "algorithm", "credit", "regularisation",
     "rules", "optimizer", "seed",
 )  # fmt: skip
-LATER = ("regularisation", "rules")
-"""Groups that runs may have begun without: at their defaults they decide nothing."""
-LATER_FIELDS = {"optimizer": LATER_OPTIMIZER, "regularisation": ("norm_constant", "kl_importance")}
-"""The same of single settings, by their group."""
-
 DatasetSource = Annotated[FileDataset | PythonDataset | ReasoningGymDataset, Field(discriminator="kind")]
 RowsSource = Annotated[FileDataset | PythonDataset, Field(discriminator="kind")]
 
@@ -87,7 +84,7 @@ class PromptDataConfig(DataConfig):
     """Prompts of the evaluation before and after training."""
     max_prompt_tokens: int | None = Field(None, ge=1)
     """Longest prompt. None: what the model's context leaves beside sampling.max_new_tokens."""
-    truncation: Truncation = "error"
+    truncation: Truncation = default_of(PromptShard, "truncation")
     """What happens to a longer prompt: error, left, right (cut there), or drop (counted)."""
 
 
@@ -101,13 +98,13 @@ class GraderConfig(Frozen):
     workers: Workers = "none"
     """Where grades run. none: in the run's process. local: in worker processes on this machine, so that a grader that
     crashes the interpreter fails its grade and the run goes on. cluster: the same on every machine of a Ray cluster."""
-    timeout_seconds: float = Field(60.0, gt=0)
+    timeout_seconds: float = Field(default_of(Grading, "timeout_seconds"), gt=0)
     """Seconds per grade and attempt. The time in which a judge waits for its engine does not count."""
-    retries: int = Field(2, ge=0)
+    retries: int = Field(default_of(Grading, "retries"), ge=0)
     """Further attempts at a grade whose grader failed; then the completion is masked."""
-    concurrency: int = Field(32, ge=1)
+    concurrency: int = Field(default_of(Grading, "concurrency"), ge=1)
     """Grades at a time."""
-    max_masked_fraction: float = Field(0.2, ge=0, le=1)
+    max_masked_fraction: float = Field(default_of(Grading, "max_masked_fraction"), ge=0, le=1)
     """The run fails when more of a shard's completions than this cannot be graded."""
 
 
@@ -126,24 +123,24 @@ class GRPOAlgorithm(Frozen):
     """Passes over a batch before new completions are sampled."""
     completions_per_sample: int = Field(8, ge=1)
     """Completions of one prompt: a group."""
-    clip_range: float = Field(0.1, gt=0, le=1)
+    clip_range: float = Field(default_of(GRPOSpec, "clip_low"), gt=0, le=1)
     """How far the ratio of new and old probability may leave 1 and still have a gradient."""
     clip_range_high: Positive | None = None
     """Upper clip when it differs from the lower (clip-higher, arXiv:2503.14476)."""
     dual_clip: float | None = Field(None, gt=1)
     """Bound of the ratio where the advantage is negative (arXiv:1912.09729)."""
-    kl_beta: Coefficient = 0.01
+    kl_beta: Coefficient = default_of(GRPOSpec, "kl_beta")
     """Weight of the KL term; 0 skips the reference model altogether."""
-    kl_estimator: KLEstimator = "k3"
+    kl_estimator: KLEstimator = default_of(GRPOSpec, "kl_estimator")
     """Per token, with d the policy's log-probability less the reference's: k1 is d, abs |d|, k2 d²/2, k3 exp(-d) - 1 +
     d."""
-    loss_norm: LossNorm = "token_mean"
+    loss_norm: LossNorm = default_of(GRPOSpec, "norm")
     """token_mean: over all tokens. sequence_mean: over each completion's tokens, then over completions. token_sum: not
     at all. constant: by completions x the longest that one can be (Dr. GRPO, arXiv:2503.20783)."""
-    advantage_estimator: AdvantageEstimator = "group"
+    advantage_estimator: AdvantageEstimator = default_of(BatchPlan, "advantage_estimator")
     """From the rewards of one prompt's completions. group: less their mean, over their standard deviation (sample_std:
     with n - 1). centred: less their mean. leave_one_out: less the mean of the others."""
-    old_logprobs: OldLogprobs = "trainer"
+    old_logprobs: OldLogprobs = default_of(BatchPlan, "old_logprobs")
     """Whose log-probabilities stand for the policy that sampled: the trainer's, computed anew, or the sampler's own."""
     prompts_per_shard: int = Field(16, ge=1)
     """Prompts that are sampled, graded and committed together; a crash costs at most one such shard."""
@@ -174,9 +171,9 @@ class SFTAlgorithm(Frozen):
     """Passes over the conversations."""
     samples_per_batch: int = Field(512, ge=1)
     """Conversations of one step."""
-    max_tokens: int | None = Field(None, ge=1, exclude_if=lambda tokens: tokens is None)
+    max_tokens: int | None = Field(None, ge=1)
     """Longest conversation. None: the model's context."""
-    truncation: Cut = Field("error", exclude_if=lambda cut: cut == "error")
+    truncation: Cut = default_of(LengthPlan, "truncation")
     """What happens to a longer one: error, left (its last tokens are kept), right (its first), drop (it is left out and
     counted)."""
 
@@ -202,7 +199,7 @@ class CheckpointConfig(Frozen):
     """A recovery checkpoint when redoing the steps since the last would take longer than this."""
     recovery_steps: int | None = Field(None, ge=1)
     """A recovery checkpoint every so many steps, however quick they are."""
-    keep_last: int = Field(2, ge=1)
+    keep_last: int = Field(default_of(Retention, "keep_last"), ge=1)
     """Recovery checkpoints kept."""
     keep_named: int | None = Field(None, ge=1)
     """The latest so many named checkpoints of each model are kept, and older ones are removed. None: all are kept. A
@@ -213,7 +210,7 @@ class CheckpointConfig(Frozen):
     """So many checkpoints with the best `metric` are kept too."""
     metric: str | None = None
     """A metric of the steps' records, like "loss"."""
-    best: Literal["min", "max"] = "max"
+    best: Literal["min", "max"] = default_of(Retention, "best")
     """Which values of the metric are the best."""
 
     @model_validator(mode="after")
@@ -264,13 +261,6 @@ class FlowConfig(Frozen):
         body = self.model_dump(mode="json", include=set(SEMANTIC))
         for model in (body["model"], body.get("value_model", {})):
             model.pop("publish_as", None)
-            if model.get("adapter") is None:
-                model.pop("adapter", None)  # what trains all weights is the run it was before there were adapters
-        for name in LATER:
-            if name in body and getattr(self, name) == type(getattr(self, name))():
-                body.pop(name)
-        for name, settings in LATER_FIELDS.items():
-            body |= {name: drop_defaults(getattr(self, name), body[name], settings)} if name in body else {}
         body["data"].pop("heldout", None)
         patience = ("timeout_seconds", "reaction_seconds", "retries", "concurrency", "max_masked_fraction", "workers")
         for name in patience:
@@ -280,13 +270,6 @@ class FlowConfig(Frozen):
 
     def other(self) -> dict[str, Any]:
         return self.model_dump(mode="json", exclude=set(SEMANTIC))
-
-
-def drop_defaults(group: Frozen, body: dict[str, Any], settings: Sequence[str]) -> dict[str, Any]:
-    """The dumped group without those of the settings that are at their defaults."""
-    fields = type(group).model_fields
-    idle = {name for name in settings if name in fields and getattr(group, name) == fields[name].default}
-    return {name: value for name, value in body.items() if name not in idle}
 
 
 class TrainingConfig(FlowConfig):

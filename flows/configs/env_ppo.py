@@ -6,8 +6,9 @@ from typing import Self
 
 from pydantic import model_validator
 
+from flows.configs.defaults import default_of
 from flows.configs.environments import ENVGRPOConfig, EpisodeRegularisation
-from flows.configs.ppo import CreditConfig, PPOAlgorithm, ValueModelConfig, check_valued_run
+from flows.configs.ppo import CreditConfig, PPOAlgorithm, PPORegularisation, ValueModelConfig, check_valued_run
 from flows.configs.reinforcement import KLPlace
 from flows.configs.titles import training_title
 
@@ -19,7 +20,7 @@ class ENVPPOAlgorithm(PPOAlgorithm):
 class ENVPPORegularisation(EpisodeRegularisation):
     """What the policy's loss has besides the clipped ratio."""
 
-    kl_in: KLPlace = "reward"  # type: ignore[assignment]  # every token has a reward of its own
+    kl_in: KLPlace = default_of(PPORegularisation, "kl_in")  # type: ignore[assignment]  # every token has a reward of its own
     """Where the KL term stands: taken off the reward, token by token, or in the loss."""
 
 

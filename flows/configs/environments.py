@@ -10,16 +10,19 @@ from engine.protocol import SamplingParams
 from flows.configs.common import (
     EvaluationConfig,
     GRPOAlgorithm,
+    GRPOConfig,
     OptimizerConfig,
     PromptDataConfig,
     TrainingConfig,
     check_sampled_run,
 )
+from flows.configs.defaults import default_of
 from flows.configs.gspo import GSPOAlgorithm, check_has_gspo
-from flows.configs.reinforcement import Regularisation
+from flows.configs.reinforcement import BatchRules, Regularisation
 from flows.configs.titles import training_title
 from storage.number_types import Coefficient, Divisor, Positive
 from storage.serialization import Frozen
+from tasks.sampling.episodes import EpisodePlan
 
 
 class EnvironmentConfig(Frozen):
@@ -29,18 +32,18 @@ class EnvironmentConfig(Frozen):
     """`package.module:name` of an EnvironmentFactory, or of an Environment that is made with the episode's metadata."""
     arguments: dict[str, JsonValue] = {}
     """What it is made with."""
-    max_turns: int = Field(8, ge=1)
+    max_turns: int = Field(default_of(EpisodePlan, "max_turns"), ge=1)
     """Answers of one episode."""
     max_tokens: int | None = Field(None, ge=2)
     """Tokens of one episode: prompt, answers and what the environment says. None: the model's context."""
     episode_seconds: float | None = Field(None, gt=0)
     """What an episode's environment may take altogether. A run in which this acts cannot be repeated to the byte."""
-    reaction_seconds: float = Field(60.0, gt=0)
+    reaction_seconds: float = Field(default_of(EpisodePlan, "reaction_seconds"), gt=0)
     """What one reaction may take. An environment that fails or takes longer is made anew once; then the episode is
     masked."""
-    concurrency: int = Field(64, ge=1)
+    concurrency: int = Field(default_of(EpisodePlan, "concurrency"), ge=1)
     """Environments that react at a time."""
-    max_masked_fraction: float = Field(0.2, ge=0, le=1)
+    max_masked_fraction: float = Field(default_of(EpisodePlan, "max_masked_fraction"), ge=0, le=1)
     """The run fails when more of a shard's episodes than this cannot be played."""
 
 
@@ -64,7 +67,7 @@ class ENVGRPOAlgorithm(GRPOAlgorithm):
 class ENVGSPOAlgorithm(GSPOAlgorithm, ENVGRPOAlgorithm):
     """GSPO (arXiv:2507.18071): one grade per episode. `samples_*` count episodes."""
 
-    kl_beta: Coefficient = 0.1
+    kl_beta: Coefficient = default_of(ENVGRPOAlgorithm, "kl_beta")
     """Weight of the KL term; 0 skips the reference model altogether."""
     advantage_estimator: Literal["group", "group_sample_std", "centred", "leave_one_out"] = "group"
     """From the grades of one prompt's episodes. group: less their mean, over their standard deviation (sample_std: with
@@ -78,14 +81,14 @@ class EpisodeRegularisation(Regularisation):
     """Of loss_norm=constant: the tokens per episode to divide by. None: sampling.max_new_tokens of each turn."""
     kl_in: Literal["loss"] = "loss"
     """Where the KL term stands: a turn's advantage has no place for it."""
-    kl_horizon: Positive = 10_000
+    kl_horizon: Positive = default_of(Regularisation, "kl_horizon")
     """Episodes over which kl_beta may change by a fifth."""
 
 
 class EpisodeRules(Frozen):
     """From which policy the episodes of a step come."""
 
-    max_staleness: int = Field(0, ge=0)
+    max_staleness: int = Field(default_of(BatchRules, "max_staleness"), ge=0)
     """Episodes come from the policy of so many steps before, so that they are played while other steps train."""
 
 
@@ -94,7 +97,7 @@ class ENVGRPOConfig(TrainingConfig):
 
     data: EnvironmentDataConfig
     environment: EnvironmentConfig
-    sampling: SamplingParams = SamplingParams(max_new_tokens=256)
+    sampling: SamplingParams = default_of(GRPOConfig, "sampling")
     algorithm: ENVGRPOAlgorithm = ENVGRPOAlgorithm()
     optimizer: OptimizerConfig = OptimizerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()

@@ -9,13 +9,14 @@ from pydantic import Field, field_validator, model_validator
 
 from engine.protocol import SamplingParams
 from engine.specs.engine import EngineSpec, LocalEngineSpec
-from flows.configs.common import DatasetSource, GraderConfig, StorageConfig
+from flows.configs.common import DatasetSource, GraderConfig, GRPOConfig, StorageConfig
+from flows.configs.defaults import default_of
 from flows.configs.titles import model_title
 from storage.errors import InvalidKey
 from storage.serialization import Frozen, canonical_json, digest
 from storage.store.keys import validate_name
 from tasks.graders.spec import grader_spec
-from tasks.sampling.completions import Truncation
+from tasks.sampling.completions import PromptShard, Truncation
 from tasks.sampling.grading import Grading
 
 
@@ -25,6 +26,10 @@ def checked_name(value: str) -> str:
         return validate_name(value)
     except InvalidKey as error:
         raise ValueError(str(error)) from error
+
+
+GREEDY = default_of(GRPOConfig, "sampling").model_copy(update={"temperature": 0.0})
+"""The sampling of a training run, without its randomness."""
 
 
 class SuiteDataset(Frozen):
@@ -59,7 +64,7 @@ class Suite(Frozen):
     """What is asked."""
     graders: tuple[SuiteGrader, ...] = Field(min_length=1)
     """Who grades every answer."""
-    sampling: SamplingParams = SamplingParams(temperature=0.0, max_new_tokens=256)
+    sampling: SamplingParams = GREEDY
     """How completions are drawn; temperature 0 is greedy."""
     samples_per_prompt: int = Field(1, ge=1)
     """Completions of each prompt. A prompt's reward is their mean; a prompt counts once in every interval."""
@@ -67,7 +72,7 @@ class Suite(Frozen):
     """Decides the draws; all models draw with the same."""
     max_prompt_tokens: int | None = Field(None, ge=1)
     """Longest prompt. None: what the model's context leaves beside sampling.max_new_tokens."""
-    truncation: Truncation = "error"
+    truncation: Truncation = default_of(PromptShard, "truncation")
     """What happens to a longer prompt: error, left, right (cut there), or drop (counted)."""
     prompts_per_shard: int = Field(64, ge=1)
     """Prompts that are sampled, graded and committed together; a crash costs at most one such shard."""

@@ -7,20 +7,21 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from engine.losses.base import LossNorm
+from engine.losses.policy_gradient import GSPOSpec, PolicyLoss
 from flows.configs.common import GRPOAlgorithm, GRPOConfig
-from flows.configs.reinforcement import PolicyLoss
+from flows.configs.defaults import default_of
 from flows.configs.titles import training_title
 
 
 class GSPOAlgorithm(GRPOAlgorithm):
     """GSPO (arXiv:2507.18071). `samples_*` count completions."""
 
-    clip_range: float = Field(0.01, gt=0, le=1)
+    clip_range: float = Field(default_of(GSPOSpec, "clip_low"), gt=0, le=1)
     """How far the ratio of a completion's new and old probability, a mean over its tokens, may leave 1 and still have a
     gradient."""
     dual_clip: float | None = Field(None, gt=1)
     """Of GRPO alone: leave it empty."""
-    loss_norm: LossNorm = "sequence_mean"
+    loss_norm: LossNorm = default_of(GSPOSpec, "norm")
     """Over what the loss is a mean. sequence_mean weighs every completion alike, however long."""
 
     @model_validator(mode="after")

@@ -6,6 +6,8 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from flows.configs.defaults import default_of
+from storage.chain.records import OptimizerSpec
 from storage.number_types import MAX_RATE, Divisor, Rate
 from storage.serialization import Frozen
 
@@ -30,19 +32,19 @@ class OptimizerConfig(Frozen):
     """Of the cosine: so many of them one after the other, each from lr (warm restarts, arXiv:1608.03983)."""
     decay_ratio: float | None = Field(None, gt=0, le=1)
     """Of wsd: the last share of the run, in which the rate falls. None: a tenth."""
-    weight_decay: Rate = 0.0
+    weight_decay: Rate = default_of(OptimizerSpec, "weight_decay")
     """Decoupled (AdamW): each update also shrinks the weights by rate x this."""
     weight_decay_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How weight_decay becomes weight_decay_end over the run."""
     weight_decay_end: Rate | None = None
     """The weight decay of the last step, for a schedule that is not constant."""
-    beta1: float = Field(0.9, ge=0, lt=1)
+    beta1: float = Field(default_of(OptimizerSpec, "beta1"), ge=0, lt=1)
     """Share that the mean of the gradients keeps per update."""
-    beta2: float = Field(0.999, ge=0, lt=1)
+    beta2: float = Field(default_of(OptimizerSpec, "beta2"), ge=0, lt=1)
     """Share that the mean of their squares keeps per update."""
-    eps: Divisor = 1e-8
+    eps: Divisor = default_of(OptimizerSpec, "eps")
     """Added to the root of that mean, which divides."""
-    max_grad_norm: float = Field(1.0, gt=0, allow_inf_nan=False)
+    max_grad_norm: float = Field(default_of(OptimizerSpec, "max_grad_norm"), gt=0, allow_inf_nan=False)
     """A longer gradient is scaled down to this L2 norm."""
     skip_nan_gradients: bool = False
     """Leave an update with a non-finite gradient out (counted) instead of failing the step."""
@@ -85,10 +87,3 @@ class SFTOptimizer(OptimizerConfig):
 
     lr: float = Field(1e-5, gt=0, le=MAX_RATE)
     """The highest of the schedule."""
-
-
-LATER_OPTIMIZER = (
-    "warmup_steps", "warmup_ratio", "min_lr_ratio", "cycles", "decay_ratio", "weight_decay_schedule",
-    "weight_decay_end", "beta1", "beta2", "eps",
-)  # fmt: skip
-"""Settings that runs may have begun without: at their defaults they decide nothing."""

@@ -8,12 +8,13 @@ from pydantic import Field, ValidationError, model_validator
 
 from engine.losses.kl import KLEstimator
 from flows.configs.common import GRPOAlgorithm, GRPOConfig, ModelConfig
+from flows.configs.defaults import default_of
 from flows.configs.optimizer import OptimizerConfig, ScheduleName
 from flows.configs.reinforcement import BatchRules, KLPlace, Regularisation
 from flows.configs.titles import training_title
 from storage.number_types import MAX_RATE, Coefficient, Positive, Rate
 from storage.serialization import Frozen
-from tasks.batches.ppo import Returns
+from tasks.batches.ppo import Returns, ValuePlan
 
 
 class PPOAlgorithm(GRPOAlgorithm):
@@ -35,15 +36,15 @@ class CreditConfig(Frozen):
 
     value_only_fraction: float = Field(0.25, ge=0, lt=1)
     """Share of the run, at its beginning, in which the value model alone is trained."""
-    gae_lambda: float = Field(0.95, ge=0, le=1)
+    gae_lambda: float = Field(default_of(ValuePlan, "lam"), ge=0, le=1)
     """0: each token by the next value; 1: by all that follows."""
-    gae_gamma: float = Field(1.0, gt=0, le=1)
+    gae_gamma: float = Field(default_of(ValuePlan, "gamma"), gt=0, le=1)
     """Discount per token."""
-    returns: Returns = "rewards"
+    returns: Returns = default_of(ValuePlan, "returns")
     """What a value is trained to be: the discounted sum of the rewards, or the advantage plus the old value."""
     value_clip: Positive | None = None
     """How far a value may leave the old one and still gain by it. None: any way."""
-    whiten_advantages: bool = False
+    whiten_advantages: bool = default_of(ValuePlan, "whiten_advantages")
     """Shift and scale the advantages of a batch to mean 0 and variance 1 over its tokens."""
 
 
@@ -101,7 +102,7 @@ class ValueModelConfig(ModelConfig):
     """The model's name within the run; not the policy's."""
     lr: float = Field(1e-6, gt=0, le=MAX_RATE)
     """The highest of its schedule, which is the optimizer's unless `optimizer` here says another."""
-    optimizer: ValueOptimizer | None = Field(None, exclude_if=lambda own: own is None)
+    optimizer: ValueOptimizer | None = None
     """None: AdamW and schedule as the policy's."""
 
     def optimizer_over(self, policy: OptimizerConfig) -> OptimizerConfig:

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from engine.losses.pairs import DPOSpec, DPOVariant
 from flows.configs.common import DataConfig, OptimizerConfig, RowsSource, SFTAlgorithm, TrainingConfig
+from flows.configs.defaults import default_of
 from flows.configs.titles import training_title
 from flows.configs.validation import ValidationConfig
 from storage.number_types import MAX_RATE, Divisor
@@ -49,9 +50,9 @@ class DPOAlgorithm(SFTAlgorithm):
     """Passes over the pairs."""
     samples_per_batch: int = Field(32, ge=1)
     """Pairs of one step."""
-    kl_beta: Divisor = 0.1
+    kl_beta: Divisor = default_of(DPOSpec, "beta")
     """How closely the policy is held to the one it started from: less lets it go further for the same pairs."""
-    loss_variant: DPOVariant = "sigmoid"
+    loss_variant: DPOVariant = default_of(DPOSpec, "variant")
     """sigmoid: as in the paper. ipo: the margin is drawn to 1 / (2 kl_beta) and not beyond (arXiv:2310.12036). cdpo:
     as if a share of the preferences, label_smoothing, were the wrong way round."""
     label_smoothing: float | None = Field(None, gt=0, lt=0.5)
@@ -64,8 +65,13 @@ class DPOAlgorithm(SFTAlgorithm):
 
     @model_validator(mode="after")
     def _smoothing_goes_with_cdpo(self) -> Self:
-        DPOSpec(beta=self.kl_beta, variant=self.loss_variant, label_smoothing=self.label_smoothing)
+        _ = self.loss
         return self
+
+    @property
+    def loss(self) -> DPOSpec:
+        """The loss that these settings describe."""
+        return DPOSpec(beta=self.kl_beta, variant=self.loss_variant, label_smoothing=self.label_smoothing)
 
 
 class RewardModelAlgorithm(SFTAlgorithm):

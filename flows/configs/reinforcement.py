@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from flows.training.collection import RefillEnd
+from engine.losses.policy_gradient import GRPOSpec, PolicyLoss
+from flows.configs.defaults import default_of
 from storage.chain.records import OldLogprobs
 from storage.number_types import Coefficient, Divisor, Positive
 from storage.serialization import Frozen
+from tasks.credit.kl_controllers import AdaptiveKL
+from tasks.credit.rewards import Overlong
 
 KLPlace = Literal["loss", "reward"]
 KLControl = Literal["fixed", "adaptive"]
-PolicyLoss = Literal["clip", "cispo"]
+RefillEnd = Literal["short", "fail"]
 
 
 class BatchRules(Frozen):
@@ -32,7 +35,7 @@ class BatchRules(Frozen):
     """Leave completions that were cut at max_new_tokens out of the loss."""
     overlong_buffer: int | None = Field(None, ge=1)
     """Over the last so many of max_new_tokens, a penalty on the length grows from 0 to overlong_penalty."""
-    overlong_penalty: Positive = 1.0
+    overlong_penalty: Positive = default_of(Overlong, "penalty")
     """What the longest completions lose of their reward."""
 
     @model_validator(mode="after")
@@ -51,7 +54,7 @@ class Regularisation(Frozen):
     policy_loss: PolicyLoss = "clip"
     """clip: the clipped ratio. cispo: the ratio, clipped and held constant, times the log-probability
     (arXiv:2506.13585)."""
-    entropy_coef: Coefficient = 0.0
+    entropy_coef: Coefficient = default_of(GRPOSpec, "entropy_coef")
     """Entropy times this is taken off the loss."""
     importance_cap: Positive | None = None
     """Weigh the loss by the ratio of the trainer's and the sampler's probability, at most this (truncated importance
@@ -60,14 +63,14 @@ class Regularisation(Frozen):
     """Of loss_norm=constant: the tokens per completion to divide by. None: sampling.max_new_tokens."""
     kl_in: KLPlace = "loss"
     """Where the KL term stands: in the loss, or taken off the reward."""
-    kl_importance: bool = False
+    kl_importance: bool = default_of(GRPOSpec, "kl_importance")
     """Multiply the loss's KL term by the ratio of new and old probability: with k3, its gradient is then that of the
     KL divergence without bias (arXiv:2512.02556)."""
     kl_controller: KLControl = "fixed"
     """adaptive: kl_beta follows kl_target (arXiv:1909.08593)."""
-    kl_target: Divisor = 0.1
+    kl_target: Divisor = default_of(AdaptiveKL, "target")
     """Nats per token."""
-    kl_horizon: Positive = 10_000
+    kl_horizon: Positive = default_of(AdaptiveKL, "horizon")
     """Completions over which kl_beta may change by a fifth."""
 
     @model_validator(mode="after")
@@ -97,16 +100,6 @@ class Regularisation(Frozen):
                 f"regularisation.norm_constant={self.norm_constant} acts only with algorithm.loss_norm='constant', and "
                 f"that is {loss_norm!r}; set it, or leave the constant out"
             )
-
-
-def groups_of(options: dict[str, Any]) -> tuple[Regularisation, BatchRules]:
-    """The groups that the fields among the arguments of a class make; these are taken out of `options`. Raises
-    ValueError for what a group refuses."""
-    of_loss, of_batch = (
-        {name: options.pop(name) for name in group.model_fields if name in options}
-        for group in (Regularisation, BatchRules)
-    )
-    return Regularisation.model_validate(of_loss), BatchRules.model_validate(of_batch)
 
 
 def check_importance(cap: float | None, old_logprobs: OldLogprobs) -> None:

@@ -18,6 +18,7 @@ from flows.configs.common import (
     SFTOptimizer,
     TrainingConfig,
 )
+from flows.configs.defaults import default_of
 from flows.configs.gspo import GSPOAlgorithm, GSPOConfig
 from flows.configs.reinforcement import BatchRules, Regularisation
 from flows.configs.titles import training_title
@@ -57,7 +58,7 @@ class SFTToGSPOConfig(TrainingConfig):
 
     data: SFTToGSPODataConfig
     grader: GraderConfig
-    sampling: SamplingParams = SamplingParams(max_new_tokens=256)
+    sampling: SamplingParams = default_of(GSPOConfig, "sampling")
     sft: SFTStage = SFTStage()
     gspo: GSPOStage = GSPOStage()
     evaluation: EvaluationConfig = EvaluationConfig()

@@ -37,11 +37,6 @@ class CheckpointSchedule:
         self.retention = self.config.retention
         self._last_write = time.monotonic()
 
-    @classmethod
-    def every(cls, frequency: float | None, steps: int | None) -> CheckpointSchedule:
-        """Named checkpoints at every such fraction of the run, or every so many steps; recovery ones by default."""
-        return cls(CheckpointConfig(frequency=frequency, every_steps=steps))
-
     def due(self, step: int, total_steps: int | None, *, model: str) -> Due | None:
         """What to write after 0-based `step`, if anything."""
         named = self._named(step, total_steps, model)
@@ -71,7 +66,7 @@ class CheckpointSchedule:
         return int(steps_done / total_steps / self.config.frequency + 1e-9)
 
 
-class Uploads:
+class CheckpointWriter:
     """Checkpoints on their way to storage while the loop takes its next steps; at most one at a time. One that fails
     after its retries fails the loop, at the next one or at the end of the block."""
 

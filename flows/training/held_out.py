@@ -1,4 +1,4 @@
-"""Held-out evaluation around a training run: the same prompts, before and after."""
+"""The evaluation of a run on held-out prompts: the same prompts before, during and after training."""
 
 from __future__ import annotations
 
@@ -14,23 +14,88 @@ from flows.configs.validation import EvaluationConfig
 from storage.chain.records import PolicyRef
 from storage.store.artifacts import ArtifactRef
 from storage.store.tables import read_table
-from tasks.evaluate import evaluate_policy
+from tasks.evaluate import evaluate_in_environment, evaluate_policy
 from tasks.evaluation.completions import EvaluationPlan
+from tasks.evaluation.episodes import EpisodeEvaluationPlan
 from tasks.evaluation.statistics import PairedDifference, paired_difference
 from tasks.evaluation.validation_curve import reward_by_prompt
 from tasks.load import load_prompts
 from tasks.sampling.completions import PromptShard
+from tasks.sampling.episodes import EpisodePlan
 from tasks.sampling.grading import Grading
 
 
-def heldout_prompts(
-    workspace: Workspace, config: GRPOConfig | ENVGRPOConfig, base: ArtifactRef
-) -> tuple[PromptShard, SamplingParams] | None:
-    """The held-out prompts of a config and how their answers are drawn; None when it has none."""
+@dataclass(frozen=True)
+class HeldoutEvaluator:
+    """Evaluates policies on the held-out prompts of a run."""
+
+    workspace: Workspace
+    plan: EvaluationPlan | EpisodeEvaluationPlan | None
+    """None: the run has no held-out prompts."""
+
+    @classmethod
+    def of_completions(
+        cls, workspace: Workspace, config: GRPOConfig, base: ArtifactRef, grading: Grading
+    ) -> HeldoutEvaluator:
+        """Evaluates completions of the prompts that the config names."""
+        prompts = _prompts(workspace, config, base)
+        if prompts is None:
+            return cls(workspace, None)
+        return cls(workspace, EvaluationPlan(prompts=prompts, sampling=_sampling(config), grading=grading))
+
+    @classmethod
+    def of_episodes(
+        cls, workspace: Workspace, config: ENVGRPOConfig, base: ArtifactRef, episodes: EpisodePlan
+    ) -> HeldoutEvaluator:
+        """Evaluates episodes that begin with the prompts that the config names."""
+        prompts = _prompts(workspace, config, base)
+        if prompts is None:
+            return cls(workspace, None)
+        return cls(workspace, EpisodeEvaluationPlan(prompts=prompts, sampling=_sampling(config), episodes=episodes))
+
+    async def evaluate(self, policy: PolicyRef) -> ArtifactRef | None:
+        """The committed evaluation of a policy; None when the run has no held-out prompts."""
+        if self.plan is None:
+            return None
+        if isinstance(self.plan, EpisodeEvaluationPlan):
+            return await evaluate_in_environment(self.workspace, policy, self.plan)
+        return await evaluate_policy(self.workspace, policy, self.plan)
+
+    def callbacks(self, config: EvaluationConfig) -> list[Callback]:
+        """The evaluations during training. The flow makes those before and after it."""
+        cadence = Cadence.between(config)
+        return [HeldoutEvaluation(self.evaluate, cadence)] if cadence else []
+
+    def compare(self, before: ArtifactRef | None, after: ArtifactRef | None) -> PairedDifference | None:
+        """The paired difference of the rewards of the prompts that were graded both times; None for fewer than two."""
+        if before is None or after is None:
+            return None
+        rewards_before, rewards_after = self._rewards(before), self._rewards(after)
+        pairs = []
+        for prompt, first in rewards_before.items():
+            second = rewards_after.get(prompt)
+            if first is not None and second is not None:
+                pairs.append((first, second))
+        if len(pairs) < 2:
+            return None
+        return paired_difference([first for first, _ in pairs], [second for _, second in pairs])
+
+    def result(self, before: ArtifactRef | None, after: ArtifactRef | None) -> dict[str, Any]:
+        """The part of a run's result that compares two evaluations."""
+        difference = self.compare(before, after)
+        return {"heldout": None if difference is None else difference.model_dump()}
+
+    def _rewards(self, ref: ArtifactRef) -> dict[str, float | None]:
+        """The reward of each prompt; None where it could not be graded."""
+        return reward_by_prompt(read_table(self.workspace.open_store(), ref, ["prompt_id", "reward"]).to_pylist())
+
+
+def _prompts(workspace: Workspace, config: GRPOConfig | ENVGRPOConfig, base: ArtifactRef) -> PromptShard | None:
+    """The held-out prompts of a config; None when it has none."""
     if config.data.heldout is None:
         return None
     loaded = load_prompts(workspace, config.data.heldout, "prompt")
-    prompts = PromptShard(
+    return PromptShard(
         base=base,
         dataset=loaded.ref,
         index=0,
@@ -39,46 +104,8 @@ def heldout_prompts(
         max_prompt_tokens=config.data.max_prompt_tokens,
         truncation=config.data.truncation,
     )
-    return prompts, SamplingParams.model_validate(config.sampling.model_dump() | config.evaluation.sampling)
 
 
-@dataclass(frozen=True)
-class Heldout:
-    """The held-out prompts of a run, or none."""
-
-    workspace: Workspace
-    plan: EvaluationPlan | None
-
-    @classmethod
-    def load(cls, workspace: Workspace, config: GRPOConfig, base: ArtifactRef, grading: Grading) -> Heldout:
-        drawn = heldout_prompts(workspace, config, base)
-        if drawn is None:
-            return cls(workspace, None)
-        prompts, sampling = drawn
-        return cls(workspace, EvaluationPlan(prompts=prompts, sampling=sampling, grading=grading))
-
-    async def evaluate(self, policy: PolicyRef) -> ArtifactRef | None:
-        """The evaluation of a policy; None when the run has no held-out prompts."""
-        return None if self.plan is None else await evaluate_policy(self.workspace, policy, self.plan)
-
-    def callbacks(self, config: EvaluationConfig) -> list[Callback]:
-        """The evaluations on the way; those before and after are the flow's."""
-        cadence = Cadence.between(config)
-        return [HeldoutEvaluation(self.evaluate, cadence)] if cadence else []
-
-    def compare(self, before: ArtifactRef | None, after: ArtifactRef | None) -> PairedDifference | None:
-        """Rewards of the prompts that were graded both times, paired."""
-        if before is None or after is None:
-            return None
-        first, second = (self._rewards(ref) for ref in (before, after))
-        both = [prompt for prompt in first if first[prompt] is not None and second.get(prompt) is not None]
-        if len(both) < 2:
-            return None
-        return paired_difference([first[p] for p in both], [second[p] for p in both])  # type: ignore[misc]
-
-    def result(self, before: ArtifactRef | None, after: ArtifactRef | None) -> dict[str, Any]:
-        difference = self.compare(before, after)
-        return {"heldout": None if difference is None else difference.model_dump()}
-
-    def _rewards(self, ref: ArtifactRef) -> dict[str, float | None]:
-        return reward_by_prompt(read_table(self.workspace.open_store(), ref, ["prompt_id", "reward"]).to_pylist())
+def _sampling(config: GRPOConfig | ENVGRPOConfig) -> SamplingParams:
+    """How the answers to held-out prompts are sampled."""
+    return SamplingParams.model_validate(config.sampling.model_dump() | config.evaluation.sampling)

@@ -12,7 +12,7 @@ import pandas
 import pytest
 from pydantic import ValidationError
 
-import flows.training.dataset_loop
+import flows.training.supervised_loop
 from engine.connect import connect
 from engine.text.threads import StringThread
 from flows.configs.preferences import DPOConfig
@@ -180,7 +180,7 @@ def test_an_interrupted_run_resumes_and_ends_in_the_same_bytes(
     trained: tuple[Path, dict[str, Any]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    task, left = flows.training.dataset_loop.take_gradient_step, [2]
+    task, left = flows.training.supervised_loop.take_gradient_step, [2]
 
     async def raises_once(*args: Any, **kwargs: Any) -> Any:
         if kwargs["step"] in left:
@@ -188,7 +188,7 @@ def test_an_interrupted_run_resumes_and_ends_in_the_same_bytes(
             raise Interrupted
         return await task(*args, **kwargs)
 
-    monkeypatch.setattr(flows.training.dataset_loop, "take_gradient_step", raises_once)
+    monkeypatch.setattr(flows.training.supervised_loop, "take_gradient_step", raises_once)
     with pytest.raises(Interrupted):
         asyncio.run(dpo(config_of(tmp_path, tiny_folder)))
     assert len(records(tmp_path)) == 2
@@ -204,7 +204,7 @@ def test_a_dataset_of_threads_is_refused(trained: tuple[Path, dict[str, Any]]) -
 
     ref = ArtifactRef(key="datasets/x/1", kind="threads", sha256="0" * 64, bytes=1, rows=1, parents=())
     with pytest.raises(ValueError, match="holds threads; DPO needs pairs"):
-        DPO(LoadedDataset(ref=ref, rows=1), None)._load()  # type: ignore[arg-type]
+        DPO(LoadedDataset(ref=ref, rows=1), None).load_dataset()  # type: ignore[arg-type]
 
 
 def test_pairs_given_in_process(prefect_server: str, tiny_folder: Path, tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import flows.env_ppo
-import flows.ppo
 from engine.connect import connect
 from engine.handles import Model, TrainingModel
 from engine.specs.engine import LocalEngineSpec
@@ -153,8 +152,7 @@ class Interrupted(BaseException):
 def test_a_run_that_ends_between_two_commits_resumes_to_the_same_bytes(
     runs: Runs, monkeypatch: pytest.MonkeyPatch, where: str, at: int
 ) -> None:
-    module: Any = flows.env_ppo if where == "prepare_ppo_episode_batch" else flows.ppo
-    run, call = f"cut-{where}-{at}", getattr(module, where)
+    run, call = f"cut-{where}-{at}", getattr(flows.env_ppo, where)
 
     async def stop(*arguments: Any, step: int, **named: Any) -> Any:
         if step == at:
@@ -162,7 +160,7 @@ def test_a_run_that_ends_between_two_commits_resumes_to_the_same_bytes(
         return await call(*arguments, step=step, **named)
 
     with monkeypatch.context() as patched:
-        patched.setattr(module, where, stop)
+        patched.setattr(flows.env_ppo, where, stop)
         with pytest.raises(Interrupted):
             runs.run(run)
     ahead = len(runs.records(run, "policy")) - len(runs.records(run, "value"))

@@ -16,6 +16,7 @@ import pytest
 import flows.grpo
 import flows.ops.hooks
 import flows.runs.session
+import flows.training.shards
 import tasks.report
 from engine.connect import connect
 from engine.local.engine import LocalEngine
@@ -273,7 +274,8 @@ class Interrupted(Exception):
 
 def interrupt_at(monkeypatch: pytest.MonkeyPatch, name: str, step: int) -> None:
     """The task `name` of the loop raises at a 0-based step, once."""
-    task, left = getattr(flows.grpo, name), [step]
+    module = flows.training.shards if name == "generate_rollouts" else flows.grpo
+    task, left = getattr(module, name), [step]
 
     async def raises_once(*args: Any, **kwargs: Any) -> Any:
         if kwargs["step"] in left:
@@ -281,7 +283,7 @@ def interrupt_at(monkeypatch: pytest.MonkeyPatch, name: str, step: int) -> None:
             raise Interrupted(f"{name} at step {step}")
         return await task(*args, **kwargs)
 
-    monkeypatch.setattr(flows.grpo, name, raises_once)
+    monkeypatch.setattr(module, name, raises_once)
 
 
 async def leave_without_a_word(workspace: Workspace) -> None:

@@ -84,7 +84,7 @@ def test_while_the_value_model_is_trained_alone_the_policy_stays_and_its_schedul
     assert len(set(runs.digests("whole", "value"))) == 4
     trainer = PPO.__new__(PPO)
     trainer.value_only_fraction = 0.25
-    assert [trainer.value_only_steps(n) for n in (2, 3, 4, 5, 8, 100)] == [1, 1, 1, 2, 2, 25]
+    assert [trainer.critic.value_only_steps(n) for n in (2, 3, 4, 5, 8, 100)] == [1, 1, 1, 2, 2, 25]
 
 
 def test_rewards_values_and_credit_of_a_batch_by_the_definitions(runs: Runs) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pandas
 import pytest
 
-import flows.training.dataset_loop
+import flows.training.supervised_loop
 from engine.connect import connect
 from engine.text.threads import StringThread
 from flows.configs.preferences import RewardModelConfig
@@ -142,7 +142,7 @@ def test_an_interrupted_run_resumes_and_ends_in_the_same_bytes(
     ranked: tuple[Path, dict[str, Any]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    task, left = flows.training.dataset_loop.take_gradient_step, [2]
+    task, left = flows.training.supervised_loop.take_gradient_step, [2]
 
     async def raises_once(*args: Any, **kwargs: Any) -> Any:
         if kwargs["step"] in left:
@@ -150,7 +150,7 @@ def test_an_interrupted_run_resumes_and_ends_in_the_same_bytes(
             raise Interrupted
         return await task(*args, **kwargs)
 
-    monkeypatch.setattr(flows.training.dataset_loop, "take_gradient_step", raises_once)
+    monkeypatch.setattr(flows.training.supervised_loop, "take_gradient_step", raises_once)
     with pytest.raises(Interrupted):
         asyncio.run(reward_model(config_of(tmp_path, tiny_folder)))
     assert len(records(tmp_path)) == 2

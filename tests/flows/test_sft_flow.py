@@ -10,7 +10,7 @@ from typing import Any
 import pandas
 import pytest
 
-import flows.training.dataset_loop
+import flows.training.supervised_loop
 from engine.connect import connect
 from engine.errors import BadSpec, SampleTooLong
 from flows.configs.common import SFTConfig
@@ -162,7 +162,7 @@ class Interrupted(Exception):
 def test_an_interrupted_run_resumes_and_ends_in_the_same_bytes(
     prefect_server: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    task, left = flows.training.dataset_loop.take_gradient_step, [3]
+    task, left = flows.training.supervised_loop.take_gradient_step, [3]
 
     async def raises_once(*args: Any, **kwargs: Any) -> Any:
         if kwargs["step"] in left:
@@ -170,7 +170,7 @@ def test_an_interrupted_run_resumes_and_ends_in_the_same_bytes(
             raise Interrupted
         return await task(*args, **kwargs)
 
-    monkeypatch.setattr(flows.training.dataset_loop, "take_gradient_step", raises_once)
+    monkeypatch.setattr(flows.training.supervised_loop, "take_gradient_step", raises_once)
     interrupted = config_of(tmp_path, tiny_folder, "interrupted", steps=5)
     with pytest.raises(Interrupted):
         asyncio.run(sft(interrupted))

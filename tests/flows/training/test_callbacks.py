@@ -15,7 +15,7 @@ from flows.callbacks import Cadence
 from flows.configs.common import GRPOConfig
 from flows.configs.validation import EvaluationConfig
 from flows.grpo import grpo
-from flows.training.held_out import Heldout
+from flows.training.held_out import HeldoutEvaluator
 from storage.store.objects import open_store
 from tasks.evaluation.validation_curve import read_validations, reward_by_prompt
 from tests.fixtures.toy import toy_config, write_prompts
@@ -104,15 +104,15 @@ def test_evaluation_on_the_way(tmp_path: Path, tiny_folder: Path, monkeypatch: p
     assert whole["heldout"]["n"] == 3
     assert "Held-out: reward" in Path(whole["report"]).read_text()
 
-    evaluate, calls = Heldout.evaluate, []
+    evaluate, calls = HeldoutEvaluator.evaluate, []
 
-    async def interrupted(self: Heldout, policy: Any) -> Any:
+    async def interrupted(self: HeldoutEvaluator, policy: Any) -> Any:
         calls.append(policy.step)
         if policy.step == 2 and calls.count(2) == 1:
             raise RuntimeError("the power went out")
         return await evaluate(self, policy)
 
-    monkeypatch.setattr(Heldout, "evaluate", interrupted)
+    monkeypatch.setattr(HeldoutEvaluator, "evaluate", interrupted)
     with pytest.raises(RuntimeError, match="power"):
         asyncio.run(grpo(toy.config("cut", **drawn)))
     asyncio.run(grpo(toy.config("cut", **drawn)))

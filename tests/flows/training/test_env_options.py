@@ -13,14 +13,17 @@ from engine.handles import TrainingModel
 from engine.text.threads import StringThread
 from flows.configs.env_ppo import ENVPPOConfig
 from flows.configs.environments import ENVGRPOConfig, ENVGSPOConfig
-from flows.env_grpo import ENVGRPO, NOT_OF_EPISODES
+from flows.env_grpo import ENVGRPO
 from flows.env_gspo import ENVGSPO
 from flows.env_ppo import ENVPPO
 from flows.grpo import GRPO
 from flows.gspo import GSPO
 from flows.ppo import PPO
+from flows.training.episode_options import NOT_OF_EPISODES
+from tasks.graders.spec import grader_spec
 from tests.fixtures.guessing import GuessFactory, guess_config
 
+GRADER = grader_spec("tests.fixtures.grading:even_share")
 PROMPTS = [StringThread([("user", "1")], {"secret": 1})]
 POLICY, VALUE = (cast(TrainingModel, SimpleNamespace(name=name)) for name in ("policy", "value"))
 """Nobody: only their names are there."""
@@ -72,7 +75,7 @@ def test_at_their_defaults_they_say_nothing() -> None:
         ),
         (env_gspo, {"policy_loss": "cispo"}, "which GSPO does not have"),
         (env_gspo, {"dual_clip": 3.0}, "which GSPO does not have"),
-        (env_ppo, {"value_only_fraction": 1.0}, "below 1"),
+        (env_ppo, {"value_only_fraction": 1.0}, "less than 1"),
         *((make, {"grader": None}, "the environment grades the turns") for make in (env_grpo, env_gspo, env_ppo)),
     ],
 )
@@ -82,15 +85,15 @@ def test_what_has_no_meaning_in_an_environment_is_refused(make: Any, options: di
 
 
 def grpo(**options: Any) -> GRPO:
-    return GRPO(PROMPTS, POLICY, None, max_num_grpo_steps=2, **options)
+    return GRPO(PROMPTS, POLICY, GRADER, max_num_grpo_steps=2, **options)
 
 
 def ppo(**options: Any) -> PPO:
-    return PPO(PROMPTS, POLICY, VALUE, None, max_num_ppo_steps=2, **options)
+    return PPO(PROMPTS, POLICY, VALUE, GRADER, max_num_ppo_steps=2, **options)
 
 
 def gspo(**options: Any) -> GSPO:
-    return GSPO(PROMPTS, POLICY, cast(Any, None), max_num_gspo_steps=2, **options)
+    return GSPO(PROMPTS, POLICY, GRADER, max_num_gspo_steps=2, **options)
 
 
 @pytest.mark.parametrize("make", [grpo, gspo, ppo, env_grpo, env_gspo, env_ppo])
@@ -117,7 +120,7 @@ def config_of(flow: type[ENVGRPOConfig], tmp_path: Path, **groups: Any) -> ENVGR
 
 def test_configs_have_the_options_of_the_classes(tmp_path: Path) -> None:
     plain = config_of(ENVGRPOConfig, tmp_path)
-    assert not {"regularisation", "rules"} & set(plain.semantic())  # a run without them is the run it was before
+    assert set(plain.semantic()["rules"]) == {"max_staleness"}
     given = config_of(ENVGRPOConfig, tmp_path, regularisation={"entropy_coef": 0.1}, rules={"max_staleness": 1})
     assert given.semantic()["regularisation"]["entropy_coef"] == 0.1
     assert given.semantic()["rules"] == {"max_staleness": 1}

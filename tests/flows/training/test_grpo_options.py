@@ -14,8 +14,9 @@ import flows.grpo
 from engine.connect import connect
 from flows.configs.common import GRPOConfig
 from flows.configs.reinforcement import Regularisation
-from flows.grpo import GRPO, grpo, kl_control
-from flows.training.collection import NothingToLearn
+from flows.grpo import grpo
+from flows.training.rollout_collection import NothingToLearn
+from flows.training.rollout_loop import kl_controller
 from storage.chain.records import Chain, CommitRecord
 from storage.inspect.accounting import check_accounting
 from storage.store import keys
@@ -210,12 +211,12 @@ def test_options_that_would_do_nothing_are_refused(tmp_path: Path, wrong: dict[s
 
 def test_an_adaptive_coefficient_of_zero_is_refused() -> None:
     with pytest.raises(ValueError, match="stays 0"):
-        kl_control(Regularisation(kl_controller="adaptive"), 0.0)
+        kl_controller(Regularisation(kl_controller="adaptive"), 0.0)
 
 
-def test_a_run_that_began_before_there_were_these_groups_is_the_same_run(tmp_path: Path) -> None:
+def test_rules_and_regularisation_decide_the_result(tmp_path: Path) -> None:
     plain = GRPOConfig.model_validate(toy_config(tmp_path, tmp_path)).semantic()
-    assert not {"rules", "regularisation"} & set(plain)
+    assert plain["rules"]["max_staleness"] == 0 and plain["regularisation"]["entropy_coef"] == 0.0
     stale = GRPOConfig.model_validate(toy_config(tmp_path, tmp_path, rules={"max_staleness": 1})).semantic()
     assert stale["rules"]["max_staleness"] == 1
 
@@ -226,15 +227,15 @@ class Interrupted(BaseException):
 
 def interrupted(runs: Runs, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
     """The run "interrupted", stopped before its third step and taken up by a process that holds nothing."""
-    prepare = GRPO._prepare
+    prepare: Any = flows.grpo.prepare_batch
 
-    async def stop(self: GRPO, policy: Any, *arguments: Any) -> ArtifactRef:
-        if policy.step == 2:
+    async def stop(*arguments: Any, step: int) -> ArtifactRef:
+        if step == 2:
             raise Interrupted
-        return await prepare(self, policy, *arguments)
+        return await prepare(*arguments, step=step)
 
     with monkeypatch.context() as patched:
-        patched.setattr(flows.grpo.GRPO, "_prepare", stop)
+        patched.setattr(flows.grpo, "prepare_batch", stop)
         with pytest.raises(Interrupted):
             runs.run("interrupted", **changes)
     connect.cache_clear()

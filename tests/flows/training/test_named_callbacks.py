@@ -78,8 +78,8 @@ async def test_a_table_of_what_was_sampled(
     async def put(key: str, rows: list[dict[str, Any]], *, description: str = "") -> None:
         pages.append((key, rows, description))
 
-    monkeypatch.setattr("flows.training.journal.put_table", put)
-    monkeypatch.setattr("flows.training.journal.flow_run_page", object)  # as in a flow
+    monkeypatch.setattr("flows.training.step_reporter.put_table", put)
+    monkeypatch.setattr("flows.training.step_reporter.flow_run_page", object)  # as in a flow
     prompts = [StringThread([("user", str(digit))]) for digit in range(4)]
 
     async def train() -> PolicyRef:

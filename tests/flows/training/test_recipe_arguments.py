@@ -52,8 +52,8 @@ MAKE: dict[str, Callable[..., Any]] = {
     "SFT": lambda **options: SFT([], NOTHING, **options),
     "DPO": lambda **options: DPO([], NOTHING, **options),
     "RewardModelling": lambda **options: RewardModelling([], NOTHING, **options),
-    "GRPO": lambda **options: GRPO([], NOTHING, NOTHING, **options),
-    "GSPO": lambda **options: GSPO([], NOTHING, NOTHING, **options),
+    "GRPO": lambda **options: GRPO([], NOTHING, EVEN, **options),
+    "GSPO": lambda **options: GSPO([], NOTHING, EVEN, **options),
 }
 
 
@@ -112,9 +112,9 @@ async def test_ppo_at_its_defaults_ends_with_the_data(prefect_server: str, tmp_p
 
 def test_a_run_that_follows_no_progress_has_no_end() -> None:
     options: dict[str, Any] = {"lr_scheduler": ConstantScheduler(1e-6), "checkpoint_frequency": None}
-    trainer = GRPO([], NOTHING, NOTHING, **options)
+    trainer = GRPO([], NOTHING, EVEN, **options)
     assert (trainer.max_steps, trainer.epochs) == (None, None)
-    assert GRPO([], NOTHING, NOTHING).epochs == GSPO([], NOTHING, NOTHING).epochs == 1
+    assert GRPO([], NOTHING, EVEN).epochs == GSPO([], NOTHING, EVEN).epochs == 1
 
 
 # -- judges named by a key -------------------------------------------------------------------------------------

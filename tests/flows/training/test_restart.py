@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-import flows.training.dataset_loop
+import flows.training.supervised_loop
 from engine.errors import BadSpec
 from engine.handles import Model, TrainingModel
 from engine.text.threads import StringThread
@@ -108,7 +108,7 @@ async def test_an_interrupted_restart_ends_with_the_same_bytes(runs: Runs, monke
     await runs.sft("first")
     restart = {"restart_from_checkpoint": "first/policy-2"}
     whole = await runs.sft("whole", **restart)
-    take, calls = flows.training.dataset_loop.take_gradient_step, []
+    take, calls = flows.training.supervised_loop.take_gradient_step, []
 
     async def interrupted(*args: Any, step: int, **rest: Any) -> PolicyRef:
         calls.append(step)
@@ -116,7 +116,7 @@ async def test_an_interrupted_restart_ends_with_the_same_bytes(runs: Runs, monke
             raise RuntimeError("the power went out")
         return await take(*args, step=step, **rest)
 
-    monkeypatch.setattr(flows.training.dataset_loop, "take_gradient_step", interrupted)
+    monkeypatch.setattr(flows.training.supervised_loop, "take_gradient_step", interrupted)
     with pytest.raises(RuntimeError, match="power"):
         await runs.sft("cut", **restart)
     # a stage that began stands by what it began with, whatever was named so since

@@ -1,12 +1,11 @@
-"""What every loop keeps besides its algorithm: the place to go on from, the clock, the metrics."""
+"""What a training loop reports: the metrics of each committed step, the results of its callbacks, and its progress."""
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterator, Sequence
-from itertools import count
-from typing import Any, Self
+from collections.abc import Sequence
+from typing import Self
 
 from engine.handles import TrainingModel
 from engine.losses.spec import LossSpec
@@ -16,9 +15,9 @@ from flows.display.artifacts import put_table
 from flows.display.live_page import RunPage, flow_run_page
 from flows.display.terminal import TerminalProgress
 from flows.loggers import StageNotifier
-from flows.training.schedules import Schedule
+from flows.training.rollout_collection import CollectedRollouts
 from flows.training.watch import RunWatch
-from storage.chain.records import Chain, CommitRecord, OptimizerSpec, PolicyRef
+from storage.chain.records import Chain, CommitRecord, PolicyRef
 from storage.chain.run_record import read_run
 from storage.errors import ObjectNotFound
 from storage.store.artifacts import ArtifactRef
@@ -26,15 +25,17 @@ from storage.store.objects import ObjectStore
 from storage.worklog import log_work
 from tasks.datasets.order import DataCursor
 from tasks.evaluation.validation_curve import Validation, validation_of
-from tasks.loggers.base import LoggedRun, SentLog
 from tasks.loggers.stage_loggers import Loggers
 from tasks.loggers.tables import Table
 from tasks.reports.clock import StepClock
 from tasks.reports.step_metrics import measure_step, write_metrics
 
 
-class Journal:
-    """The record of a running loop: one line of metrics per committed step."""
+class StepReporter:
+    """Reports the steps of one stage to the store, the terminal, the flow run's page and the configured loggers.
+
+    It is entered around the loop. It also watches whether the loop still moves (flows.training.watch).
+    """
 
     def __init__(
         self,
@@ -50,39 +51,42 @@ class Journal:
         self.store = model.workspace.open_store()
         self.chain = Chain.of(self.store, policy)
         self.logger, self.total_steps = logger, total_steps
+        self.model, self.loss, self.reference = model, loss, reference
         self._resumed = policy.step > 0
-        self.last: CommitRecord | None = self.chain.record(policy.step) if policy.step else None
-        """Of the last committed step of this stage."""
+        self.last_record: CommitRecord | None = None
+        """The record of the last committed step of this stage; None before the first."""
+        if self._resumed:
+            self.last_record = self.chain.record(policy.step)
         log_work("start", policy=policy.uri, resumed_from=policy.step)
         logger.start(total_steps, policy.step)
+        # everything that shows the steps
         self.clock = StepClock()
         self.watch = RunWatch(policy.run, step=policy.step)
         self.page = RunPage(self.store, policy, total_steps=total_steps, engine=model.workspace.engine)
-        self.model, self.loss, self.reference = model, loss, reference
         self.notifier = notifier
         self._notify(policy.step)
         self.loggers = open_loggers(self.store, policy, logger.logging)
 
     def cursor(self) -> DataCursor:
-        """Where the data stands after the last committed step."""
-        return DataCursor.model_validate(self.last.cursor_out) if self.last else DataCursor()
+        """The position in the dataset after the last committed step."""
+        return DataCursor.model_validate(self.last_record.cursor_out) if self.last_record else DataCursor()
 
-    def record(
-        self, policy: PolicyRef, rollouts: list[ArtifactRef] | None = None, graded: list[ArtifactRef] | None = None
-    ) -> None:
-        """Measures the step that made `policy`, stores its metrics and shows them. Raises prefect.exceptions.Pause when
-        a person wants the run to wait."""
+    def record(self, policy: PolicyRef, collected: CollectedRollouts | None = None) -> None:
+        """Measures the step that made `policy`, stores its metrics and shows them. `collected`: the rollouts that it
+        trained on. Raises prefect.exceptions.Pause when a user has paused the flow run."""
+        rollouts, graded = _refs(collected)
         record = self.chain.committed_record(policy.step)
-        self.last = record
+        self.last_record = record
         metrics = measure_step(
             self.store,
             record,
-            rollouts or [],
-            graded or [],
+            rollouts,
+            graded,
             total_steps=self.total_steps,
             seconds=self.clock.lap(),
         ).model_copy(update={"resumed": self._resumed})
         self._resumed = False
+        # stored first, shown then
         write_metrics(self.store, policy, metrics)
         self.logger.step(metrics)
         self.page.add_step(metrics, rollouts, graded)
@@ -90,39 +94,41 @@ class Journal:
         self._notify(policy.step)
         self.watch.stepped(policy.step - 1)
 
-    async def call(
-        self, callbacks: Sequence[Callback], rollouts: list[ArtifactRef] | None = None,
-        graded: list[ArtifactRef] | None = None,
-    ) -> None:  # fmt: skip
-        """Those of the callbacks that are due at the policy where the loop stands, also of a step that was committed
-        before a crash: each is done once, whoever asks. Their time is no step's."""
+    async def call(self, callbacks: Sequence[Callback], collected: CollectedRollouts | None = None) -> None:
+        """Calls the callbacks that are due at the current policy, also after a resume: what a callback commits is
+        committed once. The time that they take is not counted as time of a step."""
         policy = await self.model.policy()
-        made = (self.loss, self.reference, tuple(rollouts or ()), tuple(graded or ()))
-        moment = Moment(self.model, policy, self.total_steps, *made, show=self._show)
-        due = [one for one in callbacks if one.cadence.due(policy.step, self.total_steps)]
+        rollouts, graded = _refs(collected)
+        moment = Moment(
+            self.model, policy, self.total_steps, self.loss, self.reference, tuple(rollouts), tuple(graded),
+            show=self._show,
+        )  # fmt: skip
+        due = [callback for callback in callbacks if callback.cadence.due(policy.step, self.total_steps)]
         for callback in due:
-            found = await callback.at(moment)
-            said = None if found is None else validation_of(self.store, found)
-            if said is not None:
-                self._validated(said)
+            artifact = await callback.at(moment)
+            if artifact is None:
+                continue
+            validation = validation_of(self.store, artifact)
+            if validation is not None:
+                self._show_validation(validation)
         if due:
             self.clock.lap()
 
     async def _show(self, table: Table) -> None:
-        """Once per moment in each logger and in Prefect; on the terminal of whoever asks."""
+        """Shows a table in the terminal, and once per policy in each logger and in Prefect."""
         self.logger.note(table.text())
         self.loggers.table(table)
-        stage = self.chain.run, self.chain.stage
-        if flow_run_page() is not None and SentLog(self.store, *stage, "prefect").take_table(table):
+        run, stage = self.chain.run, self.chain.stage
+        if flow_run_page() is not None and SentLog(self.store, run, stage, "prefect").take_table(table):
             key = re.sub(r"[^a-z0-9]+", "-", table.name.lower())
-            await put_table(key, [dict(row) for row in table.rows], description=f"{stage[1]} after {table.step} steps")
+            await put_table(key, [dict(row) for row in table.rows], description=f"{stage} after {table.step} steps")
 
     def _notify(self, steps_done: int) -> None:
-        """A run without an end has no share that is done."""
+        """Reports the progress of the stage; a run without an end has none."""
         if self.notifier is not None and self.total_steps is not None:
             self.notifier.report_progress(min(steps_done, self.total_steps), self.total_steps)
 
-    def _validated(self, validation: Validation) -> None:
+    def _show_validation(self, validation: Validation) -> None:
         figures = "  ".join(f"{measure} {value:.4f}" for measure, value in validation.measures.items())
         self.logger.note(f"{validation.name} after {validation.step} steps: {figures or 'nothing'}")
         self.page.add_validation(validation)
@@ -140,41 +146,19 @@ class Journal:
         self.logger.close()  # however the loop ends, the terminal is given back
 
 
+def _refs(collected: CollectedRollouts | None) -> tuple[list[ArtifactRef], list[ArtifactRef]]:
+    """The rollouts of a step and their grades; none for a step on a dataset."""
+    return ([], []) if collected is None else (collected.rollouts, collected.graded)
+
+
 def open_loggers(store: ObjectStore, policy: PolicyRef, config: LoggingConfig) -> Loggers:
-    """Those of the config, for the policy's stage. Raises LoggerMissing."""
+    """The loggers of the config, for the policy's stage. Raises LoggerMissing."""
     try:
         semantic = read_run(store, policy.run).semantic
     except ObjectNotFound:
-        semantic = {}  # a loop without a flow
+        semantic = {}  # a loop without a flow has no record of its run
     run = LoggedRun(
         project=config.project, name=config.experiment or policy.run.replace("/", "-"), run=policy.run,
         folder=config.folder, config=semantic,
     )  # fmt: skip
     return Loggers(store, policy, config.loggers, run)
-
-
-def steps(first: int, total_steps: int | None) -> Iterator[int]:
-    """first, first + 1, … up to the run's length; endless without one."""
-    return iter(count(first)) if total_steps is None else iter(range(first, total_steps))
-
-
-def rate(schedule: Schedule, step: int, total_steps: int | None) -> float:
-    """What the schedule has at a 0-based step. Of a run without an end, it does not depend on the length."""
-    return schedule.at(step, total_steps if total_steps is not None else step + 1)
-
-
-def optimizer_at(
-    step: int, total_steps: int | None, *, lr: Schedule, weight_decay: float | Schedule, **fixed: float
-) -> OptimizerSpec:
-    """The optimizer of a 0-based step."""
-    decay = weight_decay if isinstance(weight_decay, float | int) else rate(weight_decay, step, total_steps)
-    return OptimizerSpec(lr=rate(lr, step, total_steps), weight_decay=decay, **fixed)
-
-
-def adamw(
-    weight_decay: float | Schedule, max_grad_norm: float, betas: tuple[float, float], eps: float
-) -> dict[str, Any]:
-    """What `optimizer_at` is told besides the rate."""
-    return {
-        "weight_decay": weight_decay, "max_grad_norm": max_grad_norm, "beta1": betas[0], "beta2": betas[1], "eps": eps
-    }  # fmt: skip

@@ -1,0 +1,96 @@
+"""The value model of PPO: how it is trained, and how it credits tokens with rewards."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from engine.handles import TrainingModel
+from engine.losses.spec import LossSpec
+from engine.losses.values import MSESpec, TrustRegionMSESpec
+from flows.configs.ppo import CreditConfig, ValueModelConfig
+from flows.training.optimizer import AdamW
+from flows.training.options import CriticOptions, PPOOptions, read_options
+from flows.training.schedules import CosineScheduler, is_fixed
+from storage.chain.records import Chain, PolicyRef
+from tasks.batches.ppo import ValuePlan
+
+
+class Critic:
+    """The value model of a training class, with its optimizer and its loss.
+
+    `policy_optimizer` gives the settings that the options leave out.
+    """
+
+    def __init__(self, model: TrainingModel, options: CriticOptions, policy_optimizer: AdamW) -> None:
+        self.model = model
+        self.credit = read_options(CreditConfig, options)
+        self.schedule = options.get("value_lr_scheduler") or CosineScheduler(
+            options.get("lr_value", ValueModelConfig().lr)
+        )
+        self.optimizer = _optimizer(options, policy_optimizer)
+        clip = self.credit.value_clip
+        self.loss: LossSpec = MSESpec() if clip is None else TrustRegionMSESpec(clip=clip)
+
+    @property
+    def follows_progress(self) -> bool:
+        """Whether something depends on the length of the run: a schedule, or the share in which it is trained alone."""
+        return self.credit.value_only_fraction > 0 or not is_fixed(self.schedule, self.optimizer.weight_decay)
+
+    async def open(self, policy_start: PolicyRef, policy_chain: Chain, *, restarted: bool) -> None:
+        """Opens the stage that the policy has opened at `policy_start`. `restarted`: from a checkpoint of a run, whose
+        value model of the same iteration is then the start, where that run had one."""
+        start: PolicyRef | None = None
+        root = policy_chain.root()
+        if restarted and root is not None and root.start is not None:
+            values = Chain(policy_chain.store, root.start.run, root.start.stage, self.model.name)
+            start = None if values.root() is None else values.policy(root.start.step)
+        # a stage's name ends with the policy's name where another model has the plain name
+        stage = policy_start.stage.partition("-")[2]
+        await self.model.begin_stage(stage, start=start)
+
+    def value_only_steps(self, total_steps: int | None) -> int:
+        """The iterations that train the value model alone: step k of N while k / N < value_only_fraction. Raises
+        ValueError when no iteration is left for the policy."""
+        if total_steps is None:
+            return 0
+        fraction = self.credit.value_only_fraction
+        alone = sum(step / total_steps < fraction for step in range(total_steps))
+        if alone == total_steps:
+            raise ValueError(
+                f"value_only_fraction={fraction} of {total_steps} iterations leaves none in which the policy is "
+                "trained; lower it, or train longer"
+            )
+        return alone
+
+    def plan(self, value: PolicyRef) -> ValuePlan:
+        """How the tokens of a batch are credited, with the values of `value` as the baseline."""
+        credit = self.credit
+        return ValuePlan(
+            value=value,
+            gamma=credit.gae_gamma,
+            lam=credit.gae_lambda,
+            returns=credit.returns,
+            whiten_advantages=credit.whiten_advantages,
+        )
+
+
+def check_ppo_options(model: TrainingModel, value_model: TrainingModel, options: PPOOptions) -> None:
+    """Raises ValueError for what PPO does not have, and for two models of one name."""
+    if (estimator := options.get("advantage_estimator", "gae")) != "gae":
+        raise ValueError(f"advantage_estimator={estimator!r}: PPO's are the value model's; leave it out")
+    if options.get("dynamic_sampling"):
+        raise ValueError("dynamic_sampling compares the completions of a group, and PPO has none; leave it out")
+    if model.name == value_model.name:
+        raise ValueError(f"policy and value model are both named {model.name!r}; spawn them under two names")
+
+
+def _optimizer(options: CriticOptions, policy: AdamW) -> AdamW:
+    """The optimizer of the value model: the policy's, except for what the options set."""
+    optimizer = policy
+    if (decay := options.get("value_weight_decay")) is not None:
+        optimizer = replace(optimizer, weight_decay=decay)
+    if (betas := options.get("value_betas")) is not None:
+        optimizer = replace(optimizer, betas=betas)
+    if (norm := options.get("value_max_grad_norm")) is not None:
+        optimizer = replace(optimizer, max_grad_norm=norm)
+    return optimizer

@@ -1,0 +1,192 @@
+"""The keyword arguments of the training classes, as types: an editor lists them, and a type checker refuses others.
+
+Types only: the default, the bounds and the description of an option are in the config class that has a field of its
+name (flows.configs). `read_options` makes a config of the options of a class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, Literal, TypedDict, TypeVar
+
+from engine.losses.base import LossNorm
+from engine.losses.kl import KLEstimator
+from engine.losses.policy_gradient import PolicyLoss
+from flows.callbacks import Callback
+from flows.configs.reinforcement import KLControl, KLPlace, RefillEnd
+from flows.display.terminal import TerminalProgress
+from flows.loggers import StageNotifier
+from flows.training.checkpointing import CheckpointSchedule
+from flows.training.schedules import Schedule
+from storage.chain.records import OldLogprobs
+from storage.serialization import Frozen
+from tasks.batches.ppo import Returns
+from tasks.batches.rl import AdvantageEstimator
+from tasks.batches.truncation import Cut
+from tasks.sampling.completions import Truncation
+
+Config = TypeVar("Config", bound=Frozen)
+
+
+class LoopOptions(TypedDict, total=False):
+    """Options of every training class."""
+
+    lr_scheduler: Schedule | None
+    """Replaces the learning rate."""
+    logger: TerminalProgress | None
+    max_grad_norm: float
+    weight_decay: float | Schedule
+    betas: tuple[float, float]
+    """beta1 and beta2 of AdamW."""
+    eps: float
+    skip_nan_gradients: bool
+    checkpoint_frequency: float | None
+    checkpoint_every_steps: int | None
+    checkpoints: CheckpointSchedule | None
+    """Replaces `checkpoint_frequency` and `checkpoint_every_steps`."""
+    data_seed: int
+    callbacks: Sequence[Callback]
+    stage_notifier: StageNotifier | None
+    restart_from_checkpoint: str | None
+    """A named checkpoint, `run/stage/name`. The stage begins with its weights."""
+
+
+class SupervisedOptions(LoopOptions, total=False):
+    """Options of SFT and RewardModelling."""
+
+    lr: float
+    samples_per_batch: int
+    epochs: int | None
+    max_steps: int | None
+    max_tokens: int | None
+    truncation: Cut
+
+
+class DPOOptions(SupervisedOptions, total=False):
+    """Options of DPO."""
+
+    kl_beta: float
+    loss_variant: Literal["sigmoid", "ipo", "cdpo"]
+    label_smoothing: float | None
+
+
+class AlgorithmOptions(TypedDict, total=False):
+    """Fields of flows.configs.common.GRPOAlgorithm."""
+
+    epochs: int | None
+    samples_per_batch: int
+    samples_per_mini_batch: int
+    mini_epochs_per_batch: int
+    completions_per_sample: int
+    clip_range: float
+    clip_range_high: float | None
+    dual_clip: float | None
+    kl_beta: float
+    kl_estimator: KLEstimator
+    loss_norm: LossNorm
+    advantage_estimator: AdvantageEstimator
+    old_logprobs: OldLogprobs
+    prompts_per_shard: int
+
+
+class RegularisationOptions(TypedDict, total=False):
+    """Fields of flows.configs.reinforcement.Regularisation."""
+
+    policy_loss: PolicyLoss
+    entropy_coef: float
+    importance_cap: float | None
+    norm_constant: float | None
+    kl_in: KLPlace
+    kl_importance: bool
+    kl_controller: KLControl
+    kl_target: float
+    kl_horizon: float
+
+
+class BatchOptions(TypedDict, total=False):
+    """Fields of flows.configs.reinforcement.BatchRules."""
+
+    dynamic_sampling: bool
+    max_refill_rounds: int
+    refill_end: RefillEnd
+    max_staleness: int
+    mask_truncated: bool
+    overlong_buffer: int | None
+    overlong_penalty: float
+
+
+class PolicyOptions(LoopOptions, AlgorithmOptions, RegularisationOptions, BatchOptions, total=False):
+    """Options of every training class of reinforcement learning."""
+
+    max_prompt_tokens: int | None
+    truncation: Truncation
+
+
+class GRPOOptions(PolicyOptions, total=False):
+    """Options of GRPO and GSPO."""
+
+    lr: float
+
+
+class CriticOptions(TypedDict, total=False):
+    """Options of the value model of PPO: fields of flows.configs.ppo.CreditConfig, and its optimizer."""
+
+    value_only_fraction: float
+    gae_lambda: float
+    gae_gamma: float
+    returns: Returns
+    value_clip: float | None
+    whiten_advantages: bool
+    lr_value: float
+    value_lr_scheduler: Schedule | None
+    """Replaces `lr_value`."""
+    value_weight_decay: float | Schedule | None
+    """None: the policy's, as for the next two."""
+    value_betas: tuple[float, float] | None
+    value_max_grad_norm: float | None
+
+
+class PPOOptions(PolicyOptions, CriticOptions, total=False):
+    """Options of PPO."""
+
+    lr_policy: float
+    lr_scheduler_policy: Schedule | None
+    """Another name of `lr_scheduler`."""
+    lr_scheduler_value: Schedule | None
+    """Another name of `value_lr_scheduler`."""
+
+
+class EpisodeLimits(TypedDict, total=False):
+    """Fields of flows.configs.environments.EnvironmentConfig."""
+
+    max_turns: int
+    max_tokens: int | None
+    episode_seconds: float | None
+    reaction_seconds: float
+    concurrency: int
+    max_masked_fraction: float
+
+
+class EpisodeOptions(GRPOOptions, EpisodeLimits, total=False):
+    """Options of ENVGRPO and ENVGSPO."""
+
+
+class EpisodePPOOptions(PPOOptions, EpisodeLimits, total=False):
+    """Options of ENVPPO."""
+
+
+def check_names(owner: str, options: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Raises TypeError for an option that the class `owner` does not have."""
+    known = sorted(names)
+    for name in options:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"its options are {', '.join(known)}"
+            raise TypeError(f"{owner}() got an unexpected keyword argument {name!r}; {hint}")
+
+
+def read_options(config_type: type[Config], options: Mapping[str, Any], **values: Any) -> Config:
+    """A config of the options that its fields name, and of `values`. Raises ValidationError, a ValueError."""
+    named = {name: options[name] for name in config_type.model_fields if name in options}
+    return config_type.model_validate(named | values)

@@ -1,0 +1,197 @@
+"""Collects the rollouts that a step of reinforcement learning trains on.
+
+Prompts are taken from the dataset, completions are sampled and graded. With dynamic sampling, groups with equal rewards
+are replaced by further prompts. With staleness, the rollouts of the next steps are collected while this one trains.
+
+Committed grades and the dataset's cursor decide everything, so a resumed run collects what the first attempt would have
+collected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+from engine.errors import PermanentEngineError
+from engine.handles import TrainingModel
+from flows.configs.reinforcement import RefillEnd
+from storage.chain.records import PolicyRef
+from storage.store.artifacts import ArtifactRef
+from tasks.batches.rl import informative_prompts
+from tasks.datasets.load import LoadedDataset
+from tasks.datasets.order import DataCursor, repetitions, take
+from tasks.sampling.completions import PromptShard, Truncation
+
+
+class NothingToLearn(PermanentEngineError):
+    """Dynamic sampling did not fill a batch in the allowed number of draws, and refill_end is "fail"."""
+
+
+@dataclass(frozen=True)
+class CollectedRollouts:
+    """The committed rollouts of one step and their grades, one artifact per shard."""
+
+    rollouts: list[ArtifactRef]
+    graded: list[ArtifactRef]
+    cursor_in: DataCursor
+    """The position in the dataset before the step."""
+    cursor_out: DataCursor
+    """The position in the dataset after the step."""
+
+
+RolloutsAndGrades = tuple[Sequence[ArtifactRef], Sequence[ArtifactRef]]
+"""The rollouts of some shards, and their grades."""
+SampleAndGrade = Callable[[PolicyRef, list[PromptShard], int], Awaitable[RolloutsAndGrades]]
+"""(policy, shards, step) -> the rollouts of the shards, and their grades."""
+
+
+@dataclass(frozen=True)
+class PromptBatch:
+    """How prompts of a dataset become shards."""
+
+    model: TrainingModel
+    data: LoadedDataset
+    prompts: int
+    """Prompts per step."""
+    completions: int
+    """Completions per prompt."""
+    prompts_per_shard: int
+    seed: int
+    """Decides the order of the prompts."""
+    max_prompt_tokens: int | None
+    truncation: Truncation
+
+    def take(self, cursor: DataCursor, prompts: int) -> tuple[list[int], DataCursor]:
+        """The rows of the next `prompts` prompts, and the cursor after them."""
+        return take(cursor, prompts, rows=self.data.rows, seed=self.seed)
+
+    def shards(self, rows: list[int], *, earlier_rows: list[int], first_index: int) -> list[PromptShard]:
+        """The shards of `rows`. `earlier_rows` were taken by the same step before; the shards are numbered from
+        `first_index`."""
+        repeated = repetitions([*earlier_rows, *rows])[len(earlier_rows) :]
+        size = self.prompts_per_shard
+        shards = []
+        for number, start in enumerate(range(0, len(rows), size)):
+            shard = PromptShard(
+                base=self.model.base,
+                dataset=self.data.ref,
+                index=first_index + number,
+                rows=tuple(rows[start : start + size]),
+                completions=self.completions,
+                repetitions=tuple(repeated[start : start + size]),
+                max_prompt_tokens=self.max_prompt_tokens,
+                truncation=self.truncation,
+            )
+            shards.append(shard)
+        return shards
+
+
+@dataclass(frozen=True)
+class Refill:
+    """Dynamic sampling (DAPO, arXiv:2503.14476): groups with equal rewards are left out, and further prompts drawn."""
+
+    rounds: int
+    """The largest number of draws after the first."""
+    end: RefillEnd
+    """What happens when they did not fill the batch: a smaller one is trained ("short"), or the run fails ("fail")."""
+
+
+@dataclass(frozen=True)
+class RolloutCollector:
+    """Collects the rollouts of one step."""
+
+    batch: PromptBatch
+    sample_and_grade: SampleAndGrade
+    refill: Refill | None = None
+
+    async def collect(self, policy: PolicyRef, cursor: DataCursor, *, step: int) -> CollectedRollouts:
+        """Those of 0-based `step`, sampled from `policy`. A committed shard is not sampled again. Raises
+        NothingToLearn."""
+        rollouts: list[ArtifactRef] = []
+        graded: list[ArtifactRef] = []
+        rows: list[int] = []
+        cursor_out = cursor
+        missing = self.batch.prompts
+        draws = 1 + (self.refill.rounds if self.refill else 0)
+        for _ in range(draws):
+            # draw the prompts that are missing, and sample their completions
+            new_rows, cursor_out = self.batch.take(cursor_out, missing)
+            shards = self.batch.shards(new_rows, earlier_rows=rows, first_index=len(rollouts))
+            new_rollouts, new_graded = await self.sample_and_grade(policy, shards, step)
+            rows += new_rows
+            rollouts += new_rollouts
+            graded += new_graded
+            if self.refill is None:
+                break
+            # groups with equal rewards teach nothing: others are drawn in their place
+            missing = self.batch.prompts - await self._informative_prompts(graded)
+            if missing <= 0:
+                break
+        if self.refill is not None and missing > 0 and self.refill.end == "fail":
+            raise NothingToLearn(
+                f"step {step}: after {draws} draws of prompts, {missing} of {self.batch.prompts} groups are still "
+                "missing, because all rewards of the other groups are equal. Raise max_refill_rounds, set "
+                "refill_end='short', or give prompts that the model sometimes solves"
+            )
+        return CollectedRollouts(rollouts, graded, cursor, cursor_out)
+
+    async def _informative_prompts(self, graded: list[ArtifactRef]) -> int:
+        """The number of prompts whose completions have different rewards."""
+        store = self.batch.model.workspace.open_store()
+        return await asyncio.to_thread(informative_prompts, store, graded)
+
+
+@dataclass
+class RolloutLookahead:
+    """Collects the rollouts of step after step, `staleness` steps ahead of training.
+
+    Those of step k are sampled from policy max(0, k - staleness), whichever policy is ready at the time: the result
+    does not depend on the timing.
+    """
+
+    collector: RolloutCollector
+    cursor: DataCursor
+    """The position in the dataset before the first step that is collected."""
+    total_steps: int | None
+    staleness: int = 0
+    _running: dict[int, asyncio.Task[CollectedRollouts]] = field(default_factory=dict)
+    """By step."""
+
+    async def collected(self, policy: PolicyRef) -> CollectedRollouts:
+        """The rollouts of the step after `policy`. Starts to collect those of later steps that are sampled from
+        `policy`."""
+        step = policy.step
+        last = step + self.staleness
+        if self.total_steps is not None:
+            last = min(last, self.total_steps - 1)
+        for ahead in range(step, last + 1):
+            if ahead not in self._running:
+                before = self._running.get(ahead - 1)
+                self._running[ahead] = asyncio.create_task(self._collect(policy, ahead, before))
+        collected = await self._running[step]
+        self._running.pop(step - 1, None)
+        return collected
+
+    async def _collect(
+        self, policy: PolicyRef, step: int, before: asyncio.Task[CollectedRollouts] | None
+    ) -> CollectedRollouts:
+        """The rollouts of one step, after those of the step before, whose cursor it continues."""
+        cursor = self.cursor if before is None else (await before).cursor_out
+        sampled_step = max(0, step - self.staleness)
+        sampled = policy
+        if sampled_step != policy.step:
+            sampled = self.collector.batch.model.chain_of(policy).policy(sampled_step)
+        return await self.collector.collect(sampled, cursor, step=step)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for task in self._running.values():
+            task.cancel()
+        await asyncio.gather(*self._running.values(), return_exceptions=True)

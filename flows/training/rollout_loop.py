@@ -1,0 +1,284 @@
+"""The base of the training classes of reinforcement learning: their settings, and the parts of a step they share.
+
+The loops themselves are in flows.grpo, flows.ppo, flows.env_grpo and flows.env_ppo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from pydantic import JsonValue
+
+from engine.handles import TrainingModel
+from engine.losses.policy_gradient import POLICY_LOSSES, CISPOSpec, GRPOSpec, GSPOSpec, PolicyLoss
+from engine.text.threads import StringThread
+from flows.configs.common import GRPOAlgorithm, PromptDataConfig
+from flows.configs.defaults import default_of
+from flows.configs.reinforcement import BatchRules, Regularisation
+from flows.training.arguments import check_one_length, whole_number
+from flows.training.critic import Critic
+from flows.training.options import PolicyOptions, read_options
+from flows.training.rollout_collection import (
+    CollectedRollouts,
+    PromptBatch,
+    Refill,
+    RolloutCollector,
+    RolloutLookahead,
+    SampleAndGrade,
+)
+from flows.training.schedules import is_fixed
+from flows.training.training_loop import TrainingLoop
+from flows.training.training_steps import TrainingSteps
+from storage.chain.records import MinibatchPlan, PolicyRef, StepRequest
+from storage.store.artifacts import ArtifactRef
+from tasks.batches.rl import BatchPlan
+from tasks.credit.kl_controllers import AdaptiveKL, FixedKL
+from tasks.credit.rewards import Overlong, RewardKL
+from tasks.datasets.load import LoadedDataset
+from tasks.datasets.spec import InlineDataset
+from tasks.load import load_prompts
+
+COUNTS = ("samples_per_batch", "samples_per_mini_batch", "completions_per_sample", "mini_epochs_per_batch")
+"""Options that are whole numbers."""
+
+
+class RolloutLoop(TrainingLoop):
+    """A training class that trains on rollouts of prompts.
+
+    Without a number of steps and without `epochs`, the run ends with the data, after one pass over `dataset`: the rate
+    and `checkpoint_frequency` follow this progress. If nothing follows the progress
+    (lr_scheduler=ConstantScheduler(lr), and checkpoint_every_steps or checkpoint_frequency=None), the run continues
+    until it is cancelled.
+    """
+
+    length: ClassVar[str]
+    """The argument that gives the number of steps."""
+    algorithm_type: ClassVar[type[GRPOAlgorithm]] = GRPOAlgorithm
+    """Holds the defaults and the bounds of the algorithm's options."""
+    regularisation_type: ClassVar[type[Regularisation]] = Regularisation
+    """Holds the defaults and the bounds of the loss's further terms."""
+    policy_losses: ClassVar[Mapping[PolicyLoss, type[GRPOSpec | GSPOSpec | CISPOSpec]]] = POLICY_LOSSES
+    options_type = PolicyOptions
+
+    def __init__(
+        self,
+        dataset: list[StringThread] | LoadedDataset,
+        model: TrainingModel,
+        options: PolicyOptions,
+        *,
+        max_steps: int | None,
+        lr: float | None,
+    ) -> None:
+        super().__init__(model, options, lr=lr)
+        self.dataset = dataset
+        # the length of the run
+        self.max_steps = whole_number(self.length, max_steps)
+        self.epochs = whole_number("epochs", options.get("epochs"))
+        check_one_length(self.length, self.max_steps, self.epochs)
+        self.ends_with_the_data = False
+        """Whether no length was given, and the run is one pass over the dataset."""
+        # the algorithm
+        self.algorithm = _algorithm(self.algorithm_type, options, self.max_steps)
+        self.regularisation = read_options(self.regularisation_type, options)
+        self.rules = read_options(BatchRules, options)
+        self.max_prompt_tokens = options.get("max_prompt_tokens")
+        self.truncation = options.get("truncation", default_of(PromptDataConfig, "truncation"))
+        algorithm = self.algorithm
+        self.regularisation.check(algorithm.loss_norm, algorithm.kl_beta, algorithm.old_logprobs)
+        # what follows from them
+        self.samples_per_batch = algorithm.samples_per_batch
+        self.prompts_per_batch = algorithm.samples_per_batch // algorithm.completions_per_sample
+        self.loss = policy_loss(self.policy_losses, algorithm, self.regularisation)
+        self.kl = kl_controller(self.regularisation, algorithm.kl_beta)
+        self.reward_kl: RewardKL | None = None
+        if self.regularisation.kl_in == "reward" and algorithm.kl_beta > 0:
+            self.reward_kl = RewardKL(beta=algorithm.kl_beta, estimator=algorithm.kl_estimator)
+        size = algorithm.samples_per_mini_batch
+        whole = size >= algorithm.samples_per_batch
+        self.minibatches = MinibatchPlan(size=None if whole else size, epochs=algorithm.mini_epochs_per_batch)
+        by_fraction = self.checkpoints.config.frequency is not None and self.checkpoints.config.every_steps is None
+        if by_fraction or not is_fixed(self.schedule, self.optimizer.weight_decay):
+            self.end_with_the_data()
+
+    async def run(self) -> PolicyRef:
+        """Takes the steps that are left. Returns the last policy."""
+        raise NotImplementedError
+
+    def end_with_the_data(self) -> None:
+        """Makes a run whose length was not given one pass over the dataset, because something follows its progress."""
+        if self.max_steps is None and self.epochs is None:
+            self.epochs, self.ends_with_the_data = 1, True
+
+    def load_dataset(self) -> LoadedDataset:
+        """The prompts, in the store."""
+        if isinstance(self.dataset, LoadedDataset):
+            return self.dataset
+        return load_prompts(self.model.workspace, InlineDataset.of(self.dataset), "prompt")
+
+    def count_steps(self, data: LoadedDataset) -> int | None:
+        """The steps of the run; None for a run without an end. The terminal is told what was not configured."""
+        total_steps = self.max_steps
+        if self.epochs is not None:  # the last batch of the run may begin one epoch more
+            total_steps = -(-self.epochs * data.rows // self.prompts_per_batch)
+        if self.minibatches.size is None and self.minibatches.epochs == 1:
+            self.logger.note("one update per batch: every ratio is 1, so clip_range cannot act")
+        if self.ends_with_the_data:
+            self.logger.note(
+                f"neither {self.length} nor epochs was given: the run ends after one pass over the data, in "
+                f"{total_steps} steps"
+            )
+        return total_steps
+
+    def lookahead(
+        self, data: LoadedDataset, steps: TrainingSteps, sample_and_grade: SampleAndGrade
+    ) -> RolloutLookahead:
+        """Collects the rollouts of the steps, in the order of the dataset, with dynamic sampling and staleness."""
+        prompts = PromptBatch(
+            model=self.model,
+            data=data,
+            prompts=self.prompts_per_batch,
+            completions=self.algorithm.completions_per_sample,
+            prompts_per_shard=self.algorithm.prompts_per_shard,
+            seed=self.data_seed,
+            max_prompt_tokens=self.max_prompt_tokens,
+            truncation=self.truncation,
+        )
+        rules = self.rules
+        refill = Refill(rules.max_refill_rounds, rules.refill_end) if rules.dynamic_sampling else None
+        collector = RolloutCollector(prompts, sample_and_grade, refill)
+        return RolloutLookahead(collector, steps.cursor, steps.total_steps, rules.max_staleness)
+
+    def next_kl_beta(self, steps: TrainingSteps) -> float:
+        """The coefficient of the KL term in the next step."""
+        return self.kl.next(steps.last_record, samples=self.samples_per_batch)
+
+    def batch_plan(self, start: PolicyRef, kl_beta: float) -> BatchPlan:
+        """How the rollouts of a step become a batch. `start` is the policy that the stage began with."""
+        rules = self.rules
+        overlong: Overlong | None = None
+        if rules.overlong_buffer:
+            longest = self.model.sampling.max_new_tokens
+            overlong = Overlong(limit=longest, buffer=rules.overlong_buffer, penalty=rules.overlong_penalty)
+        estimator: str = self.algorithm.advantage_estimator
+        if estimator == "gae":  # the advantages are those of the critic's plan, and this plan's are not used
+            estimator = default_of(BatchPlan, "advantage_estimator")
+        return BatchPlan(
+            reference=start if self.loss.kl_beta > 0 or self.reward_kl else None,
+            advantage_estimator=estimator,
+            old_logprobs=self.algorithm.old_logprobs,
+            temperature=self.model.sampling.temperature,
+            reward_kl=self.reward_kl and self.reward_kl.model_copy(update={"beta": kl_beta}),
+            overlong=overlong,
+            mask_truncated=rules.mask_truncated,
+            drop_equal_groups=rules.dynamic_sampling,
+            max_staleness=rules.max_staleness,
+        )
+
+    def policy_request(
+        self,
+        policy: PolicyRef,
+        batch: ArtifactRef,
+        plan: BatchPlan,
+        collected: CollectedRollouts,
+        *,
+        kl_beta: float,
+        total_steps: int | None,
+        value_only_steps: int = 0,
+    ) -> StepRequest:
+        """The step of the policy after `policy`. The first `value_only_steps` leave its weights as they are, and its
+        schedules run over the others."""
+        step = policy.step
+        trained_steps = None if total_steps is None else total_steps - value_only_steps
+        return StepRequest(
+            parent=policy,
+            batch=batch,
+            reference=plan.reference,
+            old_logprobs=self.algorithm.old_logprobs,
+            loss=self._loss_at(kl_beta),
+            controllers_in=self.kl.state(kl_beta),
+            optimizer=self.optimizer.at(max(0, step - value_only_steps), trained_steps, self.schedule),
+            minibatches=self.minibatches_of(step, updates=step >= value_only_steps),
+            temperature=plan.temperature,
+            cursor_in=collected.cursor_in.model_dump(),
+            cursor_out=collected.cursor_out.model_dump(),
+            nan_policy=self.nan_policy,
+        )
+
+    def value_request(
+        self,
+        critic: Critic,
+        value: PolicyRef,
+        batch: ArtifactRef,
+        collected: CollectedRollouts,
+        *,
+        total_steps: int | None,
+    ) -> StepRequest:
+        """The step of the value model after `value`, in the minibatches of the policy's step."""
+        return StepRequest(
+            parent=value,
+            batch=batch,
+            loss=critic.loss.model_dump(),
+            optimizer=critic.optimizer.at(value.step, total_steps, critic.schedule),
+            minibatches=self.minibatches_of(value.step),
+            cursor_in=collected.cursor_in.model_dump(),
+            cursor_out=collected.cursor_out.model_dump(),
+            nan_policy=self.nan_policy,
+        )
+
+    def minibatches_of(self, step: int, *, updates: bool = True) -> MinibatchPlan:
+        """The minibatches of a step. Without `updates`, the step leaves the weights as they are."""
+        seed = self.model.workspace.seed_for("minibatches", step)
+        plan = self.minibatches.model_copy(update={"shuffle_seed": seed})
+        return plan if updates else plan.model_copy(update={"epochs": 0})
+
+    def _loss_at(self, kl_beta: float) -> dict[str, JsonValue]:
+        """The loss with the coefficient of this step, if the KL term is in the loss."""
+        if self.loss.kl_beta == 0:
+            return self.loss.model_dump()
+        return self.loss.model_copy(update={"kl_beta": kl_beta}).model_dump()
+
+
+def _algorithm(
+    algorithm_type: type[GRPOAlgorithm], options: PolicyOptions, max_steps: int | None
+) -> GRPOAlgorithm:
+    """The settings of the algorithm. Raises ValueError for a count that is none, and ValidationError for the rest."""
+    values: Mapping[str, Any] = options
+    counts = {name: whole_number(name, values[name]) for name in COUNTS if name in values}
+    # a minibatch that is larger than the batch is the batch: a class may be given a small batch alone
+    batch = counts.get("samples_per_batch", default_of(algorithm_type, "samples_per_batch"))
+    minibatch = counts.get("samples_per_mini_batch", default_of(algorithm_type, "samples_per_mini_batch"))
+    counts["samples_per_mini_batch"] = min(minibatch, batch)
+    epochs = whole_number("epochs", options.get("epochs"))
+    return read_options(algorithm_type, options, **counts, steps=max_steps, epochs=epochs)
+
+
+def policy_loss(
+    losses: Mapping[PolicyLoss, type[GRPOSpec | GSPOSpec | CISPOSpec]],
+    algorithm: GRPOAlgorithm,
+    regularisation: Regularisation,
+) -> GRPOSpec | GSPOSpec | CISPOSpec:
+    """The loss of the policy that these settings describe."""
+    high = algorithm.clip_range if algorithm.clip_range_high is None else algorithm.clip_range_high
+    terms: dict[str, Any] = {
+        "clip_low": algorithm.clip_range,
+        "clip_high": high,
+        "kl_beta": algorithm.kl_beta if regularisation.kl_in == "loss" else 0.0,
+        "kl_estimator": algorithm.kl_estimator,
+        "norm": algorithm.loss_norm,
+    }
+    if algorithm.dual_clip:
+        terms["dual_clip"] = algorithm.dual_clip
+    further = regularisation.model_dump(include={"entropy_coef", "importance_cap", "norm_constant", "kl_importance"})
+    return losses[regularisation.policy_loss](**terms, **further)
+
+
+def kl_controller(regularisation: Regularisation, beta: float) -> FixedKL | AdaptiveKL:
+    """The controller of the KL coefficient, which starts at `beta`. Raises ValueError for one that stays at 0."""
+    if regularisation.kl_controller == "fixed":
+        return FixedKL(beta=beta)
+    if beta == 0:
+        raise ValueError(
+            "kl_controller='adaptive' multiplies kl_beta, which stays 0 when it begins at 0; give a kl_beta above 0"
+        )
+    return AdaptiveKL(beta=beta, target=regularisation.kl_target, horizon=regularisation.kl_horizon)

@@ -1,0 +1,64 @@
+"""What the flows around SFT, DPO and RewardModelling share: their arguments from a config, and the order of training,
+publishing and reporting."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.handles import Model
+from flows.callbacks import Cadence, Callback, ValidationLoss
+from flows.configs.common import TrainingConfig
+from flows.display.terminal import TerminalProgress
+from flows.runs.session import RunSession, default_model_name, finish_run
+from flows.training.checkpointing import CheckpointSchedule
+from flows.training.optimizer import optimizer_arguments
+from flows.training.supervised_loop import SupervisedLoop
+from storage.registry.models import registered_key
+from tasks.batches.truncation import ANY_LENGTH
+from tasks.datasets.spec import DatasetUse
+from tasks.load import load_prompts
+from tasks.publish import publish_model
+from tasks.report import write_report
+
+
+async def supervised_arguments(
+    config: TrainingConfig, session: RunSession, logger: TerminalProgress, *, scoring: bool = False
+) -> dict[str, Any]:
+    """The arguments of such a training class. Spawns the model, with a scalar head if `scoring`."""
+    algorithm = config.algorithm
+    builder = Model(registered_key(session.base)).to_builder(session).training(config.model.trainable)
+    if scoring:
+        builder = builder.into_scoring_model()
+    return {
+        "callbacks": _validation_callbacks(config, session),
+        "dataset": session.data,
+        "model": await builder.spawn_train(config.model.name),
+        "logger": logger,
+        **optimizer_arguments(config.optimizer),
+        "checkpoints": CheckpointSchedule(config.checkpoints),
+        "data_seed": config.seed,
+        "max_steps": algorithm.steps,
+        **algorithm.model_dump(exclude={"steps"}),
+    }
+
+
+def _validation_callbacks(config: TrainingConfig, session: RunSession) -> list[Callback]:
+    """The loss on the held-out rows, if the config names some."""
+    heldout, validation = getattr(config.data, "heldout", None), getattr(config, "validation", None)
+    if heldout is None or validation is None:
+        return []
+    use: DatasetUse = getattr(config.data, "use", "completion")
+    if session.data.ref.kind == "pairs":
+        use = "preference"
+    lengths = getattr(config.algorithm, "lengths", ANY_LENGTH)
+    return [ValidationLoss(load_prompts(session.workspace, heldout, use), Cadence.of(validation), lengths)]
+
+
+async def train_on_dataset(config: TrainingConfig, session: RunSession, trainer: SupervisedLoop) -> dict[str, Any]:
+    """Trains, publishes and reports. Returns the result of the run."""
+    workspace = session.workspace
+    policy = await trainer.run()
+    published = await publish_model(workspace, policy, config.model.publish_as or default_model_name(session.run))
+    result = {"run": session.run, "policy": policy.uri, "model": registered_key(published)}
+    report = write_report(workspace, policy, None, None, result)
+    return finish_run(session, result | {"report": report})

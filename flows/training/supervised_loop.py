@@ -1,0 +1,86 @@
+"""The loop that SFT, DPO and RewardModelling share: it trains on the rows of a dataset, epoch after epoch.
+
+Each class says how rows become a batch, and which loss is minimised.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from engine.handles import TrainingModel
+from engine.losses.spec import LossSpec
+from flows.configs.common import SFTAlgorithm
+from flows.training.arguments import check_one_length, whole_number
+from flows.training.options import SupervisedOptions, read_options
+from flows.training.training_loop import TrainingLoop
+from flows.training.training_steps import training_steps
+from storage.chain.records import PolicyRef, StepRequest
+from storage.store.artifacts import ArtifactRef
+from tasks.datasets.load import LoadedDataset
+from tasks.datasets.order import take
+from tasks.train import take_gradient_step
+
+
+class SupervisedLoop(TrainingLoop):
+    """A training class that trains on the rows of a dataset. Without `max_steps` and `epochs`, it trains one epoch.
+
+    `max_tokens` is the longest conversation (None: the model's context, and the max_batch_size that it was spawned
+    with). A longer one is an error, or is dropped and counted (`truncation="drop"`).
+    """
+
+    loss: LossSpec
+    options_type = SupervisedOptions
+    algorithm_type: ClassVar[type[SFTAlgorithm]] = SFTAlgorithm
+    """Holds the defaults and the bounds of the algorithm's options."""
+
+    def __init__(self, model: TrainingModel, options: SupervisedOptions) -> None:
+        super().__init__(model, options, lr=options.get("lr"))
+        epochs, max_steps = options.get("epochs"), options.get("max_steps")
+        check_one_length("max_steps", max_steps, epochs)
+        self.epochs = whole_number("epochs", epochs) or 1
+        self.max_steps = whole_number("max_steps", max_steps)
+        counts = {"epochs": whole_number("epochs", epochs), "steps": self.max_steps}
+        if "samples_per_batch" in options:
+            counts["samples_per_batch"] = whole_number("samples_per_batch", options["samples_per_batch"])
+        self.algorithm = read_options(self.algorithm_type, options, **counts)
+        self.samples_per_batch = self.algorithm.samples_per_batch
+        self.lengths = self.algorithm.lengths
+
+    async def run(self) -> PolicyRef:
+        """The loop. The result of each line is committed before the next line begins, so a crash repeats one line."""
+        workspace = self.model.workspace
+        start = await self.open()
+        reference = self.reference(start)
+        data = self.load_dataset()
+        size = min(self.samples_per_batch, data.rows)
+        total_steps = self.max_steps or -(-self.epochs * data.rows // size)
+        async with training_steps(self, total_steps, loss=self.loss, reference=reference) as steps:
+            async for step in steps:
+                cursor = steps.cursor
+                rows, cursor_out = take(cursor, size, rows=data.rows, seed=self.data_seed)
+                batch = await self.prepare(step.policy, data.ref, rows, step.index)
+                request = StepRequest(
+                    parent=step.policy,
+                    batch=batch,
+                    reference=reference,
+                    loss=self.loss.model_dump(),
+                    optimizer=self.optimizer.at(step.index, total_steps, self.schedule),
+                    cursor_in=cursor.model_dump(),
+                    cursor_out=cursor_out.model_dump(),
+                    nan_policy=self.nan_policy,
+                )
+                policy = await take_gradient_step(workspace, request, step=step.index)
+                step.complete(policy)
+        return steps.policy
+
+    async def prepare(self, policy: PolicyRef, dataset: ArtifactRef, rows: list[int], step: int) -> ArtifactRef:
+        """The committed batch of these rows."""
+        raise NotImplementedError
+
+    def load_dataset(self) -> LoadedDataset:
+        """The dataset, in the store."""
+        raise NotImplementedError
+
+    def reference(self, start: PolicyRef) -> PolicyRef | None:
+        """The policy that the loss compares with; None for a loss that compares with none."""
+        return None

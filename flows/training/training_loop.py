@@ -1,0 +1,70 @@
+"""The base of every training class: its model, its optimizer, its checkpoints, and the stage that it opens."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from engine.handles import TrainingModel
+from flows.configs.common import CheckpointConfig
+from flows.configs.optimizer import OptimizerConfig
+from flows.display.terminal import TerminalProgress
+from flows.training.checkpointing import CheckpointSchedule
+from flows.training.optimizer import AdamW
+from flows.training.options import LoopOptions, check_names
+from flows.training.schedules import CosineScheduler
+from storage.chain.records import NanPolicy, PolicyRef
+from tasks.task_runs import link_stage_start
+
+DATA_SEED = 42
+"""Decides the order of the data when neither a class nor a config gives a seed."""
+
+
+class TrainingLoop:
+    """What all training classes share. `await X(...).run()` trains, and continues a run that was interrupted.
+
+    A subclass names the config classes that hold its defaults. Its options are those of flows.training.options.
+    """
+
+    stage: ClassVar[str]
+    """The name of the stage in the run's history."""
+    options_type: ClassVar[type] = LoopOptions
+    optimizer_type: ClassVar[type[OptimizerConfig]] = OptimizerConfig
+    """Holds the defaults of the optimizer."""
+
+    def __init__(self, model: TrainingModel, options: LoopOptions, *, lr: float | None) -> None:
+        """`lr`: the highest learning rate; None is the default of `optimizer_type`."""
+        check_names(type(self).__name__, options, self.options_type.__annotations__)
+        self.model = model
+        self.logger = options.get("logger") or TerminalProgress()
+        # the optimizer and its schedules
+        defaults = self.optimizer_type()
+        self.schedule = options.get("lr_scheduler") or CosineScheduler(defaults.lr if lr is None else lr)
+        self.optimizer = AdamW(
+            weight_decay=options.get("weight_decay", defaults.weight_decay),
+            max_grad_norm=options.get("max_grad_norm", defaults.max_grad_norm),
+            betas=options.get("betas", (defaults.beta1, defaults.beta2)),
+            eps=options.get("eps", defaults.eps),
+        )
+        skip = options.get("skip_nan_gradients", defaults.skip_nan_gradients)
+        self.nan_policy: NanPolicy = "skip" if skip else "fail"
+        # checkpoints
+        checkpoints = CheckpointConfig(
+            frequency=options.get("checkpoint_frequency", CheckpointConfig().frequency),
+            every_steps=options.get("checkpoint_every_steps"),
+        )
+        self.checkpoints = options.get("checkpoints") or CheckpointSchedule(checkpoints)
+        self.restart_from = options.get("restart_from_checkpoint")
+        # the data, and who hears of the run
+        self.data_seed = options.get("data_seed", DATA_SEED)
+        self.callbacks, self.notifier = list(options.get("callbacks", ())), options.get("stage_notifier")
+        self._start: PolicyRef | None = None
+
+    async def open(self) -> PolicyRef:
+        """Opens the stage, once. Returns the policy that it starts from, which is the reference of a KL term."""
+        if self._start is None:
+            checkpoint = self.restart_from
+            self._start = await self.model.begin_stage(self.stage, checkpoint=checkpoint, exclusive=True)
+            root = self.model.chain_of(self._start).root()
+            if root is not None and root.start is not None:
+                link_stage_start(self._start, root.start)
+        return self._start

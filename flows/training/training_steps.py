@@ -1,0 +1,167 @@
+"""The steps of a training loop, with what every loop does around its algorithm.
+
+    async with training_steps(self, total_steps) as steps:
+        async for step in steps:
+            batch = await prepare_batch(...)
+            policy = await take_gradient_step(workspace, request, step=step.index)
+            step.complete(policy)
+
+A resumed loop begins after the last committed step. After each step, its metrics are stored and shown, the callbacks
+that are due are called, and a checkpoint is written if one is due. The block also ends what runs beside the loop when
+the loop raises, which an async generator alone could not do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from itertools import count
+
+from engine.handles import TrainingModel
+from engine.losses.spec import LossSpec
+from flows.training.checkpointing import CheckpointWriter
+from flows.training.rollout_collection import CollectedRollouts
+from flows.training.step_reporter import StepReporter
+from flows.training.training_loop import TrainingLoop
+from storage.chain.records import CommitRecord, PolicyRef
+from tasks.datasets.order import DataCursor
+
+
+class TrainingStep:
+    """One step of a loop: the policies that it starts from, and, when it is complete, those that it made."""
+
+    def __init__(self, index: int, policies: Sequence[PolicyRef]) -> None:
+        self.index = index
+        """0-based."""
+        self.policies = tuple(policies)
+        """The last policy of each model, in the order of the models."""
+        self.results: tuple[PolicyRef, ...] = ()
+        self.collected: CollectedRollouts | None = None
+
+    @property
+    def policy(self) -> PolicyRef:
+        """The policy that the step starts from; with several models, that of the first."""
+        return self.policies[0]
+
+    def complete(self, *results: PolicyRef, collected: CollectedRollouts | None = None) -> None:
+        """Ends the step with the committed policies that it made, and with the rollouts that it trained on."""
+        self.results, self.collected = results, collected
+
+
+class TrainingSteps:
+    """The steps that a stage has left. Made by `training_steps`."""
+
+    def __init__(
+        self,
+        loop: TrainingLoop,
+        models: Sequence[TrainingModel],
+        policies: Sequence[PolicyRef],
+        total_steps: int | None,
+        checkpoints: CheckpointWriter,
+        reporter: StepReporter,
+    ) -> None:
+        self.policies = tuple(policies)
+        """The policy of each model after the last committed step."""
+        self.total_steps = total_steps
+        self._loop, self._models = loop, models
+        self._checkpoints, self._reporter = checkpoints, reporter
+
+    @property
+    def policy(self) -> PolicyRef:
+        """The policy after the last committed step; with several models, that of the first."""
+        return self.policies[0]
+
+    @property
+    def last_record(self) -> CommitRecord | None:
+        """The record of the last committed step of the stage; None before the first."""
+        return self._reporter.last_record
+
+    @property
+    def cursor(self) -> DataCursor:
+        """The position in the dataset after the last committed step."""
+        return self._reporter.cursor()
+
+    async def begin(self) -> None:
+        """Does what a crash may have prevented after the last committed step: its named checkpoint and callbacks."""
+        due = self._loop.checkpoints.missed(self.policy.step, self.total_steps, model=self._loop.model.name)
+        if due is not None:
+            await self._checkpoints.start(self.policy, name=due.named)
+        await self._reporter.call(self._loop.callbacks)
+
+    async def __aiter__(self) -> AsyncIterator[TrainingStep]:
+        for index in _indices(self.policy.step, self.total_steps):
+            step = TrainingStep(index, self.policies)
+            yield step
+            await self._finish(step)
+
+    async def save(self) -> None:
+        """Begins to save the weights of every model."""
+        for policy in self.policies:
+            await self._checkpoints.start(policy)
+
+    async def _finish(self, step: TrainingStep) -> None:
+        """Records a complete step, shows it, calls what is due and saves what is due."""
+        if len(step.results) != len(self._models):
+            raise RuntimeError(f"step {step.index} ended without step.complete(...) with the policy of each model")
+        self.policies = step.results
+        for model, policy in zip(self._models, self.policies, strict=True):
+            model.set_policy(policy)
+        self._reporter.record(self.policy, step.collected)
+        await self._reporter.call(self._loop.callbacks, step.collected)
+        due = self._loop.checkpoints.due(step.index, self.total_steps, model=self._loop.model.name)
+        if due is not None:
+            await self._checkpoints.start(self.policy, name=due.named)
+            for further in self.policies[1:]:
+                await self._checkpoints.start(further)
+
+
+@asynccontextmanager
+async def training_steps(
+    loop: TrainingLoop,
+    total_steps: int | None,
+    *,
+    further_models: Sequence[TrainingModel] = (),
+    loss: LossSpec | None = None,
+    reference: PolicyRef | None = None,
+) -> AsyncIterator[TrainingSteps]:
+    """The steps of an open stage, from the last committed one to `total_steps` (None: without an end).
+
+    Args:
+        loop: the training class, with its stage open.
+        further_models: models that are trained besides `loop.model`. A step is done when all of them have taken it.
+        loss: what a validation loss measures, for a loop that trains on a dataset.
+        reference: the policy that `loss` compares with.
+    """
+    models = (loop.model, *further_models)
+    policies = await _last_common_policies(models)
+    async with (
+        CheckpointWriter(loop.model.workspace, retention=loop.checkpoints.retention) as checkpoints,
+        StepReporter(
+            loop.model,
+            policies[0],
+            loop.logger,
+            total_steps=total_steps,
+            loss=loss,
+            reference=reference,
+            notifier=loop.notifier,
+        ) as reporter,
+    ):
+        steps = TrainingSteps(loop, models, policies, total_steps, checkpoints, reporter)
+        await steps.begin()
+        yield steps
+        await steps.save()
+
+
+async def _last_common_policies(models: Sequence[TrainingModel]) -> list[PolicyRef]:
+    """The policy of each model after the last step that all of them have committed."""
+    policies = [await model.policy() for model in models]
+    steps_done = min(policy.step for policy in policies)
+    for number, model in enumerate(models):
+        if policies[number].step > steps_done:
+            policies[number] = model.chain_of(policies[number]).policy(steps_done)
+    return policies
+
+
+def _indices(first: int, total_steps: int | None) -> Iterator[int]:
+    """first, first + 1, … up to `total_steps`, without an end where there is none."""
+    return iter(count(first)) if total_steps is None else iter(range(first, total_steps))

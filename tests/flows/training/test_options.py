@@ -1,0 +1,140 @@
+"""The keywords of the training classes, as a type checker and an editor see them."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+
+from flows.configs.common import GRPOAlgorithm, SFTAlgorithm
+from flows.configs.environments import EnvironmentConfig
+from flows.configs.ppo import CreditConfig
+from flows.configs.preferences import DPOAlgorithm
+from flows.configs.reinforcement import BatchRules, Regularisation
+from flows.dpo import DPO
+from flows.env_grpo import ENVGRPO
+from flows.env_gspo import ENVGSPO
+from flows.env_ppo import ENVPPO
+from flows.grpo import GRPO
+from flows.gspo import GSPO
+from flows.ppo import PPO
+from flows.reward_model import RewardModelling
+from flows.sft import SFT
+from flows.training import options
+
+ROOT = Path(__file__).parents[3]
+
+EVERY = {
+    "logger", "stage_notifier", "callbacks", "lr_scheduler", "max_grad_norm", "skip_nan_gradients",
+    "restart_from_checkpoint", "checkpoint_frequency", "checkpoint_every_steps", "data_seed", "weight_decay",
+}  # fmt: skip
+SUPERVISED = EVERY | {"dataset", "model", "lr", "samples_per_batch", "epochs"}
+ROLLOUTS = EVERY | {
+    "dataset", "model", "epochs", "completions_per_sample", "samples_per_batch", "samples_per_mini_batch",
+    "mini_epochs_per_batch", "clip_range", "kl_beta",
+}  # fmt: skip
+POLICY_GRADIENT = ROLLOUTS | {
+    "lr", "clip_range_high", "dual_clip", "loss_norm", "advantage_estimator", "kl_estimator", "entropy_coef",
+    "importance_cap", "policy_loss", "dynamic_sampling", "mask_truncated", "overlong_buffer", "overlong_penalty",
+    "max_staleness", "kl_in", "kl_controller", "kl_target", "kl_horizon",
+}  # fmt: skip
+CRITIC = (POLICY_GRADIENT - {"lr"}) | {
+    "max_num_ppo_steps", "value_model", "value_only_fraction", "lr_policy", "lr_value", "gae_lambda", "gae_gamma",
+}  # fmt: skip
+KEYWORDS: dict[type, set[str]] = {
+    SFT: SUPERVISED,
+    DPO: SUPERVISED | {"kl_beta", "loss_variant", "label_smoothing"},
+    RewardModelling: SUPERVISED,
+    PPO: CRITIC | {"grader"},
+    GRPO: POLICY_GRADIENT | {"grader", "max_num_grpo_steps"},
+    GSPO: POLICY_GRADIENT | {"grader", "max_num_gspo_steps"},
+    ENVGRPO: POLICY_GRADIENT | {"environment_factory", "max_num_grpo_steps", "max_turns"},
+    ENVGSPO: POLICY_GRADIENT | {"environment_factory", "max_num_gspo_steps", "max_turns"},
+    ENVPPO: CRITIC | {"environment_factory", "max_turns"},
+}
+"""The arguments that each class is documented to have."""
+
+
+def keywords(kind: type) -> set[str]:
+    """The parameters of a constructor, with the keys of the TypedDict that it unpacks."""
+    names: set[str] = set()
+    for name, parameter in inspect.signature(kind).parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            unpacked = str(parameter.annotation).removeprefix("Unpack[").removesuffix("]")
+            names |= set(get_type_hints(getattr(options, unpacked)))
+        else:
+            names.add(name)
+    return names
+
+
+@pytest.mark.parametrize(("kind", "expected"), KEYWORDS.items(), ids=[kind.__name__ for kind in KEYWORDS])
+def test_a_constructor_lists_its_keywords(kind: type, expected: set[str]) -> None:
+    assert expected <= keywords(kind)
+
+
+@pytest.mark.parametrize(
+    ("config", "typed"),
+    [
+        (GRPOAlgorithm, options.AlgorithmOptions),
+        (Regularisation, options.RegularisationOptions),
+        (BatchRules, options.BatchOptions),
+        (SFTAlgorithm, options.SupervisedOptions),
+        (DPOAlgorithm, options.DPOOptions),
+        (CreditConfig, options.CriticOptions),
+        (EnvironmentConfig, options.EpisodeLimits),
+    ],
+)
+def test_every_field_of_a_config_is_an_option_of_its_class(config: Any, typed: Any) -> None:
+    differently = {"steps", "path", "arguments"}  # the length and the environment are arguments of their own
+    assert set(config.model_fields) - differently <= set(get_type_hints(typed))
+
+
+@pytest.mark.parametrize("kind", KEYWORDS, ids=lambda kind: kind.__name__)
+def test_a_misspelt_keyword_is_refused(kind: type) -> None:
+    required = [name for name, one in inspect.signature(kind).parameters.items() if one.default is one.empty]
+    arguments: dict[str, Any] = {name: None for name in required if name != "options"}
+    arguments |= {"value_model": type("Value", (), {"name": "value"}), "model": type("Policy", (), {"name": "policy"})}
+    known = {name: value for name, value in arguments.items() if name in required}
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'data_sed'; did you mean 'data_seed'\?"):
+        kind(**known, data_sed=1)
+
+
+SNIPPET = """
+from flows.{module} import {name}
+
+def train(dataset: list, model, value_model, grader, factory) -> None:
+    {name}({positional}, {right})
+    {name}({positional}, {wrong})
+"""
+CASES = [
+    ("sft", "SFT", "dataset, model", "samples_per_batch=8", "sample_per_batch=8"),
+    ("dpo", "DPO", "dataset, model", "loss_variant='ipo'", "loss_variant='ppo'"),
+    ("reward_model", "RewardModelling", "dataset, model", "lr=1e-6", "learning_rate=1e-6"),
+    ("grpo", "GRPO", "dataset, model, grader", "kl_beta=0.1", "kl_betta=0.1"),
+    ("gspo", "GSPO", "dataset, model, grader", "max_num_gspo_steps=1", "max_num_grpo_steps=1"),
+    ("ppo", "PPO", "dataset, model, value_model, grader", "lr_policy=1e-6", "lr=1e-6"),
+    ("env_grpo", "ENVGRPO", "dataset, model, factory", "max_turns=2", "max_turn=2"),
+    ("env_gspo", "ENVGSPO", "dataset, model, factory", "max_turns=2", "max_turn=2"),
+    ("env_ppo", "ENVPPO", "dataset, model, value_model, factory", "gae_lambda=0.9", "gae_lamda=0.9"),
+]
+
+
+@pytest.mark.slow
+def test_mypy_refuses_a_misspelt_keyword_of_every_class(tmp_path: Path) -> None:
+    fields = ("module", "name", "positional", "right", "wrong")
+    for case in CASES:
+        text = SNIPPET.format(**dict(zip(fields, case, strict=True)))
+        (tmp_path / f"use_{case[0]}.py").write_text(text)
+    command = [sys.executable, "-m", "mypy", "--no-error-summary", "--follow-imports=silent", "--config-file",
+               str(ROOT / "pyproject.toml"), *map(str, sorted(tmp_path.glob("use_*.py")))]  # fmt: skip
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    lines = [line for line in said.stdout.splitlines() if "[call-arg]" in line or "[arg-type]" in line]
+    refused = {Path(line.partition(":")[0]).stem.removeprefix("use_"): line for line in lines}
+    assert sorted(refused) == sorted(case[0] for case in CASES), said.stdout + said.stderr
+    assert len(lines) == len(CASES)
+    for module, *_, wrong in CASES:
+        assert wrong.partition("=")[0] in refused[module]

@@ -25,6 +25,7 @@ from storage.store.objects import ObjectStore
 from storage.worklog import log_work
 from tasks.datasets.order import DataCursor
 from tasks.evaluation.validation_curve import Validation, validation_of
+from tasks.loggers.base import LoggedRun, SentLog
 from tasks.loggers.stage_loggers import Loggers
 from tasks.loggers.tables import Table
 from tasks.reports.clock import StepClock

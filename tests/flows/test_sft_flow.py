@@ -147,9 +147,9 @@ def test_a_conversation_that_is_too_long_fails_the_run_by_its_row(
         asyncio.run(sft(config_of(tmp_path, tiny_folder, "short", max_tokens=9, truncation="right")))
 
 
-def test_runs_of_any_length_are_the_runs_that_they_were(tiny_folder: Path, tmp_path: Path) -> None:
+def test_the_lengths_decide_the_result(tiny_folder: Path, tmp_path: Path) -> None:
     plain = config_of(tmp_path, tiny_folder, "a")
-    assert not {"max_tokens", "truncation"} & set(plain.semantic()["algorithm"])
+    assert (plain.semantic()["algorithm"]["max_tokens"], plain.semantic()["algorithm"]["truncation"]) == (None, "error")
     cut = config_of(tmp_path, tiny_folder, "a", max_tokens=64, truncation="left")
     assert cut.semantic()["algorithm"] == plain.semantic()["algorithm"] | {"max_tokens": 64, "truncation": "left"}
 

@@ -1,5 +1,7 @@
-"""The checks of `ostinato doctor` for DeepSpeed, vLLM and Ray: is each installed for the interpreter that will run it,
-and does the Ray cluster answer?"""
+"""The checks of `ostinato doctor` for DeepSpeed, vLLM and Ray.
+
+They check that each is installed for the Python interpreter that will run it, and that the Ray cluster answers.
+"""
 
 from __future__ import annotations
 
@@ -12,36 +14,37 @@ from engine.specs.engine import EngineSpec, HttpEngineSpec, LocalEngineSpec
 from engine.specs.sampler import VllmSpec
 from engine.specs.trainer import DeepSpeedSpec
 from flows.cli.checks import Check
-from flows.cli.cluster import ask_cluster, describe_inventory, shortage
+from flows.cli.cluster import describe_inventory, query_cluster, shortage
 
-IMPORT_SECONDS = 60.0
+IMPORT_TIMEOUT_SECONDS = 60.0
 HOW_TO_INSTALL = {
     "deepspeed": "DS_BUILD_OPS=0 pip install --no-build-isolation 'ostinato[deepspeed]', after torch",
-    "vllm": "vLLM takes an environment of its own: make .venv-vllm/.ready, or on GPUs pip install 'ostinato[vllm]'; "
-    "run the engine from it, or name its interpreter in sampler.python",
+    "vllm": "vLLM needs an environment of its own: make .venv-vllm/.ready, or on GPUs pip install 'ostinato[vllm]'; "
+    "run the engine in it, or set sampler.python to its interpreter",
     "ray": "pip install 'ostinato[cluster]', the same version of Ray for every interpreter and on every machine",
 }
-WHAT_IS_INSTALLED = """
+PRINT_VERSIONS = """
 import sys
 from importlib.metadata import packages_distributions, version
 names = packages_distributions().get(sys.argv[1], [])
 print(", ".join(f"{name} {version(name)}" for name in names))
 sys.exit(not names)
 """
+"""Program that prints the installed distributions of a package, and fails if there is none."""
 
 
 def check_backends(spec: EngineSpec) -> Iterator[Check]:
-    """What an engine here trains and samples with. A served engine has its own doctor, on its own machine."""
+    """Checks the trainer and the sampler of an embedded engine. A served engine is checked on its own machine."""
     if isinstance(spec, HttpEngineSpec):
         return
     if isinstance(spec.trainer, DeepSpeedSpec):
         trainer = spec.trainer
         ranks = f"ranks={trainer.ranks}, zero_stage={trainer.zero_stage}"
-        yield _installed_for(sys.executable, "deepspeed", "trainer", ranks)
+        yield _check_installed(sys.executable, "deepspeed", "trainer", ranks)
     if isinstance(spec.sampler, VllmSpec):
         sampler = spec.sampler
-        where = f"{sampler.replicas} replicas" if sampler.replicas else "in the engine's process"
-        yield _installed_for(sampler.python or sys.executable, "vllm", "sampler", where)
+        location = f"{sampler.replicas} replicas" if sampler.replicas else "in the engine's process"
+        yield _check_installed(sampler.python or sys.executable, "vllm", "sampler", location)
     if spec.uses_ray:
         yield _check_ray(spec)
         if spec.cluster.address is not None:
@@ -49,44 +52,47 @@ def check_backends(spec: EngineSpec) -> Iterator[Check]:
 
 
 def _check_ray(spec: LocalEngineSpec) -> Check:
-    """One version of Ray for the engine and for the replicas of vLLM."""
-    where = spec.cluster.address or "private, on this machine"
-    engines = _installed_for(sys.executable, "ray", "ray", where)
+    """Checks that the engine and the vLLM replicas have the same version of Ray."""
+    location = spec.cluster.address or "private, on this machine"
+    of_engine = _check_installed(sys.executable, "ray", "ray", location)
     python = spec.sampler.python if isinstance(spec.sampler, VllmSpec) and spec.replicas else None
-    if python is None or engines.verdict == "fail":
-        return engines
-    replicas = _installed_for(python, "ray", "ray", where)
-    if replicas.verdict == "fail" or replicas.what == engines.what:
-        return replicas
-    what = f"{engines.what} for {sys.executable}, but {replicas.what} for sampler.python={python}"
+    if python is None or of_engine.verdict == "fail":
+        return of_engine
+    of_replicas = _check_installed(python, "ray", "ray", location)
+    if of_replicas.verdict == "fail" or of_replicas.what == of_engine.what:
+        return of_replicas
+    what = f"{of_engine.what} for {sys.executable}, but {of_replicas.what} for sampler.python={python}"
     return Check(area="engine", name="ray", verdict="fail", what=what, what_to_do=HOW_TO_INSTALL["ray"])
 
 
 def _check_cluster(spec: LocalEngineSpec) -> Check:
-    answer = ask_cluster(spec)
-    if not isinstance(answer, Inventory):
-        to_do = "start the cluster, or mend cluster.address: docs/scaling.md"
-        return Check(area="engine", name="cluster", verdict="fail", what=str(answer), what_to_do=to_do)
-    short = shortage(spec, answer)
+    """Checks that the Ray cluster answers and is large enough."""
+    inventory = query_cluster(spec)
+    if not isinstance(inventory, Inventory):
+        remedy = "start the cluster, or correct cluster.address: docs/scaling.md"
+        return Check(area="engine", name="cluster", verdict="fail", what=str(inventory), what_to_do=remedy)
+    description = describe_inventory(inventory)
+    lack = shortage(spec, inventory)
+    if not lack:
+        return Check(area="engine", name="cluster", verdict="ok", what=description)
     return Check(
         area="engine",
         name="cluster",
-        verdict="fail" if short else "ok",
-        what="; ".join(filter(None, (short, describe_inventory(answer)))),
-        what_to_do="add machines to the cluster, or ask for fewer ranks and replicas" if short else "",
+        verdict="fail",
+        what=f"{lack}; {description}",
+        what_to_do="add machines to the cluster, or use fewer ranks and replicas",
     )
 
 
-def _installed_for(python: str, package: str, role: str, how: str) -> Check:
+def _check_installed(python: str, package: str, role: str, details: str) -> Check:
+    """Checks that a package is installed for an interpreter. `details` are added to a good result."""
+    command = [python, "-c", PRINT_VERSIONS, package]
     try:
-        asked = subprocess.run(
-            [python, "-c", WHAT_IS_INSTALLED, package],
-            capture_output=True, text=True, timeout=IMPORT_SECONDS, check=False,
-        )  # fmt: skip
+        process = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        what = f"{python} cannot be asked: {error}"
+        what = f"{python} cannot be run: {error}"
         return Check(area="engine", name=role, verdict="fail", what=what, what_to_do=HOW_TO_INSTALL[package])
-    if asked.returncode:
+    if process.returncode:
         what = f"{package} is not installed for {python}"
         return Check(area="engine", name=role, verdict="fail", what=what, what_to_do=HOW_TO_INSTALL[package])
-    return Check(area="engine", name=role, verdict="ok", what=f"{asked.stdout.strip()}; {how}")
+    return Check(area="engine", name=role, verdict="ok", what=f"{process.stdout.strip()}; {details}")

@@ -1,6 +1,6 @@
-"""The checks behind `ostinato doctor`: each says what it found, and what to do where that is not well.
+"""The checks of `ostinato doctor` for versions, storage, engine and Prefect. Each reports what to do about a problem.
 
-No value of the environment is shown but urls, and those without what stands before an @ in them.
+Of the environment's values only urls are shown, without user and password.
 """
 
 from __future__ import annotations
@@ -30,40 +30,42 @@ from engine.errors import EngineError
 from engine.specs.engine import EngineSpec, HttpEngineSpec, LocalEngineSpec
 from storage.errors import StorageError
 from storage.serialization import Frozen
+from storage.store.backends.protocol import PutResult
 from storage.store.objects import ObjectStore
 
 DISTRIBUTION = "ostinato"
-RACERS = 8
-"""Writers that race for one key."""
-SKEW_SECONDS = 60.0
-"""Garbage collection and leases compare the store's clock with hours; a minute is worth a look."""
-LOW_SPACE = 2 << 30
+CONCURRENT_WRITERS = 8
+"""Writers that write one key at the same time."""
+MAX_SKEW_SECONDS = 60.0
+"""Largest clock difference without a warning. Garbage collection and leases use limits of hours."""
+MIN_FREE_BYTES = 2 << 30
 SLOW_PUT_SECONDS = 0.5
-HTTP_SECONDS = 5.0
-
-Verdict = Literal["ok", "note", "warning", "fail"]
+HTTP_TIMEOUT_SECONDS = 5.0
 
 
 class Check(Frozen):
-    """One verdict."""
+    """The result of one check."""
 
     area: str
     name: str
-    verdict: Verdict
+    verdict: Literal["ok", "note", "warning", "fail"]
     what: str
+    """What was observed."""
     what_to_do: str = ""
+    """What to do about a problem. Empty if there is none."""
 
 
 # -- versions --------------------------------------------------------------------------------------------------
 
 
 def check_versions() -> Iterator[Check]:
-    """Python and every package against what this distribution asks for."""
+    """Checks the versions of Python and of every package against the requirements of this distribution."""
     try:
-        wanted, python = requires(DISTRIBUTION) or [], metadata(DISTRIBUTION)["Requires-Python"]
+        requirements, python = requires(DISTRIBUTION) or [], metadata(DISTRIBUTION)["Requires-Python"]
     except PackageNotFoundError:
         yield Check(
-            area="versions", name=DISTRIBUTION, verdict="warning", what="is not installed, so its ranges are not known",
+            area="versions", name=DISTRIBUTION, verdict="warning",
+            what="is not installed, so its requirements are not known",
             what_to_do="pip install -e . in the checkout",
         )  # fmt: skip
         return
@@ -75,126 +77,139 @@ def check_versions() -> Iterator[Check]:
         what=f"{platform.python_version()} ({python})",
         what_to_do="" if fits else f"use a Python {python}",
     )
-    fine: list[str] = []
-    for requirement in map(Requirement, wanted):
+    # a line per package with a problem, and one for all others
+    good: list[str] = []
+    for requirement in map(Requirement, requirements):
         optional = requirement.marker is not None and not requirement.marker.evaluate({"extra": ""})
         problem = _version_problem(requirement, optional=optional)
         if problem is not None:
             yield problem
-        elif (have := _installed(requirement.name)) is not None:
-            fine.append(f"{requirement.name} {have}")
-    yield Check(area="versions", name="packages", verdict="ok", what=", ".join(dict.fromkeys(fine)))
+        elif (installed := _installed_version(requirement.name)) is not None:
+            good.append(f"{requirement.name} {installed}")
+    yield Check(area="versions", name="packages", verdict="ok", what=", ".join(dict.fromkeys(good)))
 
 
 def _version_problem(requirement: Requirement, *, optional: bool) -> Check | None:
-    have = _installed(requirement.name)
-    said = {"area": "versions", "name": requirement.name, "what_to_do": f"pip install '{_plain(requirement)}'"}
-    if have is None:
-        return None if optional else Check(verdict="fail", what="is not installed", **said)
-    if requirement.specifier.contains(have, prereleases=True):
+    """The problem with an installed version, or None. An optional package may be missing."""
+    installed = _installed_version(requirement.name)
+    remedy = f"pip install '{requirement.name}{requirement.specifier}'"
+    if installed is None and optional:
         return None
-    what = f"{have} is installed, {requirement.specifier} is asked for"
-    return Check(verdict="warning" if optional else "fail", what=what, **said)
+    if installed is not None and requirement.specifier.contains(installed, prereleases=True):
+        return None
+    what = "is not installed"
+    if installed is not None:
+        what = f"{installed} is installed, {requirement.specifier} is required"
+    return Check(
+        area="versions",
+        name=requirement.name,
+        verdict="warning" if optional else "fail",
+        what=what,
+        what_to_do=remedy,
+    )
 
 
-def _installed(name: str) -> str | None:
+def _installed_version(name: str) -> str | None:
     try:
         return version(name)
     except PackageNotFoundError:
         return None
 
 
-def _plain(requirement: Requirement) -> str:
-    return f"{requirement.name}{requirement.specifier}"
-
-
 # -- storage ---------------------------------------------------------------------------------------------------
 
 
 def check_storage(store: ObjectStore) -> Iterator[Check]:
-    """Whether the store does what everything rests on. Small objects are written under doctor/, and removed."""
+    """Checks writes, exclusive writes, the clock and free space. The test objects under doctor/ are removed."""
     root = store.local_path("x")
     if root is not None and not root.parent.is_dir():
-        what = f"{root.parent} is not there yet; the first run makes it"
+        what = f"{root.parent} does not exist yet; the first run creates it"
         yield Check(area="storage", name="reachable", verdict="note", what=what)
         return
     prefix = f"doctor/{uuid4().hex}"
     try:
-        yield _writable(store, prefix)
-        yield _exclusive(store, f"{prefix}/race")
-        yield _clock(store)
+        yield _check_writable(store, prefix)
+        yield _check_put_if_absent(store, f"{prefix}/race")
+        yield _check_clock(store)
     except StorageError as error:
         yield Check(
             area="storage", name="writable", verdict="fail", what=str(error),
-            what_to_do="check --storage, the permissions there and, for S3, the endpoint and the credentials of AWS_*",
+            what_to_do="check --storage, its permissions and, for S3, the endpoint and credentials in AWS_*",
         )  # fmt: skip
     finally:
         with suppress(StorageError):
             for info in store.list(f"{prefix}/"):
                 store.delete(info.key)
     if root is not None:
-        yield _space(root.parent)
+        yield _check_free_space(root.parent)
 
 
-def _writable(store: ObjectStore, prefix: str) -> Check:
+def _check_writable(store: ObjectStore, prefix: str) -> Check:
     seconds = []
     for number in range(5):
         data, start = os.urandom(1024), time.perf_counter()
         store.put(f"{prefix}/{number}", data)
         seconds.append(time.perf_counter() - start)
         if store.get(f"{prefix}/{number}") != data:
-            what = f"{store.url} gives back other bytes than it took"
+            what = f"{store.url} returns other bytes than were written"
             return Check(
                 area="storage", name="writable", verdict="fail", what=what, what_to_do="do not use this store"
             )
-    middle = statistics.median(seconds)
+    median = statistics.median(seconds)
+    fast = median < SLOW_PUT_SECONDS
     return Check(
         area="storage",
         name="writable",
-        verdict="ok" if middle < SLOW_PUT_SECONDS else "warning",
-        what=f"{store.url}: a put of 1 KiB takes {middle * 1000:.1f} ms (median of {len(seconds)})",
-        what_to_do="" if middle < SLOW_PUT_SECONDS else "each step writes a dozen objects: use a store nearer to here",
+        verdict="ok" if fast else "warning",
+        what=f"{store.url}: a put of 1 KiB takes {median * 1000:.1f} ms (median of {len(seconds)})",
+        what_to_do="" if fast else "each step writes a dozen objects: use a store that is closer to this machine",
     )
 
 
-def _exclusive(store: ObjectStore, key: str) -> Check:
-    """Of several writers at once, one must win, and all must see its bytes: every commit rests on it."""
-    with ThreadPoolExecutor(RACERS) as pool:
-        puts = list(pool.map(lambda number: store.put_if_absent(key, f"writer {number}".encode()), range(RACERS)))
-    winners, seen = sum(put.won for put in puts), {put.data for put in puts} | {store.get(key)}
-    if winners == 1 and len(seen) == 1:
-        what = f"of {RACERS} writers of one key at once, one won, and all saw its bytes"
+def _check_put_if_absent(store: ObjectStore, key: str) -> Check:
+    """If several writers write one key at once, exactly one must win, and all must read its bytes."""
+
+    def write(number: int) -> PutResult:
+        return store.put_if_absent(key, f"writer {number}".encode())
+
+    with ThreadPoolExecutor(CONCURRENT_WRITERS) as pool:
+        puts = list(pool.map(write, range(CONCURRENT_WRITERS)))
+    winners = sum(put.won for put in puts)
+    contents = {put.data for put in puts} | {store.get(key)}
+    if winners == 1 and len(contents) == 1:
+        what = f"of {CONCURRENT_WRITERS} concurrent writers of one key, one won, and all read its bytes"
         return Check(area="storage", name="put-if-absent", verdict="ok", what=what)
     return Check(
         area="storage",
         name="put-if-absent",
         verdict="fail",
-        what=f"of {RACERS} writers of one key at once, {winners} won, and {len(seen)} contents were seen",
-        what_to_do="do not use this store: steps could be taken twice. S3 servers must honour If-None-Match: *",
+        what=f"of {CONCURRENT_WRITERS} concurrent writers of one key, {winners} won, and {len(contents)} contents were "
+        "read",
+        what_to_do="do not use this store: a step could be taken twice. An S3 server must support If-None-Match: *",
     )
 
 
-def _clock(store: ObjectStore) -> Check:
+def _check_clock(store: ObjectStore) -> Check:
     skew = store.now() - time.time()
-    fine = abs(skew) < SKEW_SECONDS
+    good = abs(skew) < MAX_SKEW_SECONDS
     return Check(
         area="storage",
         name="clock",
-        verdict="ok" if fine else "warning",
+        verdict="ok" if good else "warning",
         what=f"the store's clock is {abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} this machine's",
-        what_to_do="" if fine else "set both by NTP: times in records, and ages of garbage, are told by them",
+        what_to_do="" if good else "synchronise both by NTP: records and garbage collection use these clocks",
     )
 
 
-def _space(folder: Path) -> Check:
+def _check_free_space(folder: Path) -> Check:
     free = shutil.disk_usage(folder).free
-    fine = free >= LOW_SPACE
+    enough = free >= MIN_FREE_BYTES
     return Check(
         area="storage",
         name="space",
-        verdict="ok" if fine else "warning",
+        verdict="ok" if enough else "warning",
         what=f"{free / (1 << 30):.1f} GiB are free",
-        what_to_do="" if fine else "make room, or lower checkpoints.keep_last; a full disk stops every run",
+        what_to_do="" if enough else "free some space, or lower checkpoints.keep_last; a full disk stops every run",
     )
 
 
@@ -202,21 +217,21 @@ def _space(folder: Path) -> Check:
 
 
 def check_engine(spec: EngineSpec, storage_url: str) -> Iterator[Check]:
-    """The engine of that spec, over that store."""
+    """Checks the embedded or served engine of a spec, with a store."""
     if isinstance(spec, HttpEngineSpec):
-        yield from _served(spec, storage_url)
+        yield from _check_served(spec, storage_url)
     else:
-        yield _embedded(spec)
+        yield _check_embedded(spec)
 
 
-def _embedded(spec: LocalEngineSpec) -> Check:
+def _check_embedded(spec: LocalEngineSpec) -> Check:
     try:
         backend = import_module("engine.backends.torch.backend").TorchBackend(spec)
     except ImportError as error:
         return Check(
             area="engine", name="embedded", verdict="note",
-            what=f"this machine can drive runs, and not compute: {error}",
-            what_to_do="pip install 'ostinato[torch]', or name a served engine: --engine URL",
+            what=f"this machine can start runs, but has no engine: {error}",
+            what_to_do="pip install 'ostinato[torch]', or use a served engine: --engine URL",
         )  # fmt: skip
     numerics, memory = backend.numerics(), backend.memory_bytes()
     what = (
@@ -226,22 +241,24 @@ def _embedded(spec: LocalEngineSpec) -> Check:
     return Check(area="engine", name="embedded", verdict="ok", what=what)
 
 
-def _served(spec: HttpEngineSpec, storage_url: str) -> Iterator[Check]:
-    url = shown_url(spec.url)
-    remedy = f"start it: ostinato engine serve --storage {storage_url}; or check the address, and what is between"
-    for path, needed in (("health", "the process answers"), ("ready", "it takes calls")):
+def _check_served(spec: HttpEngineSpec, storage_url: str) -> Iterator[Check]:
+    # does the process answer, and does it accept calls?
+    url = url_without_credentials(spec.url)
+    remedy = f"start it: ostinato engine serve --storage {storage_url}; or check the address and the network"
+    for path, meaning in (("health", "the process answers"), ("ready", "it accepts calls")):
         status = http_status(f"{spec.url}/{path}")
         if status != 200:
-            said = status if isinstance(status, str) else f"answers {status}"
-            yield Check(area="engine", name=path, verdict="fail", what=f"{url}: {said}", what_to_do=remedy)
+            yield Check(area="engine", name=path, verdict="fail", what=f"{url}: {_status(status)}", what_to_do=remedy)
             return
-        yield Check(area="engine", name=path, verdict="ok", what=f"{url}: {needed}")
+        yield Check(area="engine", name=path, verdict="ok", what=f"{url}: {meaning}")
+
+    # do the token and the store agree?
     try:
-        info = asyncio.run(_info(spec, storage_url))
+        info = asyncio.run(_engine_info(spec, storage_url))
     except (EngineError, StorageError) as error:
         yield Check(
             area="engine", name="calls", verdict="fail", what=str(error),
-            what_to_do=f"give both the same store, and the token in ${spec.token_env}",
+            what_to_do=f"use the same store for both, and put the engine's token into ${spec.token_env}",
         )  # fmt: skip
         return
     numerics = info.numerics
@@ -250,9 +267,10 @@ def _served(spec: HttpEngineSpec, storage_url: str) -> Iterator[Check]:
     yield Check(area="engine", name="calls", verdict="ok", what=what)
 
 
-async def _info(spec: HttpEngineSpec, storage_url: str) -> Any:
-    impatient = spec.model_copy(update={"patience_seconds": HTTP_SECONDS, "timeout_seconds": HTTP_SECONDS})
-    client = import_module("engine.http.client").EngineClient(storage_url, impatient)
+async def _engine_info(spec: HttpEngineSpec, storage_url: str) -> Any:
+    timeouts = {"patience_seconds": HTTP_TIMEOUT_SECONDS, "timeout_seconds": HTTP_TIMEOUT_SECONDS}
+    client_spec = spec.model_copy(update=timeouts)
+    client = import_module("engine.http.client").EngineClient(storage_url, client_spec)
     try:
         return await client.info()
     finally:
@@ -263,36 +281,33 @@ async def _info(spec: HttpEngineSpec, storage_url: str) -> Any:
 
 
 def check_prefect() -> Check:
-    """The Prefect server that flows report to."""
+    """Checks the Prefect server that flows report to."""
     api = os.environ.get("PREFECT_API_URL", "").rstrip("/")
     if not api:
-        what = "none configured (PREFECT_API_URL): ostinato run starts its own"
-        return Check(area="prefect", name="server", verdict="ok", what=what)
-    url = shown_url(api)
+        return _prefect_check("ok", "none configured (PREFECT_API_URL): ostinato run starts its own")
+    url = url_without_credentials(api)
     status = http_status(f"{api}/health")
     if status in (401, 403):
-        what = f"{url} wants a key"
-        return Check(area="prefect", name="server", verdict="warning", what=what, what_to_do="check PREFECT_API_KEY")
+        return _prefect_check("warning", f"{url} requires a key", "check PREFECT_API_KEY")
     if status != 200:
-        said = status if isinstance(status, str) else f"answers {status}"
-        return Check(
-            area="prefect", name="server", verdict="fail", what=f"{url}: {said}",
-            what_to_do="start it (prefect server start), or unset PREFECT_API_URL: ostinato run starts its own",
-        )  # fmt: skip
-    mine, theirs = _installed("prefect") or "none", _server_version(api)
-    if theirs is None or theirs == mine:
-        return Check(area="prefect", name="server", verdict="ok", what=f"{url} answers; version {theirs or 'not told'}")
-    return Check(
-        area="prefect", name="server", verdict="warning", what=f"{url} is version {theirs}, here is {mine}",
-        what_to_do="use one version: a server must be at least as new as its clients",
-    )  # fmt: skip
+        remedy = "start it (prefect server start), or unset PREFECT_API_URL: ostinato run starts its own"
+        return _prefect_check("fail", f"{url}: {_status(status)}", remedy)
+    client_version, server_version = _installed_version("prefect") or "none", _server_version(api)
+    if server_version is None or server_version == client_version:
+        return _prefect_check("ok", f"{url} answers; version {server_version or 'unknown'}")
+    what = f"{url} is version {server_version}, this machine has {client_version}"
+    return _prefect_check("warning", what, "use one version: a server must be at least as new as its clients")
+
+
+def _prefect_check(verdict: Literal["ok", "warning", "fail"], what: str, what_to_do: str = "") -> Check:
+    return Check(area="prefect", name="server", verdict=verdict, what=what, what_to_do=what_to_do)
 
 
 def _server_version(api: str) -> str | None:
     try:
-        with _http(api) as client:
-            answer = client.get(f"{api}/admin/version")
-            return str(answer.json()) if answer.status_code == 200 else None
+        with _http_client(api) as client:
+            response = client.get(f"{api}/admin/version")
+            return str(response.json()) if response.status_code == 200 else None
     except (httpx.HTTPError, ValueError):
         return None
 
@@ -301,20 +316,24 @@ def _server_version(api: str) -> str | None:
 
 
 def http_status(url: str) -> int | str:
-    """The status of a GET, or why there was none."""
+    """Returns the status of a GET, or the reason why there is none."""
     try:
-        with _http(url) as client:
+        with _http_client(url) as client:
             return client.get(url).status_code
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         return f"does not answer ({type(error).__name__})"
 
 
-def _http(url: str) -> httpx.Client:
-    """A proxy of the environment does not find what is on this machine."""
-    here = urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
-    return httpx.Client(timeout=HTTP_SECONDS, trust_env=not here)
+def _status(status: int | str) -> str:
+    return status if isinstance(status, str) else f"answers {status}"
 
 
-def shown_url(url: str) -> str:
-    """The url without user and password."""
+def _http_client(url: str) -> httpx.Client:
+    """A client that does not use the environment's proxies for this machine, which they cannot reach."""
+    is_local = urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
+    return httpx.Client(timeout=HTTP_TIMEOUT_SECONDS, trust_env=not is_local)
+
+
+def url_without_credentials(url: str) -> str:
+    """Returns the url without user and password."""
     return re.sub(r"//[^/@]*@", "//", url)

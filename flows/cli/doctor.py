@@ -1,4 +1,4 @@
-"""`ostinato doctor`: is everything that a run needs there, and whole? A verdict each, and what to do."""
+"""`ostinato doctor`: checks versions, storage, engine and Prefect, and says what to do about problems."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from flows.cli.checks import Check, check_engine, check_prefect, check_storage, 
 from flows.cli.output import (
     DEFAULT_STORAGE,
     AsJson,
+    add_rows,
     console,
-    facts,
-    fill,
+    key_value_table,
     messages,
+    print_findings,
     print_json,
-    refusals,
-    say_findings,
+    report_errors,
     table,
     usage_error,
 )
@@ -36,56 +36,60 @@ from storage.store.objects import open_store
 COLOURS = {"ok": "green", "note": "cyan", "warning": "yellow", "fail": "red"}
 
 
-class Place(FlowConfig):
-    """The groups of a flow's config that say where it works."""
+class DoctorConfig(FlowConfig):
+    """The groups of a flow's config that the checks use: store and engine. Others are ignored."""
 
     model_config = FlowConfig.model_config | {"extra": "ignore"}
 
 
 def doctor(
     storage: Annotated[
-        str, typer.Option("--storage", help=f"Where artifacts live [default: the config's, else {DEFAULT_STORAGE}].")
+        str, typer.Option("--storage", help=f"Store of the artifacts [default: the config's, else {DEFAULT_STORAGE}].")
     ] = "",
     engine: Annotated[str, typer.Option("--engine", help="A served engine: http://host:port.")] = "",
     config: Annotated[
-        Path | None, typer.Option("--config", help="A config with its store and engine.", exists=True, dir_okay=False)
+        Path | None, typer.Option("--config", help="A config with a store and an engine.", exists=True, dir_okay=False)
     ] = None,
-    deep: Annotated[bool, typer.Option("--deep", help="Read and check the whole store, to the last byte.")] = False,
+    deep: Annotated[bool, typer.Option("--deep", help="Read and check every byte of the store.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Versions, storage, engine and Prefect, each with a verdict and what to do; --deep audits the whole store."""
-    place = _place(config, storage, engine)
+    """Checks versions, storage, engine and Prefect, and says what to do about problems; --deep audits the store."""
+    settings = _read_settings(config, storage, engine)
     audit = None
-    with refusals():
-        checks = list(_checks(place))
+    with report_errors():
+        checks = list(_run_checks(settings))
         if deep:
-            audit = _audit(place.storage.url, hidden=as_json)
+            audit = _audit(settings.storage.url, hidden=as_json)
     if as_json:
         body: dict[str, Any] = {"checks": [check.model_dump() for check in checks]}
-        print_json(body | ({"audit": audit.model_dump(mode="json")} if audit else {}))
+        if audit is not None:
+            body["audit"] = audit.model_dump(mode="json")
+        print_json(body)
     else:
-        _say(checks, audit, console())
+        _print_checks(checks, console())
+        if audit is not None:
+            _print_audit(audit, console())
     failed = any(check.verdict == "fail" for check in checks)
     raise typer.Exit(1 if failed or (audit is not None and not audit.ok) else 0)
 
 
-def _place(config: Path | None, storage: str, engine: str) -> Place:
+def _read_settings(config: Path | None, storage: str, engine: str) -> DoctorConfig:
+    """The config of the file, with the store and engine of the options in place of its own."""
     try:
-        given = load_config(config) if config else {}
-        place = Place.model_validate(given)
-        spec: EngineSpec = HttpEngineSpec(url=engine.rstrip("/")) if engine else place.engine
+        settings = DoctorConfig.model_validate(load_config(config) if config else {})
+        spec: EngineSpec = HttpEngineSpec(url=engine.rstrip("/")) if engine else settings.engine
     except (ConfigError, ValidationError) as error:
         raise usage_error(str(error)) from error
-    url = storage or place.storage.url
-    return place.model_copy(update={"engine": spec, "storage": StorageConfig(url=url)})
+    url = storage or settings.storage.url
+    return settings.model_copy(update={"engine": spec, "storage": StorageConfig(url=url)})
 
 
-def _checks(place: Place) -> Iterator[Check]:
-    store = open_store(place.storage.url)
+def _run_checks(settings: DoctorConfig) -> Iterator[Check]:
+    store = open_store(settings.storage.url)
     yield from check_versions()
     yield from check_storage(store)
-    yield from check_engine(place.engine, place.storage.url)
-    yield from check_backends(place.engine)
+    yield from check_engine(settings.engine, settings.storage.url)
+    yield from check_backends(settings.engine)
     yield check_prefect()
 
 
@@ -101,16 +105,18 @@ def _audit(url: str, *, hidden: bool) -> AuditReport:
         return audit_store(open_store(url), on_progress=on_progress)
 
 
-def _say(checks: list[Check], audit: AuditReport | None, to: Console) -> None:
-    rows = (
-        (check.area, check.name, Text(check.verdict, COLOURS[check.verdict]), check.what, check.what_to_do or None)
-        for check in checks
-    )
-    to.print(fill(table("ostinato doctor", "area", "check", "verdict", "what", "what to do"), rows))
-    if audit is None:
-        return
-    counted = {name: f"{count:,}" for name, count in audit.counts.items()}
-    to.print(facts("the whole store", counted | {"data without a manifest (pending)": f"{len(audit.pending):,}"}))
+def _print_checks(checks: list[Check], to: Console) -> None:
+    check_table = table("ostinato doctor", "area", "check", "verdict", "what", "what to do")
+    for check in checks:
+        verdict = Text(check.verdict, COLOURS[check.verdict])
+        add_rows(check_table, [(check.area, check.name, verdict, check.what, check.what_to_do or None)])
+    to.print(check_table)
+
+
+def _print_audit(audit: AuditReport, to: Console) -> None:
+    counts = {name: f"{count:,}" for name, count in audit.counts.items()}
+    counts["data without a manifest (pending)"] = f"{len(audit.pending):,}"
+    to.print(key_value_table("the whole store", counts))
     if audit.ok:
-        to.print("[green]nothing is broken[/green]")
-    say_findings(audit.problems, to)
+        to.print("[green]no problem was found[/green]")
+    print_findings(audit.problems, to)

@@ -1,4 +1,4 @@
-"""`ostinato engine serve`: the shared engine as a service."""
+"""`ostinato engine serve`: runs a shared engine as an HTTP service."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ engine_app = typer.Typer(help="The shared engine as a service.", no_args_is_help
 
 TOKEN_ENV = "OSTINATO_ENGINE_TOKEN"
 MIN_TOKEN = 16
-"""Characters: a shorter token is guessed."""
+"""Smallest length of a token in characters. Shorter tokens can be guessed."""
 
 
 @engine_app.callback()
 def group() -> None:
-    """The shared engine as a service."""
+    """The shared engine as a service."""  # the help text of the group
 
 
 engine_app.command("plan")(plan)
@@ -36,22 +36,22 @@ engine_app.command("plan")(plan)
 
 @engine_app.command("serve")
 def serve(
-    storage: Annotated[str, typer.Option(help="Where artifacts live: file:///folder, s3://bucket/prefix.")],
-    host: Annotated[str, typer.Option(help="Address to listen on; others than loopback need a token.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes any free port.", min=0, max=65535)] = 8777,
+    storage: Annotated[str, typer.Option(help="Store of the artifacts: file:///folder or s3://bucket/prefix.")],
+    host: Annotated[str, typer.Option(help="Address to listen on. Others than loopback need a token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on. 0: any free port.", min=0, max=65535)] = 8777,
     config: Annotated[
-        Path | None, typer.Option(help="YAML, TOML or JSON: an engine's keys, or a run's.", exists=True, dir_okay=False)
+        Path | None, typer.Option(help="Config file of an engine or of a run.", exists=True, dir_okay=False)
     ] = None,
     sets: Annotated[list[str] | None, typer.Option("--set", help="Override one key: device=cpu.")] = None,
     token_file: Annotated[
         Path | None, typer.Option(help=f"File with the bearer token; else ${TOKEN_ENV}.", exists=True, dir_okay=False)
     ] = None,
-    max_body_mib: Annotated[int, typer.Option(help="Largest body taken, MiB.", min=1, max=65536)] = 256,
+    max_body_mib: Annotated[int, typer.Option(help="Largest accepted body, MiB.", min=1, max=65536)] = 256,
     grace_seconds: Annotated[
-        float, typer.Option(help="On SIGTERM: how long the running call and the last checkpoints may take.", min=0)
+        float, typer.Option(help="Seconds for the running call and the last checkpoints after SIGTERM.", min=0)
     ] = 20.0,
 ) -> None:
-    """Serves an engine until SIGTERM or Ctrl-C. Killing it at any moment is safe; start it again on the same store."""
+    """Serves an engine until SIGTERM or Ctrl-C. It may be killed at any time and started again on the same store."""
     try:
         spec, _ = load_engine(config, sets or [])
         token = read_token(token_file)
@@ -65,14 +65,14 @@ def serve(
 
 
 def read_token(token_file: Path | None) -> str | None:
-    """The bearer token, or None. Raises ConfigError for one that is too short or has spaces in it."""
-    where = f"${TOKEN_ENV}" if token_file is None else str(token_file)
+    """Returns the bearer token, or None. Raises ConfigError if it is too short or contains spaces."""
+    source = f"${TOKEN_ENV}" if token_file is None else str(token_file)
     token = (os.environ.get(TOKEN_ENV, "") if token_file is None else token_file.read_text()).strip()
     if not token and token_file is None:
         return None
     if len(token) < MIN_TOKEN or not token.isascii() or any(character.isspace() for character in token):
         raise ConfigError(
-            f"the token in {where} has {len(token)} characters; give {MIN_TOKEN} or more, ASCII, without spaces, such "
+            f"the token in {source} has {len(token)} characters; give {MIN_TOKEN} or more, ASCII, without spaces, such "
             "as `openssl rand -hex 32` prints"
         )
     return token
@@ -88,25 +88,27 @@ def run_server(
     max_body_bytes: int,
     grace_seconds: float,
 ) -> int:
-    """Serves until a signal; returns the exit status."""
+    """Serves until a signal arrives; returns the exit status."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    # by name: flows must be importable without torch and without a web server
-    lifecycle, application, service = (import_module(f"engine.http.{name}") for name in ("lifecycle", "app", "service"))
+    # imported by name, because flows must be importable without torch and without a web server
+    lifecycle = import_module("engine.http.lifecycle")
+    application = import_module("engine.http.app")
+    service = import_module("engine.http.service")
     listener = lifecycle.Binding(host, port, token).open()
 
     async def main() -> None:
         engine: Any = import_module("engine.local.engine").LocalEngine(storage, spec)
         options = service.ServerOptions(token=token, max_body_bytes=max_body_bytes)
         app = application.create_app(engine, engine.store, options)
-        closed = await lifecycle.serve_until_signal(app, listener, grace_seconds=grace_seconds, on_ready=announce)
+        closed = await lifecycle.serve_until_signal(app, listener, grace_seconds=grace_seconds, on_ready=print_address)
         if not closed:
             sys.stderr.flush()
-            os._exit(0)  # the call that did not end in time must not hold the process
+            os._exit(0)  # a call that did not end in time must not keep the process alive
 
     asyncio.run(main())
     return 0
 
 
-def announce(url: str) -> None:
-    """The first line on stdout: scripts and tests wait for it."""
+def print_address(url: str) -> None:
+    """Prints the first line on stdout, which scripts and tests wait for."""
     print(f"listening on {url}", flush=True)

@@ -1,10 +1,10 @@
-"""`ostinato gc`: what nothing names any more, shown and deleted."""
+"""`ostinato gc`: deletes data in the store that no manifest refers to."""
 
 from __future__ import annotations
 
 import re
 from datetime import timedelta
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,16 +15,17 @@ from storage.errors import StorageError
 from storage.inspect.gc import GcReport, ObjectTotals, collect_garbage
 from storage.store.objects import open_store
 
-SHOWN = 20
+MAX_NAMES = 20
+"""Number of names that are listed in each group."""
 _UNITS = {"m": "minutes", "h": "hours", "d": "days"}
 
 Storage = Annotated[str, typer.Option("--storage", help="The store: a folder, file:///folder, or s3://bucket/prefix.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would go; delete nothing.")]
-OlderThan = Annotated[str, typer.Option("--older-than", help="By the store's clock: 24h, 3d, 90m.")]
-NobodyWrites = Annotated[
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be deleted; delete nothing.")]
+OlderThan = Annotated[str, typer.Option("--older-than", help="Smallest age by the store's clock: 24h, 3d, 90m.")]
+Exclusive = Annotated[
     bool,
     typer.Option(
-        "--i-know-nobody-is-writing", help="Allow an age below 13h, and take incomplete versions of models too."
+        "--i-know-nobody-is-writing", help="Allow an age below 13h, and delete incomplete versions of models, too."
     ),
 ]
 
@@ -33,46 +34,54 @@ def gc(
     storage: Storage = StorageConfig().url,
     dry_run: DryRun = False,
     older_than: OlderThan = "24h",
-    nobody_writes: NobodyWrites = False,
+    exclusive: Exclusive = False,
 ) -> None:
-    """Delete data that nothing names any more. Runs may go on meanwhile."""
+    """Deletes data that nothing refers to. Runs may continue meanwhile."""
     console = Console()
     try:
-        with console.status(f"looking through {storage}"):
+        with console.status(f"searching {storage}"):
             report = collect_garbage(
-                open_store(storage), older_than=_age(older_than), dry_run=dry_run, exclusive=nobody_writes
+                open_store(storage), older_than=_age(older_than), dry_run=dry_run, exclusive=exclusive
             )
     except (StorageError, ValueError) as error:
         console.print(f"[red]{type(error).__name__}[/red]: ", end="")
         console.print(str(error), markup=False, highlight=False)
         raise typer.Exit(1) from error
-    _show(report, console)
+    _print_report(report, console)
 
 
 def _age(text: str) -> timedelta:
-    """24h, 3d, 90m. Raises ValueError."""
+    """Parses an age like 24h, 3d or 90m. Raises ValueError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([mhd])", text.strip())
     if match is None:
-        raise ValueError(f"--older-than={text!r} is no age; give a number and a unit, like 24h, 3d or 90m")
+        raise ValueError(f"--older-than={text!r} is not an age; give a number and a unit, like 24h, 3d or 90m")
     return timedelta(**{_UNITS[match[2]]: float(match[1])})
 
 
-def _show(report: GcReport, console: Console) -> None:
+def _print_report(report: GcReport, console: Console) -> None:
+    # sizes of what was deleted and kept
     verb = "would delete" if report.dry_run else "deleted"
-    table = Table(box=None, pad_edge=False)
-    for title, justify in (("", "left"), ("what", "left"), ("objects", "right"), ("size", "right")):
-        table.add_column(title, justify=justify)  # type: ignore[arg-type]
-    for what, tally in report.deleted.items():
-        table.add_row(verb, what, f"{tally.objects:,}", _size(tally))
-    for why, tally in report.kept.items():
-        table.add_row("kept", why, f"{tally.objects:,}", _size(tally))
-    console.print(table)
-    for title, found in ((verb, report.names), ("not understood, so kept", report.unknown),
-                         ("cannot be read, so all beside it is kept", report.unreadable)):  # fmt: skip
-        for name in found[:SHOWN]:
+    sizes = Table(box=None, pad_edge=False)
+    columns: list[tuple[str, Any]] = [("", "left"), ("what", "left"), ("objects", "right"), ("size", "right")]
+    for title, justify in columns:
+        sizes.add_column(title, justify=justify)
+    for kind, tally in report.deleted.items():
+        sizes.add_row(verb, kind, f"{tally.objects:,}", _size(tally))
+    for reason, tally in report.kept.items():
+        sizes.add_row("kept", reason, f"{tally.objects:,}", _size(tally))
+    console.print(sizes)
+
+    # names
+    groups = [
+        (verb, report.names),
+        ("not recognised, so kept", report.unknown),
+        ("not readable, so everything next to it is kept", report.unreadable),
+    ]
+    for title, names in groups:
+        for name in names[:MAX_NAMES]:
             console.print(f"  {title}: {name}", markup=False, highlight=False, soft_wrap=True)
-        if len(found) > SHOWN:
-            console.print(f"  … and {len(found) - SHOWN:,} more", highlight=False)
+        if len(names) > MAX_NAMES:
+            console.print(f"  … and {len(names) - MAX_NAMES:,} more", highlight=False)
     console.print(f"{verb} {report.total.objects:,} objects, {_size(report.total)}", highlight=False)
 
 

@@ -1,4 +1,4 @@
-"""`ostinato import verl CONFIG.yaml`: another trainer's configuration as one of ours."""
+"""`ostinato import verl CONFIG.yaml`: converts a config of verl into a config of Ostinato."""
 
 from __future__ import annotations
 
@@ -7,40 +7,40 @@ from typing import Annotated
 
 import typer
 
-from flows.cli.output import messages, usage_error
+from flows.cli.output import messages, print_plain, usage_error
 from flows.configs.overrides import ConfigError
 from flows.verl.importer import import_verl
 from flows.verl.report import as_yaml, report
 
-import_app = typer.Typer(help="Configurations of other trainers as ours.", no_args_is_help=True)
+import_app = typer.Typer(help="Import configs of other trainers.", no_args_is_help=True)
 
 
 @import_app.callback()
 def _group() -> None:
-    """Keeps `verl` a command of its own."""
+    """Keeps `verl` a subcommand. Without a callback, typer would make it the only command."""
 
 
 @import_app.command("verl")
 def verl(
-    config: Annotated[Path, typer.Argument(help="verl's YAML, full or only what differs from verl's defaults.")],
+    config: Annotated[Path, typer.Argument(help="verl's YAML, complete or without the keys at their default.")],
     override: Annotated[
-        list[str] | None, typer.Option("--override", help="A key of verl's: a.b=c, as on verl's command line.")
+        list[str] | None, typer.Option("--override", help="Override a key of verl: a.b=c, as on verl's command line.")
     ] = None,
-    sets: Annotated[list[str] | None, typer.Option("--set", help="A key of ours: a.b=c, after the import.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Where to write our YAML; else stdout.")] = None,
+    sets: Annotated[list[str] | None, typer.Option("--set", help="Override an imported key: a.b=c.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="File to write the YAML to. Default: stdout.")] = None,
     kind: Annotated[
         str | None,
-        typer.Option("--kind", help="ppo_trainer, sft_trainer, sft_trainer_engine or evaluation; else by its keys."),
+        typer.Option("--kind", help="ppo_trainer, sft_trainer, sft_trainer_engine or evaluation. Default: detected."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Leave out what cannot be imported.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Leave out the keys that cannot be imported.")] = False,
 ) -> None:
-    """Maps every key of a verl config to ours and says what became of each; refuses what has no counterpart."""
+    """Converts a verl config and reports the result for every key; refuses keys without a counterpart."""
     try:
-        made = import_verl(config, overrides=override or [], sets=sets or [], kind=kind, force=force)
+        imported = import_verl(config, overrides=override or [], sets=sets or [], kind=kind, force=force)
     except ConfigError as error:
         raise usage_error(str(error)) from None
-    messages().print(report(made), markup=False, highlight=False, soft_wrap=True)
-    text = as_yaml(made, config.name)
+    print_plain(messages(), report(imported))
+    text = as_yaml(imported, config.name)
     if out is None:
         print(text, end="")
         return

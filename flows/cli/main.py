@@ -1,8 +1,7 @@
-"""`ostinato run FLOW --config FILE --set a.b=c`, `ostinato demo`, and the other commands."""
+"""The `ostinato` command: assembles the subcommands. `run` and `demo` are defined here."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,17 +9,16 @@ import typer
 from flows.cli.chain import add_chain_commands
 from flows.cli.data import data_app
 from flows.cli.demo import run_demo, unpack_model
-from flows.cli.deploy import deploy_command
 from flows.cli.doctor import doctor
 from flows.cli.engine import engine_app
 from flows.cli.gc import gc
 from flows.cli.import_verl import import_app
 from flows.cli.models import models_app
-from flows.cli.output import console
+from flows.cli.output import ConfigFile, Server, Sets, console
 from flows.cli.runner import run_flow
 from flows.cli.runs import runs_app
 from flows.cli.sweep import add_search_commands
-from flows.cli.up import down, up
+from flows.cli.up import deploy_command, down, up
 
 app = typer.Typer(
     help="Post-training of language models as a durable workflow.", no_args_is_help=True, pretty_exceptions_enable=False
@@ -39,13 +37,8 @@ app.command("up")(up)
 app.command("down")(down)
 app.command("deploy")(deploy_command)
 
-ConfigFile = Annotated[Path, typer.Option("--config", help="YAML, TOML or JSON file.", exists=True, dir_okay=False)]
-Sets = Annotated[list[str] | None, typer.Option("--set", help="Override one key: a.b=c. May be repeated.")]
-RunKey = Annotated[str, typer.Option("--run", help="The run's key; the same key resumes the run.")]
-New = Annotated[bool, typer.Option("--new", help="Start a new run even if an equal one is unfinished.")]
-Server = Annotated[
-    str, typer.Option("--server", help="Prefect API url; 'local' starts a server for this run and stops it.")
-]
+RunKey = Annotated[str, typer.Option("--run", help="Key of the run; the same key resumes the run.")]
+New = Annotated[bool, typer.Option("--new", help="Start a new run, even if an equal one is unfinished.")]
 
 
 RUNS = {
@@ -60,19 +53,19 @@ RUNS = {
     "env_gspo": "Reinforcement learning from episodes with an environment (GSPO).",
     "env_ppo": "Reinforcement learning from episodes with an environment and a value model (PPO).",
 }
-"""Training flow -> what it does."""
+"""Help text of each training flow, by the flow's name."""
 
 
-def _add_run(name: str, what: str) -> None:
-    @run.command(name, help=what)
+def _add_run_command(flow: str, help_text: str) -> None:
+    @run.command(flow, help=help_text)
     def command(
         config: ConfigFile, sets: Sets = None, run_key: RunKey = "", new: New = False, server: Server = ""
     ) -> None:
-        raise typer.Exit(run_flow(name, config, sets or [], run_key=run_key, new=new, server=server))
+        raise typer.Exit(run_flow(flow, config, sets or [], run_key=run_key, new=new, server=server))
 
 
-for _name, _what in RUNS.items():
-    _add_run(_name, _what)
+for _flow, _help_text in RUNS.items():
+    _add_run_command(_flow, _help_text)
 
 
 @app.command("demo")
@@ -80,7 +73,9 @@ def demo(
     seed: Annotated[int, typer.Option(help="Seed of data order and sampling.")] = 0,
     sets: Sets = None,
     new: New = False,
-    only_model: Annotated[bool, typer.Option("--only-model", help="Make its model's folder, train nothing.")] = False,
+    only_model: Annotated[
+        bool, typer.Option("--only-model", help="Only create the folder of the model; do not train.")
+    ] = False,
 ) -> None:
     """GRPO on a real 135M chat model on this machine: evaluate, train, evaluate, report."""
     if only_model:

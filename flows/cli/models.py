@@ -1,4 +1,4 @@
-"""`ostinato models ls | show | card | promote | rollback | push`: which version is champion, who said so, and why."""
+"""`ostinato models ls | show | card | promote | rollback | push`: published models, their champions and decisions."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from flows.cli.output import (
     DEFAULT_STORAGE,
     AsJson,
     Storage,
+    add_rows,
     console,
-    fill,
     print_json,
-    refusals,
+    print_plain,
+    report_errors,
     table,
     usage_error,
 )
@@ -42,84 +43,109 @@ from storage.store.objects import ObjectStore, open_store
 
 models_app = typer.Typer(help="Published models: versions, champions, decisions.", no_args_is_help=True)
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="The model's registry name.")]
-Version = Annotated[str, typer.Argument(metavar="NAME@VERSION", help="name@version, name@champion, or name: latest.")]
-Why = Annotated[str, typer.Option("--why", help="The reason; it is kept with the decision.")]
-Who = Annotated[str, typer.Option("--who", help="Who decides. Default: this account's name.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Registry name of the model.")]
+Version = Annotated[str, typer.Argument(metavar="NAME@VERSION", help="name@version, name@champion, or name: the latest.")]
+Why = Annotated[str, typer.Option("--why", help="The reason. It is stored with the decision.")]
+Who = Annotated[str, typer.Option("--who", help="Name of the person who decides. Default: this account's name.")]
 
 
 @models_app.command("ls")
 def ls(storage: Storage = DEFAULT_STORAGE, as_json: AsJson = False) -> None:
-    """Every model: its versions, its champion, its latest."""
-    with refusals():
+    """Lists the models: number of versions, champion, latest version."""
+    with report_errors():
         store = open_store(storage)
-        rows = [_row(store, name) for name in list_models(store)]
+        rows = [_model_row(store, name) for name in list_models(store)]
     if as_json:
         print_json(rows)
         return
-    shown = table(f"models in {store.url}", "model", "versions>", "champion", "since", "by", "latest")
     columns = ("model", "versions", "champion", "since", "by", "latest")
-    console().print(fill(shown, ([row[column] for column in columns] for row in rows)))
+    models = table(f"models in {store.url}", "model", "versions>", "champion", "since", "by", "latest")
+    console().print(add_rows(models, ([row[column] for column in columns] for row in rows)))
 
 
-def _row(store: ObjectStore, name: str) -> dict[str, Any]:
-    champion = champion_of(store, name)
-    made_by = next((d for d in decisions_of(store, name) if champion and d.id == champion.decision), None)
-    return {
+def _model_row(store: ObjectStore, name: str) -> dict[str, Any]:
+    row: dict[str, Any] = {
         "model": name,
         "versions": len(list_versions(store, name)),
-        "champion": champion.version if champion else None,
-        "since": champion.created[:19].replace("T", " ") if champion and champion.created else None,
-        "by": made_by.who if made_by else None,
+        "champion": None,
+        "since": None,
+        "by": None,
         "latest": resolve_alias(store, name),
     }
+    champion = champion_of(store, name)
+    if champion is None:
+        return row
+    row["champion"] = champion.version
+    row["since"] = _time(champion.created) if champion.created else None
+    for decision in decisions_of(store, name):
+        if decision.id == champion.decision:
+            row["by"] = decision.who
+            break
+    return row
 
 
 @models_app.command("show")
 def show(name: Name, storage: Storage = DEFAULT_STORAGE, as_json: AsJson = False) -> None:
-    """One model: its versions and every decision about them, in force or not."""
-    with refusals():
+    """Shows one model: its versions and all decisions about them."""
+    with report_errors():
         store = open_store(storage)
-        versions = _known_versions(store, name)
+        versions = _published_versions(store, name)
         log, decisions = alias_log(store, name), decisions_of(store, name)
-        made = [read_manifest(store, keys.model_version(name, version)) for version in versions]
+        manifests = [read_manifest(store, keys.model_version(name, version)) for version in versions]
     champion, latest = (log[-1].version if log else None), resolve_alias(store, name)
     if as_json:
-        body = {"model": name, "champion": champion, "latest": latest, "versions": versions}
         moves = [entry.model_dump(mode="json") for entry in log]
-        told = [decision.model_dump(mode="json") | {"in_force": is_in_force(decision, log)} for decision in decisions]
-        print_json(body | {"moves": moves, "decisions": told})
+        decision_rows = []
+        for decision in decisions:
+            decision_rows.append(decision.model_dump(mode="json") | {"in_force": is_in_force(decision, log)})
+        body = {"model": name, "champion": champion, "latest": latest, "versions": versions}
+        print_json(body | {"moves": moves, "decisions": decision_rows})
         return
+
     to = console()
-    rows = (
-        (v, _marks(v, champion, latest), m.created[:19].replace("T", " "), m.parents[0] if m.parents else None)
-        for v, m in zip(versions, made, strict=True)
-    )
-    to.print(fill(table(f"versions of {name}", "version", "", "published", "made from"), rows))
-    shown = table("decisions, oldest first", "when", "what", "version", "over", "who", "why", "evaluation", "state")
-    to.print(fill(shown, (_decision(decision, log) for decision in decisions)))
+    version_table = table(f"versions of {name}", "version", "", "published", "made from")
+    for version, manifest in zip(versions, manifests, strict=True):
+        parent = manifest.parents[0] if manifest.parents else None
+        aliases = _aliases(version, champion, latest)
+        add_rows(version_table, [(version, aliases, _time(manifest.created), parent)])
+    to.print(version_table)
+    columns = ("when", "what", "version", "over", "who", "why", "evaluation", "state")
+    decision_table = table("decisions, oldest first", *columns)
+    to.print(add_rows(decision_table, (_decision_row(decision, log) for decision in decisions)))
 
 
-def _marks(version: str, champion: str | None, latest: str | None) -> str | None:
-    return " ".join(mark for mark, named in (("champion", champion), ("latest", latest)) if named == version) or None
+def _aliases(version: str, champion: str | None, latest: str | None) -> str | None:
+    """The aliases that refer to a version, as text."""
+    aliases = []
+    if version == champion:
+        aliases.append("champion")
+    if version == latest:
+        aliases.append("latest")
+    return " ".join(aliases) or None
 
 
-def _decision(decision: Decision, log: list[AliasEntry]) -> tuple[Any, ...]:
-    state = "in force" if log and log[-1].decision == decision.id else ""
+def _decision_row(decision: Decision, log: list[AliasEntry]) -> tuple[Any, ...]:
+    state = ""
     if decision.moves and not is_in_force(decision, log):
         state = "overtaken"
+    elif log and log[-1].decision == decision.id:
+        state = "in force"
     return (
-        decision.created[:19].replace("T", " "), decision.action, decision.version, decision.champion, decision.who,
+        _time(decision.created), decision.action, decision.version, decision.champion, decision.who,
         "; ".join(decision.reasons), decision.evaluation.partition("#")[0] if decision.evaluation else None, state,
     )  # fmt: skip
 
 
+def _time(iso: str) -> str:
+    return iso[:19].replace("T", " ")
+
+
 @models_app.command("card")
 def card(model: Version, storage: Storage = DEFAULT_STORAGE) -> None:
-    """The model card of a version: what made it, and how it was judged."""
-    with refusals():
+    """Prints the model card of a version: its training and its evaluation."""
+    with report_errors():
         store = open_store(storage)
-        print(_card(store, *_resolved(store, model)), end="")
+        print(_card_text(store, *_resolve_version(store, model)), end="")
 
 
 @models_app.command("promote")
@@ -128,98 +154,99 @@ def promote(
     why: Why = "promoted by hand",
     who: Who = "",
     evaluation: Annotated[
-        str, typer.Option("--evaluation", help="The evaluation it rests on: its run's key, or the uri of its table.")
+        str, typer.Option("--evaluation", help="The evaluation that supports it: the run key, or the uri of its table.")
     ] = "",
     storage: Storage = DEFAULT_STORAGE,
 ) -> None:
-    """Makes a version the champion: the next entry of the alias's log, with who and why."""
-    with refusals():
+    """Makes a version the champion. The decision is stored with its author and reason."""
+    with report_errors():
         store = open_store(storage)
-        name, version = _resolved(store, model)
+        name, version = _resolve_version(store, model)
         champion = champion_of(store, name)
         if champion is not None and champion.version == version:
             console().print(f"{name}@{version} is the champion already", highlight=False)
             return
-        uri = _evaluation(store, evaluation)
+        uri = _evaluation_uri(store, evaluation)
         decision = commit_decision(
             store, name, version, "promote", over=champion, reasons=[why], who=who or _account(),
             provenance=_provenance(name, version), evaluation=uri,
         )  # fmt: skip
         commit_card(store, decision, provenance=_provenance(name, version))
     _announce(decision)
-    _said(decision)
+    _print_decision(decision)
 
 
 @models_app.command("rollback")
 def rollback(
     name: Name, why: Why = "rolled back by hand", who: Who = "", storage: Storage = DEFAULT_STORAGE
 ) -> None:
-    """Makes the champion before the present one the champion again: the next entry of the log, nothing is undone."""
-    with refusals():
+    """Makes the previous champion the champion again. The decision is stored like a promotion."""
+    with report_errors():
         store = open_store(storage)
         log = alias_log(store, name)
         version = previous_champion(log)
         if version is None:
-            there = f"{log[-1].version} is the first champion" if log else "there is no champion"
-            raise ObjectNotFound(f"{name} has nobody to roll back to: {there}; promote a version instead")
+            reason = f"{log[-1].version} is the first champion" if log else "there is no champion"
+            raise ObjectNotFound(f"{name} has no previous champion: {reason}; promote a version instead")
         decision = commit_decision(
             store, name, version, "rollback", over=log[-1], reasons=[why], who=who or _account(),
             provenance=_provenance(name, version),
         )  # fmt: skip
     _announce(decision)
-    _said(decision)
+    _print_decision(decision)
 
 
 @models_app.command("push")
 def push(
     model: Version,
     url: Annotated[str, typer.Argument(metavar="URL", help="A folder, s3://bucket/prefix, hf://owner/name, …")],
-    force: Annotated[bool, typer.Option("--force", help="Also into a folder that holds other files.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Also write into a folder with other files.")] = False,
     storage: Storage = DEFAULT_STORAGE,
 ) -> None:
-    """Copies a version, with its card as README.md, to anywhere that fsspec writes."""
-    with refusals():
+    """Copies a version, with its card as README.md, to any location that fsspec can write."""
+    with report_errors():
         store = open_store(storage)
-        name, version = _resolved(store, model)
-        names = push_model(store, name, version, url, card=_card(store, name, version), force=force)
+        name, version = _resolve_version(store, model)
+        names = push_model(store, name, version, url, card=_card_text(store, name, version), force=force)
     console().print(f"pushed {name}@{version} to {url}: {len(names)} files", highlight=False, soft_wrap=True)
 
 
-def _known_versions(store: ObjectStore, name: str) -> list[str]:
+def _published_versions(store: ObjectStore, name: str) -> list[str]:
     versions = list_versions(store, name)
     if not versions:
         raise ObjectNotFound(f"no model {name!r} in {store.url}; published: {', '.join(list_models(store)) or 'none'}")
     return versions
 
 
-def _resolved(store: ObjectStore, model: str) -> tuple[str, str]:
+def _resolve_version(store: ObjectStore, model: str) -> tuple[str, str]:
     """(name, version) of `name`, `name@version` or `name@alias`."""
     name, _, version = resolve_model(store, model).partition("@")
-    versions = _known_versions(store, keys.validate_name(name))
+    versions = _published_versions(store, keys.validate_name(name))
     if version not in versions:
         raise ObjectNotFound(f"model {name!r} has no version or alias {version!r}; published: {', '.join(versions)}")
     return name, version
 
 
-def _card(store: ObjectStore, name: str, version: str) -> str:
-    """The card of the version's last promotion; without one, a card as the store has it now."""
-    made = [decision for decision in decisions_of(store, name) if decision.version == version]
-    cards = (find_card(store, decision) for decision in reversed(made))
-    return next((text for text in cards if text is not None), None) or render_card(store, name, version)
+def _card_text(store: ObjectStore, name: str, version: str) -> str:
+    """The card of the version's last decision that has one, else a card made from the present store."""
+    for decision in reversed(decisions_of(store, name)):
+        if decision.version == version and (text := find_card(store, decision)) is not None:
+            return text
+    return render_card(store, name, version)
 
 
-def _evaluation(store: ObjectStore, given: str) -> str | None:
-    """The uri of an evaluation's table. Raises ObjectNotFound."""
-    if not given:
+def _evaluation_uri(store: ObjectStore, evaluation: str) -> str | None:
+    """The uri of an evaluation's table, given the key of its run or the uri. Raises ObjectNotFound."""
+    if not evaluation:
         return None
-    if keys.is_run(given):
-        uri = json.loads(store.get(keys.result_json(given))).get("table")
+    if keys.is_run(evaluation):
+        uri = json.loads(store.get(keys.result_json(evaluation))).get("table")
         if not uri:
-            raise usage_error(f"run {given!r} is no evaluation: its result names no table")
+            raise usage_error(f"run {evaluation!r} is not an evaluation: its result has no table")
         return str(uri)
-    ref = find_artifact(store, given.partition("#")[0])
-    if ref is None or given not in (ref.uri, ref.key):
-        raise ObjectNotFound(f"no evaluation {given!r} in {store.url}; give the key of an evaluation's run")
+    ref = find_artifact(store, evaluation.partition("#")[0])
+    if ref is None or evaluation not in (ref.uri, ref.key):
+        raise ObjectNotFound(f"no evaluation {evaluation!r} in {store.url}; give the key of an evaluation's run")
     return ref.uri
 
 
@@ -230,17 +257,18 @@ def _provenance(name: str, version: str) -> Provenance:
 def _account() -> str:
     try:
         return getpass.getuser()
-    except (KeyError, OSError):  # a container without an account for its number
+    except (KeyError, OSError):  # a container without an entry for its user id
         raise usage_error("this account has no name; give --who") from None
 
 
 def _announce(decision: Decision) -> None:
-    from flows.runs.events import announce_promotion  # Prefect costs seconds: only a move pays
+    # imported here, because the import of Prefect takes seconds, and most commands do not need it
+    from flows.runs.events import announce_promotion
 
     announce_promotion(decision)
 
 
-def _said(decision: Decision) -> None:
-    over = f", after {decision.champion}" if decision.champion else ""
-    said = f"the champion of {decision.model} is {decision.version}{over} (decision {decision.id}, by {decision.who})"
-    console().print(said, highlight=False, soft_wrap=True, markup=False)
+def _print_decision(decision: Decision) -> None:
+    previous = f", after {decision.champion}" if decision.champion else ""
+    source = f"decision {decision.id}, by {decision.who}"
+    print_plain(console(), f"the champion of {decision.model} is {decision.version}{previous} ({source})")

@@ -1,4 +1,7 @@
-"""What every command about the chain prints, and how it ends: 0 fine, 1 a finding or a refusal, 2 wrong usage."""
+"""Shared output of the commands: options, tables, JSON, error messages.
+
+Exit statuses: 0 success, 1 a finding or an error, 2 wrong usage.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -21,73 +25,96 @@ from storage.errors import InvalidKey, StorageError
 from storage.inspect.findings import Finding
 
 Storage = Annotated[
-    str, typer.Option("--storage", help="Where artifacts live: a folder, file:///folder, s3://bucket/prefix.")
+    str, typer.Option("--storage", help="Store of the artifacts: a folder, file:///folder or s3://bucket/prefix.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, for machines.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+ConfigFile = Annotated[Path, typer.Option("--config", help="YAML, TOML or JSON file.", exists=True, dir_okay=False)]
+Sets = Annotated[list[str] | None, typer.Option("--set", help="Override one key: a.b=c. May be repeated.")]
+Server = Annotated[
+    str, typer.Option("--server", help="Prefect API url; 'local' starts a server for this run and stops it.")
+]
 DEFAULT_STORAGE = StorageConfig().url
 PLAIN_WIDTH = 200
-"""Columns where there is no terminal to ask: a pipe must not cut names."""
+"""Width of the output in columns if it is not a terminal. Names must not be cut in a pipe."""
 
 
 def console() -> Console:
-    """For people, on stdout."""
+    """Returns the console for results, on stdout."""
     return Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
 
 
 def messages() -> Console:
-    """Progress and refusals, on stderr: stdout is what was asked for."""
+    """Returns the console for progress and errors, on stderr, so that stdout holds only the result."""
     return Console(stderr=True) if sys.stderr.isatty() else Console(stderr=True, width=PLAIN_WIDTH)
 
 
+def print_plain(to: Console, text: str) -> None:
+    """Prints text as it is: without markup, highlighting or line breaks by rich."""
+    to.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 @contextlib.contextmanager
-def refusals() -> Iterator[None]:
-    """The boundary of every command: what storage or the engine refuses is one line and an exit status."""
+def report_errors() -> Iterator[None]:
+    """The error boundary of a command: errors of storage and engine become one line and an exit status."""
     try:
         yield
     except InvalidKey as error:
-        raise _ended(error, 2) from None
+        raise _print_error(error, 2) from None
     except (StorageError, EngineError) as error:
-        raise _ended(error, 1) from None
+        raise _print_error(error, 1) from None
 
 
 def usage_error(text: str) -> typer.Exit:
-    """Ends the command with the reason: raise it."""
-    messages().print(text, markup=False, highlight=False, soft_wrap=True)
+    """Prints the reason and returns the exception that ends the command with status 2. The caller raises it."""
+    print_plain(messages(), text)
     return typer.Exit(2)
 
 
 def print_json(body: BaseModel | list[Any] | dict[str, Any]) -> None:
-    """The document, one line per field."""
+    """Prints a JSON document with one field per line."""
     plain = body.model_dump(mode="json") if isinstance(body, BaseModel) else body
     print(json.dumps(plain, indent=1, ensure_ascii=False))
 
 
 def table(title: str, *columns: str) -> Table:
-    """An empty table; a column whose name ends in > is aligned to the right."""
-    made = Table(title=title, title_justify="left", title_style="bold", header_style="bold", pad_edge=False)
+    """Returns an empty table. A column whose name ends in > is right-aligned."""
+    new_table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", pad_edge=False)
     for column in columns:
-        made.add_column(column.rstrip(">"), justify="right" if column.endswith(">") else "left", overflow="fold")
-    return made
+        justify: Any = "right" if column.endswith(">") else "left"
+        new_table.add_column(column.rstrip(">"), justify=justify, overflow="fold")
+    return new_table
 
 
-def fill(into: Table, rows: Iterable[Iterable[Any]]) -> Table:
-    """The table with the rows added; None is a dash, a number is short."""
+def add_rows(to: Table, rows: Iterable[Iterable[Any]]) -> Table:
+    """Adds rows and returns the table. None is shown as a dash, a float with six digits."""
     for row in rows:
-        into.add_row(*(_cell(value) for value in row))
-    return into
+        to.add_row(*(_cell(value) for value in row))
+    return to
 
 
-def facts(title: str, values: dict[str, Any]) -> Table:
-    """Two columns: name and value."""
-    return fill(table(title, "", ""), values.items())
+def key_value_table(title: str, values: dict[str, Any]) -> Table:
+    """Returns a table with two columns: name and value."""
+    return add_rows(table(title, "", ""), values.items())
 
 
-def say_findings(problems: Iterable[Finding], to: Console) -> None:
-    """Each finding with what to do."""
-    for problem in problems:
-        colour = "red" if problem.severity == "error" else "yellow"
-        to.print(f"[{colour}]{problem.severity}[/] {escape(problem.key)}: {escape(problem.what)}", soft_wrap=True)
-        to.print(f"  what to do: {escape(problem.what_to_do)}", soft_wrap=True)
+def print_findings(findings: Iterable[Finding], to: Console) -> None:
+    """Prints each finding with what to do about it."""
+    for finding in findings:
+        colour = "red" if finding.severity == "error" else "yellow"
+        to.print(f"[{colour}]{finding.severity}[/] {escape(finding.key)}: {escape(finding.what)}", soft_wrap=True)
+        to.print(f"  what to do: {escape(finding.what_to_do)}", soft_wrap=True)
+
+
+def flatten(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Returns (dotted name, value) of every leaf of nested dicts."""
+    leaves: list[tuple[str, Any]] = []
+    for name, value in values.items():
+        dotted = f"{prefix}.{name}" if prefix else name
+        if isinstance(value, dict) and value:
+            leaves += flatten(value, dotted)
+        else:
+            leaves.append((dotted, value))
+    return leaves
 
 
 def _cell(value: Any) -> str | Text:
@@ -98,8 +125,8 @@ def _cell(value: Any) -> str | Text:
     return value if isinstance(value, Text) else escape(str(value))
 
 
-def _ended(error: Exception, status: int) -> typer.Exit:
-    said = messages()
-    said.print(f"[red]{type(error).__name__}[/red]: ", end="")
-    said.print(str(error), markup=False, highlight=False, soft_wrap=True)
+def _print_error(error: Exception, status: int) -> typer.Exit:
+    to = messages()
+    to.print(f"[red]{type(error).__name__}[/red]: ", end="")
+    print_plain(to, str(error))
     return typer.Exit(status)

@@ -1,21 +1,27 @@
-"""Running one flow from a terminal: config, run key, Prefect server, and what is said at the end."""
+"""Runs one flow from a terminal: its config, its run key, its Prefect server, and its result or error at the end.
+
+A run without a key gets one. The keys of unfinished runs are kept in a file, so that the same command again resumes
+the run instead of starting another.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 from collections.abc import Callable, Coroutine, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from rich.console import Console
 
 from engine.errors import EngineError
 from flows.cli.log_file import log_failure, log_file
-from flows.cli.memory import find_or_create_run_key, forget_run_key
+from flows.cli.output import print_plain
 from flows.configs.common import FlowConfig, GRPOConfig, SFTConfig
 from flows.configs.env_ppo import ENVPPOConfig
 from flows.configs.environments import ENVGRPOConfig, ENVGSPOConfig
@@ -27,27 +33,32 @@ from flows.configs.sft_to_gspo import SFTToGSPOConfig
 from flows.configs.sweep import TrialsFailed
 from flows.ops.local_server import ServerError, local_prefect_server, use_server
 from storage.errors import StorageError
+from storage.serialization import canonical_json, digest
 from tasks.datasets.errors import DatasetError
 from tasks.environments.spec import EnvironmentSpecError
 from tasks.evaluation.statistics import PairedDifference
 from tasks.graders.spec import GraderSpecError
 from tasks.sampling.grading import TooManyMasked
 
-QUIET = {
+UNFINISHED_RUNS = Path(".ostinato") / "unfinished.json"
+"""The keys of unfinished runs: digest of flow, config and store -> run key."""
+
+QUIET_ENVIRONMENT = {
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "WARNING",
     "TRANSFORMERS_VERBOSITY": "error",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
-"""What others would print between our lines, unless the environment already says otherwise."""
+"""Environment variables that keep libraries from printing between our lines. Values that are set already stay."""
 
 CONFIGS: dict[str, type[FlowConfig]] = {
     "sft": SFTConfig, "dpo": DPOConfig, "reward_model": RewardModelConfig, "grpo": GRPOConfig, "gspo": GSPOConfig,
     "ppo": PPOConfig,
     "sft_to_gspo": SFTToGSPOConfig, "env_grpo": ENVGRPOConfig, "env_gspo": ENVGSPOConfig, "env_ppo": ENVPPOConfig,
 }  # fmt: skip
+"""Config class of each training flow, by the flow's name."""
 
-REFUSED = (
+EXPECTED_ERRORS = (
     ConfigError, EngineError, StorageError, DatasetError, GraderSpecError,
     EnvironmentSpecError, TooManyMasked, ServerError, TrialsFailed, ValueError,
 )  # fmt: skip
@@ -57,8 +68,10 @@ REFUSED = (
 def run_flow(
     flow: str, config_file: Path, sets: list[str], *, run_key: str = "", new: bool = False, server: str = ""
 ) -> int:
-    """Runs a flow to its end; returns the exit status: 0 done, 1 failed, 2 refused config, 130 interrupted, 143 ended
-    by SIGTERM."""
+    """Runs a flow with the config of a file; returns the exit status.
+
+    0 done, 1 failed, 2 config refused, 130 interrupted, 143 ended by SIGTERM.
+    """
     console = Console()
     try:
         config = parse_config(CONFIGS[flow], config_file, sets)
@@ -72,20 +85,28 @@ def run_flow(
 def run_config(
     flow: str, config: FlowConfig, console: Console, *, run_key: str = "", new: bool = False, server: str = ""
 ) -> int:
-    """Runs a validated config. See `run_flow`."""
-    remembered = not (run_key or config.run)
-    if remembered:
+    """Runs a flow with a validated config; returns the exit status of `run_flow`."""
+    # a run without a given key has a remembered one
+    is_remembered = not (run_key or config.run)
+    if is_remembered:
         run_key, unfinished = find_or_create_run_key(flow, config, new=new)
         if unfinished:
             console.print(f"resuming the unfinished run [bold]{run_key}[/bold] (--new starts another)")
-    keyed = config.model_copy(update={"run": run_key or config.run})
-    console.print(f"run [bold]{keyed.run}[/bold], artifacts in {config.storage.url}", highlight=False)
-    what = f"run [bold]{keyed.run}[/bold]"
-    status, result = run_with_server(lambda: _call(flow, keyed), console, what=what, log_name=keyed.run, server=server)
+    config_with_key = config.model_copy(update={"run": run_key or config.run})
+    run = config_with_key.run
+    console.print(f"run [bold]{run}[/bold], artifacts in {config_with_key.storage.url}", highlight=False)
+
+    status, result = run_with_server(
+        lambda: _call_flow(flow, config_with_key),
+        console,
+        what=f"run [bold]{run}[/bold]",
+        log_name=str(run),
+        server=server,
+    )
     if status == 0:
-        if remembered:
+        if is_remembered:
             forget_run_key(flow, config)
-        _say(result, console)
+        _print_result(result, console)
     return status
 
 
@@ -97,13 +118,16 @@ def run_with_server(
     log_name: str,
     server: str = "",
 ) -> tuple[int, dict[str, Any]]:
-    """Runs a flow to its end, with a Prefect server; (exit status as of `run_flow`, what it returned). `what` is what
-    the same command goes on with, `log_name` names the log file."""
-    for name, value in QUIET.items():
+    """Runs a flow with a Prefect server and a log file; returns (exit status of `run_flow`, result of the flow).
+
+    `what` names what the same command would resume, for the message after an interruption. `log_name` names the log
+    file.
+    """
+    for name, value in QUIET_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     with log_file(log_name) as log_path:
         try:
-            with _sigterm_raises(), _prefect_server(server, console):
+            with _raise_on_sigterm(), _prefect_server(server, console):
                 return 0, asyncio.run(call())
         except KeyboardInterrupt:
             console.print(f"\ninterrupted; the same command resumes {what}")
@@ -115,55 +139,58 @@ def run_with_server(
             if not isinstance(error, Exception):
                 raise
             log_failure(error)
-            _say_failure(error, console, log_path)
+            _print_failure(error, console, log_path)
             return 1, {}
 
 
-def _say_failure(error: Exception, console: Console, log_path: Path) -> None:
-    """One line about the error, and one that names the log file."""
-    kind = type(error).__name__ if isinstance(error, REFUSED) else f"unexpected {type(error).__name__}"
+def _print_failure(error: Exception, console: Console, log_path: Path) -> None:
+    """Prints one line about the error, and one that names the log file."""
+    kind = type(error).__name__
+    if not isinstance(error, EXPECTED_ERRORS):
+        kind = f"unexpected {kind}"
     console.print(f"[red]{kind}[/red]: ", end="")
-    console.print(str(error), markup=False, highlight=False, soft_wrap=True)
-    console.print(f"the traceback is in {log_path}", markup=False, highlight=False, soft_wrap=True)
+    print_plain(console, str(error))
+    print_plain(console, f"the traceback is in {log_path}")
 
 
 class Terminated(SystemExit):
-    """SIGTERM, outside a flow or passed on by Prefect."""
+    """SIGTERM arrived outside a flow, or Prefect passed it on."""
 
 
 @contextlib.contextmanager
-def _sigterm_raises() -> Iterator[None]:
-    """Prefect passes SIGTERM on to whoever handled it before the flow. The system's default would end this process
-    there and then, and leave the local server behind."""
+def _raise_on_sigterm() -> Iterator[None]:
+    """Raises Terminated on SIGTERM within the block.
+
+    Prefect passes a SIGTERM on to the handler that was installed before the flow. The system's default handler would
+    end this process at once, and the local server would keep running.
+    """
 
     def end(number: int, frame: object) -> None:
         raise Terminated(128 + number)
 
-    before = signal.signal(signal.SIGTERM, end)
+    original_handler = signal.signal(signal.SIGTERM, end)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, original_handler)
 
 
 def _is_termination(error: BaseException) -> bool:
-    """Whether it is SIGTERM: a spot instance is taken back, a pod moved, a run cancelled from outside. By then the
-    flow's blocks were left: what moved is checkpointed, the lease released."""
+    """Whether the error stands for SIGTERM. By then the flow has written its checkpoints and released its lease."""
     from prefect.exceptions import TerminationSignal
 
     return isinstance(error, Terminated | TerminationSignal)
 
 
-async def _call(flow: str, config: FlowConfig) -> dict[str, Any]:
-    """A flow's function has its module's name."""
-    # imported here: Prefect costs seconds, and a refused config should answer at once
-    run = getattr(import_module(f"flows.{flow}"), flow)
-    return await run(config)  # type: ignore[no-any-return]
+async def _call_flow(flow: str, config: FlowConfig) -> dict[str, Any]:
+    # imported here, because the import of Prefect takes seconds, and a refused config should be reported at once
+    function = getattr(import_module(f"flows.{flow}"), flow)  # it has the name of its module
+    return await function(config)  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
 def _prefect_server(server: str, console: Console) -> Iterator[None]:
-    """The server the flow reports to: the one given or configured, else one of our own for this run."""
+    """Uses the given or configured Prefect server within the block, or else starts one."""
     url = server if server not in ("", "local") else os.environ.get("PREFECT_API_URL", "")
     if url and server != "local":
         with use_server(url):
@@ -178,7 +205,7 @@ def _prefect_server(server: str, console: Console) -> Iterator[None]:
         yield
 
 
-def _say(result: dict[str, Any], console: Console) -> None:
+def _print_result(result: dict[str, Any], console: Console) -> None:
     heldout = result.get("heldout")
     if heldout:
         console.print(
@@ -190,3 +217,46 @@ def _say(result: dict[str, Any], console: Console) -> None:
     for name in ("model", "model_folder", "report"):
         if result.get(name):
             console.print(f"{name.replace('_', ' ')}: {result[name]}", highlight=False, soft_wrap=True)
+
+
+# -- keys of unfinished runs -----------------------------------------------------------------------------------
+
+
+def find_or_create_run_key(flow: str, config: FlowConfig, *, new: bool) -> tuple[str, bool]:
+    """Returns (run key, whether it belongs to an unfinished run with an equal config).
+
+    A new key is stored until `forget_run_key`.
+    """
+    run_keys = _read_run_keys()
+    command = _command_digest(flow, config)
+    if not new and command in run_keys:
+        return run_keys[command], True
+    run = f"{flow}-{uuid4().hex[:8]}"
+    _write_run_keys(run_keys | {command: run})
+    return run, False
+
+
+def forget_run_key(flow: str, config: FlowConfig) -> None:
+    """Removes the key of a finished run, so that the same command starts a new run."""
+    run_keys = _read_run_keys()
+    run_keys.pop(_command_digest(flow, config), None)
+    _write_run_keys(run_keys)
+
+
+def _command_digest(flow: str, config: FlowConfig) -> str:
+    """Digest of the flow, its semantic config and its store. The run key is not part of it."""
+    return digest(canonical_json([flow, config.semantic(), config.storage.url]))[:16]
+
+
+def _read_run_keys() -> dict[str, str]:
+    if not UNFINISHED_RUNS.is_file():
+        return {}
+    return dict(json.loads(UNFINISHED_RUNS.read_text()))
+
+
+def _write_run_keys(run_keys: dict[str, str]) -> None:
+    UNFINISHED_RUNS.parent.mkdir(exist_ok=True)
+    # replaced by a rename, so that a kill during the write does not lose the keys of other runs
+    temporary = UNFINISHED_RUNS.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(run_keys, indent=1))
+    temporary.replace(UNFINISHED_RUNS)

@@ -1,5 +1,4 @@
-"""`ostinato runs ls | show | lineage | remove-checkpoint`: what a store's runs are, and what made a model; named
-checkpoints are removed here too."""
+"""`ostinato runs ls | show | lineage | remove-checkpoint`: shows the runs of a store and the origin of its models."""
 
 from __future__ import annotations
 
@@ -12,11 +11,13 @@ from flows.cli.output import (
     DEFAULT_STORAGE,
     AsJson,
     Storage,
+    add_rows,
     console,
-    facts,
-    fill,
+    flatten,
+    key_value_table,
     print_json,
-    refusals,
+    print_plain,
+    report_errors,
     table,
 )
 from storage.chain.checkpoint_names import resolve_checkpoint_name
@@ -28,85 +29,90 @@ from storage.inspect.run_details import ChainDetails, RunDetails, describe_run
 from storage.inspect.run_summary import RunSummary, seconds_since, summarize_run
 from storage.store.objects import open_store
 
-runs_app = typer.Typer(help="The runs of a store, and what made a model.", no_args_is_help=True)
+runs_app = typer.Typer(help="The runs of a store, and the origin of its models.", no_args_is_help=True)
 
-RunArgument = Annotated[str, typer.Argument(help="The run's key.")]
+RunArgument = Annotated[str, typer.Argument(help="Key of the run.")]
 
 
 @runs_app.command("ls")
 def ls(
     storage: Storage = DEFAULT_STORAGE,
     everything: Annotated[
-        bool, typer.Option("--all", help="Also what evaluations and served models keep under run keys of their own.")
+        bool, typer.Option("--all", help="Also list the runs that evaluations and served models create.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Every run: what it is, where it stands, who drives it."""
-    with refusals():
+    """Lists the runs: kind, state, steps and lease."""
+    with report_errors():
         store = open_store(storage)
         rows = [summarize_run(store, run) for run in list_runs(store) if everything or not is_auxiliary(run)]
     if as_json:
         print_json([row.model_dump(mode="json") for row in rows])
         return
-    shown = table(
-        f"runs in {store.url}",
-        "run", "kind", "created", "state", "stages", "step>", "last commit", "lease>", "forked from",
-    )  # fmt: skip
-    console().print(fill(shown, map(_row, rows)))
+    columns = ("run", "kind", "created", "state", "stages", "step>", "last commit", "lease>", "forked from")
+    console().print(add_rows(table(f"runs in {store.url}", *columns), map(_run_row, rows)))
 
 
-def _row(row: RunSummary) -> tuple[Any, ...]:
+def _run_row(row: RunSummary) -> tuple[Any, ...]:
     return (
-        row.run, row.kind, _time(row.created), row.state, " ".join(row.stages), row.head_step, _ago(row.last_commit),
-        row.lease_epoch, row.forked_from,
+        row.run, row.kind, _time(row.created), row.state, " ".join(row.stages), row.head_step,
+        _time_and_age(row.last_commit), row.lease_epoch, row.forked_from,
     )  # fmt: skip
 
 
 @runs_app.command("show")
 def show(run: RunArgument, storage: Storage = DEFAULT_STORAGE, as_json: AsJson = False) -> None:
-    """One run: the config that decides it, its chains, metrics, leases, result and models."""
-    with refusals():
+    """Shows one run: its semantic config, chains, metrics, leases, result and models."""
+    with report_errors():
         view = describe_run(open_store(storage), run)
     if as_json:
         print_json(view)
     else:
-        _show(view, console())
+        _print_run(view, console())
 
 
-def _show(view: RunDetails, to: Console) -> None:
+def _print_run(view: RunDetails, to: Console) -> None:
+    # what the run is
     row = view.row
-    to.print(
-        facts(
-            f"run {row.run}",
-            {
-                "state": row.state,
-                "created": _time(row.created),
-                "code version": view.code_version,
-                "machine": " ".join(f"{name} {value}" for name, value in view.machine.items() if name != "packages"),
-                "packages": " ".join(f"{name} {version}" for name, version in view.packages.items()),
-                "forked from": row.forked_from,
-                "last commit": _ago(row.last_commit),
-            },
-        )
-    )
-    to.print(facts("what decides it", dict(_flat(view.semantic))))
-    to.print(fill(table("chains", "chain", "step>", "state", "starts from", "checkpoints"), map(_chain, view.chains)))
+    machine = [f"{name} {value}" for name, value in view.machine.items() if name != "packages"]
+    packages = [f"{name} {version}" for name, version in view.packages.items()]
+    overview = {
+        "state": row.state,
+        "created": _time(row.created),
+        "code version": view.code_version,
+        "machine": " ".join(machine),
+        "packages": " ".join(packages),
+        "forked from": row.forked_from,
+        "last commit": _time_and_age(row.last_commit),
+    }
+    to.print(key_value_table(f"run {row.run}", overview))
+    to.print(key_value_table("semantic config", dict(flatten(view.semantic))))
+
+    # its chains and metrics
+    chains = table("chains", "chain", "step>", "state", "starts from", "checkpoints")
+    to.print(add_rows(chains, map(_chain_row, view.chains)))
     for chain in view.chains:
         for rebase in chain.rebases:
-            said = f"{chain.stage}/{chain.model} is rebased at {rebase}"
-            to.print(said, markup=False, highlight=False, soft_wrap=True)
+            print_plain(to, f"{chain.stage}/{chain.model} is rebased at {rebase}")
     for stage, metrics in view.last_metrics.items():
-        to.print(facts(f"last metrics of {stage}", {k: v for k, v in metrics.items() if not isinstance(v, dict)}))
+        plain_metrics = {name: value for name, value in metrics.items() if not isinstance(value, dict)}
+        to.print(key_value_table(f"last metrics of {stage}", plain_metrics))
+
+    # its leases, models and result
     leases = table("leases", "epoch>", "taken", "pid", "code version", "released")
-    to.print(fill(leases, ((e.epoch, _time(e.created), e.pid, e.code_version, _time(e.released)) for e in view.leases)))
-    to.print(fill(table("models", "model", "policy"), ((model.model, model.policy) for model in view.models)))
+    for lease in view.leases:
+        add_rows(leases, [(lease.epoch, _time(lease.created), lease.pid, lease.code_version, _time(lease.released))])
+    to.print(leases)
+    to.print(add_rows(table("models", "model", "policy"), ((model.model, model.policy) for model in view.models)))
     if view.result:
-        to.print(facts("result", dict(_flat(view.result))))
+        to.print(key_value_table("result", dict(flatten(view.result))))
 
 
-def _chain(chain: ChainDetails) -> tuple[Any, ...]:
-    checkpoints = " ".join("=".join((f"{step}", *chain.names.get(step, ()))) for step in chain.checkpoints) or None
-    return f"{chain.stage}/{chain.model}", chain.head, chain.state[:12], chain.starts_from, checkpoints
+def _chain_row(chain: ChainDetails) -> tuple[Any, ...]:
+    # a named checkpoint is shown as step=name
+    checkpoints = ["=".join((f"{step}", *chain.names.get(step, ()))) for step in chain.checkpoints]
+    name = f"{chain.stage}/{chain.model}"
+    return name, chain.head, chain.state[:12], chain.starts_from, " ".join(checkpoints) or None
 
 
 @runs_app.command("remove-checkpoint")
@@ -118,9 +124,9 @@ def remove_checkpoint(
     storage: Storage = DEFAULT_STORAGE,
     as_json: AsJson = False,
 ) -> None:
-    """Removes named checkpoints and frees their space. Nothing is removed when a fork, an unfinished run, a champion or
-    a rebase refers to one of them. The run can still be resumed, verified and forked at any step."""
-    with refusals():
+    """Removes named checkpoints and frees their space. Nothing is removed if a fork, an unfinished run, a champion or a
+    rebase refers to one of them. The run can still be resumed, verified and forked at any step."""
+    with report_errors():
         store = open_store(storage)
         policies = list(dict.fromkeys(resolve_checkpoint_name(store, name) for name in names))
         removed = remove_checkpoints(store, policies, dry_run=dry_run)
@@ -130,71 +136,76 @@ def remove_checkpoint(
         return
     verb = "would remove" if dry_run else "removed"
     for manifest in removed:
-        text = f"{verb} {manifest.key}: {manifest.bytes / 2**20:.1f} MiB"
-        console().print(text, markup=False, highlight=False, soft_wrap=True)
+        print_plain(console(), f"{verb} {manifest.key}: {manifest.bytes / 2**20:.1f} MiB")
 
 
 @runs_app.command("lineage")
 def lineage(
-    target: Annotated[str, typer.Argument(metavar="MODEL_OR_RUN", help="name[@version], run/stage/model@step, a run.")],
+    target: Annotated[
+        str, typer.Argument(metavar="MODEL_OR_RUN", help="name[@version], run/stage/model@step, or a run.")
+    ],
     prompt: Annotated[
-        str, typer.Option("--prompt", help="An id or a part of the text: which steps used it, and what it touched.")
+        str, typer.Option("--prompt", help="Id or part of the text of a prompt: shows the steps that used it.")
     ] = "",
     storage: Storage = DEFAULT_STORAGE,
     as_json: AsJson = False,
 ) -> None:
-    """Which prompts, grades and gradient steps made a model; which checkpoints a prompt touched."""
-    with refusals():
+    """Shows the prompts, grades and gradient steps that led to a model, or the checkpoints that a prompt influenced."""
+    with report_errors():
         store = open_store(storage)
-        found = lineage_of(store, target)
+        history = lineage_of(store, target)
         if prompt:
-            report = prompt_report(store, found, prompt)
+            report = prompt_report(store, history, prompt)
             if as_json:
-                print_json({"lineage": found.model_dump(mode="json"), "prompt": report.model_dump(mode="json")})
+                print_json({"lineage": history.model_dump(mode="json"), "prompt": report.model_dump(mode="json")})
             else:
-                _say_prompt(report, console())
+                _print_prompt(report, console())
             raise typer.Exit(0 if report.uses else 1)
-        steps = [step_lineage(store, record) for record in found.records(store)]
+        steps = [step_lineage(store, record) for record in history.records(store)]
     if as_json:
-        print_json(found.model_dump(mode="json") | {"steps": [step.model_dump(mode="json") for step in steps]})
+        print_json(history.model_dump(mode="json") | {"steps": [step.model_dump(mode="json") for step in steps]})
     else:
-        _say_lineage(found, steps, console())
+        _print_lineage(history, steps, console())
 
 
-def _say_lineage(found: Lineage, steps: list[StepLineage], to: Console) -> None:
-    values: dict[str, Any] = {"base model": found.base, "policy": found.policy.uri if found.policy else "imported"}
-    values |= {f"segment {n}": f"{s.title}, steps 1 to {s.until}" for n, s in enumerate(found.segments, 1)}
-    to.print(facts(found.target, values))
+def _print_lineage(history: Lineage, steps: list[StepLineage], to: Console) -> None:
+    values: dict[str, Any] = {
+        "base model": history.base,
+        "policy": history.policy.uri if history.policy else "imported",
+    }
+    for number, segment in enumerate(history.segments, 1):
+        values[f"segment {number}"] = f"{segment.title}, steps 1 to {segment.until}"
+    to.print(key_value_table(history.target, values))
     if not steps:
         return
-    shown = table(
+    step_table = table(
         "gradient steps, oldest first",
         "step>", "batch", "shards>", "graded>", "prompts>", "first of them", "completions>", "reward>", "lr>", "loss>",
         "gradient>",
     )  # fmt: skip
-    to.print(fill(shown, map(_step, steps)))
+    to.print(add_rows(step_table, map(_step_row, steps)))
     to.print("every uri and every prompt's id: --json", style="dim")
 
 
-def _step(step: StepLineage) -> tuple[Any, ...]:
+def _step_row(step: StepLineage) -> tuple[Any, ...]:
     return (
         step.step, _short(step.batch), len(step.rollouts), len(step.graded), len(step.prompts),
         " ".join(step.prompts[:3]), step.completions, step.reward_mean, step.learning_rate, step.loss, step.grad_norm,
     )  # fmt: skip
 
 
-def _say_prompt(report: PromptReport, to: Console) -> None:
+def _print_prompt(report: PromptReport, to: Console) -> None:
     if not report.uses:
         to.print(f"no step of this lineage used a prompt {report.asked!r}", markup=False, highlight=False)
         return
     columns = ("step>", "prompt", "n>", "completion", "reward>", "status", "trained")
-    rows = (
-        (use.step, use.prompt, use.completion, use.text, use.reward, use.status, "yes" if use.trained else "no")
-        for use in report.uses
-    )
-    to.print(fill(table(f"prompt {' '.join(report.ids)}", *columns), rows))
-    to.print(fill(table("checkpoints it touched", "checkpoint"), ((name,) for name in report.checkpoints)))
-    to.print(fill(table("models it touched", "model"), ((name,) for name in report.models)))
+    rows = []
+    for use in report.uses:
+        trained = "yes" if use.trained else "no"
+        rows.append((use.step, use.prompt, use.completion, use.text, use.reward, use.status, trained))
+    to.print(add_rows(table(f"prompt {' '.join(report.ids)}", *columns), rows))
+    to.print(add_rows(table("checkpoints it influenced", "checkpoint"), ((name,) for name in report.checkpoints)))
+    to.print(add_rows(table("models it influenced", "model"), ((name,) for name in report.models)))
 
 
 def _short(uri: str) -> str:
@@ -206,7 +217,7 @@ def _time(iso: str | None) -> str | None:
     return None if iso is None else iso[:19].replace("T", " ")
 
 
-def _ago(iso: str | None) -> str | None:
+def _time_and_age(iso: str | None) -> str | None:
     seconds = seconds_since(iso)
     if iso is None or seconds is None:
         return None
@@ -214,12 +225,3 @@ def _ago(iso: str | None) -> str | None:
         if seconds >= 2 * size:
             return f"{_time(iso)} ({seconds / size:.0f} {unit} ago)"
     return f"{_time(iso)} ({seconds:.0f} s ago)"
-
-
-def _flat(values: dict[str, Any], at: str = "") -> list[tuple[str, Any]]:
-    """Dotted names and leaves."""
-    found: list[tuple[str, Any]] = []
-    for name, value in values.items():
-        where = f"{at}.{name}" if at else name
-        found += _flat(value, where) if isinstance(value, dict) and value else [(where, value)]
-    return found

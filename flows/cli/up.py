@@ -1,7 +1,8 @@
-"""`ostinato up` and `ostinato down`: everything for one machine, kept alive, at one address."""
+"""`ostinato up` and `ostinato down` run all services of one machine; `ostinato deploy` sets up a Prefect server."""
 
 from __future__ import annotations
 
+import os
 import secrets
 import signal
 import subprocess
@@ -16,145 +17,207 @@ import psutil
 import typer
 from rich.console import Console
 
-from flows.cli.output import DEFAULT_STORAGE, AsJson, console, fill, messages, print_json, table, usage_error
+from flows.cli.engine import TOKEN_ENV, read_token
+from flows.cli.output import (
+    DEFAULT_STORAGE,
+    AsJson,
+    add_rows,
+    console,
+    messages,
+    print_json,
+    print_plain,
+    table,
+    usage_error,
+)
+from flows.configs.overrides import ConfigError
+from flows.ops.deployments import POOL, deploy, find_prefect_yaml
 from flows.ops.processes import ProcessIdentity, processes_of_up, terminate_all
 from flows.ops.services import BUCKET, find_seaweedfs, free_ports, is_free
 from flows.ops.state import HOME, UpError, UpOptions, UpState, forget_state, load_state, save_state, status, supervising
 from flows.ops.supervisor import Supervisor, deploy_by_command, tail
 
-DETACH_SECONDS = 600.0
-DOWN_SECONDS = 180.0
-"""How long the supervisor may take to end everything: flows leave their runs, the engine writes checkpoints."""
+DETACH_TIMEOUT_SECONDS = 600.0
+"""Longest start of a detached `up`."""
+DOWN_TIMEOUT_SECONDS = 180.0
+"""Seconds for the supervisor to end everything: flows release their runs, and the engine writes checkpoints."""
 
 
 def up(
     storage: Annotated[str, typer.Option("--storage", help="A folder, file:///folder or s3://bucket/prefix.")] = "",
-    with_s3: Annotated[bool, typer.Option("--with-s3", help="An S3 server, too, for the artifacts.")] = False,
+    with_s3: Annotated[bool, typer.Option("--with-s3", help="Also start an S3 server for the artifacts.")] = False,
     database: Annotated[
-        str, typer.Option("--database", help="Of Prefect: postgresql+asyncpg://…; SQLite without one.")
+        str, typer.Option("--database", help="Prefect's database: postgresql+asyncpg://… Default: SQLite.")
     ] = "",
-    port: Annotated[int, typer.Option("--port", help="Of the page to open.", min=1, max=65535)] = 4200,
+    port: Annotated[int, typer.Option("--port", help="Port of the Prefect UI.", min=1, max=65535)] = 4200,
     engine_config: Annotated[
-        Path | None, typer.Option("--engine-config", help="The engine's keys: a file.", exists=True, dir_okay=False)
+        Path | None, typer.Option("--engine-config", help="Config file of the engine.", exists=True, dir_okay=False)
     ] = None,
-    detach: Annotated[bool, typer.Option("--detach", help="Go on in the background; `ostinato down` ends it.")] = False,
-    show: Annotated[bool, typer.Option("--status", help="Say what runs, and do nothing.")] = False,
+    detach: Annotated[bool, typer.Option("--detach", help="Run in the background; `ostinato down` ends it.")] = False,
+    show: Annotated[bool, typer.Option("--status", help="Only show what is running.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Starts Prefect server, work pool, worker and engine for this machine, and keeps them alive. Again: says what
-    runs. Killing any of it, at any moment, is safe."""
+    """Starts Prefect server, work pool, worker and engine on this machine, and restarts them when they end. If they
+    are running already, shows them. Any of the processes may be killed at any time."""
     home = HOME.absolute()
     try:
         if show:
-            raise typer.Exit(_show(load_state(home), as_json=as_json))
+            raise typer.Exit(_print_status(load_state(home), as_json=as_json))
         options = _options(storage, with_s3=with_s3, database=database, port=port, engine_config=engine_config)
-        status_code = _up_detached(home, options) if detach else _up(home, options)
+        exit_status = _up_detached(home, options) if detach else _up(home, options)
     except UpError as error:
-        raise _refused(error) from None
-    raise typer.Exit(status_code)
+        raise _failed(error) from None
+    raise typer.Exit(exit_status)
 
 
 def down() -> None:
-    """Ends what `ostinato up` started here, and only that. Runs go on at the next `up`."""
+    """Ends all processes that `ostinato up` started in this folder, and no others. Runs continue at the next `up`."""
     home = HOME.absolute()
     try:
         state = load_state(home)
     except UpError as error:
-        raise _refused(error) from None
+        raise _failed(error) from None
     if state is None:
-        print("nothing runs here that `ostinato up` started")
+        print("nothing is running here that `ostinato up` started")
         return
+
+    # the supervisor ends everything on SIGTERM
     supervisor = state.supervisor.process() if state.supervisor else None
     if supervisor is not None:
         supervisor.terminate()
-        _, lingering = psutil.wait_procs([supervisor], timeout=DOWN_SECONDS)
-        terminate_all(lingering, grace_seconds=0.0)
-    with supervising(home) as alone:
-        if not alone:
-            raise usage_error("another `ostinato up` has just begun here; nothing of it was ended")
-        if load_state(home) is not None:  # the supervisor is dead, or was killed while it ended the others
+        _, remaining = psutil.wait_procs([supervisor], timeout=DOWN_TIMEOUT_SECONDS)
+        terminate_all(remaining, grace_seconds=0.0)
+
+    # if it was killed, or did not end in time, this process ends the rest
+    with supervising(home) as is_only_supervisor:
+        if not is_only_supervisor:
+            raise usage_error("another `ostinato up` has just started here; none of its processes was ended")
+        if load_state(home) is not None:
             Supervisor(home, state, print, lambda _: None).close()
-    left = processes_of_up(state.id)
-    if left:
-        raise usage_error(f"processes that did not end: {', '.join(str(process.pid) for process in left)}")
-    print("all ended")
+    remaining = processes_of_up(state.id)
+    if remaining:
+        raise usage_error(f"processes that did not end: {', '.join(str(process.pid) for process in remaining)}")
+    print("all processes have ended")
+
+
+def deploy_command(
+    storage: Annotated[
+        str, typer.Option("--storage", help="Default store of deployed flows. Empty: unchanged.")
+    ] = "",
+    engine: Annotated[str, typer.Option("--engine", help="Url of the default engine of deployed flows.")] = "",
+    token_file: Annotated[
+        Path | None, typer.Option(help=f"File with the engine's token; else ${TOKEN_ENV}.", exists=True, dir_okay=False)
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", help="Another prefect.yaml than the one here.", exists=True, dir_okay=False)
+    ] = None,
+    pool: Annotated[
+        str, typer.Option("--pool", help="Work pool. It is created with type process if it does not exist.")
+    ] = POOL,
+    server: Annotated[str, typer.Option("--server", help="Prefect API url; else $PREFECT_API_URL.")] = "",
+) -> None:
+    """Creates or updates the deployments of prefect.yaml, their store and engine, and the automations for crashed
+    runs."""
+    url = server or os.environ.get("PREFECT_API_URL", "")
+    if not url:
+        raise usage_error(
+            "no Prefect server was given: give --server http://host:4200/api, or set PREFECT_API_URL; `ostinato up` "
+            "starts one and deploys to it"
+        )
+    os.environ["PREFECT_API_URL"] = url  # Prefect reads it once, when it is imported
+    try:
+        token = read_token(token_file) or ""
+        names = deploy(find_prefect_yaml(file), pool=pool, storage=storage, engine_url=engine, token=token)
+    except ConfigError as error:
+        raise usage_error(str(error)) from error
+    except UpError as error:
+        raise _failed(error) from None
+    print(f"deployed to {url}: {', '.join(names)}")
 
 
 def _up(home: Path, options: UpOptions) -> int:
-    say = _say(messages())
-    with supervising(home) as alone:
-        if not alone:
-            return _already(home, options)
-        state = _taken_over(home, options, say) or _new_state(options)
+    """Runs the supervisor in this process until a signal arrives."""
+    log = _log_to(messages())
+    with supervising(home) as is_only_supervisor:
+        if not is_only_supervisor:
+            return _already_running(home, options)
+        state = _take_over(home, options, log) or _new_state(options)
         save_state(home, state)
-        supervisor = Supervisor(home, state, say, deploy_by_command)
-        _on_signals(supervisor.stop)
+        supervisor = Supervisor(home, state, log, deploy_by_command)
+        _stop_on_signals(supervisor.stop)
         try:
             supervisor.start()
-            _say_ready(supervisor.state)
+            _print_ready(supervisor.state)
             print(f"artifacts in {options.storage}; Ctrl-C or `ostinato down` ends everything", flush=True)
             supervisor.watch()
         finally:
-            say("ending everything: runs are left where they stand, and go on at the next `up`")
+            log("ending all services; the runs continue at the next `up`")
             supervisor.close()
     return 0
 
 
-def _say_ready(state: UpState) -> None:
+def _print_ready(state: UpState) -> None:
     print(f"Ostinato is up: {state.url}")
     print("to begin: Deployments, a flow, Run, Custom run; examples/*.yaml have values for the forms", flush=True)
 
 
 def _up_detached(home: Path, options: UpOptions) -> int:
-    """The same command again without --detach, as a process of its own; returns when that is ready, or has ended."""
-    with supervising(home) as alone:
-        if not alone:
-            return _already(home, options)
+    """Runs the same command without --detach in a new process, and returns when its services are ready."""
+    with supervising(home) as is_only_supervisor:
+        if not is_only_supervisor:
+            return _already_running(home, options)
+
+    # start the process
     command = [sys.executable, "-m", "flows.cli.main", "up", "--storage", options.storage, "--port", str(options.port)]
-    command += ["--with-s3"] if options.with_s3 else []
-    command += ["--database", options.database] if options.database else []
-    command += ["--engine-config", options.engine_config] if options.engine_config else []
+    if options.with_s3:
+        command += ["--with-s3"]
+    if options.database:
+        command += ["--database", options.database]
+    if options.engine_config:
+        command += ["--engine-config", options.engine_config]
     home.mkdir(parents=True, exist_ok=True)
     log = home / "supervisor.log"
     with log.open("ab") as output:
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
-    deadline = time.monotonic() + DETACH_SECONDS
+
+    # wait until it reports in the state file that it is ready
+    deadline = time.monotonic() + DETACH_TIMEOUT_SECONDS
     while time.monotonic() < deadline:
         if child.poll() is not None:
-            raise UpError(f"it did not come up; {tail(log)}")
+            raise UpError(f"`ostinato up` ended while it was starting; {tail(log)}")
         state = load_state(home)
         if state is not None and state.ready and state.supervisor == ProcessIdentity.of(child.pid):
-            _say_ready(state)
+            _print_ready(state)
             return 0
         time.sleep(0.3)
-    raise UpError(f"it is not up after {DETACH_SECONDS:.0f} s; {tail(log)}")
+    raise UpError(f"`ostinato up` is not ready after {DETACH_TIMEOUT_SECONDS:.0f} s; {tail(log)}")
 
 
-def _already(home: Path, options: UpOptions) -> int:
+def _already_running(home: Path, options: UpOptions) -> int:
+    """Shows the services that run already. Raises UpError if they were started with other options."""
     state = load_state(home)
     if state is None:
-        raise UpError("another `ostinato up` has just begun here; look again with `ostinato up --status`")
-    if changed := state.options.differences(options):
+        raise UpError("another `ostinato up` has just started here; check again with `ostinato up --status`")
+    if differences := state.options.differences(options):
         raise UpError(
-            f"what runs here was started with other options ({'; '.join(changed)}); `ostinato down` first, or give the "
-            "same ones"
+            f"the running services were started with other options ({'; '.join(differences)}); run `ostinato down` "
+            "first, or give the same options"
         )
-    print("it runs already; nothing is changed")
-    return _show(state, as_json=False)
+    print("it is running already; nothing is changed")
+    return _print_status(state, as_json=False)
 
 
-def _taken_over(home: Path, options: UpOptions, say: Callable[[str], None]) -> UpState | None:
-    """What a supervisor that was killed has left, when it is what is asked for; else its processes are ended."""
-    left = load_state(home)
-    if left is None:
+def _take_over(home: Path, options: UpOptions, log: Callable[[str], None]) -> UpState | None:
+    """Returns the state that a killed supervisor left, if its options are the same; else ends its services."""
+    state = load_state(home)
+    if state is None:
         return None
-    if not left.options.differences(options):
-        say("the supervisor before this one was killed; this one takes its services over")
-        return left
-    say("the supervisor before this one was killed, and had other options; its services are ended")
-    Supervisor(home, left, say, lambda _: None).close()
+    if not state.options.differences(options):
+        log("an earlier supervisor was killed; this one takes over its services")
+        return state
+    log("an earlier supervisor with other options was killed; its services are ended")
+    Supervisor(home, state, log, lambda _: None).close()
     forget_state(home)
     return None
 
@@ -162,6 +225,7 @@ def _taken_over(home: Path, options: UpOptions, say: Callable[[str], None]) -> U
 def _options(
     storage: str, *, with_s3: bool, database: str, port: int, engine_config: Path | None
 ) -> UpOptions:
+    """Checks the options and makes their paths absolute. Raises UpError."""
     if with_s3:
         find_seaweedfs()
         if storage and not f"{storage}/".startswith(f"s3://{BUCKET}/"):
@@ -171,15 +235,17 @@ def _options(
     if "://" not in storage:
         storage = str(Path(storage).expanduser().absolute())  # flows have other working directories
     if database.startswith("postgresql://"):
-        raise UpError("Prefect speaks to PostgreSQL by asyncpg: write --database postgresql+asyncpg://…")
+        raise UpError("Prefect uses asyncpg for PostgreSQL: write --database postgresql+asyncpg://…")
     config = str(engine_config.absolute()) if engine_config else ""
     return UpOptions(storage=storage, with_s3=with_s3, database=database, port=port, engine_config=config)
 
 
 def _new_state(options: UpOptions) -> UpState:
-    ports, beside = free_ports(with_s3=options.with_s3), options.port + 1
-    if is_free(beside):  # the same at every `up`: links to reports, in Prefect's history, go on working
-        ports = ports.model_copy(update={"engine": beside})
+    ports = free_ports(with_s3=options.with_s3)
+    # a fixed port for the engine keeps the links to reports in Prefect's history valid after a restart
+    engine_port = options.port + 1
+    if is_free(engine_port):
+        ports = ports.model_copy(update={"engine": engine_port})
     return UpState(
         id=secrets.token_hex(6),
         options=options,
@@ -190,32 +256,35 @@ def _new_state(options: UpOptions) -> UpState:
     )
 
 
-def _on_signals(stop: threading.Event) -> None:
+def _stop_on_signals(stop: threading.Event) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: stop.set())
 
 
-def _show(state: UpState | None, *, as_json: bool) -> int:
-    """Prints what runs; 0 when all of it lives."""
-    found = status(state) if state else {}
-    well = bool(found) and all(service["alive"] for service in found.values()) and state is not None and state.ready
+def _print_status(state: UpState | None, *, as_json: bool) -> int:
+    """Prints the services; returns 0 if all of them are running, else 1."""
+    services = status(state) if state else {}
+    all_alive = bool(services) and all(service["alive"] for service in services.values())
+    is_up = state is not None and state.ready and all_alive
     if as_json:
-        body = {"up": well, "url": state.url, "storage": state.options.storage} if state else {"up": False}
-        print_json(body | {"services": found})
+        body = {"up": is_up, "url": state.url, "storage": state.options.storage} if state else {"up": False}
+        print_json(body | {"services": services})
     elif state is None:
-        print("nothing runs here; `ostinato up` starts it")
+        print("nothing is running here; `ostinato up` starts it")
     else:
-        rows = ((name, of["pid"], "yes" if of["alive"] else "NO", of["restarts"]) for name, of in found.items())
-        console().print(fill(table(f"ostinato up: {state.url}", "service", "pid>", "alive", "restarts>"), rows))
-    return 0 if well else 1
+        service_table = table(f"ostinato up: {state.url}", "service", "pid>", "alive", "restarts>")
+        for name, service in services.items():
+            alive = "yes" if service["alive"] else "NO"
+            add_rows(service_table, [(name, service["pid"], alive, service["restarts"])])
+        console().print(service_table)
+    return 0 if is_up else 1
 
 
-def _say(to: Console) -> Callable[[str], None]:
-    return lambda text: to.print(
-        f"{time.strftime('%H:%M:%S')} {text}", markup=False, highlight=False, soft_wrap=True
-    )
+def _log_to(to: Console) -> Callable[[str], None]:
+    """A function that prints lines with the time."""
+    return lambda text: print_plain(to, f"{time.strftime('%H:%M:%S')} {text}")
 
 
-def _refused(error: UpError) -> typer.Exit:
-    messages().print(str(error), markup=False, highlight=False, soft_wrap=True)
+def _failed(error: UpError) -> typer.Exit:
+    print_plain(messages(), str(error))
     return typer.Exit(1)

@@ -138,7 +138,7 @@ async def _end_children(client: PrefectClient, children: list[FlowRun], *, cance
     message = "it ended with the flow run that started it"
     for child in children:
         if child.state is None or not child.state.is_final():
-            state = Cancelled(message=message) if cancelled else Crashed(message=message)
+            state: State = Cancelled(message=message) if cancelled else Crashed(message=message)
             await client.set_flow_run_state(child.id, state, force=True)
 
 

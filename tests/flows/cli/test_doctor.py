@@ -68,7 +68,7 @@ def test_a_store_that_is_well(tmp_path: Path) -> None:
 def test_a_store_that_is_not_there_is_not_made(tmp_path: Path) -> None:
     result = doctor("--storage", str(tmp_path / "none"))
     assert result.exit_code == 0
-    assert "not there yet" in result.stdout
+    assert "does not exist yet" in result.stdout
     assert not (tmp_path / "none").exists()
 
 
@@ -189,7 +189,7 @@ def test_a_prefect_server_that_is_away_and_a_password_that_is_not_shown(
 def test_deep_reads_the_store_to_the_last_byte(toy_run: ToyRun, tmp_path: Path) -> None:
     fine = doctor("--storage", str(toy_run.folder), "--deep")
     assert fine.exit_code == 0, fine.output
-    assert "nothing is broken" in fine.stdout
+    assert "no problem was found" in fine.stdout
     broken = toy_run.copied(tmp_path / "copy")
     (broken.folder / keys.chain_record("toy", "0-grpo", "policy", 4)).write_bytes(b"{")
     result = doctor("--storage", str(broken.folder), "--deep", "--json")
@@ -223,7 +223,7 @@ def test_backends_that_are_not_installed_are_named(tmp_path: Path, monkeypatch: 
 def test_an_interpreter_that_is_not_there(tmp_path: Path) -> None:
     checks = checks_of(LocalEngineSpec(sampler=VllmSpec(replicas=1, python=str(tmp_path / "none"))))
     assert {name: check.verdict for name, check in checks.items()} == {"sampler": "fail", "ray": "fail"}
-    assert "cannot be asked" in checks["sampler"].what
+    assert "cannot be run" in checks["sampler"].what
 
 
 def test_another_version_of_ray_for_the_replicas_is_refused(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_promote_promote_rollback(toy: ToyRun, version: str, second: str) -> Non
         ("promote", "Ada", ["better"], True),
         ("rollback", "Bo", ["it repeats itself"], True),
     ]
-    assert "nobody to roll back to" in refused(toy, "rollback", "toy")
+    assert "no previous champion" in refused(toy, "rollback", "toy")
     assert audit_store(toy.store).problems == ()
     shown = done(toy, "show", "toy")
     assert "it repeats itself" in shown and "champion" in shown

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from flows.cli import demo
 from flows.cli.main import app
-from flows.cli.memory import find_or_create_run_key, forget_run_key
+from flows.cli.runner import find_or_create_run_key, forget_run_key
 from flows.configs.common import CheckpointConfig, FlowConfig, GRPOConfig, SFTConfig
 from flows.configs.overrides import ConfigError, parse_config
 from flows.runs.code_version import code_version

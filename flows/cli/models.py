@@ -44,7 +44,7 @@ from storage.store.objects import ObjectStore, open_store
 models_app = typer.Typer(help="Published models: versions, champions, decisions.", no_args_is_help=True)
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Registry name of the model.")]
-Version = Annotated[str, typer.Argument(metavar="NAME@VERSION", help="name@version, name@champion, or name: the latest.")]
+Version = Annotated[str, typer.Argument(metavar="NAME@VERSION", help="name@version, name@champion, or name (latest).")]
 Why = Annotated[str, typer.Option("--why", help="The reason. It is stored with the decision.")]
 Who = Annotated[str, typer.Option("--who", help="Name of the person who decides. Default: this account's name.")]
 

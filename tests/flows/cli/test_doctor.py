@@ -171,7 +171,7 @@ def test_a_prefect_server_of_this_version(prefect_server: str, monkeypatch: pyte
     check = checks.check_prefect()
     assert check.verdict == "ok"
     assert prefect_server in check.what
-    monkeypatch.setattr(checks, "_installed", lambda name: "1.2.3")
+    monkeypatch.setattr(checks, "_installed_version", lambda name: "1.2.3")
     assert checks.check_prefect().verdict == "warning"
 
 

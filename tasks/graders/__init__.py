@@ -1,2 +1,2 @@
-"""What a completion is worth: graders, the specs by which they cross a task, and the loop that runs them
-without ever turning an exception into a reward."""
+"""Graders, which give completions their rewards; their specs, which tasks pass; and the code that runs them, in
+`tasks.graders.running`. An exception of a grader never becomes a reward."""

@@ -1,4 +1,4 @@
-"""What a grader is: a thread in, a `Grade` out, and running statistics about whatever it wants to log."""
+"""The base classes of graders. A grader gives a thread a `Grade` and keeps running statistics of what it logs."""
 
 import asyncio
 import contextlib
@@ -18,34 +18,37 @@ from storage.serialization import Frozen
 
 
 class Grade(Frozen):
-    """One opinion about one thread. A bool, a string or None is not a value; NaN is, and is masked by whoever runs
-    the grader."""
+    """The grade of one thread.
+
+    A bool, a string or None is refused as a value. NaN is accepted, and masked by the code that runs the grader.
+    """
 
     value: float = Field(strict=True)
     grader_key: str
+    """The key of the grader that gave the grade."""
     reasoning: str | None = None
 
 
 class IgnoreGradeException(Exception):
-    """The grader has no opinion: do not score this thread. It is counted as ignored, not as failed."""
+    """Raised by a grader that declines to grade a thread. The thread is counted as ignored, not as failed."""
 
 
 class GraderError(Exception):
-    """A grade cannot be given, and trying again would not help: the grader or the dataset must be mended."""
+    """A thread cannot be graded, and a retry would not help: the grader or the dataset must be corrected."""
 
     transient = False
 
 
 class GraderCrashed(Exception):
-    """The worker process of a grader ended during a grade. Another attempt has another process."""
+    """The worker process of a grader ended during a grade. A retry runs in another process."""
 
     transient = True
 
 
 class BaseGrader(ABC):
-    """Subclass and write `grade`. Everything else has a default.
+    """The base class of graders. A subclass must define `grade`; everything else has a default.
 
-    `grade` runs on an event loop next to many others, so it must not block: hand blocking work to `in_thread`.
+    Many calls of `grade` run on one event loop, so it must not block: run blocking work with `in_thread`.
     """
 
     def __init__(self, grader_key: str) -> None:
@@ -54,48 +57,56 @@ class BaseGrader(ABC):
 
     @abstractmethod
     async def grade(self, thread: StringThread) -> Grade:
-        """The grade of the thread's last turn. Raise IgnoreGradeException to leave it unscored; any other exception
-        counts as a failure and never becomes a reward."""
+        """Grade the last turn of the thread.
+
+        Raise IgnoreGradeException to leave it unscored. Any other exception counts as a failure and never becomes a
+        reward.
+        """
 
     async def score_float_value(self, thread: StringThread) -> float:
-        """`grade(thread).value`."""
+        """The value of the thread's grade."""
         return (await self.grade(thread)).value
 
     async def setup(self) -> None:  # noqa: B027  optional for a subclass
-        """Called once, by whoever owns the grader, before the first grade. Where it works:
-        tasks.graders.running.workspace."""
+        """Called once, by the owner of the grader, before the first grade. `tasks.graders.running.workspace` says on
+        which engine and store it works."""
 
     async def teardown(self) -> None:  # noqa: B027  optional for a subclass
-        """Called once, by whoever owns the grader, after the last grade."""
+        """Called once, by the owner of the grader, after the last grade."""
 
     def add_log(self, values: Mapping[str, float]) -> None:
-        """Add one observation of each named number. Only running statistics are kept, never the observations."""
+        """Add one observation of each named number. Only running statistics are kept, not the observations."""
         for name, value in values.items():
             if not math.isfinite(value):
                 raise ValueError(f"grader {self.grader_key!r} logged {name}={value}; expected a finite number")
             self._logs.setdefault(name, _Statistics()).add(float(value))
 
     def get_logs(self) -> dict[str, float]:
-        """`{name}/mean`, `/std` (of the population), `/min`, `/max` and `/count` of everything since clear_logs."""
-        return {f"{name}/{key}": value for name, log in self._logs.items() for key, value in log.summary().items()}
+        """`{name}/mean`, `/std` (of the population), `/min`, `/max` and `/count` of the values since clear_logs."""
+        logs: dict[str, float] = {}
+        for name, statistics in self._logs.items():
+            for key, value in statistics.summary().items():
+                logs[f"{name}/{key}"] = value
+        return logs
 
     def clear_logs(self) -> None:
         self._logs.clear()
 
     @staticmethod
     def from_function(key: str, function: "GraderFunction", *, version: str | None = None) -> "FunctionGrader":
-        """A grader out of `async f(thread) -> float`, or of a plain `f(thread) -> float`, which runs in a thread.
+        """Make a grader of `async f(thread) -> float`, or of a plain `f(thread) -> float`, which runs in a thread.
 
-        A training run insists on `version`: it stands for the code, which no later process could check otherwise.
+        A training run requires `version`. It stands for the code of the function, which a later process cannot check.
         """
         return FunctionGrader(key, function, version=version)
 
 
 GraderFunction = Callable[..., float | Grade | Awaitable[float | Grade]]
+"""A function of a thread and keyword arguments that returns a number or a Grade."""
 
 
 class FunctionGrader(BaseGrader):
-    """A function as a grader. A function that is not a coroutine runs in a thread of its own."""
+    """A grader that calls a function. A function that is not a coroutine runs in its own thread."""
 
     def __init__(
         self,
@@ -123,7 +134,7 @@ class FunctionGrader(BaseGrader):
 
 
 def as_number(value: object) -> float:
-    """A Python or numpy number (or bool) as a float; anything else is a TypeError, since a guess would be a reward."""
+    """Convert a Python or numpy number (or bool) to a float. Raises TypeError for other types, also for text."""
     if isinstance(value, Real) or type(value).__name__ in ("bool_", "bool"):
         return float(value)  # type: ignore[arg-type]
     shown = repr(value)[:60]
@@ -131,17 +142,18 @@ def as_number(value: object) -> float:
 
 
 async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a blocking function in a daemon thread and await it.
+    """Call a blocking function in a daemon thread and await its result.
 
-    asyncio.to_thread would not do: its pool is small, so a few hung calls would stop all grading, and the
-    interpreter waits for its threads at exit. A thread that hangs here is abandoned when the caller stops
-    waiting. Python code that never releases the interpreter lock (a runaway regular expression) still stops
-    everything; such graders belong in worker processes (`workers` in tasks.graders.spec).
+    asyncio.to_thread is not used: its pool is small, so a few hung calls would stop all grading, and the interpreter
+    waits for its threads at exit. A thread that hangs here is abandoned when the caller stops waiting. Python code that
+    never releases the interpreter lock (a runaway regular expression) still blocks this process; such graders should
+    run in worker processes (`workers` in tasks.graders.spec).
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
     context = contextvars.copy_context()
 
+    # The thread hands its result to the event loop.
     def settle(result: Any, error: BaseException | None) -> None:
         if not future.done():
             future.set_result((result, error))
@@ -152,9 +164,10 @@ async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
             result = context.run(function, *args, **kwargs)
         except BaseException as raised:  # noqa: BLE001  the boundary of the thread: raised again by the caller below
             error = raised
-        with contextlib.suppress(RuntimeError):  # the loop closed while this call hung; nobody waits for it
+        with contextlib.suppress(RuntimeError):  # the loop was closed during this call
             loop.call_soon_threadsafe(settle, result, error)
 
+    # Run the thread, and raise here what it raised.
     threading.Thread(target=work, name=f"grader-{getattr(function, '__name__', 'call')}", daemon=True).start()
     result, error = await future
     if isinstance(error, Exception):
@@ -165,7 +178,7 @@ async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 
 class _Statistics:
-    """Mean and variance by Welford's update: one pass, and no cancellation when the mean is large."""
+    """Running mean and variance by Welford's algorithm, which stays exact when the mean is large."""
 
     def __init__(self) -> None:
         self.count, self.mean, self.squares = 0, 0.0, 0.0

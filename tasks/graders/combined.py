@@ -1,4 +1,4 @@
-"""Several graders as one."""
+"""Combines several graders into one, as a weighted mean or sum."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ Aggregation = Literal["mean", "sum"]
 
 
 class CombinedGrader(BaseGrader):
-    """The weighted mean or sum of what other graders say, asked concurrently.
+    """The weighted mean or sum of the grades of other graders, which run concurrently.
 
-    With weights w (1 each unless given), grades g, and A the graders that answered (the others raised
+    With weights w (1 each by default), grades g, and A the graders that gave a grade (the others raised
     IgnoreGradeException):
 
         mean   sum_A w g / sum_A w
-        sum    sum_A w g * sum w / sum_A w      the same scale whoever answered
+        sum    sum_A w g * sum w / sum_A w      the scale does not depend on A
 
-    Nobody of weight > 0 answered: ignored. A grader that fails fails the whole grade, which is then retried and masked
-    like any other: a reward out of what happened to work would be another reward.
+    If no grader of weight > 0 gave a grade, the thread is ignored. If one fails, the whole grade fails and is retried
+    and masked like any other: a reward of the remaining graders would be a different reward.
 
-    `graders` may be specs, {"path": …, "arguments": {…}}, so that a config can name a whole combination.
+    `graders` may be specs, {"path": …, "arguments": {…}}, so that a config can declare a whole combination.
     """
 
     def __init__(
@@ -39,16 +39,16 @@ class CombinedGrader(BaseGrader):
         super().__init__(grader_key)
         if aggregation_method not in ("mean", "sum"):
             raise ValueError(f"given aggregation_method={aggregation_method!r}; expected 'mean' or 'sum'")
-        self.graders = [_grader(grader) for grader in graders]
+        self.graders = [_built(grader) for grader in graders]
         self.weights = _checked_weights(weights, len(self.graders))
         self.aggregation_method: Aggregation = aggregation_method
         keys = [grader.grader_key for grader in self.graders]
         if len(set(keys)) < len(keys):
-            raise ValueError(f"given graders of the keys {keys}; expected different keys, since logs go by them")
+            raise ValueError(f"given graders with the keys {keys}; expected different keys, which name their logs")
         self._is_set_up = False
 
     async def setup(self) -> None:
-        """Sets up the graders. If one cannot be, those that were are torn down. A second call does nothing."""
+        """Set up the graders. If one fails, tear down the others and raise. A second call does nothing."""
         if self._is_set_up:
             return
         self._is_set_up = True
@@ -56,73 +56,90 @@ class CombinedGrader(BaseGrader):
         failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         if failures:
             self._is_set_up = False
-            done = [grader for grader, outcome in zip(self.graders, outcomes, strict=True) if outcome is None]
-            await asyncio.gather(*(grader.teardown() for grader in done), return_exceptions=True)
+            ready = [grader for grader, outcome in zip(self.graders, outcomes, strict=True) if outcome is None]
+            await asyncio.gather(*(grader.teardown() for grader in ready), return_exceptions=True)
             raise failures[0]
 
     async def teardown(self) -> None:
-        """Tears down the graders, all of them even if one raises."""
+        """Tear down all graders, even if one raises."""
         if self._is_set_up:
             self._is_set_up = False
-            await _all(grader.teardown() for grader in self.graders)
+            await _run_all(grader.teardown() for grader in self.graders)
 
     async def grade(self, thread: StringThread) -> Grade:
-        given = await asyncio.gather(*(grader.grade(thread) for grader in self.graders), return_exceptions=True)
-        for outcome in given:
+        # Run all graders, and raise the first failure.
+        outcomes = await asyncio.gather(*(grader.grade(thread) for grader in self.graders), return_exceptions=True)
+        for outcome in outcomes:
             if isinstance(outcome, BaseException) and not isinstance(outcome, IgnoreGradeException):
                 raise outcome
-        answered = [
-            (grader.grader_key, weight, grade)
-            for grader, weight, grade in zip(self.graders, self.weights, given, strict=True)
-            if isinstance(grade, Grade)
-        ]
-        value = self._aggregate([(weight, grade.value) for _, weight, grade in answered])
-        self.add_log({key: grade.value for key, _, grade in answered if math.isfinite(grade.value)})
-        said = "; ".join(_said(key, grade) for key, _, grade in answered)
-        return Grade(value=value, grader_key=self.grader_key, reasoning=said)
+
+        # Collect the grades of the others, which have different weights.
+        weighted_values: list[tuple[float, float]] = []
+        logs: dict[str, float] = {}
+        reasons: list[str] = []
+        for grader, weight, grade in zip(self.graders, self.weights, outcomes, strict=True):
+            if not isinstance(grade, Grade):
+                continue
+            weighted_values.append((weight, grade.value))
+            reasons.append(_reason(grader.grader_key, grade))
+            if math.isfinite(grade.value):
+                logs[grader.grader_key] = grade.value
+
+        # Combine them.
+        value = self._aggregate(weighted_values)
+        self.add_log(logs)
+        return Grade(value=value, grader_key=self.grader_key, reasoning="; ".join(reasons))
 
     def get_logs(self) -> dict[str, float]:
-        """The statistics of each grader's value as `{key}/mean` and so on, and `{key}/{name}/mean` of its own logs."""
-        own = super().get_logs()
-        children = [(grader.grader_key, grader.get_logs()) for grader in self.graders]
-        return own | {f"{key}/{name}": value for key, logs in children for name, value in logs.items()}
+        """The statistics of each grader's value as `{key}/mean` and so on, and its own logs as `{key}/{name}/mean`."""
+        logs = super().get_logs()
+        for grader in self.graders:
+            for name, value in grader.get_logs().items():
+                logs[f"{grader.grader_key}/{name}"] = value
+        return logs
 
     def clear_logs(self) -> None:
         super().clear_logs()
         for grader in self.graders:
             grader.clear_logs()
 
-    def _aggregate(self, answered: Sequence[tuple[float, float]]) -> float:
-        weight = sum(weight for weight, _ in answered)
-        if weight == 0:
-            raise IgnoreGradeException(f"none of the graders of {self.grader_key!r} that count answered")
-        mean = sum(weight * value for weight, value in answered if weight) / weight
+    def _aggregate(self, weighted_values: Sequence[tuple[float, float]]) -> float:
+        """Combine (weight, value) pairs."""
+        total_weight = sum(weight for weight, _ in weighted_values)
+        if total_weight == 0:
+            raise IgnoreGradeException(f"no grader of {self.grader_key!r} with a weight above 0 gave a grade")
+        mean = sum(weight * value for weight, value in weighted_values if weight) / total_weight
         return mean if self.aggregation_method == "mean" else mean * sum(self.weights)
 
 
-def _grader(given: BaseGrader | GraderSpec | Mapping[str, Any]) -> BaseGrader:
-    if isinstance(given, BaseGrader):
-        return given
-    return build(given if isinstance(given, GraderSpec) else GraderSpec.model_validate(dict(given)))
+def _built(grader: BaseGrader | GraderSpec | Mapping[str, Any]) -> BaseGrader:
+    if isinstance(grader, BaseGrader):
+        return grader
+    if isinstance(grader, GraderSpec):
+        return build(grader)
+    return build(GraderSpec.model_validate(dict(grader)))
 
 
-def _said(key: str, grade: Grade) -> str:
-    return f"{key}: {grade.value:g}" + (f" ({grade.reasoning})" if grade.reasoning else "")
+def _reason(key: str, grade: Grade) -> str:
+    reasoning = f" ({grade.reasoning})" if grade.reasoning else ""
+    return f"{key}: {grade.value:g}{reasoning}"
 
 
 def _checked_weights(weights: Sequence[float] | None, graders: int) -> list[float]:
-    found = [1.0] * graders if weights is None else [float(weight) for weight in weights]
-    if len(found) != graders or graders == 0:
-        raise ValueError(f"given {graders} graders and {len(found)} weights; expected 1 or more, with a weight each")
-    if not all(math.isfinite(weight) and weight >= 0 for weight in found) or sum(found) == 0:
+    """The weights as floats, by default 1 each. Raises ValueError."""
+    checked = [1.0] * graders if weights is None else [float(weight) for weight in weights]
+    if len(checked) != graders or graders == 0:
+        raise ValueError(f"given {graders} graders and {len(checked)} weights; expected 1 or more, with a weight each")
+    if not all(math.isfinite(weight) and weight >= 0 for weight in checked) or sum(checked) == 0:
         raise ValueError(
-            f"given weights={found}; expected finite numbers of 0 or more, not all 0. For a penalty give the grader "
-            "negative grades: with negative weights a mean over those that answered has no meaning"
+            f"given weights={checked}; expected finite numbers of 0 or more, not all 0. For a penalty, let the grader "
+            "give negative grades: a mean with negative weights over the graders that answered is not defined"
         )
-    return found
+    return checked
 
 
-async def _all(calls: Iterable[Awaitable[None]]) -> None:
+async def _run_all(calls: Iterable[Awaitable[None]]) -> None:
+    """Await all calls, and then raise the first exception."""
     outcomes = await asyncio.gather(*calls, return_exceptions=True)
     for outcome in outcomes:
         if isinstance(outcome, BaseException):

@@ -1,16 +1,16 @@
-"""The answer inside a completion: the last number, the whole text, or what stands between <answer> tags."""
+"""Extracts the answer from a completion: the last number, the whole text, or the content of <answer> tags."""
 
 import re
 from typing import Literal, assert_never
 
 AnswerFrom = Literal["last_number", "whole", "answer_tag"]
 
-# A sign counts only where no operand stands before it: "5-3" ends with 3, "= -3" with -3.
+# A sign belongs to the number only if no operand stands before it: "5-3" ends with 3, "= -3" with -3.
 NUMBER = re.compile(
     r"""(?:(?<![\w)\].])[-+])?                          # sign
         (?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])            # 1,234,567
           |[0-9]+)
-        (?:\.[0-9]+)?                                   # the dot that ends a sentence is not part of it
+        (?:\.[0-9]+)?                                   # without the full stop of a sentence
       |(?:(?<![\w)\].])[-+])?(?<![\w.])\.[0-9]+         # .5""",
     re.VERBOSE,
 )
@@ -18,11 +18,11 @@ ANSWER_OPEN, ANSWER_CLOSE = "<answer>", "</answer>"
 
 
 def extract_answer(text: str, answer_from: AnswerFrom) -> str | None:
-    """The answer in `text`, or None when there is none.
+    """Return the answer in `text`, or None if it has none.
 
     last_number: the last decimal number, thousands commas removed ("is 1,234." -> "1234"); no exponents, no fractions.
-    whole:       the text without the white space around it; None when nothing is left.
-    answer_tag:  the last <answer>…</answer>, stripped.
+    whole:       the text without surrounding white space; None if nothing is left.
+    answer_tag:  the content of the last <answer>…</answer>, without surrounding white space.
     """
     if answer_from == "last_number":
         return last_number(text)
@@ -34,7 +34,7 @@ def extract_answer(text: str, answer_from: AnswerFrom) -> str | None:
 
 
 def last_number(text: str) -> str | None:
-    """The last decimal number in `text` as Decimal reads it, or None."""
+    """The last decimal number in `text`, in a form that Decimal parses, or None."""
     number = None
     for match in NUMBER.finditer(text.replace("\N{MINUS SIGN}", "-")):
         number = match.group()

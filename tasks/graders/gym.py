@@ -1,4 +1,4 @@
-"""reasoning-gym's own verifiers as a grader. They run on the CPU, offline, on what the row's metadata carries."""
+"""A grader that calls the verifiers of reasoning-gym. They run on the CPU, offline, on the metadata of a row."""
 
 import json
 import threading
@@ -10,16 +10,17 @@ from tasks.graders.base import BaseGrader, Grade, GraderError, as_number, in_thr
 from tasks.graders.extraction import AnswerFrom, extract_answer
 
 RAISES_ON_UNPARSEABLE = frozenset({"prime_factorization"})
-"""Verifiers that raise ValueError when the answer is not of the expected form, found by giving garbage to all 106
-of reasoning-gym 0.1.25. There it means "no valid answer". Any other exception of a verifier is an error."""
+"""Verifiers that raise ValueError if the answer does not have the expected form. For these it means a wrong answer. Any
+other exception of a verifier is an error. (The list was found by giving invalid answers to all 106 verifiers of
+reasoning-gym 0.1.25.)"""
 
 
 class ReasoningGymGrader(BaseGrader):
-    """score_answer of the dataset a row came from, on the answer extracted from the completion.
+    """The score of reasoning-gym's verifier for the answer extracted from the completion.
 
-    A completion without an answer scores 0.0 and the verifier is not asked. Most verifiers give partial credit, for
-    instance the share of the answer's characters that are the oracle's ("12" for "2": 0.5); `exact` keeps full
-    scores only and turns the rest to 0.0.
+    A completion without an answer scores 0.0, without a call of the verifier. Most verifiers give partial credit, for
+    instance 0.5 for "12" if the answer is "2", the share of correct characters. With `exact`, a score below 1.0 becomes
+    0.0.
     """
 
     def __init__(
@@ -38,10 +39,11 @@ class ReasoningGymGrader(BaseGrader):
         return Grade(value=float(score == 1.0) if self.exact else score, grader_key=self.grader_key)
 
     def _score(self, answer: str, thread: StringThread) -> float:
+        """Call the verifier of the dataset from which the thread's row comes."""
         source: Any = thread.metadata.get("reasoning_gym")
         if not isinstance(source, dict) or not {"dataset", "config", "entry"} <= set(source):
             raise GraderError(
-                "the thread's metadata has no whole 'reasoning_gym' entry; expected rows of a ReasoningGymDataset"
+                "the thread's metadata has no complete 'reasoning_gym' entry; expected rows of a ReasoningGymDataset"
             )
         verifier = self._verifier(source["dataset"], source["config"])
         try:
@@ -52,7 +54,7 @@ class ReasoningGymGrader(BaseGrader):
             raise
 
     def _verifier(self, name: str, config: dict[str, Any]) -> Any:
-        """The dataset object of a name and config; built once, since some read word lists."""
+        """The dataset object of this name and config. It is created once, since some datasets read word lists."""
         key = (name, json.dumps(config, sort_keys=True))
         with self._lock:
             if key not in self._verifiers:

@@ -19,8 +19,8 @@ from tasks.graders.running.workspace import grading_cluster
 
 MAX_PROCESSES = 4
 """Worker processes on this machine. On a cluster, each machine has as many as it has CPUs."""
-TEXT_SHOWN = 40
-"""Most characters of the graded text in the message of GraderCrashed."""
+MAX_TEXT_LETTERS = 40
+"""Length to which the graded text is cut in the message of GraderCrashed."""
 
 
 class GraderRaised(Exception):
@@ -30,13 +30,13 @@ class GraderRaised(Exception):
 class IsolatedGrader(BaseGrader):
     """Runs the grader of a spec (given as JSON) in worker processes, one grade at a time in each.
 
-    If a process ends during a grade, the grade raises GraderCrashed, and a new process does the next one. Grades on a
-    machine of the cluster that is lost raise it, too. If a grade is cancelled because it took too long, its process is
-    ended. The processes have no engine, so a judge whose model is given by its key cannot be used.
+    If a process ends during a grade, the grade raises GraderCrashed, and the next grade runs in a new process. Grades
+    on a lost machine of the cluster raise it, too. If a grade is cancelled because it took too long, its process is
+    killed. The processes have no engine, so a judge whose model is given by its key cannot be used.
     """
 
     def __init__(self, grader_key: str, spec_json: str, *, on_cluster: bool = False) -> None:
-        """Raises BadSpec for `on_cluster` where Ray is not installed."""
+        """Raises BadSpec for `on_cluster` if Ray is not installed."""
         super().__init__(grader_key)
         arguments: dict[str, Any] = {
             "module": "tasks.graders.running.isolated_worker",
@@ -51,7 +51,7 @@ class IsolatedGrader(BaseGrader):
             self._workers = WorkerPool(**arguments, processes=min(MAX_PROCESSES, os.cpu_count() or 1))
 
     async def setup(self) -> None:
-        """Starts a process, on each machine of a cluster one, which sets the grader up."""
+        """Start one process, or one on each machine of a cluster, which sets the grader up."""
         try:
             await self._workers.start()
         except WorkerFailed as error:
@@ -65,7 +65,7 @@ class IsolatedGrader(BaseGrader):
             answer = await self._workers.call({"thread": thread.to_json()}, timeout_seconds=None)
         except (WorkerProcessDied, WorkerDied) as died:
             text = thread.last_content()
-            shown = text if len(text) <= TEXT_SHOWN else f"{text[:TEXT_SHOWN]}…"
+            shown = text if len(text) <= MAX_TEXT_LETTERS else f"{text[:MAX_TEXT_LETTERS]}…"
             raise GraderCrashed(f"the process of grader {self.grader_key!r} on {shown!r} {died}") from died
         for values in answer["logs"]:
             self.add_log(values)

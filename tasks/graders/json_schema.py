@@ -1,4 +1,4 @@
-"""Whether a completion is the JSON that was asked for."""
+"""A grader that checks a completion against a JSON schema."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _FENCED = re.compile(r"\A\s*```(?:json)?\s*\n(.*?)\n?```\s*\Z", re.DOTALL | re.I
 
 
 class JsonSchemaMatch(BaseGrader):
-    """1.0 if the completion is JSON (alone, or in one fenced block) that satisfies `schema`; `partial` if it is JSON
-    that does not; else 0.0. Without `schema`, metadata[schema_key] holds it (an object, or its text).
+    """1.0 for JSON (alone, or in one fenced block) that satisfies `schema`, `partial` for other JSON, else 0.0.
 
-    Schemas are of draft 2020-12, checked without the network: a `$ref` elsewhere is an error. NaN is not JSON, a key
-    that stands twice neither.
+    Without `schema`, each row brings its own in metadata[schema_key], as an object or as text. Schemas are of draft
+    2020-12 and are checked without the network: a `$ref` to another document is an error. NaN and an object with a
+    repeated key are not JSON.
     """
 
     def __init__(
@@ -42,28 +42,32 @@ class JsonSchemaMatch(BaseGrader):
         try:
             self._validator = _validator(schema) if schema is not None else None
         except SchemaError as error:
-            raise ValueError(f"given a schema that is none: {error.message}") from error
+            raise ValueError(f"given a schema that is not a JSON schema: {error.message}") from error
 
     async def grade(self, thread: StringThread) -> Grade:
-        validator = self._validator or self._of_row(thread)
-        value, problem = self._judge(thread.last_content(), validator)
+        validator = self._validator or self._validator_of_row(thread)
+        value, problem = self._check(thread.last_content(), validator)
         return Grade(value=value, grader_key=self.grader_key, reasoning=problem)
 
-    def _judge(self, text: str, validator: Draft202012Validator) -> tuple[float, str | None]:
+    def _check(self, text: str, validator: Draft202012Validator) -> tuple[float, str | None]:
+        """Return the grade of a text, and its first problem if it has one."""
         fenced = _FENCED.match(text)
+        json_text = fenced[1] if fenced else text
         try:
-            given = json.loads(fenced[1] if fenced else text, parse_constant=_refuse, object_pairs_hook=_unique)
+            value = json.loads(json_text, parse_constant=_refuse_constant, object_pairs_hook=_object_of_unique_keys)
         except (ValueError, RecursionError) as error:
             return 0.0, f"not JSON: {error}"
         try:
-            problem = next(iter(validator.iter_errors(given)), None)
+            problem = next(iter(validator.iter_errors(value)), None)
         except Unresolvable as error:
-            raise GraderError(f"{self.grader_key!r}: the schema refers to what it does not hold: {error}") from error
+            raise GraderError(
+                f"{self.grader_key!r}: the schema refers to another document, which is not loaded: {error}"
+            ) from error
         if problem is None:
             return 1.0, None
         return self.partial, f"{problem.json_path}: {problem.message}"[:300]
 
-    def _of_row(self, thread: StringThread) -> Draft202012Validator:
+    def _validator_of_row(self, thread: StringThread) -> Draft202012Validator:
         stored = from_metadata(thread, self.schema_key)
         try:
             schema = json.loads(stored) if isinstance(stored, str) else stored
@@ -74,14 +78,14 @@ class JsonSchemaMatch(BaseGrader):
 
 def _validator(schema: Any) -> Draft202012Validator:
     Draft202012Validator.check_schema(schema)
-    return Draft202012Validator(schema, registry=Registry())  # type: ignore[call-arg]  # an empty one fetches nothing
+    return Draft202012Validator(schema, registry=Registry())  # type: ignore[call-arg]  # an empty registry loads no other documents
 
 
-def _refuse(constant: str) -> Any:
+def _refuse_constant(constant: str) -> Any:
     raise ValueError(f"{constant} is not JSON")
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object_of_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len({key for key, _ in pairs}) < len(pairs):
         raise ValueError(f"a key stands twice among {[key for key, _ in pairs]}")
     return dict(pairs)

@@ -1,4 +1,4 @@
-"""The models that judge: what a judge needs of one, how one is spawned by name, and answers in JSON."""
+"""The models behind judges: the interface that a judge needs, spawning a model by its key, and answers in JSON."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from engine.text.stored_models import renderer_of
 from engine.text.threads import StringThread
 from engine.workspace import Workspace, derive_seed
 from tasks.graders.base import GraderError, IgnoreGradeException
+from tasks.graders.running.workspace import WorkspaceContext
 
 logger = logging.getLogger("ostinato.graders")
 
 Answer = TypeVar("Answer", bound=BaseModel)
 
 ENDPOINT = "openai://"
-"""How the key of a model behind an OpenAI-compatible endpoint begins."""
+"""Prefix of the key of a model behind an OpenAI-compatible endpoint."""
 
 
 @runtime_checkable
 class JudgeModel(Protocol):
-    """A model that answers. `InferenceModel` and `TrainingModel` are; so is anything with these three."""
+    """A model that answers a thread: `InferenceModel`, `TrainingModel`, or any object with these methods."""
 
     def temperature(self, value: float) -> Self: ...
 
@@ -40,25 +41,27 @@ class JudgeModel(Protocol):
 
 @runtime_checkable
 class ScoringText(Protocol):
-    """A model that says how probable a given text is."""
+    """A model that computes the log-probability of a given text."""
 
     async def logprobs(self, thread: StringThread) -> float: ...
 
 
 class UnusableAnswer(IgnoreGradeException):
-    """The judge's answer was not what was asked for, nor was the repaired one."""
+    """Neither the judge's first answer nor its repaired answer has the requested form."""
 
 
 async def spawn_judge(key: str, workspace: Workspace, *, max_new_tokens: int) -> JudgeModel:
-    """A frozen model by registry key, local folder, or `openai://…`.
+    """Spawn a frozen model, given by registry key, local folder, or `openai://…`.
 
-    A registered model is read at the chain under which it is served to clients, so that all graders, runs and clients
-    that name it share one copy of its weights, and none of the run's own chains is touched.
+    A registered model is read through the chain under which it is served to clients. All graders, runs and clients that
+    name it thus share one copy of its weights, and the chains of the run are not touched.
     """
+    # A model behind an endpoint needs no engine.
     if key.startswith(ENDPOINT):
-        ctx = _Context(workspace)
-        builder = await Model(key).to_builder(ctx, tokens_to_generate=max_new_tokens)
+        builder = await Model(key).to_builder(WorkspaceContext(workspace), tokens_to_generate=max_new_tokens)
         return await builder.spawn_inference("judge")
+
+    # Any other model is imported, and read as it is served to clients.
     engine, store = workspace.connect(), workspace.open_store()
     base = await engine.import_model(key, provenance=workspace.provenance)
     spec = served_policy(base)
@@ -68,28 +71,27 @@ async def spawn_judge(key: str, workspace: Workspace, *, max_new_tokens: int) ->
     return InferenceModel(served, policy.model, renderer_of(store, base), sampling, base, policy)
 
 
-class _Context:
-    def __init__(self, workspace: Workspace) -> None:
-        self.workspace = workspace
-
-
 def seeded(model: JudgeModel, thread: StringThread) -> JudgeModel:
-    """A view whose draws follow from what it is asked, so that a retry is answered alike."""
+    """A view of the model whose seed is derived from the question, so that a retry gets the same answer."""
     return model.seed(derive_seed(0, "judge", thread.to_json()))
 
 
 async def ask(model: JudgeModel, thread: StringThread, schema: type[Answer]) -> tuple[Answer, bool]:
-    """The model's answer as `schema`, and whether it had to be repaired: it is constrained where the model can
-    (`generate(thread, schema)`), else parsed out of its text; one that does not fit is shown to the model once.
+    """Ask the model for an answer in the form of `schema`. Returns the answer and whether it had to be repaired.
 
-    Raises UnusableAnswer, and the engine's own errors.
+    A model that can (`generate(thread, schema)`) generates under the constraint of the schema; of others the answer is
+    parsed from the text. An answer in another form is shown to the model once, with the error, to be repaired.
+    Raises UnusableAnswer, and the errors of the engine.
     """
+    # The first answer.
     try:
         return await _answer(model, thread, schema), False
     except MalformedAnswer as first:
         again = thread.assistant(first.text or "(no answer)").user(
             f"That answer cannot be used: {first}. Answer again, with one JSON object and nothing else."
         )
+
+    # The repaired answer.
     try:
         return await _answer(model, again, schema), True
     except MalformedAnswer as second:
@@ -101,47 +103,51 @@ async def ask(model: JudgeModel, thread: StringThread, schema: type[Answer]) -> 
 
 
 async def _answer(model: JudgeModel, thread: StringThread, schema: type[Answer]) -> Answer:
+    """Ask once. Raises MalformedAnswer."""
     view = seeded(model, thread)
     if isinstance(view, InferenceModel):
         view = _fitted(view, thread)
-    if isinstance(view, InferenceModel | OpenAIModel):  # one try: `ask` shows what was wrong, and counts it
+    # The project's own models answer in the form of a schema. `answer` tries once; `ask` repairs.
+    if isinstance(view, InferenceModel | OpenAIModel):
         return await view.answer(thread, schema)
-    given: Any
+
+    # Another model may take the schema as a second argument of `generate`.
+    reply: Any
     if len(inspect.signature(view.generate).parameters) > 1:
         constrained: Any = view.generate
         try:
-            given = await constrained(thread, schema)
+            reply = await constrained(thread, schema)
         except EngineError:
             raise
-        except ValueError as error:  # cut short, or not what the schema says
+        except ValueError as error:  # the answer was cut short, or does not fit the schema
             raise MalformedAnswer("", str(error)) from error
     else:
-        given = await view.generate(thread)
-    if isinstance(given, schema):
-        return given
-    return parse_answer(given.last_content(), schema)
+        reply = await view.generate(thread)
+    if isinstance(reply, schema):
+        return reply
+    return parse_answer(reply.last_content(), schema)
 
 
 def _fitted(judge: InferenceModel, thread: StringThread) -> InferenceModel:
-    """The judge with as much room for its answer as its context has after the question."""
+    """A view of the judge whose answer is limited to the room that its context has after the question."""
     fitted = judge.fitted(thread)
     if fitted.sampling != judge.sampling:
-        _say_fitted(judge.name, judge.sampling.max_new_tokens)
+        _warn_of_cut_answers(judge.name, judge.sampling.max_new_tokens)
     return fitted
 
 
 @lru_cache(maxsize=64)
-def _say_fitted(name: str, max_new_tokens: int) -> None:
-    """Once in a process: a judge is asked thousands of times."""
+def _warn_of_cut_answers(name: str, max_new_tokens: int) -> None:
+    """Log a warning, once per process, since a judge is asked thousands of times."""
     logger.warning(
-        "the judge %r was given %d tokens for its answer, and its context has no room for them after the question: "
-        "longer answers are cut at its context. Set max_gen_len or tokens_to_generate of the judge",
+        "the judge %r may answer with %d tokens, and its context has no room for them after the question: longer "
+        "answers are cut at the end of its context. Set max_gen_len or tokens_to_generate of the judge",
         name, max_new_tokens,
     )  # fmt: skip
 
 
 def handle_of(model: JudgeModel | str, key: str) -> JudgeModel:
-    """The model itself; GraderError for one that is only named as yet."""
+    """Return the model. Raises GraderError if it is still a key that `setup` has not spawned."""
     if isinstance(model, str):
         raise GraderError(f"grader {key!r}: its model {model!r} is not spawned; await setup() before the first grade")
     return model

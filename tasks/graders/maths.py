@@ -1,4 +1,4 @@
-"""Mathematical answers, compared by meaning: 1/2 is 0.5 is \\frac{1}{2} (math-verify)."""
+"""A grader that compares mathematical answers by value with math-verify: 1/2, 0.5 and \\frac{1}{2} are equal."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from tasks.graders.rules import from_metadata
 from tasks.graders.running.worker_pool import WorkerPool, WorkerTimeout
 
 MARGIN_SECONDS = 2.0
-"""After its own alarm, before a worker that computes in C and hears no signal is killed."""
+"""Time between the alarm inside a worker and its kill, which is for a worker that computes in C and gets no signal."""
 
 
 class MathsGrader(BaseGrader):
     """1.0 if the completion's final answer equals metadata[answer_key] as mathematics, else 0.0.
 
-    The answer is what math-verify finds: the last \\boxed{…} first (boxes joined by a comma or "and" are one set), then
-    LaTeX, then a plain expression. A completion without one, or with one too hard to compare in `timeout_seconds`, is
-    wrong: 0.0. Sympy runs in up to `processes` processes of its own, since some expressions take it forever.
+    math-verify finds the answer: the last \\boxed{…} (boxes joined by a comma or "and" are one set), else LaTeX, else a
+    plain expression. A completion without an answer is wrong, and so is one whose comparison takes longer than
+    `timeout_seconds`. SymPy runs in up to `processes` separate processes, since it never ends for some expressions.
     """
 
     def __init__(
@@ -32,7 +32,8 @@ class MathsGrader(BaseGrader):
         super().__init__(grader_key)
         if not timeout_seconds > 0 or processes < 1:
             raise ValueError(
-                f"given timeout_seconds={timeout_seconds}, processes={processes}; expected above 0, 1 or more"
+                f"given timeout_seconds={timeout_seconds}, processes={processes}; "
+                "expected timeout_seconds > 0, processes >= 1"
             )
         if importlib.util.find_spec("math_verify") is None:
             raise ImportError("MathsGrader needs math-verify; install ostinato[maths]")
@@ -40,7 +41,7 @@ class MathsGrader(BaseGrader):
         self._workers = WorkerPool("tasks.graders.running.maths_worker", processes=processes)
 
     async def setup(self) -> None:
-        """Starts a process: its imports take seconds, which are not to count as a grade's."""
+        """Start a process. Its imports take seconds, which would otherwise count towards the first grade."""
         await self._workers.start()
 
     async def teardown(self) -> None:
@@ -54,5 +55,5 @@ class MathsGrader(BaseGrader):
         except WorkerTimeout:
             return Grade(value=0.0, grader_key=self.grader_key, reasoning="no comparison in time")
         if "bad_expected" in answer:
-            raise GraderError(f"metadata[{self.answer_key!r}] is {expected!r:.80}; MathsGrader expects an answer there")
+            raise GraderError(f"metadata[{self.answer_key!r}] is {expected!r:.80}; expected a mathematical answer")
         return Grade(value=float(answer["right"]), grader_key=self.grader_key, reasoning=answer["found"])

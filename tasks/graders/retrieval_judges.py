@@ -1,7 +1,7 @@
-"""Judges of answers that are made out of documents: are they faithful, to the point, and were the documents any use?
+"""Judges of answers that are based on retrieved documents: faithfulness, relevance of the answer and of the documents.
 
-Each breaks what it judges into parts, asks about every part concurrently, and gives the share that passed among the
-parts that the judge gave a usable answer about. No part at all, or no usable answer: ignored.
+Each judge splits its material into parts and asks about all parts concurrently. The grade is the share of parts that
+pass, among those with a usable answer. Without a part or a usable answer, the thread is ignored.
 """
 
 from __future__ import annotations
@@ -20,15 +20,19 @@ from tasks.graders.judges import JudgeGrader
 from tasks.graders.rules import from_metadata
 from tasks.graders.running.workspace import Client
 
-# A full stop inside a number or a name has no space after it; a line is an end of its own, as in lists.
+# A full stop inside a number or a name has no space after it. The end of a line also ends a sentence, as in lists.
 _SENTENCE_END = re.compile(r"([.!?][\"')\]]*)\s+")
 _HAS_WORDS = re.compile(r"\w")
 
 
-def _yes_or_no(given: Any) -> Any:
-    if isinstance(given, bool):
-        return "yes" if given else "no"
-    return given.strip().lower() if isinstance(given, str) else given
+def _yes_or_no(value: Any) -> Any:
+    """Accept other spellings, such as true and "Yes"."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return value.strip().lower() if isinstance(value, str) else value
+
+
+# The names of the answer classes are part of the JSON schemas that judges are shown.
 
 
 class PartVerdict(BaseModel):
@@ -63,7 +67,7 @@ STATEMENTS = (
 
 
 class _PartsGrader(JudgeGrader):
-    """The share of parts about which the judge says yes."""
+    """The base class of the judges of this module."""
 
     def __init__(
         self,
@@ -75,70 +79,86 @@ class _PartsGrader(JudgeGrader):
         max_judge_tokens: int = 1024,
         client: Client | None = None,
     ) -> None:
-        super().__init__(
-            grader_key, model, temperature=temperature, max_judge_tokens=max_judge_tokens, client=client
-        )
+        super().__init__(grader_key, model, temperature=temperature, max_judge_tokens=max_judge_tokens, client=client)
         self.documents_key = documents_key
 
-    async def _share(self, question: str, context: str, parts: Sequence[str]) -> Grade:
+    async def _grade_parts(self, question: str, context: str, parts: Sequence[str]) -> Grade:
+        """The share of the parts for which the judge answers the question with yes."""
         if not parts:
-            raise IgnoreGradeException(f"{self.grader_key}: there is nothing to judge in it")
-        asked = [StringThread().user(question.format(context=context, part=part)) for part in parts]
-        given = await asyncio.gather(*(self.ask(thread, PartVerdict) for thread in asked), return_exceptions=True)
-        for outcome in given:
+            raise IgnoreGradeException(f"{self.grader_key}: there is nothing to judge in the thread")
+
+        # Ask about all parts, and raise the first failure.
+        prompts = [StringThread().user(question.format(context=context, part=part)) for part in parts]
+        outcomes = await asyncio.gather(*(self.ask(prompt, PartVerdict) for prompt in prompts), return_exceptions=True)
+        for outcome in outcomes:
             if isinstance(outcome, BaseException) and not isinstance(outcome, UnusableAnswer):
                 raise outcome
-        verdicts = [(part, said) for part, said in zip(parts, given, strict=True) if isinstance(said, PartVerdict)]
-        if not verdicts:
+
+        # Count the parts that the judge refused. An unusable answer counts neither way.
+        verdicts = 0
+        refusals: list[str] = []
+        for part, outcome in zip(parts, outcomes, strict=True):
+            if not isinstance(outcome, PartVerdict):
+                continue
+            verdicts += 1
+            if outcome.verdict == "no":
+                refusals.append(f"no to {part!r}: {outcome.reasoning}")
+        if verdicts == 0:
             raise UnusableAnswer(f"the judge gave no usable verdict about any of {len(parts)} parts")
-        refused = [f"no to {part!r}: {said.reasoning}" for part, said in verdicts if said.verdict == "no"]
-        value = 1 - len(refused) / len(verdicts)
-        return Grade(value=value, grader_key=self.grader_key, reasoning="; ".join(refused) or None)
+        value = 1 - len(refusals) / verdicts
+        return Grade(value=value, grader_key=self.grader_key, reasoning="; ".join(refusals) or None)
 
     def _documents(self, thread: StringThread) -> list[str]:
-        found = from_metadata(thread, self.documents_key)
-        documents = [found] if isinstance(found, str) else found
+        """The documents in the thread's metadata. Raises GraderError."""
+        stored = from_metadata(thread, self.documents_key)
+        documents = [stored] if isinstance(stored, str) else stored
         if not isinstance(documents, list) or not all(isinstance(document, str) for document in documents):
-            raise GraderError(f"metadata[{self.documents_key!r}] is {found!r:.80}; expected a text or a list of texts")
+            raise GraderError(f"metadata[{self.documents_key!r}] is {stored!r:.80}; expected a text or a list of texts")
         return documents
 
 
 class FaithfulnessGrader(_PartsGrader):
-    """Share of the reply's sentences that metadata[documents_key] (a text, or a list of texts) supports."""
+    """The share of the reply's sentences that the documents in metadata[documents_key] support.
+
+    The documents are a text or a list of texts.
+    """
 
     async def grade(self, thread: StringThread) -> Grade:
         documents = "\n\n".join(self._documents(thread))
-        return await self._share(FAITHFUL, documents, sentences(thread.last_content()))
+        return await self._grade_parts(FAITHFUL, documents, sentences(thread.last_content()))
 
 
 class AnswerRelevancyGrader(_PartsGrader):
-    """Share of the reply's statements, as the judge lists them, that help to answer the last user turn."""
+    """The share of the reply's statements that help to answer the last user turn. The judge lists the statements."""
 
     async def grade(self, thread: StringThread) -> Grade:
         question, answer = last_question(thread), thread.last_content()
         if not answer.strip():
             raise IgnoreGradeException(f"{self.grader_key}: the reply is empty")
-        listing = StringThread().user(STATEMENTS.format(context=question, part=answer))
-        listed = await self.ask(listing, Statements)
-        return await self._share(TO_THE_POINT, question, [part for part in listed.statements if part.strip()])
+        prompt = StringThread().user(STATEMENTS.format(context=question, part=answer))
+        listed = await self.ask(prompt, Statements)
+        statements = [statement for statement in listed.statements if statement.strip()]
+        return await self._grade_parts(TO_THE_POINT, question, statements)
 
 
 class ContextRelevancyGrader(_PartsGrader):
-    """Share of the documents in metadata[documents_key] that help to answer the last user turn. It grades what was
-    retrieved; the reply is not looked at."""
+    """The share of the documents in metadata[documents_key] that help to answer the last user turn.
+
+    It grades the retrieval; the reply is not read.
+    """
 
     async def grade(self, thread: StringThread) -> Grade:
-        return await self._share(OF_USE, last_question(thread), self._documents(thread))
+        return await self._grade_parts(OF_USE, last_question(thread), self._documents(thread))
 
 
 def sentences(text: str) -> list[str]:
-    """The sentences of `text`: they end with . ! ? and white space, or with the line."""
+    """Split `text` into sentences, which end with . ! or ? and white space, or with the line."""
     parts = (part.strip() for part in _SENTENCE_END.sub(r"\1\n", text).splitlines())
     return [part for part in parts if _HAS_WORDS.search(part)]
 
 
 def last_question(thread: StringThread) -> str:
-    """The text of the last user turn. Raises GraderError when there is none."""
+    """The text of the last user turn. Raises GraderError if there is none."""
     for turn in reversed(thread.turns):
         if turn.role == "user":
             return turn.text

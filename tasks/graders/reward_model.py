@@ -1,4 +1,4 @@
-"""A model with a scalar head as a grader."""
+"""A grader that asks a reward model: a model with a scalar head."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from typing import Any, Protocol, runtime_checkable
 
 from engine.handles import Model
 from engine.text.threads import StringThread
+from engine.workspace import Workspace
 from tasks.graders.base import BaseGrader, Grade, GraderError
-from tasks.graders.running.workspace import grading_workspace
+from tasks.graders.running.workspace import WorkspaceContext, grading_workspace
 
 
 @runtime_checkable
 class ScoringModel(Protocol):
-    """A model that scores whole conversations: the scalar head at the last token."""
+    """A model that scores a whole conversation by its scalar head at the last token."""
 
     async def score_last_token(self, thread: StringThread) -> float: ...
 
 
 class RewardModelGrader(BaseGrader):
-    """The reward model's score of the thread, times `scale`, plus `shift`, and within ±`clip` if one is given.
+    """The score of a reward model for the thread, times `scale`, plus `shift`, limited to ±`clip` if it is given.
 
-    `model`: a spawned scoring model, or the key of one (trained by RewardModelling) that setup spawns.
+    `model` is a spawned scoring model, or the key of a model trained by RewardModelling, which setup spawns.
     """
 
     def __init__(
@@ -37,17 +38,17 @@ class RewardModelGrader(BaseGrader):
         if not (math.isfinite(scale) and math.isfinite(shift)) or (clip is not None and not clip > 0):
             raise ValueError(f"given scale={scale}, shift={shift}, clip={clip}; expected finite numbers, clip above 0")
         self.model, self.scale, self.shift, self.clip = model, scale, shift, clip
-        self._named = model if isinstance(model, str) else None
+        self._key = model if isinstance(model, str) else None
 
     async def setup(self) -> None:
-        """Spawns the model if it was given by its key."""
+        """Spawn the model if it was given by its key."""
         if isinstance(self.model, str):
             workspace = grading_workspace(f"grader {self.grader_key!r}, reward model {self.model!r}")
             self.model = await _spawn(self.model, workspace)
 
     async def teardown(self) -> None:
-        """Lets go of a model that setup spawned."""
-        self.model = self._named or self.model
+        """Drop the model that setup spawned."""
+        self.model = self._key or self.model
 
     async def grade(self, thread: StringThread) -> Grade:
         if isinstance(self.model, str):
@@ -59,15 +60,9 @@ class RewardModelGrader(BaseGrader):
         return Grade(value=value, grader_key=self.grader_key, reasoning=f"score {score:.4f}")
 
 
-async def _spawn(key: str, workspace: Any) -> ScoringModel:
-    ctx = _Context(workspace)
-    builder: Any = await Model(key).to_builder(ctx)
+async def _spawn(key: str, workspace: Workspace) -> ScoringModel:
+    builder: Any = await Model(key).to_builder(WorkspaceContext(workspace))
     model = await builder.into_scoring_model().spawn_inference("reward-model")
     if not isinstance(model, ScoringModel):
-        raise GraderError(f"the model {key!r} has no scalar head; expected one that RewardModelling trained")
+        raise GraderError(f"the model {key!r} has no scalar head; expected a model that RewardModelling trained")
     return model
-
-
-class _Context:
-    def __init__(self, workspace: Any) -> None:
-        self.workspace = workspace

@@ -1,10 +1,8 @@
-"""A reward server: grades by HTTP, from whatever lives behind it.
-
-One request per thread:
+"""A grader that asks a reward server over HTTP, with one request per thread:
 
     POST url   {"messages": [{"role": …, "content": …}, …], "completion": "…", "metadata": {…}}
     200        {"score": 0.5, "reasoning": "…"}          reasoning may be left out
-               {"ignore": true, "reasoning": "…"}        no opinion: the thread is left unscored
+               {"ignore": true, "reasoning": "…"}        the thread is left unscored
 """
 
 from __future__ import annotations
@@ -21,24 +19,28 @@ from engine.text.threads import StringThread
 from tasks.graders.base import BaseGrader, Grade, GraderError, IgnoreGradeException
 
 RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
-LONGEST_PAUSE_SECONDS = 30.0
+"""HTTP status codes after which a request is repeated."""
+MAX_DELAY_SECONDS = 30.0
+"""Longest time between two attempts."""
 
 
 class RewardServerUnavailable(Exception):
-    """The server gave no usable answer in all attempts. The grade is masked, never a reward."""
+    """All attempts to reach the server failed. The grade is masked and never becomes a reward."""
 
     transient = True
 
 
 class RewardServerGrader(BaseGrader):
-    """The score that a server gives.
+    """The score that a reward server returns.
 
-    timeout_seconds: of one attempt. retries: further attempts after a lost connection, a timeout, 429 or a 5xx, the
-        k-th after up to retry_delay_seconds * 2**(k-1), jittered, or after the server's Retry-After; at most 30 s.
-    concurrency: requests in flight at once, from this grader in this process.
-    token_variable: the environment variable that holds a bearer token; a token never stands in a config.
+    timeout_seconds: time limit of one attempt.
+    retries: number of further attempts after a lost connection, a timeout, or a status in RETRIED. Retry k, counted
+        from 1, follows after retry_delay_seconds * 2**(k-1), reduced by up to a half at random, or after the server's
+        Retry-After; at most after 30 s.
+    concurrency: number of requests in flight at the same time for one grader in one process.
+    token_variable: environment variable that holds a bearer token. A config must not contain the token itself.
 
-    Keep (retries + 1) * timeout_seconds below the run's own timeout of a grade (grader.timeout_seconds).
+    Keep (retries + 1) * timeout_seconds below the time limit of a grade (grader.timeout_seconds).
     """
 
     def __init__(
@@ -58,15 +60,16 @@ class RewardServerGrader(BaseGrader):
         if not timeout_seconds > 0 or retries < 0 or not retry_delay_seconds >= 0 or concurrency < 1:
             raise ValueError(
                 f"given timeout_seconds={timeout_seconds}, retries={retries}, concurrency={concurrency}, "
-                f"retry_delay_seconds={retry_delay_seconds}; expected above 0, 0 or more, 1 or more, 0 or more"
+                f"retry_delay_seconds={retry_delay_seconds}; expected timeout_seconds > 0, retries >= 0, "
+                "concurrency >= 1, retry_delay_seconds >= 0"
             )
         self.url, self.timeout_seconds, self.retries = url, timeout_seconds, retries
         self.retry_delay_seconds, self.token_variable = retry_delay_seconds, token_variable
-        self._turn = asyncio.Semaphore(concurrency)
+        self._free_requests = asyncio.Semaphore(concurrency)
         self._client: httpx.AsyncClient | None = None
 
     async def setup(self) -> None:
-        """Opens the connection pool. Raises GraderError when the token's variable is not set."""
+        """Open the connection pool. Raises GraderError if the token's environment variable is not set."""
         self._client = self._client or self._open()
 
     async def teardown(self) -> None:
@@ -76,7 +79,7 @@ class RewardServerGrader(BaseGrader):
 
     async def grade(self, thread: StringThread) -> Grade:
         body = {"messages": thread.messages(), "completion": thread.last_content(), "metadata": thread.metadata}
-        async with self._turn:
+        async with self._free_requests:
             answer = await self._post(body)
         return self._grade_of(answer)
 
@@ -90,34 +93,39 @@ class RewardServerGrader(BaseGrader):
         return httpx.AsyncClient(timeout=self.timeout_seconds, headers=headers)
 
     async def _post(self, body: dict[str, Any]) -> Any:
+        """Post the request, with retries, and return the parsed answer."""
         self._client = self._client or self._open()
-        problem, asked_to_wait = "", None
+        problem, retry_after = "", None
         for attempt in range(self.retries + 1):
             if attempt:
                 self.add_log({"retries": 1.0})
-                await asyncio.sleep(self._pause(attempt, asked_to_wait))
+                await asyncio.sleep(self._delay(attempt, retry_after))
+
+            # One attempt. httpx limits each read and write; wait_for limits the whole attempt.
             try:
-                # httpx limits each read and write; the whole attempt is limited here
                 response = await asyncio.wait_for(self._client.post(self.url, json=body), self.timeout_seconds)
             except (httpx.TransportError, TimeoutError) as error:
-                problem, asked_to_wait = f"{type(error).__name__} {error}".strip(), None
+                problem, retry_after = f"{type(error).__name__} {error}".strip(), None
                 continue
+
+            # Repeat it after a transient status, and raise after any other error.
             if response.status_code in RETRIED:
-                problem, asked_to_wait = f"HTTP {response.status_code}", response.headers.get("Retry-After")
+                problem, retry_after = f"HTTP {response.status_code}", response.headers.get("Retry-After")
                 continue
             if response.status_code != 200:
                 raise GraderError(f"{self.url} answered HTTP {response.status_code}: {response.text[:200]}")
             try:
                 return response.json()
             except ValueError as error:
-                raise GraderError(f"{self.url} answered what is not JSON: {response.text[:200]!r}") from error
-        raise RewardServerUnavailable(f"{self.url}: no answer in {self.retries + 1} attempts, at last {problem}")
+                raise GraderError(f"{self.url} did not answer with JSON: {response.text[:200]!r}") from error
+        raise RewardServerUnavailable(f"{self.url}: no answer in {self.retries + 1} attempts, the last: {problem}")
 
-    def _pause(self, attempt: int, asked_to_wait: str | None) -> float:
-        if asked_to_wait is not None and asked_to_wait.isascii() and asked_to_wait.isdigit():
-            return min(float(asked_to_wait), LONGEST_PAUSE_SECONDS)
-        longest = min(self.retry_delay_seconds * 2 ** (attempt - 1), LONGEST_PAUSE_SECONDS)
-        return longest * random.uniform(0.5, 1.0)
+    def _delay(self, attempt: int, retry_after: str | None) -> float:
+        """Seconds before this attempt. A Retry-After header counts if it is a number of seconds."""
+        if retry_after is not None and retry_after.isascii() and retry_after.isdigit():
+            return min(float(retry_after), MAX_DELAY_SECONDS)
+        max_delay = min(self.retry_delay_seconds * 2 ** (attempt - 1), MAX_DELAY_SECONDS)
+        return max_delay * random.uniform(0.5, 1.0)
 
     def _grade_of(self, answer: Any) -> Grade:
         if not isinstance(answer, dict):

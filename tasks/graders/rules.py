@@ -1,4 +1,4 @@
-"""Rules: graders that need no model and no network, and compare the completion with the row's metadata."""
+"""Graders by rule, without a model or a network. Most compare the completion with the row's metadata."""
 
 import re
 from collections.abc import Sequence
@@ -26,16 +26,18 @@ class ExactMatch(BaseGrader):
 
     async def grade(self, thread: StringThread) -> Grade:
         expected = str(from_metadata(thread, self.answer_key)).strip()
-        given = extract_answer(thread.last_content(), self.answer_from) or ""
-        same = given.casefold() == expected.casefold() if self.ignore_case else given == expected
+        answer = extract_answer(thread.last_content(), self.answer_from) or ""
+        if self.ignore_case:
+            answer, expected = answer.casefold(), expected.casefold()
+        same = answer == expected
         return Grade(value=float(same), grader_key=self.grader_key)
 
 
 class RegexMatch(BaseGrader):
-    """1.0 if `pattern` is found in the completion (`full`: if it matches all of it), else 0.0.
+    """1.0 if `pattern` is found in the completion (with `full`: if it matches the whole completion), else 0.0.
 
-    The pattern is the operator's, never a dataset's: Python's `re` holds the interpreter while it backtracks, so
-    no timeout can stop a pattern such as (a+)+$.
+    The pattern comes from the config and never from a dataset: no timeout can stop a pattern such as (a+)+$, since
+    Python's `re` does not release the interpreter lock.
     """
 
     def __init__(self, grader_key: str = "regex_match", *, pattern: str, full: bool = False) -> None:
@@ -44,14 +46,14 @@ class RegexMatch(BaseGrader):
 
     async def grade(self, thread: StringThread) -> Grade:
         text = thread.last_content()
-        found = self.pattern.fullmatch(text) if self.full else self.pattern.search(text)
-        return Grade(value=float(found is not None), grader_key=self.grader_key)
+        match = self.pattern.fullmatch(text) if self.full else self.pattern.search(text)
+        return Grade(value=float(match is not None), grader_key=self.grader_key)
 
 
 class LastNumber(BaseGrader):
     """1.0 if the last number of the completion equals the number in metadata[answer_key], within `tolerance`.
 
-    A completion without a number is a wrong answer: 0.0. The comparison is exact decimal arithmetic: "4.0" is 4.
+    A completion without a number gets 0.0. The comparison is exact, in decimal arithmetic: "4.0" equals 4.
     """
 
     def __init__(self, grader_key: str = "last_number", *, answer_key: str = "answer", tolerance: float = 0.0) -> None:
@@ -62,8 +64,8 @@ class LastNumber(BaseGrader):
 
     async def grade(self, thread: StringThread) -> Grade:
         expected = self._expected(thread)
-        given = last_number(thread.last_content())
-        right = given is not None and abs(Decimal(given) - expected) <= self.tolerance
+        answer = last_number(thread.last_content())
+        right = answer is not None and abs(Decimal(answer) - expected) <= self.tolerance
         return Grade(value=float(right), grader_key=self.grader_key)
 
     def _expected(self, thread: StringThread) -> Decimal:
@@ -78,8 +80,7 @@ class LastNumber(BaseGrader):
 
 
 class LabelMatch(BaseGrader):
-    """Classification: 1.0 if the extracted answer is the label in metadata[answer_key], 0.0 if it is another of
-    `labels`, -1.0 if it is none of them."""
+    """Grades a classification: 1.0 for the label in metadata[answer_key], 0.0 for another of `labels`, else -1.0."""
 
     def __init__(
         self,
@@ -102,21 +103,23 @@ class LabelMatch(BaseGrader):
         if expected is None:
             known = list(self.labels.values())
             raise GraderError(f"metadata[{self.answer_key!r}] is {stored!r}; expected one of {known}")
-        given = self.labels.get(self._folded(extract_answer(thread.last_content(), self.answer_from) or ""))
-        value = -1.0 if given is None else float(given == expected)
-        return Grade(value=value, grader_key=self.grader_key, reasoning=None if given else "no label in the completion")
+        answer = extract_answer(thread.last_content(), self.answer_from) or ""
+        label = self.labels.get(self._folded(answer))
+        value = -1.0 if label is None else float(label == expected)
+        reasoning = None if label else "no label in the completion"
+        return Grade(value=value, grader_key=self.grader_key, reasoning=reasoning)
 
     def _folded(self, label: str) -> str:
         return label.strip().casefold() if self.ignore_case else label.strip()
 
 
 def from_metadata(thread: StringThread, key: str) -> Any:
-    """thread.metadata[key]. Raises GraderError when the row brought no such value (or a null)."""
+    """Return thread.metadata[key]. Raises GraderError if the row has no such value, or null."""
     value = thread.metadata.get(key)
     if value is None:
         known = ", ".join(sorted(thread.metadata)) or "nothing"
         raise GraderError(
-            f"the thread's metadata has no {key!r} (it has {known}); this grader compares with it. "
-            f"Load it with the dataset's metadata_columns, or name another key."
+            f"the thread's metadata has no {key!r} (it has {known}), which this grader needs. "
+            f"Load it with the dataset's metadata_columns, or set another key."
         )
     return value

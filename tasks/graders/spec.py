@@ -1,4 +1,7 @@
-"""How a grader crosses a task: by import path, arguments and the digest of its source, never as a live object."""
+"""Declares graders by import path, arguments and a digest of their source, so that tasks can pass and rebuild them.
+
+A task never receives a live grader object.
+"""
 
 import inspect
 import logging
@@ -17,7 +20,6 @@ logger = logging.getLogger("ostinato.graders")
 IN_PROCESS = "in_process"
 """The module part of the path of a grader that exists only as an object of this process."""
 
-
 Workers = Literal["none", "local", "cluster"]
 """Where a grader runs. none: in this process. local: in worker processes on this machine. cluster: in worker processes
 on every machine of the Ray cluster."""
@@ -30,27 +32,28 @@ class GraderSpecError(Exception):
 
 
 class GraderSpec(Frozen):
-    """A grader by name.
-
-    `path` names a BaseGrader subclass, which is constructed with `arguments`, or a function `f(thread, **arguments)`
-    (plain or async) that returns a number or a Grade; "grader_key" among a function's arguments names its grades.
-    `source_digest` is the sha256 of the source of the module at the time of declaration (None: unverifiable).
-    """
+    """The declaration of a grader."""
 
     path: str = Field(pattern=import_paths.PATTERN)
+    """The grader as package.module:name: a subclass of BaseGrader, or a plain or async function f(thread, **arguments)
+    that returns a number or a Grade."""
     arguments: dict[str, JsonValue] = {}
+    """Keyword arguments of the class or function. For a function, grader_key sets the key of its grades."""
     source_digest: str | None = None
+    """The sha256 of the module's source when the grader was declared. None: not checked."""
     version: str | None = None
+    """A version that stands for the code of a grader without an import path."""
     workers: Workers = "none"
-    """Where `grade` runs: in this process, or in worker processes (tasks.graders.isolated)."""
+    """Where the grader runs. none: in this process. local: in worker processes on this machine. cluster: in worker
+    processes on every machine of the Ray cluster."""
 
     @property
     def in_process(self) -> bool:
-        """Whether the grader is a closure that no other process can build."""
+        """Whether the grader is an object of this process, which no other process can build."""
         return self.path.startswith(f"{IN_PROCESS}:")
 
     def digest(self) -> str:
-        """Equal for graders that give equal grades: where they run makes no difference."""
+        """A digest that is equal for graders that give equal grades. Where they run makes no difference."""
         return digest(self.model_dump(mode="json", exclude={"workers"}))
 
 
@@ -61,26 +64,34 @@ def grader_spec(
     version: str | None = None,
     workers: Workers = "none",
 ) -> GraderSpec:
-    """The spec of an importable grader, with its source digest; built once here, so a wrong path or wrong arguments
-    fail now (GraderSpecError) and not in the middle of a run. `workers`: where it grades; a crash of the interpreter
-    ends a worker process instead of the run."""
+    """Declare an importable grader, with the digest of its source.
+
+    The grader is built once here, so that a wrong path or wrong arguments fail now (GraderSpecError) and not during a
+    run. `workers` says where it runs; in worker processes, a crash of the interpreter does not end the run.
+    """
     spec = GraderSpec(path=path, arguments=dict(arguments or {}), version=version, workers=workers)
     build(spec)
     return spec.model_copy(update={"source_digest": source_digest(path)})
 
 
 def build(spec: GraderSpec) -> BaseGrader:
-    """The grader that `spec` names. Raises GraderSpecError. A source that changed is warned about, not refused: a
-    bug fixed between a crash and the retry must not strand the run."""
+    """Build the grader that `spec` names. Raises GraderSpecError.
+
+    A changed source is only logged as a warning, so that a run can continue after a bug of its grader was fixed.
+    """
     if spec.in_process:
-        return _closure(spec)
+        return _registered(spec)
     change = source_change(spec)
     if change is not None:
         logger.warning(change)
+
+    # With workers, build it here once to check it, and let worker processes build it again.
     if spec.workers != "none":
         in_worker = spec.model_copy(update={"workers": "none", "source_digest": None})
         on_cluster = spec.workers == "cluster"
         return IsolatedGrader(build(in_worker).grader_key, in_worker.model_dump_json(), on_cluster=on_cluster)
+
+    # Without, build it in this process.
     target = _resolve(spec.path)
     if inspect.isclass(target):
         return _construct(target, spec)
@@ -92,15 +103,15 @@ def build(spec: GraderSpec) -> BaseGrader:
 
 
 def source_change(spec: GraderSpec) -> str | None:
-    """What to report when the grader's module is no longer the one that the spec was made from; else None."""
+    """A warning if the source of the grader's module is not the one of the declaration; None if it is."""
     if spec.source_digest is None or spec.in_process:
         return None
-    now = source_digest(spec.path)
-    if now == spec.source_digest:
+    current_digest = source_digest(spec.path)
+    if current_digest == spec.source_digest:
         return None
     return (
         f"the source of grader {spec.path!r} changed since the run was declared: sha256 {spec.source_digest[:12]} "
-        f"then, {(now or 'no source')[:12]} now. Grades before and after may not be comparable."
+        f"then, {(current_digest or 'no source')[:12]} now. Grades before and after may not be comparable."
     )
 
 
@@ -125,7 +136,7 @@ def _construct(target: type, spec: GraderSpec) -> BaseGrader:
     _check_arguments(target, (), spec)
     try:
         return target(**spec.arguments)  # type: ignore[arg-type]
-    except Exception as error:
+    except Exception as error:  # the boundary to a user's code
         raise GraderSpecError(f"grader {spec.path!r} refused its arguments {spec.arguments}: {error}") from error
 
 
@@ -155,10 +166,10 @@ _in_process: dict[tuple[str, str | None], BaseGrader] = {}
 
 
 def in_process_spec(grader: BaseGrader, *, version: str | None = None) -> GraderSpec:
-    """Register a grader that has no import path (BaseGrader.from_function over a closure) and return its spec.
+    """Register a grader that has no import path (such as BaseGrader.from_function of a closure) and return its spec.
 
-    The spec can be built in this process only, and nothing can verify that a later process registers the same code:
-    that is what `version` stands for, and `require_durable` insists on it. Registering again replaces.
+    The spec can be built in this process only. `version` stands for the code, since nothing can check that a later
+    process registers the same code; `require_durable` requires it. Registering a key and version again replaces it.
     """
     if not grader.grader_key or any(mark in grader.grader_key for mark in " \t\n:"):
         raise GraderSpecError(f"given grader_key={grader.grader_key!r}; expected a name without spaces or colons")
@@ -167,7 +178,7 @@ def in_process_spec(grader: BaseGrader, *, version: str | None = None) -> Grader
 
 
 def require_durable(spec: GraderSpec) -> None:
-    """Raise GraderSpecError for a closure without a version: a resumed run could not tell it from another one."""
+    """Raise GraderSpecError for an in-process grader without a version, which a resumed run could not identify."""
     if spec.in_process and spec.version is None:
         raise GraderSpecError(
             f"grader {spec.path!r}: given a function without an import path; a durable run expects one that can be "
@@ -175,7 +186,7 @@ def require_durable(spec: GraderSpec) -> None:
         )
 
 
-def _closure(spec: GraderSpec) -> BaseGrader:
+def _registered(spec: GraderSpec) -> BaseGrader:
     key = spec.path.partition(":")[2]
     grader = _in_process.get((key, spec.version))
     if grader is None:

@@ -1,4 +1,4 @@
-"""A judge with a prompt and an answer of one's own: a Jinja template and a Pydantic model."""
+"""A judge with a custom prompt, a Jinja template, and a custom answer, a pydantic model."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from tasks.graders.judge_models import JudgeModel
 from tasks.graders.judges import JudgeGrader
 from tasks.graders.running.workspace import Client
 
+# The name, docstring and fields of the answer class are part of the JSON schema that judges are shown.
+
 
 class ScoredAnswer(BaseModel):
     """What the judge answers unless another model is given."""
@@ -29,16 +31,17 @@ class ScoredAnswer(BaseModel):
 
 
 class TemplatedPromptJudgeGrader(JudgeGrader):
-    """The judge's answer to a rendered template; the grade is its field `score_field` (a number, or true / false).
+    """Asks a judge with a rendered template. The grade is the field `score_field` of the answer: a number or a boolean.
 
-    The template sees `turns` (each with `role` and `content`), `prompt` (the text of the last user turn), `completion`
-    (of the last turn), `metadata`, `schema` (the answer's JSON schema, as text) and `variables`' own names. A name that
-    it uses and that is not there is an error.
+    The template may use `turns` (each with `role` and `content`), `prompt` (the text of the last user turn),
+    `completion` (the text of the last turn), `metadata`, `schema` (the JSON schema of the answer, as text) and the
+    names in `variables`. Any other name is an error.
 
-    output_model: a Pydantic class, or "package.module:Class", by which a config can name it. A score of None: ignored.
+    output_model: a pydantic class or, in a config, its import path, package.module:Class. A score of None leaves the
+        thread unscored.
     """
 
-    def __init__(  # noqa: PLR0913  a constructor like a config
+    def __init__(  # noqa: PLR0913  one keyword per setting
         self,
         grader_key: str,
         model: JudgeModel | str,
@@ -51,19 +54,20 @@ class TemplatedPromptJudgeGrader(JudgeGrader):
         max_judge_tokens: int = 1024,
         client: Client | None = None,
     ) -> None:
-        super().__init__(
-            grader_key, model, temperature=temperature, max_judge_tokens=max_judge_tokens, client=client
-        )
+        super().__init__(grader_key, model, temperature=temperature, max_judge_tokens=max_judge_tokens, client=client)
+        # The form of the answer.
         self.output_model = _imported(output_model) if isinstance(output_model, str) else output_model
         if score_field not in self.output_model.model_fields:
             known = ", ".join(self.output_model.model_fields)
             raise ValueError(f"given score_field={score_field!r}; expected a field of the answer: {known}")
         self.score_field, self.variables = score_field, dict(variables or {})
+
+        # The prompt. A sandbox runs the template, which may come from a shared config.
         environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
         try:
             self.template = environment.from_string(template)
         except TemplateError as error:
-            raise ValueError(f"grader {grader_key!r}: the template is not Jinja: {error}") from error
+            raise ValueError(f"grader {grader_key!r}: the template is not valid Jinja: {error}") from error
 
     async def grade(self, thread: StringThread) -> Grade:
         answer = await self.ask(StringThread().user(self.prompt(thread)), self.output_model)
@@ -78,7 +82,7 @@ class TemplatedPromptJudgeGrader(JudgeGrader):
         return Grade(value=value, grader_key=self.grader_key, reasoning=str(reasoning) if reasoning else None)
 
     def prompt(self, thread: StringThread) -> str:
-        """What the judge is asked. Raises GraderError when the template cannot be rendered for this thread."""
+        """The rendered template. Raises GraderError if it cannot be rendered for this thread."""
         questions = [turn.text for turn in thread.turns if turn.role == "user"]
         values = self.variables | {
             "turns": [{"role": turn.role, "content": turn.text} for turn in thread.turns],
@@ -96,9 +100,9 @@ class TemplatedPromptJudgeGrader(JudgeGrader):
 def _imported(path: str) -> type[BaseModel]:
     module, _, name = path.partition(":")
     try:
-        found = reduce(getattr, name.split("."), import_module(module))
+        output_model = reduce(getattr, name.split("."), import_module(module))
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"given output_model={path!r}; expected package.module:Class ({error})") from error
-    if not (isinstance(found, type) and issubclass(found, BaseModel)):
-        raise ValueError(f"given output_model={path!r}, a {type(found).__name__}; expected a pydantic model")
-    return found
+    if not (isinstance(output_model, type) and issubclass(output_model, BaseModel)):
+        raise ValueError(f"given output_model={path!r}, a {type(output_model).__name__}; expected a pydantic model")
+    return output_model

@@ -1,4 +1,4 @@
-"""Reward functions written for verl, as graders."""
+"""A grader that calls a reward function written for verl."""
 
 import inspect
 from collections.abc import Mapping
@@ -11,11 +11,13 @@ from tasks.import_paths import load_from_file
 
 
 class VerlReward(BaseGrader):
-    """`name` of the Python file at `path`: `f(data_source, solution_str, ground_truth, extra_info)`, plain or async,
-    which returns a number, or a dict with the number at "score" and further numbers to log.
+    """The reward of the function `name` in the Python file at `path`.
 
-    A row brings `data_source_column`, `reward_model_column` (with "ground_truth" in it) and, if it has one,
-    `extra_info` as metadata. `sha256` is the digest of the file when the run was declared: another one is warned about.
+    The function is `f(data_source, solution_str, ground_truth, extra_info)`, plain or async. It returns a number, or a
+    dict with the number at "score" and further numbers, which are logged.
+
+    The metadata of a row has `data_source_column`, `reward_model_column` (an object with "ground_truth") and optionally
+    `extra_info`. `sha256` is the digest of the file when the run was declared; another digest is logged as a warning.
     """
 
     def __init__(
@@ -36,7 +38,8 @@ class VerlReward(BaseGrader):
         truth = from_metadata(thread, self.reward_model_column)
         if not isinstance(truth, Mapping) or "ground_truth" not in truth:
             raise GraderError(
-                f"metadata[{self.reward_model_column!r}] is {truth!r}; a verl row has an object with 'ground_truth'"
+                f"metadata[{self.reward_model_column!r}] is {truth!r}; expected an object with "
+                "'ground_truth', as in the rows of verl"
             )
         arguments = {
             "data_source": from_metadata(thread, self.data_source_column),
@@ -45,16 +48,22 @@ class VerlReward(BaseGrader):
             "extra_info": thread.metadata.get("extra_info") or {},
         }
         if inspect.iscoroutinefunction(self.function):
-            found = await self.function(**arguments)
+            result = await self.function(**arguments)
         else:
-            found = await in_thread(self.function, **arguments)
-        return Grade(value=self._score(found), grader_key=self.grader_key)
+            result = await in_thread(self.function, **arguments)
+        return Grade(value=self._score(result), grader_key=self.grader_key)
 
-    def _score(self, found: Any) -> float:
-        if not isinstance(found, Mapping):
-            return as_number(found)
-        if "score" not in found:
-            raise GraderError(f"the reward function returned {dict(found)!r}; expected a number, or one at 'score'")
-        rest = {key: value for key, value in found.items() if key != "score" and isinstance(value, int | float)}
-        self.add_log({key: float(value) for key, value in rest.items()})
-        return as_number(found["score"])
+    def _score(self, result: Any) -> float:
+        """The score in the function's result. Further numbers in it are logged."""
+        if not isinstance(result, Mapping):
+            return as_number(result)
+        if "score" not in result:
+            raise GraderError(
+                f"the reward function returned {dict(result)!r}; expected a number, or a dict with a number at 'score'"
+            )
+        logs: dict[str, float] = {}
+        for key, value in result.items():
+            if key != "score" and isinstance(value, int | float):
+                logs[key] = float(value)
+        self.add_log(logs)
+        return as_number(result["score"])

@@ -1,6 +1,8 @@
-"""Runs program.py, then test.py in its names, under limits, and then says what the grader wrote into `token`.
+"""Runs program.py and then test.py in the same namespace under limits, and prints the content of `token` at the end.
 
     python -I code_launcher.py MEMORY_BYTES CPU_SECONDS OUTPUT_BYTES
+
+CodeGrader starts it in a folder with these files. It imports the standard library only.
 """
 
 from __future__ import annotations
@@ -12,34 +14,36 @@ import resource
 import sys
 from types import ModuleType
 
-NEW_USER, NEW_NETWORK = 0x10000000, 0x40000000
+NEW_USER, NEW_NETWORK = 0x10000000, 0x40000000  # CLONE_NEWUSER, CLONE_NEWNET
 
 
-def limit(memory: int, seconds: int, output: int) -> None:
-    """From here on: so many bytes of memory, seconds of processor and bytes per file, and no network where the kernel
-    lets this user leave it."""
-    with contextlib.suppress(OSError, AttributeError):  # a system without that call
+def limit_process(memory_bytes: int, cpu_seconds: int, output_bytes: int) -> None:
+    """Limit the memory, the CPU time and the size of each file of this process, and cut off its network if the kernel
+    allows that to this user."""
+    with contextlib.suppress(OSError, AttributeError):  # a system without unshare
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.unshare(NEW_NETWORK) != 0:
             libc.unshare(NEW_USER | NEW_NETWORK)
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (output, output))
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (output_bytes, output_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def main() -> None:
-    """Ends with the token on the last line if the program and its test ran to their ends. A program that leaves by
-    exit(0) did, unless a test was to follow."""
-    token, program, test = (_take(name) for name in ("token", "program.py", "test.py"))
-    memory, seconds, output = map(int, sys.argv[1:])
+    """Run both files, and print the token on the last line if they ran to the end.
+
+    A program without a test may leave by exit(0).
+    """
+    token, program, test = _take("token"), _take("program.py"), _take("test.py")
+    memory_bytes, cpu_seconds, output_bytes = map(int, sys.argv[1:])
     sys.argv[:] = ["program.py"]
-    limit(memory, seconds, output)
+    limit_process(memory_bytes, cpu_seconds, output_bytes)
     sys.modules["__main__"] = module = ModuleType("__main__")
     try:
         exec(compile(program, "program.py", "exec"), module.__dict__)
-    except SystemExit as left:
-        if test or left.code:
+    except SystemExit as program_exit:
+        if test or program_exit.code:
             raise
     exec(compile(test, "test.py", "exec"), module.__dict__)
     sys.stdout.flush()
@@ -47,7 +51,7 @@ def main() -> None:
 
 
 def _take(name: str) -> str:
-    """The text of a file that the program shall not find."""
+    """Read a file and delete it, so that the program cannot read it."""
     with open(name, encoding="utf-8") as file:
         text = file.read()
     os.unlink(name)

@@ -1,7 +1,7 @@
-"""Notes on this machine of the graders that grade now in the processes of runs.
+"""Keeps notes on this machine about graders that run in the processes of runs, to explain a crash later.
 
-Such a grader can end its run's process without a message (a crash in native code, os._exit, memory that runs out). The
-next process of the run then finds the note and warns.
+A grader can end its run's process without a message: a crash in native code, os._exit, memory that runs out. The next
+process of the run then finds the note of the dead process and logs a warning.
 """
 
 from __future__ import annotations
@@ -22,22 +22,24 @@ from storage.serialization import digest
 logger = logging.getLogger("ostinato.graders")
 
 STDERR_FD = 2
-_serial = count()
+_note_numbers = count()
 
 
 @contextlib.contextmanager
 def note_grading(grader: str, workspace: Workspace) -> Iterator[None]:
-    """Notes that the grader grades for the run until the block is left, and warns of notes that a dead process of the
-    run left behind. A crash of the interpreter inside the block prints the Python stack to standard error."""
+    """Keep a note that `grader` grades for the run while the block runs, and warn of notes of dead processes.
+
+    A crash of the interpreter inside the block prints the Python stack to standard error.
+    """
     if not faulthandler.is_enabled():
         faulthandler.enable(file=STDERR_FD)
     prefix = digest([platform.node(), workspace.store, workspace.run])[:16]
     note = None
-    with contextlib.suppress(OSError, RuntimeError):  # no home, or it cannot be written: a note is only a help
+    with contextlib.suppress(OSError, RuntimeError):  # no writable home folder: grading works without notes
         folder = _folder()
         folder.mkdir(parents=True, exist_ok=True)
         _warn_of_dead(folder, prefix, workspace.run)
-        note = folder / f"{prefix}-{os.getpid()}-{next(_serial)}.json"
+        note = folder / f"{prefix}-{os.getpid()}-{next(_note_numbers)}.json"
         note.write_text(json.dumps({"pid": os.getpid(), "grader": grader}))
     try:
         yield
@@ -51,27 +53,28 @@ def _folder() -> Path:
 
 
 def _warn_of_dead(folder: Path, prefix: str, run: str) -> None:
-    """One warning per process that ended while it graded. Its notes are removed."""
-    dead: dict[int, set[str]] = {}
+    """Log one warning for each process that ended while it graded, and remove its notes."""
+    graders_by_pid: dict[int, set[str]] = {}
     for path in folder.glob(f"{prefix}-*.json"):
-        with contextlib.suppress(OSError, ValueError, KeyError):  # another process removes it, or was cut off
+        # Another process may remove the note meanwhile, or may have been killed while it wrote it.
+        with contextlib.suppress(OSError, ValueError, KeyError):
             note = json.loads(path.read_text())
-            if not _alive(note["pid"]):
+            if not _is_alive(note["pid"]):
                 path.unlink(missing_ok=True)
-                dead.setdefault(note["pid"], set()).add(note["grader"])
-    for pid, graders in dead.items():
+                graders_by_pid.setdefault(note["pid"], set()).add(note["grader"])
+    for pid, graders in graders_by_pid.items():
         logger.warning(
-            "run %s: process %d ended without a word while %s graded. If the grader ended it (a crash in native code, "
-            "os._exit, memory that ran out), set `workers: local` for that grader.",
+            "run %s: process %d ended without a message while %s graded. If the grader ended it (a crash in native "
+            "code, os._exit, memory that ran out), set `workers: local` for that grader.",
             run, pid, " and ".join(sorted(graders)),
         )  # fmt: skip
 
 
-def _alive(pid: int) -> bool:
+def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
+    except PermissionError:  # the process exists and belongs to another user
         return True
     return True

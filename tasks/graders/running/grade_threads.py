@@ -1,7 +1,7 @@
-"""Grading many threads: bounded concurrency, a time limit for each, and every thread accounted for.
+"""Grades many threads with bounded concurrency and a time limit for each. Every thread gets an outcome.
 
-An exception, a timeout, or a value that is NaN or too large for float32 is never a reward. It is tried again and then
-masked: the completion leaves its group's statistics and the loss, and is counted.
+An exception, a timeout, and a value that is NaN or too large for float32 never become a reward. The grade is tried
+again and then masked: the completion is left out of its group's statistics and of the loss, and is counted.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ from storage.errors import TransientStorageError
 from storage.serialization import Frozen
 from tasks.credit.advantages import LARGEST_REWARD, REWARD_RANGE
 from tasks.graders.base import BaseGrader, Grade, GraderError, IgnoreGradeException, as_number
+from tasks.graders.running.futures import retrieve_exception
 
 logger = logging.getLogger("ostinato.graders")
 
@@ -23,9 +24,9 @@ GradeStatus = Literal["ok", "masked", "ignored"]
 
 
 class GradeOutcome(Frozen):
-    """What became of one thread. `reward` is a number exactly when `status` is ok.
+    """The result of grading one thread. `reward` is a number exactly when `status` is ok.
 
-    ok: graded. masked: could not be graded, `reason` says why. ignored: the grader declined (IgnoreGradeException).
+    ok: graded. masked: could not be graded; `reason` says why. ignored: the grader raised IgnoreGradeException.
     """
 
     reward: float | None
@@ -42,20 +43,22 @@ async def grade_threads(
     retries: int = 2,
     retry_delay_seconds: float = 0.1,
 ) -> list[GradeOutcome]:
-    """One outcome per thread, in the order of `threads`.
+    """Grade all threads and return one outcome per thread, in their order.
 
-    timeout_seconds bounds each attempt, without the time in which a judge waits for its engine; there are `retries`
-    further attempts, the k-th after retry_delay_seconds * 2**k. Neither setup nor teardown is called here. A cancelled
-    call cancels its grades.
+    timeout_seconds limits each attempt, not counting the time in which a judge waits for its engine. There are
+    `retries` further attempts; retry k, counted from 0, follows after retry_delay_seconds * 2**k. This function calls
+    neither setup nor teardown. Cancelling it cancels the grades.
 
-    Raises TransientEngineError or TransientStorageError when a judge's engine or store is away: that says nothing about
-    any completion, so the whole call is to be made again.
+    Raises TransientEngineError or TransientStorageError if a judge's engine or store is unreachable. This says nothing
+    about a completion, so the caller should repeat the whole call.
     """
     if concurrency < 1 or retries < 0 or not timeout_seconds > 0:
         raise ValueError(
             f"given concurrency={concurrency}, retries={retries}, timeout_seconds={timeout_seconds}; "
             f"expected concurrency >= 1, retries >= 0, timeout_seconds > 0"
         )
+
+    # Each worker grades the next thread that is left.
     outcomes: list[GradeOutcome | None] = [None] * len(threads)
     remaining = iter(range(len(threads)))
 
@@ -69,8 +72,10 @@ async def grade_threads(
         async with asyncio.TaskGroup() as group:
             for _ in range(min(concurrency, len(threads))):
                 group.create_task(worker())
-    except ExceptionGroup as away:  # all that _grade_one lets through
-        raise away.exceptions[0] from None
+    except ExceptionGroup as errors:  # transient errors of an engine or a store
+        raise errors.exceptions[0] from None
+
+    # Report the masked grades.
     masked = [outcome for outcome in outcomes if outcome is not None and outcome.status == "masked"]
     if masked:
         logger.warning("%d of %d grades masked, the first: %s", len(masked), len(threads), masked[0].reason)
@@ -80,12 +85,13 @@ async def grade_threads(
 async def _grade_one(
     grader: BaseGrader, thread: StringThread, *, timeout_seconds: float, retries: int, delay: float
 ) -> GradeOutcome:
+    """Grade one thread, with retries. Raises only transient errors of an engine or a store."""
     reason = ""
     for attempt in range(retries + 1):
         if attempt:
             await asyncio.sleep(delay * 2 ** (attempt - 1))
         try:
-            grade = await _within(grader, thread, timeout_seconds)
+            grade = await _attempt(grader, thread, timeout_seconds)
             value = as_number(grade.value)
         except IgnoreGradeException as declined:
             return GradeOutcome(reward=None, status="ignored", reason=str(declined))
@@ -99,82 +105,87 @@ async def _grade_one(
         if abs(value) <= LARGEST_REWARD:
             return GradeOutcome(reward=value, status="ok", reason=grade.reasoning or "")
         reason = f"the grader returned {value:g}; expected {REWARD_RANGE}"
-    tried = f" ({retries + 1} attempts)" if retries else ""
-    return GradeOutcome(reward=None, status="masked", reason=f"{grader.grader_key}: {reason}{tried}")
+    attempts = f" ({retries + 1} attempts)" if retries else ""
+    return GradeOutcome(reward=None, status="masked", reason=f"{grader.grader_key}: {reason}{attempts}")
 
 
 class GraderTimeout(Exception):
-    """An attempt at a grade took longer than timeout_seconds, without its waits for an engine."""
+    """An attempt took longer than timeout_seconds, not counting its waits for an engine."""
 
     transient = True
 
 
-class _OwnTime:
-    """A limit on the seconds that a grader takes itself. Its clock stands still while the grader waits for an engine,
-    which has limits of its own and serves others too.
+class _GraderTimer:
+    """A timer for the seconds that a grader takes itself. It is paused while the grader waits for an engine, which has
+    its own time limits and serves other callers, too.
 
-    A grader function runs in a thread, where it may wait in an event loop of its own. The clock belongs to the loop
-    that grades, so it is stopped and started there.
+    A grader function runs in a thread, where it may wait in another event loop. The timer belongs to the loop that
+    grades, so it is paused and continued there.
     """
 
     def __init__(self, seconds: float) -> None:
         self._loop = asyncio.get_running_loop()
-        self.spent: asyncio.Future[None] = self._loop.create_future()
-        self._left, self._waits = seconds, 0
-        self._run()
+        self.expired: asyncio.Future[None] = self._loop.create_future()
+        self._remaining_seconds, self._waits = seconds, 0
+        self._start()
 
     def begin(self) -> None:
-        """A wait for an engine begins. Called in any thread."""
-        self._loop.call_soon_threadsafe(self._stop)
+        """Pause the timer: a wait for an engine begins. May be called in any thread."""
+        self._loop.call_soon_threadsafe(self._pause)
 
     def end(self) -> None:
-        """A wait for an engine ends. Called in any thread."""
-        self._loop.call_soon_threadsafe(self._go_on)
+        """Continue the timer: a wait for an engine ends. May be called in any thread."""
+        self._loop.call_soon_threadsafe(self._continue)
 
-    def _stop(self) -> None:
+    def _pause(self) -> None:
         self._waits += 1
         if self._waits == 1:
             self._timer.cancel()
-            self._left -= self._loop.time() - self._since
+            self._remaining_seconds -= self._loop.time() - self._started_at
 
-    def _go_on(self) -> None:
+    def _continue(self) -> None:
         self._waits -= 1
         if self._waits == 0:
-            self._run()
+            self._start()
 
     def close(self) -> None:
+        """Stop the timer for good."""
         self._timer.cancel()
-        self._waits += 1  # the clock does not run again, however late an abandoned attempt ends its waits
-        self.spent.cancel()
+        self._waits += 1  # never 0 again: an abandoned attempt that ends its waits later cannot restart the timer
+        self.expired.cancel()
 
-    def _run(self) -> None:
-        self._since, self._timer = self._loop.time(), self._loop.call_later(self._left, self._spend)
+    def _start(self) -> None:
+        self._started_at = self._loop.time()
+        self._timer = self._loop.call_later(self._remaining_seconds, self._expire)
 
-    def _spend(self) -> None:
-        if not self.spent.done():
-            self.spent.set_result(None)
+    def _expire(self) -> None:
+        if not self.expired.done():
+            self.expired.set_result(None)
 
 
-async def _within(grader: BaseGrader, thread: StringThread, timeout_seconds: float) -> Grade:
-    """One attempt in a task of its own.
+async def _attempt(grader: BaseGrader, thread: StringThread, timeout_seconds: float) -> Grade:
+    """Grade a thread once, in its own task. Raises GraderTimeout, and what the grader raises.
 
-    Unlike asyncio.wait_for this does not wait for the cancelled task to end, so a grader that swallows its
-    cancellation cannot hold the run; and a grader that is cancelled from inside is a failure, not an end of ours.
+    Unlike asyncio.wait_for, this does not wait for the cancelled task to end, so a grader that ignores its cancellation
+    cannot block the run. A grader that cancels itself has failed; this call is not cancelled.
     """
-    own_time = _OwnTime(timeout_seconds)
-    with report_waits_to(own_time):
+    # Grade until the grade is there or the time is over.
+    timer = _GraderTimer(timeout_seconds)
+    with report_waits_to(timer):
         attempt = asyncio.ensure_future(_guarded(grader, thread))
     try:
-        waited: set[asyncio.Future[Any]] = {attempt, own_time.spent}
+        waited: set[asyncio.Future[Any]] = {attempt, timer.expired}
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
     except asyncio.CancelledError:
         attempt.cancel()
         raise
     finally:
-        own_time.close()
+        timer.close()
+
+    # Take the result.
     if not attempt.done():
         attempt.cancel()
-        attempt.add_done_callback(_retrieve)
+        attempt.add_done_callback(retrieve_exception)
         raise GraderTimeout(f"no grade after {timeout_seconds:g} s")
     if attempt.cancelled():
         raise RuntimeError("the grader cancelled itself")
@@ -185,13 +196,8 @@ async def _within(grader: BaseGrader, thread: StringThread, timeout_seconds: flo
 
 
 async def _guarded(grader: BaseGrader, thread: StringThread) -> Grade:
+    """Grade a thread. SystemExit would end the event loop, so it becomes a GraderError."""
     try:
         return await grader.grade(thread)
     except SystemExit as error:
         raise GraderError(f"the grader raised {error!r}, which would end the process") from error
-
-
-def _retrieve(attempt: "asyncio.Future[Grade]") -> None:
-    """Look at a late failure, so that asyncio does not print it as never retrieved."""
-    if not attempt.cancelled():
-        attempt.exception()

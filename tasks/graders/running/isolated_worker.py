@@ -1,4 +1,7 @@
-"""IsolatedGrader grades in this process: {"thread"} in; "logs" and "grade", "ignored", "permanent" or "raised" out."""
+"""The worker process of IsolatedGrader: grades one thread per request.
+
+A request is {"thread": …}. The answer has "logs" and one of "grade", "ignored", "permanent" or "raised".
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,12 @@ from typing import Any
 from engine.errors import PermanentEngineError
 from engine.text.threads import StringThread
 from tasks.graders.base import BaseGrader, Grade, GraderError, IgnoreGradeException
-from tasks.graders.running.worker_process import Connection, connect
+from tasks.graders.running.worker_process import WorkerConnection, connect
 from tasks.graders.spec import GraderSpec, build
 
 
-async def graded(grader: BaseGrader, thread: StringThread) -> dict[str, Any]:
-    """The outcome of one grade, as plain data."""
+async def grade_as_json(grader: BaseGrader, thread: StringThread) -> dict[str, Any]:
+    """Grade a thread and return the outcome as plain data, whatever the grader raises."""
     try:
         grade = await grader.grade(thread)
         if not isinstance(grade, Grade):
@@ -32,25 +35,25 @@ async def graded(grader: BaseGrader, thread: StringThread) -> dict[str, Any]:
         return {"raised": f"{type(error).__name__}: {error}"}
 
 
-def serve(connection: Connection, grader: BaseGrader) -> None:
-    """Grades until the input ends, then tears the grader down."""
+def serve(connection: WorkerConnection, grader: BaseGrader) -> None:
+    """Set the grader up, grade until the input ends, then tear it down."""
+    # Collect what the grader logs. The statistics are kept in the run's process.
     logs: list[dict[str, float]] = []
 
-    def keep(values: Mapping[str, float]) -> None:
-        """Statistics are kept in the run's process."""
+    def collect_log(values: Mapping[str, float]) -> None:
         logs.append(dict(values))
 
-    grader.add_log = keep  # type: ignore[method-assign]
+    grader.add_log = collect_log  # type: ignore[method-assign]
     with asyncio.Runner() as runner:
         try:
             runner.run(grader.setup())
         except Exception as error:  # noqa: BLE001  the boundary to a user's code: the parent raises it
-            connection.say(f"setup raised {type(error).__name__}: {error}".replace("\n", " "))
+            connection.write_line(f"setup raised {type(error).__name__}: {error}".replace("\n", " "))
             return
 
         def answer(request: dict[str, Any]) -> dict[str, Any]:
             logs.clear()
-            outcome = runner.run(graded(grader, StringThread.from_json(request["thread"])))
+            outcome = runner.run(grade_as_json(grader, StringThread.from_json(request["thread"])))
             return outcome | {"logs": list(logs)}
 
         connection.serve(answer)
@@ -61,7 +64,7 @@ def main() -> None:
     connection = connect()
     configuration = json.loads(connection.requests.readline() or "{}")
     if configuration:
-        # the run's own modules first; on another machine the packages may lie elsewhere
+        # The run's module path comes first. On another machine the packages may be in other folders.
         sys.path[:] = [*configuration["sys_path"], *sys.path]
         serve(connection, build(GraderSpec.model_validate_json(configuration["spec"])))
 

@@ -1,4 +1,8 @@
-"""MathsGrader compares in this process: a line of {"expected", "given", "seconds"} in, of {"right", "found"} out."""
+"""The worker process of MathsGrader: compares two answers per request with math-verify.
+
+A request is {"expected", "given", "seconds"}. The answer is {"right", "found"}, or {"bad_expected"} if the expected
+text holds no answer.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ _JOINS = re.compile(r"\s*\$*\s*(?:,\s*(?:and|or)?|and|or)\s*\$*\s*")
 
 
 class _TooLong(BaseException):
-    """Not an Exception: math-verify swallows those."""
+    """Raised by the alarm. It is no Exception, since math-verify catches those."""
 
 
 def _alarm(_signal: int, _frame: Any) -> None:
@@ -28,16 +32,16 @@ def _alarm(_signal: int, _frame: Any) -> None:
 
 
 def compare(request: dict[str, Any]) -> dict[str, Any]:
-    """Whether two answers are equal, in at most `seconds`; one that takes longer is wrong."""
+    """Compare two answers in at most `seconds`. A comparison that takes longer counts as wrong."""
     signal.setitimer(signal.ITIMER_REAL, request["seconds"])
     try:
         expected = expected_answer(request["expected"])
         if not expected:
             return {"bad_expected": True}
-        given = _parse(last_boxes(request["given"]))
-        # the library's own limits are off: they would use the same signal
-        right = bool(given) and verify(expected, given, timeout_seconds=None)
-        return {"right": right, "found": f"found {given[-1]}"[:200] if given else "no answer in the completion"}
+        answer = _parse(last_boxes(request["given"]))
+        # The library's own time limits are off, since they use the same signal.
+        right = bool(answer) and verify(expected, answer, timeout_seconds=None)
+        return {"right": right, "found": f"found {answer[-1]}"[:200] if answer else "no answer in the completion"}
     except (_TooLong, MemoryError, RecursionError) as error:
         return {"right": False, "found": f"no comparison: {type(error).__name__.strip('_')}"}
     finally:
@@ -45,15 +49,17 @@ def compare(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def expected_answer(text: str) -> list[Any]:
-    """What a dataset's answer means: LaTeX, unless it says itself what in it is; [] for none."""
-    marked = "$" in text or "\\boxed" in text
-    return _parse(text) if marked else _parse(f"${text}$") or _parse(text)
+    """Parse the answer of a dataset: text with $ or \\boxed as it is, other text as LaTeX if possible. [] if none."""
+    has_markup = "$" in text or "\\boxed" in text
+    if has_markup:
+        return _parse(text)
+    return _parse(f"${text}$") or _parse(text)
 
 
 def last_boxes(text: str) -> str:
-    """The last \\boxed{…} of `text` and those joined to it by a comma, "and" or "or"; `text` itself if it has none.
+    """The last \\boxed{…} of `text` and those joined to it by a comma, "and" or "or". Without a box, `text` itself.
 
-    math-verify would take all boxes of a line for one answer, and so a model's second thoughts for a set.
+    math-verify takes all boxes of a line as one answer, so a model that corrects itself would seem to answer a set.
     """
     boxes = list(_boxes(text))
     if not boxes:
@@ -65,7 +71,7 @@ def last_boxes(text: str) -> str:
 
 
 def _boxes(text: str) -> Iterator[tuple[int, int]]:
-    """(start, end) of each \\boxed{…} whose braces are balanced, inner ones left out."""
+    """Yield (start, end) of each outermost \\boxed{…} whose braces are balanced."""
     end = 0
     while (start := text.find(BOXED, end)) >= 0:
         depth, end = 1, start + len(BOXED)
@@ -78,8 +84,8 @@ def _boxes(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _parse(text: str) -> list[Any]:
-    found: list[Any] = parse(text, parsing_timeout=None)
-    return found
+    expressions: list[Any] = parse(text, parsing_timeout=None)
+    return expressions
 
 
 def main() -> None:

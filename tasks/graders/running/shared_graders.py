@@ -1,7 +1,7 @@
-"""Who owns the graders that configs name: each is built and set up once per process, event loop, spec and workspace,
-shared by all shards, and torn down when others take its place or the run ends.
+"""Shares the graders that configs name: each is built and set up once per process, event loop, spec and workspace.
 
-A live grader that was registered with in_process_spec belongs to whoever made it: it is neither set up nor torn down
+All shards use the same grader. It is torn down when too many other graders are idle, or when the run ends. A live
+grader that was registered with in_process_spec belongs to the code that created it: it is neither set up nor torn down
 here.
 """
 
@@ -16,62 +16,75 @@ from weakref import WeakKeyDictionary
 
 from engine.workspace import Workspace
 from tasks.graders.base import BaseGrader
+from tasks.graders.running.futures import retrieve_exception
 from tasks.graders.running.workspace import grading_in
 from tasks.graders.spec import GraderSpec, build
 
 logger = logging.getLogger("ostinato.graders")
 
-IDLE_GRADERS = 8
-"""Graders that stay set up while nobody uses them."""
+MAX_IDLE_GRADERS = 8
+"""Number of graders that stay set up while they are not in use."""
 
 
-class _Owned:
-    """A grader, its setup, and how many use it now."""
+class _SharedGrader:
+    """A grader, its setup, and the number of its users."""
 
     def __init__(self, grader: BaseGrader, workspace: Workspace | None) -> None:
         self.grader, self.users = grader, 0
         self.ready = asyncio.ensure_future(_set_up(grader, workspace))
-        self.ready.add_done_callback(_retrieve)
+        self.ready.add_done_callback(retrieve_exception)
+
+    @property
+    def setup_failed(self) -> bool:
+        return self.ready.done() and (self.ready.cancelled() or self.ready.exception() is not None)
 
 
-_owned: WeakKeyDictionary[asyncio.AbstractEventLoop, OrderedDict[str, _Owned]] = WeakKeyDictionary()
-"""Per loop: clients and processes of a grader belong to the loop that set it up."""
+_graders_by_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, OrderedDict[str, _SharedGrader]] = WeakKeyDictionary()
+"""Event loop -> its graders, the least recently used first. Clients and processes of a grader belong to the loop that
+set it up."""
 
 
 @asynccontextmanager
 async def shared_grader(spec: GraderSpec, workspace: Workspace | None) -> AsyncIterator[BaseGrader]:
-    """The grader that `spec` names, set up in `workspace`. What its setup raises is raised here, and tried anew by the
-    next caller."""
+    """The grader that `spec` names, set up in `workspace`.
+
+    An exception of its setup is raised here, and the next caller tries the setup again.
+    """
     if spec.in_process:
         yield build(spec)
         return
+
+    # Find the grader, or start its setup.
     graders = _graders_of_this_loop()
     key = f"{spec.model_dump_json()} {'' if workspace is None else workspace.model_dump_json()}"
     if key not in graders:
-        graders[key] = _Owned(build(spec), workspace)
-    owned = graders[key]
+        graders[key] = _SharedGrader(build(spec), workspace)
+    shared = graders[key]
     graders.move_to_end(key)
-    owned.users += 1
+
+    # Lend it. The shield keeps the setup running for other callers if this one is cancelled.
+    shared.users += 1
     try:
-        await asyncio.shield(owned.ready)  # a caller that is cancelled takes the setup from no other
-        yield owned.grader
+        await asyncio.shield(shared.ready)
+        yield shared.grader
     finally:
-        owned.users -= 1
-        failed = owned.ready.done() and (owned.ready.cancelled() or owned.ready.exception() is not None)
-        if failed and graders.get(key) is owned:
+        shared.users -= 1
+        if shared.setup_failed and graders.get(key) is shared:
             del graders[key]
-        await _tear_down_idle(graders, keep=IDLE_GRADERS)
+        await _tear_down_idle(graders, keep=MAX_IDLE_GRADERS)
 
 
 async def tear_down_idle_graders() -> None:
-    """Tear down every grader of this event loop that nobody uses: what the owner of a run does at its end."""
+    """Tear down every grader of this event loop that is not in use. Called at the end of a run."""
     await _tear_down_idle(_graders_of_this_loop(), keep=0)
 
 
-def _graders_of_this_loop() -> OrderedDict[str, _Owned]:
-    for loop in [loop for loop in _owned if loop.is_closed()]:  # a grader holds its loop, which would never be freed
-        del _owned[loop]
-    return _owned.setdefault(asyncio.get_running_loop(), OrderedDict())
+def _graders_of_this_loop() -> OrderedDict[str, _SharedGrader]:
+    # Forget the graders of closed loops. A grader holds its loop, so the weak key alone would never be freed.
+    closed_loops = [loop for loop in _graders_by_loop if loop.is_closed()]
+    for loop in closed_loops:
+        del _graders_by_loop[loop]
+    return _graders_by_loop.setdefault(asyncio.get_running_loop(), OrderedDict())
 
 
 async def _set_up(grader: BaseGrader, workspace: Workspace | None) -> None:
@@ -79,17 +92,13 @@ async def _set_up(grader: BaseGrader, workspace: Workspace | None) -> None:
         await grader.setup()
 
 
-async def _tear_down_idle(graders: OrderedDict[str, _Owned], *, keep: int) -> None:
-    idle = [key for key, owned in graders.items() if owned.users == 0 and owned.ready.done()]
-    leaving = [graders.pop(key) for key in idle[: max(0, len(idle) - keep)]]
-    for owned in leaving:
+async def _tear_down_idle(graders: OrderedDict[str, _SharedGrader], *, keep: int) -> None:
+    """Tear down idle graders, the least recently used first, until at most `keep` are left."""
+    idle_keys = [key for key, shared in graders.items() if shared.users == 0 and shared.ready.done()]
+    surplus = max(0, len(idle_keys) - keep)
+    removed = [graders.pop(key) for key in idle_keys[:surplus]]
+    for shared in removed:
         try:
-            await owned.grader.teardown()
+            await shared.grader.teardown()
         except Exception as error:  # noqa: BLE001  the boundary to a user's code: its grades are committed already
-            logger.warning("grader %r: teardown raised %r", owned.grader.grader_key, error)
-
-
-def _retrieve(ready: asyncio.Future[None]) -> None:
-    """Look at a failure that nobody waited for, so that asyncio does not print it."""
-    if not ready.cancelled():
-        ready.exception()
+            logger.warning("grader %r: teardown raised %r", shared.grader.grader_key, error)

@@ -1,7 +1,8 @@
-"""The side of a worker process of `tasks.graders.running.worker_pool`: it answers lines of JSON with lines of JSON.
+"""The part of a worker process that talks to its `tasks.graders.running.worker_pool`: JSON lines in, JSON lines out.
 
-Whatever the code prints goes to standard error, and it reads from nothing, so that only `serve` talks to the parent.
-A worker ends when its input ends, and on Linux also when the thread that started it ends while it computes.
+Whatever the worker's code prints goes to standard error, and its standard input is empty, so that only `serve` uses the
+pipes to the parent. A worker ends when its input ends. On Linux it also ends, even in the middle of a computation, when
+the thread that started it ends.
 """
 
 from __future__ import annotations
@@ -23,26 +24,31 @@ PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
-class Connection:
-    """The lines that the parent writes, and those that it reads."""
+class WorkerConnection:
+    """The two pipes between a worker and its parent."""
 
     requests: TextIO
+    """Lines that the parent writes."""
     answers: TextIO
+    """Lines that the parent reads."""
 
-    def say(self, line: str) -> None:
+    def write_line(self, line: str) -> None:
         print(line, file=self.answers, flush=True)
 
     def serve(self, answer: Callable[[Any], Any]) -> None:
-        """Says "ready", then answers every request until the input ends."""
-        self.say("ready")
+        """Write "ready", then answer every request until the input ends."""
+        self.write_line("ready")
         for line in self.requests:
-            self.say(json.dumps(answer(json.loads(line))))
+            self.write_line(json.dumps(answer(json.loads(line))))
 
 
-def connect() -> Connection:
-    """What a worker does first. Its parent then hears of a crash where in the Python code it happened."""
+def connect() -> WorkerConnection:
+    """Take the pipes to the parent away from the worker's code. Call it first in a worker.
+
+    After a crash of the interpreter, the parent learns where in the Python code it happened.
+    """
     if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):  # a system without that call
+        with contextlib.suppress(OSError, AttributeError):  # a system without prctl
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if CRASH_REPORT_FD in os.environ:
         faulthandler.enable(file=int(os.environ[CRASH_REPORT_FD]), all_threads=False)
@@ -50,4 +56,4 @@ def connect() -> Connection:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    return Connection(requests, answers)
+    return WorkerConnection(requests, answers)

@@ -1,12 +1,12 @@
-"""Where a grader finds the run that it works for: the engine and the store that judges are spawned on.
+"""The workspace (engine, store and run) in which graders are set up, where judges spawn their models.
 
-`setup()` takes no argument, so that any grader can be set up alike. It works in the RecipeContext that was opened last,
-unless another place is named:
+`setup()` takes no argument, so that all graders can be set up alike. It uses the RecipeContext that was opened last,
+unless another workspace is named:
 
-    with grading_in(ctx):              # a RecipeContext, a session, anything with a workspace
+    with grading_in(ctx):              # a RecipeContext, a session, or any object with a workspace
         await grader.setup()
 
-Deployed flows do so around the setup of the graders that their configs name (tasks.graders.running.shared_graders).
+Deployed flows do this when they set up the graders of their configs (tasks.graders.running.shared_graders).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 
 from engine.handles import HasWorkspace
 from engine.protocol import Engine
@@ -24,14 +25,21 @@ from engine.workspace import Workspace
 from tasks.graders.base import GraderError
 
 Client = Engine | HasWorkspace
-"""What a judge is told of where its model runs: `ctx.client`, or `ctx` itself."""
+"""Where a judge spawns its model: `ctx.client`, or `ctx` itself."""
 
 _WORKSPACE: ContextVar[Workspace | None] = ContextVar("grading_workspace", default=None)
 
 
+@dataclass(frozen=True)
+class WorkspaceContext:
+    """The smallest context that model handles accept: a workspace and nothing else."""
+
+    workspace: Workspace
+
+
 @contextmanager
 def grading_in(ctx: HasWorkspace | Workspace) -> Iterator[None]:
-    """Graders that are set up inside work on the engine and the store of `ctx`."""
+    """Graders that are set up in this block use the engine and the store of `ctx`."""
     token = _WORKSPACE.set(ctx if isinstance(ctx, Workspace) else ctx.workspace)
     try:
         yield
@@ -40,35 +48,39 @@ def grading_in(ctx: HasWorkspace | Workspace) -> Iterator[None]:
 
 
 def set_grading_workspace(ctx: HasWorkspace) -> None:
-    """Graders that are set up from now on work on the engine and the store of `ctx`: of a context that was opened."""
+    """Graders that are set up from now on use the engine and the store of `ctx`. Called when a context is opened."""
     _WORKSPACE.set(ctx.workspace)
 
 
-def grading_workspace(wanted_for: str, client: Client | None = None) -> Workspace:
-    """The workspace that graders are set up in. `client`: a context, or the engine of the one that is open.
+def grading_workspace(user: str, client: Client | None = None) -> Workspace:
+    """The workspace in which graders are set up now.
 
-    Raises GraderError where no context is open, and for an engine that is not the open context's.
+    `user` names the grader in messages. `client` is a context, whose workspace is returned, or the engine of the open
+    context. Raises GraderError if no context is open, or if `client` is another engine.
     """
-    named = getattr(client, "workspace", None)
-    if isinstance(named, Workspace):
-        return named
+    client_workspace = getattr(client, "workspace", None)
+    if isinstance(client_workspace, Workspace):
+        return client_workspace
     workspace = _WORKSPACE.get()
     if workspace is None:
         raise GraderError(
-            f"{wanted_for} needs an engine, and setup() was called where none is known; open a RecipeContext first, "
+            f"{user} needs an engine, and setup() was called where none is known; open a RecipeContext first, "
             "call it inside `with grading_in(ctx):`, or give the grader a spawned model instead of its key"
         )
     if client is not None and client is not workspace.connect():
         raise GraderError(
-            f"{wanted_for}: client={client!r} is not the engine of the run in which setup() was called, "
+            f"{user}: client={client!r} is not the engine of the run in which setup() was called, "
             f"{workspace.run!r}; give client=ctx.client of this run, or leave client out"
         )
     return workspace
 
 
 def grading_cluster() -> ClusterSpec:
-    """The Ray cluster for graders that are set up now: the one of the run's embedded engine if its config names one,
-    else the one in Ray's own variable RAY_ADDRESS, else a private Ray on this machine."""
+    """The Ray cluster for graders that are set up now.
+
+    It is the cluster of the run's embedded engine if its config names one, else that of the environment variable
+    RAY_ADDRESS, else a private Ray on this machine.
+    """
     workspace = _WORKSPACE.get()
     if workspace is not None and isinstance(workspace.engine, LocalEngineSpec) and workspace.engine.cluster.address:
         return workspace.engine.cluster

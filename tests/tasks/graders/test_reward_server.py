@@ -115,7 +115,7 @@ async def test_what_does_not_pass_masks_the_grade(trouble: Any) -> None:
         ((400, "what?"), "HTTP 400: what?"),
         ((404, ""), "HTTP 404"),
         ((302, "", "Location: http://127.0.0.1:9/"), "HTTP 302"),
-        ((200, "fine"), "not JSON"),
+        ((200, "fine"), "not answer with JSON"),
         ((200, [0.5]), "expected an object"),
         ((200, {"score": "0.5"}), "finite number"),
         ((200, {"score": True}), "finite number"),
@@ -143,10 +143,10 @@ async def test_concurrency_is_bounded() -> None:
 
 async def test_pauses_double_up_to_half_jittered_and_heed_the_server() -> None:
     grader = RewardServerGrader("g", "http://127.0.0.1:9/", retry_delay_seconds=4.0)
-    for attempt, longest in ((1, 4.0), (2, 8.0), (3, 16.0), (9, reward_server.LONGEST_PAUSE_SECONDS)):
-        assert all(longest / 2 <= grader._pause(attempt, None) <= longest for _ in range(50))
-    assert grader._pause(1, "7") == 7.0 and grader._pause(1, "86400") == reward_server.LONGEST_PAUSE_SECONDS
-    assert grader._pause(1, "Sat, 21 Nov 2026 18:00:00 GMT") <= 4.0
+    for attempt, longest in ((1, 4.0), (2, 8.0), (3, 16.0), (9, reward_server.MAX_DELAY_SECONDS)):
+        assert all(longest / 2 <= grader._delay(attempt, None) <= longest for _ in range(50))
+    assert grader._delay(1, "7") == 7.0 and grader._delay(1, "86400") == reward_server.MAX_DELAY_SECONDS
+    assert grader._delay(1, "Sat, 21 Nov 2026 18:00:00 GMT") <= 4.0
 
 
 async def test_the_token_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ def test_a_crash_in_the_run_s_process_is_said_then_and_by_the_next_process(tmp_p
     assert "Segmentation fault" in crashed.stderr and "crashing.py" in crashed.stderr and "segfault" in crashed.stderr
     resumed = grade_in_process(tmp_path, "segfault", "fine")
     assert resumed.stdout.split() == ["1.0"]
-    assert "ended without a word while tests.fixtures.crashing:segfault graded" in resumed.stderr
+    assert "ended without a message while tests.fixtures.crashing:segfault graded" in resumed.stderr
     assert "workers: local" in resumed.stderr
     assert not list((tmp_path / "ostinato" / "grading").iterdir()), "said once, and nothing is left"
 

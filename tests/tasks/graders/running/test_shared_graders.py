@@ -100,7 +100,7 @@ async def test_a_caller_that_is_cancelled_leaves_the_setup_to_the_others() -> No
 
 
 async def test_the_longest_idle_go_and_those_in_use_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_graders, "IDLE_GRADERS", 1)
+    monkeypatch.setattr(shared_graders, "MAX_IDLE_GRADERS", 1)
     async with shared_grader(spec("kept"), workspace()):
         for key in ("a", "b"):
             async with shared_grader(spec(key), workspace()):

@@ -125,7 +125,7 @@ async def test_an_answer_keeps_to_what_the_context_has_left(
     ctx: Context, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The tiny model's context is 4,096 tokens, and bytes are tokens."""
-    judge_models._say_fitted.cache_clear()
+    judge_models._warn_of_cut_answers.cache_clear()
     model = await spawned(ctx, tiny_folder)  # 2,048 tokens for an answer, as in the documents
     engine = Scripted(model, monkeypatch)
     engine.free.set()
@@ -138,4 +138,4 @@ async def test_an_answer_keeps_to_what_the_context_has_left(
     assert room[0] < 2048 < room[1]
     assert [request.sampling.max_new_tokens for request in engine.asked] == [room[0], 2048, room[2]]
     said = [record.getMessage() for record in caplog.records if "no room" in record.getMessage()]
-    assert len(said) == 1 and "'judge' was given 2048 tokens" in said[0]
+    assert len(said) == 1 and "'judge' may answer with 2048 tokens" in said[0]

@@ -1,9 +1,9 @@
-"""Plain code behind PPO's batch in environments: an advantage and a return at every token that the policy said.
+"""Builds PPO's batch in environments: an advantage and a return for every token that the policy sampled.
 
-An episode is one sequence of decisions: its trained tokens in order, over all turns, and over all segments where its
-history was rewritten. What the environment says is no decision, and skipped: V_{t+1} is the value before the next
-trained token, in the context that this one was sampled in; past the episode's last trained token it is 0. So a grade is
-credited to every turn at and before it, and `gamma` discounts per trained token.
+GAE runs over the trained tokens of an episode in order, across its turns and segments. The environment's tokens are
+skipped: V_{t+1} is the value before the next trained token, in the context in which that token was sampled, and 0 after
+the last trained token of the episode. Therefore a grade affects every turn at and before it, and `gamma` discounts per
+trained token.
 
 Axes: E episode · N row, a segment of an episode · T trained token of all rows
 """
@@ -27,7 +27,8 @@ from tasks.batches.rl import BatchPlan, scored
 from tasks.reports.clock import timed
 from tasks.sampling.trajectories import Trajectory, read_trajectories
 
-Played = Mapping[tuple[str, int], Trajectory]
+Trajectories = Mapping[tuple[str, int], Trajectory]
+"""Trajectories by prompt id and number."""
 
 
 async def episode_value_batch(
@@ -39,49 +40,50 @@ async def episode_value_batch(
     *,
     step: int,
 ) -> ArtifactRef:
-    """The committed batch of a PPO step in environments, prepared now if nobody did before: one row per segment of a
-    trajectory with a grade. A token's reward is the KL penalty of `plan.reward_kl` off it, and a turn's grade on the
-    turn's last token."""
+    """Returns the committed batch of a PPO step in environments, and prepares it first if there is none. It has a row
+    per segment of a trajectory with a grade. The reward of a token is minus its KL penalty (`plan.reward_kl`), plus the
+    turn's grade on the last token of the turn."""
     store = workspace.open_store()
     key = keys.step_artifact(policy.run, policy.stage, step, "batch", 0)
     with timed("storage"):
-        found = find_artifact(store, key)
-        if found is not None:
-            return require_parent(found, policy.uri)
-        played = read_trajectories(store, trajectories)
-    graded = {name: one for name, one in played.items() if one.grades}
-    unknown = {name: [0.0] * one.turns for name, one in graded.items()}
+        committed = find_artifact(store, key)
+        if committed is not None:
+            return require_parent(committed, policy.uri)
+        finished = read_trajectories(store, trajectories)
+    graded = {name: trajectory for name, trajectory in finished.items() if trajectory.grades}
+    no_advantages = {name: [0.0] * trajectory.turns for name, trajectory in graded.items()}  # computed below
     tables = []
-    for columns in graded_chunks(store, trajectories, graded, unknown):
+    prompts: set[str] = set()
+    for columns in graded_chunks(store, trajectories, graded, no_advantages):
         table = await scored(workspace, policy, [columns], plan)
         values_T = await values_before(workspace, values.value, table)
         tables.append(credited_episodes(table, graded, values_T, plan, values))
-    check_graded(bool(tables), len(played), step)
-    prompts = {prompt for table in tables for prompt in table["group"].to_pylist()}
+        prompts.update(table["group"].to_pylist())
+    check_graded(bool(tables), len(finished), step)
     parents = (policy.uri, values.value.uri, *(ref.uri for ref in trajectories))
     return commit_credited(workspace, policy, key, tables, plan, values, parents=parents, prompts=len(prompts))
 
 
 def credited_episodes(
-    table: pa.Table, played: Played, values_T: np.ndarray, plan: BatchPlan, values: ValuePlan
+    table: pa.Table, trajectories: Trajectories, values_T: np.ndarray, plan: BatchPlan, values: ValuePlan
 ) -> pa.Table:
-    """The batch with advantages, returns and old values. The rows are segments; those of an episode stand together, in
-    order, and none is missing."""
+    """Adds advantages, returns and old values to the batch. Its rows are segments; all segments of an episode are
+    adjacent and in order."""
     names_N = list(zip(table["group"].to_pylist(), table["completion"].to_pylist(), strict=True))
     lengths_N = trained_lengths(table)
     names_E, lengths_E = [], []
     for name, members in groupby(range(len(names_N)), key=names_N.__getitem__):
         names_E.append(name)
         lengths_E.append(int(lengths_N[list(members)].sum()))
-    grades = [grades_per_token(played[name]) for name in names_E]
+    grades = [grades_per_token(trajectories[name]) for name in names_E]
     rewards_T = np.concatenate(grades) - penalties(table, plan)
     return with_credit(table, rewards_T, values_T, np.array(lengths_E), values)
 
 
-def grades_per_token(one: Trajectory) -> np.ndarray:
-    """float64, one per trained token of the trajectory: the grade of a turn on the turn's last token."""
-    ends = np.cumsum(one.turn_tokens)
-    found = np.zeros(int(ends[-1]))
-    for turn, grade in one.grades.items():
-        found[ends[turn] - 1] += grade
-    return found
+def grades_per_token(trajectory: Trajectory) -> np.ndarray:
+    """float64, one number per trained token of the trajectory: the grade of a turn is on its last token."""
+    turn_ends = np.cumsum(trajectory.turn_tokens)
+    grades = np.zeros(int(turn_ends[-1]))
+    for turn, grade in trajectory.grades.items():
+        grades[turn_ends[turn] - 1] += grade
+    return grades

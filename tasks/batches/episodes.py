@@ -1,4 +1,4 @@
-"""Plain code behind the batch of a step in environments: from graded turns to trainable rows.
+"""Builds the batch of a step in environments from graded turns.
 
 Axes: K trajectory of one prompt · N row, a segment of a trajectory
 """
@@ -42,27 +42,34 @@ async def trajectory_batch(
     per_trajectory: bool = False,
     step: int,
 ) -> ArtifactRef:
-    """The committed batch of a step, prepared now if nobody did before. `per_trajectory`: every token of a trajectory
-    has the advantage of its one grade (NotOneGrade); otherwise each turn has its own."""
+    """Returns the committed batch of a step in environments, and prepares it first if there is none.
+
+    Args:
+        per_trajectory: every token of a trajectory gets the advantage of the trajectory's only grade; otherwise each
+            turn gets its own advantage.
+
+    Raises:
+        NotOneGrade: `per_trajectory`, and a trajectory has no grade or several.
+    """
     store = workspace.open_store()
     key = keys.step_artifact(policy.run, policy.stage, step, "batch", 0)
     with timed("storage"):
-        found = find_artifact(store, key)
-        if found is not None:
-            return require_parent(found, policy.uri)
-        played = read_trajectories(store, trajectories)
-    advantages = step_advantages(played.values(), plan.advantage_estimator, per_trajectory=per_trajectory)
+        committed = find_artifact(store, key)
+        if committed is not None:
+            return require_parent(committed, policy.uri)
+        finished = read_trajectories(store, trajectories)
+    advantages = step_advantages(finished.values(), plan.advantage_estimator, per_trajectory=per_trajectory)
     prompts: set[str] = set()
     with TableWriter("batch") as writer:
         gap, gap_tokens = 0.0, 0
-        for columns in graded_chunks(store, trajectories, played, advantages):
+        for columns in graded_chunks(store, trajectories, finished, advantages):
             prompts.update(columns["group"].to_pylist())
             table = await scored(workspace, policy, [columns], plan)
             total, tokens = gap_of(table)
             gap, gap_tokens = gap + total, gap_tokens + tokens
             with timed("storage"):
                 writer.write(table)
-        check_graded(bool(writer.rows), len(played), step)
+        check_graded(bool(writer.rows), len(finished), step)
         with timed("storage"):
             committed = writer.commit(
                 store,
@@ -74,70 +81,86 @@ async def trajectory_batch(
     return require_parent(committed, policy.uri)
 
 
-def check_graded(any_graded: bool, played: int, step: int) -> None:
-    """Raises BadSpec when nothing of a step is left to train."""
+def check_graded(any_graded: bool, finished: int, step: int) -> None:
+    """Raises BadSpec if no trajectory of a step is left to train."""
     if not any_graded:
         raise BadSpec(
-            f"step {step} has no graded trajectory: of {played} that came to an end none has a grade; look at the "
-            "reasons in its trajectories table, and grade episodes that a limit ends in Environment.on_limit"
+            f"step {step} has no graded trajectory: none of the {finished} finished trajectories has a grade; look at "
+            "the reasons in the step's trajectories table, and grade episodes that a limit ends in Environment.on_limit"
         )
 
 
 def step_advantages(
-    played: Iterable[Trajectory], estimator: str, *, per_trajectory: bool
+    finished: Iterable[Trajectory], estimator: str, *, per_trajectory: bool
 ) -> dict[tuple[str, int], list[float]]:
-    """(prompt, number) -> the advantage of each turn, for the trajectories with a grade. The group of a trajectory are
-    those of its prompt, wherever in the step they are. Raises NotOneGrade."""
-    found = {}
-    by_prompt = sorted(played, key=lambda one: one.prompt)
-    for _, members in groupby(by_prompt, key=lambda one: one.prompt):
-        group_K = [one for one in members if one.grades or per_trajectory]
+    """The advantage of each turn of the trajectories with a grade: (prompt, number) -> advantages. All trajectories
+    of a prompt in the step form a group. Raises NotOneGrade."""
+    advantages_of = {}
+    by_prompt = sorted(finished, key=lambda trajectory: trajectory.prompt)
+    for _, members in groupby(by_prompt, key=lambda trajectory: trajectory.prompt):
+        group_K = [trajectory for trajectory in members if trajectory.grades or per_trajectory]
         if per_trajectory:
-            for one in group_K:
-                _check_one_grade(one)
-        advantages_K = turn_advantages([one.grades for one in group_K], [one.turns for one in group_K], estimator)
-        for one, advantages in zip(group_K, advantages_K, strict=True):
-            # with one grade, turn 0 has its whole advantage, whenever it came
-            found[one.prompt, one.number] = [advantages[0]] * one.turns if per_trajectory else advantages
-    return found
+            for trajectory in group_K:
+                _check_one_grade(trajectory)
+        grades_K = [trajectory.grades for trajectory in group_K]
+        turns_K = [trajectory.turns for trajectory in group_K]
+        advantages_K = turn_advantages(grades_K, turns_K, estimator)
+        for trajectory, advantages in zip(group_K, advantages_K, strict=True):
+            if per_trajectory:
+                # turn 0 has the whole advantage of the only grade, whichever turn has that grade
+                advantages = [advantages[0]] * trajectory.turns
+            advantages_of[trajectory.prompt, trajectory.number] = advantages
+    return advantages_of
 
 
 def turn_advantages(
     grades_K: Sequence[Mapping[int, float]], turns_K: Sequence[int], estimator: str
 ) -> list[list[float]]:
-    """The advantage of every turn of a group's trajectories: the grades of all their turns are normalised together, and
-    a turn has the sum of its trajectory's normalised grades at and after it. float32; `grades_K`: turn -> grade."""
-    flat = [grades[turn] for grades in grades_K for turn in sorted(grades)]
-    normalised = iter(ESTIMATORS[estimator](flat))
-    found = []
+    """The advantage of every turn of a group's trajectories, in float32. The grades of all turns of the group are
+    normalised together; the advantage of a turn is the sum of its trajectory's normalised grades at and after it.
+
+    Args:
+        grades_K: turn -> grade, of each trajectory.
+        turns_K: number of turns of each trajectory.
+    """
+    grades_of_group: list[float] = []
+    for grades in grades_K:
+        grades_of_group += [grades[turn] for turn in sorted(grades)]
+    normalised = iter(ESTIMATORS[estimator](grades_of_group))
+    advantages_K = []
     for grades, turns in zip(grades_K, turns_K, strict=True):
-        of_turn = [np.float32(0.0)] * turns
+        normalised_of_turn = [np.float32(0.0)] * turns
         for turn in sorted(grades):
             value = next(normalised)
-            assert value is not None  # None stands for a masked grade, and none is here
-            of_turn[turn] = np.float32(value)
-        found.append([float(total) for total in reversed(list(accumulate(reversed(of_turn))))])
-    return found
+            assert value is not None  # None would be a masked grade; masked trajectories are not in the group
+            normalised_of_turn[turn] = np.float32(value)
+        sums_from_end = list(accumulate(reversed(normalised_of_turn)))
+        advantages_K.append([float(total) for total in reversed(sums_from_end)])
+    return advantages_K
 
 
-def _check_one_grade(one: Trajectory) -> None:
-    if len(one.grades) == 1:
+def _check_one_grade(trajectory: Trajectory) -> None:
+    if len(trajectory.grades) == 1:
         return
-    what = f"grades at the turns {sorted(one.grades)}" if one.grades else f"no grade (its ending: {one.ending})"
+    if trajectory.grades:
+        grades = f"grades at the turns {sorted(trajectory.grades)}"
+    else:
+        grades = f"no grade (its ending: {trajectory.ending})"
     raise NotOneGrade(
-        f"{one.name} has {what}; a loss over whole sequences (GSPO) expects exactly one grade per trajectory: grade "
-        "the last turn only, grade in on_limit what a limit ends, or train with ENVGRPO, which credits turns"
+        f"{trajectory.name} has {grades}; a loss over whole sequences (GSPO) expects exactly one grade per trajectory: "
+        "grade only the last turn, grade episodes that a limit ends in on_limit, or train with ENVGRPO, which has an "
+        "advantage per turn"
     )
 
 
 def graded_chunks(
     store: ObjectStore,
     refs: list[ArtifactRef],
-    played: Mapping[tuple[str, int], Trajectory],
+    finished: Mapping[tuple[str, int], Trajectory],
     advantages: Mapping[tuple[str, int], list[float]],
 ) -> Iterator[dict[str, pa.Array]]:
-    """Columns of the batch but the trainer's logprobs, of the trajectories that have advantages: whole shards in their
-    order, about CHUNK_TOKENS at a time. The segments of a trajectory stand together, in order."""
+    """Yields the batch's columns, except the trainer's logprobs, for the trajectories that have advantages: whole
+    shards in order, about CHUNK_TOKENS at a time. The segments of a trajectory are adjacent and in order."""
     rows: list[dict[str, Any]] = []
     tokens = 0
     columns = ["prompt_id", "completion", "token_ids", "weights", "logprobs", "first_turn", "turn_tokens"]
@@ -146,7 +169,7 @@ def graded_chunks(
             name = row["prompt_id"], row["completion"]
             if name not in advantages or not row["turn_tokens"]:
                 continue
-            rows.append(_batch_row(row, advantages[name], played[name].reward))
+            rows.append(_batch_row(row, advantages[name], finished[name].reward))
             tokens += len(row["token_ids"])
         if tokens >= CHUNK_TOKENS:
             yield _arrays(rows)
@@ -156,15 +179,16 @@ def graded_chunks(
 
 
 def _batch_row(row: Mapping[str, Any], advantages: Sequence[float], reward: float) -> dict[str, Any]:
-    of_turns = advantages[row["first_turn"] :]
+    """The batch row of a segment. The trained tokens of a turn have the advantage of the turn."""
+    token_advantages: list[float] = []
+    for advantage, tokens in zip(advantages[row["first_turn"] :], row["turn_tokens"], strict=False):
+        token_advantages += [advantage] * tokens
     return {
         "group": row["prompt_id"],
         "completion": row["completion"],
         "token_ids": row["token_ids"],
         "weights": row["weights"],
-        "advantages": [
-            value for value, count in zip(of_turns, row["turn_tokens"], strict=False) for _ in range(count)
-        ],
+        "advantages": token_advantages,
         "sampler_logprobs": row["logprobs"],
         "reward": reward,
     }
@@ -172,4 +196,7 @@ def _batch_row(row: Mapping[str, Any], advantages: Sequence[float], reward: floa
 
 def _arrays(rows: list[dict[str, Any]]) -> dict[str, pa.Array]:
     schema = SCHEMAS["batch"]
-    return {name: pa.array([row[name] for row in rows], schema.field(name).type) for name in _COLUMNS}
+    arrays = {}
+    for name in _COLUMNS:
+        arrays[name] = pa.array([row[name] for row in rows], schema.field(name).type)
+    return arrays

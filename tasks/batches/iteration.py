@@ -1,7 +1,7 @@
-"""What hand-written algorithms map and draw with: concurrent calls, batches out of an endless iterator, mini-batches.
+"""Helpers of hand-written algorithms: concurrent calls over samples, batches from an iterator, mini-batches.
 
-Calls that run concurrently reach the engine as packed batches (engine.models.call_batching), so a listing that maps a
-method over samples fills the device.
+Concurrent calls reach the engine as packed batches (engine.models.call_batching), so mapping a method over samples uses
+the device well.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ Result = TypeVar("Result")
 
 
 async def async_map(function: Callable[[Item], Awaitable[Result]], items: Iterable[Item]) -> list[Result]:
-    """`function` of every item, concurrently, in their order. The first exception is raised, and ends the others."""
+    """The results of `function` for every item in order, computed concurrently. The first exception cancels the other
+    calls and is raised."""
     calls = [asyncio.ensure_future(_as_coroutine(function, item)) for item in items]
     try:
         return await asyncio.gather(*calls)
@@ -38,10 +39,10 @@ async def async_map(function: Callable[[Item], Awaitable[Result]], items: Iterab
 async def async_map_fallible(
     function: Callable[[Item], Awaitable[Result]], items: Iterable[Item]
 ) -> list[Result]:
-    """The results of the items that did not fail, in their order; failures are counted in the log. What is no item's
-    fault (the engine is away, the run is fenced) is raised."""
-    found = await async_map(lambda item: _outcome(function, item), items)
-    return _successes(found)
+    """The results of the items that did not fail, in order. Failures are counted in the log. Errors that no item causes
+    (the engine is unreachable, the run is fenced) are raised."""
+    outcomes = await async_map(lambda item: _outcome(function, item), items)
+    return _successes(outcomes)
 
 
 async def async_map_batch(
@@ -50,60 +51,63 @@ async def async_map_batch(
     batch_size: int,
     max_failures: int | None = None,
 ) -> list[Result]:
-    """`batch_size` results: items are drawn until so many succeeded, each round as many as are missing. An iterator
-    keeps its place from call to call; where it ends early the batch is short.
+    """`batch_size` results: takes items until that many calls succeeded. An iterator keeps its position between calls.
+    If it ends, the batch is shorter.
 
-    Raises the last failure when there were more than `max_failures` (batch_size when None); ValueError when there is no
-    item left.
+    Raises:
+        Exception: the last failure, if there were more than `max_failures` (None: batch_size).
+        ValueError: no item is left.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size}; give 1 or more")
-    source, results, failures = iter(items), list[Result](), 0
+    source = iter(items)
+    results: list[Result] = []
+    failures = 0
     limit = batch_size if max_failures is None else max_failures
     while len(results) < batch_size:
-        drawn = list(islice(source, batch_size - len(results)))
-        if not drawn:
+        missing = batch_size - len(results)
+        round_items = list(islice(source, missing))
+        if not round_items:
             break
-        found = await async_map(lambda item: _outcome(function, item), drawn)
-        results += _successes(found)
-        failed = [outcome for outcome in found if isinstance(outcome, _Failed)]
+        outcomes = await async_map(lambda item: _outcome(function, item), round_items)
+        results += _successes(outcomes)
+        failed = [outcome for outcome in outcomes if isinstance(outcome, _Failed)]
         failures += len(failed)
         if failures > limit:
             raise failed[-1].error
     if not results:
-        raise ValueError("no item is left to make a batch of; give a DataSet with allow_looping=True, or more data")
+        raise ValueError("no item is left for a batch; give a DataSet with allow_looping=True, or more data")
     return results
 
 
 def get_minibatches(
     samples: Sequence[Item], mini_batch_size: int, mini_epochs: int = 1, seed: int = 0
 ) -> list[list[Item]]:
-    """Mini-batches of `mini_epochs` passes, each over all samples in an order of its own that follows from `seed`. The
-    last of a pass may be smaller."""
+    """Mini-batches of `mini_epochs` passes over all samples. Each pass has its own order, which follows from `seed`.
+    The last mini-batch of a pass may be smaller."""
     if mini_batch_size < 1 or mini_epochs < 1:
         raise ValueError(f"mini_batch_size={mini_batch_size}, mini_epochs={mini_epochs}; give 1 or more of each")
     if not samples:
         return []
-    found = []
+    mini_batches = []
     for epoch in range(mini_epochs):
         order = _order(len(samples), seed, epoch)
-        found += [
-            [samples[at] for at in order[start : start + mini_batch_size]]
-            for start in range(0, len(order), mini_batch_size)
-        ]
-    return found
+        for start in range(0, len(order), mini_batch_size):
+            indices = order[start : start + mini_batch_size]
+            mini_batches.append([samples[index] for index in indices])
+    return mini_batches
 
 
 def repeat_thread(thread: StringThread) -> Iterator[StringThread]:
-    """The thread, without end: what `async_map_batch` draws the completions of one prompt from."""
+    """An endless iterator of the thread, from which `async_map_batch` samples several completions of one prompt."""
     return repeat(thread)
 
 
 class DataSet(Generic[Item]):
-    """An iterator over threads (or anything), shuffled by `seed`, every pass in another order.
+    """An iterator over threads (or other items), shuffled by `seed` in a different order in every pass.
 
-    `position` is how many were drawn; setting it moves there, so that `ctx.steps(n, dataset)` goes on where an earlier
-    attempt of the recipe was.
+    `position` is the number of items taken. It can be set, so that `ctx.steps(n, dataset)` resumes at the position of
+    an earlier attempt of the recipe.
     """
 
     def __init__(self, threads: Sequence[Item], allow_looping: bool = False, seed: int = 42) -> None:
@@ -129,7 +133,7 @@ class DataSet(Generic[Item]):
         return self.threads[self._order[place]]
 
     def completion_percentage(self) -> float:
-        """Passes over the data so far: 1.0 is one."""
+        """Passes over the data so far; 1.0 is one pass."""
         return self.position / len(self.threads)
 
 

@@ -1,4 +1,4 @@
-"""Plain code behind the batches of preferences and ratings: from dataset rows to trainable ones."""
+"""Builds the batches of preferences (pairs of answers) and of ratings from dataset rows."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
+
+from pydantic import JsonValue
 
 from engine.errors import BadSpec
 from engine.models.images import images_from_rows, images_to_rows
@@ -40,21 +42,22 @@ async def pair_batch(
     lengths: LengthPlan = ANY_LENGTH,
     step: int,
 ) -> ArtifactRef:
-    """The committed batch of pairs of a step, prepared now if nobody did before: two rows of one group each. A pair of
-    more tokens than `lengths` allows is an error, or dropped and counted in the manifest.
+    """Returns the committed batch of pairs of a step, and prepares it first if there is none. A pair is two rows of one
+    group. A pair that is longer than `lengths` allows is an error, or dropped and counted in the manifest.
 
-    `reference`: whose logprobs each trained token is compared with. None: the rows are for a scalar model, which scores
-    each conversation as a whole.
+    Args:
+        reference: the policy whose logprobs each trained token is compared with. None for a scalar model, which scores
+            each conversation as a whole.
     """
 
-    def of_pair(record: Row, group: str, renderer: Renderer) -> list[Row]:
-        return [
-            _row(renderer, record[column], group, number, whole=reference is None) | {"preferred": number == 0}
-            for number, column in enumerate(("chosen", "rejected"))
-        ]
+    def pair_rows(record: Row, group: str, renderer: Renderer) -> list[Row]:
+        whole = reference is None
+        chosen = _row(renderer, record["chosen"], group, 0, whole=whole)
+        rejected = _row(renderer, record["rejected"], group, 1, whole=whole)
+        return [chosen | {"preferred": True}, rejected | {"preferred": False}]
 
     return await _batch(
-        workspace, policy, base, dataset, rows, of_pair, reference=reference, lengths=lengths, step=step
+        workspace, policy, base, dataset, rows, pair_rows, reference=reference, lengths=lengths, step=step
     )
 
 
@@ -68,22 +71,23 @@ async def rating_batch(
     lengths: LengthPlan = ANY_LENGTH,
     step: int,
 ) -> ArtifactRef:
-    """The committed batch of rated conversations of a step: a row each, whose one return is `res` of its metadata. One
-    of more tokens than `lengths` allows is an error, or dropped and counted in the manifest."""
+    """Returns the committed batch of rated conversations of a step, and prepares it first if there is none. A
+    conversation is one row whose only return is `res` of its metadata. A conversation that is longer than `lengths`
+    allows is an error, or dropped and counted in the manifest."""
 
-    def of_thread(record: Row, group: str, renderer: Renderer) -> list[Row]:
+    def thread_row(record: Row, group: str, renderer: Renderer) -> list[Row]:
         rating = json.loads(record["metadata"] or "{}").get("res")
         if isinstance(rating, bool) or not isinstance(rating, int | float):
             raise BadSpec(
                 f"{row_name(workspace.open_store(), dataset, record['index'])} has metadata res={rating!r}; expected a "
-                "number, the rating that the model is to give (a dataset loaded with kind='rating' is checked for it)"
+                "number, the rating that the model should predict; kind='rating' checks this when the dataset is loaded"
             )
         return [_row(renderer, record["thread"], group, 0, whole=True) | {"returns": [rating], "reward": rating}]
 
-    return await _batch(workspace, policy, base, dataset, rows, of_thread, reference=None, lengths=lengths, step=step)
+    return await _batch(workspace, policy, base, dataset, rows, thread_row, reference=None, lengths=lengths, step=step)
 
 
-async def _batch(  # noqa: PLR0913  what its two callers are told, and how they read a row
+async def _batch(  # noqa: PLR0913  the arguments of its two callers, and how they read a row
     workspace: Workspace,
     policy: PolicyRef,
     base: ArtifactRef,
@@ -98,77 +102,88 @@ async def _batch(  # noqa: PLR0913  what its two callers are told, and how they 
     store = workspace.open_store()
     key = keys.step_artifact(policy.run, policy.stage, step, "batch", 0)
     with timed("storage"):
-        found = find_artifact(store, key)
-        if found is not None:
-            return require_parent(found, policy.uri)
+        committed = find_artifact(store, key)
+        if committed is not None:
+            return require_parent(committed, policy.uri)
         records = read_rows(store, dataset, rows)
     renderer = renderer_of(store, base)
-    fits = _Fits(workspace, base, lengths, partial(row_name, store, dataset))
-    units = (
-        unit
-        for record, group in zip(records, _groups(records, rows), strict=True)
-        if fits(unit := convert(record, group, renderer), record)
-    )
+    length_check = _LengthCheck(workspace, base, lengths, partial(row_name, store, dataset))
+
+    def short_units() -> Iterator[list[Row]]:
+        """The rows of each pair, or of each rated conversation, that is short enough."""
+        for record, group in zip(records, _groups(records, rows), strict=True):
+            unit = convert(record, group, renderer)
+            if length_check.fits(unit, record):
+                yield unit
+
     with TableWriter("batch") as writer:
-        for chunk in _chunks(units):
+        for chunk in _chunks(short_units()):
             if reference is not None:
                 await _compare(workspace, reference, chunk)
             with timed("storage"):
                 writer.write(chunk)
         if not writer.rows:
             raise BadSpec(
-                f"step {step + 1}: all {fits.dropped} rows of the batch were dropped for their length; raise the limit "
-                "(max_tokens, max_batch_size)"
+                f"step {step + 1}: all {length_check.dropped} rows of the batch were dropped for their length; raise "
+                "the limit (max_tokens, max_batch_size)"
             )
+        extra: dict[str, JsonValue] = {"prompts": len(rows) - length_check.dropped, "logprob_gap": None}
+        if length_check.dropped:
+            extra["dropped"] = length_check.dropped
         with timed("storage"):
             committed = writer.commit(
                 store,
                 key,
                 parents=(policy.uri, dataset.uri),
                 provenance=workspace.provenance,
-                extra={"prompts": len(rows) - fits.dropped, "logprob_gap": None}
-                | ({"dropped": fits.dropped} if fits.dropped else {}),
+                extra=extra,
             )
     return require_parent(committed, policy.uri)
 
 
-class _Fits:
-    """Tells whether a pair, or a rated conversation, is short enough; counts those that are not."""
+class _LengthCheck:
+    """Checks whether a pair, or a rated conversation, is short enough, and counts the dropped ones."""
 
     def __init__(self, workspace: Workspace, base: ArtifactRef, lengths: LengthPlan, name_row: NameRow) -> None:
-        self.drops, self.dropped = lengths.truncation == "drop", 0
-        self.longest, self.forward = lengths.limit(workspace, base), workspace.max_tokens
+        self.drops = lengths.truncation == "drop"
+        self.dropped = 0
+        self.longest_row = lengths.limit(workspace, base)
+        self.forward_tokens = workspace.max_tokens
         self.name_row = name_row
 
-    def __call__(self, unit: list[Row], record: Row) -> bool:
-        """Raises SampleTooLong where nothing is to be dropped."""
-        length, limit = max(len(row["token_ids"]) for row in unit), self.longest
-        if self.forward is not None and (limit is None or length <= limit):
-            # both conversations of a pair are in one forward pass, where their common beginning stands once
-            length, limit = _packed_tokens(unit), self.forward
+    def fits(self, unit: list[Row], record: Row) -> bool:
+        """Raises SampleTooLong for a unit that is too long, unless such units are dropped."""
+        length, limit = max(len(row["token_ids"]) for row in unit), self.longest_row
+        if self.forward_tokens is not None and (limit is None or length <= limit):
+            # both conversations of a pair are in one forward pass, which computes their common beginning once
+            length, limit = _packed_tokens(unit), self.forward_tokens
         if limit is None or length <= limit:
             return True
         if not self.drops:
-            what = "pair" if len(unit) > 1 else "conversation"
-            name = f"{what} {record['id']} ({self.name_row(record['index'])})"
+            kind = "pair" if len(unit) > 1 else "conversation"
+            name = f"{kind} {record['id']} ({self.name_row(record['index'])})"
             raise too_long(name, length, limit, remedy="drop")
         self.dropped += 1
         return False
 
 
 def _packed_tokens(unit: list[Row]) -> int:
-    """Tokens of the rows in one forward pass: the beginning that they share is computed once."""
-    lists = [row["token_ids"] for row in unit]
-    shared, most = 0, min(map(len, lists)) - 1
-    while shared < most and len({tokens[shared] for tokens in lists}) == 1:
+    """Tokens of the rows in one forward pass, which computes their common beginning once."""
+    sequences = [row["token_ids"] for row in unit]
+    longest_shared = min(len(tokens) for tokens in sequences) - 1
+    shared = 0
+    while shared < longest_shared and len({tokens[shared] for tokens in sequences}) == 1:
         shared += 1
-    return sum(map(len, lists)) - shared * (len(lists) - 1)
+    return sum(len(tokens) for tokens in sequences) - shared * (len(sequences) - 1)
 
 
 def _groups(records: Sequence[Row], rows: list[int]) -> list[str]:
-    """A name per taken row: a batch that reaches into the next epoch may have the same pair twice, and they are two."""
-    earlier = repetitions(rows)
-    return [f"{r['id']}/{again}" if again else r["id"] for r, again in zip(records, earlier, strict=True)]
+    """A group name per row. A batch that reaches into the next epoch may contain a row twice; each gets its own
+    name."""
+    groups = []
+    for record, repetition in zip(records, repetitions(rows), strict=True):
+        groups.append(f"{record['id']}/{repetition}" if repetition else record["id"])
+    return groups
 
 
 def _row(renderer: Renderer, thread: str, group: str, number: int, *, whole: bool) -> Row:
@@ -183,7 +198,7 @@ def _row(renderer: Renderer, thread: str, group: str, number: int, *, whole: boo
 
 
 def _chunks(units: Iterator[list[Row]]) -> Iterator[list[Row]]:
-    """Whole units, about CHUNK_TOKENS at a time."""
+    """Yields the rows of whole units, about CHUNK_TOKENS at a time."""
     chunk: list[Row] = []
     tokens = 0
     for unit in units:
@@ -198,12 +213,12 @@ def _chunks(units: Iterator[list[Row]]) -> Iterator[list[Row]]:
 
 async def _compare(workspace: Workspace, reference: PolicyRef, rows: list[Row]) -> None:
     """Adds the reference's logprobs to the rows."""
-    sequences = [
-        TokenSequence(row["token_ids"], row["weights"], row["group"], images_from_rows(row.get("images")))
-        for row in rows
-    ]
+    sequences = []
+    for row in rows:
+        images = images_from_rows(row.get("images"))
+        sequences.append(TokenSequence(row["token_ids"], row["weights"], row["group"], images))
     with timed("train"):
         request = LogprobsRequest(reference, sequences, max_tokens=workspace.max_tokens)
         logprobs = await workspace.connect().logprobs(request, epoch=workspace.epoch)
-    for row, found in zip(rows, logprobs, strict=True):
-        row["reference_logprobs"] = found
+    for row, row_logprobs in zip(rows, logprobs, strict=True):
+        row["reference_logprobs"] = row_logprobs

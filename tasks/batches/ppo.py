@@ -1,10 +1,11 @@
-"""Plain code behind PPO's batch: graded rollouts with an advantage and a return at every token.
+"""Builds PPO's batch: graded rollouts with an advantage and a return for every token.
 
 Axes: N completion · T trained token of all completions
 """
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Literal
 
 import numpy as np
@@ -29,16 +30,16 @@ Returns = Literal["rewards", "advantages"]
 
 
 class ValuePlan(Frozen):
-    """How the tokens of a batch are credited."""
+    """Settings of the advantages and returns of a batch (GAE, arXiv:1506.02438)."""
 
     value: PolicyRef
-    """Whose values are the baseline."""
+    """The value model."""
     gamma: float = Field(1.0, gt=0, le=1)
     lam: float = Field(0.95, ge=0, le=1)
     returns: Returns = "rewards"
-    """What a value should be: the discounted sum of the rewards, or the advantage plus the value."""
+    """The target of the value model: the discounted sum of the rewards, or the advantage plus the value."""
     whiten_advantages: bool = False
-    """Over all tokens of the batch, which is then held in memory."""
+    """Normalises the advantages over all tokens of the batch to mean 0 and standard deviation 1."""
 
 
 async def value_batch(
@@ -51,23 +52,23 @@ async def value_batch(
     *,
     step: int,
 ) -> ArtifactRef:
-    """The committed batch of a PPO step, prepared now if nobody did before. A token's reward is the KL penalty of
-    `plan.reward_kl` off it, and the completion's grade on the last one."""
+    """Returns the committed batch of a PPO step, and prepares it first if there is none. The reward of a token is minus
+    its KL penalty (`plan.reward_kl`), plus the completion's grade on its last token."""
     store = workspace.open_store()
     key = keys.step_artifact(policy.run, policy.stage, step, "batch", 0)
     with timed("storage"):
-        found = find_artifact(store, key)
-        if found is not None:
-            return require_parent(found, policy.uri)
+        committed = find_artifact(store, key)
+        if committed is not None:
+            return require_parent(committed, policy.uri)
         grades = Grades(pa.concat_tables(read_tables(store, graded, ["prompt_id", "completion", "reward", "status"])))
         shape_rewards(store, rollouts, grades, plan)
-    nothing_N = np.zeros(len(grades.rewards), np.float32)
+    no_advantages_N = np.zeros(len(grades.rewards), np.float32)  # they are computed below
     tables: list[pa.Table] = []
-    taken = 0
-    for columns in kept_chunks(store, rollouts, graded, grades, nothing_N):
+    first = 0
+    for columns in kept_chunks(store, rollouts, graded, grades, no_advantages_N):
         table = await scored(workspace, policy, columns, plan)
-        rows = grades.kept_rows[taken : taken + table.num_rows]
-        taken += table.num_rows
+        rows = grades.kept_rows[first : first + table.num_rows]
+        first += table.num_rows
         old_values = await values_before(workspace, values.value, table)
         tables.append(credited(table, grades.shaped_N[rows], old_values, plan, values))
     check_gradable(bool(tables), grades, step)
@@ -87,13 +88,14 @@ def commit_credited(
     parents: tuple[str, ...],
     prompts: int,
 ) -> ArtifactRef:
-    """The batch of these credited rows, whitened if that was asked for, under `key`."""
-    whole = pa.concat_tables(tables)
+    """Commits these rows as one batch under `key`, with whitened advantages if `values` asks for them."""
+    batch = pa.concat_tables(tables)
     if values.whiten_advantages:
-        whole = with_lists(whole, "advantages", whiten(whole["advantages"].combine_chunks().flatten().to_numpy()))
-    gap, tokens = gap_of(whole)
+        advantages_T = batch["advantages"].combine_chunks().flatten().to_numpy()
+        batch = with_lists(batch, "advantages", whiten(advantages_T))
+    gap, tokens = gap_of(batch)
     with TableWriter("batch") as writer, timed("storage"):
-        writer.write(whole)
+        writer.write(batch)
         committed = writer.commit(
             workspace.open_store(),
             key,
@@ -107,7 +109,7 @@ def commit_credited(
 def credited(
     table: pa.Table, rewards_N: np.ndarray, values_T: np.ndarray, plan: BatchPlan, values: ValuePlan
 ) -> pa.Table:
-    """The batch with advantages, returns and old values; a row's reward is on its last trained token."""
+    """Adds advantages, returns and old values to the batch. The reward of a row is on its last trained token."""
     lengths_N = trained_lengths(table)
     rewards_T = -penalties(table, plan)
     rewards_T[np.cumsum(lengths_N) - 1] += rewards_N
@@ -115,7 +117,7 @@ def credited(
 
 
 def penalties(table: pa.Table, plan: BatchPlan) -> np.ndarray:
-    """(T,) float64: what the KL in the reward takes off each trained token's; zeros without one."""
+    """(T,) float64: the KL penalty of each trained token; zeros without a KL penalty in the reward."""
     if plan.reward_kl is None:
         return np.zeros(int(trained_lengths(table).sum()))
     old = "old_logprobs" if plan.old_logprobs == "trainer" else "sampler_logprobs"
@@ -126,8 +128,8 @@ def penalties(table: pa.Table, plan: BatchPlan) -> np.ndarray:
 def with_credit(
     table: pa.Table, rewards_T: np.ndarray, values_T: np.ndarray, lengths_N: np.ndarray, values: ValuePlan
 ) -> pa.Table:
-    """The batch with advantages, returns and old values, from the reward of each trained token. `lengths_N`: trained
-    tokens of each sequence over which credit flows, which may be several rows."""
+    """Adds advantages, returns and old values to the batch, from the reward of each trained token. `lengths_N` are the
+    trained tokens of each sequence over which GAE runs; such a sequence may be several rows."""
     advantages_T, returns_T = advantages_and_returns(
         rewards_T, values_T, lengths_N, gamma=values.gamma, lam=values.lam
     )
@@ -143,5 +145,5 @@ async def values_before(workspace: Workspace, value: PolicyRef, table: pa.Table)
     sequences = sequences_of(table)
     with timed("train"):
         request = LogprobsRequest(value, sequences, max_tokens=workspace.max_tokens)
-        found = await workspace.connect().values(request, epoch=workspace.epoch)
-    return np.array([one for values in found for one in values], dtype=np.float64)
+        values_N = await workspace.connect().values(request, epoch=workspace.epoch)
+    return np.array(list(chain.from_iterable(values_N)), dtype=np.float64)

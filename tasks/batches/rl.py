@@ -1,11 +1,13 @@
-"""Plain code behind the batch tasks: from graded rollouts, or from completions, to trainable rows."""
+"""Builds the batches of reinforcement learning (from graded rollouts) and of SFT (from conversations).
+
+Axes: N completion · T trained token of all completions
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
 from functools import partial
-from itertools import repeat
 from typing import Any, Literal
 
 import numpy as np
@@ -44,38 +46,38 @@ AdvantageEstimator = Literal[
     "group", "group_sample_std", "centred", "leave_one_out", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
 ]
 ROLLOUT_COLUMNS = ("prompt_id", "completion", "prompt_ids", "completion_ids", "logprobs", "images")
-"""What a batch takes of its rollouts; images where the model takes them."""
+"""The columns of rollouts that a batch needs. `images` exists only for models that take images."""
 CHUNK_TOKENS = 1 << 20
-"""Tokens that are scored and written together: what a batch takes of the coordinator's memory, and of one call to the
-engine, does not grow with the batch."""
+"""Tokens that are scored and written together. It bounds this process's memory and the size of one engine call."""
 
 
 class BatchPlan(Frozen):
-    """What a row of an RL batch carries."""
+    """Settings of an RL batch: how rewards become advantages, and which logprobs its rows have."""
 
     reference: PolicyRef | None
-    """Whose logprobs the KL term compares with; None when its coefficient is 0."""
+    """The policy whose logprobs the KL term compares with; None if the coefficient of the KL term is 0."""
     advantage_estimator: AdvantageEstimator = "group"
     old_logprobs: OldLogprobs = "trainer"
     temperature: float = 1.0
     reward_kl: RewardKL | None = None
-    """A KL penalty in the reward; it needs `reference`."""
+    """A KL penalty that is subtracted from the reward; it needs `reference`."""
     overlong: Overlong | None = None
     mask_truncated: bool = False
-    """Leave answers that were cut at their longest out of the loss; their rewards count in their groups."""
+    """Leaves truncated answers out of the loss. Their rewards still count in the statistics of their groups."""
     drop_equal_groups: bool = False
     max_staleness: int = 0
-    """Of the policy that sampled, in steps."""
+    """How many steps older than the trained policy the sampling policy may be."""
 
     @property
     def rules(self) -> dict[str, JsonValue]:
-        """What a batch's manifest says of the completions that it may lack, and of the policy that sampled them."""
-        given = self.model_dump(include={"mask_truncated", "drop_equal_groups", "max_staleness"}, exclude_defaults=True)
-        return {"rules": given} if given else {}
+        """The rules, for the batch's manifest, that explain missing completions and an older sampling policy."""
+        names = {"mask_truncated", "drop_equal_groups", "max_staleness"}
+        rules = self.model_dump(include=names, exclude_defaults=True)
+        return {"rules": rules} if rules else {}
 
     @property
-    def whole(self) -> bool:
-        """Whether the advantages depend on logprobs, or on the whole batch: it is then held in memory."""
+    def needs_whole_batch(self) -> bool:
+        """Whether the advantages depend on logprobs or on the whole batch, which is then held in memory."""
         return self.reward_kl is not None or self.advantage_estimator in BATCH_ESTIMATORS
 
 
@@ -88,21 +90,26 @@ async def rollout_batch(
     *,
     step: int,
 ) -> ArtifactRef:
-    """The committed batch of an RL step, prepared now if nobody did before."""
+    """Returns the committed batch of an RL step, and prepares it first if there is none."""
     store = workspace.open_store()
     key = keys.step_artifact(policy.run, policy.stage, step, "batch", 0)
     with timed("storage"):
-        found = find_artifact(store, key)
-        if found is not None:
-            return require_parent(found, policy.uri)
+        committed = find_artifact(store, key)
+        if committed is not None:
+            return require_parent(committed, policy.uri)
         columns = ["prompt_id", "completion", "reward", "status"]
         grades = Grades(pa.concat_tables(read_tables(store, graded, columns)))
         shape_rewards(store, rollouts, grades, plan)
-        unknown_N = np.zeros(len(grades.rewards), np.float32)
-    advantages_N = unknown_N if plan.whole else grades.advantages(plan.advantage_estimator)
-    held: list[pa.Table] = []
+
+    # advantages now, or after the whole batch was scored
+    if plan.needs_whole_batch:
+        advantages_N = np.zeros(len(grades.rewards), np.float32)
+    else:
+        advantages_N = grades.advantages(plan.advantage_estimator)
+    scored_tables: list[pa.Table] = []
     extra: dict[str, JsonValue] = {}
     with TableWriter("batch") as writer:
+        # score the rows chunk by chunk
         gap, gap_tokens = 0.0, 0
         for shards in kept_chunks(store, rollouts, graded, grades, advantages_N):
             table = await scored(workspace, policy, shards, plan)
@@ -113,16 +120,17 @@ async def rollout_batch(
                     f"step {step + 1}: {policy.uri} gives NaN for the logprobs of its own completions: an earlier "
                     "update made its weights overflow. Lower optimizer.lr, and fork the run from a step before that"
                 )
-            if plan.whole:
-                held.append(table)
+            if plan.needs_whole_batch:
+                scored_tables.append(table)
                 continue
             with timed("storage"):
                 writer.write(table)
-        if held:
-            table, extra = batch_level_advantages(pa.concat_tables(held), grades, plan)
+        if scored_tables:
+            table, extra = batch_level_advantages(pa.concat_tables(scored_tables), grades, plan)
             with timed("storage"):
                 writer.write(table)
         check_gradable(bool(writer.rows), grades, step)
+
         with timed("storage"):
             committed = writer.commit(
                 store,
@@ -140,46 +148,54 @@ async def rollout_batch(
 
 
 def check_gradable(any_kept: bool, grades: Grades, step: int) -> None:
-    """Raises BadSpec when nothing of a step is left to train."""
+    """Raises BadSpec if no completion of a step is left to train."""
     if not any_kept:
         raise BadSpec(
-            f"step {step} has no gradable completion: {len(grades.rewards)} were sampled and every one was empty, "
-            "masked, ignored or left out by the rules of the batch; look at the reasons in its graded table"
+            f"step {step} has no gradable completion: all {len(grades.rewards)} sampled completions are empty, masked, "
+            "ignored or left out by the rules of the batch; look at the reasons in the step's graded table"
         )
 
 
 def shape_rewards(store: ObjectStore, rollouts: list[ArtifactRef], grades: Grades, plan: BatchPlan) -> None:
-    """What is known of the answers' lengths and groups before any logprob."""
-    if plan.drop_equal_groups:  # by the grades themselves, as informative_prompts counts them
+    """Applies the rules that need no logprobs: dropped groups, the length penalty, masked truncated answers."""
+    if plan.drop_equal_groups:  # before any penalty, as informative_prompts counts them
         grades.mask_equal_groups()
-    if plan.overlong or plan.mask_truncated:
-        tables = list(read_tables(store, rollouts, ["completion_ids", "stop_reason"]))
-        if plan.overlong:
-            lengths = [pc.list_value_length(table["completion_ids"]).to_numpy() for table in tables]
-            grades.shaped_N -= plan.overlong.of(np.concatenate(lengths))
-        if plan.mask_truncated:
-            grades.masked_N |= np.concatenate([pc.equal(t["stop_reason"], "length").to_numpy() for t in tables])
+    if not plan.overlong and not plan.mask_truncated:
+        return
+    tables = list(read_tables(store, rollouts, ["completion_ids", "stop_reason"]))
+    if plan.overlong:
+        lengths = [pc.list_value_length(table["completion_ids"]).to_numpy() for table in tables]
+        grades.shaped_N -= plan.overlong.of(np.concatenate(lengths))
+    if plan.mask_truncated:
+        truncated = [pc.equal(table["stop_reason"], "length").to_numpy() for table in tables]
+        grades.masked_N |= np.concatenate(truncated)
 
 
 def batch_level_advantages(table: pa.Table, grades: Grades, plan: BatchPlan) -> tuple[pa.Table, dict[str, JsonValue]]:
-    """The batch with advantages that need all of it, and what its manifest says of the KL in the reward: `reward_kl`,
-    the mean over tokens, nats."""
+    """Computes the advantages that depend on the whole batch.
+
+    Returns:
+        The batch with its advantages, and what to add to its manifest: `reward_kl`, the mean KL per token in nats, if
+        the reward has a KL penalty.
+    """
     lengths_N, rows = trained_lengths(table), grades.kept_rows
     extra: dict[str, JsonValue] = {}
+    # the KL penalty of each token
     penalties_T = np.zeros(int(lengths_N.sum()))
     if plan.reward_kl is not None:
         old = "old_logprobs" if plan.old_logprobs == "trainer" else "sampler_logprobs"
         kl_T = KL_OF_GAP[plan.reward_kl.estimator](policy_gap(table, old))
-        penalties_T, extra = plan.reward_kl.beta * kl_T, {"reward_kl": float(kl_T.mean())}
+        penalties_T = plan.reward_kl.beta * kl_T
+        extra = {"reward_kl": float(kl_T.mean())}
+    # advantages by the estimator
     if plan.advantage_estimator == "reinforce_plus_plus":
         advantages_T = reinforce_plus_plus(grades.shaped_N[rows], penalties_T, lengths_N)
         return with_lists(table, "advantages", advantages_T), extra
     grades.shaped_N[rows] -= np.add.reduceat(penalties_T, np.cumsum(lengths_N) - lengths_N)
     if plan.advantage_estimator == "reinforce_plus_plus_baseline":
         valid = ~np.isnan(grades.shaped_N)
-        prompts, shaped = grades.prompts_N, grades.shaped_N
-        centred_N = np.full(len(shaped), np.nan)
-        centred_N[valid] = less_group_mean(shaped[valid], prompts[valid])
+        centred_N = np.full(len(grades.shaped_N), np.nan)
+        centred_N[valid] = less_group_mean(grades.shaped_N[valid], grades.prompts_N[valid])
         advantages_T = whiten(np.repeat(centred_N[rows], lengths_N))
     else:
         advantages_T = np.repeat(grades.advantages(plan.advantage_estimator)[rows], lengths_N)
@@ -187,11 +203,11 @@ def batch_level_advantages(table: pa.Table, grades: Grades, plan: BatchPlan) -> 
 
 
 def informative_prompts(store: ObjectStore, graded: list[ArtifactRef]) -> int:
-    """Prompts whose valid rewards differ: the others give no advantage."""
+    """Number of prompts whose valid rewards differ. The completions of other prompts have advantage 0."""
     table = pa.concat_tables(read_tables(store, graded, ["prompt_id", "reward", "status"]))
-    valid = table.filter(pc.equal(table["status"], "ok")).group_by("prompt_id")
-    found = valid.aggregate([("reward", "min"), ("reward", "max")])
-    return pc.sum(pc.not_equal(found["reward_min"], found["reward_max"])).as_py() or 0
+    valid = table.filter(pc.equal(table["status"], "ok"))
+    ranges = valid.group_by("prompt_id").aggregate([("reward", "min"), ("reward", "max")])
+    return pc.sum(pc.not_equal(ranges["reward_min"], ranges["reward_max"])).as_py() or 0
 
 
 def kept_chunks(
@@ -201,7 +217,7 @@ def kept_chunks(
     grades: Grades,
     advantages_N: np.ndarray,
 ) -> Iterator[list[dict[str, pa.Array]]]:
-    """The kept rows of whole shards, in their order, about CHUNK_TOKENS at a time."""
+    """Yields the rows that are trained: whole shards in order, about CHUNK_TOKENS at a time."""
     tables = read_tables(store, rollouts, ROLLOUT_COLUMNS)
     start, chunk, tokens = 0, [], 0
     for ref, grade_ref in zip(rollouts, graded, strict=True):
@@ -209,7 +225,10 @@ def kept_chunks(
             shard = next(tables)
         kept = grades.kept(shard, start, advantages_N)
         if kept is None or shard.num_rows != grade_ref.rows:
-            raise BadSpec(f"{grade_ref.key} does not grade the rows of {ref.key} in their order")
+            raise BadSpec(
+                f"the grades in {grade_ref.key} do not match the rows of {ref.key}; expected one grade per row in the "
+                "same order: pass each shard's own grades"
+            )
         start += shard.num_rows
         chunk.append(kept)
         tokens += len(kept["token_ids"].flatten())
@@ -223,25 +242,32 @@ def kept_chunks(
 async def scored(
     workspace: Workspace, policy: PolicyRef, shards: list[dict[str, pa.Array]], plan: BatchPlan
 ) -> pa.Table:
-    """Some shards' rows as one table, with the logprobs that the loss compares with."""
-    columns = {name: pa.concat_arrays([shard[name] for shard in shards]) for name in shards[0]}
-    policies = (policy if plan.old_logprobs == "trainer" else None, plan.reference)
-    sequences = []
-    if any(policies) and len(columns["group"]):
-        sequences = sequences_of(columns)
-    old, reference = [
-        None if one is None else (await _logprobs(workspace, one, sequences, plan.temperature) if sequences else [])
-        for one in policies
-    ]
-    return batch_table(columns, old, reference)
+    """The rows of some shards as one table, with the old and the reference logprobs that the loss needs."""
+    columns = {}
+    for name in shards[0]:
+        columns[name] = pa.concat_arrays([shard[name] for shard in shards])
+    old_policy = policy if plan.old_logprobs == "trainer" else None
+    sequences = sequences_of(columns) if old_policy or plan.reference else []
+
+    async def logprobs(scoring_policy: PolicyRef | None) -> list[list[float]] | None:
+        if scoring_policy is None:
+            return None
+        return await _logprobs(workspace, scoring_policy, sequences, plan.temperature) if sequences else []
+
+    old_logprobs = await logprobs(old_policy)
+    reference_logprobs = await logprobs(plan.reference)
+    return batch_table(columns, old_logprobs, reference_logprobs)
 
 
 def sequences_of(table: pa.Table | Mapping[str, pa.Array]) -> list[TokenSequence]:
-    """Rows of a batch, as the engine scores them."""
+    """The rows of a batch in the form in which the engine scores them."""
     names = table.column_names if isinstance(table, pa.Table) else table
-    lists = [table[name].to_pylist() for name in ("token_ids", "weights", "group")]
-    images = map(images_from_rows, table["images"].to_pylist() if "images" in names else repeat(None, len(lists[0])))
-    return [TokenSequence(*row) for row in zip(*lists, images, strict=True)]
+    token_ids, weights, groups = (table[name].to_pylist() for name in ("token_ids", "weights", "group"))
+    images = table["images"].to_pylist() if "images" in names else [None] * len(token_ids)
+    return [
+        TokenSequence(ids, row_weights, group, images_from_rows(row_images))
+        for ids, row_weights, group, row_images in zip(token_ids, weights, groups, images, strict=True)
+    ]
 
 
 async def _logprobs(
@@ -262,34 +288,52 @@ async def completion_batch(
     lengths: LengthPlan = ANY_LENGTH,
     step: int,
 ) -> ArtifactRef:
-    """The committed batch of an SFT step; its manifest counts the conversations that were cut or dropped. Raises
-    SampleTooLong, and BadSpec where there is nothing to learn."""
+    """Returns the committed batch of an SFT step, and prepares it first if there is none. Its manifest counts the
+    conversations that were truncated or dropped.
+
+    Raises:
+        SampleTooLong: a conversation is too long and `lengths` does not allow to truncate or drop it.
+        BadSpec: no row has a token to train.
+    """
     store = workspace.open_store()
     key = keys.step_artifact(policy.run, policy.stage, step, "batch", 0)
     with timed("storage"):
-        found = find_artifact(store, key)
-        if found is not None:
-            return require_parent(found, policy.uri)
+        committed = find_artifact(store, key)
+        if committed is not None:
+            return require_parent(committed, policy.uri)
         records = read_rows(store, dataset, rows)
+
+    # tokenise the conversations
     renderer = renderer_of(store, base)
-    schema = table_schema("batch", ["images"] if renderer.tokenizer.images else [])
-    empty: dict[str, Any] = {name: None for name in schema.names}
+    takes_images = bool(renderer.tokenizer.images)
+    schema = table_schema("batch", ["images"] if takes_images else [])
+    empty: dict[str, Any] = dict.fromkeys(schema.names)
     limit = lengths.limit(workspace, base)
-    table_rows, cuts, dropped = [], 0, 0
+    table_rows, truncated, dropped = [], 0, 0
     for record in records:
         whole = renderer.sequence(renderer.tokenize(StringThread.from_json(record["thread"])))
-        kept = cut(whole, lengths, limit, name=partial(row_name, store, dataset, record["index"]))
-        if kept is None:
+        sequence = cut(whole, lengths, limit, name=partial(row_name, store, dataset, record["index"]))
+        if sequence is None:
             dropped += 1
             continue
-        cuts += kept is not whole
-        row = {"group": record["id"], "completion": 0, "token_ids": kept.token_ids, "weights": kept.weights}
-        table_rows.append(empty | row | ({"images": images_to_rows(kept.images)} if "images" in schema.names else {}))
-    if not any(weight > 0 for row in table_rows for weight in row["weights"]):
+        if sequence is not whole:
+            truncated += 1
+        row = {"group": record["id"], "completion": 0, "token_ids": sequence.token_ids, "weights": sequence.weights}
+        if takes_images:
+            row["images"] = images_to_rows(sequence.images)
+        table_rows.append(empty | row)
+    if not any(max(row["weights"], default=0.0) > 0 for row in table_rows):
         raise BadSpec(
             f"step {step + 1}: none of its {len(rows)} rows, such as {row_name(store, dataset, rows[0])}, has an "
-            "assistant turn to learn" + _why_nothing(cuts, dropped)
+            "assistant turn to train on" + _why_nothing(truncated, dropped)
         )
+
+    # commit
+    extra: dict[str, JsonValue] = {"prompts": len({row["group"] for row in table_rows}), "logprob_gap": None}
+    if truncated:
+        extra["cut"] = truncated
+    if dropped:
+        extra["dropped"] = dropped
     with timed("storage"):
         committed = commit_table(
             store,
@@ -298,14 +342,13 @@ async def completion_batch(
             kind="batch",
             parents=(policy.uri, dataset.uri),
             provenance=workspace.provenance,
-            extra={"prompts": len({row["group"] for row in table_rows}), "logprob_gap": None}
-            | {name: count for name, count in (("cut", cuts), ("dropped", dropped)) if count},
+            extra=extra,
         )
     return require_parent(committed, policy.uri)
 
 
-def _why_nothing(cuts: int, dropped: int) -> str:
-    """What to do about a batch without anything to learn."""
-    if not cuts and not dropped:
+def _why_nothing(truncated: int, dropped: int) -> str:
+    """The end of the error about a batch without trained tokens: what to do."""
+    if not truncated and not dropped:
         return "; SFT needs completions"
-    return f", and {cuts} of them were cut, {dropped} dropped; raise algorithm.max_tokens (max_batch_size)"
+    return f"; {truncated} were truncated and {dropped} dropped: raise algorithm.max_tokens (max_batch_size)"

@@ -1,4 +1,4 @@
-"""Conversations of more tokens than a run trains on: an error, cut, or dropped and counted."""
+"""What happens to conversations that are longer than a run allows: an error, truncation, or dropping."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ class LengthPlan(Frozen):
     """How long a conversation may be, and what happens to a longer one."""
 
     max_tokens: int | None = Field(None, ge=1)
-    """None: the model's context."""
+    """Longest conversation in tokens; None: the model's context."""
     truncation: Cut = "error"
-    """left keeps the last tokens, right the first; drop leaves the conversation out."""
+    """left keeps the last tokens, right keeps the first tokens, drop leaves the conversation out."""
 
     def limit(self, workspace: Workspace, base: ArtifactRef) -> int | None:
-        """Tokens that a conversation may have: `max_tokens`, the model's context, and the max_batch_size that the model
-        was spawned with. None where nothing is said, and the engine will refuse what does not fit."""
+        """Tokens that a conversation may have: the least of `max_tokens`, the model's context and the max_batch_size
+        that the model was spawned with. None if neither this plan nor the model sets a limit; the engine then refuses a
+        conversation that does not fit."""
         if self == ANY_LENGTH and workspace.max_tokens is None:
             return None
         context = context_length_of(workspace.open_store(), base)
@@ -39,16 +40,16 @@ ANY_LENGTH = LengthPlan()
 
 
 def shortest(*limits: int | None) -> int | None:
-    """The least of the limits that are given; None where none is."""
+    """The least of the limits that are not None; None if all are None."""
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def check_uncut(lengths: LengthPlan) -> None:
-    """Raises ValueError for a plan that cuts, where only whole conversations can be compared or scored."""
+    """Raises ValueError for a plan that truncates, where only whole conversations can be compared or scored."""
     if lengths.truncation in ("left", "right"):
         raise ValueError(
-            f"truncation={lengths.truncation!r} cuts conversations, and answers are compared or scored whole; set "
-            "truncation to error or drop"
+            f"truncation={lengths.truncation!r} shortens conversations, but answers are compared or scored as a whole; "
+            "set truncation to error or drop"
         )
 
 
@@ -63,8 +64,8 @@ def too_long(row: str, length: int, limit: int, *, remedy: str) -> SampleTooLong
 def cut(
     sequence: TokenSequence, plan: LengthPlan, limit: int | None, *, name: Callable[[], str]
 ) -> TokenSequence | None:
-    """The sequence, of at most `limit` tokens; None for a longer one that the plan drops. Nothing predicts the first
-    token that is kept, so it is not trained. Raises SampleTooLong, which says the `name` of the sequence."""
+    """The sequence with at most `limit` tokens, or None if the plan drops it. The first remaining token is not trained,
+    because no token before it predicts it. Raises SampleTooLong with the `name` of the sequence."""
     length = len(sequence.token_ids)
     if limit is None or length <= limit:
         return sequence
@@ -74,8 +75,8 @@ def cut(
         raise too_long(name(), length, limit, remedy="left, right or drop")
     if sequence.images:
         raise SampleTooLong(
-            f"{name()} has {length} tokens, of which {limit} are allowed, and images, which are not cut; raise "
-            "algorithm.max_tokens, or leave the row out"
+            f"{name()} has {length} tokens, at most {limit} are allowed, and it has images, which cannot be truncated; "
+            "raise algorithm.max_tokens, or leave the row out"
         )
-    kept = slice(length - limit, None) if plan.truncation == "left" else slice(limit)
-    return replace(sequence, token_ids=sequence.token_ids[kept], weights=[0.0, *sequence.weights[kept][1:]])
+    part = slice(length - limit, None) if plan.truncation == "left" else slice(limit)
+    return replace(sequence, token_ids=sequence.token_ids[part], weights=[0.0, *sequence.weights[part][1:]])

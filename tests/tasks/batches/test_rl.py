@@ -149,7 +149,7 @@ async def test_grades_of_other_rollouts_are_refused(stand: Stand) -> None:
     rollouts = await stand.sample()
     other = await stand.sample(step=1, shard={"rows": (1, 0)})
     graded = stand.graded(other, [1.0] * 8, step=1)
-    with pytest.raises(BadSpec, match="does not grade the rows"):
+    with pytest.raises(BadSpec, match="do not match the rows of .*expected one grade per row"):
         await stand.batch(rollouts, graded)
 
 
@@ -166,7 +166,7 @@ async def test_two_models_of_one_stage_do_not_train_on_each_others_samples(stand
 
 async def test_a_step_without_one_gradable_completion_is_refused(stand: Stand) -> None:
     rollouts = await stand.sample()
-    with pytest.raises(BadSpec, match="no gradable completion: 8 were sampled"):
+    with pytest.raises(BadSpec, match="no gradable completion: all 8 sampled completions"):
         await stand.batch(rollouts, stand.graded(rollouts, [None] * 8))
 
 

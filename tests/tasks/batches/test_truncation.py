@@ -42,5 +42,5 @@ def test_a_longer_one_is_an_error_that_says_what_to_do() -> None:
         cut(TEN, LengthPlan(max_tokens=9), 9, name=row_3)
     image = PlacedImage(start=1, tokens=2, data=b"a file")
     seen = TokenSequence(TEN.token_ids, TEN.weights, images=(image,))
-    with pytest.raises(SampleTooLong, match="row 3 .*images, which are not cut"):
+    with pytest.raises(SampleTooLong, match="row 3 .*images, which cannot be truncated"):
         cut(seen, RIGHT, 9, name=row_3)

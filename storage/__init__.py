@@ -1,1 +1,2 @@
-"""Bytes: objects, artifacts, checkpoints, the model registry, leases and the chain. Imports nothing of ours."""
+"""Storage of objects, artifacts, chains, leases, checkpoints and registered models. Imports no other package of the
+project."""

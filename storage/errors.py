@@ -1,4 +1,4 @@
-"""What can go wrong with bytes, split by the only question a caller asks: may I try again?
+"""Errors of storage. A transient error may disappear when the same call is repeated; a permanent error will not.
 
 StorageError
 ├── TransientStorageError      StorageUnavailable  StoreGone  StorageFull  AttemptTooOld
@@ -13,92 +13,95 @@ from typing import ClassVar
 
 
 class StorageError(Exception):
-    """Anything that storage refuses or fails to do."""
+    """Base class of all errors that storage raises."""
 
     transient: ClassVar[bool] = False
 
 
 class TransientStorageError(StorageError):
-    """The same call may work later."""
+    """Raised when the same call may succeed later."""
 
     transient: ClassVar[bool] = True
 
 
 class StorageUnavailable(TransientStorageError):
-    """The store did not answer, or answered with an error of its own, more often than the retries allow."""
+    """Raised when the store did not answer, or answered with a server error, on every attempt that the retry policy
+    allows."""
 
 
 class StoreGone(StorageUnavailable):
-    """The folder of a store, or its store.json, was there and is gone: an unmounted disk may come back."""
+    """Raised when the folder of a store, or its store.json, existed and is missing now. An unmounted disk may be
+    mounted again."""
 
 
 class StorageFull(TransientStorageError):
-    """No space or quota is left. Nothing of the object is visible."""
+    """Raised when no space or quota is left. No part of the object is visible."""
 
 
 class AttemptTooOld(TransientStorageError):
-    """An attempt that took longer than garbage collection waits: its data may be gone. A new attempt starts anew."""
+    """Raised when an attempt took so long that garbage collection may have deleted its data. Start a new attempt."""
 
 
 class PermanentStorageError(StorageError):
-    """The same call fails again until somebody changes something."""
+    """Raised when the same call will fail again until something is changed."""
 
 
 class ObjectNotFound(PermanentStorageError):
-    """There is no such object."""
+    """Raised when there is no object at the key."""
 
 
 class NoSuchBucket(PermanentStorageError):
-    """There is no such bucket, so nothing is known about its objects."""
+    """Raised when the bucket does not exist, so that nothing is known about its objects."""
 
 
 class OtherStore(PermanentStorageError):
-    """Another store lies where the store of this process was."""
+    """Raised when the folder holds another store than the one this process used before."""
 
 
 class AccessDenied(PermanentStorageError):
-    """The store knows the caller, or does not, and refuses."""
+    """Raised when the store rejects the credentials or denies access."""
 
 
 class CorruptArtifact(PermanentStorageError):
-    """Bytes that are not what their manifest says: torn, altered, unparseable, or written by a newer version."""
+    """Raised when bytes differ from what their manifest says, cannot be parsed, or were written by a newer version."""
 
 
 class UnsupportedFilesystem(PermanentStorageError):
-    """A store that cannot tell one writer of many that it won."""
+    """Raised when a store cannot guarantee that exactly one of several writers of a key wins."""
 
 
 class InvalidKey(PermanentStorageError):
-    """A key or a name that is not made of plain segments."""
+    """Raised when a key or a name has characters or segments that are not allowed."""
 
 
 class SchemaMismatch(PermanentStorageError):
-    """A table that is not of the declared schema."""
+    """Raised when a table does not have the declared columns."""
 
 
 class SemanticMismatch(PermanentStorageError):
-    """A run key that is taken by a run with another semantic configuration."""
+    """Raised when the run key belongs to a run with another semantic configuration."""
 
 
 class ArtifactConflict(PermanentStorageError):
-    """A key that holds an artifact of another origin."""
+    """Raised when the key holds an artifact that was made from another parent."""
 
 
 class VersionConflict(PermanentStorageError):
-    """A model version that names other content already."""
+    """Raised when the model version already names other content."""
 
 
 class AliasMoved(PermanentStorageError):
-    """An alias that somebody else moved since it was looked at."""
+    """Raised when an alias was moved by another writer after it was read."""
 
 
 class ForkRefused(PermanentStorageError):
-    """A fork onto a key that is taken, or a run whose fork is not finished."""
+    """Raised when the key of a fork is taken, or when a run is an unfinished fork."""
 
 
 class NoSuchCheckpoint(PermanentStorageError):
-    """A name that no checkpoint bears, or more than one."""
+    """Raised when no checkpoint has the name, or more than one has it."""
 
 
 class CheckpointInUse(PermanentStorageError):
-    """A checkpoint that is to be removed and that a fork, a run in progress, a champion or a rebase refers to."""
+    """Raised when a checkpoint is to be removed while a fork, a run in progress, a champion or a rebase refers to
+    it."""

@@ -1,6 +1,6 @@
-"""Named places where a test kills the process, so that crashes are enumerated instead of hoped for.
+"""Named places in the code at which a test can kill the process, so that tests cover a crash at each of them.
 
-OSTINATO_FAILPOINT=rollout.after_data:3 ends the process by SIGKILL when that place is reached for the third time.
+OSTINATO_FAILPOINT=rollout.after_data:3 ends the process with SIGKILL when it reaches that place for the third time.
 """
 
 from __future__ import annotations
@@ -37,23 +37,27 @@ FAILPOINTS: frozenset[str] = frozenset(
     }
 )
 
-_hits: Counter[str] = Counter()  # of this process: a failpoint counts from the start of the process it kills
+_hits: Counter[str] = Counter()
+"""How often this process has reached each failpoint."""
 _lock = threading.Lock()
 
 
 def failpoint(name: str) -> None:
-    """Kills this process if OSTINATO_FAILPOINT asks for it here. Raises ValueError for a name not in FAILPOINTS."""
+    """Kills this process if OSTINATO_FAILPOINT names this place and count.
+
+    Raises ValueError for a name that is not in FAILPOINTS.
+    """
     if name not in FAILPOINTS:
         raise ValueError(f"unknown failpoint {name!r}; add it to storage.failpoints.FAILPOINTS")
-    wanted = os.environ.get("OSTINATO_FAILPOINT")
-    if wanted:
-        _hit(name, wanted)
+    setting = os.environ.get("OSTINATO_FAILPOINT")
+    if setting:
+        _count_and_kill(name, setting)
 
 
-def _hit(name: str, wanted: str) -> None:
-    target, _, number = wanted.partition(":")
+def _count_and_kill(name: str, setting: str) -> None:
+    target, _, number = setting.partition(":")
     if target not in FAILPOINTS:
-        raise ValueError(f"OSTINATO_FAILPOINT={wanted!r} names no failpoint; known: {', '.join(sorted(FAILPOINTS))}")
+        raise ValueError(f"OSTINATO_FAILPOINT={setting!r} names no failpoint; known: {', '.join(sorted(FAILPOINTS))}")
     if target != name:
         return
     with _lock:

@@ -1,4 +1,4 @@
-"""Frozen records, and the one way an object becomes bytes and a digest."""
+"""The base class of stored records, their canonical JSON, and sha256 digests of objects and files."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pydantic_core import CoreSchema
 from storage.forms import as_form
 
 CHUNK_BYTES = 4 << 20
-"""How much of a large file is in memory at a time."""
+"""Bytes of a large file that are read into memory at a time."""
 
 
 class Frozen(BaseModel):
-    """An immutable record that refuses fields it does not know. Its JSON schema is fit for a form (storage.forms), in
-    which the text under a field is its description."""
+    """Base class of immutable records. Unknown fields are refused. Its JSON schema is adapted to forms (storage.forms),
+    where the docstring of a field is its description."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -31,8 +31,10 @@ class Frozen(BaseModel):
 
 
 def canonical_json(obj: Any) -> bytes:
-    """The JSON bytes of `obj`: sorted keys, no spaces, UTF-8. Raises ValueError on NaN and infinities, TypeError on
-    what JSON cannot say; a pydantic model is dumped first."""
+    """Encodes `obj` as JSON in UTF-8 with sorted keys and no spaces. A pydantic model is dumped first.
+
+    Raises ValueError for NaN and infinities, TypeError for objects that JSON cannot represent.
+    """
     if isinstance(obj, BaseModel):
         obj = obj.model_dump(mode="json")
     text = json.dumps(obj, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
@@ -40,13 +42,13 @@ def canonical_json(obj: Any) -> bytes:
 
 
 def digest(obj: Any) -> str:
-    """sha256 in hex of bytes as they are, of anything else by its canonical JSON."""
+    """Returns the sha256 in hex of bytes, or of the canonical JSON of any other object."""
     data = bytes(obj) if isinstance(obj, bytes | bytearray | memoryview) else canonical_json(obj)
     return hashlib.sha256(data).hexdigest()
 
 
 def digest_file(path: Path) -> tuple[str, int]:
-    """sha256 in hex and size in bytes of a file, in bounded memory."""
+    """Returns (sha256 in hex, size in bytes) of a file. Reads it in chunks of CHUNK_BYTES."""
     hasher, size = hashlib.sha256(), 0
     with open(path, "rb", buffering=0) as file:
         while chunk := file.read(CHUNK_BYTES):

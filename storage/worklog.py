@@ -1,4 +1,4 @@
-"""What was really done, and by whom: lines that tests count. Off unless OSTINATO_WORKLOG names a file."""
+"""A log of the work that processes did, which tests count. It is off unless OSTINATO_WORKLOG names a file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def log_work(event: str, **fields: Any) -> None:
-    """Appends one JSON line (event, time, pid, fields) by one write, so that lines of many processes never mix."""
+    """Appends one JSON line (event, time, pid, fields) in one write, so that lines of processes do not mix."""
     path = os.environ.get("OSTINATO_WORKLOG")
     if not path:
         return

@@ -165,7 +165,7 @@ def commit_rebase(chain: Chain, rebase: Rebase, attempt: Attempt) -> Rebase:
 
 def _too_old(key: str, attempt: Attempt) -> str:
     return (
-        f"the attempt to make {key} began {attempt.seconds() / 3600:.1f} h ago: its checkpoint may be collected as "
+        f"the attempt to make {key} began {attempt.age_seconds() / 3600:.1f} h ago: its checkpoint may be collected as "
         "garbage; call again"
     )
 

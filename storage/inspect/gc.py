@@ -213,7 +213,7 @@ class _Collection:
                 self._keep("not understood", info.size)
             elif (owner := key_patterns.owning_artifact(info.key)) in unmade:
                 yield Garbage(info.key, "checkpoint of a rebase that was not made", info.size, info.modified)
-            elif kind in ("plain", "manifest") or info.key in named:
+            elif kind in ("standalone", "manifest") or info.key in named:
                 self._keep("live", info.size)
             elif owner in unreadable:
                 self._keep("beside a manifest that cannot be read", info.size)

@@ -1,8 +1,8 @@
-"""The commit protocol, the same for every artifact.
+"""Commits and reads artifacts.
 
-Data goes to keys that only this attempt uses; then one small manifest is put-if-absent under the logical key. The
-first writer wins, a loser removes its data and returns the winner's reference. Readers follow manifests only, and
-check digests.
+A writer first puts the data at keys that only this attempt uses. Then it puts a small manifest under the artifact's
+logical key, if there is none. The first writer wins; a loser removes its data and returns the winner's reference.
+Readers find the data only through manifests, and check digests.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from storage.store.objects import ObjectStore
 
 MANIFEST_VERSION = 1
 MAX_ATTEMPT_SECONDS = 12 * 3600.0
-"""Older attempts are not committed. Garbage collection takes data that nothing names once it is twice as old."""
+"""Older attempts are not committed. Garbage collection deletes unreferenced data when it is twice as old."""
 MANIFEST_NAME = Path(keys.manifest_of_files("folder")).name
 _FAILPOINT_NAMES = {"rollouts": "rollout", "trajectories": "trajectory", "graded": "grade"}
 
 
 class Provenance(Frozen):
-    """What made an artifact."""
+    """The code, config and seed that an artifact was made with."""
 
     code_version: str
     config_digest: str
@@ -45,7 +45,7 @@ class Provenance(Frozen):
 
 
 class ArtifactRef(Frozen):
-    """The only thing tasks pass to one another, besides a PolicyRef."""
+    """Names a committed artifact. Tasks pass one another only these references and PolicyRefs."""
 
     kind: str
     key: str
@@ -63,21 +63,21 @@ class FileEntry(Frozen):
     """One file of an artifact."""
 
     name: str
-    """Relative to the artifact's folder; the whole key's last part for a one-file artifact."""
+    """Path relative to the artifact's folder. For a one-file artifact, the last segment of the key."""
     key: str
     sha256: str
     bytes: int
 
     @field_validator("name", "key")
     @classmethod
-    def _plain(cls, value: str) -> str:
+    def _check_segments(cls, value: str) -> str:
         try:
             return keys.validate_key(value)
         except InvalidKey as error:
             raise ValueError(str(error)) from error
 
     def check(self, sha256: str, size: int) -> None:
-        """Raises CorruptArtifact unless this is the digest of the file that was stored."""
+        """Raises CorruptArtifact unless `sha256` is the digest in the manifest. `size` is for the error text."""
         if sha256 != self.sha256:
             raise CorruptArtifact(
                 f"{self.key} has {size} bytes with sha256 {sha256[:12]}, its manifest says {self.bytes} with "
@@ -87,29 +87,33 @@ class FileEntry(Frozen):
 
 
 class Attempt:
-    """One try to make an artifact: an id that no other has, and how long ago it began."""
+    """One attempt to write an artifact: its unique id and its age."""
 
     def __init__(self, store: ObjectStore) -> None:
         self.id = uuid4().hex
-        self._store, self._began = store, [clock() for clock in store.clocks]
+        self._store = store
+        self._started = [clock() for clock in store.clocks]
 
-    def seconds(self) -> float:
-        return max(clock() - began for clock, began in zip(self._store.clocks, self._began, strict=True))
+    def age_seconds(self) -> float:
+        """Seconds since the attempt began, by the clock that measures most."""
+        return max(clock() - started for clock, started in zip(self._store.clocks, self._started, strict=True))
 
     @property
     def too_old(self) -> bool:
-        return self.seconds() > MAX_ATTEMPT_SECONDS
+        """Whether the attempt must not be committed any more."""
+        return self.age_seconds() > MAX_ATTEMPT_SECONDS
 
 
 class Manifest(Frozen):
-    """The commit of one artifact."""
+    """Describes one committed artifact: its files, digest, parents and origin."""
 
     schema_version: int = MANIFEST_VERSION
     kind: str
     key: str
     files: tuple[FileEntry, ...] = Field(min_length=1)
     sha256: str
-    """Of the one file's bytes; of the canonical JSON of the sorted (name, sha256) pairs when there are several."""
+    """Digest of the bytes of a single file. For several files, the digest of the canonical JSON of their sorted
+    (name, sha256) pairs."""
     bytes: int
     rows: int | None
     parents: tuple[str, ...]
@@ -137,12 +141,12 @@ def commit_bytes(  # noqa: PLR0913 - one field of the manifest each
     provenance: Provenance,
     extra: Mapping[str, JsonValue] | None = None,
 ) -> ArtifactRef:
-    """Commits one file of bytes under the logical key; `suffix` is its extension, like '.parquet'."""
+    """Commits one file of bytes under the logical key. `suffix` is its extension, like '.parquet'."""
     attempt = Attempt(store)
     data_key = f"{key}.{attempt.id}{suffix}"
     entry = FileEntry(name=Path(data_key).name, key=data_key, sha256=digest(data), bytes=len(data))
     draft = _draft(key, [entry], attempt, kind=kind, rows=rows, parents=parents, provenance=provenance, extra=extra)
-    _fail(kind, "before_data")
+    _reach_failpoint(kind, "before_data")
     store.put(data_key, data)
     return _commit(store, keys.manifest(key), draft, attempt).ref
 
@@ -159,13 +163,13 @@ def commit_file(  # noqa: PLR0913 - one field of the manifest each
     provenance: Provenance,
     extra: Mapping[str, JsonValue] | None = None,
 ) -> ArtifactRef:
-    """Like commit_bytes for a file that need not fit in memory; the file is taken (see ObjectStore.put_file)."""
+    """Like commit_bytes, for a file that need not fit in memory. The file is moved into the store."""
     attempt = Attempt(store)
     data_key = f"{key}.{attempt.id}{suffix}"
     sha256, size = digest_file(path)
     entry = FileEntry(name=Path(data_key).name, key=data_key, sha256=sha256, bytes=size)
     draft = _draft(key, [entry], attempt, kind=kind, rows=rows, parents=parents, provenance=provenance, extra=extra)
-    _fail(kind, "before_data")
+    _reach_failpoint(kind, "before_data")
     store.put_file(data_key, path, move=True)
     return _commit(store, keys.manifest(key), draft, attempt).ref
 
@@ -182,11 +186,11 @@ def commit_files(  # noqa: PLR0913 - one field of the manifest each
     extra: Mapping[str, JsonValue] | None = None,
     move: bool = True,
 ) -> ArtifactRef:
-    """Commits a folder: name -> local file. With `move` the files may be taken instead of copied."""
+    """Commits a folder of files, given by name. With `move` the files may be moved instead of copied."""
     attempt = Attempt(store)
     entries = file_entries(files, lambda name: f"{key}/{attempt.id}/{name}")
     draft = _draft(key, entries, attempt, kind=kind, rows=rows, parents=parents, provenance=provenance, extra=extra)
-    _fail(kind, "before_data")
+    _reach_failpoint(kind, "before_data")
     upload_files(store, draft, files, move=move)
     return _commit(store, keys.manifest_of_files(key), draft, attempt).ref
 
@@ -202,8 +206,10 @@ def publish_files(
     provenance: Provenance,
     extra: Mapping[str, JsonValue] | None = None,
 ) -> ArtifactRef:
-    """Commits a folder whose files lie directly under `key`, for a key that names this very content: everyone who
-    writes there writes the same bytes, so a loser leaves them alone. `entries` are file_entries of `files`."""
+    """Commits a folder whose files lie directly under `key`. `entries` are the file_entries of `files`.
+
+    The key must determine the content, so that all writers write the same bytes and a loser does not remove them.
+    """
     attempt = Attempt(store)
     draft = _draft(key, entries, attempt, kind=kind, rows=None, parents=parents, provenance=provenance, extra=extra)
     upload_files(store, draft, files, move=False)
@@ -211,7 +217,7 @@ def publish_files(
 
 
 def find_artifact(store: ObjectStore, key: str) -> ArtifactRef | None:
-    """The committed artifact of that key, or None. Raises CorruptArtifact."""
+    """Returns the committed artifact of that key, or None. Raises CorruptArtifact."""
     try:
         return read_manifest(store, key).ref
     except ObjectNotFound:
@@ -219,8 +225,10 @@ def find_artifact(store: ObjectStore, key: str) -> ArtifactRef | None:
 
 
 def require_parent(ref: ArtifactRef, parent: str) -> ArtifactRef:
-    """The ref itself. Raises ArtifactConflict unless `parent`, a uri, led to it: two models of one stage share the keys
-    of its steps."""
+    """Returns the ref. Raises ArtifactConflict unless the URI `parent` is among its parents.
+
+    Two models of one stage share the keys of its steps, so an artifact may belong to the other model.
+    """
     if parent not in ref.parents:
         raise ArtifactConflict(
             f"{ref.key} was made from {', '.join(ref.parents) or 'nothing'}, not from {parent}; train two models in "
@@ -230,7 +238,7 @@ def require_parent(ref: ArtifactRef, parent: str) -> ArtifactRef:
 
 
 def read_manifest(store: ObjectStore, key: str) -> Manifest:
-    """The manifest of a logical key. Raises ObjectNotFound, CorruptArtifact."""
+    """Reads the manifest of a logical key. Raises ObjectNotFound, CorruptArtifact."""
     for manifest_key in (keys.manifest(key), keys.manifest_of_files(key)):
         try:
             data = store.get(manifest_key)
@@ -241,7 +249,7 @@ def read_manifest(store: ObjectStore, key: str) -> Manifest:
 
 
 def read_bytes(store: ObjectStore, ref: ArtifactRef) -> bytes:
-    """The bytes of a one-file artifact. Raises ObjectNotFound, CorruptArtifact when they are not what `ref` says."""
+    """Reads a one-file artifact. Raises ObjectNotFound, and CorruptArtifact if its digest is not the one in `ref`."""
     entry = single_file_entry(store, ref)
     try:
         data = store.get(entry.key)
@@ -252,12 +260,15 @@ def read_bytes(store: ObjectStore, ref: ArtifactRef) -> bytes:
 
 
 def single_file_entry(store: ObjectStore, ref: ArtifactRef) -> FileEntry:
-    """Where the data of a one-file artifact is. Raises CorruptArtifact when the store holds another artifact there."""
+    """Returns the file of a one-file artifact.
+
+    Raises CorruptArtifact when the store holds another artifact there, SchemaMismatch when it has several files.
+    """
     manifest = read_manifest(store, ref.key)
     if manifest.sha256 != ref.sha256:
         raise CorruptArtifact(
             f"{ref.key} is {manifest.sha256[:12]} in {store.url}, the reference says {ref.sha256[:12]}; "
-            "the reference belongs to another store, or the artifact was deleted and made anew"
+            "the reference belongs to another store, or the artifact was deleted and made again"
         )
     if len(manifest.files) != 1:
         raise SchemaMismatch(
@@ -268,13 +279,18 @@ def single_file_entry(store: ObjectStore, ref: ArtifactRef) -> FileEntry:
 
 
 def file_entries(files: Mapping[str, Path], key_of: Callable[[str], str]) -> list[FileEntry]:
-    """Name, digest and size of each local file, sorted by name. Raises InvalidKey, ValueError when there is none."""
+    """Returns name, key, digest and size of each local file, sorted by name. `key_of` makes the key of a name.
+
+    Raises InvalidKey, and ValueError when there is no file.
+    """
     if not files:
         raise ValueError("an artifact has at least one file, none was given")
     entries = []
     for name, path in sorted(files.items()):
         if name == MANIFEST_NAME:
-            raise InvalidKey(f"a file of an artifact cannot be called {name!r}: its manifest is; leave it out")
+            raise InvalidKey(
+                f"a file of an artifact cannot be called {name!r}, which is the name of the manifest; leave it out"
+            )
         key = keys.validate_key(key_of(keys.validate_key(name)))
         sha256, size = digest_file(path)
         entries.append(FileEntry(name=name, key=key, sha256=sha256, bytes=size))
@@ -282,22 +298,23 @@ def file_entries(files: Mapping[str, Path], key_of: Callable[[str], str]) -> lis
 
 
 def digest_of(entries: Sequence[FileEntry]) -> str:
-    """The digest of an artifact made of these files."""
+    """Returns the digest of an artifact that consists of these files."""
     if len(entries) == 1:
         return entries[0].sha256
-    return digest(canonical_json(sorted([entry.name, entry.sha256] for entry in entries)))
+    pairs = sorted([entry.name, entry.sha256] for entry in entries)
+    return digest(canonical_json(pairs))
 
 
 def upload_files(store: ObjectStore, draft: Manifest, files: Mapping[str, Path], *, move: bool) -> None:
-    """Puts each file of a manifest that is not committed yet at its key."""
+    """Writes each file of an uncommitted manifest to its key."""
     for index, entry in enumerate(draft.files):
         store.put_file(entry.key, files[entry.name], move=move)
         if index == 0:
-            _fail(draft.kind, "mid_upload")
+            _reach_failpoint(draft.kind, "mid_upload")
 
 
 def _draft(key: str, entries: Sequence[FileEntry], attempt: Attempt, **fields: Any) -> Manifest:
-    parents = tuple(p.uri if isinstance(p, ArtifactRef) else p for p in fields.pop("parents"))
+    parents = tuple(map(_uri, fields.pop("parents")))
     return Manifest(
         key=keys.validate_key(key),
         files=tuple(entries),
@@ -311,24 +328,29 @@ def _draft(key: str, entries: Sequence[FileEntry], attempt: Attempt, **fields: A
     )
 
 
+def _uri(parent: str | ArtifactRef) -> str:
+    return parent.uri if isinstance(parent, ArtifactRef) else parent
+
+
 def _commit(
     store: ObjectStore, manifest_key: str, draft: Manifest, attempt: Attempt, *, shared: bool = False
 ) -> Manifest:
-    """The manifest that stands. Data is complete before this is called: that order is the whole protocol.
+    """Puts the manifest if there is none, and returns the committed one. The data must be complete before this call.
 
-    Raises AttemptTooOld, and then nothing was committed.
+    With `shared` the data of a loser is the winner's, and is not removed. Raises AttemptTooOld, and then nothing was
+    committed.
     """
-    _fail(draft.kind, "after_data")
-    _fail(draft.kind, "before_manifest")
+    _reach_failpoint(draft.kind, "after_data")
+    _reach_failpoint(draft.kind, "before_manifest")
     if attempt.too_old:
-        raise AttemptTooOld(_too_old(draft.key, attempt))
+        raise AttemptTooOld(_too_old_message(draft.key, attempt))
     put = store.put_if_absent(manifest_key, canonical_json(draft.model_dump(mode="json")))
-    _fail(draft.kind, "after_manifest")
+    _reach_failpoint(draft.kind, "after_manifest")
     if put.won:
-        # a writer that was frozen right before its commit wakes up with a manifest of data that may be collected
+        # a writer that was suspended right before its commit may have committed data that was deleted meanwhile
         if attempt.too_old and not all(store.exists(entry.key) for entry in draft.files):
             store.delete(manifest_key)
-            raise AttemptTooOld(_too_old(draft.key, attempt))
+            raise AttemptTooOld(_too_old_message(draft.key, attempt))
         return draft
     winner = _parse(put.data, manifest_key, draft.key)
     if not shared:
@@ -336,15 +358,16 @@ def _commit(
     return winner
 
 
-def _too_old(key: str, attempt: Attempt) -> str:
+def _too_old_message(key: str, attempt: Attempt) -> str:
     return (
-        f"the attempt to make {key} began {attempt.seconds() / 3600:.1f} h ago, and what is older than "
-        f"{MAX_ATTEMPT_SECONDS / 3600:.0f} h is not committed: its data may be collected as garbage; make it again"
+        f"the attempt to make {key} began {attempt.age_seconds() / 3600:.1f} h ago, and an attempt older than "
+        f"{MAX_ATTEMPT_SECONDS / 3600:.0f} h is not committed, because its data may be collected as garbage; "
+        "make it again"
     )
 
 
 def _discard(store: ObjectStore, draft: Manifest, *, keep: set[str]) -> None:
-    """Removes a loser's data. What cannot be removed now is left for garbage collection: the artifact stands."""
+    """Removes a loser's data. If that fails, the rest is left for garbage collection."""
     for entry in draft.files:
         if entry.key not in keep:
             try:
@@ -368,8 +391,8 @@ def _parse(data: bytes, manifest_key: str, key: str) -> Manifest:
     return manifest
 
 
-def _fail(kind: str, moment: str) -> None:
-    """The failpoints of this kind of artifact and of all artifacts, where they exist."""
+def _reach_failpoint(kind: str, moment: str) -> None:
+    """Reaches the failpoints of this moment for this kind of artifact and for all artifacts, where they exist."""
     for owner in (_FAILPOINT_NAMES.get(kind, kind), "artifact"):
         if f"{owner}.{moment}" in FAILPOINTS:
             failpoint(f"{owner}.{moment}")

@@ -1,4 +1,4 @@
-"""The files of a committed artifact on this machine: downloaded, or where the store has them, and checked."""
+"""Makes the files of a committed artifact available on this machine, with checked digests."""
 
 from __future__ import annotations
 
@@ -15,19 +15,25 @@ from storage.store.objects import ObjectStore
 def materialise_files(
     store: ObjectStore, key: str, to: Path, *, names: Iterable[str] | None = None
 ) -> dict[str, Path]:
-    """The files of an artifact on this machine, by name: the stored ones themselves where the store is local (never
-    write to them), else downloads in `to`. Digests are checked. `names` asks for some; those it lacks are left out.
+    """Returns the local path of each file of an artifact, by name. Digests are checked.
+
+    For a store on this machine these are the stored files themselves: never write to them. Otherwise the files are
+    downloaded to the folder `to`; a download that is already there is used again.
+
+    Args:
+        names: Return only these files. Names that the artifact does not have are left out.
 
     Raises ObjectNotFound, CorruptArtifact.
     """
-    wanted = None if names is None else set(names)
+    selected = None if names is None else set(names)
     paths = {}
     try:
         for entry in read_manifest(store, key).files:
-            if wanted is None or entry.name in wanted:
+            if selected is None or entry.name in selected:
                 paths[entry.name] = _materialise(store, entry, to)
     except CorruptArtifact:
-        read_manifest(store, key)  # not found any more: it was deleted while it was read, which is no corruption
+        # raises ObjectNotFound if the artifact was deleted meanwhile: then its missing data is no corruption
+        read_manifest(store, key)
         raise
     return paths
 

@@ -1,4 +1,4 @@
-"""Which store this is: two processes that name it differently (a mount, another endpoint) can tell that it is one."""
+"""The id of a store, by which two processes find out that different URLs (a mount, another endpoint) are one store."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 def store_id(store: ObjectStore) -> str:
-    """The store's own id. A store without one is begun: it gets a new id."""
+    """Returns the id of the store. A store without an id gets a new one."""
     put = store.put_if_absent(keys.store_json(), canonical_json({"schema_version": 1, "id": uuid4().hex}))
     if put.won:
         log.info("a new store was begun at %s", store.url)
@@ -23,7 +23,7 @@ def store_id(store: ObjectStore) -> str:
 
 
 def find_store_id(store: ObjectStore) -> str | None:
-    """The store's own id; None where no store was begun yet."""
+    """Returns the id of the store, or None if it has none yet."""
     try:
         return read_store_id(store.get(keys.store_json()), store.address(keys.store_json()))
     except ObjectNotFound:

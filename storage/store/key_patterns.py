@@ -1,4 +1,4 @@
-"""What the object at a key is, by its place alone: what storage.store.keys spells, read back."""
+"""Tells from a key alone what kind of object lies there. storage.store.keys makes the keys that match here."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from storage.store.keys import RESERVED_VERSIONS, RUN_FILES
 _NO_VERSION = "|".join(f"{part}/" for part in sorted(RESERVED_VERSIONS))
 _OF_RUN = "|".join(map(re.escape, RUN_FILES))
 
+# group 1: the logical key of a one-file artifact; group 2: that of an artifact that is a folder
 _MANIFEST = re.compile(
     r"(runs/.+/stages/[^/]+/(?:steps/\d{6,}/[^/]+/\d{5,}|evaluations/[^/]+)|datasets/[^/]+/[^/]+/threads"
     r"|models/[^/]+/(?:decisions|cards)/[^/.]+)\.json"
@@ -26,7 +27,7 @@ _DATA = re.compile(
     r"|models/[^/]+/(?:decisions|cards)/[^/.]+\.[0-9a-f]{32}\.[^/]+|uploads/[^/]+/[0-9a-f]{64}/[0-9a-f]{32}/.+",
     re.ASCII,
 )
-_PLAIN = re.compile(
+_STANDALONE = re.compile(
     r"store\.json|models/[^/]+/(?:claims/[^/]+|aliases/[^/]+/\d{6,})\.json"
     rf"|runs/.+/(?:{_OF_RUN}"
     r"|leases/\d{6,}(?:\.released)?\.json"
@@ -35,6 +36,7 @@ _PLAIN = re.compile(
     r"|checkpoints/[^/]+/\d{6,}/name\.json))",
     re.ASCII,
 )
+# the logical key is group 1 for one file, 2 for a folder, 3 for a registered model
 _OWNER = re.compile(
     r"(runs/.+/stages/[^/]+/(?:steps/\d{6,}/[^/]+|evaluations)/[^/]+|datasets/[^/]+/[^/]+/threads"
     r"|models/[^/]+/(?:decisions|cards)/[^/.]+)\.[0-9a-f]{32}\.[^/]+"
@@ -43,42 +45,47 @@ _OWNER = re.compile(
     r"|(models/[^/]+/[^/]+)/.+",
     re.ASCII,
 )
-KeyKind = Literal["manifest", "attempt", "published", "upload", "plain", "unknown"]
-"""manifest: commits an artifact. attempt: data of one attempt, committed or not. published: a file of a registered
-model. upload: a model on its way in. plain: stands for itself. unknown: nothing that a store keeps."""
+KeyKind = Literal["manifest", "attempt", "published", "upload", "standalone", "unknown"]
+"""manifest: commits an artifact. attempt: data that one attempt wrote, committed or not. published: a file of a
+registered model. upload: a model folder that a client uploads. standalone: an object without a manifest, such as a
+record. unknown: not an object of the project."""
 
 
 def artifact_of_manifest(key: str) -> str | None:
-    """The logical key whose manifest is at `key`; None where no manifest is kept."""
+    """Returns the logical key of the artifact whose manifest is at `key`, or None for any other key."""
     match = _MANIFEST.fullmatch(key)
     return match[1] or match[2] if match else None
 
 
 def is_artifact_data(key: str) -> bool:
-    """Whether only a manifest gives this object a meaning: data of a committed artifact, or of an attempt."""
+    """Whether the object is data of an artifact or of an attempt, which only a manifest gives a meaning."""
     return artifact_of_manifest(key) is None and _DATA.fullmatch(key) is not None
 
 
 def classify_key(key: str) -> KeyKind:
-    """What the object at `key` is, by its place alone."""
+    """Returns the kind of the object at `key`."""
     area = key.partition("/")[0]
-    if area == "uploads" and (artifact_of_manifest(key) or is_artifact_data(key)):
+    is_manifest, is_data = artifact_of_manifest(key) is not None, is_artifact_data(key)
+    if area == "uploads" and (is_manifest or is_data):
         return "upload"
-    if artifact_of_manifest(key) is not None:
+    if is_manifest:
         return "manifest"
-    if is_artifact_data(key):
-        return "published" if area == "models" and key.split("/")[2] not in RESERVED_VERSIONS else "attempt"
-    return "plain" if is_standalone(key) else "unknown"
+    if is_data:
+        is_published = area == "models" and key.split("/")[2] not in RESERVED_VERSIONS
+        return "published" if is_published else "attempt"
+    return "standalone" if is_standalone(key) else "unknown"
 
 
 def owning_artifact(key: str) -> str | None:
-    """The logical key that data belongs to, or whose manifest this is; None for any other object."""
+    """Returns the logical key of the artifact that a manifest or data belongs to, or None for any other object."""
     if (artifact := artifact_of_manifest(key)) is not None:
         return artifact
     match = _OWNER.fullmatch(key) if is_artifact_data(key) else None
-    return next((group for group in match.groups() if group), None) if match else None
+    if match is None:
+        return None
+    return match[1] or match[2] or match[3]
 
 
 def is_standalone(key: str) -> bool:
-    """Whether it is one of the objects that stand for themselves: records, leases, claims, aliases, reports."""
-    return _PLAIN.fullmatch(key) is not None
+    """Whether the object needs no manifest: a record, a lease, a claim, an alias or a report."""
+    return _STANDALONE.fullmatch(key) is not None

@@ -1,7 +1,7 @@
-"""The only place that spells a path.
+"""Makes and parses the keys of all objects. No other module spells a key.
 
-A *logical key* (step_artifact, checkpoint, evaluation, dataset, model_version) names an artifact: its data lies at keys
-that begin with it, its manifest at `manifest(key)` or `manifest_of_files(key)`.
+A *logical key* (step_artifact, checkpoint, evaluation, dataset, model_version) names an artifact. The keys of its data
+begin with the logical key. Its manifest is at `manifest(key)`, or at `manifest_of_files(key)` for a folder.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 from storage.errors import InvalidKey
 
-MAX_KEY = 900  # S3 allows 1,024 bytes, prefix included
+MAX_KEY = 900  # S3 allows 1,024 bytes, including the prefix of the store
 MAX_SEGMENT = 200  # file systems allow 255
 _KEY = re.compile(r"[A-Za-z0-9._=@+\-]+(/[A-Za-z0-9._=@+\-]+)*", re.ASCII)
 _PREFIX = re.compile(r"[A-Za-z0-9._=@+\-/]*", re.ASCII)
@@ -19,31 +19,35 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._\-]{0,127}", re.ASCII)
 _NUMBERED = re.compile(r"(?:.*/)?(\d{6,})\.json", re.ASCII)
 _RECORD = re.compile(r"runs/.+/stages/[^/]+/chains/[^/]+/(\d{6,})\.json", re.ASCII)
 _REBASE = re.compile(r"runs/.+/stages/[^/]+/chains/[^/]+/rebases/(\d{6,})\.json", re.ASCII)
-_REBASED = re.compile(r"runs/(.+)/stages/([^/]+)/rebased/([^/]+)/(\d{6,})\.([0-9a-f]{32})", re.ASCII)
+_REBASE_CHECKPOINT = re.compile(r"runs/(.+)/stages/([^/]+)/rebased/([^/]+)/(\d{6,})\.([0-9a-f]{32})", re.ASCII)
 _CHECKPOINT = re.compile(r".*/checkpoints/[^/]+/(\d{6,})/manifest\.json", re.ASCII)
-_OF_CHAIN = re.compile(r"runs/.*/stages/([^/]+)/chains/([^/]+)/(?:root|\d{6,})\.json", re.ASCII)
+_CHAIN_OBJECT = re.compile(r"runs/.*/stages/([^/]+)/chains/([^/]+)/(?:root|\d{6,})\.json", re.ASCII)
 _CHECKPOINT_KEY = re.compile(r"runs/(.+)/stages/([^/]+)/checkpoints/([^/]+)/\d{6,}", re.ASCII)
 _ALIAS = re.compile(r"models/([^/]+)/aliases/([^/]+)/\d{6,}\.json", re.ASCII)
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 RunPart = Literal["run.json", "result.json", "fork.json", "report.html", "leases", "loops", "stages"]
-"""What lies directly in a run's folder. The folder of a run `x/y` lies there too, so `y` may be none of it."""
+"""Names directly in the folder of a run. The folder of a run `x/y` lies there, too, so `y` may be none of them."""
 RUN_PARTS: tuple[RunPart, ...] = get_args(RunPart)
 RUN_FILES = tuple(part for part in RUN_PARTS if "." in part)
-_A_RUN_PART = "|".join(map(re.escape, RUN_PARTS))
-_OF_RUN = re.compile(rf"runs/([^/]+(?:/(?!(?:{_A_RUN_PART})/)[^/]+)?)/(?:{_A_RUN_PART})(?=/|$)", re.ASCII)
+_ANY_RUN_PART = "|".join(map(re.escape, RUN_PARTS))
+_RUN_OBJECT = re.compile(rf"runs/([^/]+(?:/(?!(?:{_ANY_RUN_PART})/)[^/]+)?)/(?:{_ANY_RUN_PART})(?=/|$)", re.ASCII)
 ModelPart = Literal["aliases", "claims", "decisions", "cards"]
-"""What the registry keeps directly in a model's folder, in addition to the folders of its versions."""
+"""Folders of the registry in a model's folder, next to the folders of its versions."""
 RESERVED_VERSIONS = frozenset(get_args(ModelPart))
 
 
+# -- validation of keys, names and run keys ------------------------------------------------------------------
+
+
 def is_key(key: str) -> bool:
-    """Whether it is relative and made of plain segments."""
-    ok = isinstance(key, str) and len(key) <= MAX_KEY and _KEY.fullmatch(key) is not None
-    return ok and all(part not in (".", "..") and len(part) <= MAX_SEGMENT for part in key.split("/"))
+    """Whether the text is a valid key: relative, with allowed characters, and not too long."""
+    if not isinstance(key, str) or len(key) > MAX_KEY or _KEY.fullmatch(key) is None:
+        return False
+    return all(part not in (".", "..") and len(part) <= MAX_SEGMENT for part in key.split("/"))
 
 
 def validate_key(key: str) -> str:
-    """The key itself. Raises InvalidKey unless is_key."""
+    """Returns the key. Raises InvalidKey unless is_key."""
     if not is_key(key):
         raise InvalidKey(
             f"{str(key)[:200]!r} is not a key; give relative segments of letters, digits and . _ = @ + - (at most "
@@ -53,14 +57,14 @@ def validate_key(key: str) -> str:
 
 
 def validate_prefix(prefix: str) -> str:
-    """The prefix itself: the beginning of a key, or nothing. Raises InvalidKey."""
+    """Returns the prefix. Raises InvalidKey unless it is empty or the beginning of a key."""
     if not _PREFIX.fullmatch(prefix) or prefix.startswith("/") or {".", ".."} & set(prefix.split("/")[:-1]):
         raise InvalidKey(f"{prefix[:200]!r} is not the beginning of a key; give relative segments, like 'runs/a/'")
     return prefix
 
 
 def validate_name(name: str) -> str:
-    """The name itself: one segment chosen by a person. Raises InvalidKey."""
+    """Returns the name, which is one segment of a key. Raises InvalidKey."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InvalidKey(
             f"{str(name)[:200]!r} is not a name; give 1 to 128 letters, digits, dots, underscores or hyphens, "
@@ -70,18 +74,18 @@ def validate_name(name: str) -> str:
 
 
 def is_name(name: str) -> bool:
-    """Whether validate_name takes it."""
+    """Whether validate_name accepts the name."""
     return _NAME.fullmatch(name) is not None
 
 
 def is_run(run: str) -> bool:
-    """Whether validate_run takes it."""
+    """Whether validate_run accepts the run key."""
     first, *rest = run.split("/")
     return len(rest) <= 1 and all(map(is_name, (first, *rest))) and not set(RUN_PARTS) & set(rest)
 
 
 def validate_run(run: str) -> str:
-    """A run key: a name, or deployment/time. Raises InvalidKey."""
+    """Returns the run key: a name, or deployment/time. Raises InvalidKey."""
     first, *rest = str(run).split("/")
     validate_name(first)
     if len(rest) > 1:
@@ -91,35 +95,41 @@ def validate_run(run: str) -> str:
     return run
 
 
+# -- numbers and manifests -----------------------------------------------------------------------------------
+
+
 def format_number(value: int) -> str:
-    """Six digits at least, so that names sort as numbers do."""
+    """Writes a number with at least six digits, so that names sort like numbers."""
     if value < 0:
         raise InvalidKey(f"{value} is not a number of a step or a version; give 0 or more")
     return f"{value:06d}"
 
 
 def parse_number(key: str) -> int | None:
-    """The number of a key like …/000042.json, or None."""
+    """Returns 42 for a key like …/000042.json, and None for any other key."""
     return int(match[1]) if (match := _NUMBERED.fullmatch(key)) else None
 
 
 def manifest(key: str) -> str:
-    """Where the manifest of a one-file artifact is."""
+    """Key of the manifest of a one-file artifact."""
     return f"{key}.json"
 
 
 def manifest_of_files(key: str) -> str:
-    """Where the manifest of an artifact that is a folder is."""
+    """Key of the manifest of an artifact that is a folder."""
     return f"{key}/manifest.json"
 
 
 def store_json() -> str:
-    """Which store this is."""
+    """Key of the object that holds the id of the store."""
     return "store.json"
 
 
+# -- runs ----------------------------------------------------------------------------------------------------
+
+
 def runs_prefix() -> str:
-    """Before everything that belongs to a run."""
+    """Prefix of all objects of runs."""
     return "runs/"
 
 
@@ -140,24 +150,23 @@ def result_json(run: str) -> str:
 
 
 def report(run: str) -> str:
-    """The HTML page about the run; an object that each report replaces, not an artifact."""
+    """Key of the HTML page about the run. Each new report replaces it."""
     return _of_run(run, "report.html")
 
 
 def fork_json(run: str) -> str:
-    """Which run this one was forked from, and where."""
+    """Key of the object that says from which run and step this run was forked."""
     return _of_run(run, "fork.json")
 
 
 def run_of(key: str) -> str | None:
-    """The run that an object belongs to, by its key; None for what belongs to none."""
-    match = _OF_RUN.match(key)
-    return match[1] if match else None
+    """Returns the run that the object at `key` belongs to, or None."""
+    return match[1] if (match := _RUN_OBJECT.match(key)) else None
 
 
 def chain_of(key: str) -> tuple[str, str, str] | None:
-    """(run, stage, model) of the key of a chain's root or record; None for any other key."""
-    run, match = run_of(key), _OF_CHAIN.fullmatch(key)
+    """Returns (run, stage, model) for the key of a chain's root or record, and None for any other key."""
+    run, match = run_of(key), _CHAIN_OBJECT.fullmatch(key)
     return (run, match[1], match[2]) if run and match else None
 
 
@@ -170,37 +179,40 @@ def lease(run: str, epoch: int) -> str:
 
 
 def lease_release(run: str, epoch: int) -> str:
-    """Where the holder of an epoch says that it is done; not numbered: only leases count epochs."""
+    """Key of the note that the lease of an epoch was released. parse_number does not count it as an epoch."""
     return f"{leases_prefix(run)}{format_number(epoch)}.released.json"
 
 
 def loops_prefix(run: str) -> str:
-    """Before what a recipe's loops say."""
+    """Prefix of the progress marks of all loops of a recipe."""
     return f"{_of_run(run, 'loops')}/"
 
 
 def loop_prefix(run: str, loop: int) -> str:
-    """Under which a recipe's n-th loop of steps says how far it came."""
+    """Prefix of the progress marks of a recipe's loop number `loop`."""
     return f"{loops_prefix(run)}{format_number(loop)}/"
 
 
 def loop_mark(run: str, loop: int, done: int) -> str:
-    """Where the models stood when that many iterations were done; a record, not an artifact."""
+    """Key of the record of a loop's policies after `done` iterations."""
     return f"{loop_prefix(run, loop)}{format_number(done)}.json"
 
 
+# -- stages and steps ----------------------------------------------------------------------------------------
+
+
 def stage_name(position: int, name: str) -> str:
-    """A stage of a run by its place in it, 0-sft."""
+    """Name of a stage with its position in the run: 0-sft."""
     return f"{int(position)}-{validate_name(name)}"
 
 
 def stage_kind(stage: str) -> str:
-    """What a stage does, by its name: sft of 0-sft, and of 0-sft.critic, where a second model is trained."""
+    """Returns sft for 0-sft, and also for 0-sft.critic, the stage of a second model."""
     return stage.partition("-")[2].partition(".")[0]
 
 
 def stages_prefix(run: str) -> str:
-    """Before everything that belongs to a stage of the run."""
+    """Prefix of all objects of the stages of the run."""
     return f"{_of_run(run, 'stages')}/"
 
 
@@ -213,12 +225,12 @@ def stage_json(run: str, stage: str) -> str:
 
 
 def step_prefix(run: str, stage: str, step: int) -> str:
-    """Under which the artifacts of a step lie."""
+    """Prefix of the artifacts of a step."""
     return f"{stage_prefix(run, stage)}steps/{format_number(step)}/"
 
 
 def step_artifact(run: str, stage: str, step: int, kind: str, shard: int) -> str:
-    """Logical key, …/steps/000042/rollouts/00003."""
+    """Logical key of one shard: …/steps/000042/rollouts/00003."""
     if shard < 0:
         raise InvalidKey(f"{shard} is not the number of a shard; give 0 or more")
     return f"{step_prefix(run, stage, step)}{validate_name(kind)}/{shard:05d}"
@@ -233,8 +245,11 @@ def step_metrics_prefix(run: str, stage: str) -> str:
 
 
 def logger_progress(run: str, stage: str, logger: str) -> str:
-    """What a logger was sent of a stage."""
+    """Key of the record of the metrics of a stage that a logger has received."""
     return f"{stage_prefix(run, stage)}logged/{validate_name(logger)}.json"
+
+
+# -- chains, rebases and checkpoints -------------------------------------------------------------------------
 
 
 def chain_prefix(run: str, stage: str, policy: str) -> str:
@@ -250,7 +265,7 @@ def chain_record(run: str, stage: str, policy: str, step: int) -> str:
 
 
 def record_step(key: str) -> int | None:
-    """The step of a chain record's key; None for the root, a rebase and anything else."""
+    """Returns the step of a chain record's key, and None for any other key."""
     return int(match[1]) if (match := _RECORD.fullmatch(key)) else None
 
 
@@ -259,24 +274,25 @@ def rebases_prefix(run: str, stage: str, policy: str) -> str:
 
 
 def rebase(run: str, stage: str, policy: str, step: int) -> str:
-    """Where a chain says that it goes on from a checkpoint of that step, under other numerics."""
+    """Key of the record that a chain continues from a checkpoint of that step under other numerics."""
     return f"{rebases_prefix(run, stage, policy)}{format_number(step)}.json"
 
 
 def rebase_step(key: str) -> int | None:
-    """The step of a rebase's key; None for any other key."""
+    """Returns the step of a rebase's key, and None for any other key."""
     return int(match[1]) if (match := _REBASE.fullmatch(key)) else None
 
 
 def rebase_checkpoint(run: str, stage: str, policy: str, step: int, attempt: str) -> str:
-    """Logical key of the weights and moments that one attempt to rebase goes on from, where a redo changed them. Not
-    among the checkpoints of the chain: a committed one of that step is not shadowed, and none of these is pruned."""
+    """Logical key of the weights and moments from which a chain continues after a rebase that changed them.
+
+    It is not under checkpoints_prefix, so that it neither hides a checkpoint of that step nor is pruned."""
     return f"{stage_prefix(run, stage)}rebased/{validate_name(policy)}/{format_number(step)}.{attempt}"
 
 
 def rebase_of_checkpoint(key: str) -> tuple[str, str, str, int, str] | None:
-    """(run, stage, model, step, attempt) of the logical key of a rebase's own checkpoint; None for any other key."""
-    match = _REBASED.fullmatch(key)
+    """Returns (run, stage, model, step, attempt) for a logical key of rebase_checkpoint, and None for any other key."""
+    match = _REBASE_CHECKPOINT.fullmatch(key)
     return (match[1], match[2], match[3], int(match[4]), match[5]) if match else None
 
 
@@ -285,44 +301,50 @@ def checkpoints_prefix(run: str, stage: str, policy: str) -> str:
 
 
 def checkpoint(run: str, stage: str, policy: str, step: int) -> str:
-    """Logical key."""
+    """Logical key of a checkpoint."""
     return f"{checkpoints_prefix(run, stage, policy)}{format_number(step)}"
 
 
 def checkpoint_name(checkpoint_key: str) -> str:
-    """Where a name given to a checkpoint after it was written is kept: a named checkpoint is not pruned."""
+    """Key of the name that was given to a checkpoint after it was written. Named checkpoints are not pruned."""
     return f"{checkpoint_key}/name.json"
 
 
 def checkpoint_step(key: str) -> int | None:
-    """The step of a *complete* checkpoint by the key of its manifest; None for any other key."""
+    """Returns the step for the key of a checkpoint's manifest, and None for any other key."""
     return int(match[1]) if (match := _CHECKPOINT.fullmatch(key)) else None
 
 
 def checkpoint_chain(checkpoint_key: str) -> tuple[str, str, str]:
-    """(run, stage, model) of a checkpoint's logical key."""
+    """Returns (run, stage, model) for a checkpoint's logical key. Raises InvalidKey."""
     match = _CHECKPOINT_KEY.fullmatch(checkpoint_key)
     if not match:
         raise InvalidKey(f"{checkpoint_key[:200]!r} is not the key of a checkpoint")
     return match[1], match[2], match[3]
 
 
+# -- evaluations and datasets --------------------------------------------------------------------------------
+
+
 def evaluation(run: str, stage: str, name: str) -> str:
-    """Logical key."""
+    """Logical key of an evaluation."""
     return f"{stage_prefix(run, stage)}evaluations/{validate_name(name)}"
 
 
 def dataset(key: str, version: str) -> str:
-    """Logical key."""
+    """Logical key of a dataset."""
     return f"datasets/{validate_name(key)}/{validate_name(version)}/threads"
 
 
 def dataset_of(key: str) -> tuple[str, str]:
-    """(name, version) of the logical key of a dataset."""
+    """Returns (name, version) for the logical key of a dataset. Raises InvalidKey."""
     area, *names = key.split("/")
     if area != "datasets" or len(names) != 3:
         raise InvalidKey(f"{key[:200]!r} is not the key of a dataset")
     return names[0], names[1]
+
+
+# -- registered models and uploads ---------------------------------------------------------------------------
 
 
 def models_prefix() -> str:
@@ -334,19 +356,19 @@ def model_prefix(key: str) -> str:
 
 
 def model_version(key: str, version: str) -> str:
-    """Logical key."""
+    """Logical key of a version of a registered model."""
     if validate_name(version) in RESERVED_VERSIONS:
         raise InvalidKey(f"{version!r} cannot be a model version: the registry keeps its own objects there")
     return f"{model_prefix(key)}{version}"
 
 
 def model_part(key: str, part: ModelPart) -> str:
-    """Under which the registry keeps what it says about a model."""
+    """Prefix of one kind of the registry's objects about a model."""
     return f"{model_prefix(key)}{part}/"
 
 
 def model_claim(key: str, version: str) -> str:
-    """Which content a version names; decided before the first byte of it is uploaded."""
+    """Key of the digest of the content that a version names. It is written before the upload begins."""
     return f"{model_part(key, 'claims')}{validate_name(version)}.json"
 
 
@@ -359,20 +381,20 @@ def model_alias(key: str, alias: str, number_in_log: int) -> str:
 
 
 def model_note(key: str, kind: Literal["decisions", "cards"], decision: str) -> str:
-    """Logical key of what was decided about a model, or of the card that the decision wrote: no version changes."""
+    """Logical key of a decision about a model, or of the model card that belongs to the decision."""
     if "." in validate_name(decision):  # data has dots after its key, and a manifest's key has none
         raise InvalidKey(f"{decision!r} cannot be the id of a decision; give one without dots")
     return f"{model_part(key, kind)}{decision}"
 
 
 def alias_of(key: str) -> tuple[str, str] | None:
-    """(model, alias) of the key of an entry of an alias's log; None for any other key."""
+    """Returns (model, alias) for the key of an entry of an alias's log, and None for any other key."""
     match = _ALIAS.fullmatch(key)
     return (match[1], match[2]) if match else None
 
 
 def upload(name: str, digest: str) -> str:
-    """Logical key of a model folder that a client handed over to be imported; the engine deletes it afterwards."""
+    """Logical key of a model folder that a client uploads for import. The engine deletes it afterwards."""
     if not _SHA256.fullmatch(digest):
         raise InvalidKey(f"{digest[:80]!r} is not a digest of an upload; give the 64 hex digits of its sha256")
     return f"uploads/{validate_name(name)}/{digest}"

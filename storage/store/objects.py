@@ -1,4 +1,4 @@
-"""Objects by key, wherever they are: the one public class over every kind of store."""
+"""The object store: objects by key, with one interface for folders, S3 and memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
-from urllib.parse import unquote, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 from uuid import uuid4
 
 from storage.errors import CorruptArtifact, ObjectNotFound, StorageFull, TransientStorageError, UnsupportedFilesystem
@@ -25,24 +25,27 @@ Clock = Callable[[], float]
 
 
 def _uptime() -> float:
-    """Seconds that also pass while the machine sleeps, where the system counts those."""
+    """Seconds since the machine started, including the time it slept on systems that count it."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
-CLOCKS: tuple[Clock, ...] = (_uptime, time.time)  # neither alone: one misses a paused machine, the other may be set
+CLOCKS: tuple[Clock, ...] = (_uptime, time.time)
+"""The clocks that measure the age of an attempt. The first may stop while a machine is paused; the second can be set
+back. So the larger difference counts."""
 
 
 class ObjectStore:
-    """Whole immutable-minded objects by key.
+    """Reads and writes whole objects by key.
 
-    An object is there with all its bytes or not at all, and survives power loss once a call returned. Transient
-    failures are retried by `retry`, then StorageUnavailable; a full disk or quota is StorageFull; a bad key InvalidKey.
+    An object is visible with all its bytes or not at all, and a write survives a power loss once the call returned.
+    Transient failures are retried as `retry` says; the last one raises StorageUnavailable. A full disk or quota raises
+    StorageFull, a malformed key InvalidKey.
     """
 
     def __init__(
         self, backend: Backend, *, retry: RetryPolicy | None = None, clocks: tuple[Clock, ...] = CLOCKS
     ) -> None:
-        """`clocks` count seconds; the age of a writer's attempt is what the fastest of them says."""
+        """`clocks` count seconds. The age of an attempt is the largest that any of them measures."""
         self.backend = backend
         self.retry = retry or RetryPolicy()
         self.clocks = clocks
@@ -55,71 +58,81 @@ class ObjectStore:
         return f"ObjectStore({self.url!r})"
 
     def get(self, key: str) -> bytes:
-        """All bytes. Raises ObjectNotFound."""
+        """Returns all bytes of the object. Raises ObjectNotFound."""
         validate_key(key)
-        return with_retries(lambda: self.backend.get(key), self._what("get", key), self.retry)
+        return with_retries(lambda: self.backend.get(key), self._describe("get", key), self.retry)
 
     def open(self, key: str) -> BinaryIO:
-        """A seekable reader. Raises ObjectNotFound. The caller closes it."""
+        """Returns a seekable reader of the object, which the caller closes. Raises ObjectNotFound."""
         validate_key(key)
-        return with_retries(lambda: self.backend.open(key), self._what("open", key), self.retry)
+        return with_retries(lambda: self.backend.open(key), self._describe("open", key), self.retry)
 
     def exists(self, key: str) -> bool:
         validate_key(key)
-        return with_retries(lambda: self.backend.exists(key), self._what("exists", key), self.retry)
+        return with_retries(lambda: self.backend.exists(key), self._describe("exists", key), self.retry)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Every object whose key begins with `prefix`, sorted by key. Taken whole before the first is given, since
-        some servers list in an order of their own."""
+        """Returns every object whose key begins with `prefix`, sorted by key. The listing is complete before the first
+        object is returned, because some servers do not list in order."""
         validate_prefix(prefix)
-        return iter(with_retries(lambda: sorted(self.backend.list(prefix)), self._what("list", prefix), self.retry))
+        return iter(
+            with_retries(lambda: sorted(self.backend.list(prefix)), self._describe("list", prefix), self.retry)
+        )
 
     def put(self, key: str, data: bytes) -> None:
         """Writes or replaces the object, atomically and durably."""
         validate_key(key)
-        with_retries(lambda: self.backend.put(key, data), self._what("put", key), self.retry)
+        with_retries(lambda: self.backend.put(key, data), self._describe("put", key), self.retry)
 
     def put_file(self, key: str, path: Path, *, move: bool = False) -> None:
-        """Like put, from a file, in bounded memory. With `move` the file may be taken instead of copied, and is gone
-        afterwards; a file that already is an object of a file:// store is never taken. Raises FileNotFoundError."""
+        """Like put, with the bytes of a file, in bounded memory.
+
+        With `move` the file may be moved instead of copied, and is gone afterwards. A file that is an object of a
+        file:// store is never moved. Raises FileNotFoundError.
+        """
         validate_key(key)
         if not path.is_file():
             raise FileNotFoundError(f"{path} is not a file, so it cannot be stored as {key!r}")
-        with_retries(lambda: self.backend.put_file(key, path, move=move), self._what("put_file", key), self.retry)
+        with_retries(
+            lambda: self.backend.put_file(key, path, move=move), self._describe("put_file", key), self.retry
+        )
 
     def put_if_absent(self, key: str, data: bytes) -> PutResult:
-        """The only commit primitive: of any number of writers, on any machines, one wins; all see its bytes.
+        """Writes the object if there is none at `key`. This is the only commit primitive: of several writers on any
+        machines one wins, and all of them get the winner's bytes.
 
-        A try that failed half-way may have written all the same. So after one, finding exactly our bytes is a win:
-        callers to whom winning matters make their bytes unlike any other's by an attempt id.
+        An attempt that failed may have written the object all the same. So after a failed attempt, an object with
+        exactly these bytes counts as a win. A caller that must know whether it won adds an attempt id to its bytes.
         """
         validate_key(key)
-        unsure, attempt_id = False, uuid4().hex
+        attempt_failed, attempt_id = False, uuid4().hex
 
         def attempt() -> PutResult:
-            nonlocal unsure
+            nonlocal attempt_failed
             try:
                 return self.backend.put_if_absent(key, data, attempt_id)
             except TransientStorageError:
-                unsure = True
+                attempt_failed = True
                 raise
 
-        result = with_retries(attempt, self._what("put_if_absent", key), self.retry)
-        return PutResult(True, data) if unsure and result.data == data else result
+        result = with_retries(attempt, self._describe("put_if_absent", key), self.retry)
+        return PutResult(True, data) if attempt_failed and result.data == data else result
 
     def delete(self, key: str) -> None:
-        """Removes the object; an absent one is fine."""
+        """Deletes the object. Does nothing if there is none."""
         validate_key(key)
-        with_retries(lambda: self.backend.delete(key), self._what("delete", key), self.retry)
+        with_retries(lambda: self.backend.delete(key), self._describe("delete", key), self.retry)
 
     def fetch(self, key: str, to: Path) -> None:
-        """Copies the object to the file `to`, in bounded memory; `to` appears whole or not at all. Raises
-        ObjectNotFound, and StorageFull when the disk of `to` is full."""
+        """Copies the object to the file `to`, in bounded memory. `to` appears whole or not at all.
+
+        Raises ObjectNotFound, and StorageFull when the disk of `to` is full.
+        """
         validate_key(key)
         to.parent.mkdir(parents=True, exist_ok=True)
         temporary = to.with_name(f"{HIDDEN_PREFIX}{uuid4().hex}")
         try:
-            with_retries(lambda: self.backend.download(key, temporary), self._what("fetch", key), self.retry)
+            with_retries(lambda: self.backend.download(key, temporary), self._describe("fetch", key), self.retry)
             os.replace(temporary, to)
         except StorageFull as error:
             raise StorageFull(f"no space in {to.parent} for a copy of {key!r} in {self.url}; free some") from error
@@ -127,54 +140,56 @@ class ObjectStore:
             temporary.unlink(missing_ok=True)
 
     def local_path(self, key: str) -> Path | None:
-        """Where the object lies on this machine, for file:// stores (whether it exists or not); else None."""
+        """The path of the object on this machine, whether or not it exists. None unless this is a file:// store."""
         return self.backend.local_path(validate_key(key))
 
     def address(self, key: str) -> str:
-        """Where a person finds the object: a path for a store on this machine, else a url."""
+        """Where a person finds the object: a path for a store on this machine, else a URL."""
         path = self.local_path(key)
         return str(path) if path is not None else f"{self.url}/{key}"
 
     def now(self) -> float:
-        """Epoch seconds by the store's clock, the one that `ObjectInfo.modified` is read from. Asking writes a small
-        hidden object and removes it."""
-        return with_retries(self.backend.now, self._what("ask the clock of", ""), self.retry)
+        """Epoch seconds by the store's clock, which also sets `ObjectInfo.modified`. The call writes a small hidden
+        object and removes it."""
+        return with_retries(self.backend.now, self._describe("ask the clock of", ""), self.retry)
 
     def leftovers(self) -> Iterator[Leftover]:
-        """What is no object and is seen by no listing: temporary files, scratch folders, unfinished multipart uploads;
-        those of living writers too."""
-        return iter(with_retries(lambda: sorted(self.backend.leftovers()), self._what("leftovers", ""), self.retry))
+        """Returns temporary files, scratch folders and unfinished multipart uploads, which are no objects and appear
+        in no listing. Those of running writers are included."""
+        return iter(
+            with_retries(lambda: sorted(self.backend.leftovers()), self._describe("leftovers", ""), self.retry)
+        )
 
     def remove_leftover(self, leftover: Leftover) -> None:
-        """Removes it; an absent one is fine."""
+        """Removes a leftover. Does nothing if it is gone."""
         name = leftover.name
-        with_retries(lambda: self.backend.remove_leftover(name), self._what("remove_leftover", name), self.retry)
+        with_retries(
+            lambda: self.backend.remove_leftover(name), self._describe("remove_leftover", name), self.retry
+        )
 
-    def _what(self, verb: str, key: str) -> str:
+    def _describe(self, verb: str, key: str) -> str:
+        """The call, for the text of an error."""
         return f"{verb} {key!r} in {self.url}"
 
 
 def open_store(url: str | Path, options: Mapping[str, Any] | None = None) -> ObjectStore:
-    """The store at `url`: file:///folder or a plain path, memory://name, s3://bucket/prefix.
+    """Returns the store at `url`: file:///folder or a plain path, memory://name, s3://bucket/prefix.
 
-    `options` are s3fs's (endpoint_url, key, secret, client_kwargs …), for s3:// only; what they leave out comes from
-    the environment as for any AWS client (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID …). Nothing is contacted or made yet.
-    Raises UnsupportedFilesystem for another scheme.
+    `options` are those of s3fs (endpoint_url, key, secret, client_kwargs …) and only for s3://. Options that are left
+    out come from the environment, as for any AWS client (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID …). The call contacts
+    and creates nothing. Raises UnsupportedFilesystem for another scheme.
     """
     text = str(url)
-    scheme, found, _ = text.partition("://")
+    scheme, separator, _ = text.partition("://")
     parts = urlsplit(text)
-    if not found or scheme == "file":
-        if found and parts.netloc not in ("", "localhost"):
-            raise UnsupportedFilesystem(f"{text!r} names a host; a folder is file:///absolute/path, or a plain path")
-        folder = Path(unquote(parts.path)) if found else Path(text).expanduser()
+    if not separator or scheme == "file":
+        folder = _folder_of_url(text, parts) if separator else Path(text).expanduser()
         backend: Backend = LocalBackend(Path(os.path.abspath(folder)))
     elif scheme == "memory":
         backend = MemoryBackend(validate_name((parts.netloc + parts.path).strip("/")))
     elif scheme == "s3":
-        from storage.store.backends.s3 import (
-            S3Backend,  # s3fs and botocore take long to import; only who uses them pays
-        )
+        # imported here because s3fs and botocore take long to import
+        from storage.store.backends.s3 import S3Backend
 
         backend = S3Backend(parts.netloc, parts.path.strip("/"), dict(options or {}))
     else:
@@ -184,6 +199,12 @@ def open_store(url: str | Path, options: Mapping[str, Any] | None = None) -> Obj
     if options and scheme != "s3":
         raise UnsupportedFilesystem(f"{text!r} takes no options, {sorted(options)} given; options are for s3://")
     return ObjectStore(backend)
+
+
+def _folder_of_url(text: str, parts: SplitResult) -> Path:
+    if parts.netloc not in ("", "localhost"):
+        raise UnsupportedFilesystem(f"{text!r} names a host; a folder is file:///absolute/path, or a plain path")
+    return Path(unquote(parts.path))
 
 
 def read_json(store: ObjectStore, key: str) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""Trying again after a transient failure, with backoff and jitter."""
+"""Repeats a call after a transient failure, with exponential backoff and jitter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from storage.errors import StorageFull, StorageUnavailable, TransientStorageErro
 
 T = TypeVar("T")
 
-_jitter = random.Random()  # its own generator: a retry must not shift a seeded run's global one
+_jitter = random.Random()  # a separate generator: a retry must not advance the global one of a seeded run
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,11 @@ class RetryPolicy:
         return min(self.first_seconds * self.factor**attempt, self.longest_seconds) * _jitter.uniform(0.5, 1.0)
 
 
-def with_retries(call: Callable[[], T], what: str, policy: RetryPolicy) -> T:
-    """The result of `call`. A full store is not tried again here: seconds do not make room.
+def with_retries(call: Callable[[], T], description: str, policy: RetryPolicy) -> T:
+    """Returns the result of `call`, which is repeated after transient errors. `description` is for the error text.
 
-    Raises StorageUnavailable, or a subclass of it, after the last attempt; StorageFull and permanent errors at once.
+    StorageFull is not retried, since waiting a few seconds frees no space. Raises StorageUnavailable, or a subclass of
+    it, after the last attempt; StorageFull and permanent errors at once.
     """
     for attempt in range(policy.attempts):
         try:
@@ -42,13 +43,13 @@ def with_retries(call: Callable[[], T], what: str, policy: RetryPolicy) -> T:
             raise
         except TransientStorageError as error:
             if attempt + 1 == policy.attempts:
-                raise _given_up(error, what, policy) from error
+                raise _final_error(error, description, policy) from error
             time.sleep(policy.delay(attempt))
     raise ValueError(f"a retry policy needs at least one attempt, {policy.attempts} given")
 
 
-async def with_retries_async(call: Callable[[], Awaitable[T]], what: str, policy: RetryPolicy) -> T:
-    """Like `with_retries`, on an event loop."""
+async def with_retries_async(call: Callable[[], Awaitable[T]], description: str, policy: RetryPolicy) -> T:
+    """Like `with_retries`, for a coroutine function."""
     for attempt in range(policy.attempts):
         try:
             return await call()
@@ -56,11 +57,11 @@ async def with_retries_async(call: Callable[[], Awaitable[T]], what: str, policy
             raise
         except TransientStorageError as error:
             if attempt + 1 == policy.attempts:
-                raise _given_up(error, what, policy) from error
+                raise _final_error(error, description, policy) from error
             await asyncio.sleep(policy.delay(attempt))
     raise ValueError(f"a retry policy needs at least one attempt, {policy.attempts} given")
 
 
-def _given_up(error: TransientStorageError, what: str, policy: RetryPolicy) -> StorageUnavailable:
+def _final_error(error: TransientStorageError, description: str, policy: RetryPolicy) -> StorageUnavailable:
     kind = type(error) if isinstance(error, StorageUnavailable) else StorageUnavailable
-    return kind(f"{what} failed {policy.attempts} times: {error}")
+    return kind(f"{description} failed {policy.attempts} times: {error}")

@@ -1,4 +1,4 @@
-"""The declared columns of every kind of table."""
+"""The columns of each kind of table."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ _LISTS_INT, _LISTS_FLOAT, _LISTS_DOUBLE = pa.list_(pa.int32()), pa.list_(pa.floa
 
 
 def _schema(*required: tuple[str, pa.DataType], nullable: Sequence[tuple[str, pa.DataType]] = ()) -> pa.Schema:
-    return pa.schema([*(pa.field(n, t, nullable=False) for n, t in required), *(pa.field(n, t) for n, t in nullable)])
+    required_fields = [pa.field(name, kind, nullable=False) for name, kind in required]
+    return pa.schema([*required_fields, *(pa.field(name, kind) for name, kind in nullable)])
 
 
 SCHEMAS: dict[str, pa.Schema] = {
     "threads": _schema(
         ("index", pa.int64()), ("id", pa.string()), ("thread", pa.string()), nullable=[("metadata", pa.string())]
     ),
-    "pairs": _schema(  # of conversations, which differ in how they go on
+    "pairs": _schema(  # two conversations with the same beginning
         ("index", pa.int64()), ("id", pa.string()), ("chosen", pa.string()), ("rejected", pa.string()),
         nullable=[("metadata", pa.string())],
     ),
@@ -36,17 +37,17 @@ SCHEMAS: dict[str, pa.Schema] = {
         ("thread", pa.string()),
         ("policy_state", pa.string()),
     ),
-    "trajectories": _schema(  # one row per segment of an episode, the segments of an episode one after the other
+    "trajectories": _schema(  # one row per segment of an episode; the segments of an episode are adjacent
         ("prompt_index", pa.int64()),
         ("prompt_id", pa.string()),
-        ("completion", pa.int32()),  # number of the episode among those of its prompt
+        ("completion", pa.int32()),  # index of the episode among those of its prompt
         ("segment", pa.int32()),
         ("token_ids", _LISTS_INT),
         ("weights", _LISTS_FLOAT),  # above 0: sampled in this segment
-        ("logprobs", _LISTS_FLOAT),  # of the sampler, one per token of weight above 0
-        ("first_turn", pa.int32()),  # the assistant's turns are counted over the whole episode, from 0
-        ("turn_tokens", _LISTS_INT),  # sampled tokens of each of this segment's turns
-        ("graded_turns", _LISTS_INT),  # which of them have a grade, and which
+        ("logprobs", _LISTS_FLOAT),  # under the sampler, one per token with a weight above 0
+        ("first_turn", pa.int32()),  # index of the segment's first assistant turn in the episode
+        ("turn_tokens", _LISTS_INT),  # number of sampled tokens in each turn of this segment
+        ("graded_turns", _LISTS_INT),  # indices of the turns that have a grade; `grades` has one value for each
         ("grades", _LISTS_DOUBLE),
         ("status", pa.string()),  # of the whole episode: ok, masked, ignored
         ("ending", pa.string()),  # environment, turns, tokens, time, masked, ignored
@@ -78,7 +79,7 @@ SCHEMAS: dict[str, pa.Schema] = {
             ("returns", _LISTS_FLOAT),  # this and the next two: one per trained token
             ("old_values", _LISTS_FLOAT),
             ("tangents", _LISTS_FLOAT),
-            ("preferred", pa.bool_()),  # of the two rows of a group that are a pair
+            ("preferred", pa.bool_()),  # which of the two rows of a pair this is
         ],
     ),
     "evaluation": pa.schema(
@@ -95,8 +96,8 @@ SCHEMAS: dict[str, pa.Schema] = {
         ("prompt_index", pa.int64()),
         ("prompt_id", pa.string()),
         ("tokens", pa.int64()),  # trained ones
-        ("loss", pa.float64()),  # of a conversation: summed over its tokens
-        nullable=[("margin", pa.float64())],  # of a pair: chosen less rejected, in implicit rewards
+        ("loss", pa.float64()),  # of a conversation, the sum over its tokens
+        nullable=[("margin", pa.float64())],  # of a pair, implicit reward of chosen minus rejected
     ),
     "comparison": _schema(
         ("model", pa.string()),
@@ -106,30 +107,31 @@ SCHEMAS: dict[str, pa.Schema] = {
         ("prompt_id", pa.string()),
         ("graded", pa.int64()),
         ("completions", pa.int64()),
-        nullable=[("reward", pa.float64())],  # mean over the graded completions; null: there is none
+        nullable=[("reward", pa.float64())],  # mean over the graded completions; null if none is graded
     ),
 }
-"""kind -> columns."""
+"""Columns of each kind of table."""
 
 _IMAGES = pa.list_(pa.struct([("start", pa.int32()), ("tokens", pa.int32()), ("data", pa.binary())]))
 
 OPTIONAL: dict[str, pa.Schema] = {
-    "rollouts": _schema(nullable=[("images", _IMAGES)]),  # of the prompt: engine.models.images
+    "rollouts": _schema(nullable=[("images", _IMAGES)]),  # images of the prompt
     "batch": _schema(nullable=[("images", _IMAGES)]),
 }
-"""kind -> columns that a table has, after those of SCHEMAS, only where its first rows have them: a table of text alone
-has the bytes that it had before there were images."""
+"""Optional columns of each kind of table, after those of SCHEMAS. A table has them only if its first rows have them, so
+that a table without images has the same bytes whether or not this code supports images."""
 
 
-def table_schema(kind: str, given: Iterable[str] = ()) -> pa.Schema:
-    """The columns of a table of this kind: those of SCHEMAS, and of the OPTIONAL ones those that are `given`. Raises
-    SchemaMismatch for an unknown kind."""
-    names = set(given)
-    more = [field for field in OPTIONAL.get(kind, ()) if field.name in names]
-    return pa.schema([*schema_of(kind), *more]) if more else schema_of(kind)
+def table_schema(kind: str, column_names: Iterable[str] = ()) -> pa.Schema:
+    """Returns the columns of a table of this kind: those of SCHEMAS, and those OPTIONAL ones that are in
+    `column_names`. Raises SchemaMismatch for an unknown kind."""
+    required, names = schema_of(kind), set(column_names)
+    optional = [field for field in OPTIONAL.get(kind, ()) if field.name in names]
+    return pa.schema([*required, *optional]) if optional else required
 
 
 def schema_of(kind: str) -> pa.Schema:
+    """Returns the required columns of a table of this kind. Raises SchemaMismatch for an unknown kind."""
     if kind not in SCHEMAS:
         raise SchemaMismatch(f"no table is called {kind!r}; there are {sorted(SCHEMAS)}")
     return SCHEMAS[kind]

@@ -1,7 +1,7 @@
-"""Tables as Parquet files with declared schemas: pandas, DuckDB and `datasets` open them as they are.
+"""Reads and writes tables as Parquet files with declared schemas, which pandas, DuckDB and `datasets` can open.
 
-Rows are written in groups of ROW_GROUP and with fixed settings, however they were chunked before, so that equal tables
-are equal bytes. Every page carries a checksum, so that reading a few row groups of a large file is checked too.
+Rows are written in groups of ROW_GROUP with fixed settings, so that equal tables give equal bytes. Every page has a
+checksum, so that a read of a few row groups of a large file is checked, too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from storage.store.artifacts import (
     read_bytes,
     single_file_entry,
 )
-from storage.store.backends.local_errors import typed
+from storage.store.backends.local_errors import storage_error_of
 from storage.store.objects import ObjectStore
 from storage.store.schemas import OPTIONAL, SCHEMAS, table_schema
 
@@ -40,8 +40,8 @@ __all__ = [
     "SCHEMAS",
     "RowReader",
     "TableWriter",
-    "checked",
     "commit_table",
+    "conform_table",
     "read_rows",
     "read_table",
     "table_schema",
@@ -50,8 +50,9 @@ __all__ = [
 ROW_GROUP = 256
 """Rows that are compressed together: the unit of random access, and of memory when writing."""
 CACHED_GROUPS = 8
+"""Row groups that a RowReader keeps in memory."""
 COPIED_BYTES = 1 << 30
-"""Tables up to this are copied to the machine that reads many of their rows."""
+"""read_rows copies remote tables up to this size to this machine."""
 
 
 def commit_table(
@@ -65,7 +66,7 @@ def commit_table(
     extra: Mapping[str, JsonValue] | None = None,
 ) -> ArtifactRef:
     """Commits a table of one of the SCHEMAS. Raises SchemaMismatch, naming the column."""
-    table = checked(table, kind)
+    table = conform_table(table, kind)
     buffer = io.BytesIO()
     with _parquet_writer(buffer, table.schema) as writer:
         _write_groups(writer, table)
@@ -76,22 +77,24 @@ def commit_table(
 
 
 def read_table(store: ObjectStore, ref: ArtifactRef, columns: Sequence[str] | None = None) -> pa.Table:
-    """The table, or some of its columns; of OPTIONAL ones those that it has. Raises ObjectNotFound, CorruptArtifact,
-    SchemaMismatch for another column."""
+    """Reads the table, or only `columns`. OPTIONAL columns that the table does not have are left out.
+
+    Raises ObjectNotFound, CorruptArtifact, and SchemaMismatch for a column that the table lacks.
+    """
     data = read_bytes(store, ref)
     try:
         file = pq.ParquetFile(pa.BufferReader(data))
         if columns is not None and ref.kind in OPTIONAL:
             absent = set(OPTIONAL[ref.kind].names) - set(file.schema_arrow.names)
             columns = [name for name in columns if name not in absent]
-        _columns_exist(file, columns, ref)
+        _check_columns(file, columns, ref)
         return file.read(columns=None if columns is None else list(columns))
     except (pa.ArrowException, OSError) as error:
         raise CorruptArtifact(f"{ref.key} is no readable Parquet file: {error}") from error
 
 
 class TableWriter:
-    """Streams a table larger than memory into a local file, then commits it.
+    """Writes a table that may be larger than memory to a local file, then commits it.
 
         with TableWriter("threads") as writer:
             for rows in ...:
@@ -99,7 +102,7 @@ class TableWriter:
             version = writer.digest()           # sha256 of the finished file, for a key that names the content
             ref = writer.commit(store, key, provenance=provenance)
 
-    Equal rows give the digest that commit_table gives. Leaving the block removes what was not committed.
+    Equal rows give the same digest as commit_table. The end of the block removes what was not committed.
     """
 
     def __init__(self, kind: str) -> None:
@@ -125,20 +128,23 @@ class TableWriter:
         """Appends rows. Raises SchemaMismatch, ValueError after digest or commit."""
         if self._finished:
             raise ValueError("this table is finished: write before digest() and commit()")
-        table = checked(rows if isinstance(rows, pa.Table) else _table_of_rows(rows, self.kind), self.kind)
+        table = rows if isinstance(rows, pa.Table) else _table_of_rows(rows, self.kind)
+        table = conform_table(table, self.kind)
+        # the first rows decide which optional columns the table has
         if not self.rows:
             self._schema = table.schema
-        self._pending.append(_fitted(table, self._schema, self.kind))
+        self._pending.append(_with_schema(table, self._schema, self.kind))
         self._pending_rows += table.num_rows
         self.rows += table.num_rows
+        # write all complete row groups; the rest waits for more rows
         if self._pending_rows >= ROW_GROUP:
             pending = pa.concat_tables(self._pending)
-            whole = pending.num_rows // ROW_GROUP * ROW_GROUP
-            _write_groups(self._open(), pending.slice(0, whole))
-            self._pending, self._pending_rows = [pending.slice(whole)], pending.num_rows - whole
+            complete_rows = pending.num_rows // ROW_GROUP * ROW_GROUP
+            _write_groups(self._open(), pending.slice(0, complete_rows))
+            self._pending, self._pending_rows = [pending.slice(complete_rows)], pending.num_rows - complete_rows
 
     def digest(self) -> str:
-        """sha256 of the whole file. Nothing can be written afterwards."""
+        """Returns the sha256 of the whole file. No rows can be written afterwards."""
         self._finish()
         return digest_file(self.path)[0]
 
@@ -151,7 +157,7 @@ class TableWriter:
         provenance: Provenance,
         extra: Mapping[str, JsonValue] | None = None,
     ) -> ArtifactRef:
-        """Commits what was written. The local file is gone afterwards."""
+        """Commits the rows that were written. The local file is removed."""
         self._finish()
         ref = commit_file(
             store, key, self.path, kind=self.kind, suffix=".parquet", rows=self.rows, parents=parents,
@@ -161,7 +167,7 @@ class TableWriter:
         return ref
 
     def close(self) -> None:
-        """Drops the local file."""
+        """Removes the local file."""
         self._finished = True
         if self._writer is not None:
             self._writer.close()
@@ -182,24 +188,25 @@ class TableWriter:
 
 
 class RowReader:
-    """Rows of a committed table by number, without reading the rest: a dataset larger than memory can be shuffled.
+    """Reads single rows of a committed table by index, so that a dataset larger than memory can be shuffled.
 
-    Safe to use from several threads. Raises ObjectNotFound, CorruptArtifact (a checksum of a page, or the size).
+    It may be used from several threads. Raises ObjectNotFound, CorruptArtifact (wrong checksum of a page, or size).
     """
 
     def __init__(self, store: ObjectStore, ref: ArtifactRef, *, copy: bool = False) -> None:
-        """`copy` reads a remote table whole, once, and then from this machine's disk."""
+        """With `copy` a remote table is downloaded once and then read from the disk of this machine."""
         self.ref, self._store = ref, store
         entry = single_file_entry(store, ref)
         self._lock = threading.Lock()
         self._groups: OrderedDict[int, pa.Table] = OrderedDict()
-        self._source = _copied(store, entry) if copy else store.open(entry.key)
+        self._source = _download(store, entry) if copy else store.open(entry.key)
         if self._source.seek(0, io.SEEK_END) != entry.bytes:
-            raise CorruptArtifact(f"{entry.key} has not the {entry.bytes} bytes that its manifest says")
+            raise CorruptArtifact(f"{entry.key} does not have the {entry.bytes} bytes that its manifest says")
         try:
             self._file = pq.ParquetFile(self._source, page_checksum_verification=True, pre_buffer=False)
         except (pa.ArrowException, OSError) as error:
             raise _unreadable(error, f"{ref.key} is no readable Parquet file", ref, store) from error
+        # _starts[group] is the index of the first row of the group; the last entry is the number of rows
         self._starts = [0]
         for group in range(self._file.num_row_groups):
             self._starts.append(self._starts[-1] + self._file.metadata.row_group(group).num_rows)
@@ -208,19 +215,20 @@ class RowReader:
         return self._starts[-1]
 
     def rows(self, indices: Iterable[int]) -> list[dict[str, Any]]:
-        """The rows of these numbers, in their order. Raises IndexError."""
-        wanted = list(indices)
+        """Returns the rows with these indices, in the order given. Raises IndexError."""
+        row_indices = list(indices)
+        # places in the result, by the row group that they are read from
         by_group: dict[int, list[int]] = defaultdict(list)
-        for place, index in enumerate(wanted):
+        for place, index in enumerate(row_indices):
             if not 0 <= index < len(self):
-                raise IndexError(f"{self.ref.key} has {len(self)} rows, and none of index {index}")
+                raise IndexError(f"{self.ref.key} has {len(self)} rows, and none with index {index}")
             by_group[index // ROW_GROUP].append(place)
-        found: list[dict[str, Any]] = [{}] * len(wanted)
+        rows: list[dict[str, Any]] = [{}] * len(row_indices)
         for group, places in sorted(by_group.items()):
-            table = self._group(group).take([wanted[place] - self._starts[group] for place in places])
+            table = self._group(group).take([row_indices[place] - self._starts[group] for place in places])
             for place, row in zip(places, table.to_pylist(), strict=True):
-                found[place] = row
-        return found
+                rows[place] = row
+        return rows
 
     def close(self) -> None:
         self._source.close()
@@ -242,54 +250,63 @@ class RowReader:
 
 
 def _unreadable(error: Exception, problem: str, ref: ArtifactRef, store: ObjectStore) -> StorageError:
-    """The storage error for a failed read of a table: an OSError with a number is the disk's, not the table's."""
+    """Returns the storage error for a failed read. An OSError with an errno is the disk's error, not the table's."""
     if isinstance(error, OSError) and error.errno:
-        return typed(error, ref.key, store.url)
+        return storage_error_of(error, ref.key, store.url)
     return CorruptArtifact(f"{problem}: {error}")
 
 
 def read_rows(store: ObjectStore, ref: ArtifactRef, indices: Iterable[int]) -> list[dict[str, Any]]:
-    """Like RowReader(store, ref).rows(indices), for who asks often: shards of a shuffled dataset have their rows in as
-    many row groups, each a request of its own. One reader per table and process; up to COPIED_BYTES are copied once."""
-    return _shared_reader(_Table(store, ref)).rows(indices)
+    """Like RowReader(store, ref).rows(indices), with one cached reader per table and process.
+
+    The rows of a shard of a shuffled dataset lie in many row groups, and each would be a request of its own. So a
+    remote table of up to COPIED_BYTES is copied to this machine first.
+    """
+    return _shared_reader(_ReaderKey(store, ref)).rows(indices)
 
 
-class _Table:
-    """A committed table that equals any other of the same content in the same store."""
+class _ReaderKey:
+    """Key of the cache of readers: equal for equal content in the same store."""
 
     def __init__(self, store: ObjectStore, ref: ArtifactRef) -> None:
         self.store, self.ref = store, ref
         self.name = (store.url, ref.key, ref.sha256)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Table) and self.name == other.name
+        return isinstance(other, _ReaderKey) and self.name == other.name
 
     def __hash__(self) -> int:
         return hash(self.name)
 
 
 @lru_cache(maxsize=4)
-def _shared_reader(table: _Table) -> RowReader:
-    here = table.store.local_path(table.ref.key) is not None
-    return RowReader(table.store, table.ref, copy=not here and table.ref.bytes <= COPIED_BYTES)
+def _shared_reader(table: _ReaderKey) -> RowReader:
+    is_local = table.store.local_path(table.ref.key) is not None
+    return RowReader(table.store, table.ref, copy=not is_local and table.ref.bytes <= COPIED_BYTES)
 
 
-def _copied(store: ObjectStore, entry: FileEntry) -> BinaryIO:
-    """The file on this machine; it is gone when it is closed. Raises ObjectNotFound, CorruptArtifact."""
+def _download(store: ObjectStore, entry: FileEntry) -> BinaryIO:
+    """Downloads the file and opens it; it has no name any more, so that closing removes it.
+
+    Raises ObjectNotFound, CorruptArtifact.
+    """
     with tempfile.TemporaryDirectory(prefix="ostinato-table-") as folder:
         path = Path(folder, "table.parquet")
         store.fetch(entry.key, path)
-        if (there := digest_file(path)[0]) != entry.sha256:
-            raise CorruptArtifact(f"{entry.key} has sha256 {there[:12]}, its manifest says {entry.sha256[:12]}")
+        sha256 = digest_file(path)[0]
+        if sha256 != entry.sha256:
+            raise CorruptArtifact(f"{entry.key} has sha256 {sha256[:12]}, its manifest says {entry.sha256[:12]}")
         return path.open("rb")
 
 
-def checked(table: pa.Table, kind: str) -> pa.Table:
-    """The table in its declared order of columns and without foreign metadata. Raises SchemaMismatch."""
+def conform_table(table: pa.Table, kind: str) -> pa.Table:
+    """Returns the table with its columns in the declared order and without other metadata. Raises SchemaMismatch."""
     schema = table_schema(kind, table.column_names)
+    # no unknown and no repeated columns
     for name in table.column_names:
         if name not in schema.names or table.column_names.count(name) > 1:
             raise SchemaMismatch(f"column {name!r} does not belong in a {kind} table; its columns are {schema.names}")
+    # every declared column, with its type and without unexpected nulls
     for field in schema:
         if field.name not in table.column_names:
             raise SchemaMismatch(f"column {field.name!r} ({field.type}) of a {kind} table is missing")
@@ -303,8 +320,11 @@ def checked(table: pa.Table, kind: str) -> pa.Table:
     return pa.table([table.column(name) for name in schema.names], schema=schema)
 
 
-def _fitted(table: pa.Table, schema: pa.Schema, kind: str) -> pa.Table:
-    """The table with the columns of the rows before it. Raises SchemaMismatch for an optional one that those lack."""
+def _with_schema(table: pa.Table, schema: pa.Schema, kind: str) -> pa.Table:
+    """Adds the optional columns that earlier rows have, as nulls.
+
+    Raises SchemaMismatch if these rows have an optional column that earlier rows lack.
+    """
     for field in schema:
         if field.name not in table.column_names:
             table = table.append_column(field, pa.nulls(table.num_rows, field.type))
@@ -314,10 +334,12 @@ def _fitted(table: pa.Table, schema: pa.Schema, kind: str) -> pa.Table:
 
 
 def _table_of_rows(rows: Sequence[Mapping[str, Any]], kind: str) -> pa.Table:
-    schema = table_schema(kind, {name for row in rows for name in row})
+    schema = table_schema(kind, set[str]().union(*rows))
+    expected = set(schema.names)
     for row in rows:
-        if odd := set(row) ^ set(schema.names):
-            raise SchemaMismatch(f"a row of a {kind} table has the columns {sorted(row)}: {sorted(odd)} differ")
+        differing = set(row) ^ expected
+        if differing:
+            raise SchemaMismatch(f"a row of a {kind} table has the columns {sorted(row)}: {sorted(differing)} differ")
     columns = []
     for field in schema:
         try:
@@ -338,6 +360,6 @@ def _write_groups(writer: pq.ParquetWriter, table: pa.Table) -> None:
         writer.write_table(table.slice(start, ROW_GROUP).combine_chunks(), row_group_size=ROW_GROUP)
 
 
-def _columns_exist(file: pq.ParquetFile, columns: Sequence[str] | None, ref: ArtifactRef) -> None:
+def _check_columns(file: pq.ParquetFile, columns: Sequence[str] | None, ref: ArtifactRef) -> None:
     if missing := set(columns or ()) - set(file.schema_arrow.names):
         raise SchemaMismatch(f"{ref.key} has no column {sorted(missing)}; it has {file.schema_arrow.names}")

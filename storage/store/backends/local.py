@@ -1,7 +1,7 @@
 """file://: a folder as an object store, durable against power loss.
 
-An object is written to a hidden file of its own folder, synced, and given its name by one system call: `rename`, or
-`link` where only the first writer may win. Then the folder is synced, so that the name lasts as well as the bytes.
+An object is written to a hidden file in the same folder and synced. One system call gives it its name: `rename`, or
+`link` where only the first writer may win. Then the folder is synced, so that the name is durable, too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import BinaryIO, Literal
 from uuid import uuid4
 
 from storage.errors import InvalidKey, ObjectNotFound, StorageUnavailable, UnsupportedFilesystem
-from storage.store.backends.local_errors import typed
+from storage.store.backends.local_errors import storage_error_of
 from storage.store.backends.local_folder import StoreFolder
 from storage.store.backends.protocol import HIDDEN_PREFIX, Leftover, ObjectInfo, PutResult
 from storage.store.keys import is_key
@@ -32,7 +32,7 @@ class LocalBackend:
         self.root = root
         self.url = f"file://{root}"
         self._folder = StoreFolder(root, self.url)
-        self._durable: set[Path] = set()  # folders whose name is known to be synced; a cache
+        self._durable: set[Path] = set()  # cache of the folders whose names are synced
 
     def get(self, key: str) -> bytes:
         with self._reading(key):
@@ -61,20 +61,21 @@ class LocalBackend:
             _sync_folder(target.parent)
 
     def put_file(self, key: str, path: Path, *, move: bool) -> None:
-        """A moved file is linked into the store and its old name removed last, so a failed move can be repeated.
+        """Copies or moves a file into the store. A moved file is linked, and its old name is removed last, so that a
+        failed move can be repeated.
 
-        A file of this very store is linked whether it moves or not, and keeps its old name: objects never change.
+        A file that is an object of this store is always linked and keeps its name: objects never change.
         """
         target = self._path(key)
-        ours = path.resolve().is_relative_to(self.root.resolve())
+        is_object = path.resolve().is_relative_to(self.root.resolve())
         with self._writing(key):
             with self._temporary(target.parent) as temporary:
-                if not ((move or ours) and _linked(path, temporary, shared=ours)):
+                if not ((move or is_object) and _try_link(path, temporary, shared=is_object)):
                     shutil.copyfile(path, temporary)
                 _sync_file(temporary)
                 os.replace(temporary, target)
             _sync_folder(target.parent)
-            if move and not ours:
+            if move and not is_object:
                 path.unlink(missing_ok=True)
 
     def put_if_absent(self, key: str, data: bytes, attempt: str) -> PutResult:
@@ -83,7 +84,7 @@ class LocalBackend:
             if target.is_dir():
                 raise IsADirectoryError(errno.EISDIR, "is a folder", str(target))
             won = not target.exists() and self._link_if_absent(target, data)
-            _sync_folder(target.parent)  # the loser too: it is about to rely on a name that may not be synced yet
+            _sync_folder(target.parent)  # also for a loser, which relies on a name that may not be synced yet
         if won:
             return PutResult(True, data)
         try:
@@ -92,7 +93,8 @@ class LocalBackend:
             raise StorageUnavailable(f"{key!r} was there and is gone again in {self.url}") from error
 
     def delete(self, key: str) -> None:
-        """Synced: whoever deletes a manifest and then its data must not find the manifest again after a power cut."""
+        """Deletes the object and syncs the folder. Without the sync, a manifest that is deleted before its data could
+        exist again after a power loss."""
         target = self._path(key)
         with self._writing(key):
             try:
@@ -106,35 +108,35 @@ class LocalBackend:
             shutil.copyfile(self._path(key), to)
 
     def local_path(self, key: str) -> Path | None:
-        self._folder.check()  # the caller may make the folders on the way
+        self._folder.check()  # the caller may create folders at this path
         return self._path(key)
 
     def now(self) -> float:
         with self._writing("the store's clock"), self._temporary(self.root) as temporary:
             _write(temporary, b"")
-            return _changed(temporary.stat())
+            return _last_change(temporary.stat())
 
     def leftovers(self) -> Iterator[Leftover]:
-        """Hidden files and folders: writes that never got their name, and scratch folders of engines."""
+        """Returns hidden files and folders: unfinished writes, and scratch folders of engines."""
         for folder, folders, files in os.walk(self.root):
             for name in [name for name in (*folders, *files) if name.startswith(HIDDEN_PREFIX)]:
                 path = Path(folder, name)
                 try:
                     size, changed = _size_and_change(path)
                 except FileNotFoundError:
-                    continue  # finished since the folder was read
+                    continue  # the write finished after the folder was read
                 except OSError as error:
-                    raise typed(error, str(path), self.url) from error
-                kind: Literal["scratch folder", "temporary file"] = (
-                    "scratch folder" if name in folders else "temporary file"
-                )
+                    raise storage_error_of(error, str(path), self.url) from error
+                is_folder = name in folders
+                kind: Literal["scratch folder", "temporary file"] = "scratch folder" if is_folder else "temporary file"
                 yield Leftover(str(path.relative_to(self.root)), kind, size, changed)
+            # os.walk does not descend into the folders that are removed from its list
             folders[:] = [name for name in folders if not name.startswith(HIDDEN_PREFIX)]
 
     def remove_leftover(self, name: str) -> None:
         path = self.root / name
         if not path.name.startswith(HIDDEN_PREFIX) or not path.parent.resolve().is_relative_to(self.root.resolve()):
-            raise InvalidKey(f"{name!r} is no leftover of {self.url}; its name would begin with {HIDDEN_PREFIX}")
+            raise InvalidKey(f"{name!r} is not a leftover of {self.url}; their names begin with {HIDDEN_PREFIX}")
         with self._writing(name):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
@@ -146,27 +148,30 @@ class LocalBackend:
 
     @contextmanager
     def _reading(self, key: str) -> Iterator[None]:
-        """Types the errors of a read. The folder is checked after it: what is not found may be on a lost disk."""
+        """Translates the errors of a read. The folder is checked afterwards: a missing file may be on a lost disk."""
         try:
             yield
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
             self._folder.check()
             raise ObjectNotFound(f"no object {key!r} in {self.url}") from error
         except OSError as error:
-            raise typed(error, key, self.url) from error
+            raise storage_error_of(error, key, self.url) from error
         self._folder.check()
 
     @contextmanager
     def _writing(self, key: str) -> Iterator[None]:
-        """Types the errors of a write. The folder is checked before it, so that none is made in place of a lost one,
-        and after it."""
+        """Translates the errors of a write. The folder is checked before, so that none is created in place of a lost
+        one, and afterwards."""
         self._folder.check()
         try:
             yield
         except (IsADirectoryError, NotADirectoryError, FileExistsError) as error:
-            raise InvalidKey(f"{key!r} cannot be an object of {self.url}: {error.filename} is in its way") from error
+            raise InvalidKey(
+                f"{key!r} cannot be an object of {self.url}, because {error.filename} is a folder, or a file where a "
+                "folder is needed; give another key"
+            ) from error
         except OSError as error:
-            raise typed(error, key, self.url) from error
+            raise storage_error_of(error, key, self.url) from error
         self._folder.check()
 
     def _link_if_absent(self, target: Path, data: bytes) -> bool:
@@ -175,20 +180,20 @@ class LocalBackend:
             try:
                 os.link(temporary, target)
             except FileExistsError:
-                # NFS can lose the answer to a link that was made, and refuse its own repetition
+                # NFS can lose the reply to a successful link and refuse its own repetition of the request
                 return target.is_file() and os.path.samefile(temporary, target)
             except OSError as error:
                 if error.errno in _NO_LINKS:
                     raise UnsupportedFilesystem(
-                        f"{self.root} is on a file system without hard links ({error}), so the first of two writers "
-                        "cannot be told; put the store on a local disk, NFS, or s3://"
+                        f"{self.root} is on a file system without hard links ({error}), so two writers of a key "
+                        "could both win; put the store on a local disk, NFS, or s3://"
                     ) from error
                 raise
             return True
 
     @contextmanager
     def _temporary(self, folder: Path) -> Iterator[Path]:
-        """A new hidden name in `folder`, which is made; whatever bears the name at the end is removed."""
+        """Yields a new hidden path in `folder`, which is created. A file that is left at that path is removed."""
         self._make_folder(folder)
         temporary = folder / f"{HIDDEN_PREFIX}{uuid4().hex}"
         try:
@@ -197,21 +202,23 @@ class LocalBackend:
             temporary.unlink(missing_ok=True)
 
     def _make_folder(self, folder: Path) -> None:
-        """Makes `folder` and syncs the names of its whole path, once per process."""
+        """Creates `folder` and syncs the names of its whole path, once per process."""
         if folder in self._durable and folder.is_dir():
             return
         missing = [parent for parent in (self.root, *self.root.parents) if not parent.exists()]
         folder.mkdir(parents=True, exist_ok=True)
-        inside = [f for f in (folder, *folder.parents) if f != self.root and f.is_relative_to(self.root)]
-        for made in (*inside, *missing):
-            if made not in self._durable or made == folder:
-                _sync_folder(made.parent)
+        path = (folder, *folder.parents)
+        inside = [part for part in path if part != self.root and part.is_relative_to(self.root)]
+        for part in (*inside, *missing):
+            if part not in self._durable or part == folder:
+                _sync_folder(part.parent)
         self._durable.update(inside, missing, [folder])
 
-    def _walk(self, at: str, prefix: str) -> Iterator[ObjectInfo]:
+    def _walk(self, folder: str, prefix: str) -> Iterator[ObjectInfo]:
+        """Yields the objects below `folder` (a relative path that ends with a slash) whose keys begin with `prefix`."""
         try:
-            with self._reading(at), os.scandir(self.root / at) as entries:
-                named = [(f"{at}{entry.name}", entry, entry.is_dir()) for entry in entries]
+            with self._reading(folder), os.scandir(self.root / folder) as entries:
+                named = [(f"{folder}{entry.name}", entry, entry.is_dir()) for entry in entries]
         except ObjectNotFound:
             return
         for name, entry, is_folder in named:
@@ -222,15 +229,18 @@ class LocalBackend:
                 try:
                     status = entry.stat()
                 except FileNotFoundError:
-                    continue  # deleted since the folder was read
+                    continue  # deleted after the folder was read
                 except OSError as error:
-                    raise typed(error, name, self.url) from error
-                yield ObjectInfo(name, status.st_size, _changed(status))
+                    raise storage_error_of(error, name, self.url) from error
+                yield ObjectInfo(name, status.st_size, _last_change(status))
 
 
-def _linked(path: Path, temporary: Path, *, shared: bool) -> bool:
-    """Tries to give the file of `path` a second name; False means copy. A file that others may still write to (another
-    name, or a symbolic link as in a Hugging Face cache) is copied, unless it is `shared` on purpose."""
+def _try_link(path: Path, temporary: Path, *, shared: bool) -> bool:
+    """Tries to give the file a second name. Returns False if it must be copied instead.
+
+    A file that may still be written under another name, or a symbolic link as in a Hugging Face cache, must be copied,
+    unless it is `shared` on purpose.
+    """
     if path.is_symlink() or (path.stat().st_nlink > 1 and not shared):
         return False
     try:
@@ -240,20 +250,21 @@ def _linked(path: Path, temporary: Path, *, shared: bool) -> bool:
     return True
 
 
-def _changed(stat: os.stat_result) -> float:
-    """When the file got its bytes or this name, whichever came later: a link of an old file is a new object."""
+def _last_change(stat: os.stat_result) -> float:
+    """Time at which the file got its bytes or its name, whichever is later: a link to an old file is a new object."""
     return max(stat.st_mtime, stat.st_ctime)
 
 
 def _size_and_change(path: Path) -> tuple[int, float]:
-    """Bytes, and the last change, of a file or of anything in a folder."""
-    stat = path.lstat()
-    size, changed = 0 if path.is_dir() else stat.st_size, _changed(stat)
-    if path.is_dir() and not path.is_symlink():
-        for inside in path.rglob("*"):
-            stat = inside.lstat()
-            size, changed = size + (0 if inside.is_dir() else stat.st_size), max(changed, _changed(stat))
-    return size, changed
+    """Returns (bytes, time of the last change) of a file, or of all files in a folder."""
+    size, last_change = 0, _last_change(path.lstat())
+    contents = path.rglob("*") if path.is_dir() and not path.is_symlink() else ()
+    for file in (path, *contents):
+        stat = file.lstat()
+        last_change = max(last_change, _last_change(stat))
+        if not file.is_dir():
+            size += stat.st_size
+    return size, last_change
 
 
 def _write(path: Path, data: bytes) -> None:

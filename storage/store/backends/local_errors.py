@@ -1,4 +1,4 @@
-"""Every OSError of a file:// store as one of the errors of storage."""
+"""Translates the OSErrors of a file:// store into storage errors."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from storage.errors import (
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
-_PASSING = {
+_TRANSIENT = {
     errno.EIO, errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE,
     errno.ENOMEM, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN,
     errno.ENOENT,  # a folder was removed under a writer
 }  # fmt: skip
 
 
-def typed(error: OSError, key: str, url: str) -> StorageError:
-    """The storage error that `error` means for the object `key` of the store at `url`."""
+def storage_error_of(error: OSError, key: str, url: str) -> StorageError:
+    """Returns the storage error for an `error` about the object `key` of the store at `url`."""
     if error.errno in _FULL:
         return StorageFull(f"no space for {key!r} in {url}: {error.strerror}; free some, nothing was written")
     if error.errno in _DENIED:
-        return AccessDenied(f"{key!r} in {url}: {error}; give this user the right, or choose another folder")
+        return AccessDenied(f"{key!r} in {url}: {error}; give this user the permission, or choose another folder")
     if error.errno == errno.ENAMETOOLONG:
         return InvalidKey(
             f"the path of {key!r} in {url} is too long for its file system: {error.strerror}; give shorter names, or "
             "put the store in a folder with a shorter path"
         )
-    if error.errno in _PASSING:
+    if error.errno in _TRANSIENT:
         return StorageUnavailable(f"{key!r} in {url}: {error}")
     return PermanentStorageError(f"{key!r} in {url}: {error}")

@@ -1,7 +1,8 @@
-"""Notices that the folder of a file:// store is gone or holds another store: an unmounted disk, a moved folder.
+"""Detects that the folder of a file:// store is gone or holds another store, because a disk was unmounted or a folder
+was moved.
 
-The store of a process is the one that it saw first. Its id is in `store.json`; a store that has no id yet is known by
-its folder alone.
+A process expects the store that it saw first. `store.json` holds the id of a store. Of a store without an id, only the
+existence of the folder is checked.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ import os
 from pathlib import Path
 
 from storage.errors import CorruptArtifact, OtherStore, StoreGone
-from storage.store.backends.local_errors import typed
+from storage.store.backends.local_errors import storage_error_of
 from storage.store.keys import store_json
 
 
 class StoreFolder:
-    """The folder of one store, compared with what this process saw there before."""
+    """The folder of a store, and what earlier checks of this process found there."""
 
     def __init__(self, root: Path, url: str) -> None:
         self._root, self._url = root, url
@@ -36,7 +37,7 @@ class StoreFolder:
             OtherStore: store.json has another id than before.
             CorruptArtifact: store.json has no id.
         """
-        # another thread may begin the store after this one looked for its file
+        # read first: another thread may create store.json after this one looked for it
         known_id, folder_existed = self._id, self._folder_existed
         try:
             stat = os.stat(self._file)
@@ -48,7 +49,7 @@ class StoreFolder:
             self._check_absence(known_id, folder_existed=folder_existed)
             return
         except OSError as error:
-            raise typed(error, store_json(), self._url) from error
+            raise storage_error_of(error, store_json(), self._url) from error
         if self._id not in (None, store_id):
             raise OtherStore(
                 f"{self._url} holds another store than before: {self._file} had the id {self._id}, now it has "
@@ -77,7 +78,7 @@ class StoreFolder:
 
 
 def read_store_id(data: bytes, where: str) -> str:
-    """The id in the bytes of a store.json. Raises CorruptArtifact, naming `where` they are from."""
+    """Returns the id in the bytes of a store.json. Raises CorruptArtifact, which names `where` they are from."""
     try:
         return str(json.loads(data)["id"])
     except (ValueError, KeyError, TypeError) as error:

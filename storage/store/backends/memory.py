@@ -1,4 +1,4 @@
-"""memory://name: fsspec's in-process file system, made atomic by a lock. For tests; gone with the process."""
+"""memory://name: a store in the memory of this process, for tests. It uses fsspec's file system under a lock."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from fsspec.implementations.memory import MemoryFileSystem
 from storage.errors import ObjectNotFound
 from storage.store.backends.protocol import Leftover, ObjectInfo, PutResult
 
-_lock = threading.RLock()  # fsspec's memory store is one dict per process, so its lock is too
+_lock = threading.RLock()  # one per process, because fsspec's memory store is one dict per process
 
 
 class MemoryBackend:
-    """Stores of the same name share their objects within a process."""
+    """Stores with the same name share their objects within a process."""
 
     def __init__(self, name: str, clock: Callable[[], float] = time.time) -> None:
         self.url = f"memory://{name}"
@@ -42,12 +42,12 @@ class MemoryBackend:
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         with _lock:
-            found = [
+            listed = [
                 ObjectInfo(path[len(self._root) :], file.getbuffer().nbytes, file.modified.timestamp())
                 for path, file in self._fs.store.items()
                 if path.startswith(self._root + prefix)
             ]
-        yield from found
+        yield from listed
 
     def put(self, key: str, data: bytes) -> None:
         with _lock:
@@ -83,4 +83,4 @@ class MemoryBackend:
         return iter(())
 
     def remove_leftover(self, name: str) -> None:
-        """There is none to remove."""
+        """Does nothing, since this backend has no leftovers."""

@@ -1,4 +1,4 @@
-"""What a kind of store must do. Everything here is one attempt; `ObjectStore` retries."""
+"""The interface of a backend, a kind of store. A call is one attempt; `ObjectStore` retries."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple, Protocol
 
 HIDDEN_PREFIX = "~"
-"""First character of the names of temporary objects. No key can hold it, so they can never meet one."""
+"""First character of the names of temporary objects. No key contains it, so they never collide with an object."""
 
 
 class ObjectInfo(NamedTuple):
@@ -21,15 +21,15 @@ class ObjectInfo(NamedTuple):
 
 
 class Leftover(NamedTuple):
-    """Something that is no object: what a killed writer left where no listing of objects shows it."""
+    """A temporary file, scratch folder or unfinished upload that a killed writer left. Listings do not show it."""
 
     name: str
-    """Means something to its store only."""
+    """Name by which the backend finds it. It is not a key."""
     kind: Literal["temporary file", "scratch folder", "multipart upload"]
     size: int
-    """Bytes; 0 where the store does not tell."""
+    """Bytes; 0 if the store does not tell."""
     modified: float
-    """Epoch seconds by the store's clock: the last sign of life."""
+    """Epoch seconds of the last change, by the store's clock."""
 
 
 class PutResult(NamedTuple):
@@ -37,11 +37,11 @@ class PutResult(NamedTuple):
 
     won: bool
     data: bytes
-    """The bytes that are there now: ours if we won, the first writer's if not."""
+    """The bytes that are stored now: those of the caller if it won, else those of the first writer."""
 
 
 class Backend(Protocol):
-    """Keys are validated by the caller. Errors are storage.errors only."""
+    """Reads and writes objects. The caller validates the keys. All errors are StorageErrors."""
 
     url: str
 
@@ -49,14 +49,14 @@ class Backend(Protocol):
     def open(self, key: str) -> BinaryIO: ...
     def exists(self, key: str) -> bool: ...
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Objects whose key begins with `prefix`, in any order."""
+        """Returns the objects whose key begins with `prefix`, in any order."""
         ...
 
     def put(self, key: str, data: bytes) -> None: ...
     def put_file(self, key: str, path: Path, *, move: bool) -> None: ...
     def put_if_absent(self, key: str, data: bytes, attempt: str) -> PutResult:
-        """`attempt` is one for all tries of the same call: a store that can keep it beside the bytes tells by it that
-        the object which is in the way is the caller's own."""
+        """Writes the object if there is none. `attempt` is the same for all retries of a call: a backend that stores it
+        with the bytes can tell by it that an existing object was written by an earlier try of the same call."""
         ...
 
     def delete(self, key: str) -> None: ...
@@ -64,10 +64,10 @@ class Backend(Protocol):
     def local_path(self, key: str) -> Path | None: ...
 
     def now(self) -> float:
-        """Epoch seconds by the clock that gives objects their `modified`; the store must be writable."""
+        """Epoch seconds by the clock that sets `ObjectInfo.modified`. The store must be writable."""
         ...
 
     def leftovers(self) -> Iterator[Leftover]: ...
     def remove_leftover(self, name: str) -> None:
-        """Removes a leftover; an absent one is fine."""
+        """Removes a leftover. Does nothing if it is gone."""
         ...

@@ -1,8 +1,8 @@
-"""s3://: any server that speaks S3 and honours `If-None-Match: *` on PUT (AWS, seaweedfs, MinIO, moto, …).
+"""s3://: any S3 server that supports `If-None-Match: *` on PUT (AWS, seaweedfs, MinIO, moto, …), through s3fs.
 
-s3fs moves the bytes. Requests are repeated by several hands: by the store, by botocore, and, seen by neither, by
-aiohttp, which repeats a PUT whose connection was cut. So a conditional put carries an attempt id in the object's
-metadata, and whoever is refused looks whether the object in the way is its own.
+A request may be repeated by the store, by botocore, and by aiohttp, which repeats a PUT whose connection was cut
+without telling the other two. So a conditional put stores an attempt id in the object's metadata. When the server
+refuses the put, that id tells whether the existing object was written by an earlier try of the same call.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from s3fs import S3FileSystem
 
 from storage.errors import InvalidKey, ObjectNotFound, StorageUnavailable, UnsupportedFilesystem
 from storage.store.backends.protocol import HIDDEN_PREFIX, Leftover, ObjectInfo, PutResult
-from storage.store.backends.s3_errors import ANY, answer_of, status_of, typed
-from storage.store.backends.s3_transfer import ATTEMPT, PART_BYTES, PART_RETRY, Transfer
+from storage.store.backends.s3_errors import S3_EXCEPTIONS, client_error_of, http_status, translated_errors
+from storage.store.backends.s3_transfer import ATTEMPT, PART_BYTES, PART_RETRY, Transfer, lowercase_keys
 from storage.store.keys import is_key, validate_prefix
 from storage.store.retry import RetryPolicy, with_retries
 
@@ -29,7 +29,7 @@ _UPLOAD = "?upload="  # no key holds a question mark
 _CONTINUE = {
     "NextContinuationToken": "ContinuationToken", "NextKeyMarker": "KeyMarker", "NextUploadIdMarker": "UploadIdMarker",
 }  # fmt: skip
-"""Where a page of a listing ended -> the argument that begins the next."""
+"""Field of a listing's page -> the argument with which the next page is requested."""
 
 
 class S3Backend:
@@ -40,35 +40,35 @@ class S3Backend:
             raise InvalidKey("an s3:// URL names its bucket; give s3://bucket/prefix")
         self.bucket, self._prefix = bucket, f"{validate_prefix(prefix)}/" if prefix else ""
         self.url = f"s3://{bucket}/{prefix}".rstrip("/")
-        # few attempts inside a request: the store retries around it
+        # botocore makes few attempts, because ObjectStore retries, too
         config = {"retries": {"mode": "standard", "total_max_attempts": 2}} | options.get("config_kwargs", {})
         self.page_size = 1000
         self.part_bytes, self.part_retry = PART_BYTES, PART_RETRY
-        # fsspec keeps instances by arguments, but the endpoint and the credentials may come from the environment
+        # fsspec caches instances by arguments, but the endpoint and the credentials may come from the environment
         fixed = {"config_kwargs": config, "use_listings_cache": False, "skip_instance_cache": True}
         self._fs = S3FileSystem(**(options | fixed))
         self._conditional = threading.Lock()
         self._conditional_checked = False
 
     def get(self, key: str) -> bytes:
-        with typed(key, self.url):
+        with translated_errors(key, self.url):
             return self._get(Key=self._prefix + key)
 
     def open(self, key: str) -> BinaryIO:
-        with typed(key, self.url):
+        with translated_errors(key, self.url):
             head = self._call("head_object", Key=self._prefix + key)
 
         def read(start: int, stop: int) -> bytes:
-            # If-Match: an object replaced while it is read must not be read as a mixture
-            with typed(key, self.url):
+            # If-Match: if the object is replaced while it is read, fail instead of mixing old and new bytes
+            with translated_errors(key, self.url):
                 return self._get(Key=self._prefix + key, Range=f"bytes={start}-{stop - 1}", IfMatch=head["ETag"])
 
-        raw = _RangeReader(read, head["ContentLength"], what=f"read {key!r} in {self.url}")
+        raw = _RangeReader(read, head["ContentLength"], description=f"read {key!r} in {self.url}")
         return cast(BinaryIO, io.BufferedReader(raw, READ_AHEAD_BYTES))
 
     def exists(self, key: str) -> bool:
         try:
-            with typed(key, self.url):
+            with translated_errors(key, self.url):
                 self._call("head_object", Key=self._prefix + key)
         except ObjectNotFound:
             return False
@@ -76,40 +76,40 @@ class S3Backend:
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         where = {"Prefix": self._prefix + prefix, "MaxKeys": self.page_size}
-        for found in self._pages("list_objects_v2", "Contents", **where):
-            key = found["Key"][len(self._prefix) :]
+        for item in self._pages("list_objects_v2", "Contents", **where):
+            key = item["Key"][len(self._prefix) :]
             if is_key(key):  # not a temporary or foreign object
-                yield ObjectInfo(key, found["Size"], found["LastModified"].timestamp())
+                yield ObjectInfo(key, item["Size"], item["LastModified"].timestamp())
 
     def put(self, key: str, data: bytes) -> None:
-        with typed(key, self.url):
+        with translated_errors(key, self.url):
             self._call("put_object", Key=self._prefix + key, Body=data)
 
     def put_file(self, key: str, path: Path, *, move: bool) -> None:
-        """In parts when large; the object appears when the last part is complete."""
-        with typed(key, self.url):
+        """Uploads a large file in parts. The object becomes visible when the upload is completed."""
+        with translated_errors(key, self.url):
             sync(self._fs.loop, self._transfer().upload, self._prefix + key, path)
         if move:
             path.unlink(missing_ok=True)
 
     def put_if_absent(self, key: str, data: bytes, attempt: str) -> PutResult:
         self._check_conditional_puts()
-        with typed(key, self.url):
+        with translated_errors(key, self.url):
             if self._put_new(key, data, attempt):
                 return PutResult(True, data)
         try:
-            with typed(key, self.url):
-                there, metadata = self._get_with_metadata(Key=self._prefix + key)
+            with translated_errors(key, self.url):
+                stored, metadata = self._get_with_metadata(Key=self._prefix + key)
         except ObjectNotFound as error:
             raise StorageUnavailable(f"{key!r} was there and is gone again in {self.url}") from error
-        return PutResult(metadata.get(ATTEMPT) == attempt, there)
+        return PutResult(metadata.get(ATTEMPT) == attempt, stored)
 
     def delete(self, key: str) -> None:
-        with typed(key, self.url):
+        with translated_errors(key, self.url):
             self._call("delete_object", Key=self._prefix + key)
 
     def download(self, key: str, to: Path) -> None:
-        with typed(key, self.url):
+        with translated_errors(key, self.url):
             sync(self._fs.loop, self._transfer().download, self._prefix + key, to)
 
     def local_path(self, key: str) -> Path | None:
@@ -117,48 +117,48 @@ class S3Backend:
 
     def now(self) -> float:
         name = f"{self._prefix}{HIDDEN_PREFIX}clock-{uuid4().hex}"
-        with typed("the store's clock", self.url):
+        with translated_errors("the store's clock", self.url):
             self._call("put_object", Key=name, Body=b"")
             now = self._call("head_object", Key=name)["LastModified"].timestamp()
             self._call("delete_object", Key=name)
         return float(now)
 
     def leftovers(self) -> Iterator[Leftover]:
-        """Probes of the clock whose process died, and multipart uploads that nobody completed or aborted."""
-        for found in self._pages("list_objects_v2", "Contents", Prefix=f"{self._prefix}{HIDDEN_PREFIX}clock-"):
-            name = found["Key"][len(self._prefix) :]
-            yield Leftover(name, "temporary file", found["Size"], found["LastModified"].timestamp())
-        for found in self._pages("list_multipart_uploads", "Uploads", Prefix=self._prefix):
-            name = f"{found['Key'][len(self._prefix) :]}{_UPLOAD}{found['UploadId']}"
-            yield Leftover(name, "multipart upload", 0, found["Initiated"].timestamp())
+        """Returns objects that `now` did not remove, and multipart uploads that were neither completed nor aborted."""
+        for item in self._pages("list_objects_v2", "Contents", Prefix=f"{self._prefix}{HIDDEN_PREFIX}clock-"):
+            name = item["Key"][len(self._prefix) :]
+            yield Leftover(name, "temporary file", item["Size"], item["LastModified"].timestamp())
+        for upload in self._pages("list_multipart_uploads", "Uploads", Prefix=self._prefix):
+            name = f"{upload['Key'][len(self._prefix) :]}{_UPLOAD}{upload['UploadId']}"
+            yield Leftover(name, "multipart upload", 0, upload["Initiated"].timestamp())
 
     def remove_leftover(self, name: str) -> None:
-        key, found, upload = name.partition(_UPLOAD)
-        with typed(name, self.url):
+        key, separator, upload_id = name.partition(_UPLOAD)
+        with translated_errors(name, self.url):
             try:
-                if found:
-                    self._call("abort_multipart_upload", Key=self._prefix + key, UploadId=upload)
+                if separator:
+                    self._call("abort_multipart_upload", Key=self._prefix + key, UploadId=upload_id)
                 else:
                     self._call("delete_object", Key=self._prefix + key)
-            except ANY as error:
-                answer = answer_of(error)
-                if answer is None or status_of(answer) != 404:
+            except S3_EXCEPTIONS as error:
+                reply = client_error_of(error)
+                if reply is None or http_status(reply) != 404:
                     raise
 
     def _transfer(self) -> Transfer:
         return Transfer(self._fs, self.bucket, self.url, self.part_bytes, self.part_retry)
 
     def _pages(self, method: str, items: str, **where: Any) -> Iterator[dict[str, Any]]:
-        """The items of all pages of a listing."""
+        """Yields the items of all pages of a listing."""
         while True:
-            with typed(where["Prefix"], self.url):
+            with translated_errors(where["Prefix"], self.url):
                 page = self._call(method, **where)
             yield from page.get(items) or ()
             if not page.get("IsTruncated"):
                 return
-            for token, of in _CONTINUE.items():
+            for token, argument in _CONTINUE.items():
                 if page.get(token):
-                    where[of] = page[token]
+                    where[argument] = page[token]
 
     def _call(self, method: str, **arguments: Any) -> dict[str, Any]:
         return self._fs.call_s3(method, Bucket=self.bucket, **arguments)
@@ -168,50 +168,56 @@ class S3Backend:
 
     def _get_with_metadata(self, **arguments: Any) -> tuple[bytes, dict[str, str]]:
         async def read() -> tuple[bytes, dict[str, str]]:
-            answer = await self._fs._call_s3("get_object", Bucket=self.bucket, **arguments)
-            async with answer["Body"] as body:
-                return await body.read(), {k.lower(): v for k, v in answer.get("Metadata", {}).items()}
+            reply = await self._fs._call_s3("get_object", Bucket=self.bucket, **arguments)
+            async with reply["Body"] as body:
+                data = await body.read()
+            return data, lowercase_keys(reply.get("Metadata", {}))
 
         return cast(tuple[bytes, dict[str, str]], sync(self._fs.loop, read))
 
     def _put_new(self, key: str, data: bytes, attempt: str) -> bool:
-        """One conditional put; False when there was an object already."""
+        """Makes one conditional put. Returns False if there was an object already."""
         try:
             self._call(
                 "put_object", Key=self._prefix + key, Body=data, IfNoneMatch="*", Metadata={ATTEMPT: attempt}
             )
-        except ANY as error:
-            answer = answer_of(error)
-            if answer is not None and status_of(answer) == 412:
+        except S3_EXCEPTIONS as error:
+            reply = client_error_of(error)
+            status = None if reply is None else http_status(reply)
+            if status == 412:
                 return False
-            if answer is not None and status_of(answer) == 501:
+            if status == 501:
                 raise UnsupportedFilesystem(self._no_conditional_puts()) from error
             raise
         return True
 
     def _check_conditional_puts(self) -> None:
-        """Once per process: some servers (rclone serve s3, s3rver) take `If-None-Match` and let both writers win."""
+        """Tests once per process that the server refuses the second of two conditional puts.
+
+        Some servers (rclone serve s3, s3rver) accept `If-None-Match` and let both writers win.
+        """
         with self._conditional:
             if self._conditional_checked:
                 return
             probe = f"{HIDDEN_PREFIX}conditional-put"
-            with typed(probe, self.url):
+            with translated_errors(probe, self.url):
                 if self._put_new(probe, b"1", "") and self._put_new(probe, b"2", ""):
                     raise UnsupportedFilesystem(self._no_conditional_puts())
             self._conditional_checked = True
 
     def _no_conditional_puts(self) -> str:
         return (
-            f"the server of {self.url} does not honour `If-None-Match: *`, so the first of two writers cannot be told; "
+            f"the server of {self.url} does not honour `If-None-Match: *`, so two writers of a key could both win; "
             "use AWS S3, MinIO, seaweedfs, or a file:// store"
         )
 
 
 class _RangeReader(io.RawIOBase):
-    """A seekable view of a remote object; each read is one ranged request, retried."""
+    """A seekable reader of a remote object. Each read is one ranged request, which is retried."""
 
-    def __init__(self, read: Callable[[int, int], bytes], size: int, *, what: str) -> None:
-        self._read, self._size, self._at, self._what = read, size, 0, what
+    def __init__(self, read: Callable[[int, int], bytes], size: int, *, description: str) -> None:
+        self._read, self._size, self._description = read, size, description
+        self._position = 0
 
     def readable(self) -> bool:
         return True
@@ -220,11 +226,11 @@ class _RangeReader(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = max(0, offset + (0, self._at, self._size)[whence])
-        return self._at
+        self._position = max(0, offset + (0, self._position, self._size)[whence])
+        return self._position
 
     def tell(self) -> int:
-        return self._at
+        return self._position
 
     def readinto(self, buffer: Any) -> int:
         data = self._next(len(buffer))
@@ -232,12 +238,12 @@ class _RangeReader(io.RawIOBase):
         return len(data)
 
     def readall(self) -> bytes:
-        return self._next(self._size)  # the inherited one makes a request for every few KiB
+        return self._next(self._size)  # the inherited method makes a request for every few KiB
 
     def _next(self, size: int) -> bytes:
-        start, stop = self._at, min(self._at + size, self._size)
+        start, stop = self._position, min(self._position + size, self._size)
         if start >= stop:
             return b""
-        data = with_retries(lambda: self._read(start, stop), self._what, RetryPolicy())
-        self._at += len(data)
+        data = with_retries(lambda: self._read(start, stop), self._description, RetryPolicy())
+        self._position += len(data)
         return data

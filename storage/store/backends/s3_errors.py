@@ -1,4 +1,4 @@
-"""Every error of boto, aiohttp and s3fs as one of ours."""
+"""Translates the errors of boto, aiohttp and s3fs into storage errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from storage.errors import (
 )
 
 _FULL_CODES = {"InsufficientStorage", "QuotaExceeded", "XMinioStorageFull"}
-_PASSING_CODES = {
+_TRANSIENT_CODES = {
     "SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "RequestTimeout", "InternalError",
     "ServiceUnavailable", "OperationAborted", "ConditionalRequestConflict", "RequestTimeTooSkewed",
     "XAmzContentSHA256Mismatch", "IncompleteBody", "BadDigest",
@@ -40,22 +40,22 @@ _NETWORK = (
     BotoConnectionError, HTTPClientError, IncompleteReadError, ResponseParserError, FSTimeoutError,
     aiohttp.ClientError, ConnectionError, TimeoutError,
 )  # fmt: skip
-ANY = (*_NETWORK, BotoCoreError, ClientError, OSError)
+S3_EXCEPTIONS = (*_NETWORK, BotoCoreError, ClientError, OSError)
 
 
 @contextmanager
-def typed(key: str, url: str) -> Iterator[None]:
-    """Raises StorageError only, blaming `key` of the store at `url`."""
+def translated_errors(key: str, url: str) -> Iterator[None]:
+    """Raises every S3 error of its block as a StorageError about `key` of the store at `url`."""
     try:
         yield
-    except ANY as error:
+    except S3_EXCEPTIONS as error:
         raise _storage_error(error, f"{key!r} in {url}") from error
 
 
 def _storage_error(error: BaseException, where: str) -> StorageError:
-    answer = answer_of(error)
-    if answer is not None:
-        return _refusal(answer, where)
+    reply = client_error_of(error)
+    if reply is not None:
+        return _error_of_reply(reply, where)
     if isinstance(error, _NETWORK):
         return StorageUnavailable(f"{where}: {type(error).__name__}: {error}")
     if isinstance(error, NoCredentialsError | PartialCredentialsError):
@@ -67,31 +67,31 @@ def _storage_error(error: BaseException, where: str) -> StorageError:
     return PermanentStorageError(f"{where}: {type(error).__name__}: {error}")
 
 
-def _refusal(answer: ClientError, where: str) -> StorageError:
-    status, code = status_of(answer), answer.response.get("Error", {}).get("Code", "")
+def _error_of_reply(reply: ClientError, where: str) -> StorageError:
+    status, code = http_status(reply), reply.response.get("Error", {}).get("Code", "")
     if code == "NoSuchBucket":
-        return NoSuchBucket(f"{where}: there is no such bucket; make it first, or mend the URL")
+        return NoSuchBucket(f"{where}: there is no such bucket; create it first, or correct the URL")
     if code == "NoSuchUpload":
-        return StorageUnavailable(f"{where}: the multipart upload was aborted by another hand: {answer}")
+        return StorageUnavailable(f"{where}: the multipart upload was aborted by another process: {reply}")
     if status == 404:
         return ObjectNotFound(f"no object {where}")
     if status == 412:
         return CorruptArtifact(f"{where} was replaced while it was read; open it again")
     if status == 507 or code in _FULL_CODES:
-        return StorageFull(f"no space for {where}: {answer}")
-    if status in (408, 409, 425, 429) or status >= 500 or code in _PASSING_CODES:
-        return StorageUnavailable(f"{where}: {answer}")
+        return StorageFull(f"no space for {where}: {reply}")
+    if status in (408, 409, 425, 429) or status >= 500 or code in _TRANSIENT_CODES:
+        return StorageUnavailable(f"{where}: {reply}")
     if status in (401, 403):
-        return AccessDenied(f"{where}: {answer}; check the credentials and the bucket's policy")
-    return PermanentStorageError(f"{where}: {answer}")
+        return AccessDenied(f"{where}: {reply}; check the credentials and the bucket's policy")
+    return PermanentStorageError(f"{where}: {reply}")
 
 
-def answer_of(error: BaseException | None) -> ClientError | None:
-    """The server's answer behind an error; s3fs dresses it up as an OSError."""
+def client_error_of(error: BaseException | None) -> ClientError | None:
+    """Returns the server's error reply behind an exception, or None. s3fs wraps it in an OSError."""
     while error is not None and not isinstance(error, ClientError):
         error = error.__cause__
     return error
 
 
-def status_of(error: ClientError) -> int:
+def http_status(error: ClientError) -> int:
     return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode") or 0)

@@ -1,7 +1,7 @@
-"""Files of any size to and from S3 in bounded memory: parts, a few at a time, each tried again by itself.
+"""Transfers files of any size to and from S3 in bounded memory: in parts, a few at a time, each retried by itself.
 
-An upload in parts is visible when its last request is answered, and not before; one that fails is aborted, one whose
-process dies is an unfinished upload that garbage collection finds.
+An object that is uploaded in parts becomes visible with the last request. A failed upload is aborted. The upload of a
+process that died stays unfinished, and garbage collection aborts it.
 """
 
 from __future__ import annotations
@@ -16,26 +16,27 @@ from uuid import uuid4
 from s3fs import S3FileSystem
 
 from storage.errors import ObjectNotFound, PermanentStorageError, StorageError, StorageUnavailable
-from storage.store.backends.s3_errors import typed
+from storage.store.backends.s3_errors import translated_errors
 from storage.store.retry import RetryPolicy, with_retries_async
 
 ATTEMPT = "ostinato-attempt"
-"""Metadata of an object: which call wrote it."""
+"""Name of the object metadata that holds the id of the call that wrote the object."""
 PART_BYTES = 8 << 20
 CONCURRENT_PARTS = 2
 MAX_PARTS = 10_000
-"""S3's limit; the parts of a larger file grow."""
+"""Limit of S3. Larger files are uploaded in larger parts."""
 PART_RETRY = RetryPolicy(attempts=4)
 
 
 class Transfer:
-    """One file's way to or from a bucket. Its methods run on s3fs's loop. Raises StorageError only."""
+    """Uploads and downloads files of one bucket. Its methods run on the event loop of s3fs and raise StorageErrors."""
 
     def __init__(self, fs: S3FileSystem, bucket: str, url: str, part_bytes: int, retry: RetryPolicy) -> None:
-        self._fs, self._bucket, self._url, self._part_bytes, self._retry = fs, bucket, url, part_bytes, retry
+        self._fs, self._bucket, self._url = fs, bucket, url
+        self._part_bytes, self._retry = part_bytes, retry
 
     async def upload(self, name: str, path: Path) -> None:
-        """The file as the object `name` (a whole key of the bucket)."""
+        """Uploads a file as the object `name`, a full key of the bucket."""
         size = path.stat().st_size
         if size <= self._part_bytes:
             await self._call("put_object", name, Body=await asyncio.to_thread(path.read_bytes))
@@ -51,12 +52,12 @@ class Transfer:
             raise
 
     async def download(self, name: str, to: Path) -> None:
-        """The object as the file `to`. Raises CorruptArtifact when it is replaced meanwhile."""
+        """Downloads the object to the file `to`. Raises CorruptArtifact if the object is replaced meanwhile."""
         head = await self._call("head_object", name)
         size: int = head["ContentLength"]
         descriptor = await asyncio.to_thread(os.open, to, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
 
-        async def part(index: int) -> None:
+        async def download_part(index: int) -> None:
             start = index * self._part_bytes
             stop = min(start + self._part_bytes, size)
             data = await with_retries_async(
@@ -65,7 +66,7 @@ class Transfer:
             await asyncio.to_thread(_write_at, descriptor, data, start)
 
         try:
-            await _some_at_a_time(part, -(-size // self._part_bytes))
+            await _run_concurrently(download_part, -(-size // self._part_bytes))
         finally:
             os.close(descriptor)
 
@@ -74,30 +75,34 @@ class Transfer:
         parts: list[dict[str, Any]] = [{}] * -(-size // part_bytes)
         descriptor = await asyncio.to_thread(os.open, path, os.O_RDONLY | os.O_CLOEXEC)
 
-        async def part(index: int) -> None:
+        async def upload_part(index: int) -> None:
+            # read the part
             start = index * part_bytes
             expected = min(part_bytes, size - start)
             data = await asyncio.to_thread(_read_at, descriptor, expected, start)
             if len(data) != expected:
                 raise PermanentStorageError(f"{path} became shorter while it was uploaded to {self._url}")
-            answer = await with_retries_async(
+            # upload it, with its own retries
+            reply = await with_retries_async(
                 lambda: self._call("upload_part", upload["Key"], UploadId=upload["UploadId"], PartNumber=index + 1,
                                    Body=data),
                 f"upload part {index + 1} of {upload['Key']!r} to {self._url}",
                 self._retry,
             )  # fmt: skip
-            checksums = {name: value for name, value in answer.items() if name.startswith("Checksum") and value}
+            # the completion of the upload repeats the ETag and the checksums of each part
+            checksums = {name: value for name, value in reply.items() if name.startswith("Checksum") and value}
             checksums.pop("ChecksumType", None)
-            parts[index] = {"PartNumber": index + 1, "ETag": answer["ETag"]} | checksums
+            parts[index] = {"PartNumber": index + 1, "ETag": reply["ETag"]} | checksums
 
         try:
-            await _some_at_a_time(part, len(parts))
+            await _run_concurrently(upload_part, len(parts))
         finally:
             os.close(descriptor)
         return parts
 
     async def _complete(self, upload: dict[str, str], parts: list[dict[str, Any]], attempt: str) -> None:
-        """An answer that was lost may have been yes: then the upload is gone, and the object bears our attempt."""
+        """Completes the upload. If the reply to a successful request was lost, the retry fails, but the object has this
+        attempt in its metadata: then the upload is complete."""
 
         async def complete() -> None:
             try:
@@ -118,38 +123,39 @@ class Transfer:
             head = await self._call("head_object", name)
         except ObjectNotFound:
             return False
-        return {k.lower(): v for k, v in head.get("Metadata", {}).items()}.get(ATTEMPT) == attempt
+        return lowercase_keys(head.get("Metadata", {})).get(ATTEMPT) == attempt
 
     async def _abort(self, upload: dict[str, str]) -> None:
         try:
             await self._call("abort_multipart_upload", upload["Key"], UploadId=upload["UploadId"])
         except StorageError:
-            return  # the upload's own failure is the one to tell; garbage collection aborts it later
+            return  # the caller raises the failure of the upload itself; garbage collection aborts it later
 
     async def _range(self, name: str, start: int, stop: int, etag: str) -> bytes:
-        with typed(name, self._url):
-            answer = await self._fs._call_s3(
+        with translated_errors(name, self._url):
+            reply = await self._fs._call_s3(
                 "get_object", Bucket=self._bucket, Key=name, Range=f"bytes={start}-{stop - 1}", IfMatch=etag
             )
-            async with answer["Body"] as body:
+            async with reply["Body"] as body:
                 data: bytes = await body.read()
         if len(data) != stop - start:
-            raise StorageUnavailable(f"{name!r} in {self._url}: {len(data)} of {stop - start} bytes came")
+            raise StorageUnavailable(f"{name!r} in {self._url}: {len(data)} of {stop - start} bytes arrived")
         return data
 
     async def _call(self, method: str, name: str, **arguments: Any) -> dict[str, Any]:
-        with typed(name, self._url):
-            answer: dict[str, Any] = await self._fs._call_s3(method, Bucket=self._bucket, Key=name, **arguments)
-        return answer
+        with translated_errors(name, self._url):
+            reply: dict[str, Any] = await self._fs._call_s3(method, Bucket=self._bucket, Key=name, **arguments)
+        return reply
 
 
-async def _some_at_a_time(do: Callable[[int], Awaitable[None]], count: int) -> None:
-    """do(0) … do(count - 1), CONCURRENT_PARTS at once. The first failure ends the others, and is raised."""
+async def _run_concurrently(transfer_part: Callable[[int], Awaitable[None]], count: int) -> None:
+    """Calls transfer_part(0) … transfer_part(count - 1), CONCURRENT_PARTS at a time. The first failure cancels the
+    others and is raised."""
     indices = iter(range(count))
 
     async def work() -> None:
         for index in indices:
-            await do(index)
+            await transfer_part(index)
 
     workers = [asyncio.ensure_future(work()) for _ in range(min(CONCURRENT_PARTS, count))]
     try:
@@ -158,6 +164,11 @@ async def _some_at_a_time(do: Callable[[int], Awaitable[None]], count: int) -> N
         for worker in workers:
             worker.cancel()
         await asyncio.gather(*workers, return_exceptions=True)
+
+
+def lowercase_keys(metadata: dict[str, str]) -> dict[str, str]:
+    """Object metadata with lower-case names: some servers change the case."""
+    return {name.lower(): value for name, value in metadata.items()}
 
 
 def _read_at(descriptor: int, size: int, start: int) -> bytes:

@@ -13,7 +13,7 @@ def test_a_mark_is_a_plain_object_of_its_run(run: str) -> None:
     mark = keys.loop_mark(run, 1, 42)
     assert mark == f"runs/{run}/loops/000001/000042.json"
     assert mark.startswith(keys.loop_prefix(run, 1))
-    assert (keys.run_of(mark), key_patterns.classify_key(mark), keys.parse_number(mark)) == (run, "plain", 42)
+    assert (keys.run_of(mark), key_patterns.classify_key(mark), keys.parse_number(mark)) == (run, "standalone", 42)
     assert key_patterns.artifact_of_manifest(mark) is None and not key_patterns.is_artifact_data(mark)
 
 

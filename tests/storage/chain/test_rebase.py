@@ -118,7 +118,7 @@ def reached_from(chain: Chain, step: int) -> list[str]:
 def test_the_keys() -> None:
     key, attempt = keys.rebase("d/t", "0-s", "p", 40), "a" * 32
     assert key == "runs/d/t/stages/0-s/chains/p/rebases/000040.json"
-    assert (keys.rebase_step(key), keys.record_step(key), key_patterns.classify_key(key)) == (40, None, "plain")
+    assert (keys.rebase_step(key), keys.record_step(key), key_patterns.classify_key(key)) == (40, None, "standalone")
     assert keys.rebase_step(keys.chain_record("d/t", "0-s", "p", 40)) is None
     own = keys.rebase_checkpoint("d/t", "0-s", "p", 40, attempt)
     assert keys.rebase_of_checkpoint(own) == ("d/t", "0-s", "p", 40, attempt)

@@ -19,7 +19,7 @@ from storage.errors import (
     UnsupportedFilesystem,
 )
 from storage.store.backends.s3 import S3Backend
-from storage.store.backends.s3_errors import typed
+from storage.store.backends.s3_errors import translated_errors
 from storage.store.objects import ObjectStore, open_store
 from storage.store.retry import RetryPolicy
 from tests.fixtures.faults import Answer, DropAck, Fault, FaultProxy, LateAnswer
@@ -157,7 +157,7 @@ def test_a_server_that_lets_both_writers_win_is_refused(faulty: FaultProxy, moto
 
 def test_a_full_disk_of_this_machine_is_a_full_disk() -> None:
     with pytest.raises(StorageFull, match=r"no space on this machine for 'a' in s3://b: .*full"):  # noqa: SIM117
-        with typed("a", "s3://b"):
+        with translated_errors("a", "s3://b"):
             raise OSError(errno.ENOSPC, "full")
 
 

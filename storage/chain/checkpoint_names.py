@@ -1,14 +1,14 @@
-"""Named checkpoints: what a person calls them, and where a stage that restarts from one begins.
+"""Resolves the names of checkpoints, for stages that restart from one and for commands that take one.
 
-A name is whole with its run and its stage, `run/0-sft/policy-0.4`; where it says less, there must be one checkpoint
-only that it can mean: `policy-0.4` or `0-sft/policy-0.4` of the own run, `run/policy-0.4` of another.
+The full name of a checkpoint contains its run and its stage: `run/0-sft/policy-0.4`. A shorter name is accepted if only
+one checkpoint matches it: `policy-0.4` or `0-sft/policy-0.4` in the same run, `run/policy-0.4` in another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from storage.chain.listing import run_chains
+from storage.chain.listing import run_chains, stage_position, stored_checkpoint_steps
 from storage.chain.records import Chain, PolicyRef
 from storage.errors import NoSuchCheckpoint, ObjectNotFound
 from storage.serialization import Frozen
@@ -16,8 +16,8 @@ from storage.store import keys
 from storage.store.artifacts import read_manifest
 from storage.store.objects import ObjectStore, read_json
 
-LISTED = 40
-"""Names in the text of an error."""
+MAX_LISTED = 40
+"""Number of names that an error message lists at most."""
 
 
 class NamedCheckpoint(Frozen):
@@ -28,101 +28,117 @@ class NamedCheckpoint(Frozen):
 
     @property
     def title(self) -> str:
+        """The full name: run/stage/name."""
         return f"{self.policy.run}/{self.policy.stage}/{self.name}"
 
-    def is_called(self, text: str, own_run: str) -> bool:
-        """Whether a person in `own_run` may mean it by `text`."""
+    def matches(self, text: str, current_run: str) -> bool:
+        """Whether `text`, as given in `current_run`, may mean this checkpoint."""
         run, stage, name = self.policy.run, self.policy.stage, self.name
-        called = {f"{run}/{stage}/{name}", f"{run}/{name}"}
-        return text in called | ({name, f"{stage}/{name}"} if run == own_run else set())
+        if text in (f"{run}/{stage}/{name}", f"{run}/{name}"):
+            return True
+        return run == current_run and text in (name, f"{stage}/{name}")
 
 
 def named_checkpoints(store: ObjectStore, run: str) -> list[NamedCheckpoint]:
-    """Those of a run, in the order of its stages and steps."""
-    return [one for chain in run_chains(store, run) for one in _of_chain(chain)]
+    """Returns the named checkpoints of a run, in the order of its stages and steps."""
+    checkpoints: list[NamedCheckpoint] = []
+    for chain in run_chains(store, run):
+        checkpoints += _named_checkpoints_of(chain)
+    return checkpoints
 
 
 def resolve_restart_point(store: ObjectStore, text: str, *, run: str, stage: str, model: str) -> PolicyRef:
-    """The policy of the checkpoint called `text`, for a stage of `model` in `run` that is to begin there. A stage that
-    began keeps what it began with: the answer does not depend on what was named since, or by itself.
+    """Returns the policy of the checkpoint named `text`, from which `stage` of `model` in `run` begins.
+
+    A stage that has begun keeps its start: names that are given later do not change the result.
 
     Raises:
-        NoSuchCheckpoint: nothing is called so, or more than one thing is; the names that there are are listed.
+        NoSuchCheckpoint: no checkpoint has the name, or more than one has it. The message lists the known names.
     """
+    # a stage that has begun: its start is the answer if `text` can mean it
     root = Chain(store, run, stage, model).root()
     start = None if root is None else root.start
-    began = [] if start is None else [one for one in _of_chain(Chain.of(store, start)) if one.policy == start]
-    if start is not None and any(one.is_called(text, run) for one in began):
-        return start
-    if start is not None and not began and _may_be_called(start, text, run):
-        return start  # its checkpoint was removed since the stage began there, and its name with it
+    start_names = [] if start is None else _names_of(store, start)
+    if start is not None:
+        # without names, its checkpoint was removed after the stage began there: compare only run and stage
+        candidates = start_names or [NamedCheckpoint(name=text.rpartition("/")[2], policy=start)]
+        if any(checkpoint.matches(text, run) for checkpoint in candidates):
+            return start
+
+    # otherwise look among the named checkpoints of earlier stages, and of the runs that `text` may name
     known = [
-        one
-        for at in dict.fromkeys((run, *_runs_in(text)))
-        for one in named_checkpoints(store, at)
-        if at != run or _position(one.policy.stage) < _position(stage)
+        checkpoint
+        for checkpoint in named_checkpoints(store, run)
+        if stage_position(checkpoint.policy.stage) < stage_position(stage)
     ]
-    found = {one.policy: one for one in known if one.is_called(text, run)}
-    if len(found) == 1:
-        return next(iter(found))
-    if found:
-        titles = ", ".join(one.title for one in found.values())
-        raise NoSuchCheckpoint(f"{text!r} names {len(found)} checkpoints: {titles}; give the whole of one of these")
-    if start is not None and not began:
-        return start  # it was pruned since the stage began there
-    raise NoSuchCheckpoint(f"there is no checkpoint {text!r} to restart {stage} of {run} from; {_listed(known)}")
+    for other_run in _runs_in(text):
+        if other_run != run:
+            known += named_checkpoints(store, other_run)
+    matching = {checkpoint.policy: checkpoint for checkpoint in known if checkpoint.matches(text, run)}
+    if len(matching) == 1:
+        return next(iter(matching))
+    if matching:
+        raise NoSuchCheckpoint(_ambiguous_message(text, list(matching.values())))
+    if start is not None and not start_names:
+        return start  # its checkpoint was pruned after the stage began there
+    raise NoSuchCheckpoint(f"there is no checkpoint {text!r} to restart {stage} of {run} from; {_list_names(known)}")
 
 
 def resolve_checkpoint_name(store: ObjectStore, text: str) -> PolicyRef:
-    """The policy of the one checkpoint that `run/stage/name`, or `run/name`, means.
+    """Returns the policy of the checkpoint that `run/stage/name`, or `run/name`, names.
 
-    Raises NoSuchCheckpoint: nothing is called so, or more than one thing is; the names that there are are listed.
+    Raises NoSuchCheckpoint: no checkpoint has the name, or more than one has it. The message lists the known names.
     """
-    known = [checkpoint for run in _runs_in(text) for checkpoint in named_checkpoints(store, run)]
-    called = [checkpoint for checkpoint in known if checkpoint.is_called(text, own_run="")]
-    called = [checkpoint for checkpoint in called if checkpoint.title == text] or called
-    if len({checkpoint.policy for checkpoint in called}) == 1:
-        return called[0].policy
-    if called:
-        titles = ", ".join(checkpoint.title for checkpoint in called)
-        raise NoSuchCheckpoint(f"{text!r} names {len(called)} checkpoints: {titles}; give the whole of one of these")
-    raise NoSuchCheckpoint(f"there is no checkpoint {text!r} in {store.url}; {_listed(known)}")
+    known: list[NamedCheckpoint] = []
+    for run in _runs_in(text):
+        known += named_checkpoints(store, run)
+    matching = [checkpoint for checkpoint in known if checkpoint.matches(text, current_run="")]
+    # a full name has precedence over a shorter one that reads the same
+    matching = [checkpoint for checkpoint in matching if checkpoint.title == text] or matching
+    if len({checkpoint.policy for checkpoint in matching}) == 1:
+        return matching[0].policy
+    if matching:
+        raise NoSuchCheckpoint(_ambiguous_message(text, matching))
+    raise NoSuchCheckpoint(f"there is no checkpoint {text!r} in {store.url}; {_list_names(known)}")
 
 
-def _may_be_called(start: PolicyRef, text: str, run: str) -> bool:
-    """Whether the place in `text`, a name's beginning, is that of `start`."""
-    return NamedCheckpoint(name=text.rpartition("/")[2], policy=start).is_called(text, run)
+def _names_of(store: ObjectStore, policy: PolicyRef) -> list[NamedCheckpoint]:
+    checkpoints = _named_checkpoints_of(Chain.of(store, policy))
+    return [checkpoint for checkpoint in checkpoints if checkpoint.policy == policy]
 
 
-def _of_chain(chain: Chain) -> Iterator[NamedCheckpoint]:
-    prefix = keys.checkpoints_prefix(chain.run, chain.stage, chain.model)
-    steps = (keys.checkpoint_step(info.key) for info in chain.store.list(prefix))
-    for step in sorted(step for step in steps if step is not None):
+def _named_checkpoints_of(chain: Chain) -> Iterator[NamedCheckpoint]:
+    for step in stored_checkpoint_steps(chain):
         key = keys.checkpoint(chain.run, chain.stage, chain.model, step)
         try:
             names = [read_manifest(chain.store, key).extra.get("name")]
         except ObjectNotFound:
             continue  # pruned since it was listed
-        later = read_json(chain.store, keys.checkpoint_name(key))
-        names += [later.get("name")] if later else []
+        # a name that was given after the checkpoint was written
+        later_name = read_json(chain.store, keys.checkpoint_name(key))
+        if later_name:
+            names.append(later_name.get("name"))
         policy = chain.policy(step)
-        yield from (NamedCheckpoint(name=name, policy=policy) for name in dict.fromkeys(names) if isinstance(name, str))
+        for name in dict.fromkeys(names):
+            if isinstance(name, str):
+                yield NamedCheckpoint(name=name, policy=policy)
 
 
 def _runs_in(text: str) -> list[str]:
-    """The runs that the beginning of a name may be: `run/…`, where a run's key is one segment or two."""
+    """Returns the run keys with which a name `run/…` may begin. A run key has one or two segments."""
     parts = text.split("/")[:-1]
-    return [run for count in (1, 2) if count <= len(parts) and keys.is_run(run := "/".join(parts[:count]))]
+    beginnings = ["/".join(parts[:count]) for count in (1, 2) if count <= len(parts)]
+    return [run for run in beginnings if keys.is_run(run)]
 
 
-def _position(stage: str) -> int:
-    head = stage.partition("-")[0]
-    return int(head) if head.isdigit() else 0
+def _ambiguous_message(text: str, checkpoints: list[NamedCheckpoint]) -> str:
+    titles = ", ".join(checkpoint.title for checkpoint in checkpoints)
+    return f"{text!r} names {len(checkpoints)} checkpoints: {titles}; give the full name of one of these"
 
 
-def _listed(known: list[NamedCheckpoint]) -> str:
+def _list_names(known: list[NamedCheckpoint]) -> str:
     if not known:
-        return "no run that it may mean has a named one; give run/stage/name, of a run with a checkpoint_frequency"
-    shown = ", ".join(one.title for one in known[:LISTED])
-    more = f" and {len(known) - LISTED} more" if len(known) > LISTED else ""
-    return f"there are {shown}{more}"
+        return "there is no named checkpoint; give run/stage/name, of a run with a checkpoint_frequency"
+    listed = ", ".join(checkpoint.title for checkpoint in known[:MAX_LISTED])
+    more = f" and {len(known) - MAX_LISTED} more" if len(known) > MAX_LISTED else ""
+    return f"there are {listed}{more}"

@@ -1,8 +1,8 @@
-"""What refers to a checkpoint, so that it is not removed: forks, runs in progress, champions, rebases.
+"""Finds what refers to a checkpoint: forks, runs in progress, champions and rebases. Such a checkpoint is not removed.
 
-A chain can rebuild a policy without the checkpoint of that policy, only slower. The exception is a policy at which the
-chain was rebased: what follows is computed from that checkpoint. A person who removes any other checkpoint should still
-know what was made from it.
+A chain can rebuild a policy without its checkpoint, only more slowly. The exception is a policy at which the chain was
+rebased: all later policies are computed from that checkpoint. The other references protect checkpoints that a person
+may not know to be in use.
 """
 
 from __future__ import annotations
@@ -21,34 +21,40 @@ from storage.store.objects import ObjectStore
 
 
 def checkpoint_uses(store: ObjectStore, policies: Collection[PolicyRef]) -> dict[PolicyRef, list[str]]:
-    """What refers to the checkpoint of each of these policies, in words; a policy that nothing refers to is left out.
+    """Returns sentences that say what refers to the checkpoint of each policy. Policies without references are left
+    out.
 
     Lists all runs and models of the store once. Raises CorruptArtifact.
     """
     uses: dict[PolicyRef, list[str]] = {}
-    if policies:
-        for policy, use in (
-            *_uses_by_rebases(store, policies),
-            *_uses_by_runs(store),
-            *_uses_by_champions(store, policies),
-        ):
-            if policy in policies:
-                uses.setdefault(policy, []).append(use)
+    if not policies:
+        return uses
+    all_uses = [
+        *_uses_by_rebases(store, policies),
+        *_uses_by_runs(store),
+        *_uses_by_champions(store, policies),
+    ]
+    for policy, use in all_uses:
+        if policy in policies:
+            uses.setdefault(policy, []).append(use)
     return uses
 
 
 def _uses_by_rebases(store: ObjectStore, policies: Collection[PolicyRef]) -> Iterator[tuple[PolicyRef, str]]:
-    for chain in {(policy.run, policy.stage, policy.model): Chain.of(store, policy) for policy in policies}.values():
+    chains = {(policy.run, policy.stage, policy.model): Chain.of(store, policy) for policy in policies}
+    for chain in chains.values():
         for rebase in rebases_in_effect(chain):
             yield rebase.policy, f"run {chain.run!r} was rebased there and goes on from it"
 
 
 def _uses_by_runs(store: ObjectStore) -> Iterator[tuple[PolicyRef, str]]:
+    """Yields the policies at which runs were forked, and those at which stages of runs in progress began."""
     for info in store.list(keys.runs_prefix()):
         run, chain = keys.run_of(info.key), keys.chain_of(info.key)
         if run is not None and info.key == keys.fork_json(run):
             fork = read_fork(store, run)
-            for policy in fork.shared if fork else ():  # of each chain, the last policy that both runs share
+            shared_policies = fork.shared if fork else ()
+            for policy in shared_policies:
                 yield policy, f"run {run!r} was forked there"
         elif chain is not None and info.key == keys.chain_root(*chain):
             root = Chain(store, *chain).root()

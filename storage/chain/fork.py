@@ -1,15 +1,14 @@
-"""A run that shares another one's history up to a step, like a git branch.
+"""Forks: a new run that shares the history of another run up to a step, like a branch in git.
 
-States leave run names out, so the root and the records are copied under the new name and stay equal in state, and so
-are the marks of a recipe's loops: the new run goes on in its loop, at the first iteration that is not shared. Batches
-stay references to the old run's immutable artifacts; the nearest checkpoint is copied, and every rebase with the
-checkpoint it goes on from, so that what is pruned in one run is not missed in the other. `fork.json` is committed
-first and says what the copy will be: an interrupted fork is finished by the same command, and the run is not opened
-before (`check_fork`).
+States do not contain run names. So the root, the records and the marks of a recipe's loops are copied under the new
+name with equal states, and a recipe continues in the new run at the first iteration that is not shared. Batches stay
+references to the immutable artifacts of the old run. The nearest checkpoint, and every rebase with its checkpoint, is
+copied, so that pruning one run does not affect the other. `fork.json` is committed first and lists what will be
+copied. An interrupted fork is finished by the same command, and the run cannot be opened before (`check_fork`).
 
-The data cursor is carried on as it is: the new run goes on at the same epoch and row *of the order that its own
-configuration gives*. With other data, or another seed, that is a place in another order; a dataset that is shorter
-than the cursor's row is refused when the run starts.
+The data cursor is copied unchanged: the new run continues at the same epoch and row of the order that its own
+configuration gives. With other data or another seed, this is a place in another order. A dataset with fewer rows than
+the cursor is refused when the run starts.
 """
 
 from __future__ import annotations
@@ -43,23 +42,24 @@ Progress = Callable[[str], None]
 
 
 class ForkInfo(Frozen):
-    """runs/<new>/fork.json."""
+    """The content of runs/<new>/fork.json."""
 
     schema_version: int = 1
     run: str
-    """Whose history it shares."""
+    """The old run, whose history the new run shares."""
     stage: str
     step: int
     shared: tuple[PolicyRef, ...]
-    """The last shared policy of each chain of that stage, in the old run. A chain that was shorter is whole."""
+    """The last shared policy of each chain of the stage, in the old run. A chain with fewer steps is shared whole."""
     rebased: tuple[PolicyRef, ...] = ()
-    """Those of `shared` at which the old run was rebased: the new one goes on from the same weights."""
+    """Policies of `shared` at which the old run was rebased. The new run continues from the same weights."""
     code_version: str
     attempt: str
     created: str
 
     @property
     def command(self) -> str:
+        """The shell command that makes the fork, without the key of the new run."""
         return f"ostinato fork {self.run} --step {self.step} --stage {self.stage}"
 
 
@@ -71,35 +71,44 @@ def fork_run(
     step: int,
     stage: str | None = None,
     code_version: str,
-    on_progress: Progress = lambda what: None,
+    on_progress: Progress = lambda chain: None,
 ) -> ForkInfo:
-    """Makes the run `new` out of `run` up to and including `step` of `stage` (None: the last stage); earlier stages
-    are copied whole. Repeating it finishes an interrupted fork, and changes nothing in a finished one.
+    """Creates the run `new` from `run`, up to and including `step` of `stage` (None: the last stage).
+
+    Earlier stages are copied whole. A repetition finishes an interrupted fork and changes nothing in a finished one.
+
+    Args:
+        on_progress: Called with "stage/model" before each chain is copied.
 
     Raises:
         ObjectNotFound: there is no such run, stage or step.
-        ForkRefused: `new` is something else already.
+        ForkRefused: `new` is another run already.
     """
     keys.validate_run(new)
     if keys.validate_run(run) == new:
         raise ForkRefused(f"run {run!r} cannot be forked into itself; give another key for the new run")
     check_fork(store, run)
+
+    # commit what will be copied
     stages = stages_of(store, run)
-    stage = _stage(store, run, stages, stage)
-    info = _claim(store, new, _plan(store, run, stage, step, code_version))
-    last = {policy.model: policy.step for policy in info.shared}
+    stage = _choose_stage(store, run, stages, stage)
+    info = _claim(store, new, _draft_fork(store, run, stage, step, code_version))
+
+    # copy the loop marks, the earlier stages whole, and the last stage up to the step
     _copy_loops(store, run, new, info, stages)
-    for at in stages[: stages.index(stage) + 1]:
-        chains = [chain for chain in run_chains(store, run) if chain.stage == at]
-        _copy_stage(store, run, new, at, until=step if at == stage else None)
+    last_steps = {policy.model: policy.step for policy in info.shared}
+    for copied_stage in stages[: stages.index(stage) + 1]:
+        is_last = copied_stage == stage
+        chains = [chain for chain in run_chains(store, run) if chain.stage == copied_stage]
+        _copy_stage(store, run, new, copied_stage, until=step if is_last else None)
         for chain in chains:
-            on_progress(f"{at}/{chain.model}")
-            _copy_chain(chain, new, last[chain.model] if at == stage else chain.head().step)
+            on_progress(f"{copied_stage}/{chain.model}")
+            _copy_chain(chain, new, last_steps[chain.model] if is_last else chain.head().step)
     return info
 
 
 def read_fork(store: ObjectStore, run: str) -> ForkInfo | None:
-    """Where the run was forked from; None when it was not. Raises CorruptArtifact."""
+    """Returns where the run was forked, or None if it is not a fork. Raises CorruptArtifact."""
     body = read_json(store, keys.fork_json(run))
     try:
         return None if body is None else ForkInfo.model_validate(body)
@@ -108,25 +117,27 @@ def read_fork(store: ObjectStore, run: str) -> ForkInfo | None:
 
 
 def check_fork(store: ObjectStore, run: str) -> None:
-    """Raises ForkRefused when the run is a fork whose copy is not finished: it would go on from too early a step."""
+    """Raises ForkRefused if the run is an unfinished fork, which would continue from too early a step."""
     info = read_fork(store, run)
     if info is None:
         return
     for policy in info.shared:
+        copy = Chain(store, run, policy.stage, policy.model)
         try:
-            state = Chain(store, run, policy.stage, policy.model).policy(policy.step).state
+            is_copied = copy.policy(policy.step).state == policy.state
         except ObjectNotFound:
-            state = None
-        if state == policy.state and policy in info.rebased:
-            state = None if rebase_at(Chain(store, run, policy.stage, policy.model), policy.step) is None else state
-        if state != policy.state:
+            is_copied = False
+        # a rebase is copied after its record
+        if is_copied and policy in info.rebased:
+            is_copied = rebase_at(copy, policy.step) is not None
+        if not is_copied:
             raise ForkRefused(
                 f"run {run!r} is an unfinished fork: step {policy.step} of {policy.stage}/{policy.model} is not copied "
                 f"yet; finish it with: {info.command} --run {run}"
             )
 
 
-def _stage(store: ObjectStore, run: str, stages: list[str], stage: str | None) -> str:
+def _choose_stage(store: ObjectStore, run: str, stages: list[str], stage: str | None) -> str:
     if not stages:
         raise ObjectNotFound(f"no run {run!r} with a chain in {store.url}; `ostinato runs ls` lists the runs")
     if stage is not None and stage not in stages:
@@ -134,8 +145,8 @@ def _stage(store: ObjectStore, run: str, stages: list[str], stage: str | None) -
     return stage or stages[-1]
 
 
-def _plan(store: ObjectStore, run: str, stage: str, step: int, code_version: str) -> ForkInfo:
-    """What the fork will share. Raises ObjectNotFound when no chain of the stage has that step."""
+def _draft_fork(store: ObjectStore, run: str, stage: str, step: int, code_version: str) -> ForkInfo:
+    """Returns what the fork will share. Raises ObjectNotFound if no chain of the stage has that step."""
     heads = {chain: chain.head() for chain in run_chains(store, run) if chain.stage == stage}
     longest = max(head.step for head in heads.values())
     if not 0 <= step <= longest:
@@ -158,34 +169,38 @@ def _plan(store: ObjectStore, run: str, stage: str, step: int, code_version: str
     )
 
 
-def _claim(store: ObjectStore, new: str, mine: ForkInfo) -> ForkInfo:
-    """The fork.json that stands, if it is of the same place as `mine`."""
-    there = read_fork(store, new)
-    if there is None:
+def _claim(store: ObjectStore, new: str, draft: ForkInfo) -> ForkInfo:
+    """Commits fork.json if there is none, and returns the committed one.
+
+    Raises ForkRefused if the run `new` is not a fork, or a fork of another place than `draft`.
+    """
+    committed = read_fork(store, new)
+    if committed is None:
         if has_objects(store, new):
             raise ForkRefused(f"run {new!r} exists already in {store.url} and is no fork; choose another key")
-        put = store.put_if_absent(keys.fork_json(new), canonical_json(mine))
-        there = mine if put.won else read_fork(store, new)
-    if there is None or (there.run, there.stage, there.step) != (mine.run, mine.stage, mine.step):
-        was = there.command if there else "something that was deleted meanwhile"
-        raise ForkRefused(f"run {new!r} is another fork already ({was}), not {mine.command}; choose another key")
-    for policy in there.shared:
+        put = store.put_if_absent(keys.fork_json(new), canonical_json(draft))
+        committed = draft if put.won else read_fork(store, new)
+    # an earlier fork must be of the same step, and the old run must still have what it shares
+    if committed is None or (committed.run, committed.stage, committed.step) != (draft.run, draft.stage, draft.step):
+        origin = committed.command if committed else "fork.json was deleted meanwhile"
+        raise ForkRefused(f"run {new!r} is another fork already ({origin}), not {draft.command}; choose another key")
+    for policy in committed.shared:
         if Chain.of(store, policy).policy(policy.step) != policy:
             raise ForkRefused(
-                f"run {new!r} was forked from {policy.uri}, which {mine.run!r} has no more; choose another key"
+                f"run {new!r} was forked from {policy.uri}, which {draft.run!r} does not have any more; choose another "
+                "key"
             )
-    return there
+    return committed
 
 
 def _copy_stage(store: ObjectStore, run: str, new: str, stage: str, *, until: int | None) -> None:
-    """stage.json, and the metrics of the shared steps (all: None), so that curves are continuous."""
+    """Copies stage.json, and the metrics of the steps before `until` (None: all), so that curves are continuous."""
     body = read_json(store, keys.stage_json(run, stage))
     if body is not None:
-        body |= {
-            name: body[name] | {"run": new}
-            for name in ("start", "reference")
-            if isinstance(body.get(name), dict) and body[name].get("run") == run
-        }
+        for name in ("start", "reference"):
+            policy = body.get(name)
+            if isinstance(policy, dict) and policy.get("run") == run:
+                body[name] = policy | {"run": new}
         store.put_if_absent(keys.stage_json(new, stage), canonical_json(body))
     for info in store.list(keys.step_metrics_prefix(run, stage)):
         step = keys.parse_number(info.key)
@@ -194,28 +209,34 @@ def _copy_stage(store: ObjectStore, run: str, new: str, stage: str, *, until: in
 
 
 def _copy_loops(store: ObjectStore, run: str, new: str, info: ForkInfo, stages: list[str]) -> None:
-    """Of a recipe's loops, the marks of iterations that ended within the shared history: the new run goes on at the
-    first that did not. Before the chains: `check_fork` finds no fork whole that lacks them."""
-    last = {policy.model: policy.step for policy in info.shared}
-    place = stages.index(info.stage)
+    """Copies the marks of the loop iterations that ended within the shared history.
+
+    They are copied before the chains, so that `check_fork` refuses a fork that lacks some of them.
+    """
+    last_steps = {policy.model: policy.step for policy in info.shared}
+    last_position = stages.index(info.stage)
 
     def is_shared(policy: PolicyRef) -> bool:
-        at = stages.index(policy.stage) if policy.stage in stages else place + 1
-        return at < place or (at == place and policy.step <= last.get(policy.model, -1))
+        position = stages.index(policy.stage) if policy.stage in stages else last_position + 1
+        if position == last_position:
+            return policy.step <= last_steps.get(policy.model, -1)
+        return position < last_position
 
     for mark in store.list(keys.loops_prefix(run)):
         body = read_json(store, mark.key) or {}
-        policies = {name: PolicyRef.model_validate(one) for name, one in body.get("policies", {}).items()}
+        policies = {name: PolicyRef.model_validate(fields) for name, fields in body.get("policies", {}).items()}
         if all(is_shared(policy) for policy in policies.values()):
-            body |= {"policies": {name: _renamed(one, run, new).model_dump() for name, one in policies.items()}}
+            copied = {name: _renamed(policy, run, new).model_dump() for name, policy in policies.items()}
+            body |= {"policies": copied}
             key = keys.loops_prefix(new) + mark.key.removeprefix(keys.loops_prefix(run))
             store.put_if_absent(key, canonical_json(body))
 
 
 def _copy_chain(chain: Chain, new: str, until: int) -> None:
-    """Root, records 1 .. until in their order; as soon as its step is there, the nearest checkpoint and each rebase."""
+    """Copies the root and the records 1 .. until in their order. The nearest checkpoint and each rebase follow the record
+    of their step."""
     store, root = chain.store, chain.root()
-    assert root is not None  # its head was asked for
+    assert root is not None  # a chain with a head has a root
     copy = Chain(store, new, chain.stage, chain.model)
     if root.start is not None:
         root = root.model_copy(update={"start": _renamed(root.start, chain.run, new)})
@@ -231,16 +252,16 @@ def _copy_chain(chain: Chain, new: str, until: int) -> None:
 
     copy_weights(0)
     for record in chain.records(after=0, until=until):
-        copy.commit(_record_of(record, chain.run, new))
+        copy.commit(_renamed_record(record, chain.run, new))
         copy_weights(record.policy.step)
 
 
-def _record_of(record: CommitRecord, run: str, new: str) -> CommitRecord:
-    """The record under the new run's name: equal in state, and in every digest."""
+def _renamed_record(record: CommitRecord, run: str, new: str) -> CommitRecord:
+    """Returns the record with the name of the new run. Its state and all its digests are the same."""
     request = record.request
     reference = request.reference and _renamed(request.reference, run, new)
-    names = {"parent": _renamed(request.parent, run, new), "reference": reference}
-    return record.model_copy(update={"request": request.model_copy(update=names)})
+    renamed = {"parent": _renamed(request.parent, run, new), "reference": reference}
+    return record.model_copy(update={"request": request.model_copy(update=renamed)})
 
 
 def _renamed(policy: PolicyRef, run: str, new: str) -> PolicyRef:
@@ -248,31 +269,33 @@ def _renamed(policy: PolicyRef, run: str, new: str) -> PolicyRef:
 
 
 def _nearest_checkpoint(chain: Chain, until: int) -> int | None:
-    """The step of the nearest checkpoint of the chain; None where there is none, or a rebase's is nearer."""
+    """Returns the step of the chain's nearest checkpoint. None if there is none, or if that of a rebase is nearer."""
     nearest = next(checkpoints_before(chain, until), None)
     return None if nearest is None else keys.checkpoint_step(keys.manifest_of_files(nearest.key))
 
 
 def _copy_rebase(chain: Chain, copy: Chain, rebase: Rebase) -> None:
-    """The rebase under the new run's name, after the checkpoint that it goes on from. Marks of records stay true."""
+    """Copies the checkpoint of a rebase, then the rebase under the new run's name. Its mark stays the same, so that
+    the marks in the copied records remain valid."""
     step, attempt = rebase.policy.step, Attempt(chain.store)
     if rebase_at(copy, step) is not None:
         return
+    # the checkpoint is one of the chain, or one that only the rebase has
     key = keys.checkpoint(copy.run, copy.stage, copy.model, step)
     if keys.rebase_of_checkpoint(rebase.checkpoint.key) is not None:
         key = keys.rebase_checkpoint(copy.run, copy.stage, copy.model, step, rebase.attempt)
     checkpoint = find_artifact(chain.store, key) or _copy_files(copy, rebase_manifest(chain, rebase), key, step)
     if checkpoint is None:
         raise CorruptArtifact(
-            f"{rebase.checkpoint.key} is not whole, and run {chain.run!r} goes on from it after step {step}; restore "
-            "it from a backup, or fork before that step"
+            f"{rebase.checkpoint.key} is incomplete, and run {chain.run!r} continues from it after step {step}; "
+            "restore it from a backup, or fork before that step"
         )
     policy = _renamed(rebase.policy, chain.run, copy.run)
     commit_rebase(copy, rebase.model_copy(update={"policy": policy, "checkpoint": checkpoint}), attempt)
 
 
 def _copy_checkpoint(chain: Chain, copy: Chain, step: int) -> None:
-    """The checkpoint's bytes under the new run: a copy of its own."""
+    """Copies the files of a checkpoint to the new run."""
     store = chain.store
     key = keys.checkpoint(copy.run, copy.stage, copy.model, step)
     if find_artifact(store, key) is not None:
@@ -280,18 +303,19 @@ def _copy_checkpoint(chain: Chain, copy: Chain, step: int) -> None:
     try:
         manifest = read_manifest(store, keys.checkpoint(chain.run, chain.stage, chain.model, step))
     except ObjectNotFound:
-        return  # pruned since it was listed; the chain can do without
+        return  # pruned after it was listed; the chain does not need it
     _copy_files(copy, manifest, key, step)
 
 
 def _copy_files(copy: Chain, manifest: Manifest, key: str, step: int) -> ArtifactRef | None:
-    """None when some of them are gone. Raises CorruptArtifact."""
-    store, inside = copy.store, copy.store.local_path("scratch")
-    if inside is not None:
-        inside.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(
-        prefix=f"{HIDDEN_PREFIX}scratch-", dir=None if inside is None else inside.parent
-    ) as folder:
+    """Commits the files of a checkpoint under `key`. Returns None if some of them are gone. Raises CorruptArtifact."""
+    # inside the folder of a file:// store, the files can be linked instead of copied
+    store, path_in_store = copy.store, copy.store.local_path("scratch")
+    if path_in_store is not None:
+        path_in_store.parent.mkdir(parents=True, exist_ok=True)
+    parent = None if path_in_store is None else path_in_store.parent
+    with tempfile.TemporaryDirectory(prefix=f"{HIDDEN_PREFIX}scratch-", dir=parent) as folder:
+        # fetch the files and check their digests
         files = {entry.name: Path(folder) / entry.name for entry in manifest.files}
         for entry in manifest.files:
             try:
@@ -301,7 +325,7 @@ def _copy_files(copy: Chain, manifest: Manifest, key: str, step: int) -> Artifac
             if digest_file(files[entry.name]) != (entry.sha256, entry.bytes):
                 raise CorruptArtifact(
                     f"{entry.key} is not what its manifest says; delete {keys.manifest_of_files(manifest.key)} (the "
-                    "chain can do without a checkpoint, unless it was rebased on it) and fork again"
+                    "chain does not need a checkpoint, unless it was rebased on it) and fork again"
                 )
         return commit_files(
             store,

@@ -1,6 +1,6 @@
-"""Who may act for a run: numbered leases, of which the highest is in force.
+"""Leases of runs. The lease with the highest number (epoch) is in force; the holder of a lower one is refused.
 
-Leases are for efficiency, commits for correctness: whoever acts on an old epoch wastes time and changes nothing.
+Leases only save work: two processes on one run waste time, but commits stay correct without any lease.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from storage.store.objects import ObjectStore
 
 
 def acquire_lease(store: ObjectStore, run: str, info: Mapping[str, Any]) -> int:
-    """A new epoch (from 1), higher than every one before; `info` says who holds it. Earlier holders are fenced."""
+    """Takes a new lease of the run and returns its epoch, which is higher than all earlier ones. The first is 1.
+
+    `info` describes the holder. Holders of earlier epochs are refused from now on.
+    """
     body = {"info": dict(info), "attempt": uuid4().hex, "created": datetime.now(UTC).isoformat()}
     epoch = current_epoch(store, run)
     while True:
@@ -28,20 +31,23 @@ def acquire_lease(store: ObjectStore, run: str, info: Mapping[str, Any]) -> int:
 
 
 def release_lease(store: ObjectStore, run: str, epoch: int) -> None:
-    """Says that the holder of this epoch acts no more. Nobody waits for it: the next holder takes a higher epoch
-    anyway; it tells a person, and `doctor`, a run that was left from one that is driven."""
+    """Records that the holder of this epoch has stopped.
+
+    No process waits for it, since the next holder takes a higher epoch. It shows to people and to `doctor` that the run
+    is not in progress.
+    """
     body = {"epoch": epoch, "released": datetime.now(UTC).isoformat()}
     store.put_if_absent(keys.lease_release(run, epoch), canonical_json(body))
 
 
 def is_held(store: ObjectStore, run: str) -> bool:
-    """Whether somebody holds the lease and has not released it. A killed holder never does."""
+    """Whether the lease in force is not released. A killed holder does not release its lease."""
     epoch = current_epoch(store, run)
     return epoch > 0 and not store.exists(keys.lease_release(run, epoch))
 
 
 def lease_holder(store: ObjectStore, run: str, epoch: int) -> dict[str, Any]:
-    """What the holder of this epoch wrote about itself; empty for an epoch without a holder. Raises CorruptArtifact."""
+    """Returns the `info` of the holder of this epoch, or {} if there is no such epoch. Raises CorruptArtifact."""
     key = keys.lease(run, epoch)
     try:
         info = json.loads(store.get(key)).get("info")
@@ -53,6 +59,6 @@ def lease_holder(store: ObjectStore, run: str, epoch: int) -> dict[str, Any]:
 
 
 def current_epoch(store: ObjectStore, run: str) -> int:
-    """The epoch in force; 0 when nobody has acted for the run yet."""
+    """Returns the epoch in force, or 0 if the run has no lease yet."""
     numbers = (keys.parse_number(info.key) for info in store.list(keys.leases_prefix(run)))
-    return max((n for n in numbers if n is not None), default=0)
+    return max((number for number in numbers if number is not None), default=0)

@@ -1,13 +1,13 @@
-"""Rebases: where a chain goes on from a checkpoint, because from there its steps are taken under other numerics.
+"""Rebases: records that a chain continues from a checkpoint, because its next steps are taken under other numerics.
 
-A record's weights are those of its batch *under its numerics*. When another backend, layout, device, precision or
-library takes a run over, what it redoes may come out with other bits. A rebase says so on the chain: it names the
-weights and moments from which everything after it descends, and what they were before. It is `exact` when those are
-the committed bytes (nothing was redone: only the numerics change from here).
+The weights of a record depend on the numerics under which its step was taken. When another backend, layout, device,
+precision or library continues a run, a redo of its steps may give other bits. A rebase records this on the chain: it
+names the checkpoint (weights and moments) from which all later steps descend, and the committed weights before. A
+rebase is `exact` if the checkpoint has the committed bytes: then nothing was redone, and only the numerics change.
 
-States do not change: they name requests, not bits. Which weights a state has is told by the records: each one names the
-last rebase that its parent's weights descend from, so the commit of step k + 1 decides, in one put, whether a rebase at
-k *stands*. One that another engine overtook by a step from the weights before it is void, and nothing descends from it.
+A rebase changes no state, because states name requests, not bits. Each record names the last rebase that its parent's
+weights descend from. So the commit of step k + 1 decides whether a rebase at step k is in effect. If another engine
+commits step k + 1 from the weights before the rebase, the rebase is void, and nothing descends from it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from datetime import UTC, datetime
 
 from pydantic import Field, ValidationError
 
+from storage.chain.listing import stored_checkpoint_steps
 from storage.chain.records import Chain, Numerics, PolicyRef, RebaseMark
 from storage.errors import AttemptTooOld, CorruptArtifact, ObjectNotFound, StorageError
 from storage.failpoints import failpoint
@@ -29,30 +30,30 @@ from storage.store.objects import ObjectStore
 
 log = logging.getLogger(__name__)
 
-DECIDING = ("backend", "layout", "device", "compute_dtype")
-"""Fields of Numerics that always make them others; `versions` does too. Threads and micro-batches are taken over by
-whoever redoes a step, so they count only where the weights came out different."""
+DECISIVE_FIELDS = ("backend", "layout", "device", "compute_dtype")
+"""Fields of Numerics whose change needs a rebase, like a change of `versions`. A redo uses the recorded threads and
+micro-batches, so they only matter when the weights of a redo differ."""
 
 
 class Rebase(Frozen):
-    """runs/<run>/stages/<stage>/chains/<policy>/rebases/<000040>.json: what follows that step descends from it."""
+    """The record runs/<run>/stages/<stage>/chains/<policy>/rebases/<000040>.json. All later steps descend from it."""
 
     schema_version: int = 1
     policy: PolicyRef
     before: Numerics
-    """Of the record that made the policy."""
+    """Numerics of the record that made the policy."""
     after: Numerics
-    """Under which the chain goes on. The records after it say what each was really taken under."""
+    """Numerics under which the chain continues. Each later record holds the numerics of its own step."""
     checkpoint: ArtifactRef
-    """Weights and moments."""
+    """Weights and moments from which the chain continues."""
     weights_digest: str
-    """Of the checkpoint's weights."""
+    """Digest of the checkpoint's weights."""
     committed_digest: str | None
-    """Of the weights that the record was committed with; None where it keeps no digest."""
+    """Digest of the weights in the record of the policy. None if the record has no digest."""
     exact: bool
-    """Whether the checkpoint's weights are the committed ones, to the byte."""
+    """Whether the checkpoint's weights are byte-equal to the committed ones."""
     redone: tuple[int, ...] = ()
-    """Steps redone under `after` to reach the policy; none of an exact rebase."""
+    """Steps that were redone under `after` to reach the policy. Empty for an exact rebase."""
     attempt: str = Field(pattern=r"^[0-9a-f]{32}$")
     time: str = Field(default_factory=lambda: datetime.now(UTC).isoformat())
 
@@ -62,35 +63,35 @@ class Rebase(Frozen):
 
     @property
     def title(self) -> str:
-        """In one line."""
+        """A description in one line."""
         change = "; ".join(changes(self.before, self.after)) or "the same numerics"
         if self.exact:
             return f"step {self.policy.step}: exact, {change}"
-        was = self.committed_digest[:12] if self.committed_digest else "not recorded"
-        again = f"steps {self.redone[0]} to {self.redone[-1]} redone, " if self.redone else ""
-        return f"step {self.policy.step}: {again}weights {self.weights_digest[:12]} (committed: {was}), {change}"
+        committed = self.committed_digest[:12] if self.committed_digest else "not recorded"
+        redone = f"steps {self.redone[0]} to {self.redone[-1]} redone, " if self.redone else ""
+        return f"step {self.policy.step}: {redone}weights {self.weights_digest[:12]} (committed: {committed}), {change}"
 
 
 def differences(before: Numerics, after: Numerics, *, everything: bool = False) -> list[tuple[str, str, str]]:
-    """(name, was, is) of what differs between two numerics. `everything`: threads and tokens per forward too."""
-    names = (*DECIDING, "threads", "max_tokens") if everything else DECIDING
-    pairs = [
-        (name.replace("_", " "), str(getattr(before, name) or "none"), str(getattr(after, name) or "none"))
-        for name in names
-    ] + [
-        (package, before.versions.get(package, "none"), after.versions.get(package, "none"))
-        for package in sorted(before.versions.keys() | after.versions.keys())
-    ]
-    return [(name, was, now) for name, was, now in pairs if was != now]
+    """Returns (name, old value, new value) of the fields and package versions that differ. With `everything`, threads
+    and tokens per forward pass are compared, too."""
+    names = (*DECISIVE_FIELDS, "threads", "max_tokens") if everything else DECISIVE_FIELDS
+    compared = []
+    for name in names:
+        old, new = getattr(before, name), getattr(after, name)
+        compared.append((name.replace("_", " "), str(old or "none"), str(new or "none")))
+    for package in sorted(before.versions.keys() | after.versions.keys()):
+        compared.append((package, before.versions.get(package, "none"), after.versions.get(package, "none")))
+    return [(name, old, new) for name, old, new in compared if old != new]
 
 
 def changes(before: Numerics, after: Numerics, *, everything: bool = False) -> list[str]:
-    """The same, each as `name: was -> is`."""
-    return [f"{name}: {was} -> {now}" for name, was, now in differences(before, after, everything=everything)]
+    """Returns the `differences` as texts: `name: old -> new`."""
+    return [f"{name}: {old} -> {new}" for name, old, new in differences(before, after, everything=everything)]
 
 
 def rebase_at(chain: Chain, step: int) -> Rebase | None:
-    """The rebase committed at that step, whether or not it stands. Raises CorruptArtifact."""
+    """Returns the rebase committed at that step, in effect or void, or None. Raises CorruptArtifact."""
     key = keys.rebase(chain.run, chain.stage, chain.model, step)
     try:
         return read_rebase(chain.store, key)
@@ -99,71 +100,79 @@ def rebase_at(chain: Chain, step: int) -> Rebase | None:
 
 
 def read_rebase(store: ObjectStore, key: str) -> Rebase:
-    """The rebase at that key. Raises ObjectNotFound, CorruptArtifact."""
+    """Reads the rebase at that key. Raises ObjectNotFound, CorruptArtifact."""
     return _parse(store.get(key), key)
 
 
-def rebases(chain: Chain, until: int | None = None) -> Iterator[Rebase]:
-    """Those committed at steps up to `until` (None: all), ascending, whether or not they stand."""
+def list_rebases(chain: Chain, until: int | None = None) -> Iterator[Rebase]:
+    """Yields the rebases at steps up to `until` (None: all), ascending, in effect or void."""
     listed = chain.store.list(keys.rebases_prefix(chain.run, chain.stage, chain.model))
     steps = (keys.rebase_step(info.key) for info in listed)
-    for step in sorted(step for step in steps if step is not None and (until is None or step <= until)):
-        if (found := rebase_at(chain, step)) is not None:
-            yield found
+    for step in sorted(step for step in steps if step is not None):
+        rebase = rebase_at(chain, step) if until is None or step <= until else None
+        if rebase is not None:
+            yield rebase
 
 
 def is_in_effect(chain: Chain, rebase: Rebase) -> bool:
-    """Whether what comes after its step descends from it, or nothing comes after it yet."""
+    """Whether the next step descends from the rebase, or is not committed yet."""
     following = chain.record(rebase.policy.step + 1)
     return following is None or following.rebase == rebase.mark
 
 
 def rebases_in_effect(chain: Chain, until: int | None = None) -> list[Rebase]:
-    """The rebases that stand at steps up to `until`, ascending."""
-    return [rebase for rebase in rebases(chain, until) if is_in_effect(chain, rebase)]
+    """Returns the rebases in effect at steps up to `until`, ascending."""
+    return [rebase for rebase in list_rebases(chain, until) if is_in_effect(chain, rebase)]
 
 
 def rebase_in_effect(chain: Chain, step: int) -> Rebase | None:
-    """The rebase that the weights of policy `step` descend from: at that step or the last one before it. None when they
-    descend from the chain's root. Raises CorruptArtifact when a record names one that is not there."""
-    here = rebase_at(chain, step)
-    if here is not None and is_in_effect(chain, here):
-        return here
+    """Returns the rebase that the weights of policy `step` descend from: the last one in effect at or before that step.
+    None if they descend from the chain's root.
+
+    Raises CorruptArtifact if a record names a rebase that is missing.
+    """
+    rebase = rebase_at(chain, step)
+    if rebase is not None and is_in_effect(chain, rebase):
+        return rebase
+    # otherwise the record of the step names the rebase
     record = chain.record(step) if step else None
     mark = record.rebase if record else None
     if mark is None:
         return None
-    found = rebase_at(chain, mark.step)
-    if found is None or found.mark != mark:
+    rebase = rebase_at(chain, mark.step)
+    if rebase is None or rebase.mark != mark:
+        problem = "gone" if rebase is None else "another one"
         raise CorruptArtifact(
             f"step {step} of {chain.run}/{chain.stage}/{chain.model} descends from the rebase at step {mark.step}, "
-            f"which is {'gone' if found is None else 'another one'}; restore "
+            f"which is {problem}; restore "
             f"{keys.rebase(chain.run, chain.stage, chain.model, mark.step)} from a backup, or fork the run before it"
         )
-    return found
+    return rebase
 
 
 def commit_rebase(chain: Chain, rebase: Rebase, attempt: Attempt) -> Rebase:
-    """Commits `rebase`, whose checkpoint is committed already; returns the one that stands at that step: another's, if
-    that came first, and then weights come from its checkpoint. `attempt` began before the checkpoint was written.
+    """Commits `rebase` if its step has none, and returns the committed one. If another engine committed it, continue from
+    its checkpoint.
 
-    Raises AttemptTooOld, and then nothing was committed.
+    The checkpoint must be committed before. `attempt` must have begun before the checkpoint was written. Raises
+    AttemptTooOld, and then nothing was committed.
     """
     key = keys.rebase(chain.run, chain.stage, chain.model, rebase.policy.step)
     if attempt.too_old:
-        raise AttemptTooOld(_too_old(key, attempt))
+        raise AttemptTooOld(_too_old_message(key, attempt))
     failpoint("rebase.before_commit")
     put = chain.store.put_if_absent(key, canonical_json(rebase))
     failpoint("rebase.after_commit")
     if not put.won:
         return _parse(put.data, key)
     if attempt.too_old and find_artifact(chain.store, rebase.checkpoint.key) != rebase.checkpoint:
-        chain.store.delete(key)  # frozen right before its commit, it woke up after its checkpoint was collected
-        raise AttemptTooOld(_too_old(key, attempt))
+        # the process was suspended right before the commit, and its checkpoint was collected meanwhile
+        chain.store.delete(key)
+        raise AttemptTooOld(_too_old_message(key, attempt))
     return rebase
 
 
-def _too_old(key: str, attempt: Attempt) -> str:
+def _too_old_message(key: str, attempt: Attempt) -> str:
     return (
         f"the attempt to make {key} began {attempt.age_seconds() / 3600:.1f} h ago: its checkpoint may be collected as "
         "garbage; call again"
@@ -171,9 +180,12 @@ def _too_old(key: str, attempt: Attempt) -> str:
 
 
 def discard_checkpoint(chain: Chain, rebase: Rebase) -> None:
-    """Removes what only `rebase`, which lost, would have gone on from. What stays is left for garbage collection."""
+    """Deletes the checkpoint of a `rebase` that was not committed, unless it is one of the chain's own checkpoints.
+
+    If that fails, the rest is left for garbage collection.
+    """
     if keys.rebase_of_checkpoint(rebase.checkpoint.key) is None:
-        return  # a checkpoint of the chain
+        return  # one of the chain's own checkpoints
     with suppress(StorageError):
         manifest = read_manifest(chain.store, rebase.checkpoint.key)
         chain.store.delete(keys.manifest_of_files(manifest.key))
@@ -182,7 +194,7 @@ def discard_checkpoint(chain: Chain, rebase: Rebase) -> None:
 
 
 def checkpoint_extra(policy: PolicyRef, rebase: RebaseMark | None, weights_digest: str) -> dict[str, str | None]:
-    """What a checkpoint's manifest says about the weights in it; `checkpoints_before` reads it."""
+    """Returns the fields about the weights in a checkpoint's manifest, which `checkpoints_before` reads."""
     return {
         "state": policy.state,
         "weights_digest": weights_digest,
@@ -191,53 +203,61 @@ def checkpoint_extra(policy: PolicyRef, rebase: RebaseMark | None, weights_diges
 
 
 def checkpoints_before(chain: Chain, step: int) -> Iterator[Manifest]:
-    """The complete checkpoints from which policy `step` can be reached, the nearest first: none across a rebase that
-    stands, and none of weights that the chain does not go on from. The last one of a rebased policy is the rebase's.
+    """Yields the complete checkpoints from which policy `step` can be redone, the nearest first.
 
-    Raises CorruptArtifact when all that a rebased policy could be reached from is gone.
+    Checkpoints before the last rebase in effect are left out, and those of weights from which the chain does not
+    continue. For a rebased policy, the last one is the checkpoint of the rebase. Raises CorruptArtifact if that one is
+    gone.
     """
     base = rebase_in_effect(chain, step)
-    attempt, floor = (base.attempt, base.policy.step) if base else (None, -1)
-    prefix = keys.checkpoints_prefix(chain.run, chain.stage, chain.model)
-    listed = (keys.checkpoint_step(info.key) for info in chain.store.list(prefix))
-    for found in sorted({n for n in listed if n is not None and floor < n <= step}, reverse=True):
-        key = keys.checkpoint(chain.run, chain.stage, chain.model, found)
+    attempt, base_step = (base.attempt, base.policy.step) if base else (None, -1)
+    # the chain's own checkpoints after the last rebase
+    for checkpoint_step in reversed(stored_checkpoint_steps(chain)):
+        if not base_step < checkpoint_step <= step:
+            continue
+        key = keys.checkpoint(chain.run, chain.stage, chain.model, checkpoint_step)
         try:
             manifest = read_manifest(chain.store, key)
-        except (ObjectNotFound, CorruptArtifact) as error:  # pruned since it was listed, or damaged
-            log.warning("the checkpoint %s is passed over, the redo will be longer: %s", key, error)
+        except (ObjectNotFound, CorruptArtifact) as error:  # pruned after it was listed, or damaged
+            log.warning("the checkpoint %s is skipped, the redo will be longer: %s", key, error)
             continue
-        state = chain.policy(found).state
+        state = chain.policy(checkpoint_step).state
         if manifest.extra.get("state") == state and manifest.extra.get("rebase") == attempt:
             yield manifest
+    # then the checkpoint of the rebase
     if base is not None:
         yield rebase_manifest(chain, base)
 
 
 def step_of_checkpoint(checkpoint: Manifest) -> int:
-    """The step whose policy a checkpoint holds, the chain's or a rebase's."""
-    rebased = keys.rebase_of_checkpoint(checkpoint.key)
-    step = rebased[3] if rebased else keys.checkpoint_step(keys.manifest_of_files(checkpoint.key))
-    assert step is not None  # the manifest was found by such a key
+    """Returns the step of the policy in a checkpoint of a chain or of a rebase."""
+    rebase_parts = keys.rebase_of_checkpoint(checkpoint.key)
+    step = rebase_parts[3] if rebase_parts else keys.checkpoint_step(keys.manifest_of_files(checkpoint.key))
+    assert step is not None  # every checkpoint has a key of one of these forms
     return step
 
 
 def is_checkpoint_of(chain: Chain, checkpoint: Manifest) -> bool:
-    """Whether the chain's own checkpoint holds what it says: the policy of that step, and not weights of it that the
-    chain left for a rebase at or before it."""
+    """Whether the chain's own checkpoint holds the policy of its step with the weights from which the chain continues,
+    and not weights that a rebase at or before the step replaced."""
     step = step_of_checkpoint(checkpoint)
     if checkpoint.extra.get("state") != chain.policy(step).state:
         return False
     base = rebase_in_effect(chain, step)
     if base is not None and base.policy.step == step and base.exact:
-        record = chain.record(step)  # the committed weights, which descend from what the record says
-        return checkpoint.extra.get("rebase") == (record.rebase.attempt if record and record.rebase else None)
+        # an exact rebase keeps the committed weights, which descend from the rebase that the record names
+        record = chain.record(step)
+        mark = record.rebase if record else None
+        return checkpoint.extra.get("rebase") == (mark.attempt if mark else None)
     return checkpoint.extra.get("rebase") == (base.attempt if base else None)
 
 
 def rebase_manifest(chain: Chain, rebase: Rebase) -> Manifest:
-    """The manifest of the rebase's checkpoint. Raises CorruptArtifact when it is gone or another one: nothing after
-    the rebase can be reached without it, but from later checkpoints."""
+    """Reads the manifest of the rebase's checkpoint.
+
+    Raises CorruptArtifact if it is gone or is another artifact: then later policies can be redone only from later
+    checkpoints.
+    """
     problem: str
     try:
         manifest = read_manifest(chain.store, rebase.checkpoint.key)

@@ -1,12 +1,12 @@
-"""The chain: policy[k+1] = step(policy[k], batch[k]), one committed record per step request.
+"""The chain of a policy: policy[k+1] = step(policy[k], batch[k]), with one committed record per step.
 
-Weights are a cache; these records are the truth. A record is put-if-absent under the step it made, so a step
-is taken once however often it is asked for, and `state` is a hash chain that names the whole history of a policy:
+Weights are a cache; the records are the source of truth. A record is put under its step if there is none, so that a
+step is taken once, however often it is requested. `state` is a hash chain that names the whole history of a policy:
 
     state[0]   = H(base weights digest or start state, trainable spec, init seed)
     state[k+1] = H(state[k], content of the StepRequest)
 
-The content of a request leaves out run names and object keys: equal data, config and seed give equal states
+The content of a request leaves out run names and object keys, so that equal data, config and seed give equal states
 under any run key.
 """
 
@@ -26,21 +26,20 @@ from storage.store import keys
 from storage.store.artifacts import ArtifactRef
 from storage.store.objects import ObjectStore
 
-M = TypeVar("M", bound=Frozen)
+RecordType = TypeVar("RecordType", bound=Frozen)
 
 CHAIN_VERSION = 1
-"""Version of the chain's *semantics*: what a request means. Part of every state."""
-
+"""Version of the meaning of a request. It is part of every state."""
 
 OldLogprobs = Literal["trainer", "sampler"]
-"""Whose logprobs stand for the policy that is improved on."""
+"""Whether the trainer or the sampler computes the logprobs of the policy before the step."""
 
 NanPolicy = Literal["fail", "skip"]
-"""What a non-finite gradient does to its update."""
+"""Whether a non-finite gradient fails the step or skips its update."""
 
 
 class PolicyRef(Frozen):
-    """A policy at one step of its history. `state` names that history; the other fields say where it is kept."""
+    """A policy after one step. `state` names its history; the other fields name the chain that stores it."""
 
     run: str
     stage: str
@@ -54,7 +53,8 @@ class PolicyRef(Frozen):
 
 
 class OptimizerSpec(Frozen):
-    """AdamW (arXiv:1711.05101) as this step uses it; the rate travels with the request, so a resume has no state."""
+    """Settings of AdamW (arXiv:1711.05101) for one step. They are part of the request, so that a resume needs no
+    state of a schedule."""
 
     lr: Rate
     beta1: float = Field(0.9, ge=0, lt=1)
@@ -62,42 +62,42 @@ class OptimizerSpec(Frozen):
     eps: Divisor = 1e-8
     weight_decay: Rate = 0.0
     max_grad_norm: float = Field(1.0, gt=0, allow_inf_nan=False)
-    """Clip the global gradient norm of each update to this. A very large number clips nothing."""
+    """Largest global gradient norm of an update; a larger gradient is scaled down. A very large value clips nothing."""
 
 
 class MinibatchPlan(Frozen):
-    """How one batch becomes optimizer updates."""
+    """How one batch is divided into optimizer updates."""
 
     size: Count | None = None
-    """Sequences per update; None is the whole batch."""
+    """Sequences per optimizer update. None: the whole batch."""
     epochs: int = Field(1, ge=0, le=MAX_EPOCHS)
-    """Passes over the batch; 0: none, and the step leaves the weights as they are."""
+    """Passes over the batch. 0 leaves the weights unchanged."""
     shuffle_seed: Int64 = 0
 
 
 class StepRequest(Frozen):
-    """Everything a gradient step depends on besides the parent's weights."""
+    """Everything that a gradient step depends on, except the weights of the parent."""
 
     parent: PolicyRef
     batch: ArtifactRef
     reference: PolicyRef | None = None
     old_logprobs: OldLogprobs = "trainer"
     loss: dict[str, JsonValue]
-    """An engine LossSpec, dumped. Storage does not interpret it."""
+    """The engine's LossSpec as JSON. Storage does not interpret it."""
     optimizer: OptimizerSpec
     minibatches: MinibatchPlan = MinibatchPlan()
     temperature: Temperature = 1.0
-    """Logits are divided by this before the log-softmax: the temperature the batch was sampled at."""
+    """Temperature at which the batch was sampled. Logits are divided by it before the log-softmax."""
     controllers_in: dict[str, FiniteFloat] = {}
     cursor_in: dict[str, Int64] = {}
     cursor_out: dict[str, Int64] = {}
     nan_policy: NanPolicy = "fail"
     max_tokens: Count | None = Field(None, exclude_if=lambda tokens: tokens is None)
-    """Packed tokens of one forward pass, at most. None: as the engine is configured. It decides the micro-batches and
-    never the loss, so it is no part of the state."""
+    """Largest number of packed tokens in one forward pass. None: the engine's setting. It decides the micro-batches and
+    not the loss, so it is not part of the state."""
 
     def content(self) -> dict[str, Any]:
-        """The request without the names of runs and objects: what decides the next weights."""
+        """Returns the request without the names of runs and objects: what decides the next weights."""
         body = self.model_dump(mode="json", exclude={"parent", "batch", "reference", "max_tokens"})
         return body | {
             "parent": self.parent.state,
@@ -112,20 +112,20 @@ class StepRequest(Frozen):
         return digest(canonical_json([CHAIN_VERSION, self.parent.state, self.content()]))
 
     def result(self) -> PolicyRef:
-        """The policy this request makes, whether or not it was taken yet."""
+        """Returns the policy that this step makes, whether or not it is committed yet."""
         return self.parent.model_copy(update={"step": self.parent.step + 1, "state": self.next_state()})
 
 
 class Root(Frozen):
-    """Where a chain starts: a registered base model, or the last policy of an earlier stage."""
+    """The start of a chain: a registered base model, or a policy of an earlier stage."""
 
     base: ArtifactRef | None = None
     start: PolicyRef | None = None
     base_digest: str
-    """Digest of the starting weights (base) or the state they stand for (start)."""
+    """Digest of the base model's weights, or the state of `start`."""
     trainable: dict[str, JsonValue] = {"kind": "full"}
     init_seed: int = 0
-    """Only digests are made of it, so a config's seed of any size will do."""
+    """Seed of the initial values of new parameters. It is only hashed, so it may have any size."""
 
     def state(self) -> str:
         body = self.model_dump(mode="json", exclude={"base", "start"})
@@ -133,19 +133,20 @@ class Root(Frozen):
 
 
 class Numerics(Frozen):
-    """What the bits of a step depend on beyond the request; a redo under other numerics may differ."""
+    """What the bits of a step's weights depend on, in addition to the request. A redo under other numerics may
+    give other bits."""
 
     backend: str
     device: str
     compute_dtype: str
     threads: int
     max_tokens: int
-    """Tokens per packed forward: decides the micro-batches."""
+    """Packed tokens per forward pass, which decide the micro-batches."""
     max_tokens_of_updates: tuple[int, ...] = ()
-    """The same for each update of the step, where memory made one of them keep to less."""
+    """`max_tokens` of each update of the step, if one of them had to use less for lack of memory. Otherwise empty."""
     micro_batches: int = 0
     layout: str = ""
-    """How the trainer was spread over processes, such as "zero3x2"; empty for a single one."""
+    """How the trainer was divided over processes, such as "zero3x2". Empty for a single process."""
     versions: dict[str, str] = {}
 
 
@@ -157,7 +158,7 @@ class RebaseMark(Frozen):
 
 
 class CommitRecord(Frozen):
-    """The commit of one step request."""
+    """The commit of one gradient step."""
 
     schema_version: int = 1
     request: StepRequest
@@ -167,15 +168,16 @@ class CommitRecord(Frozen):
     updates: int
     """Optimizer updates made by this step."""
     skipped: int = 0
-    """Updates left out because of a non-finite gradient (nan_policy = "skip")."""
+    """Updates that were skipped because of a non-finite gradient (nan_policy = "skip")."""
     numerics: Numerics
     rebase: RebaseMark | None = None
-    """The last rebase that the parent's weights descend from. What the state names does not depend on it; what the
-    weights are to the bit does."""
+    """The last rebase that the parent's weights descend from. The bits of the weights depend on it; the state does
+    not."""
     weights_digest: str | None = None
+    """Digest of the new weights. None if the engine does not compute it."""
     tensor_digests: tuple[str, ...] = ()
-    """The first 8 hex digits of each tensor's digest, in the order of their names: a redo that differs can name the
-    first tensor that does. With weights_digest, or empty."""
+    """The first 8 hex digits of each tensor's digest, in the order of the tensors' names. A redo finds by them the
+    first tensor that differs. Empty without weights_digest."""
     attempt: str = Field(default_factory=lambda: uuid4().hex)
     time: str = Field(default_factory=lambda: datetime.now(UTC).isoformat())
 
@@ -189,7 +191,7 @@ class CommitRecord(Frozen):
 
 
 class Chain:
-    """The committed records of one policy. Readers see whole records or none."""
+    """Reads and commits the records of one policy. Readers see whole records or none."""
 
     def __init__(self, store: ObjectStore, run: str, stage: str, model: str) -> None:
         self.store, self.run, self.stage, self.model = store, run, stage, model
@@ -199,23 +201,24 @@ class Chain:
         return cls(store, policy.run, policy.stage, policy.model)
 
     def root(self) -> Root | None:
+        """Returns the root, or None if the chain has not begun. Raises CorruptArtifact."""
         data = self._get(keys.chain_root(self.run, self.stage, self.model))
         return None if data is None else _parse(Root, data, "chain root")
 
     def create_root(self, root: Root) -> Root:
-        """Commits the root; returns the one that stands (the first writer's)."""
+        """Commits the root if there is none, and returns the committed one."""
         key = keys.chain_root(self.run, self.stage, self.model)
         put = self.store.put_if_absent(key, canonical_json(root.model_dump(mode="json")))
         return _parse(Root, put.data, key)
 
     def record(self, step: int) -> CommitRecord | None:
-        """The record that made policy `step` (>= 1), or None when it is not committed."""
+        """Returns the record of `step` (>= 1), or None if the step is not committed. Raises CorruptArtifact."""
         key = keys.chain_record(self.run, self.stage, self.model, step)
         data = self._get(key)
         return None if data is None else _parse(CommitRecord, data, key)
 
     def committed_record(self, step: int) -> CommitRecord:
-        """The record of a step (>= 1) that is known to be committed. Raises ObjectNotFound when it is not there."""
+        """Returns the record of a step (>= 1) that is known to be committed. Raises ObjectNotFound if it is missing."""
         record = self.record(step)
         if record is None:
             key = keys.chain_record(self.run, self.stage, self.model, step)
@@ -226,13 +229,13 @@ class Chain:
         return record
 
     def commit(self, record: CommitRecord) -> CommitRecord:
-        """Commits `record`; returns the record that stands, which is another's if that came first."""
+        """Commits `record` if its step has none, and returns the committed record of the step."""
         key = keys.chain_record(self.run, self.stage, self.model, record.policy.step)
         put = self.store.put_if_absent(key, canonical_json(record.model_dump(mode="json")))
         return record if put.won else _parse(CommitRecord, put.data, key)
 
     def policy(self, step: int) -> PolicyRef:
-        """The ref of a committed step. Raises ObjectNotFound when that step was not taken."""
+        """Returns the policy after a committed step. Raises ObjectNotFound if that step is not committed."""
         if step == 0:
             root = self.root()
             state = root.state() if root else None
@@ -244,26 +247,29 @@ class Chain:
         return PolicyRef(run=self.run, stage=self.stage, model=self.model, step=step, state=state)
 
     def head(self) -> PolicyRef:
-        """The last committed policy."""
+        """Returns the policy after the last committed step."""
         return self.policy(max(self.steps(), default=0))
 
     def steps(self) -> Iterator[int]:
-        """Committed steps (>= 1), ascending."""
+        """Yields the committed steps (>= 1), ascending."""
         for info in self.store.list(keys.chain_prefix(self.run, self.stage, self.model)):
             step = keys.record_step(info.key)
             if step is not None:
                 yield step
 
     def records(self, after: int, until: int) -> Iterator[CommitRecord]:
-        """The records of steps after+1 .. until. Raises CorruptArtifact when one is missing or does not link."""
+        """Yields the records of steps after+1 .. until.
+
+        Raises CorruptArtifact if one is missing or is not a child of the step before it.
+        """
         parent = self.policy(after).state
         for step in range(after + 1, until + 1):
             record = self.record(step)
             if record is None or record.request.parent.state != parent or record.state != record.request.next_state():
+                problem = "missing" if record is None else "not a child of the step before it"
                 raise CorruptArtifact(
                     f"the chain {self.run}/{self.stage}/{self.model} is broken at step {step}: the record is "
-                    f"{'missing' if record is None else 'not a child of the step before it'}; "
-                    "restore the object from a backup, or fork the run before that step"
+                    f"{problem}; restore the object from a backup, or fork the run before that step"
                 )
             parent = record.state
             yield record
@@ -276,7 +282,10 @@ class Chain:
 
 
 def base_model_of(store: ObjectStore, policy: PolicyRef) -> ArtifactRef:
-    """The registered model that a chain, or the chain it continues, started from. Raises ObjectNotFound."""
+    """Returns the registered model from which the policy's chain, or the first chain before it, started.
+
+    Raises ObjectNotFound.
+    """
     root = Chain.of(store, policy).root()
     while root is not None and root.start is not None:
         root = Chain.of(store, root.start).root()
@@ -285,8 +294,8 @@ def base_model_of(store: ObjectStore, policy: PolicyRef) -> ArtifactRef:
     return root.base
 
 
-def _parse(model: type[M], data: bytes, key: str) -> M:
+def _parse(record_class: type[RecordType], data: bytes, key: str) -> RecordType:
     try:
-        return model.model_validate_json(data)
+        return record_class.model_validate_json(data)
     except ValidationError as error:
-        raise CorruptArtifact(f"{key} is not a readable {model.__name__}: {error}") from error
+        raise CorruptArtifact(f"{key} is not a readable {record_class.__name__}: {error}") from error

@@ -1,7 +1,7 @@
-"""Retention of checkpoints. They are caches: the chain rebuilds any policy without them, only slower.
+"""Deletes checkpoints. They are caches: the chain rebuilds any policy without them, only more slowly.
 
-Batches and records are never pruned, so a pruned checkpoint costs time and nothing else. The checkpoint that a rebase
-goes on from is no cache: no redo makes it again, and it is never pruned.
+Batches and records are never deleted, so a deleted checkpoint only costs time. The checkpoint of a rebase in effect is
+an exception: the chain cannot rebuild it, and it is never deleted.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Collection
 from typing import Literal
 
 from storage.chain.checkpoint_uses import checkpoint_uses
+from storage.chain.listing import stored_checkpoint_steps
 from storage.chain.rebase import is_in_effect, rebase_at, rebases_in_effect
 from storage.chain.records import Chain, PolicyRef
 from storage.errors import CheckpointInUse, ObjectNotFound, PermanentStorageError
@@ -24,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class Retention(Frozen):
-    """Which checkpoints are kept: what any of these asks for. See prune_checkpoints."""
+    """Rules for the checkpoints to keep. A checkpoint stays if any rule asks for it. See prune_checkpoints."""
 
     keep_last: int = 2
     keep_named: int | None = None
@@ -48,60 +49,77 @@ def prune_checkpoints(
     metric: str | None = None,
     best: Literal["min", "max"] = "max",
 ) -> list[int]:
-    """Deletes the checkpoints of a chain that none of these keeps; returns the steps removed.
+    """Deletes the checkpoints of a chain that no rule keeps, and returns their steps.
 
     Args:
-        keep_last: The latest so many unnamed ones.
-        keep_named: The latest so many named ones; None: all. Older ones stay where something refers to them
-            (`checkpoint_uses`), and where keep_every or keep_best asks for them.
-        keep_every: Those of every so many steps.
-        keep_best: So many with the best `metric` of the record that made them; `best` says which way. Equal ones: the
-            earlier. A record without it, or with a value that is not finite, is not among the best.
+        keep_last: Keep this many of the latest unnamed checkpoints.
+        keep_named: Keep this many of the latest named checkpoints; None keeps all. An older one stays if something
+            refers to it (`checkpoint_uses`), or if keep_every or keep_best keeps it.
+        keep_every: Keep the checkpoints whose step is a multiple of this.
+        keep_best: Keep this many checkpoints with the best `metric` in the record of their step. `best` says whether
+            larger or smaller is better. Of equal values, the earlier is better. A record without the metric, or with a
+            value that is not finite, does not count.
 
-    A checkpoint that a rebase goes on from always stays. Named ones stay, with a warning, where another run or model of
-    the store is damaged, so that it is unknown what refers to them. The manifest goes first: a reader never follows one
-    to data that is gone. Raises ValueError when `metric` is in none of the records, naming those that are.
+    The checkpoint of a rebase in effect always stays. If another run or model of the store is damaged, so that the uses
+    of named checkpoints are unknown, all named checkpoints stay, with a warning. The manifest is deleted before the
+    data, so that a reader never follows it to deleted data.
+
+    Raises ValueError when no record has `metric`. The message lists the metrics of the records.
     """
     chain = Chain.of(store, policy)
-    needed = {rebase.checkpoint.key for rebase in rebases_in_effect(chain)}
-    free = {step: manifest for step, manifest in _checkpoints(store, policy).items() if manifest.key not in needed}
-    named = sorted(step for step, manifest in free.items() if _named(store, manifest))
-    unnamed = sorted(free.keys() - set(named))
-    too_old = [] if keep_named is None else named[: max(0, len(named) - keep_named)]
+    # sort the checkpoints that may be deleted into unnamed ones and named ones beyond keep_named
+    rebase_checkpoints = {rebase.checkpoint.key for rebase in rebases_in_effect(chain)}
+    manifests = {
+        step: manifest
+        for step, manifest in _read_checkpoints(store, policy).items()
+        if manifest.key not in rebase_checkpoints
+    }
+    named = sorted(step for step, manifest in manifests.items() if _is_named(store, manifest))
+    unnamed = sorted(manifests.keys() - set(named))
+    old_named = [] if keep_named is None else named[: max(0, len(named) - keep_named)]
 
-    steps = sorted([*unnamed, *too_old])
-    kept = set(unnamed[-keep_last:]) if keep_last else set()
+    # apply the rules
+    steps = sorted([*unnamed, *old_named])
+    steps_to_keep = set(unnamed[-keep_last:]) if keep_last else set()
     if keep_every is not None:
-        kept |= {step for step in steps if step % keep_every == 0}
+        steps_to_keep |= {step for step in steps if step % keep_every == 0}
     if keep_best is not None:
         if metric is None:
             raise ValueError(f"keep_best={keep_best} was given without a metric; name one of the records' metrics")
-        kept |= set(_best(store, policy, steps, metric, best)[:keep_best])
+        steps_to_keep |= set(_rank_by_metric(store, policy, steps, metric, best)[:keep_best])
+
+    # keep named checkpoints that are in use; an error in another run or model must not end this run
     try:
-        uses = checkpoint_uses(store, {chain.policy(step) for step in too_old if step not in kept})
-        kept |= {used.step for used in uses}
-    except PermanentStorageError as error:  # of any run or model of the store, which must not end this one's
+        uses = checkpoint_uses(store, {chain.policy(step) for step in old_named if step not in steps_to_keep})
+        steps_to_keep |= {used_policy.step for used_policy in uses}
+    except PermanentStorageError as error:
         log.warning("named checkpoints beyond keep_named=%s stay, their uses are unknown: %s", keep_named, error)
-        kept |= set(too_old)
-    return [step for step in steps if step not in kept and _remove(store, policy, step, free[step])]
+        steps_to_keep |= set(old_named)
+
+    removed = []
+    for step in steps:
+        if step not in steps_to_keep and _remove(store, policy, step, manifests[step]):
+            removed.append(step)
+    return removed
 
 
 def remove_checkpoints(store: ObjectStore, policies: Collection[PolicyRef], *, dry_run: bool = False) -> list[Manifest]:
-    """Deletes the checkpoints of these policies, named or not; returns those that were there. With `dry_run` they stay.
-    The chain stays whole: a policy without a checkpoint is redone from an earlier one.
+    """Deletes the checkpoints of these policies, named or not, and returns the manifests of those that existed.
 
-    Raises CheckpointInUse when something refers to one of them (`checkpoint_uses`), and then none is deleted.
+    With `dry_run` nothing is deleted. The chain stays complete: a policy without a checkpoint is redone from an earlier
+    one. Raises CheckpointInUse if something refers to one of them (`checkpoint_uses`); then none is deleted.
     """
     uses = checkpoint_uses(store, policies)
     if uses:
-        listed = "\n".join(f"  {policy.uri.partition('#')[0]}: {'; '.join(uses[policy])}" for policy in uses)
+        lines = [f"  {policy.uri.partition('#')[0]}: {'; '.join(sentences)}" for policy, sentences in uses.items()]
+        listed = "\n".join(lines)
         raise CheckpointInUse(f"nothing was removed, because these checkpoints are in use:\n{listed}")
     removed = []
     for policy in policies:
         try:
             manifest = read_manifest(store, keys.checkpoint(policy.run, policy.stage, policy.model, policy.step))
         except ObjectNotFound:
-            continue  # somebody else removed it meanwhile
+            continue  # another process removed it meanwhile
         if not dry_run and not _remove(store, policy, policy.step, manifest):
             raise CheckpointInUse(f"{policy.uri} was not removed: its run was rebased there a moment ago")
         removed.append(manifest)
@@ -109,8 +127,11 @@ def remove_checkpoints(store: ObjectStore, policies: Collection[PolicyRef], *, d
 
 
 def _remove(store: ObjectStore, policy: PolicyRef, step: int, manifest: Manifest) -> bool:
-    """False when a rebase came to go on from it meanwhile: whoever rebases looks for the manifest after its commit, and
-    this looks for the rebase after the manifest went, so one of the two sees the other and brings it back."""
+    """Deletes a checkpoint. Returns False, and restores its manifest, if a rebase on it was committed meanwhile.
+
+    A process that rebases checks for the manifest after its commit. This function checks for the rebase after the
+    manifest is deleted. So at least one of the two notices the other.
+    """
     key = keys.manifest_of_files(manifest.key)
     store.delete(key)
     chain = Chain.of(store, policy)
@@ -124,32 +145,39 @@ def _remove(store: ObjectStore, policy: PolicyRef, step: int, manifest: Manifest
     return True
 
 
-def _checkpoints(store: ObjectStore, policy: PolicyRef) -> dict[int, Manifest]:
-    found = {}
-    prefix = keys.checkpoints_prefix(policy.run, policy.stage, policy.model)
-    for info in store.list(prefix):
-        step = keys.checkpoint_step(info.key)
-        if step is not None:
-            try:
-                found[step] = read_manifest(store, keys.checkpoint(policy.run, policy.stage, policy.model, step))
-            except ObjectNotFound:
-                continue  # another pruner was here first
-    return found
+def _read_checkpoints(store: ObjectStore, policy: PolicyRef) -> dict[int, Manifest]:
+    """Returns the manifests of the chain's checkpoints by step."""
+    manifests = {}
+    for step in stored_checkpoint_steps(Chain.of(store, policy)):
+        try:
+            manifests[step] = read_manifest(store, keys.checkpoint(policy.run, policy.stage, policy.model, step))
+        except ObjectNotFound:
+            continue  # another process pruned it meanwhile
+    return manifests
 
 
-def _named(store: ObjectStore, manifest: Manifest) -> bool:
+def _is_named(store: ObjectStore, manifest: Manifest) -> bool:
     return manifest.extra.get("name") is not None or store.exists(keys.checkpoint_name(manifest.key))
 
 
-def _best(
+def _rank_by_metric(
     store: ObjectStore, policy: PolicyRef, steps: list[int], metric: str, best: Literal["min", "max"]
 ) -> list[int]:
-    """The steps whose records have the metric, the best first."""
+    """Returns the steps whose records have a finite value of the metric, the best first."""
+    # read the metrics of the steps; step 0 has no record
     chain = Chain.of(store, policy)
-    metrics = {step: record.metrics for step in steps if step and (record := chain.record(step)) is not None}
-    known = {name for values in metrics.values() for name in values}
-    if known and metric not in known:
-        raise ValueError(f"no record of {policy.uri} has the metric {metric!r}; they have {', '.join(sorted(known))}")
-    values = {step: found[metric] for step, found in metrics.items() if math.isfinite(found.get(metric, math.nan))}
+    records = [chain.record(step) for step in steps if step]
+    metrics = {record.policy.step: record.metrics for record in records if record is not None}
+    known_names: set[str] = set().union(*metrics.values())
+    if known_names and metric not in known_names:
+        names = ", ".join(sorted(known_names))
+        raise ValueError(f"no record of {policy.uri} has the metric {metric!r}; they have {names}")
+
+    # sort by value, then by step
+    values = {}
+    for step, step_metrics in metrics.items():
+        value = step_metrics.get(metric, math.nan)
+        if math.isfinite(value):
+            values[step] = value
     sign = -1 if best == "max" else 1
     return sorted(values, key=lambda step: (sign * values[step], step))

@@ -1,4 +1,4 @@
-"""A run and its key: the same key is the same run as long as what decides its result is the same."""
+"""run.json: the configuration that a run was started with, and the check that a resume has the same one."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ PACKAGES = (
     "ostinato", "prefect", "torch", "transformers", "vllm", "deepspeed", "numpy", "pyarrow", "safetensors",
     "tokenizers",
 )  # fmt: skip
-"""Distributions whose versions are recorded: those that a result may depend on."""
+"""Distributions whose versions are recorded, because a result may depend on them."""
 _ABSENT = "(absent)"
 
 
 class RunInfo(Frozen):
-    """runs/<run>/run.json: what the run was started with. It never changes."""
+    """The content of run.json, which never changes: what the run was started with."""
 
     schema_version: int = 1
     run: str
     semantic: dict[str, JsonValue]
-    """What decides the result: data, model, algorithm, sampling."""
+    """Settings that decide the result: data, model, algorithm, sampling."""
     other: dict[str, JsonValue]
-    """What does not: loggers, URLs, worker counts, retention."""
+    """Settings that do not decide the result: loggers, URLs, worker counts, retention."""
     code_version: str
     machine: dict[str, JsonValue]
     attempt: str
@@ -42,24 +42,24 @@ class RunInfo(Frozen):
 
 
 class RunOpening(Frozen):
-    """The answer to create_or_check_run."""
+    """The result of create_or_check_run."""
 
     created: bool
-    """False: the run existed, and this is a resume."""
+    """Whether the run is new. False for a resume."""
     warnings: tuple[str, ...]
-    """What differs from the start of the run without changing what it means."""
+    """Differences from the start of the run that do not change its meaning."""
     info: RunInfo
 
 
 def create_or_check_run(
     store: ObjectStore, run: str, *, semantic: Mapping[str, Any], other: Mapping[str, Any], code_version: str
 ) -> RunOpening:
-    """Records the run, or checks that the recorded one means the same.
+    """Records a new run, or checks that the recorded one has the same semantic configuration.
 
-    Raises SemanticMismatch with each differing key, both values, and the way out. Another code version, package or
-    machine is a warning: crash, fix the bug, deploy, resume must work.
+    Raises SemanticMismatch, which names each differing key, both values, and what to do. Another code version, package
+    or machine is only a warning, so that a run can be resumed after a bug was fixed.
     """
-    mine = RunInfo(
+    new_info = RunInfo(
         run=keys.validate_run(run),
         semantic=json.loads(canonical_json(dict(semantic))),
         other=json.loads(canonical_json(dict(other))),
@@ -68,22 +68,26 @@ def create_or_check_run(
         attempt=uuid4().hex,
         created=datetime.now(UTC).isoformat(),
     )
-    store_id(store)  # a store with an id is recognised again after its disk was away
-    put = store.put_if_absent(keys.run_json(run), canonical_json(mine))
+    # give the store an id, so that it is recognized after its disk was unmounted
+    store_id(store)
+    put = store.put_if_absent(keys.run_json(run), canonical_json(new_info))
     if put.won:
-        return RunOpening(created=True, warnings=(), info=mine)
-    there = _parse(put.data, keys.run_json(run))
-    if differing := list(_differences(there.semantic, mine.semantic)):
-        listed = "\n".join(f"  {key}: the run has {old}, given {new}" for key, old, new in differing)
+        return RunOpening(created=True, warnings=(), info=new_info)
+
+    # the run exists: compare its configuration with this one
+    recorded = _parse(put.data, keys.run_json(run))
+    differences = list(_differences(recorded.semantic, new_info.semantic))
+    if differences:
+        listed = "\n".join(f"  {key}: the run has {old}, given {new}" for key, old, new in differences)
         raise SemanticMismatch(
             f"run {run!r} was started with another configuration:\n{listed}\n"
             "resume it with its own values, choose another run key, or fork it (`ostinato fork`) to change them mid-way"
         )
-    return RunOpening(created=False, warnings=tuple(_warnings(there, mine)), info=there)
+    return RunOpening(created=False, warnings=tuple(_warnings(recorded, new_info)), info=recorded)
 
 
 def read_run(store: ObjectStore, run: str) -> RunInfo:
-    """What a run was started with. Raises ObjectNotFound, CorruptArtifact."""
+    """Reads what a run was started with. Raises ObjectNotFound, CorruptArtifact."""
     return _parse(store.get(keys.run_json(run)), keys.run_json(run))
 
 
@@ -96,7 +100,7 @@ def find_run(store: ObjectStore, run: str) -> RunInfo | None:
 
 
 def machine_info() -> dict[str, JsonValue]:
-    """Python, platform and the versions of the packages that a result may depend on."""
+    """Returns the versions of Python, the platform and PACKAGES."""
     packages: dict[str, JsonValue] = {}
     for name in PACKAGES:
         try:
@@ -113,23 +117,24 @@ def _parse(data: bytes, key: str) -> RunInfo:
         raise CorruptArtifact(f"{key} is not a readable run (or of a newer version): {error}") from error
 
 
-def _warnings(there: RunInfo, mine: RunInfo) -> Iterator[str]:
-    if there.code_version != mine.code_version:
-        yield f"code version: the run was started by {there.code_version}, this is {mine.code_version}"
-    for key, old, new in _differences(there.machine, mine.machine):
+def _warnings(recorded: RunInfo, current: RunInfo) -> Iterator[str]:
+    if recorded.code_version != current.code_version:
+        yield f"code version: the run was started by {recorded.code_version}, this is {current.code_version}"
+    for key, old, new in _differences(recorded.machine, current.machine):
         yield f"{key}: the run was started with {old}, this is {new}"
 
 
-def _differences(old: JsonValue, new: JsonValue, at: str = "") -> Iterator[tuple[str, str, str]]:
-    """(dotted key, old value, new value) of each leaf that differs."""
+def _differences(old: JsonValue, new: JsonValue, path: str = "") -> Iterator[tuple[str, str, str]]:
+    """Yields (dotted key, old value, new value) of each leaf that differs."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in sorted(old.keys() | new.keys()):
-            where = f"{at}.{key}" if at else key
+            key_path = f"{path}.{key}" if path else key
             if key not in old:
-                yield where, _ABSENT, json.dumps(new[key])
+                yield key_path, _ABSENT, json.dumps(new[key])
             elif key not in new:
-                yield where, json.dumps(old[key]), _ABSENT
+                yield key_path, json.dumps(old[key]), _ABSENT
             else:
-                yield from _differences(old[key], new[key], where)
+                yield from _differences(old[key], new[key], key_path)
+    # True == 1 in Python, but not in a configuration
     elif old != new or isinstance(old, bool) != isinstance(new, bool):
-        yield at, json.dumps(old), json.dumps(new)
+        yield path, json.dumps(old), json.dumps(new)

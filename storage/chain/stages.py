@@ -1,4 +1,4 @@
-"""stage.json: what each stage of a run started from, and which model began it."""
+"""stage.json: the policy that each stage of a run started from, and the model that began the stage."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from storage.store.objects import ObjectStore, read_json
 
 
 class StageInfo(Frozen):
-    """The content of stage.json. The first model that begins a stage writes it."""
+    """The content of stage.json, written by the first model that begins the stage."""
 
     start: PolicyRef
     reference: PolicyRef
@@ -22,13 +22,13 @@ class StageInfo(Frozen):
 
 
 def claim_stage(store: ObjectStore, start: PolicyRef) -> None:
-    """Writes that the stage of `start` starts there, unless the stage was begun before."""
+    """Records `start` as the start of its stage, unless the stage has begun already."""
     info = StageInfo(start=start, reference=start)
     store.put_if_absent(keys.stage_json(start.run, start.stage), canonical_json(info))
 
 
 def stage_owner(store: ObjectStore, run: str, stage: str) -> str | None:
-    """The name of the model that began the stage; None for a stage that was not begun. Raises CorruptArtifact."""
+    """Returns the name of the model that began the stage, or None if it has not begun. Raises CorruptArtifact."""
     key = keys.stage_json(run, stage)
     body = read_json(store, key)
     try:

@@ -154,7 +154,7 @@ async def test_what_does_not_exist_is_an_error_that_lists_what_does(runs: Runs) 
     ]  # fmt: skip
     with pytest.raises(NoSuchCheckpoint, match="there are first/0-sft/policy-2, first/0-sft/policy-4"):
         await runs.sft("second", restart_from_checkpoint="first/policy-3")
-    with pytest.raises(NoSuchCheckpoint, match="no run that it may mean"):
+    with pytest.raises(NoSuchCheckpoint, match="there is no named checkpoint"):
         await runs.sft("second", restart_from_checkpoint="policy-2")  # of another run: it is named with it
     assert Chain(runs.store, "second", first.stage, "policy").root() is None
 

@@ -233,8 +233,8 @@ def _copy_loops(store: ObjectStore, run: str, new: str, info: ForkInfo, stages: 
 
 
 def _copy_chain(chain: Chain, new: str, until: int) -> None:
-    """Copies the root and the records 1 .. until in their order. The nearest checkpoint and each rebase follow the record
-    of their step."""
+    """Copies the root and the records 1 .. until in their order. The nearest checkpoint and each rebase follow the
+    record of their step."""
     store, root = chain.store, chain.root()
     assert root is not None  # a chain with a head has a root
     copy = Chain(store, new, chain.stage, chain.model)

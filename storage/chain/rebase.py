@@ -151,8 +151,8 @@ def rebase_in_effect(chain: Chain, step: int) -> Rebase | None:
 
 
 def commit_rebase(chain: Chain, rebase: Rebase, attempt: Attempt) -> Rebase:
-    """Commits `rebase` if its step has none, and returns the committed one. If another engine committed it, continue from
-    its checkpoint.
+    """Commits `rebase` if its step has none, and returns the committed one. If another engine committed that, continue
+    from its checkpoint.
 
     The checkpoint must be committed before. `attempt` must have begun before the checkpoint was written. Raises
     AttemptTooOld, and then nothing was committed.

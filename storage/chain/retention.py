@@ -88,13 +88,7 @@ def prune_checkpoints(
             raise ValueError(f"keep_best={keep_best} was given without a metric; name one of the records' metrics")
         steps_to_keep |= set(_rank_by_metric(store, policy, steps, metric, best)[:keep_best])
 
-    # keep named checkpoints that are in use; an error in another run or model must not end this run
-    try:
-        uses = checkpoint_uses(store, {chain.policy(step) for step in old_named if step not in steps_to_keep})
-        steps_to_keep |= {used_policy.step for used_policy in uses}
-    except PermanentStorageError as error:
-        log.warning("named checkpoints beyond keep_named=%s stay, their uses are unknown: %s", keep_named, error)
-        steps_to_keep |= set(old_named)
+    steps_to_keep |= _steps_in_use(chain, [step for step in old_named if step not in steps_to_keep])
 
     removed = []
     for step in steps:
@@ -143,6 +137,17 @@ def _remove(store: ObjectStore, policy: PolicyRef, step: int, manifest: Manifest
     for entry in manifest.files:
         store.delete(entry.key)
     return True
+
+
+def _steps_in_use(chain: Chain, steps: list[int]) -> set[int]:
+    """Returns the steps of named checkpoints that are in use, or all `steps` if the uses cannot be read."""
+    try:
+        uses = checkpoint_uses(chain.store, {chain.policy(step) for step in steps})
+    except PermanentStorageError as error:
+        # damage in another run or model must not end this run
+        log.warning("the old named checkpoints of steps %s stay, their uses are unknown: %s", steps, error)
+        return set(steps)
+    return {policy.step for policy in uses}
 
 
 def _read_checkpoints(store: ObjectStore, policy: PolicyRef) -> dict[int, Manifest]:

@@ -1,4 +1,4 @@
-"""What an audit says: findings, and what is collected while it goes on."""
+"""The report of an audit, and the object that collects its findings."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ RESTORE = "restore the object from a backup"
 
 
 class Finding(Frozen):
-    """One thing that is not as it should be."""
+    """One problem that an audit found."""
 
     severity: Severity
     key: str
-    """The object, the artifact or the folder that it is about."""
+    """Key of the object, artifact or folder that has the problem."""
     what: str
-    """Reads as a sentence after the key."""
+    """The problem, written as the rest of a sentence that begins with the key."""
     what_to_do: str
 
 
 class AuditReport(Frozen):
-    """What an audit found."""
+    """The result of an audit."""
 
     problems: tuple[Finding, ...]
     pending: tuple[str, ...]
-    """Data that no manifest names: of an attempt that is under way or was interrupted. Garbage collection takes it."""
+    """Keys of data that no manifest names: of attempts in progress or interrupted ones. Garbage collection deletes
+    them when they are old."""
     counts: dict[str, int]
-    """How many objects, artifacts, bytes (read and hashed), chains, steps, checkpoints were looked at."""
+    """Numbers of checked objects, artifacts, bytes (read and hashed), chains, steps, checkpoints and rebases."""
 
     @property
     def ok(self) -> bool:
@@ -39,13 +40,13 @@ class AuditReport(Frozen):
 
 
 class Findings:
-    """Collects findings."""
+    """Collects the findings, the counts and the chain states of an audit."""
 
     def __init__(self) -> None:
         self.problems: list[Finding] = []
         self.counts: Counter[str] = Counter()
         self.states: dict[tuple[str, str, str], dict[int, str]] = defaultdict(dict)
-        """(run, stage, model) -> step -> state, of every chain that was read."""
+        """The state of each step of each chain that was read, by (run, stage, model)."""
 
     def error(self, key: str, what: str, what_to_do: str) -> None:
         self.problems.append(Finding(severity="error", key=key, what=what, what_to_do=what_to_do))

@@ -1,5 +1,7 @@
-"""Everything that a store knows about one run: `ostinato runs show`. It holds no environment and no credentials,
-since nothing of a run does."""
+"""Everything that a store knows about one run, for `ostinato runs show`.
+
+It contains no environment variables and no credentials, because no object of a run does.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from typing import Any
 from pydantic import JsonValue
 
 from storage.chain.checkpoint_names import NamedCheckpoint, named_checkpoints
-from storage.chain.listing import has_objects, run_chains
+from storage.chain.listing import has_objects, run_chains, stored_checkpoint_steps
 from storage.chain.rebase import rebases_in_effect
 from storage.chain.records import Chain
 from storage.chain.run_record import find_run
@@ -22,21 +24,27 @@ from storage.store.objects import ObjectStore, read_json
 
 
 class ChainDetails(Frozen):
+    """One chain of the run."""
+
     stage: str
     model: str
     head: int
+    """Last committed step."""
     state: str
     starts_from: str
-    """A registered model, or the policy of an earlier stage."""
+    """Registered model, or URI of the policy of an earlier stage."""
     checkpoints: tuple[int, ...]
+    """Steps of the stored checkpoints."""
     names: dict[int, tuple[str, ...]] = {}
-    """Of the named checkpoints, by step."""
+    """Names of the named checkpoints, by step."""
     rebases: tuple[str, ...] = ()
-    """Where the chain goes on under other numerics, a line each."""
+    """Descriptions of the rebases in effect, one line each."""
     trainable: dict[str, JsonValue]
 
 
 class LeaseDetails(Frozen):
+    """One lease of the run."""
+
     epoch: int
     created: str | None
     pid: int | None
@@ -44,66 +52,78 @@ class LeaseDetails(Frozen):
     released: str | None
 
 
-class ModelView(Frozen):
+class PublishedModel(Frozen):
+    """A registered model that was made from a policy of the run."""
+
     model: str
     """name@version"""
     policy: str
 
 
 class RunDetails(Frozen):
+    """Everything that a store knows about one run."""
+
     row: RunSummary
     semantic: dict[str, JsonValue]
-    """The config that decides the result; empty for a fork that did not run yet."""
+    """The configuration that decides the result. Empty for a fork that has not run yet."""
     code_version: str | None
     machine: dict[str, JsonValue]
     packages: dict[str, JsonValue]
     chains: tuple[ChainDetails, ...]
     last_metrics: dict[str, dict[str, JsonValue]]
-    """Of each stage that has some."""
+    """Metrics of the last step of each stage that has some."""
     leases: tuple[LeaseDetails, ...]
     result: dict[str, JsonValue] | None
-    models: tuple[ModelView, ...]
-    """Published from a policy of this run."""
+    models: tuple[PublishedModel, ...]
+    """Models that were published from a policy of this run."""
 
 
 def describe_run(store: ObjectStore, run: str) -> RunDetails:
-    """Raises ObjectNotFound, CorruptArtifact."""
+    """Reads the details of a run. Raises ObjectNotFound, CorruptArtifact."""
     if not has_objects(store, run):
         raise ObjectNotFound(f"no run {run!r} in {store.url}; `ostinato runs ls` lists the runs")
-    info, chains = find_run(store, run), run_chains(store, run)
-    named = named_checkpoints(store, run)
+    # run.json, which a fork that has not run yet lacks
+    info = find_run(store, run)
     machine: dict[str, Any] = dict(info.machine) if info else {}
     packages = machine.pop("packages", {})
+    # chains and stages
+    chains = run_chains(store, run)
+    named = named_checkpoints(store, run)
+    stages = list(dict.fromkeys(chain.stage for chain in chains))
     return RunDetails(
         row=summarize_run(store, run),
         semantic=info.semantic if info else {},
         code_version=info.code_version if info else None,
         machine=machine,
         packages=packages if isinstance(packages, dict) else {},
-        chains=tuple(_chain(chain, named) for chain in chains),
-        last_metrics=_last_metrics(store, run, list(dict.fromkeys(chain.stage for chain in chains))),
-        leases=tuple(_leases(store, run)),
+        chains=tuple(_describe_chain(chain, named) for chain in chains),
+        last_metrics=_last_metrics(store, run, stages),
+        leases=tuple(_describe_leases(store, run)),
         result=read_json(store, keys.result_json(run)),
-        models=tuple(_models(store, run)),
+        models=tuple(_published_models(store, run)),
     )
 
 
-def _chain(chain: Chain, named: list[NamedCheckpoint]) -> ChainDetails:
+def _describe_chain(chain: Chain, named: list[NamedCheckpoint]) -> ChainDetails:
     root, head = chain.root(), chain.head()
-    base = root.base if root else None
-    start = root.start if root else None
-    listed = chain.store.list(keys.checkpoints_prefix(chain.run, chain.stage, chain.model))
     names: dict[int, tuple[str, ...]] = {}
-    for one in named:
-        if (one.policy.stage, one.policy.model) == (chain.stage, chain.model):
-            names[one.policy.step] = (*names.get(one.policy.step, ()), one.name)
+    for checkpoint in named:
+        policy = checkpoint.policy
+        if (policy.stage, policy.model) == (chain.stage, chain.model):
+            names[policy.step] = (*names.get(policy.step, ()), checkpoint.name)
+    # the model or policy that the chain starts from
+    starts_from = "nothing"
+    if root is not None and root.base is not None:
+        starts_from = registered_key(root.base)
+    elif root is not None and root.start is not None:
+        starts_from = root.start.uri
     return ChainDetails(
         stage=chain.stage,
         model=chain.model,
         head=head.step,
         state=head.state,
-        starts_from=registered_key(base) if base else start.uri if start else "nothing",
-        checkpoints=tuple(sorted({step for info in listed if (step := keys.checkpoint_step(info.key)) is not None})),
+        starts_from=starts_from,
+        checkpoints=tuple(stored_checkpoint_steps(chain)),
         names=names,
         rebases=tuple(rebase.title for rebase in rebases_in_effect(chain)),
         trainable=root.trainable if root else {},
@@ -111,44 +131,47 @@ def _chain(chain: Chain, named: list[NamedCheckpoint]) -> ChainDetails:
 
 
 def _last_metrics(store: ObjectStore, run: str, stages: list[str]) -> dict[str, dict[str, JsonValue]]:
-    found = {}
+    last_metrics = {}
     for stage in stages:
         listed = [info.key for info in store.list(keys.step_metrics_prefix(run, stage))]
         if listed:
-            found[stage] = read_json(store, listed[-1]) or {}
-    return found
+            last_metrics[stage] = read_json(store, listed[-1]) or {}
+    return last_metrics
 
 
-def _leases(store: ObjectStore, run: str) -> list[LeaseDetails]:
-    found = []
+def _describe_leases(store: ObjectStore, run: str) -> list[LeaseDetails]:
+    leases = []
     for info in store.list(keys.leases_prefix(run)):
         epoch = keys.parse_number(info.key)
         if epoch is None:
             continue
-        body = read_json(store, info.key) or {}
-        holder = body.get("info") or {}
-        released = read_json(store, keys.lease_release(run, epoch)) or {}
-        found.append(
+        lease = read_json(store, info.key) or {}
+        holder = lease.get("info") or {}
+        release = read_json(store, keys.lease_release(run, epoch)) or {}
+        leases.append(
             LeaseDetails(
                 epoch=epoch,
-                created=body.get("created"),
+                created=lease.get("created"),
                 pid=holder.get("pid"),
                 code_version=holder.get("code_version"),
-                released=released.get("released"),
+                released=release.get("released"),
             )
         )
-    return found
+    return leases
 
 
-def _models(store: ObjectStore, run: str) -> list[ModelView]:
-    found = []
+def _published_models(store: ObjectStore, run: str) -> list[PublishedModel]:
+    models = []
     for info in store.list(keys.models_prefix()):
         key = key_patterns.artifact_of_manifest(info.key)
         if key is None:
             continue
         ref = read_manifest(store, key).ref
         policy = next((parent for parent in ref.parents if parent.startswith(f"policy:{run}/")), None)
-        # a run `a` and a run `a/b`: the rest of the uri is stage/model@step
-        if policy is not None and policy.removeprefix(f"policy:{run}/").partition("@")[0].count("/") == 1:
-            found.append(ModelView(model=registered_key(ref), policy=policy))
-    return found
+        if policy is None:
+            continue
+        # the rest must be stage/model@step: otherwise the policy belongs to the run `a/b`, and `run` is `a`
+        rest = policy.removeprefix(f"policy:{run}/").partition("@")[0]
+        if rest.count("/") == 1:
+            models.append(PublishedModel(model=registered_key(ref), policy=policy))
+    return models

@@ -1,1 +1,1 @@
-"""Models by name and version, and the decisions about which of them is champion."""
+"""Registered models, their aliases, and the decisions about champions."""

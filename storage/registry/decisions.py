@@ -1,7 +1,7 @@
-"""Which version of a model is its champion, who said so, and why.
+"""Decisions about which version of a model is its champion, with their reasons and authors.
 
-A decision (promote, hold, roll back) is an artifact. One that moves the champion comes to force by the next entry of
-the alias's log, which names it: of two made at once over the same champion, one is in force, the other is overtaken.
+A decision (promote, hold, roll back) is an artifact. A decision that moves the champion takes effect by the next entry
+in the log of the alias. Of two decisions made at once about the same champion, only one gets that entry.
 """
 
 from __future__ import annotations
@@ -25,34 +25,36 @@ Action = Literal["promote", "hold", "rollback"]
 
 
 class Decision(Frozen):
-    """What was decided about one version of a model."""
+    """A decision about one version of a model."""
 
     schema_version: int = 1
     id: str
-    """Equal ids are one decision: of two tries to make it, the first stands."""
+    """Id of the decision. A second decision with the same id is not committed; the first one is returned."""
     model: str
-    """Registry name."""
+    """Name of the registered model."""
     version: str
-    """Promoted, held back, or rolled back to."""
+    """Version that is promoted, held back, or rolled back to."""
     action: Action
     champion: str | None
-    """The version that was champion when it was decided; None: there was none."""
+    """Version that was champion at the time of the decision. None if there was none."""
     after: int
-    """Number of the champion's entry in the alias's log then; 0: there was none. A move is entry `after` + 1."""
+    """Number of the champion's log entry at the time of the decision; 0 if there was none. A move becomes entry
+    `after` + 1."""
     reasons: tuple[str, ...]
     who: str
-    """A person, or the flow."""
+    """The person or the flow that decided."""
     run: str | None = None
-    """The run that asked for it."""
+    """Key of the run that made the decision, if a run did."""
     evaluation: str | None = None
-    """Uri of the evaluation's table that it rests on."""
+    """URI of the evaluation table that the decision is based on."""
     evidence: dict[str, JsonValue] = {}
-    """Figures of the gate, digests of data: what a later reader needs to judge it again."""
+    """Results of the gate and digests of the data, with which the decision can be checked later."""
     created: str
-    """ISO time, UTC, by the decider's clock."""
+    """ISO time, UTC, by the clock of the process that decided."""
 
     @property
     def moves(self) -> bool:
+        """Whether the decision moves the champion alias."""
         return self.action != "hold"
 
 
@@ -63,35 +65,39 @@ class AliasEntry(Frozen):
     version: str
     action: Action = "promote"
     decision: str | None = None
-    """Id of the decision; None for a move that was made without one."""
+    """Id of the decision that made the move. None if there was no decision."""
     created: str | None = None
 
 
 def alias_log(store: ObjectStore, name: str, alias: str = CHAMPION) -> list[AliasEntry]:
-    """Every move of the alias, oldest first. Raises CorruptArtifact."""
-    found = []
+    """Returns every move of the alias, oldest first. Raises CorruptArtifact."""
+    entries = []
     for info in store.list(keys.model_aliases_prefix(name, alias)):
         number = keys.parse_number(info.key)
         if number is not None:
-            found.append(_entry(info.key, number, store.get(info.key)))
-    return sorted(found, key=lambda entry: entry.number)
+            entries.append(_parse_entry(info.key, number, store.get(info.key)))
+    return sorted(entries, key=lambda entry: entry.number)
 
 
 def champion_of(store: ObjectStore, name: str) -> AliasEntry | None:
-    """The move that made the present champion, or None."""
-    return next(reversed(alias_log(store, name)), None)
+    """Returns the move that made the current champion, or None."""
+    log = alias_log(store, name)
+    return log[-1] if log else None
 
 
 def previous_champion(log: Sequence[AliasEntry]) -> str | None:
-    """Who was champion before the present one came, rollbacks undone: after a, b, c and a rollback to b it is a."""
-    standing: list[str] = []
+    """Returns the champion before the current one, or None.
+
+    A rollback undoes the moves after its version: after a, b, c and a rollback to b, the previous champion is a.
+    """
+    champions: list[str] = []
     for entry in log:
         if entry.action == "rollback":
-            while standing and standing[-1] != entry.version:
-                standing.pop()
-        if not standing or standing[-1] != entry.version:
-            standing.append(entry.version)
-    return standing[-2] if len(standing) > 1 else None
+            while champions and champions[-1] != entry.version:
+                champions.pop()
+        if not champions or champions[-1] != entry.version:
+            champions.append(entry.version)
+    return champions[-2] if len(champions) > 1 else None
 
 
 def commit_decision(  # noqa: PLR0913 - one field of the decision each
@@ -109,21 +115,22 @@ def commit_decision(  # noqa: PLR0913 - one field of the decision each
     evaluation: str | None = None,
     evidence: dict[str, JsonValue] | None = None,
 ) -> Decision:  # fmt: skip
-    """Commits the decision, and makes it so: the one that stands under its id, made now or before.
+    """Commits a decision and applies it. Returns the committed decision with this id, which may be an earlier one.
 
     Args:
-        over: The champion that it was decided over, as `champion_of` gave it.
-        decision_id: None: a digest of what is decided, so that the same command twice is one decision.
+        over: The current champion, as returned by `champion_of`.
+        decision_id: None: a digest of the decision, so that a repeated command makes one decision.
 
     Raises:
         ObjectNotFound: there is no such version.
-        AliasMoved: the champion is another one by now; nothing was moved.
+        AliasMoved: the champion has changed meanwhile; nothing was moved.
     """
     if find_model(store, name, version) is None:
         known = ", ".join(list_versions(store, name)) or "none"
         raise ObjectNotFound(f"model {name!r} has no version {version!r}; published: {known}")
     after = over.number if over else 0
-    drafted = Decision(
+    # commit the decision as an artifact
+    draft = Decision(
         id=decision_id or digest([action, version, after, who, list(reasons)])[:16],
         model=name, version=version, action=action, champion=over.version if over else None, after=after,
         reasons=tuple(reasons), who=who, run=run, evaluation=evaluation, evidence=evidence or {},
@@ -131,16 +138,17 @@ def commit_decision(  # noqa: PLR0913 - one field of the decision each
     )  # fmt: skip
     parents = [keys.model_version(name, version), *([evaluation] if evaluation else [])]
     ref = commit_bytes(
-        store, keys.model_note(name, "decisions", drafted.id), canonical_json(drafted), kind="decision", suffix=".json",
+        store, keys.model_note(name, "decisions", draft.id), canonical_json(draft), kind="decision", suffix=".json",
         parents=parents, provenance=provenance,
     )  # fmt: skip
+    # move the alias, also for a decision that was committed by an interrupted call
     decision = _parse(read_bytes(store, ref), ref.key)
     apply_decision(store, decision)
     return decision
 
 
 def apply_decision(store: ObjectStore, decision: Decision) -> None:
-    """Moves the alias as the decision says, if it was not moved by it before. Raises AliasMoved."""
+    """Moves the champion alias as the decision says, unless the decision moved it before. Raises AliasMoved."""
     if not decision.moves:
         return
     body = {
@@ -149,45 +157,52 @@ def apply_decision(store: ObjectStore, decision: Decision) -> None:
     number = decision.after + 1
     key = keys.model_alias(decision.model, CHAMPION, number)
     put = store.put_if_absent(key, canonical_json(body))
-    there = _entry(key, number, put.data)
-    if there.decision != decision.id:
+    entry = _parse_entry(key, number, put.data)
+    if entry.decision != decision.id:
         raise AliasMoved(
             f"{decision.model} was to be moved from {decision.champion or 'no champion'} to {decision.version}, but "
-            f"entry {number} of its log says {there.version} since {there.created}; look at `ostinato models show "
+            f"entry {number} of its log says {entry.version} since {entry.created}; look at `ostinato models show "
             f"{decision.model}`, and decide again"
         )
 
 
 def find_decision(store: ObjectStore, name: str, decision_id: str) -> Decision | None:
-    """The decision of that id, in force or not, or None."""
+    """Returns the decision with that id, in force or not, or None."""
     ref = find_artifact(store, keys.model_note(name, "decisions", decision_id))
     return None if ref is None else _parse(read_bytes(store, ref), ref.key)
 
 
 def decisions_of(store: ObjectStore, name: str) -> list[Decision]:
-    """Every decision about a model, oldest first. Raises CorruptArtifact."""
-    owners = (key_patterns.artifact_of_manifest(info.key) for info in store.list(keys.model_part(name, "decisions")))
-    found = (find_decision(store, name, owner.rpartition("/")[2]) for owner in owners if owner is not None)
-    return sorted((decision for decision in found if decision is not None), key=lambda decision: decision.created)
+    """Returns every decision about a model, oldest first. Raises CorruptArtifact."""
+    decisions = []
+    for info in store.list(keys.model_part(name, "decisions")):
+        key = key_patterns.artifact_of_manifest(info.key)
+        decision = None if key is None else find_decision(store, name, key.rpartition("/")[2])
+        if decision is not None:
+            decisions.append(decision)
+    return sorted(decisions, key=lambda decision: decision.created)
 
 
 def is_in_force(decision: Decision, log: Sequence[AliasEntry]) -> bool:
-    """Whether it made its move. A hold always stands."""
+    """Whether the decision moved the alias. A hold is always in force."""
     return not decision.moves or any(entry.decision == decision.id for entry in log)
 
 
 def resolve_model(store: ObjectStore, key: str) -> str:
-    """`name@version` of `name` (the latest), `name@version` or `name@alias`; anything else as it is (a folder)."""
+    """Returns `name@version` for `name` (the latest version), `name@version` or `name@alias`.
+
+    Anything else, such as a folder, is returned unchanged.
+    """
     name, _, version = key.partition("@")
     if not keys.is_name(name) or (version and not keys.is_name(version)):
         return key
     if version and find_model(store, name, version) is not None:
         return key
-    found = resolve_alias(store, name, version or "latest")
-    return key if found is None else f"{name}@{found}"
+    resolved_version = resolve_alias(store, name, version or "latest")
+    return key if resolved_version is None else f"{name}@{resolved_version}"
 
 
-def _entry(key: str, number: int, data: bytes) -> AliasEntry:
+def _parse_entry(key: str, number: int, data: bytes) -> AliasEntry:
     known = ("version", "action", "decision", "created")
     try:
         body = json.loads(data)

@@ -1,6 +1,6 @@
-"""Models by name, version and alias. A version is a plain Hugging Face folder with a manifest; it never changes.
+"""Registered models, by name, version and alias. A version is a Hugging Face folder with a manifest and never changes.
 
-An alias is a numbered log of versions: moving it is a put-if-absent of the next number, so no move is ever lost.
+An alias is a numbered log of versions. A move puts the next number if it is absent, so that no move is lost.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def publish_model(
     parents: Sequence[str | ArtifactRef] = (),
     extra: Mapping[str, JsonValue] | None = None,
 ) -> ArtifactRef:
-    """Commits models/<name>/<version>/<file> and moves the alias "latest" there. The files are copied.
+    """Copies the files to models/<name>/<version>/, commits them, and moves the alias "latest" to the version.
 
-    Safe to repeat: what an interrupted try left is completed. Which content a version names is decided before the
-    first upload, so two publishers never mix their files. Raises VersionConflict when it names other content.
+    A repetition completes an interrupted publication. The digest of the version's content is recorded before the first
+    upload, so that two publishers never mix their files. Raises VersionConflict if the version names other content.
     """
     key = keys.model_version(name, version)
     entries = file_entries(files, lambda file: f"{key}/{file}")
@@ -50,7 +50,7 @@ def publish_model(
 
 
 def find_published(store: ObjectStore, name: str, version: str) -> ArtifactRef | None:
-    """The model of that version, or None; completes a publication that ended before "latest" was moved."""
+    """Returns the model of that version, or None. Completes a publication that ended before "latest" was moved."""
     ref = find_model(store, name, version)
     if ref is not None:
         _make_latest_once(store, name, version)
@@ -58,28 +58,33 @@ def find_published(store: ObjectStore, name: str, version: str) -> ArtifactRef |
 
 
 def find_model(store: ObjectStore, name: str, version: str | None = None) -> ArtifactRef | None:
-    """The model of that version (None: the latest), or None."""
+    """Returns the model of that version (None: the latest), or None if there is none."""
     version = version or resolve_alias(store, name)
     return None if version is None else find_artifact(store, keys.model_version(name, version))
 
 
 def list_versions(store: ObjectStore, name: str) -> list[str]:
-    """The committed versions of a model, sorted by name."""
-    prefix = keys.model_part(name, "claims")  # one small object per version, instead of listing every weight file
-    claimed = (info.key.removeprefix(prefix).removesuffix(".json") for info in store.list(prefix))
-    return [v for v in claimed if store.exists(keys.manifest_of_files(keys.model_version(name, v)))]
+    """Returns the committed versions of a model, sorted by name."""
+    # a claim is one small object per version, so that weight files need not be listed
+    prefix = keys.model_part(name, "claims")
+    versions = []
+    for info in store.list(prefix):
+        version = info.key.removeprefix(prefix).removesuffix(".json")
+        if store.exists(keys.manifest_of_files(keys.model_version(name, version))):
+            versions.append(version)
+    return versions
 
 
 def list_models(store: ObjectStore) -> list[str]:
-    """The names of all published models, sorted."""
-    entries = (keys.alias_of(info.key) for info in store.list(keys.models_prefix()))
-    return sorted({entry[0] for entry in entries if entry is not None})
+    """Returns the names of all published models, sorted."""
+    aliases = (keys.alias_of(info.key) for info in store.list(keys.models_prefix()))
+    return sorted({alias[0] for alias in aliases if alias is not None})
 
 
 def set_alias(store: ObjectStore, name: str, alias: str, version: str) -> int:
-    """Makes `alias` mean `version`; returns the number of the entry in the alias's log that says so.
+    """Moves `alias` to `version` and returns the number of its log entry.
 
-    Setting the current value again adds nothing. Raises ObjectNotFound when there is no such version.
+    If the alias is there already, no entry is added. Raises ObjectNotFound when there is no such version.
     """
     if find_model(store, name, version) is None:
         known = ", ".join(list_versions(store, name)) or "none"
@@ -88,13 +93,13 @@ def set_alias(store: ObjectStore, name: str, alias: str, version: str) -> int:
 
 
 def resolve_alias(store: ObjectStore, name: str, alias: str = LATEST) -> str | None:
-    """The version that `alias` means now, or None."""
+    """Returns the version that `alias` names now, or None."""
     numbers = _log_numbers(store, name, alias)
-    return _entry(store, name, alias, numbers[-1]) if numbers else None
+    return _read_entry(store, name, alias, numbers[-1]) if numbers else None
 
 
 def _make_latest_once(store: ObjectStore, name: str, version: str) -> None:
-    # a late retry of an old publication must not take "latest" back
+    # a late retry of an old publication must not move "latest" back
     if version not in _versions_in_log(store, name, LATEST):
         _append_alias(store, name, LATEST, version)
 
@@ -102,7 +107,7 @@ def _make_latest_once(store: ObjectStore, name: str, version: str) -> None:
 def _append_alias(store: ObjectStore, name: str, alias: str, version: str) -> int:
     numbers = _log_numbers(store, name, alias)
     last = numbers[-1] if numbers else 0
-    if last and _entry(store, name, alias, last) == version:
+    if last and _read_entry(store, name, alias, last) == version:
         return last
     body = {"version": version, "attempt": uuid4().hex, "created": datetime.now(UTC).isoformat()}
     while True:
@@ -113,10 +118,11 @@ def _append_alias(store: ObjectStore, name: str, alias: str, version: str) -> in
 
 
 def _claim(store: ObjectStore, name: str, version: str, sha256: str) -> None:
+    """Records the digest of the version's content. Raises VersionConflict if another digest is recorded."""
     key = keys.model_claim(name, version)
-    there = store.put_if_absent(key, canonical_json({"sha256": sha256})).data
+    stored = store.put_if_absent(key, canonical_json({"sha256": sha256})).data
     try:
-        claimed = json.loads(there)["sha256"]
+        claimed = json.loads(stored)["sha256"]
     except (ValueError, KeyError, TypeError) as error:
         raise CorruptArtifact(f"{key} does not say which content the version names: {error}") from error
     if claimed != sha256:
@@ -127,15 +133,15 @@ def _claim(store: ObjectStore, name: str, version: str, sha256: str) -> None:
 
 
 def _log_numbers(store: ObjectStore, name: str, alias: str) -> list[int]:
-    found = (keys.parse_number(info.key) for info in store.list(keys.model_aliases_prefix(name, alias)))
-    return sorted(n for n in found if n is not None)
+    numbers = (keys.parse_number(info.key) for info in store.list(keys.model_aliases_prefix(name, alias)))
+    return sorted(number for number in numbers if number is not None)
 
 
 def _versions_in_log(store: ObjectStore, name: str, alias: str) -> set[str]:
-    return {_entry(store, name, alias, number) for number in _log_numbers(store, name, alias)}
+    return {_read_entry(store, name, alias, number) for number in _log_numbers(store, name, alias)}
 
 
-def _entry(store: ObjectStore, name: str, alias: str, number: int) -> str:
+def _read_entry(store: ObjectStore, name: str, alias: str, number: int) -> str:
     key = keys.model_alias(name, alias, number)
     return _version_in(store.get(key), key)
 
@@ -148,14 +154,16 @@ def _version_in(data: bytes, key: str) -> str:
 
 
 def registered_key(ref: ArtifactRef) -> str:
-    """`name@version` of a registered model: what `Model(key)` takes."""
+    """Returns `name@version` of a registered model, which `Model(key)` accepts."""
     _, name, version = ref.key.split("/")
     return f"{name}@{version}"
 
 
 def available_name(store: ObjectStore, name: str, parent: str) -> str:
-    """`name`, or `name-2`, `name-3`, …: the first that no model bears, or that bears one made from `parent` already
-    (so that a repetition finds what it published)."""
+    """Returns the first of `name`, `name-2`, `name-3`, … that is free, or whose versions were all made from `parent`.
+
+    So a repeated publication finds the name that it used before.
+    """
     number, candidate = 1, name
     while True:
         versions = [find_model(store, candidate, version) for version in list_versions(store, candidate)]

@@ -1,4 +1,4 @@
-"""A registered model, copied to anywhere that fsspec writes: another folder, a bucket, a hub."""
+"""Copies a registered model to a folder, a bucket or a Hugging Face hub, through fsspec."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from storage.store.objects import ObjectStore
 
 CARD = "README.md"
 BUCKETS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss"})
-"""Protocols of object stores: a folder is nothing but the names of its files there, and fsspec's makedirs would create
-a bucket of a misspelled name."""
+"""Protocols of object stores. They have no folders, and fsspec's makedirs would create a bucket if its name is
+misspelled."""
 
 
 class PushRefused(PermanentStorageError):
-    """A place that holds something else, or that cannot be written to."""
+    """Raised when the target holds other files, or cannot be written."""
 
 
 def push_model(store: ObjectStore, name: str, version: str, url: str, *, card: str, force: bool = False) -> list[str]:
-    """Copies the version's files, and `card` as README.md last: a folder with the card is whole. Returns the names.
+    """Copies the files of a version, then `card` as README.md, and returns the names of all files.
 
-    What an interrupted push left is completed. A folder with other files is refused without `force`, which writes
-    beside and over them. `hf://owner/name` is a repository of a Hugging Face hub, written in one commit.
+    The card is written last, so that a folder with a card is complete. A repetition completes an interrupted push. A
+    folder with other files is refused; with `force`, files are added to it and overwritten. `hf://owner/name` is a
+    repository of a Hugging Face hub, and is written in one commit.
 
     Raises PushRefused, ObjectNotFound, CorruptArtifact.
     """
@@ -49,13 +50,15 @@ def _to_filesystem(url: str, manifest: Manifest, files: dict[str, Path], card: s
         raise PushRefused(f"nothing can be pushed to {url!r}: {error}") from error
     sizes = {entry.name: entry.bytes for entry in manifest.files}
     try:
-        there = _there(filesystem, root)
-        others = sorted(name for name, size in there.items() if name != CARD and sizes.get(name) != size)
+        # refuse a folder with files that an interrupted push of this version cannot have left
+        existing_sizes = _existing_sizes(filesystem, root)
+        others = sorted(name for name, size in existing_sizes.items() if name != CARD and sizes.get(name) != size)
         if others and not force:
             raise PushRefused(
-                f"{url} holds other files ({', '.join(others[:5])}); push to an empty folder, or with --force beside "
-                "and over them"
+                f"{url} holds other files ({', '.join(others[:5])}); push to an empty folder, or use "
+                "--force to add files and overwrite existing ones"
             )
+        # copy the files, then the card
         for name, path in files.items():
             if name == CARD:
                 continue
@@ -74,13 +77,13 @@ def _make_folder(filesystem: Any, folder: str) -> None:
         filesystem.makedirs(folder, exist_ok=True)
 
 
-def _there(filesystem: Any, root: str) -> dict[str, int]:
-    """Name -> bytes of what the folder holds already."""
+def _existing_sizes(filesystem: Any, root: str) -> dict[str, int]:
+    """Returns the size in bytes of each file in the folder, by name."""
     if not filesystem.exists(root):
         return {}
-    found = filesystem.find(root, detail=True)
+    listed = filesystem.find(root, detail=True)
     prefix = f"{root.rstrip('/')}/"
-    return {path.removeprefix(prefix): info["size"] for path, info in found.items()}
+    return {path.removeprefix(prefix): info["size"] for path, info in listed.items()}
 
 
 def _to_hub(repository: str, files: dict[str, Path], card: str, *, message: str) -> None:

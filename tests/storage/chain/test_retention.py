@@ -100,8 +100,8 @@ def test_a_named_one_that_a_champion_was_made_from_is_kept(tmp_path: Path) -> No
     written = named_and_unnamed(store, tmp_path)
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"weights")
-    require_parent = Chain.of(store, POLICY).policy(4).uri
-    publish_model(store, "m", "1", {file.name: file}, provenance=PROVENANCE, parents=[require_parent])
+    parent = Chain.of(store, POLICY).policy(4).uri
+    publish_model(store, "m", "1", {file.name: file}, provenance=PROVENANCE, parents=[parent])
     set_alias(store, "m", CHAMPION, "1")
     prune_checkpoints(store, POLICY, keep_last=1, keep_named=1)
     assert kept(store, written) == [4, 7, 8]
@@ -114,7 +114,7 @@ def test_named_ones_stay_while_another_run_is_damaged(tmp_path: Path, caplog: py
     store.put(damaged, b'{"base":')
     prune_checkpoints(store, POLICY, keep_last=1, keep_named=1)
     assert kept(store, written) == [2, 4, 6, 7, 8]
-    assert "named checkpoints beyond keep_named=1 stay" in caplog.text
+    assert "the old named checkpoints of steps [2, 4, 6] stay" in caplog.text
     store.delete(damaged)
     prune_checkpoints(store, POLICY, keep_last=1, keep_named=1)
     assert kept(store, written) == [7, 8]

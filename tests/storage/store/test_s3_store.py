@@ -164,7 +164,7 @@ def test_a_full_disk_of_this_machine_is_a_full_disk() -> None:
 def test_a_bucket_that_does_not_exist(moto_endpoint: str) -> None:
     store = store_at(moto_endpoint, "no-such-bucket")
     for call in (lambda: store.put("a", b"1"), lambda: list(store.list()), lambda: store.put_if_absent("a", b"1")):
-        with pytest.raises(NoSuchBucket, match="there is no such bucket; make it first"):
+        with pytest.raises(NoSuchBucket, match="there is no such bucket; create it first"):
             call()
 
 

@@ -44,7 +44,7 @@ def _uses_by_rebases(store: ObjectStore, policies: Collection[PolicyRef]) -> Ite
     chains = {(policy.run, policy.stage, policy.model): Chain.of(store, policy) for policy in policies}
     for chain in chains.values():
         for rebase in rebases_in_effect(chain):
-            yield rebase.policy, f"run {chain.run!r} was rebased there and goes on from it"
+            yield rebase.policy, f"run {chain.run!r} was rebased there and continues from it"
 
 
 def _uses_by_runs(store: ObjectStore) -> Iterator[tuple[PolicyRef, str]]:

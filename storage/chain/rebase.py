@@ -267,8 +267,8 @@ def rebase_manifest(chain: Chain, rebase: Rebase) -> Manifest:
     except ObjectNotFound:
         problem = "is gone"
     raise CorruptArtifact(
-        f"{rebase.checkpoint.key} {problem}, and the chain goes on from it after step {rebase.policy.step}; restore it "
-        "from a backup, or fork the run before that step"
+        f"{rebase.checkpoint.key} {problem}, and the chain continues from it after step {rebase.policy.step}; "
+        "restore it from a backup, or fork the run before that step"
     )
 
 

@@ -1,6 +1,7 @@
-"""Prompts in = prompts accounted for: of every committed step, what was taken, sampled, graded and trained.
+"""Checks that each committed step accounts for all its prompts: those taken, sampled, graded and trained must agree.
 
-It reads what the batch of a step descends from, so it holds for steps that a fork shares with another run too.
+The checks read the artifacts that the batch of a step descends from, so they also hold for steps that a fork shares
+with another run.
 """
 
 from __future__ import annotations
@@ -19,62 +20,77 @@ from storage.store.artifacts import ArtifactRef, Manifest, read_manifest
 from storage.store.objects import ObjectStore
 from storage.store.tables import read_table
 
+Row = dict[str, Any]
+CompletionId = tuple[str, int]
+"""(prompt id, index of the completion among those of its prompt)"""
+
 
 class StepInputs(Frozen):
-    """What one committed step was made from."""
+    """The artifacts from which one committed step was made."""
 
     step: int = Field(ge=1)
-    """The policy that the step made."""
+    """Step of the policy that was made."""
     batch: ArtifactRef
     rollouts: tuple[ArtifactRef, ...]
-    """Completions, or the trajectories of episodes."""
+    """Completions, or trajectories of episodes."""
     graded: tuple[ArtifactRef, ...]
     datasets: tuple[ArtifactRef, ...]
 
 
 def step_inputs(store: ObjectStore, record: CommitRecord) -> StepInputs:
-    """The artifacts behind a step, from the parents that their manifests name. Raises ObjectNotFound, CorruptArtifact
-    when one is gone or is another one now."""
-    batch = _of_uri(store, f"{record.request.batch.key}#{record.request.batch.sha256}")
-    parents = [_of_uri(store, uri) for uri in batch.parents if not uri.startswith("policy:")]
-    rollouts = [ref for ref in parents if ref.kind in ("rollouts", "trajectories")]
-    above = [uri for ref in rollouts for uri in ref.parents if not uri.startswith("policy:")]
-    datasets = {ref.uri: ref for ref in (*(_of_uri(store, uri) for uri in dict.fromkeys(above)), *parents)}
+    """Finds the artifacts from which a step was made, by the parents in their manifests.
+
+    Raises ObjectNotFound, and CorruptArtifact if one of them is another artifact now.
+    """
+    # the parents of the batch: rollouts and grades, or a dataset where nothing was sampled
+    batch = _artifact_of_uri(store, f"{record.request.batch.key}#{record.request.batch.sha256}")
+    batch_parents = [_artifact_of_uri(store, uri) for uri in batch.parents if not uri.startswith("policy:")]
+    rollouts = [ref for ref in batch_parents if ref.kind in ("rollouts", "trajectories")]
+    graded = [ref for ref in batch_parents if ref.kind == "graded"]
+
+    # the parents of the rollouts: datasets
+    rollout_parents: dict[str, ArtifactRef] = {}
+    for ref in rollouts:
+        for uri in ref.parents:
+            if not uri.startswith("policy:") and uri not in rollout_parents:
+                rollout_parents[uri] = _artifact_of_uri(store, uri)
+    sources = {ref.uri: ref for ref in (*rollout_parents.values(), *batch_parents)}
     return StepInputs(
         step=record.policy.step,
         batch=batch,
         rollouts=tuple(rollouts),
-        graded=tuple(ref for ref in parents if ref.kind == "graded"),
-        datasets=tuple(ref for ref in datasets.values() if ref.kind == "threads"),
+        graded=tuple(graded),
+        datasets=tuple(ref for ref in sources.values() if ref.kind == "threads"),
     )
 
 
 def check_accounting(store: ObjectStore, record: CommitRecord) -> list[str]:
-    """What is wrong with the accounts of a step, one sentence each; empty when every prompt is accounted for once.
+    """Returns the problems with the prompts of a step, one sentence each. Empty if each prompt is accounted for once.
 
-    taken by the data cursor = prompts of the shards; sampled = graded; graded and not empty = trained.
-    A batch without rollouts and without a cursor (written by hand) has no accounts to keep.
+    The data cursor must pass as many rows as the shards have prompts. Every completion must be graded, and every graded
+    completion that is not empty must be in the batch. A batch without rollouts and without a cursor has nothing to
+    check.
     """
     try:
-        material = step_inputs(store, record)
-        if any(ref.kind == "trajectories" for ref in material.rollouts):
-            return _EpisodeAccounts(store, record, material).problems()
-        if material.rollouts:
-            return _Accounts(store, record, material).problems()
-        return _completions(store, record, material)
+        inputs = step_inputs(store, record)
+        if any(ref.kind == "trajectories" for ref in inputs.rollouts):
+            return _EpisodeAccounting(store, record, inputs).check()
+        if inputs.rollouts:
+            return _CompletionAccounting(store, record, inputs).check()
+        return _check_dataset_rows(record, inputs)
     except (StorageError, KeyError, ValueError) as error:
         return [f"its prompts cannot be counted: {error}"]
 
 
 def rows_consumed(record: CommitRecord, rows: int) -> int | None:
-    """Dataset rows that the cursor passed in this step; None when the step keeps no cursor."""
+    """Returns how many rows of a dataset of `rows` rows the cursor passed in this step. None without a cursor."""
     before, after = record.request.cursor_in, record.request.cursor_out
     if not before or not after or rows < 1:
         return None
     return (after["epoch"] - before["epoch"]) * rows + after["index"] - before["index"]
 
 
-def _of_uri(store: ObjectStore, uri: str) -> ArtifactRef:
+def _artifact_of_uri(store: ObjectStore, uri: str) -> ArtifactRef:
     key, _, sha256 = uri.partition("#")
     manifest = read_manifest(store, key)
     if manifest.sha256 != sha256:
@@ -82,153 +98,194 @@ def _of_uri(store: ObjectStore, uri: str) -> ArtifactRef:
     return manifest.ref
 
 
-def _completions(store: ObjectStore, record: CommitRecord, material: StepInputs) -> list[str]:
-    """The accounts of a step on given completions."""
-    for dataset in material.datasets:
-        taken = rows_consumed(record, dataset.rows or 0)
-        if taken is not None and taken != material.batch.rows:
-            return [f"the cursor passed {taken} rows of {dataset.key}, the batch has {material.batch.rows}"]
+def _check_dataset_rows(record: CommitRecord, inputs: StepInputs) -> list[str]:
+    """Checks a step that was trained on completions of the dataset."""
+    for dataset in inputs.datasets:
+        consumed = rows_consumed(record, dataset.rows or 0)
+        if consumed is not None and consumed != inputs.batch.rows:
+            return [f"the cursor passed {consumed} rows of {dataset.key}, the batch has {inputs.batch.rows}"]
     return []
 
 
 @dataclass
-class _Accounts:
-    """The accounts of one step of reinforcement learning. A completion is (prompt id, number of the completion)."""
+class _Accounting:
+    """Checks that are common to steps on completions and on episodes."""
 
     store: ObjectStore
     record: CommitRecord
-    material: StepInputs
-    found: list[str] = field(default_factory=list)
+    inputs: StepInputs
+    problems: list[str] = field(default_factory=list)
 
-    def problems(self) -> list[str]:
-        manifests = [read_manifest(self.store, ref.key) for ref in self.material.rollouts]
-        self._check_taken(manifests)
-        sampled = {ref.uri: self._rows(ref, _SAMPLED) for ref in self.material.rollouts}
-        self._check_sampled(manifests, sampled)
-        self._check_trained(self._check_graded(sampled))
-        return self.found
-
-    def _rows(self, ref: ArtifactRef, columns: list[str]) -> list[dict[str, Any]]:
+    def _rows(self, ref: ArtifactRef, columns: list[str]) -> list[Row]:
         return read_table(self.store, ref, columns).to_pylist()
+
+    def _manifests(self) -> list[Manifest]:
+        return [read_manifest(self.store, ref.key) for ref in self.inputs.rollouts]
 
     def _check_taken(self, manifests: list[Manifest]) -> None:
         prompts = sum(_count(manifest, "prompts") for manifest in manifests)
-        for dataset in self.material.datasets:
-            taken = rows_consumed(self.record, dataset.rows or 0)
-            if taken is not None and taken != prompts:
-                self.found.append(f"the cursor passed {taken} rows of {dataset.key}, the shards sampled {prompts}")
+        for dataset in self.inputs.datasets:
+            consumed = rows_consumed(self.record, dataset.rows or 0)
+            if consumed is not None and consumed != prompts:
+                self.problems.append(
+                    f"the cursor passed {consumed} rows of {dataset.key}, the shards sampled {prompts}"
+                )
 
     def _rules(self) -> dict[str, Any]:
-        """What the batch says that it may lack (tasks.batches.rl.BatchPlan.rules)."""
-        rules = read_manifest(self.store, self.material.batch.key).extra.get("rules")
+        """Returns the rules by which completions may be left out of the batch (tasks.batches.rl.BatchPlan.rules)."""
+        rules = read_manifest(self.store, self.inputs.batch.key).extra.get("rules")
         return rules if isinstance(rules, dict) else {}
 
     def _sampler_state(self) -> str:
-        """Of the policy that must have sampled: the parent, or, of a value model's step, the policy that the batch was
-        made for; or the one so many steps before it."""
+        """Returns the state of the policy that must have sampled the rollouts.
+
+        It is the parent of the step, or the policy `max_staleness` steps before. For the step of a value model, it is
+        the policy that the batch was made for.
+        """
+        # a policy's URI ends with …/model@step#state
         parent = self.record.request.parent
-        parents = read_manifest(self.store, self.material.batch.key).parents
-        made_for = next((uri for uri in parents if uri.startswith("policy:")), parent.uri)  # …/model@step#state
-        model, state = made_for.partition("@")[0].rpartition("/")[2], made_for.rpartition("#")[2]
+        batch_parents = read_manifest(self.store, self.inputs.batch.key).parents
+        policy_uri = next((uri for uri in batch_parents if uri.startswith("policy:")), parent.uri)
+        model = policy_uri.partition("@")[0].rpartition("/")[2]
+        state = policy_uri.rpartition("#")[2]
+
         staleness = int(self._rules().get("max_staleness", 0))
         if staleness:
             chain = Chain(self.store, parent.run, parent.stage, model)
             return chain.policy(max(0, parent.step - staleness)).state
         return parent.state if model == parent.model else state
 
-    def _check_sampled(self, manifests: list[Manifest], sampled: dict[str, list[dict[str, Any]]]) -> None:
+    def _check_trained(self, expected: Counter[CompletionId]) -> None:
+        batch = self._rows(self.inputs.batch, ["group", "completion"])
+        trained = Counter((row["group"], row["completion"]) for row in batch)
+        for verb, differing in (("lacks", expected - trained), ("has, and should not have,", trained - expected)):
+            if differing:
+                prompt, index = min(differing)
+                self.problems.append(
+                    f"the batch {verb} {differing.total()} graded completions, the first is number {index} of "
+                    f"{prompt!r}"
+                )
+
+
+class _CompletionAccounting(_Accounting):
+    """Checks a step on sampled and graded completions."""
+
+    def check(self) -> list[str]:
+        manifests = self._manifests()
+        self._check_taken(manifests)
+        sampled = {ref.uri: self._rows(ref, _COMPLETION_COLUMNS) for ref in self.inputs.rollouts}
+        self._check_sampled(manifests, sampled)
+        self._check_trained(self._check_graded(sampled))
+        return self.problems
+
+    def _check_sampled(self, manifests: list[Manifest], sampled: dict[str, list[Row]]) -> None:
         state = self._sampler_state()
-        numbers: dict[tuple[int, str], list[int]] = defaultdict(list)
+        indices: dict[tuple[int, str], list[int]] = defaultdict(list)
+        # each shard has the same number of completions of each prompt, from the right policy
         for manifest in manifests:
             rows = sampled[manifest.ref.uri]
             prompts = _count(manifest, "prompts") - _count(manifest, "dropped")
             if (prompts == 0 and rows) or (prompts and (not rows or len(rows) % prompts)):
-                self.found.append(f"{manifest.key} has {len(rows)} completions of {prompts} prompts")
+                self.problems.append(f"{manifest.key} has {len(rows)} completions of {prompts} prompts")
             if any(row["policy_state"] != state for row in rows):
-                self.found.append(f"{manifest.key} was sampled by another policy than the one that the step says")
+                self.problems.append(f"{manifest.key} was sampled by another policy than the one that the step says")
             for row in rows:
-                numbers[row["prompt_index"], row["prompt_id"]].append(row["completion"])
-        for (_, prompt), completions in numbers.items():
+                indices[row["prompt_index"], row["prompt_id"]].append(row["completion"])
+        # each completion index of a prompt occurs once
+        for (_, prompt), completions in indices.items():
             if sorted(completions) != list(range(len(completions))):
-                self.found.append(f"prompt {prompt!r} has the completions {sorted(completions)}, not each number once")
+                self.problems.append(
+                    f"prompt {prompt!r} has the completions {sorted(completions)}, not each number once"
+                )
 
-    def _check_graded(self, sampled: dict[str, list[dict[str, Any]]]) -> Counter[tuple[str, int]]:
-        """The completions that a batch must have: graded, not empty, and not left out by its rules."""
-        rules, teaching = self._rules(), Counter[tuple[str, int]]()
+    def _check_graded(self, sampled: dict[str, list[Row]]) -> Counter[CompletionId]:
+        """Checks the grades, and returns the completions that the batch must have: graded, not empty, and not left out
+        by its rules."""
+        rules = self._rules()
+        expected = Counter[CompletionId]()
         rewards: dict[str, set[float]] = defaultdict(set)
-        by_parent: dict[str, list[ArtifactRef]] = defaultdict(list)
-        for ref in self.material.graded:
+        graded_by_parent: dict[str, list[ArtifactRef]] = defaultdict(list)
+        for ref in self.inputs.graded:
             for uri in ref.parents:
-                by_parent[uri].append(ref)
+                graded_by_parent[uri].append(ref)
+
         for uri, rows in sampled.items():
-            refs = by_parent.pop(uri, [])
+            # each shard has one table of grades, with one row for each completion
+            refs = graded_by_parent.pop(uri, [])
             if len(refs) != 1:
-                self.found.append(f"{uri.partition('#')[0]} was graded {len(refs)} times, expected once")
+                self.problems.append(f"{uri.partition('#')[0]} was graded {len(refs)} times, expected once")
                 continue
             grades = self._rows(refs[0], ["prompt_id", "completion", "status", "reward"])
-            if [_completion(grade) for grade in grades] != [_completion(row) for row in rows]:
-                self.found.append(f"{refs[0].key} does not grade the completions of {uri.partition('#')[0]}, one each")
+            if list(map(_completion_id, grades)) != list(map(_completion_id, rows)):
+                self.problems.append(
+                    f"{refs[0].key} does not grade the completions of {uri.partition('#')[0]}, one each"
+                )
                 continue
+            # which of the graded completions must be in the batch
             for row, grade in zip(rows, grades, strict=True):
                 if grade["status"] != "ok":
                     continue
                 rewards[row["prompt_id"]].add(grade["reward"])
-                cut = rules.get("mask_truncated") and row["stop_reason"] == "length"
-                if row["completion_ids"] and not cut:
-                    teaching[_completion(row)] += 1
+                is_masked = rules.get("mask_truncated") and row["stop_reason"] == "length"
+                if row["completion_ids"] and not is_masked:
+                    expected[_completion_id(row)] += 1
+
         if rules.get("drop_equal_groups"):
-            teaching = Counter({name: count for name, count in teaching.items() if len(rewards[name[0]]) > 1})
-        self.found.extend(f"{ref.key} grades no shard of this step" for refs in by_parent.values() for ref in refs)
-        return teaching
-
-    def _check_trained(self, expected: Counter[tuple[str, int]]) -> None:
-        batch = self._rows(self.material.batch, ["group", "completion"])
-        trained = Counter((row["group"], row["completion"]) for row in batch)
-        for name, odd in (("lacks", expected - trained), ("has, and should not have,", trained - expected)):
-            if odd:
-                prompt, number = min(odd)
-                self.found.append(
-                    f"the batch {name} {odd.total()} graded completions, the first is number {number} of {prompt!r}"
-                )
+            expected = Counter({name: count for name, count in expected.items() if len(rewards[name[0]]) > 1})
+        for refs in graded_by_parent.values():
+            self.problems.extend(f"{ref.key} grades no shard of this step" for ref in refs)
+        return expected
 
 
-class _EpisodeAccounts(_Accounts):
-    """The same of a step of episodes: played and graded in one; a segment of an episode is a row."""
+class _EpisodeAccounting(_Accounting):
+    """Checks a step on episodes, which are sampled and graded together. Each segment of an episode is a row."""
 
-    def problems(self) -> list[str]:
-        manifests = [read_manifest(self.store, ref.key) for ref in self.material.rollouts]
+    def check(self) -> list[str]:
+        manifests = self._manifests()
         self._check_taken(manifests)
-        state = self._sampler_state()
-        episodes: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
-        for manifest in manifests:
-            for row in self._rows(manifest.ref, _PLAYED):
-                episodes[_completion(row)].append(row)
-                if row["policy_state"] != state:
-                    self.found.append(f"{manifest.key} was played by another policy than the one that the step says")
-                    break
-        for (prompt, number), rows in episodes.items():
+        episodes = self._read_episodes(manifests)
+        # each segment of an episode occurs once, and each episode of a prompt
+        for (prompt, index), rows in episodes.items():
             if [row["segment"] for row in rows] != list(range(len(rows))):
-                self.found.append(f"episode {number} of prompt {prompt!r} has not each of its segments once, in order")
-        self._check_numbers(episodes)
-        graded = [rows for rows in episodes.values() if any(row["graded_turns"] for row in rows)]
-        teaching = (row for rows in graded for row in rows if row["status"] == "ok" and row["turn_tokens"])
-        self._check_trained(Counter(map(_completion, teaching)))
-        return self.found
+                self.problems.append(
+                    f"episode {index} of prompt {prompt!r} does not have each of its segments once, in order"
+                )
+        self._check_indices(episodes)
+        # the batch must have the sampled segments of all episodes with a grade
+        expected = Counter[CompletionId]()
+        for rows in episodes.values():
+            if any(row["graded_turns"] for row in rows):
+                sampled = [row for row in rows if row["status"] == "ok" and row["turn_tokens"]]
+                expected.update(map(_completion_id, sampled))
+        self._check_trained(expected)
+        return self.problems
 
-    def _check_numbers(self, episodes: Iterable[tuple[str, int]]) -> None:
-        numbers: dict[str, list[int]] = defaultdict(list)
-        for prompt, number in episodes:
-            numbers[prompt].append(number)
-        for prompt, found in numbers.items():
-            if sorted(found) != list(range(len(found))):
-                self.found.append(f"prompt {prompt!r} has the episodes {sorted(found)}, not each number once")
+    def _read_episodes(self, manifests: list[Manifest]) -> dict[CompletionId, list[Row]]:
+        """Reads the segments of each episode, and checks the policy that sampled them."""
+        state = self._sampler_state()
+        episodes: dict[CompletionId, list[Row]] = defaultdict(list)
+        for manifest in manifests:
+            for row in self._rows(manifest.ref, _EPISODE_COLUMNS):
+                episodes[_completion_id(row)].append(row)
+                if row["policy_state"] != state:
+                    self.problems.append(f"{manifest.key} was played by another policy than the one that the step says")
+                    break
+        return episodes
+
+    def _check_indices(self, episodes: Iterable[CompletionId]) -> None:
+        indices_by_prompt: dict[str, list[int]] = defaultdict(list)
+        for prompt, index in episodes:
+            indices_by_prompt[prompt].append(index)
+        for prompt, indices in indices_by_prompt.items():
+            if sorted(indices) != list(range(len(indices))):
+                self.problems.append(f"prompt {prompt!r} has the episodes {sorted(indices)}, not each number once")
 
 
-_PLAYED = ["prompt_id", "completion", "segment", "turn_tokens", "graded_turns", "status", "policy_state"]
-_SAMPLED = ["prompt_index", "prompt_id", "completion", "completion_ids", "stop_reason", "policy_state"]
+_EPISODE_COLUMNS = ["prompt_id", "completion", "segment", "turn_tokens", "graded_turns", "status", "policy_state"]
+_COMPLETION_COLUMNS = ["prompt_index", "prompt_id", "completion", "completion_ids", "stop_reason", "policy_state"]
 
 
-def _completion(row: dict[str, Any]) -> tuple[str, int]:
+def _completion_id(row: Row) -> CompletionId:
     return row["prompt_id"], row["completion"]
 
 

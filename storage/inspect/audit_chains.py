@@ -1,4 +1,4 @@
-"""One chain, checked: its root, its links, its batches, the accounts of its steps, its rebases."""
+"""Checks one chain: its root, its records and their links, its batches, the accounting of its steps, its rebases."""
 
 from __future__ import annotations
 
@@ -15,97 +15,103 @@ FORK = f"{RESTORE}, or fork the run before that step"
 
 
 class ChainAudit:
-    """Reports to `found`, and leaves the states of the chain there."""
+    """Checks one chain. Adds its problems and its states to `findings`."""
 
-    def __init__(self, store: ObjectStore, run: str, stage: str, model: str, found: Findings) -> None:
-        self.store, self.found = store, found
+    def __init__(self, store: ObjectStore, run: str, stage: str, model: str, findings: Findings) -> None:
+        self.store, self.findings = store, findings
         self.chain = Chain(store, run, stage, model)
         self.name = (run, stage, model)
         self.rebases: dict[int, Rebase] = {}
         self._mark: RebaseMark | None = None
-        """What the record looked at last says that its parent descends from."""
+        """The rebase that the parent of the record checked last descends from, according to that record."""
 
     def check(self) -> None:
-        self.found.counts["chains"] += 1
-        parent = self._root()
+        """Checks the chain up to the first missing or unreadable record."""
+        self.findings.counts["chains"] += 1
+        parent = self._check_root()
         if parent is None:
             return
         self._read_rebases()
         steps = set(self.chain.steps())
         for step in range(1, max(steps, default=0) + 1):
-            record = self._record(step)
+            record = self._read_record(step)
             if record is None:
                 return
-            parent = self._link(record, parent, step)
-            self._material(record)
+            parent = self._check_link(record, parent, step)
+            self._check_inputs(record)
         for rebase in self.rebases.values():
-            self._rebase(rebase)
+            self._check_rebase(rebase)
 
-    def _root(self) -> PolicyRef | None:
+    def _check_root(self) -> PolicyRef | None:
         key = keys.chain_root(*self.name)
         try:
             root = self.chain.root()
         except CorruptArtifact as error:
-            self.found.error(key, str(error), RESTORE)
+            self.findings.error(key, str(error), RESTORE)
             return None
         if root is None:
-            self.found.error(key, "is gone, and steps of its chain are committed", RESTORE)
+            self.findings.error(key, "is gone, and steps of its chain are committed", RESTORE)
             return None
-        self._origin(key, root)
+        self._check_origin(key, root)
         policy = self.chain.policy(0)
-        self.found.states[self.name][0] = policy.state
+        self.findings.states[self.name][0] = policy.state
         return policy
 
-    def _origin(self, key: str, root: Root) -> None:
-        """The base model or the policy that the chain starts from is there."""
+    def _check_origin(self, key: str, root: Root) -> None:
+        """Checks that the base model or the policy that the chain starts from exists."""
         try:
             if root.base is not None:
                 base = find_artifact(self.store, root.base.key)
-                problem = None if base == root.base else f"starts from {root.base.key}, which is not there as it was"
+                problem = None if base == root.base else f"starts from {root.base.key}, which is missing or has changed"
             else:
                 assert root.start is not None  # a root has a base or a start
                 problem = self._policy_problem(root.start)
         except StorageError as error:
-            problem = f"starts from what cannot be read: {error}"
+            problem = f"starts from an artifact that cannot be read: {error}"
         if problem:
-            self.found.error(key, problem, f"{RESTORE}; nothing of this chain can be rebuilt without it")
+            self.findings.error(key, problem, f"{RESTORE}; nothing of this chain can be rebuilt without it")
 
     def _policy_problem(self, policy: PolicyRef) -> str | None:
+        """Returns the problem with a policy that the chain refers to, or None."""
         try:
-            there = Chain.of(self.store, policy).policy(policy.step)
+            state = Chain.of(self.store, policy).policy(policy.step).state
         except ObjectNotFound:
             return f"names {policy.uri}, which no chain has"
-        return None if there.state == policy.state else f"names {policy.uri}, its chain has {there.state[:12]} there"
+        return None if state == policy.state else f"names {policy.uri}, its chain has {state[:12]} there"
 
-    def _record(self, step: int) -> CommitRecord | None:
+    def _read_record(self, step: int) -> CommitRecord | None:
         key = keys.chain_record(*self.name, step)
         try:
             record = self.chain.record(step)
         except CorruptArtifact as error:
-            self.found.error(key, str(error), FORK)
+            self.findings.error(key, str(error), FORK)
             return None
         if record is None:
-            self.found.error(key, "is gone, and steps after it are committed", FORK)
+            self.findings.error(key, "is gone, and steps after it are committed", FORK)
         return record
 
-    def _link(self, record: CommitRecord, parent: PolicyRef, step: int) -> PolicyRef:
+    def _check_link(self, record: CommitRecord, parent: PolicyRef, step: int) -> PolicyRef:
+        """Checks the parent, state, reference and rebase of a record. Returns the policy that it made."""
         key, request = keys.chain_record(*self.name, step), record.request
+        # parent, state and reference
         if request.parent != parent:
-            self.found.error(key, f"is not a child of step {step - 1}, its parent is {request.parent.uri}", FORK)
+            self.findings.error(key, f"is not a child of step {step - 1}, its parent is {request.parent.uri}", FORK)
         if record.state != request.next_state():
-            self.found.error(
+            self.findings.error(
                 key, f"says state {record.state[:12]}, its request makes {request.next_state()[:12]}", FORK
             )
-        if request.reference is not None and (problem := self._policy_problem(request.reference)):
-            self.found.error(key, problem, RESTORE)
+        problem = self._policy_problem(request.reference) if request.reference is not None else None
+        if problem:
+            self.findings.error(key, problem, RESTORE)
+        # the parent descends from the same rebase as the record before it, or from one at its own step
         rebase = self.rebases.get(step - 1)
         if record.rebase not in (self._mark, rebase.mark if rebase else None):
             mark = record.rebase
-            named = f"the rebase {mark.attempt[:12]} at step {mark.step}, which is not there" if mark else "no rebase"
-            self.found.error(key, f"descends from {named}, the step before it from another", FORK)
+            name = f"the rebase {mark.attempt[:12]} at step {mark.step}, which is not there" if mark else "no rebase"
+            self.findings.error(key, f"descends from {name}, the step before it from another", FORK)
         self._mark = record.rebase
-        self.found.counts["steps"] += 1
-        self.found.states[self.name][step] = record.state
+        self.findings.counts["steps"] += 1
+        self.findings.states[self.name][step] = record.state
         return parent.model_copy(update={"step": step, "state": record.state})
 
     # -- rebases -----------------------------------------------------------------------------------------------
@@ -114,73 +120,80 @@ class ChainAudit:
         for info in self.store.list(keys.rebases_prefix(*self.name)):
             step = keys.rebase_step(info.key)
             if step is None:
-                continue  # nothing that a store keeps: said elsewhere
+                continue  # no object of a store, which the audit of the store reports
             try:
                 self.rebases[step] = read_rebase(self.store, info.key)
             except CorruptArtifact as error:
-                self.found.error(info.key, str(error), FORK)
-            self.found.counts["rebases"] += 1
+                self.findings.error(info.key, str(error), FORK)
+            self.findings.counts["rebases"] += 1
 
-    def _rebase(self, rebase: Rebase) -> None:
-        """It is of a policy that the chain has, and what goes on from it can be reached."""
+    def _check_rebase(self, rebase: Rebase) -> None:
+        """Checks that the rebase is of a policy of the chain, and that its checkpoint exists if it is in effect."""
         step = rebase.policy.step
         key = keys.rebase(*self.name, step)
-        mine = (rebase.policy.run, rebase.policy.stage, rebase.policy.model) == self.name
-        if not mine or self.found.states[self.name].get(step) != rebase.policy.state:
-            self.found.error(key, f"is of {rebase.policy.uri}, which the chain does not have", FORK)
+        # the policy
+        is_of_chain = (rebase.policy.run, rebase.policy.stage, rebase.policy.model) == self.name
+        if not is_of_chain or self.findings.states[self.name].get(step) != rebase.policy.state:
+            self.findings.error(key, f"is of {rebase.policy.uri}, which the chain does not have", FORK)
             return
-        following = self._following(step)
-        if following is not None and following.rebase != rebase.mark:
-            return  # void: another engine took the step from the weights before it
+        # a rebase is void if another engine took the next step from the weights before it
+        next_record = self._next_record(step)
+        if next_record is not None and next_record.rebase != rebase.mark:
+            return
+        # the checkpoint
         try:
             manifest = read_manifest(self.store, rebase.checkpoint.key)
         except ObjectNotFound:
-            self.found.error(rebase.checkpoint.key, f"is gone, and the chain goes on from it after step {step}", FORK)
+            problem = f"is gone, and the chain continues from it after step {step}"
+            self.findings.error(rebase.checkpoint.key, problem, FORK)
             return
         except CorruptArtifact:
-            return  # said of the artifact
-        said = (manifest.sha256, manifest.extra.get("state"), manifest.extra.get("weights_digest"))
-        if said != (rebase.checkpoint.sha256, rebase.policy.state, rebase.weights_digest):
-            self.found.error(rebase.checkpoint.key, f"is not what the chain goes on from after step {step}", FORK)
+            return  # reported with the artifact
+        stored = (manifest.sha256, manifest.extra.get("state"), manifest.extra.get("weights_digest"))
+        if stored != (rebase.checkpoint.sha256, rebase.policy.state, rebase.weights_digest):
+            problem = f"is not the checkpoint from which the chain continues after step {step}"
+            self.findings.error(rebase.checkpoint.key, problem, FORK)
 
-    def _following(self, step: int) -> CommitRecord | None:
+    def _next_record(self, step: int) -> CommitRecord | None:
         try:
             return self.chain.record(step + 1)
         except CorruptArtifact:
-            return None  # said of the record
+            return None  # reported with the record
 
-    # -- material ----------------------------------------------------------------------------------------------
+    # -- inputs of steps ----------------------------------------------------------------------------------------------
 
-    def _material(self, record: CommitRecord) -> None:
+    def _check_inputs(self, record: CommitRecord) -> None:
+        """Checks the batch of a step, the accounting of its prompts, and that none of its shards is left over."""
         key, batch = keys.chain_record(*self.name, record.policy.step), record.request.batch
         try:
-            there = find_artifact(self.store, batch.key)
+            stored = find_artifact(self.store, batch.key)
         except CorruptArtifact as error:
-            self.found.error(batch.key, str(error), FORK)
+            self.findings.error(batch.key, str(error), FORK)
             return
-        if there is None:
-            self.found.error(batch.key, f"is gone, and the step {key} was made from it", FORK)
+        if stored is None:
+            self.findings.error(batch.key, f"is gone, and the step {key} was made from it", FORK)
             return
-        if there.sha256 != batch.sha256:
-            self.found.error(
-                batch.key, f"is {there.sha256[:12]}, the step {key} was made from {batch.sha256[:12]}", FORK
+        if stored.sha256 != batch.sha256:
+            self.findings.error(
+                batch.key, f"is {stored.sha256[:12]}, the step {key} was made from {batch.sha256[:12]}", FORK
             )
             return
         for problem in check_accounting(self.store, record):
-            self.found.error(key, problem, "look at the tables of that step; a step is never taken again")
-        self._strays(record)
+            self.findings.error(key, problem, "look at the tables of that step; a step is never taken again")
+        self._check_unused_shards(record)
 
-    def _strays(self, record: CommitRecord) -> None:
-        """Shards of a committed step that its batch does not descend from: sampled, and lost."""
+    def _check_unused_shards(self, record: CommitRecord) -> None:
+        """Reports shards of a committed step that its batch does not descend from: they were sampled and then lost."""
         try:
-            material = step_inputs(self.store, record)
+            inputs = step_inputs(self.store, record)
         except StorageError:
-            return  # said by the accounts
-        known = {ref.key for ref in (*material.rollouts, *material.graded, material.batch)}
-        own = keys.step_prefix(self.name[0], self.name[1], record.policy.step - 1)
-        if not record.request.batch.key.startswith(own):
-            return  # shared with the run that this one was forked from
-        for info in self.store.list(own):
-            owner = key_patterns.artifact_of_manifest(info.key)
-            if owner is not None and owner not in known:
-                self.found.error(owner, f"is of the step {record.policy.uri}, whose batch does not know it", RESTORE)
+            return  # reported by the accounting
+        used = {ref.key for ref in (*inputs.rollouts, *inputs.graded, inputs.batch)}
+        step_folder = keys.step_prefix(self.name[0], self.name[1], record.policy.step - 1)
+        if not record.request.batch.key.startswith(step_folder):
+            return  # the step is shared with the run that this one was forked from
+        for info in self.store.list(step_folder):
+            artifact = key_patterns.artifact_of_manifest(info.key)
+            if artifact is not None and artifact not in used:
+                problem = f"is of the step {record.policy.uri}, whose batch does not descend from it"
+                self.findings.error(artifact, problem, RESTORE)

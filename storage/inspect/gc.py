@@ -1,17 +1,17 @@
-"""Garbage collection: data that nothing names any more, and what killed writers left.
+"""Garbage collection: deletes data that no manifest names, and what killed writers left.
 
-A writer commits no attempt that is older than 12 hours (storage.store.artifacts), so data that is older than 24 and
-that no manifest names can never be named. Ages are told by the store's own clock. What a manifest names, what stands
-for itself (records, leases, claims, aliases) and what is not understood is kept.
+A writer commits no attempt that is older than 12 hours (storage.store.artifacts). So data that is older than 24 hours,
+and that no manifest names, can never be committed. Ages are measured by the store's own clock. Objects that a manifest
+names, objects without a manifest (records, leases, claims, aliases) and unknown objects are kept.
 
-A file of a registered model has a name that every publisher of that version shares, so its age says nothing about who
-is about to commit it: an incomplete version is kept, unless nobody else is writing.
+All publishers of a model version write its files at the same keys, so the age of such a file does not tell whether a
+publisher is about to commit it. An incomplete version is kept, unless the caller says that no other process writes.
 """
 
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -30,9 +30,10 @@ R = TypeVar("R")
 
 OLDER_THAN = timedelta(hours=24)
 MARGIN = timedelta(hours=1)
-"""Between the last possible commit of an attempt and the collection of its data: clocks and listings are not exact."""
+"""Time between the last possible commit of an attempt and the collection of its data. It allows for inexact clocks and
+delayed listings."""
 
-Reason = Literal[
+GarbageReason = Literal[
     "attempt without a manifest",
     "checkpoint of a rebase that was not made",
     "model handed over and not fetched",
@@ -41,51 +42,54 @@ Reason = Literal[
     "scratch folder",
     "multipart upload",
 ]
-Kept = Literal[
+KeptReason = Literal[
     "live",
     "younger than asked for",
     "incomplete version of a model (publish it again, or collect when nobody writes)",
-    "beside a manifest that cannot be read",
+    "next to a manifest that cannot be read",
     "named since it was looked at",
     "not understood",
 ]
 
 
 class ObjectTotals(Frozen):
-    """How much of something."""
+    """A number of objects and their bytes."""
 
     objects: int = 0
     bytes: int = 0
 
 
 class Garbage(NamedTuple):
-    """Something that a collection may delete."""
+    """An object or a leftover that a collection may delete."""
 
     name: str
     """Key of an object, or the name of a leftover."""
-    reason: Reason
+    reason: GarbageReason
     size: int
     modified: float
     leftover: Leftover | None = None
 
 
 class GcReport(Frozen):
-    """What a collection deleted (or, dry, would have) and kept."""
+    """What a collection deleted and kept. With `dry_run`, what it would have deleted."""
 
     dry_run: bool
-    deleted: dict[Reason, ObjectTotals]
-    kept: dict[Kept, ObjectTotals]
+    deleted: dict[GarbageReason, ObjectTotals]
+    kept: dict[KeptReason, ObjectTotals]
     names: tuple[str, ...]
-    """What was deleted, sorted."""
+    """Names of the deleted objects and leftovers, sorted."""
     unknown: tuple[str, ...]
-    """Keys that are nothing a store keeps."""
+    """Keys that belong to no kind of object of a store. They are kept."""
     unreadable: tuple[str, ...]
-    """Manifests that cannot be read. Nothing beside them is deleted."""
+    """Keys of manifests that cannot be read. No data of these artifacts is deleted."""
 
     @property
     def total(self) -> ObjectTotals:
-        tallies = self.deleted.values()
-        return ObjectTotals(objects=sum(t.objects for t in tallies), bytes=sum(t.bytes for t in tallies))
+        """Totals of everything that was deleted."""
+        totals = self.deleted.values()
+        return ObjectTotals(
+            objects=sum(total.objects for total in totals), bytes=sum(total.bytes for total in totals)
+        )
 
 
 def collect_garbage(
@@ -97,15 +101,16 @@ def collect_garbage(
     exclusive: bool = False,
     threads: int = 8,
 ) -> GcReport:
-    """Deletes what is garbage and older than that; runs may go on meanwhile.
+    """Deletes garbage that is older than `older_than`. Runs may be in progress.
 
     Args:
-        now: Epoch seconds by the store's clock. None: the store is asked.
-        older_than: At least 13 hours, unless nobody else writes.
-        exclusive: The caller's word for it. Takes incomplete versions of models too.
-        threads: Requests at a time.
+        now: Epoch seconds by the store's clock. None: ask the store.
+        older_than: At least 13 hours, unless `exclusive`.
+        exclusive: The caller guarantees that no other process writes. Incomplete versions of models are deleted, too.
+        threads: Number of concurrent requests.
 
-    Raises ValueError for too small an age, PermanentStorageError when a newer version of this program writes here.
+    Raises ValueError for too small an age, PermanentStorageError if a newer version of this program writes to the
+    store.
     """
     least = timedelta(seconds=MAX_ATTEMPT_SECONDS) + MARGIN
     if older_than < least and not exclusive:
@@ -118,36 +123,41 @@ def collect_garbage(
 
 
 def garbage_candidates(store: ObjectStore, *, older_than: timedelta = OLDER_THAN) -> list[Garbage]:
-    """What a collection with that age would delete now, sorted by name. Nothing is changed. With no age at all: every
-    object that no manifest names, of running writers too."""
+    """Returns what a collection with that age would delete now, sorted by name. Changes nothing.
+
+    With an age of 0, this is every object that no manifest names, including those of running writers.
+    """
     collection = _Collection(store, older_than=older_than, exclusive=False, threads=8, now=None)
     return collection.candidates()
 
 
 class _Collection:
+    """One garbage collection: list, find what manifests name, sort the rest, check again, delete."""
+
     def __init__(
         self, store: ObjectStore, *, older_than: timedelta, exclusive: bool, threads: int, now: float | None
     ) -> None:
         self.store, self.exclusive, self.threads, self.now = store, exclusive, threads, now
-        self.seconds = older_than.total_seconds()
-        self.kept: dict[Kept, list[int]] = defaultdict(list)
+        self.max_age = older_than.total_seconds()
+        self.kept_sizes: dict[KeptReason, list[int]] = defaultdict(list)
         self.unknown: list[str] = []
         self.unreadable: set[str] = set()
-        self._files_of: dict[tuple[str, float], frozenset[str]] = {}
-        """(manifest's key, its modified time) -> the keys it names; a cache for the second listing."""
+        self._manifest_files: dict[tuple[str, float], frozenset[str]] = {}
+        """Keys that a manifest names, by (key of the manifest, time of its last change). A cache for the second
+        listing."""
 
     def run(self, *, dry_run: bool) -> GcReport:
         garbage = self.candidates()
         if garbage and not dry_run:
             garbage = self._delete(self._still_garbage(garbage))
-        counts, sizes = Counter(g.reason for g in garbage), Counter[Reason]()
-        for found in garbage:
-            sizes[found.reason] += found.size
+        deleted_sizes: dict[GarbageReason, list[int]] = defaultdict(list)
+        for item in garbage:
+            deleted_sizes[item.reason].append(item.size)
         return GcReport(
             dry_run=dry_run,
-            deleted={reason: ObjectTotals(objects=counts[reason], bytes=sizes[reason]) for reason in sorted(counts)},
-            kept={why: ObjectTotals(objects=len(found), bytes=sum(found)) for why, found in sorted(self.kept.items())},
-            names=tuple(sorted(found.name for found in garbage)),
+            deleted={reason: _totals(sizes) for reason, sizes in sorted(deleted_sizes.items())},
+            kept={reason: _totals(sizes) for reason, sizes in sorted(self.kept_sizes.items())},
+            names=tuple(sorted(item.name for item in garbage)),
             unknown=tuple(self.unknown),
             unreadable=tuple(sorted(self.unreadable)),
         )
@@ -155,163 +165,195 @@ class _Collection:
     def candidates(self) -> list[Garbage]:
         objects, leftovers = list(self.store.list()), list(self.store.leftovers())
         if not objects and not leftovers:
-            return []  # asking the clock would make the store's folder
+            return []  # a request for the clock would create the store's folder
         if self.now is None:
             self.now = self.store.now()
-        named = self._named(objects)
-        return sorted([*self._objects(objects, named), *self._leftovers(leftovers)])
+        named_keys = self._named_keys(objects)
+        return sorted([*self._garbage_objects(objects, named_keys), *self._garbage_leftovers(leftovers)])
 
-    # -- mark --------------------------------------------------------------------------------------------------
+    # -- which data is named by a manifest ---------------------------------------------------------------------
 
-    def _named(self, objects: Iterable[ObjectInfo]) -> set[str]:
-        """The keys that some manifest names."""
+    def _named_keys(self, objects: Iterable[ObjectInfo]) -> set[str]:
+        """Returns the keys that some manifest names."""
         manifests = [info for info in objects if key_patterns.classify_key(info.key) == "manifest"]
-        new = [info for info in manifests if (info.key, info.modified) not in self._files_of]
-        for info, files in zip(new, self._each(lambda info: self._files(info.key), new), strict=True):
-            self._files_of[info.key, info.modified] = files
-        return {key for info in manifests for key in self._files_of[info.key, info.modified]}
+        # read the manifests that were not read before
+        unread = [info for info in manifests if (info.key, info.modified) not in self._manifest_files]
+        files_of_unread = self._map(lambda info: self._files_of_manifest(info.key), unread)
+        for info, files in zip(unread, files_of_unread, strict=True):
+            self._manifest_files[info.key, info.modified] = files
+        named_keys: set[str] = set()
+        for info in manifests:
+            named_keys |= self._manifest_files[info.key, info.modified]
+        return named_keys
 
-    def _files(self, manifest_key: str) -> frozenset[str]:
+    def _files_of_manifest(self, manifest_key: str) -> frozenset[str]:
         artifact = key_patterns.artifact_of_manifest(manifest_key)
         assert artifact is not None
         try:
             return frozenset(entry.key for entry in read_manifest(self.store, artifact).files)
         except ObjectNotFound:
-            return frozenset()  # pruned since the listing
+            return frozenset()  # pruned after the listing
         except CorruptArtifact:
-            self._refuse_newer(manifest_key)
+            self._refuse_newer_version(manifest_key)
             self.unreadable.add(manifest_key)
             return frozenset()
 
-    def _refuse_newer(self, manifest_key: str) -> None:
+    def _refuse_newer_version(self, manifest_key: str) -> None:
         try:
             version = json.loads(self.store.get(manifest_key)).get("schema_version")
         except (ValueError, AttributeError, ObjectNotFound):
-            return  # damaged
+            return  # the manifest is damaged
         if isinstance(version, int) and version > MANIFEST_VERSION:
             raise PermanentStorageError(
                 f"{manifest_key} in {self.store.url} has schema version {version}, this code knows {MANIFEST_VERSION}: "
                 "what a newer version needs cannot be told; collect with the newer one. Nothing was deleted"
             )
 
-    # -- sort --------------------------------------------------------------------------------------------------
+    # -- which objects and leftovers are garbage ---------------------------------------------------------------
 
-    def _objects(self, objects: Iterable[ObjectInfo], named: set[str]) -> Iterator[Garbage]:
-        unreadable = {key_patterns.artifact_of_manifest(key) for key in self.unreadable}
-        handed_over: defaultdict[str | None, float] = defaultdict(float)  # a model is handed over, and goes, as a whole
-        unmade = set()
-        for info in objects:
-            if key_patterns.classify_key(info.key) == "upload":
-                owner = key_patterns.owning_artifact(info.key)
-                handed_over[owner] = max(handed_over[owner], info.modified)
-            elif not self._young(info.modified) and self._unmade(key_patterns.artifact_of_manifest(info.key)):
-                unmade.add(key_patterns.artifact_of_manifest(info.key))
+    def _garbage_objects(self, objects: list[ObjectInfo], named_keys: set[str]) -> Iterator[Garbage]:
+        unreadable_artifacts = {key_patterns.artifact_of_manifest(key) for key in self.unreadable}
+        upload_times = _upload_times(objects)
+        orphans = self._orphaned_rebase_checkpoints(objects)
         for info in objects:
             kind = key_patterns.classify_key(info.key)
+            artifact = key_patterns.owning_artifact(info.key)
             if kind == "unknown":
                 self.unknown.append(info.key)
                 self._keep("not understood", info.size)
-            elif (owner := key_patterns.owning_artifact(info.key)) in unmade:
+            elif artifact in orphans:
                 yield Garbage(info.key, "checkpoint of a rebase that was not made", info.size, info.modified)
-            elif kind in ("standalone", "manifest") or info.key in named:
+            elif kind in ("standalone", "manifest") or info.key in named_keys:
                 self._keep("live", info.size)
-            elif owner in unreadable:
-                self._keep("beside a manifest that cannot be read", info.size)
+            elif artifact in unreadable_artifacts:
+                self._keep("next to a manifest that cannot be read", info.size)
             elif kind == "published" and not self.exclusive:
                 self._keep("incomplete version of a model (publish it again, or collect when nobody writes)", info.size)
-            elif self._young(handed_over.get(owner, info.modified)):
+            elif self._is_young(upload_times.get(artifact, info.modified)):
                 self._keep("younger than asked for", info.size)
             else:
                 yield Garbage(info.key, _REASONS[kind], info.size, info.modified)
 
-    def _unmade(self, owner: str | None) -> bool:
-        """Whether it is the checkpoint of a rebase that nobody committed, or whose race another won."""
-        of = None if owner is None else keys.rebase_of_checkpoint(owner)
-        if of is None:
+    def _orphaned_rebase_checkpoints(self, objects: Iterable[ObjectInfo]) -> set[str]:
+        """Returns the old checkpoints of rebases that were not committed."""
+        orphans = set()
+        for info in objects:
+            if key_patterns.classify_key(info.key) == "upload" or self._is_young(info.modified):
+                continue
+            artifact = key_patterns.artifact_of_manifest(info.key)
+            if artifact is not None and self._is_orphaned(artifact):
+                orphans.add(artifact)
+        return orphans
+
+    def _is_orphaned(self, artifact: str) -> bool:
+        """Whether it is the checkpoint of a rebase that was not committed, or that lost against another rebase."""
+        parts = keys.rebase_of_checkpoint(artifact)
+        if parts is None:
             return False
-        run, stage, model, step, _ = of
+        run, stage, model, step, _ = parts
         try:
             rebase = rebase_at(Chain(self.store, run, stage, model), step)
         except CorruptArtifact:
-            return False  # it may be the one that names it
-        return rebase is None or rebase.checkpoint.key != owner
+            return False  # the unreadable rebase may name this checkpoint
+        return rebase is None or rebase.checkpoint.key != artifact
 
-    def _leftovers(self, leftovers: Iterable[Leftover]) -> Iterator[Garbage]:
-        for left in leftovers:
-            if self._young(left.modified):
-                self._keep("younger than asked for", left.size)
+    def _garbage_leftovers(self, leftovers: Iterable[Leftover]) -> Iterator[Garbage]:
+        for leftover in leftovers:
+            if self._is_young(leftover.modified):
+                self._keep("younger than asked for", leftover.size)
             else:
-                yield Garbage(left.name, left.kind, left.size, left.modified, left)
+                yield Garbage(leftover.name, leftover.kind, leftover.size, leftover.modified, leftover)
 
-    def _young(self, modified: float) -> bool:
+    def _is_young(self, modified: float) -> bool:
         assert self.now is not None
-        return self.now - modified <= self.seconds
+        return self.now - modified <= self.max_age
 
-    def _keep(self, why: Kept, size: int) -> None:
-        self.kept[why].append(size)
+    def _keep(self, reason: KeptReason, size: int) -> None:
+        self.kept_sizes[reason].append(size)
 
-    # -- sweep -------------------------------------------------------------------------------------------------
+    # -- deletion ----------------------------------------------------------------------------------------------
 
     def _still_garbage(self, garbage: list[Garbage]) -> list[Garbage]:
-        """Those that nothing came to name, and nobody wrote again, while the manifests were read."""
+        """Returns the garbage that was neither named by a new manifest nor written again after the first listing."""
         objects, leftovers = list(self.store.list()), list(self.store.leftovers())
-        named, unreadable = self._named(objects), {key_patterns.artifact_of_manifest(key) for key in self.unreadable}
-        written = {info.key: info.modified for info in objects} | {left.name: left.modified for left in leftovers}
-        still = []
-        for found in garbage:
-            owner = key_patterns.owning_artifact(found.name) if found.leftover is None else None
-            if found.reason == "checkpoint of a rebase that was not made":
-                lost = not self._unmade(owner)
+        named_keys = self._named_keys(objects)
+        unreadable_artifacts = {key_patterns.artifact_of_manifest(key) for key in self.unreadable}
+        modified = {info.key: info.modified for info in objects}
+        modified |= {leftover.name: leftover.modified for leftover in leftovers}
+
+        still_garbage = []
+        for item in garbage:
+            artifact = key_patterns.owning_artifact(item.name) if item.leftover is None else None
+            if item.reason == "checkpoint of a rebase that was not made":
+                is_named = artifact is None or not self._is_orphaned(artifact)
             else:
-                lost = found.leftover is None and (found.name in named or owner in unreadable)
-            if lost or written.get(found.name) != found.modified:
-                self._keep("named since it was looked at", found.size)
+                is_named = item.leftover is None and (item.name in named_keys or artifact in unreadable_artifacts)
+            if is_named or modified.get(item.name) != item.modified:
+                self._keep("named since it was looked at", item.size)
             else:
-                still.append(found)
-        return still
+                still_garbage.append(item)
+        return still_garbage
 
     def _delete(self, garbage: list[Garbage]) -> list[Garbage]:
-        """Deletes, one owner at a time; returns what was deleted."""
+        """Deletes the garbage, grouped by artifact. Returns what was deleted."""
         groups: defaultdict[str, list[Garbage]] = defaultdict(list)
-        for found in garbage:
-            owner = None if found.leftover else key_patterns.owning_artifact(found.name)
-            groups[owner or found.name].append(found)
-        deleted = [found for group in self._each(self._delete_group, sorted(groups.items())) for found in group]
-        for found in set(garbage) - set(deleted):
-            self._keep("named since it was looked at", found.size)
+        for item in garbage:
+            artifact = None if item.leftover else key_patterns.owning_artifact(item.name)
+            groups[artifact or item.name].append(item)
+        deleted: list[Garbage] = []
+        for deleted_group in self._map(self._delete_group, sorted(groups.items())):
+            deleted += deleted_group
+        for item in set(garbage) - set(deleted):
+            self._keep("named since it was looked at", item.size)
         return deleted
 
     def _delete_group(self, group: tuple[str, list[Garbage]]) -> list[Garbage]:
-        """The last look: the one manifest that could name this data is read right before it goes."""
-        owner, found = group
-        if found[0].leftover is not None:
-            self.store.remove_leftover(found[0].leftover)
-            return found
-        if found[0].reason == "checkpoint of a rebase that was not made" and not self._unmade(owner):
+        """Deletes the garbage of one artifact, right after a last look at the manifest that could name it."""
+        artifact, items = group
+        leftover, reason = items[0].leftover, items[0].reason
+        if leftover is not None:
+            self.store.remove_leftover(leftover)
+            return items
+        if reason == "checkpoint of a rebase that was not made" and not self._is_orphaned(artifact):
             return []
-        if found[0].reason in ("model handed over and not fetched", "checkpoint of a rebase that was not made"):
-            # the manifest first: nobody follows one to data that is gone
-            found = sorted(found, key=lambda one: key_patterns.artifact_of_manifest(one.name) is None)
+        if reason in ("model handed over and not fetched", "checkpoint of a rebase that was not made"):
+            # the manifest is deleted first, so that no reader follows it to deleted data
+            items = sorted(items, key=lambda item: key_patterns.artifact_of_manifest(item.name) is None)
         else:
-            possible = (keys.manifest(owner), keys.manifest_of_files(owner))
-            manifests = [key for key in possible if key_patterns.artifact_of_manifest(key)]
-            named = {key for manifest in manifests for key in self._files(manifest)}
+            possible_keys = (keys.manifest(artifact), keys.manifest_of_files(artifact))
+            manifests = [key for key in possible_keys if key_patterns.artifact_of_manifest(key)]
+            named_keys = frozenset[str]().union(*map(self._files_of_manifest, manifests))
             if self.unreadable.intersection(manifests):
                 return []
-            found = [one for one in found if one.name not in named]
-        for one in found:
-            self.store.delete(one.name)
-        return found
+            items = [item for item in items if item.name not in named_keys]
+        for item in items:
+            self.store.delete(item.name)
+        return items
 
-    def _each(self, call: Callable[[T], R], items: list[T]) -> list[R]:
+    def _map(self, call: Callable[[T], R], items: list[T]) -> list[R]:
+        """Calls the function for each item, in `threads` threads."""
         if self.threads <= 1 or len(items) <= 1:
             return [call(item) for item in items]
         with ThreadPoolExecutor(self.threads) as pool:
             return list(pool.map(call, items))
 
 
-_REASONS: dict[key_patterns.KeyKind, Reason] = {
+_REASONS: dict[key_patterns.KeyKind, GarbageReason] = {
     "attempt": "attempt without a manifest",
     "published": "incomplete version of a model",
     "upload": "model handed over and not fetched",
 }
+
+
+def _totals(sizes: list[int]) -> ObjectTotals:
+    return ObjectTotals(objects=len(sizes), bytes=sum(sizes))
+
+
+def _upload_times(objects: Iterable[ObjectInfo]) -> dict[str | None, float]:
+    """Returns the last change of each uploaded model: all its files are deleted together."""
+    times: defaultdict[str | None, float] = defaultdict(float)
+    for info in objects:
+        if key_patterns.classify_key(info.key) == "upload":
+            artifact = key_patterns.owning_artifact(info.key)
+            times[artifact] = max(times[artifact], info.modified)
+    return times

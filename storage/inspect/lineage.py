@@ -1,6 +1,6 @@
-"""What made a model, and what a prompt touched: the parents of manifests and the records of chains, walked.
+"""Finds how a policy or a registered model was made, from the records of chains and the parents in manifests.
 
-A lineage is a list of segments, oldest first: stretches of chains that lead from a registered base model to the policy.
+A lineage is a list of segments, oldest first: the parts of chains that lead from a registered base model to the policy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from storage.store.tables import read_table
 _POLICY = re.compile(r"(?:policy:)?(.+)/([^/]+)/([^/@]+)@(\d+)(?:#([0-9a-f]+))?")
 
 
-class Segment(Frozen):
+class ChainSegment(Frozen):
     """Steps 1 .. until of a chain."""
 
     run: str
@@ -33,24 +33,25 @@ class Segment(Frozen):
 
     @property
     def title(self) -> str:
+        """run/stage/model"""
         return f"{self.run}/{self.stage}/{self.model}"
 
 
 class StepLineage(Frozen):
-    """One gradient step and what it was made from."""
+    """One gradient step and the artifacts from which it was made."""
 
     policy: str
-    """The policy it made, as an uri."""
+    """URI of the policy that the step made."""
     step: int
     batch: str
-    """Uri of an artifact, like those below."""
+    """URI of the batch. The fields below hold URIs of artifacts, too."""
     rollouts: tuple[str, ...]
     graded: tuple[str, ...]
     datasets: tuple[str, ...]
     prompts: tuple[str, ...]
-    """Ids of the dataset rows, each once."""
+    """Ids of the prompts, each once, in order."""
     completions: int
-    """Sampled; of a step on given completions, trained."""
+    """Number of sampled completions. For a step on completions of the dataset, of trained ones."""
     reward_mean: float | None
     learning_rate: float
     loss: float | None
@@ -58,56 +59,60 @@ class StepLineage(Frozen):
 
 
 class Lineage(Frozen):
-    """How a policy came to be."""
+    """How a policy was made."""
 
     target: str
-    """What was asked about: `model name@version`, `run …` or `policy …`."""
+    """The subject of the lineage: `model name@version`, `run …` or `policy …`."""
     policy: PolicyRef | None
-    """None for a model that was imported."""
+    """The policy whose lineage this is. None for an imported model."""
     base: str | None
-    """Registered model that it all began with, `name@version`."""
-    segments: tuple[Segment, ...]
+    """`name@version` of the registered model at the very beginning."""
+    segments: tuple[ChainSegment, ...]
 
     def chains(self, store: ObjectStore) -> Iterator[tuple[Chain, int]]:
+        """Yields (chain, last step) of each segment, oldest first."""
         for segment in self.segments:
             yield Chain(store, segment.run, segment.stage, segment.model), segment.until
 
     def records(self, store: ObjectStore) -> Iterator[CommitRecord]:
-        """Every step, oldest first."""
+        """Yields the record of every step, oldest first."""
         for chain, until in self.chains(store):
             yield from chain.records(after=0, until=until)
 
 
 def lineage_of(store: ObjectStore, target: str) -> Lineage:
-    """The lineage of a registered model (`name`, `name@version`), a policy (`run/stage/model@step`) or a run (its last
-    stage's longest chain). Raises ObjectNotFound, CorruptArtifact."""
-    policy, model = None, None
+    """Returns the lineage of a registered model (`name`, `name@version`), a policy (`run/stage/model@step`) or a run.
+
+    Of a run, it is the lineage of the longest chain of the last stage. Raises ObjectNotFound, CorruptArtifact.
+    """
     if _POLICY.fullmatch(target):
-        policy, said = resolve_policy(store, target), f"policy {target}"
-    elif (model := _model(store, target)) is not None:
-        policy, said = policy_of_model(store, model), f"model {registered_key(model)}"
-    else:
-        policy, said = last_policy_of_run(store, target), f"run {target}"
-    if policy is None:
-        assert model is not None  # a policy and a run have one
-        return Lineage(target=said, policy=None, base=registered_key(model), segments=())
-    base, segments = _segments(store, policy)
-    return Lineage(target=said, policy=policy, base=base, segments=tuple(segments))
+        policy, title = resolve_policy(store, target), f"policy {target}"
+        return _lineage_of_policy(store, policy, title)
+    model = _find_model(store, target)
+    if model is None:
+        return _lineage_of_policy(store, last_policy_of_run(store, target), f"run {target}")
+    title = f"model {registered_key(model)}"
+    model_policy = policy_of_model(store, model)
+    if model_policy is None:
+        return Lineage(target=title, policy=None, base=registered_key(model), segments=())
+    return _lineage_of_policy(store, model_policy, title)
 
 
 def step_lineage(store: ObjectStore, record: CommitRecord) -> StepLineage:
-    """What one step was made from. Raises ObjectNotFound, CorruptArtifact when some of it is gone."""
-    material = step_inputs(store, record)
-    rewards, completions, prompts = _grades(store, material)
+    """Returns the artifacts, prompts and results of one step. Raises ObjectNotFound, CorruptArtifact."""
+    inputs = step_inputs(store, record)
+    rewards = _valid_rewards(store, inputs)
+    prompt_ids = _prompt_ids(store, inputs)
+    # the scalar results come from the record
     return StepLineage(
         policy=record.policy.uri,
         step=record.policy.step,
-        batch=material.batch.uri,
-        rollouts=tuple(ref.uri for ref in material.rollouts),
-        graded=tuple(ref.uri for ref in material.graded),
-        datasets=tuple(ref.uri for ref in material.datasets),
-        prompts=tuple(prompts),
-        completions=completions,
+        batch=inputs.batch.uri,
+        rollouts=tuple(ref.uri for ref in inputs.rollouts),
+        graded=tuple(ref.uri for ref in inputs.graded),
+        datasets=tuple(ref.uri for ref in inputs.datasets),
+        prompts=tuple(dict.fromkeys(prompt_ids)),
+        completions=len(prompt_ids),
         reward_mean=sum(rewards) / len(rewards) if rewards else None,
         learning_rate=record.request.optimizer.lr,
         loss=record.metrics.get("loss"),
@@ -116,28 +121,31 @@ def step_lineage(store: ObjectStore, record: CommitRecord) -> StepLineage:
 
 
 def training_datasets(store: ObjectStore, target: str) -> set[str]:
-    """sha256 of every dataset that a model, policy or run was trained on, its ancestors' too."""
-    found = set()
+    """Returns the sha256 of every dataset that a model, policy or run and its ancestors were trained on."""
+    digests: set[str] = set()
     lineage = lineage_of(store, target)
     for chain, until in lineage.chains(store):
         try:
             inputs = read_run(store, chain.run).semantic.get("inputs")
         except ObjectNotFound:
-            inputs = None  # a fork that did not run yet
+            inputs = None  # a fork that has not run yet
         if isinstance(inputs, dict) and isinstance(inputs.get("dataset"), str):
-            found |= {str(sha256) for name, sha256 in inputs.items() if name != "model"}
-        else:  # a recipe does not say: its steps do
-            steps = (step_lineage(store, record) for record in chain.records(after=0, until=until))
-            found |= {uri.rpartition("#")[2] for step in steps for uri in step.datasets}
-    return found
+            digests |= {str(sha256) for name, sha256 in inputs.items() if name != "model"}
+            continue
+        # the configuration of a recipe does not name its datasets: read them from the steps
+        for record in chain.records(after=0, until=until):
+            digests |= {uri.rpartition("#")[2] for uri in step_lineage(store, record).datasets}
+    return digests
 
 
 def resolve_policy(store: ObjectStore, text: str) -> PolicyRef:
-    """The committed policy of `run/stage/model@step`, or of a policy's uri. Raises ObjectNotFound, also when the uri's
-    state is another one than the chain has."""
+    """Returns the committed policy of `run/stage/model@step`, or of a policy's URI.
+
+    Raises ObjectNotFound, also if the chain has another state at that step than the URI.
+    """
     match = _POLICY.fullmatch(text)
     if not match:
-        raise ObjectNotFound(f"{text!r} is no policy; give run/stage/model@step")
+        raise ObjectNotFound(f"{text!r} is not a policy; give run/stage/model@step")
     run, stage, model, step, state = match.groups()
     policy = Chain(store, run, stage, model).policy(int(step))
     if state is not None and policy.state != state:
@@ -146,13 +154,16 @@ def resolve_policy(store: ObjectStore, text: str) -> PolicyRef:
 
 
 def policy_of_model(store: ObjectStore, model: ArtifactRef) -> PolicyRef | None:
-    """The policy that a registered model is; None when it was imported. Raises ObjectNotFound when its run is gone."""
+    """Returns the policy from which a registered model was made, or None if it was imported.
+
+    Raises ObjectNotFound if its run is gone.
+    """
     uri = next((parent for parent in model.parents if parent.startswith("policy:")), None)
     return None if uri is None else resolve_policy(store, uri)
 
 
 def last_policy_of_run(store: ObjectStore, run: str) -> PolicyRef:
-    """The last policy of a run: of its last stage's longest chain."""
+    """Returns the last policy of the longest chain of a run's last stage. Raises ObjectNotFound."""
     chains = run_chains(store, run) if keys.is_run(run) else []
     if not chains:
         raise ObjectNotFound(f"{run!r} is neither a registered model nor a run with a chain in {store.url}")
@@ -160,32 +171,48 @@ def last_policy_of_run(store: ObjectStore, run: str) -> PolicyRef:
     return max(heads, key=lambda head: head.step)
 
 
-def _model(store: ObjectStore, target: str) -> ArtifactRef | None:
+def _lineage_of_policy(store: ObjectStore, policy: PolicyRef, title: str) -> Lineage:
+    base, segments = _segments(store, policy)
+    return Lineage(target=title, policy=policy, base=base, segments=tuple(segments))
+
+
+def _find_model(store: ObjectStore, target: str) -> ArtifactRef | None:
     name, _, version = target.partition("@")
     return find_model(store, name, version or None) if keys.is_name(name) else None
 
 
-def _segments(store: ObjectStore, policy: PolicyRef) -> tuple[str | None, list[Segment]]:
-    """The registered model at the very beginning, and the segments from there to `policy`."""
-    segments: list[Segment] = []
-    at: PolicyRef | None = policy
+def _segments(store: ObjectStore, policy: PolicyRef) -> tuple[str | None, list[ChainSegment]]:
+    """Returns the registered model at the very beginning, and the segments from there to `policy`."""
+    segments: list[ChainSegment] = []
+    end: PolicyRef | None = policy
     base: ArtifactRef | None = None
-    while at is not None:
-        root = Chain.of(store, at).root()
+    while end is not None:
+        root = Chain.of(store, end).root()
         if root is None:
-            raise CorruptArtifact(f"{at.uri} has no root: restore {keys.chain_root(at.run, at.stage, at.model)}")
-        segments.append(Segment(run=at.run, stage=at.stage, model=at.model, until=at.step))
+            raise CorruptArtifact(f"{end.uri} has no root: restore {keys.chain_root(end.run, end.stage, end.model)}")
+        segments.append(ChainSegment(run=end.run, stage=end.stage, model=end.model, until=end.step))
+        # the chain before ends at the start policy, or at the policy from which the base model was made
         base = root.base
-        # a base model may be the end of another run
-        at = root.start if root.base is None else policy_of_model(store, read_manifest(store, root.base.key).ref)
+        end = root.start if root.base is None else policy_of_model(store, read_manifest(store, root.base.key).ref)
     return None if base is None else registered_key(base), segments[::-1]
 
 
-def _grades(store: ObjectStore, material: StepInputs) -> tuple[list[float], int, list[str]]:
-    """(valid rewards, completions, prompt ids in their order)."""
-    if not material.rollouts:
-        ids = read_table(store, material.batch, ["group"])["group"].to_pylist()
-        return [], len(ids), list(dict.fromkeys(ids))
-    ids = [i for ref in material.rollouts for i in read_table(store, ref, ["prompt_id"])["prompt_id"].to_pylist()]
-    rows = [row for ref in material.graded for row in read_table(store, ref, ["reward", "status"]).to_pylist()]
-    return [row["reward"] for row in rows if row["status"] == "ok"], len(ids), list(dict.fromkeys(ids))
+def _prompt_ids(store: ObjectStore, inputs: StepInputs) -> list[str]:
+    """Returns the prompt id of each completion: sampled ones, or those of the batch if nothing was sampled."""
+    if not inputs.rollouts:
+        return list(read_table(store, inputs.batch, ["group"])["group"].to_pylist())
+    prompt_ids: list[str] = []
+    for ref in inputs.rollouts:
+        prompt_ids += read_table(store, ref, ["prompt_id"])["prompt_id"].to_pylist()
+    return prompt_ids
+
+
+def _valid_rewards(store: ObjectStore, inputs: StepInputs) -> list[float]:
+    """Returns the rewards of the completions with a valid grade."""
+    rewards: list[float] = []
+    if not inputs.rollouts:
+        return rewards
+    for ref in inputs.graded:
+        rows = read_table(store, ref, ["reward", "status"]).to_pylist()
+        rewards += [row["reward"] for row in rows if row["status"] == "ok"]
+    return rewards

@@ -1,14 +1,15 @@
-"""What one prompt touched: the steps that trained on it, and every checkpoint and model that descends from them.
+"""Finds the steps that trained on one prompt, and every checkpoint and model that descends from them.
 
-Descent is by state: a fork holds the very states that it shares, so it is found without being asked for.
+A policy descends from a step if its history has the state of that step. A fork has equal states, so it is found, too.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from storage.chain.listing import all_chains
+from storage.chain.listing import all_chains, stored_checkpoint_steps
 from storage.chain.records import Chain, CommitRecord
 from storage.errors import ObjectNotFound
 from storage.inspect.accounting import step_inputs
@@ -25,156 +26,172 @@ class PromptUse(Frozen):
     """One completion of the prompt in one step."""
 
     policy: str
-    """The policy that the step made, as an uri."""
+    """URI of the policy that the step made."""
     step: int
     prompt: str
-    """Its id."""
+    """Id of the prompt."""
     completion: int
     text: str | None
-    """What was sampled; None where the completion was given."""
+    """Text of the sampled completion. None for a completion of the dataset."""
     reward: float | None
     status: str
-    """ok, masked, ignored; given for a completion of the dataset."""
+    """ok, masked or ignored; "given" for a completion of the dataset."""
     trained: bool
-    """Whether it is in the batch."""
+    """Whether the completion is in the batch."""
 
 
 class PromptReport(Frozen):
-    """Everything about one prompt in a lineage."""
+    """The uses of one prompt in a lineage, and everything that descends from them."""
 
     asked: str
+    """The id or text that was searched for."""
     ids: tuple[str, ...]
-    """The prompts that match: the one of that id, else all whose text holds what was asked for."""
+    """Ids of the matching prompts: the prompt with that id, or all prompts whose text contains the query."""
     uses: tuple[PromptUse, ...]
     checkpoints: tuple[str, ...]
-    """run/stage/model@step of every stored checkpoint that the prompt touched, in every run."""
+    """run/stage/model@step of every stored checkpoint of a policy that was trained on the prompt, in every run."""
     models: tuple[str, ...]
-    """name@version of every registered model that it touched."""
+    """name@version of every registered model that was made from such a policy."""
 
 
-def prompt_report(store: ObjectStore, lineage: Lineage, asked: str) -> PromptReport:
-    """Which steps of the lineage used the prompt, by id or by a part of its text, and what descends from them."""
+def prompt_report(store: ObjectStore, lineage: Lineage, query: str) -> PromptReport:
+    """Returns the steps of the lineage that used the prompt, and what descends from them. `query` is the id of the
+    prompt or a part of its text."""
     records = list(lineage.records(store))
-    ids = _matching(store, records, asked)
+    ids = _matching_ids(store, records, query)
     uses: list[PromptUse] = []
     touched: set[str] = set()
     for record in records:
-        if found := _uses(store, record, ids):
-            uses += found
+        uses_in_step = _uses_in_step(store, record, ids)
+        if uses_in_step:
+            uses += uses_in_step
             touched.add(record.state)
     checkpoints, models = _descendants(store, touched) if touched else ([], [])
     return PromptReport(
-        asked=asked, ids=tuple(sorted(ids)), uses=tuple(uses), checkpoints=tuple(checkpoints), models=tuple(models)
+        asked=query, ids=tuple(sorted(ids)), uses=tuple(uses), checkpoints=tuple(checkpoints), models=tuple(models)
     )
 
 
-def _matching(store: ObjectStore, records: list[CommitRecord], asked: str) -> set[str]:
-    """Ids of the dataset rows that are meant."""
+def _matching_ids(store: ObjectStore, records: list[CommitRecord], query: str) -> set[str]:
+    """Returns the ids of the dataset rows whose id is `query`, or else whose text contains it."""
+    # the datasets of all steps
     datasets: dict[str, ArtifactRef] = {}
     for record in records:
         datasets.update((ref.uri, ref) for ref in step_inputs(store, record).datasets)
+    # read the rows in groups; a row with that id ends the search
     by_text: set[str] = set()
     for ref in datasets.values():
         reader = RowReader(store, ref)
         try:
             for start in range(0, len(reader), ROW_GROUP):
                 for row in reader.rows(range(start, min(start + ROW_GROUP, len(reader)))):
-                    if row["id"] == asked:
-                        return {asked}
-                    if _holds(json.loads(row["thread"]), asked):
+                    if row["id"] == query:
+                        return {query}
+                    if _contains(json.loads(row["thread"]), query):
                         by_text.add(row["id"])
         finally:
             reader.close()
     return by_text
 
 
-def _holds(value: Any, text: str) -> bool:
-    """Whether some text of a thread holds `text`; keys and roles do not count."""
+def _contains(value: Any, text: str) -> bool:
+    """Whether a text of a thread contains `text`. Names of fields and roles do not count."""
     if isinstance(value, str):
         return text in value
     if isinstance(value, dict):
-        return any(_holds(part, text) for name, part in value.items() if name != "role")
-    return isinstance(value, list) and any(_holds(part, text) for part in value)
+        return any(_contains(part, text) for name, part in value.items() if name != "role")
+    return isinstance(value, list) and any(_contains(part, text) for part in value)
 
 
-def _uses(store: ObjectStore, record: CommitRecord, ids: set[str]) -> list[PromptUse]:
-    material = step_inputs(store, record)
-    batch = read_table(store, material.batch, ["group", "completion"]).to_pylist()
+def _uses_in_step(store: ObjectStore, record: CommitRecord, ids: set[str]) -> list[PromptUse]:
+    """Returns the uses of these prompts in one step."""
+    # the trained completions
+    inputs = step_inputs(store, record)
+    batch = read_table(store, inputs.batch, ["group", "completion"]).to_pylist()
     trained = {(row["group"], row["completion"]) for row in batch if row["group"] in ids}
-    place = {"policy": record.policy.uri, "step": record.policy.step}
-    if not material.rollouts:
+    policy, step = record.policy.uri, record.policy.step
+    if not inputs.rollouts:
         return [
             PromptUse(
-                **place, prompt=prompt, completion=number, text=None, reward=None, status="given", trained=True
+                policy=policy, step=step, prompt=prompt, completion=index, text=None, reward=None, status="given",
+                trained=True,
             )
-            for prompt, number in sorted(trained)
-        ]
-    columns = ["prompt_id", "completion", "text"]
-    sampled = [row for ref in material.rollouts for row in read_table(store, ref, columns).to_pylist()]
-    columns = ["prompt_id", "completion", "reward", "status"]
-    grades = [row for ref in material.graded for row in read_table(store, ref, columns).to_pylist()]
-    by_completion = {(row["prompt_id"], row["completion"]): row for row in grades}
-    found = []
-    for row in sampled:
+            for prompt, index in sorted(trained)
+        ]  # fmt: skip
+    # the sampled completions with their grades
+    grades = {}
+    for row in _read_rows_of(store, inputs.graded, ["prompt_id", "completion", "reward", "status"]):
+        grades[row["prompt_id"], row["completion"]] = row
+    uses = []
+    for row in _read_rows_of(store, inputs.rollouts, ["prompt_id", "completion", "text"]):
         if row["prompt_id"] in ids:
-            name = (row["prompt_id"], row["completion"])
-            grade = by_completion.get(name, {"reward": None, "status": "not graded"})
-            found.append(
+            completion_id = (row["prompt_id"], row["completion"])
+            grade = grades.get(completion_id, {"reward": None, "status": "not graded"})
+            uses.append(
                 PromptUse(
-                    **place,
-                    prompt=name[0],
-                    completion=name[1],
+                    policy=policy,
+                    step=step,
+                    prompt=row["prompt_id"],
+                    completion=row["completion"],
                     text=row["text"],
                     reward=grade["reward"],
                     status=grade["status"],
-                    trained=name in trained,
+                    trained=completion_id in trained,
                 )
             )
-    return found
+    return uses
+
+
+def _read_rows_of(store: ObjectStore, refs: Iterable[ArtifactRef], columns: list[str]) -> Iterator[dict[str, Any]]:
+    for ref in refs:
+        yield from read_table(store, ref, columns).to_pylist()
 
 
 def _descendants(store: ObjectStore, touched: set[str]) -> tuple[list[str], list[str]]:
-    """Checkpoints and models of every policy at or after a touched state: in forks, in later stages, and in runs that
-    started from a touched model."""
-    states = {chain: _states(chain) for chain in all_chains(store)}
-    models = _models(store)
-    first: dict[Chain, int] = {}
-    bad_models: set[str] = set()
+    """Returns the checkpoints and models of every policy at or after a touched state: in forks, in later stages, and in
+    runs that started from a touched model. Adds the states that it finds to `touched`."""
+    histories = {chain: _states(chain) for chain in all_chains(store)}
+    models = _registered_models(store)
+    first_steps: dict[Chain, int] = {}
+    touched_models: set[str] = set()
+    # a touched chain can touch models and chains that start from it: repeat until nothing is added
     while True:
-        known = len(first) + len(bad_models)
-        for chain, history in states.items():
-            if chain not in first and (step := _first_touched(chain, history, touched, bad_models)) is not None:
-                first[chain] = step
+        count_before = len(first_steps) + len(touched_models)
+        for chain, history in histories.items():
+            step = None if chain in first_steps else _first_touched(chain, history, touched, touched_models)
+            if step is not None:
+                first_steps[chain] = step
                 touched |= set(history[step:])
-        bad_models |= {model.key for model, state in models if state in touched}
-        if len(first) + len(bad_models) == known:
+        touched_models |= {model.key for model, state in models if state in touched}
+        if len(first_steps) + len(touched_models) == count_before:
             break
-    checkpoints = [
-        f"{chain.run}/{chain.stage}/{chain.model}@{step}"
-        for chain, start in sorted(first.items(), key=lambda item: (item[0].run, item[0].stage, item[0].model))
-        for step in _checkpoints(chain)
-        if step >= start
-    ]
-    return checkpoints, [registered_key(model) for model, _ in models if model.key in bad_models]
+
+    # the stored checkpoints of the touched chains, in the order of their names
+    checkpoints = []
+    for chain in sorted(first_steps, key=lambda chain: (chain.run, chain.stage, chain.model)):
+        steps = [step for step in stored_checkpoint_steps(chain) if step >= first_steps[chain]]
+        checkpoints += [f"{chain.run}/{chain.stage}/{chain.model}@{step}" for step in steps]
+    return checkpoints, [registered_key(model) for model, _ in models if model.key in touched_models]
 
 
 def _states(chain: Chain) -> list[str]:
-    """States 0 .. head."""
+    """Returns the states of steps 0 .. head."""
     return [chain.policy(step).state for step in range(max(chain.steps(), default=0) + 1)]
 
 
-def _first_touched(chain: Chain, history: list[str], touched: set[str], bad_models: set[str]) -> int | None:
+def _first_touched(chain: Chain, history: list[str], touched: set[str], touched_models: set[str]) -> int | None:
+    """Returns the first step of the chain that is touched, or None."""
     root = chain.root()
     if root is not None and root.start is not None and root.start.state in touched:
         return 0
-    if root is not None and root.base is not None and root.base.key in bad_models:
+    if root is not None and root.base is not None and root.base.key in touched_models:
         return 0
     return next((step for step, state in enumerate(history) if state in touched), None)
 
 
-def _models(store: ObjectStore) -> list[tuple[ArtifactRef, str | None]]:
-    """Every registered model, and the state that it is."""
-    found = []
+def _registered_models(store: ObjectStore) -> list[tuple[ArtifactRef, str | None]]:
+    """Returns every registered model with the state of its policy."""
+    models = []
     for info in store.list(keys.models_prefix()):
         key = key_patterns.artifact_of_manifest(info.key)
         if key is None:
@@ -184,10 +201,5 @@ def _models(store: ObjectStore) -> list[tuple[ArtifactRef, str | None]]:
             policy = policy_of_model(store, model)
         except ObjectNotFound:
             policy = None  # its run is gone
-        found.append((model, policy.state if policy else None))
-    return found
-
-
-def _checkpoints(chain: Chain) -> list[int]:
-    listed = chain.store.list(keys.checkpoints_prefix(chain.run, chain.stage, chain.model))
-    return sorted({step for info in listed if (step := keys.checkpoint_step(info.key)) is not None})
+        models.append((model, policy.state if policy else None))
+    return models

@@ -212,11 +212,11 @@ def test_a_rebase_that_a_record_names_and_is_gone(chain: Chain) -> None:
 def test_a_rebase_whose_checkpoint_is_gone(chain: Chain) -> None:
     rebase = commit(chain, inexact(chain, 3))
     discard_checkpoint(chain, rebase)
-    with pytest.raises(CorruptArtifact, match="the chain goes on from it after step 3"):
+    with pytest.raises(CorruptArtifact, match="the chain continues from it after step 3"):
         reached_from(chain, 3)
     (problem,) = audit_store(chain.store).problems
     assert (problem.severity, problem.key) == ("error", rebase.checkpoint.key)
-    assert problem.what == "is gone, and the chain goes on from it after step 3"
+    assert problem.what == "is gone, and the chain continues from it after step 3"
 
 
 def test_a_torn_checkpoint_of_a_rebase_is_not_to_be_deleted(chain: Chain) -> None:
@@ -248,7 +248,7 @@ def test_what_a_rebase_goes_on_from_is_never_pruned(chain: Chain) -> None:
     take(chain, rebase=first.mark)
     at(chain, 4, first.mark)
     assert prune_checkpoints(chain.store, chain.head(), keep_last=0, keep_named=1) == [1, 2, 4]
-    with pytest.raises(CheckpointInUse, match="@3: run 'r' was rebased there and goes on from it"):
+    with pytest.raises(CheckpointInUse, match="@3: run 'r' was rebased there and continues from it"):
         remove_checkpoints(chain.store, [chain.policy(3)])
     assert find_artifact(chain.store, first.checkpoint.key) == first.checkpoint
 
@@ -341,7 +341,7 @@ def test_no_fork_of_what_cannot_be_reached(rebased: Chain) -> None:
     rebase = rebase_at(rebased, 3)
     assert rebase is not None
     discard_checkpoint(rebased, rebase)
-    with pytest.raises(CorruptArtifact, match="goes on from it after step 3"):
+    with pytest.raises(CorruptArtifact, match="continues from it after step 3"):
         fork_run(rebased.store, "r", "new", step=3, code_version="test")
 
 

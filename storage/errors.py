@@ -24,6 +24,9 @@ class TransientStorageError(StorageError):
     transient: ClassVar[bool] = True
 
 
+# -- transient ---------------------------------------------------------------------------------------------------
+
+
 class StorageUnavailable(TransientStorageError):
     """Raised when the store did not answer, or answered with a server error, on every attempt that the retry policy
     allows."""
@@ -46,6 +49,9 @@ class PermanentStorageError(StorageError):
     """Raised when the same call will fail again until something is changed."""
 
 
+# -- permanent: objects and stores ---------------------------------------------------------------------------------
+
+
 class ObjectNotFound(PermanentStorageError):
     """Raised when there is no object at the key."""
 
@@ -62,6 +68,9 @@ class AccessDenied(PermanentStorageError):
     """Raised when the store rejects the credentials or denies access."""
 
 
+# -- permanent: contents -------------------------------------------------------------------------------------------
+
+
 class CorruptArtifact(PermanentStorageError):
     """Raised when bytes differ from what their manifest says, cannot be parsed, or were written by a newer version."""
 
@@ -76,6 +85,9 @@ class InvalidKey(PermanentStorageError):
 
 class SchemaMismatch(PermanentStorageError):
     """Raised when a table does not have the declared columns."""
+
+
+# -- permanent: conflicts with what is committed -------------------------------------------------------------------
 
 
 class SemanticMismatch(PermanentStorageError):

@@ -12,6 +12,7 @@ from collections import Counter
 
 FAILPOINTS: frozenset[str] = frozenset(
     {
+        # every artifact, and the kinds of artifacts with failpoints of their own
         "artifact.before_data",
         "artifact.after_data",
         "artifact.after_manifest",
@@ -23,15 +24,18 @@ FAILPOINTS: frozenset[str] = frozenset(
         "trajectory.after_data",
         "grade.after_data",
         "batch.after_data",
+        # a gradient step
         "step.before_gradient",
         "step.mid_gradient",
         "step.before_commit",
         "step.after_commit",
+        # checkpoints and rebases
         "checkpoint.mid_upload",
         "checkpoint.before_manifest",
         "checkpoint.after_manifest",
         "rebase.before_commit",
         "rebase.after_commit",
+        # publication of a model
         "model.mid_upload",
         "model.before_manifest",
     }
@@ -60,6 +64,7 @@ def _count_and_kill(name: str, setting: str) -> None:
         raise ValueError(f"OSTINATO_FAILPOINT={setting!r} names no failpoint; known: {', '.join(sorted(FAILPOINTS))}")
     if target != name:
         return
+    # count and kill under the lock, so that exactly the n-th thread to arrive kills the process
     with _lock:
         _hits[name] += 1
         if _hits[name] == int(number or 1):

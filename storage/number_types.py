@@ -26,11 +26,13 @@ def _check_divisor(value: float) -> float:
     return value
 
 
+# floats
 Coefficient = Annotated[float, Field(ge=0, le=MAX_COEFFICIENT, allow_inf_nan=False)]
 """A factor of a loss term. 0 switches the term off."""
 Positive = Annotated[float, Field(gt=0, le=MAX_COEFFICIENT, allow_inf_nan=False)]
 Divisor = Annotated[float, Field(gt=0, le=MAX_COEFFICIENT, allow_inf_nan=False), AfterValidator(_check_divisor)]
 Rate = Annotated[float, Field(ge=0, le=MAX_RATE, allow_inf_nan=False)]
 Temperature = Annotated[float, Field(ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE, allow_inf_nan=False)]
+# integers
 Int64 = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 Count = Annotated[int, Field(ge=1, lt=1 << 31)]

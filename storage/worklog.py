@@ -14,6 +14,7 @@ def log_work(event: str, **fields: Any) -> None:
     if not path:
         return
     line = json.dumps({"event": event, "time": time.time(), "pid": os.getpid(), **fields}, default=str) + "\n"
+    # O_APPEND makes the position and the write one operation
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         os.write(descriptor, line.encode())

@@ -51,11 +51,13 @@ def _uses_by_runs(store: ObjectStore) -> Iterator[tuple[PolicyRef, str]]:
     """Yields the policies at which runs were forked, and those at which stages of runs in progress began."""
     for info in store.list(keys.runs_prefix()):
         run, chain = keys.run_of(info.key), keys.chain_of(info.key)
+        # a fork refers to the last policy of each chain that it shares
         if run is not None and info.key == keys.fork_json(run):
             fork = read_fork(store, run)
             shared_policies = fork.shared if fork else ()
             for policy in shared_policies:
                 yield policy, f"run {run!r} was forked there"
+        # a stage refers to the policy that it starts from
         elif chain is not None and info.key == keys.chain_root(*chain):
             root = Chain(store, *chain).root()
             if root is not None and root.start is not None and _is_in_progress(store, chain[0]):
@@ -68,6 +70,7 @@ def _is_in_progress(store: ObjectStore, run: str) -> bool:
 
 
 def _uses_by_champions(store: ObjectStore, policies: Collection[PolicyRef]) -> Iterator[tuple[PolicyRef, str]]:
+    # the parents in a model's manifest are URIs
     by_uri = {policy.uri: policy for policy in policies}
     for name in list_models(store):
         champion = champion_of(store, name)

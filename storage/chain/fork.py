@@ -110,8 +110,10 @@ def fork_run(
 def read_fork(store: ObjectStore, run: str) -> ForkInfo | None:
     """Returns where the run was forked, or None if it is not a fork. Raises CorruptArtifact."""
     body = read_json(store, keys.fork_json(run))
+    if body is None:
+        return None
     try:
-        return None if body is None else ForkInfo.model_validate(body)
+        return ForkInfo.model_validate(body)
     except ValidationError as error:
         raise CorruptArtifact(f"{keys.fork_json(run)} is not a readable fork: {error}") from error
 
@@ -147,6 +149,7 @@ def _choose_stage(store: ObjectStore, run: str, stages: list[str], stage: str | 
 
 def _draft_fork(store: ObjectStore, run: str, stage: str, step: int, code_version: str) -> ForkInfo:
     """Returns what the fork will share. Raises ObjectNotFound if no chain of the stage has that step."""
+    # the longest chain must have the step; shorter ones are shared whole
     heads = {chain: chain.head() for chain in run_chains(store, run) if chain.stage == stage}
     longest = max(head.step for head in heads.values())
     if not 0 <= step <= longest:
@@ -238,6 +241,7 @@ def _copy_chain(chain: Chain, new: str, until: int) -> None:
     store, root = chain.store, chain.root()
     assert root is not None  # a chain with a head has a root
     copy = Chain(store, new, chain.stage, chain.model)
+    # the root, whose start may be a policy of an earlier stage of the old run
     if root.start is not None:
         root = root.model_copy(update={"start": _renamed(root.start, chain.run, new)})
     copy.create_root(root)
@@ -250,6 +254,7 @@ def _copy_chain(chain: Chain, new: str, until: int) -> None:
         if step in rebases:
             _copy_rebase(chain, copy, rebases[step])
 
+    # the records, each followed by the weights of its step
     copy_weights(0)
     for record in chain.records(after=0, until=until):
         copy.commit(_renamed_record(record, chain.run, new))
@@ -259,6 +264,7 @@ def _copy_chain(chain: Chain, new: str, until: int) -> None:
 def _renamed_record(record: CommitRecord, run: str, new: str) -> CommitRecord:
     """Returns the record with the name of the new run. Its state and all its digests are the same."""
     request = record.request
+    # the policies that the request names may belong to the old run
     reference = request.reference and _renamed(request.reference, run, new)
     renamed = {"parent": _renamed(request.parent, run, new), "reference": reference}
     return record.model_copy(update={"request": request.model_copy(update=renamed)})
@@ -271,7 +277,9 @@ def _renamed(policy: PolicyRef, run: str, new: str) -> PolicyRef:
 def _nearest_checkpoint(chain: Chain, until: int) -> int | None:
     """Returns the step of the chain's nearest checkpoint. None if there is none, or if that of a rebase is nearer."""
     nearest = next(checkpoints_before(chain, until), None)
-    return None if nearest is None else keys.checkpoint_step(keys.manifest_of_files(nearest.key))
+    if nearest is None:
+        return None
+    return keys.checkpoint_step(keys.manifest_of_files(nearest.key))
 
 
 def _copy_rebase(chain: Chain, copy: Chain, rebase: Rebase) -> None:
@@ -327,6 +335,7 @@ def _copy_files(copy: Chain, manifest: Manifest, key: str, step: int) -> Artifac
                     f"{entry.key} is not what its manifest says; delete {keys.manifest_of_files(manifest.key)} (the "
                     "chain does not need a checkpoint, unless it was rebased on it) and fork again"
                 )
+        # commit them with what the manifest says about the weights
         return commit_files(
             store,
             key,

@@ -23,6 +23,7 @@ def acquire_lease(store: ObjectStore, run: str, info: Mapping[str, Any]) -> int:
     `info` describes the holder. Holders of earlier epochs are refused from now on.
     """
     body = {"info": dict(info), "attempt": uuid4().hex, "created": datetime.now(UTC).isoformat()}
+    # another process may take the next epoch first: then try the one after it
     epoch = current_epoch(store, run)
     while True:
         epoch += 1

@@ -36,6 +36,7 @@ def all_chains(store: ObjectStore) -> list[Chain]:
 
 def run_chains(store: ObjectStore, run: str) -> list[Chain]:
     """Returns the chains of a run in the order of its stages."""
+    # every chain has several objects: collect the distinct names
     listed = {keys.chain_of(info.key) for info in store.list(keys.stages_prefix(run))}
     names = [name for name in listed if name is not None]
     names.sort(key=lambda name: (stage_position(name[1]), name))

@@ -39,11 +39,13 @@ class Rebase(Frozen):
     """The record runs/<run>/stages/<stage>/chains/<policy>/rebases/<000040>.json. All later steps descend from it."""
 
     schema_version: int = 1
+    # the policy and the change of numerics
     policy: PolicyRef
     before: Numerics
     """Numerics of the record that made the policy."""
     after: Numerics
     """Numerics under which the chain continues. Each later record holds the numerics of its own step."""
+    # the weights from which the chain continues, compared with the committed ones
     checkpoint: ArtifactRef
     """Weights and moments from which the chain continues."""
     weights_digest: str
@@ -109,7 +111,9 @@ def list_rebases(chain: Chain, until: int | None = None) -> Iterator[Rebase]:
     listed = chain.store.list(keys.rebases_prefix(chain.run, chain.stage, chain.model))
     steps = (keys.rebase_step(info.key) for info in listed)
     for step in sorted(step for step in steps if step is not None):
-        rebase = rebase_at(chain, step) if until is None or step <= until else None
+        if until is not None and step > until:
+            return
+        rebase = rebase_at(chain, step)
         if rebase is not None:
             yield rebase
 
@@ -135,8 +139,7 @@ def rebase_in_effect(chain: Chain, step: int) -> Rebase | None:
     if rebase is not None and is_in_effect(chain, rebase):
         return rebase
     # otherwise the record of the step names the rebase
-    record = chain.record(step) if step else None
-    mark = record.rebase if record else None
+    mark = _rebase_in_record(chain, step)
     if mark is None:
         return None
     rebase = rebase_at(chain, mark.step)
@@ -161,6 +164,7 @@ def commit_rebase(chain: Chain, rebase: Rebase, attempt: Attempt) -> Rebase:
     if attempt.too_old:
         raise AttemptTooOld(_too_old_message(key, attempt))
     failpoint("rebase.before_commit")
+    # the commit
     put = chain.store.put_if_absent(key, canonical_json(rebase))
     failpoint("rebase.after_commit")
     if not put.won:
@@ -187,6 +191,7 @@ def discard_checkpoint(chain: Chain, rebase: Rebase) -> None:
     if keys.rebase_of_checkpoint(rebase.checkpoint.key) is None:
         return  # one of the chain's own checkpoints
     with suppress(StorageError):
+        # the manifest first, so that no reader follows it to deleted data
         manifest = read_manifest(chain.store, rebase.checkpoint.key)
         chain.store.delete(keys.manifest_of_files(manifest.key))
         for entry in manifest.files:
@@ -198,7 +203,7 @@ def checkpoint_extra(policy: PolicyRef, rebase: RebaseMark | None, weights_diges
     return {
         "state": policy.state,
         "weights_digest": weights_digest,
-        "rebase": rebase.attempt if rebase else None,
+        "rebase": _attempt_of(rebase),
     }
 
 
@@ -210,7 +215,7 @@ def checkpoints_before(chain: Chain, step: int) -> Iterator[Manifest]:
     gone.
     """
     base = rebase_in_effect(chain, step)
-    attempt, base_step = (base.attempt, base.policy.step) if base else (None, -1)
+    base_step = base.policy.step if base else -1
     # the chain's own checkpoints after the last rebase
     for checkpoint_step in reversed(stored_checkpoint_steps(chain)):
         if not base_step < checkpoint_step <= step:
@@ -222,7 +227,7 @@ def checkpoints_before(chain: Chain, step: int) -> Iterator[Manifest]:
             log.warning("the checkpoint %s is skipped, the redo will be longer: %s", key, error)
             continue
         state = chain.policy(checkpoint_step).state
-        if manifest.extra.get("state") == state and manifest.extra.get("rebase") == attempt:
+        if manifest.extra.get("state") == state and manifest.extra.get("rebase") == _attempt_of(base):
             yield manifest
     # then the checkpoint of the rebase
     if base is not None:
@@ -232,7 +237,9 @@ def checkpoints_before(chain: Chain, step: int) -> Iterator[Manifest]:
 def step_of_checkpoint(checkpoint: Manifest) -> int:
     """Returns the step of the policy in a checkpoint of a chain or of a rebase."""
     rebase_parts = keys.rebase_of_checkpoint(checkpoint.key)
-    step = rebase_parts[3] if rebase_parts else keys.checkpoint_step(keys.manifest_of_files(checkpoint.key))
+    if rebase_parts is not None:
+        return rebase_parts[3]
+    step = keys.checkpoint_step(keys.manifest_of_files(checkpoint.key))
     assert step is not None  # every checkpoint has a key of one of these forms
     return step
 
@@ -246,10 +253,8 @@ def is_checkpoint_of(chain: Chain, checkpoint: Manifest) -> bool:
     base = rebase_in_effect(chain, step)
     if base is not None and base.policy.step == step and base.exact:
         # an exact rebase keeps the committed weights, which descend from the rebase that the record names
-        record = chain.record(step)
-        mark = record.rebase if record else None
-        return checkpoint.extra.get("rebase") == (mark.attempt if mark else None)
-    return checkpoint.extra.get("rebase") == (base.attempt if base else None)
+        return checkpoint.extra.get("rebase") == _attempt_of(_rebase_in_record(chain, step))
+    return checkpoint.extra.get("rebase") == _attempt_of(base)
 
 
 def rebase_manifest(chain: Chain, rebase: Rebase) -> Manifest:
@@ -270,6 +275,18 @@ def rebase_manifest(chain: Chain, rebase: Rebase) -> Manifest:
         f"{rebase.checkpoint.key} {problem}, and the chain continues from it after step {rebase.policy.step}; "
         "restore it from a backup, or fork the run before that step"
     )
+
+
+def _rebase_in_record(chain: Chain, step: int) -> RebaseMark | None:
+    """Returns the rebase that the record of a step names. None for step 0, which has no record."""
+    if step == 0:
+        return None
+    record = chain.record(step)
+    return record.rebase if record else None
+
+
+def _attempt_of(rebase: Rebase | RebaseMark | None) -> str | None:
+    return rebase.attempt if rebase else None
 
 
 def _parse(data: bytes, key: str) -> Rebase:

@@ -78,16 +78,19 @@ class MinibatchPlan(Frozen):
 class StepRequest(Frozen):
     """Everything that a gradient step depends on, except the weights of the parent."""
 
+    # the artifacts and policies that the step reads
     parent: PolicyRef
     batch: ArtifactRef
     reference: PolicyRef | None = None
     old_logprobs: OldLogprobs = "trainer"
+    # the algorithm
     loss: dict[str, JsonValue]
     """The engine's LossSpec as JSON. Storage does not interpret it."""
     optimizer: OptimizerSpec
     minibatches: MinibatchPlan = MinibatchPlan()
     temperature: Temperature = 1.0
     """Temperature at which the batch was sampled. Logits are divided by it before the log-softmax."""
+    # state that is carried from step to step
     controllers_in: dict[str, FiniteFloat] = {}
     cursor_in: dict[str, Int64] = {}
     cursor_out: dict[str, Int64] = {}
@@ -98,6 +101,7 @@ class StepRequest(Frozen):
 
     def content(self) -> dict[str, Any]:
         """Returns the request without the names of runs and objects: what decides the next weights."""
+        # refs contain names: replace them by what they name
         body = self.model_dump(mode="json", exclude={"parent", "batch", "reference", "max_tokens"})
         return body | {
             "parent": self.parent.state,
@@ -161,14 +165,17 @@ class CommitRecord(Frozen):
     """The commit of one gradient step."""
 
     schema_version: int = 1
+    # the request and its result
     request: StepRequest
     state: str
     controllers_out: dict[str, float] = {}
     metrics: dict[str, float] = {}
+    # what the optimizer did
     updates: int
     """Optimizer updates made by this step."""
     skipped: int = 0
     """Updates that were skipped because of a non-finite gradient (nan_policy = "skip")."""
+    # what the bits of the weights depend on
     numerics: Numerics
     rebase: RebaseMark | None = None
     """The last rebase that the parent's weights descend from. The bits of the weights depend on it; the state does
@@ -202,8 +209,7 @@ class Chain:
 
     def root(self) -> Root | None:
         """Returns the root, or None if the chain has not begun. Raises CorruptArtifact."""
-        data = self._get(keys.chain_root(self.run, self.stage, self.model))
-        return None if data is None else _parse(Root, data, "chain root")
+        return self._read(Root, keys.chain_root(self.run, self.stage, self.model))
 
     def create_root(self, root: Root) -> Root:
         """Commits the root if there is none, and returns the committed one."""
@@ -213,9 +219,7 @@ class Chain:
 
     def record(self, step: int) -> CommitRecord | None:
         """Returns the record of `step` (>= 1), or None if the step is not committed. Raises CorruptArtifact."""
-        key = keys.chain_record(self.run, self.stage, self.model, step)
-        data = self._get(key)
-        return None if data is None else _parse(CommitRecord, data, key)
+        return self._read(CommitRecord, keys.chain_record(self.run, self.stage, self.model, step))
 
     def committed_record(self, step: int) -> CommitRecord:
         """Returns the record of a step (>= 1) that is known to be committed. Raises ObjectNotFound if it is missing."""
@@ -236,6 +240,7 @@ class Chain:
 
     def policy(self, step: int) -> PolicyRef:
         """Returns the policy after a committed step. Raises ObjectNotFound if that step is not committed."""
+        # step 0 is the root, every other step a record
         if step == 0:
             root = self.root()
             state = root.state() if root else None
@@ -264,6 +269,7 @@ class Chain:
         """
         parent = self.policy(after).state
         for step in range(after + 1, until + 1):
+            # a valid record names the state before it, and its own state follows from its request
             record = self.record(step)
             if record is None or record.request.parent.state != parent or record.state != record.request.next_state():
                 problem = "missing" if record is None else "not a child of the step before it"
@@ -274,11 +280,12 @@ class Chain:
             parent = record.state
             yield record
 
-    def _get(self, key: str) -> bytes | None:
+    def _read(self, record_class: type[RecordType], key: str) -> RecordType | None:
         try:
-            return self.store.get(key)
+            data = self.store.get(key)
         except ObjectNotFound:
             return None
+        return _parse(record_class, data, key)
 
 
 def base_model_of(store: ObjectStore, policy: PolicyRef) -> ArtifactRef:
@@ -286,6 +293,7 @@ def base_model_of(store: ObjectStore, policy: PolicyRef) -> ArtifactRef:
 
     Raises ObjectNotFound.
     """
+    # follow the starts of chains back to one that starts from a base model
     root = Chain.of(store, policy).root()
     while root is not None and root.start is not None:
         root = Chain.of(store, root.start).root()

@@ -126,6 +126,7 @@ def _warnings(recorded: RunInfo, current: RunInfo) -> Iterator[str]:
 
 def _differences(old: JsonValue, new: JsonValue, path: str = "") -> Iterator[tuple[str, str, str]]:
     """Yields (dotted key, old value, new value) of each leaf that differs."""
+    # descend into dictionaries, and compare everything else as a whole
     if isinstance(old, dict) and isinstance(new, dict):
         for key in sorted(old.keys() | new.keys()):
             key_path = f"{path}.{key}" if path else key

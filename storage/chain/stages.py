@@ -31,7 +31,9 @@ def stage_owner(store: ObjectStore, run: str, stage: str) -> str | None:
     """Returns the name of the model that began the stage, or None if it has not begun. Raises CorruptArtifact."""
     key = keys.stage_json(run, stage)
     body = read_json(store, key)
+    if body is None:
+        return None
     try:
-        return None if body is None else StageInfo.model_validate(body).start.model
+        return StageInfo.model_validate(body).start.model
     except ValidationError as error:
         raise CorruptArtifact(f"{key} does not say what the stage starts from: {error}") from error

@@ -66,7 +66,7 @@ class _Audit:
             if keys.rebase_step(info.key) is not None:
                 with suppress(CorruptArtifact, ObjectNotFound):  # ChainAudit reports it
                     self.rebase_checkpoints.add(read_rebase(self.store, info.key).checkpoint.key)
-        # artifacts
+        # artifacts: manifests and the files that they name
         artifact_keys = [key_patterns.artifact_of_manifest(info.key) for info in objects]
         artifacts = [key for key in artifact_keys if key is not None]
         for number, artifact in enumerate(artifacts):
@@ -108,6 +108,7 @@ class _Audit:
         """Returns the problem with one file of an artifact, or None."""
         size = self.sizes.get(entry.key)
         try:
+            # the digest covers the size, too
             if self.read_bytes:
                 sha256, size = self._digest(entry.key)
                 self.findings.counts["bytes"] += size

@@ -32,6 +32,7 @@ class ChainAudit:
         if parent is None:
             return
         self._read_rebases()
+        # every step up to the last one must have a record
         steps = set(self.chain.steps())
         for step in range(1, max(steps, default=0) + 1):
             record = self._read_record(step)
@@ -165,6 +166,7 @@ class ChainAudit:
     def _check_inputs(self, record: CommitRecord) -> None:
         """Checks the batch of a step, the accounting of its prompts, and that none of its shards is left over."""
         key, batch = keys.chain_record(*self.name, record.policy.step), record.request.batch
+        # the batch
         try:
             stored = find_artifact(self.store, batch.key)
         except CorruptArtifact as error:
@@ -178,6 +180,7 @@ class ChainAudit:
                 batch.key, f"is {stored.sha256[:12]}, the step {key} was made from {batch.sha256[:12]}", FORK
             )
             return
+        # the prompts, and shards that were not used
         for problem in check_accounting(self.store, record):
             self.findings.error(key, problem, "look at the tables of that step; a step is never taken again")
         self._check_unused_shards(record)

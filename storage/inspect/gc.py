@@ -45,11 +45,14 @@ GarbageReason = Literal[
 KeptReason = Literal[
     "live",
     "younger than asked for",
-    "incomplete version of a model (publish it again, or collect when nobody writes)",
+    "incomplete version of a model (publish it again, or collect while no other process writes)",
     "next to a manifest that cannot be read",
     "named since it was looked at",
     "not understood",
 ]
+INCOMPLETE_VERSION: KeptReason = (
+    "incomplete version of a model (publish it again, or collect while no other process writes)"
+)
 
 
 class ObjectTotals(Frozen):
@@ -112,6 +115,7 @@ def collect_garbage(
     Raises ValueError for too small an age, PermanentStorageError if a newer version of this program writes to the
     store.
     """
+    # an attempt that may still be committed must not be collected
     least = timedelta(seconds=MAX_ATTEMPT_SECONDS) + MARGIN
     if older_than < least and not exclusive:
         raise ValueError(
@@ -150,6 +154,7 @@ class _Collection:
         garbage = self.candidates()
         if garbage and not dry_run:
             garbage = self._delete(self._still_garbage(garbage))
+        # the report
         deleted_sizes: dict[GarbageReason, list[int]] = defaultdict(list)
         for item in garbage:
             deleted_sizes[item.reason].append(item.size)
@@ -228,7 +233,7 @@ class _Collection:
             elif artifact in unreadable_artifacts:
                 self._keep("next to a manifest that cannot be read", info.size)
             elif kind == "published" and not self.exclusive:
-                self._keep("incomplete version of a model (publish it again, or collect when nobody writes)", info.size)
+                self._keep(INCOMPLETE_VERSION, info.size)
             elif self._is_young(upload_times.get(artifact, info.modified)):
                 self._keep("younger than asked for", info.size)
             else:
@@ -278,6 +283,7 @@ class _Collection:
         objects, leftovers = list(self.store.list()), list(self.store.leftovers())
         named_keys = self._named_keys(objects)
         unreadable_artifacts = {key_patterns.artifact_of_manifest(key) for key in self.unreadable}
+        # an object that was written again has another time of change
         modified = {info.key: info.modified for info in objects}
         modified |= {leftover.name: leftover.modified for leftover in leftovers}
 
@@ -309,6 +315,7 @@ class _Collection:
 
     def _delete_group(self, group: tuple[str, list[Garbage]]) -> list[Garbage]:
         """Deletes the garbage of one artifact, right after a last look at the manifest that could name it."""
+        # all items of a group are of one kind
         artifact, items = group
         leftover, reason = items[0].leftover, items[0].reason
         if leftover is not None:
@@ -326,6 +333,7 @@ class _Collection:
             if self.unreadable.intersection(manifests):
                 return []
             items = [item for item in items if item.name not in named_keys]
+        # what is left is garbage
         for item in items:
             self.store.delete(item.name)
         return items

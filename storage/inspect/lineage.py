@@ -85,6 +85,7 @@ def lineage_of(store: ObjectStore, target: str) -> Lineage:
 
     Of a run, it is the lineage of the longest chain of the last stage. Raises ObjectNotFound, CorruptArtifact.
     """
+    # a policy, a model or a run, in this order
     if _POLICY.fullmatch(target):
         policy, title = resolve_policy(store, target), f"policy {target}"
         return _lineage_of_policy(store, policy, title)
@@ -159,7 +160,9 @@ def policy_of_model(store: ObjectStore, model: ArtifactRef) -> PolicyRef | None:
     Raises ObjectNotFound if its run is gone.
     """
     uri = next((parent for parent in model.parents if parent.startswith("policy:")), None)
-    return None if uri is None else resolve_policy(store, uri)
+    if uri is None:
+        return None
+    return resolve_policy(store, uri)
 
 
 def last_policy_of_run(store: ObjectStore, run: str) -> PolicyRef:
@@ -178,7 +181,9 @@ def _lineage_of_policy(store: ObjectStore, policy: PolicyRef, title: str) -> Lin
 
 def _find_model(store: ObjectStore, target: str) -> ArtifactRef | None:
     name, _, version = target.partition("@")
-    return find_model(store, name, version or None) if keys.is_name(name) else None
+    if not keys.is_name(name):
+        return None
+    return find_model(store, name, version or None)
 
 
 def _segments(store: ObjectStore, policy: PolicyRef) -> tuple[str | None, list[ChainSegment]]:
@@ -193,7 +198,10 @@ def _segments(store: ObjectStore, policy: PolicyRef) -> tuple[str | None, list[C
         segments.append(ChainSegment(run=end.run, stage=end.stage, model=end.model, until=end.step))
         # the chain before ends at the start policy, or at the policy from which the base model was made
         base = root.base
-        end = root.start if root.base is None else policy_of_model(store, read_manifest(store, root.base.key).ref)
+        if base is None:
+            end = root.start
+        else:
+            end = policy_of_model(store, read_manifest(store, base.key).ref)
     return None if base is None else registered_key(base), segments[::-1]
 
 

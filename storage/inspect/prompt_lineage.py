@@ -158,7 +158,9 @@ def _descendants(store: ObjectStore, touched: set[str]) -> tuple[list[str], list
     while True:
         count_before = len(first_steps) + len(touched_models)
         for chain, history in histories.items():
-            step = None if chain in first_steps else _first_touched(chain, history, touched, touched_models)
+            if chain in first_steps:
+                continue
+            step = _first_touched(chain, history, touched, touched_models)
             if step is not None:
                 first_steps[chain] = step
                 touched |= set(history[step:])

@@ -61,12 +61,16 @@ def summarize_run(store: ObjectStore, run: str) -> RunSummary:
 def fork_origin(store: ObjectStore, run: str) -> str | None:
     """Returns `run/stage@step` of the place where the run was forked, or None if it is not a fork."""
     fork = read_json(store, keys.fork_json(run))
-    return None if fork is None else f"{fork.get('run')}/{fork.get('stage')}@{fork.get('step')}"
+    if fork is None:
+        return None
+    return f"{fork.get('run')}/{fork.get('stage')}@{fork.get('step')}"
 
 
 def seconds_since(time: str | None) -> float | None:
     """Seconds between an ISO time and now, by this machine's clock."""
-    return None if time is None else (datetime.now(UTC) - datetime.fromisoformat(time)).total_seconds()
+    if time is None:
+        return None
+    return (datetime.now(UTC) - datetime.fromisoformat(time)).total_seconds()
 
 
 def _longest_head(chains: list[Chain]) -> tuple[int, str | None]:
@@ -76,7 +80,9 @@ def _longest_head(chains: list[Chain]) -> tuple[int, str | None]:
         step = max(chain.steps(), default=0)
         if step > last_step:
             longest, last_step = chain, step
-    record = longest.record(last_step) if longest is not None else None
+    if longest is None:
+        return 0, None
+    record = longest.record(last_step)
     return last_step, record.time if record else None
 
 

@@ -91,6 +91,7 @@ def previous_champion(log: Sequence[AliasEntry]) -> str | None:
     A rollback undoes the moves after its version: after a, b, c and a rollback to b, the previous champion is a.
     """
     champions: list[str] = []
+    # the champions in order, without those that a rollback undid
     for entry in log:
         if entry.action == "rollback":
             while champions and champions[-1] != entry.version:
@@ -151,6 +152,7 @@ def apply_decision(store: ObjectStore, decision: Decision) -> None:
     """Moves the champion alias as the decision says, unless the decision moved it before. Raises AliasMoved."""
     if not decision.moves:
         return
+    # the entry after the champion's: only one decision can get it
     body = {
         "version": decision.version, "action": decision.action, "decision": decision.id, "created": decision.created,
     }  # fmt: skip
@@ -169,7 +171,9 @@ def apply_decision(store: ObjectStore, decision: Decision) -> None:
 def find_decision(store: ObjectStore, name: str, decision_id: str) -> Decision | None:
     """Returns the decision with that id, in force or not, or None."""
     ref = find_artifact(store, keys.model_note(name, "decisions", decision_id))
-    return None if ref is None else _parse(read_bytes(store, ref), ref.key)
+    if ref is None:
+        return None
+    return _parse(read_bytes(store, ref), ref.key)
 
 
 def decisions_of(store: ObjectStore, name: str) -> list[Decision]:
@@ -177,7 +181,9 @@ def decisions_of(store: ObjectStore, name: str) -> list[Decision]:
     decisions = []
     for info in store.list(keys.model_part(name, "decisions")):
         key = key_patterns.artifact_of_manifest(info.key)
-        decision = None if key is None else find_decision(store, name, key.rpartition("/")[2])
+        if key is None:
+            continue
+        decision = find_decision(store, name, key.rpartition("/")[2])
         if decision is not None:
             decisions.append(decision)
     return sorted(decisions, key=lambda decision: decision.created)
@@ -196,6 +202,7 @@ def resolve_model(store: ObjectStore, key: str) -> str:
     name, _, version = key.partition("@")
     if not keys.is_name(name) or (version and not keys.is_name(version)):
         return key
+    # a version has precedence over an alias of the same name
     if version and find_model(store, name, version) is not None:
         return key
     resolved_version = resolve_alias(store, name, version or "latest")

@@ -37,6 +37,7 @@ def publish_model(
     A repetition completes an interrupted publication. The digest of the version's content is recorded before the first
     upload, so that two publishers never mix their files. Raises VersionConflict if the version names other content.
     """
+    # decide the content of the version, upload it unless it is committed, move "latest"
     key = keys.model_version(name, version)
     entries = file_entries(files, lambda file: f"{key}/{file}")
     _claim(store, name, version, digest_of(entries))
@@ -60,7 +61,9 @@ def find_published(store: ObjectStore, name: str, version: str) -> ArtifactRef |
 def find_model(store: ObjectStore, name: str, version: str | None = None) -> ArtifactRef | None:
     """Returns the model of that version (None: the latest), or None if there is none."""
     version = version or resolve_alias(store, name)
-    return None if version is None else find_artifact(store, keys.model_version(name, version))
+    if version is None:
+        return None
+    return find_artifact(store, keys.model_version(name, version))
 
 
 def list_versions(store: ObjectStore, name: str) -> list[str]:
@@ -95,7 +98,9 @@ def set_alias(store: ObjectStore, name: str, alias: str, version: str) -> int:
 def resolve_alias(store: ObjectStore, name: str, alias: str = LATEST) -> str | None:
     """Returns the version that `alias` names now, or None."""
     numbers = _log_numbers(store, name, alias)
-    return _read_entry(store, name, alias, numbers[-1]) if numbers else None
+    if not numbers:
+        return None
+    return _read_entry(store, name, alias, numbers[-1])
 
 
 def _make_latest_once(store: ObjectStore, name: str, version: str) -> None:
@@ -109,9 +114,11 @@ def _append_alias(store: ObjectStore, name: str, alias: str, version: str) -> in
     last = numbers[-1] if numbers else 0
     if last and _read_entry(store, name, alias, last) == version:
         return last
+    # the attempt id makes the entries of two writers different bytes
     body = {"version": version, "attempt": uuid4().hex, "created": datetime.now(UTC).isoformat()}
     while True:
         last += 1
+        # another writer may take the number: then try the next, unless its entry is the same
         put = store.put_if_absent(keys.model_alias(name, alias, last), canonical_json(body))
         if put.won or _version_in(put.data, keys.model_alias(name, alias, last)) == version:
             return last
@@ -166,6 +173,7 @@ def available_name(store: ObjectStore, name: str, parent: str) -> str:
     """
     number, candidate = 1, name
     while True:
+        # a name without versions is free
         versions = [find_model(store, candidate, version) for version in list_versions(store, candidate)]
         if all(model is not None and parent in model.parents for model in versions):
             return candidate

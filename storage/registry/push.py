@@ -44,6 +44,7 @@ def push_model(store: ObjectStore, name: str, version: str, url: str, *, card: s
 
 
 def _to_filesystem(url: str, manifest: Manifest, files: dict[str, Path], card: str, *, force: bool) -> None:
+    # the file system of the URL
     try:
         filesystem, root = fsspec.core.url_to_fs(url)
     except (ValueError, ImportError) as error:
@@ -99,6 +100,7 @@ def _to_hub(repository: str, files: dict[str, Path], card: str, *, message: str)
         if name != CARD
     ]
     operations.append(CommitOperationAdd(path_in_repo=CARD, path_or_fileobj=card.encode()))
+    # one commit, so that the repository is never incomplete
     try:
         api.create_repo(repository, private=True, exist_ok=True)
         api.create_commit(repository, operations, commit_message=message)

@@ -340,6 +340,7 @@ def _commit(
     With `shared` the data of a loser is the winner's, and is not removed. Raises AttemptTooOld, and then nothing was
     committed.
     """
+    # the manifest commits the artifact
     _reach_failpoint(draft.kind, "after_data")
     _reach_failpoint(draft.kind, "before_manifest")
     if attempt.too_old:
@@ -352,6 +353,7 @@ def _commit(
             store.delete(manifest_key)
             raise AttemptTooOld(_too_old_message(draft.key, attempt))
         return draft
+    # another writer was first
     winner = _parse(put.data, manifest_key, draft.key)
     if not shared:
         _discard(store, draft, keep={entry.key for entry in winner.files})

@@ -19,6 +19,7 @@ _MANIFEST = re.compile(
     r"|uploads/[^/]+/[0-9a-f]{64})/manifest\.json",
     re.ASCII,
 )
+# files of artifacts and attempts, next to or below the manifest
 _DATA = re.compile(
     r"runs/.+/stages/[^/]+/(?:steps/\d{6,}/[^/]+|evaluations)/[^/]+\.[0-9a-f]{32}\.[^/]+"
     r"|runs/.+/stages/[^/]+/(?:checkpoints/[^/]+/\d{6,}|rebased/[^/]+/\d{6,}\.[0-9a-f]{32})/[0-9a-f]{32}/.+"
@@ -27,6 +28,7 @@ _DATA = re.compile(
     r"|models/[^/]+/(?:decisions|cards)/[^/.]+\.[0-9a-f]{32}\.[^/]+|uploads/[^/]+/[0-9a-f]{64}/[0-9a-f]{32}/.+",
     re.ASCII,
 )
+# objects without a manifest
 _STANDALONE = re.compile(
     r"store\.json|models/[^/]+/(?:claims/[^/]+|aliases/[^/]+/\d{6,})\.json"
     rf"|runs/.+/(?:{_OF_RUN}"
@@ -80,7 +82,9 @@ def owning_artifact(key: str) -> str | None:
     """Returns the logical key of the artifact that a manifest or data belongs to, or None for any other object."""
     if (artifact := artifact_of_manifest(key)) is not None:
         return artifact
-    match = _OWNER.fullmatch(key) if is_artifact_data(key) else None
+    if not is_artifact_data(key):
+        return None
+    match = _OWNER.fullmatch(key)
     if match is None:
         return None
     return match[1] or match[2] or match[3]

@@ -95,9 +95,6 @@ def validate_run(run: str) -> str:
     return run
 
 
-# -- numbers and manifests -----------------------------------------------------------------------------------
-
-
 def format_number(value: int) -> str:
     """Writes a number with at least six digits, so that names sort like numbers."""
     if value < 0:
@@ -107,7 +104,12 @@ def format_number(value: int) -> str:
 
 def parse_number(key: str) -> int | None:
     """Returns 42 for a key like …/000042.json, and None for any other key."""
-    return int(match[1]) if (match := _NUMBERED.fullmatch(key)) else None
+    return _number_in(_NUMBERED, key)
+
+
+def _number_in(pattern: re.Pattern[str], key: str) -> int | None:
+    match = pattern.fullmatch(key)
+    return int(match[1]) if match else None
 
 
 def manifest(key: str) -> str:
@@ -266,7 +268,7 @@ def chain_record(run: str, stage: str, policy: str, step: int) -> str:
 
 def record_step(key: str) -> int | None:
     """Returns the step of a chain record's key, and None for any other key."""
-    return int(match[1]) if (match := _RECORD.fullmatch(key)) else None
+    return _number_in(_RECORD, key)
 
 
 def rebases_prefix(run: str, stage: str, policy: str) -> str:
@@ -280,7 +282,7 @@ def rebase(run: str, stage: str, policy: str, step: int) -> str:
 
 def rebase_step(key: str) -> int | None:
     """Returns the step of a rebase's key, and None for any other key."""
-    return int(match[1]) if (match := _REBASE.fullmatch(key)) else None
+    return _number_in(_REBASE, key)
 
 
 def rebase_checkpoint(run: str, stage: str, policy: str, step: int, attempt: str) -> str:
@@ -312,7 +314,7 @@ def checkpoint_name(checkpoint_key: str) -> str:
 
 def checkpoint_step(key: str) -> int | None:
     """Returns the step for the key of a checkpoint's manifest, and None for any other key."""
-    return int(match[1]) if (match := _CHECKPOINT.fullmatch(key)) else None
+    return _number_in(_CHECKPOINT, key)
 
 
 def checkpoint_chain(checkpoint_key: str) -> tuple[str, str, str]:
@@ -321,9 +323,6 @@ def checkpoint_chain(checkpoint_key: str) -> tuple[str, str, str]:
     if not match:
         raise InvalidKey(f"{checkpoint_key[:200]!r} is not the key of a checkpoint")
     return match[1], match[2], match[3]
-
-
-# -- evaluations and datasets --------------------------------------------------------------------------------
 
 
 def evaluation(run: str, stage: str, name: str) -> str:

@@ -130,6 +130,7 @@ class ObjectStore:
         """
         validate_key(key)
         to.parent.mkdir(parents=True, exist_ok=True)
+        # download to a hidden name, so that `to` appears complete
         temporary = to.with_name(f"{HIDDEN_PREFIX}{uuid4().hex}")
         try:
             with_retries(lambda: self.backend.download(key, temporary), self._describe("fetch", key), self.retry)
@@ -182,6 +183,7 @@ def open_store(url: str | Path, options: Mapping[str, Any] | None = None) -> Obj
     text = str(url)
     scheme, separator, _ = text.partition("://")
     parts = urlsplit(text)
+    # one backend per scheme
     if not separator or scheme == "file":
         folder = _folder_of_url(text, parts) if separator else Path(text).expanduser()
         backend: Backend = LocalBackend(Path(os.path.abspath(folder)))
@@ -196,6 +198,7 @@ def open_store(url: str | Path, options: Mapping[str, Any] | None = None) -> Obj
         raise UnsupportedFilesystem(
             f"no store for {text!r}: {scheme}:// is not supported; use file:///folder, s3://bucket/prefix or memory://name"
         )
+    # no other backend has options
     if options and scheme != "s3":
         raise UnsupportedFilesystem(f"{text!r} takes no options, {sorted(options)} given; options are for s3://")
     return ObjectStore(backend)

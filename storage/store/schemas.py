@@ -17,6 +17,7 @@ def _schema(*required: tuple[str, pa.DataType], nullable: Sequence[tuple[str, pa
 
 
 SCHEMAS: dict[str, pa.Schema] = {
+    # datasets
     "threads": _schema(
         ("index", pa.int64()), ("id", pa.string()), ("thread", pa.string()), nullable=[("metadata", pa.string())]
     ),
@@ -24,6 +25,7 @@ SCHEMAS: dict[str, pa.Schema] = {
         ("index", pa.int64()), ("id", pa.string()), ("chosen", pa.string()), ("rejected", pa.string()),
         nullable=[("metadata", pa.string())],
     ),
+    # samples and their grades
     "rollouts": _schema(
         ("prompt_index", pa.int64()),
         ("prompt_id", pa.string()),
@@ -65,6 +67,7 @@ SCHEMAS: dict[str, pa.Schema] = {
             pa.field("reason", pa.string()),
         ]
     ),
+    # batches of gradient steps
     "batch": _schema(
         ("group", pa.string()),
         ("completion", pa.int32()),
@@ -82,6 +85,7 @@ SCHEMAS: dict[str, pa.Schema] = {
             ("preferred", pa.bool_()),  # which of the two rows of a pair this is
         ],
     ),
+    # evaluations
     "evaluation": pa.schema(
         [
             pa.field("prompt_index", pa.int64(), nullable=False),

@@ -84,6 +84,7 @@ def read_table(store: ObjectStore, ref: ArtifactRef, columns: Sequence[str] | No
     data = read_bytes(store, ref)
     try:
         file = pq.ParquetFile(pa.BufferReader(data))
+        # a table without an optional column is valid
         if columns is not None and ref.kind in OPTIONAL:
             absent = set(OPTIONAL[ref.kind].names) - set(file.schema_arrow.names)
             columns = [name for name in columns if name not in absent]
@@ -234,6 +235,7 @@ class RowReader:
         self._source.close()
 
     def _group(self, number: int) -> pa.Table:
+        # a least-recently-used cache of row groups
         with self._lock:
             if number in self._groups:
                 self._groups.move_to_end(number)
@@ -340,6 +342,7 @@ def _table_of_rows(rows: Sequence[Mapping[str, Any]], kind: str) -> pa.Table:
         differing = set(row) ^ expected
         if differing:
             raise SchemaMismatch(f"a row of a {kind} table has the columns {sorted(row)}: {sorted(differing)} differ")
+    # convert each column with its declared type, so that an error names the column
     columns = []
     for field in schema:
         try:

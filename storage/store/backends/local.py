@@ -70,6 +70,7 @@ class LocalBackend:
         is_object = path.resolve().is_relative_to(self.root.resolve())
         with self._writing(key):
             with self._temporary(target.parent) as temporary:
+                # a link is enough for a file that nothing else will write to
                 if not ((move or is_object) and _try_link(path, temporary, shared=is_object)):
                     shutil.copyfile(path, temporary)
                 _sync_file(temporary)
@@ -83,6 +84,7 @@ class LocalBackend:
         with self._writing(key):
             if target.is_dir():
                 raise IsADirectoryError(errno.EISDIR, "is a folder", str(target))
+            # an existing object needs no write; a new one is linked, which fails if another writer was faster
             won = not target.exists() and self._link_if_absent(target, data)
             _sync_folder(target.parent)  # also for a loser, which relies on a name that may not be synced yet
         if won:
@@ -121,6 +123,7 @@ class LocalBackend:
         for folder, folders, files in os.walk(self.root):
             for name in [name for name in (*folders, *files) if name.startswith(HIDDEN_PREFIX)]:
                 path = Path(folder, name)
+                # size and time of the last change of the file, or of everything in the folder
                 try:
                     size, changed = _size_and_change(path)
                 except FileNotFoundError:
@@ -205,6 +208,7 @@ class LocalBackend:
         """Creates `folder` and syncs the names of its whole path, once per process."""
         if folder in self._durable and folder.is_dir():
             return
+        # collect the folders to create before they exist
         missing = [parent for parent in (self.root, *self.root.parents) if not parent.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         path = (folder, *folder.parents)
@@ -223,6 +227,7 @@ class LocalBackend:
             return
         for name, entry, is_folder in named:
             if is_folder:
+                # only folders that can contain keys with the prefix
                 if f"{name}/".startswith(prefix) or prefix.startswith(f"{name}/"):
                     yield from self._walk(f"{name}/", prefix)
             elif name.startswith(prefix) and is_key(name):  # not a temporary or foreign file

@@ -13,8 +13,11 @@ from storage.errors import (
     StorageUnavailable,
 )
 
+# the disk or a quota is full
 _FULL = {errno.ENOSPC, errno.EDQUOT}
+# the process has no permission
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
+# the same call may succeed later
 _TRANSIENT = {
     errno.EIO, errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE,
     errno.ENOMEM, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN,

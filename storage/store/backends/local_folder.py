@@ -39,6 +39,7 @@ class StoreFolder:
         """
         # read first: another thread may create store.json after this one looked for it
         known_id, folder_existed = self._id, self._folder_existed
+        # unchanged since the last check: the id need not be read again
         try:
             stat = os.stat(self._file)
             signature = (stat.st_dev, stat.st_ino, stat.st_mtime_ns, stat.st_size)
@@ -50,6 +51,7 @@ class StoreFolder:
             return
         except OSError as error:
             raise storage_error_of(error, store_json(), self._url) from error
+        # changed: compare the id with the one that was read first
         if self._id not in (None, store_id):
             raise OtherStore(
                 f"{self._url} holds another store than before: {self._file} had the id {self._id}, now it has "

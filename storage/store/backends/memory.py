@@ -52,6 +52,7 @@ class MemoryBackend:
     def put(self, key: str, data: bytes) -> None:
         with _lock:
             self._fs.pipe_file(self._root + key, data)
+            # the clock of the store may be a test's
             self._fs.store[self._root + key].modified = datetime.fromtimestamp(self._clock(), UTC)
 
     def put_file(self, key: str, path: Path, *, move: bool) -> None:

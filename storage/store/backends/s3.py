@@ -63,6 +63,7 @@ class S3Backend:
             with translated_errors(key, self.url):
                 return self._get(Key=self._prefix + key, Range=f"bytes={start}-{stop - 1}", IfMatch=head["ETag"])
 
+        # a buffer on top, because Parquet readers make many small reads
         raw = _RangeReader(read, head["ContentLength"], description=f"read {key!r} in {self.url}")
         return cast(BinaryIO, io.BufferedReader(raw, READ_AHEAD_BYTES))
 
@@ -97,6 +98,7 @@ class S3Backend:
         with translated_errors(key, self.url):
             if self._put_new(key, data, attempt):
                 return PutResult(True, data)
+        # the server refused the put: the stored object may be from an earlier try of this call
         try:
             with translated_errors(key, self.url):
                 stored, metadata = self._get_with_metadata(Key=self._prefix + key)
@@ -116,6 +118,7 @@ class S3Backend:
         return None
 
     def now(self) -> float:
+        # the server stamps every new object with its time
         name = f"{self._prefix}{HIDDEN_PREFIX}clock-{uuid4().hex}"
         with translated_errors("the store's clock", self.url):
             self._call("put_object", Key=name, Body=b"")
@@ -199,6 +202,7 @@ class S3Backend:
         with self._conditional:
             if self._conditional_checked:
                 return
+            # the probe object stays, so that later processes make only one request
             probe = f"{HIDDEN_PREFIX}conditional-put"
             with translated_errors(probe, self.url):
                 if self._put_new(probe, b"1", "") and self._put_new(probe, b"2", ""):

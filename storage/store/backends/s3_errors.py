@@ -30,12 +30,15 @@ from storage.errors import (
     StorageUnavailable,
 )
 
+# error codes of servers: no space or quota is left
 _FULL_CODES = {"InsufficientStorage", "QuotaExceeded", "XMinioStorageFull"}
+# error codes of servers: the same call may succeed later
 _TRANSIENT_CODES = {
     "SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "RequestTimeout", "InternalError",
     "ServiceUnavailable", "OperationAborted", "ConditionalRequestConflict", "RequestTimeTooSkewed",
     "XAmzContentSHA256Mismatch", "IncompleteBody", "BadDigest",
 }  # fmt: skip
+# exceptions of the client: no reply, or an incomplete one
 _NETWORK = (
     BotoConnectionError, HTTPClientError, IncompleteReadError, ResponseParserError, FSTimeoutError,
     aiohttp.ClientError, ConnectionError, TimeoutError,
@@ -53,9 +56,11 @@ def translated_errors(key: str, url: str) -> Iterator[None]:
 
 
 def _storage_error(error: BaseException, where: str) -> StorageError:
+    # the server replied
     reply = client_error_of(error)
     if reply is not None:
         return _error_of_reply(reply, where)
+    # the server could not be reached, or the client failed
     if isinstance(error, _NETWORK):
         return StorageUnavailable(f"{where}: {type(error).__name__}: {error}")
     if isinstance(error, NoCredentialsError | PartialCredentialsError):
@@ -69,6 +74,7 @@ def _storage_error(error: BaseException, where: str) -> StorageError:
 
 def _error_of_reply(reply: ClientError, where: str) -> StorageError:
     status, code = http_status(reply), reply.response.get("Error", {}).get("Code", "")
+    # codes with a meaning of their own come before the status
     if code == "NoSuchBucket":
         return NoSuchBucket(f"{where}: there is no such bucket; create it first, or correct the URL")
     if code == "NoSuchUpload":

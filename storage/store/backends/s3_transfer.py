@@ -39,8 +39,10 @@ class Transfer:
         """Uploads a file as the object `name`, a full key of the bucket."""
         size = path.stat().st_size
         if size <= self._part_bytes:
+            # a small file is one request
             await self._call("put_object", name, Body=await asyncio.to_thread(path.read_bytes))
             return
+        # a large file is uploaded in parts, and becomes visible on completion
         attempt = uuid4().hex
         created = await self._call("create_multipart_upload", name, Metadata={ATTEMPT: attempt})
         upload = {"Key": name, "UploadId": created["UploadId"]}
@@ -53,6 +55,7 @@ class Transfer:
 
     async def download(self, name: str, to: Path) -> None:
         """Downloads the object to the file `to`. Raises CorruptArtifact if the object is replaced meanwhile."""
+        # the size, and the ETag that all parts must have
         head = await self._call("head_object", name)
         size: int = head["ContentLength"]
         descriptor = await asyncio.to_thread(os.open, to, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
@@ -71,6 +74,7 @@ class Transfer:
             os.close(descriptor)
 
     async def _upload_parts(self, upload: dict[str, str], path: Path, size: int) -> list[dict[str, Any]]:
+        # parts large enough that there are at most MAX_PARTS
         part_bytes = max(self._part_bytes, -(-size // MAX_PARTS))
         parts: list[dict[str, Any]] = [{}] * -(-size // part_bytes)
         descriptor = await asyncio.to_thread(os.open, path, os.O_RDONLY | os.O_CLOEXEC)
@@ -151,6 +155,7 @@ class Transfer:
 async def _run_concurrently(transfer_part: Callable[[int], Awaitable[None]], count: int) -> None:
     """Calls transfer_part(0) … transfer_part(count - 1), CONCURRENT_PARTS at a time. The first failure cancels the
     others and is raised."""
+    # all workers take indices from one iterator
     indices = iter(range(count))
 
     async def work() -> None:

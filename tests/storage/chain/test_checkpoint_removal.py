@@ -106,7 +106,7 @@ def test_what_a_name_means(toy: ToyRun) -> None:
         resolve_checkpoint_name(toy.store, "toy/policy-3")
 
 
-def test_a_stage_resumes_where_it_began_although_another_checkpoint_has_the_name_now(tmp_path: Path) -> None:
+def test_a_stage_resumes_where_it_began_although_the_name_has_moved(tmp_path: Path) -> None:
     store = open_store(tmp_path / "store")
     file = tmp_path / "weights"
     for stage in ("0-sft", "1-sft"):

@@ -99,8 +99,8 @@ def test_the_marks_of_loops_are_copied_up_to_the_fork(toy: ToyRun) -> None:
     def marks(run: str) -> dict[str, tuple[str, int, list[int]]]:
         prefix = keys.loops_prefix(run)
         bodies = {info.key.removeprefix(prefix): json.loads(toy.store.get(info.key)) for info in toy.store.list(prefix)}
-        at = {key: body["policies"]["policy"] for key, body in bodies.items()}
-        return {key: (at[key]["run"], at[key]["step"], body["cursors"]) for key, body in bodies.items()}
+        policies = {key: body["policies"]["policy"] for key, body in bodies.items()}
+        return {key: (policies[key]["run"], policies[key]["step"], body["cursors"]) for key, body in bodies.items()}
 
     fork(toy.store, 3)
     assert marks("new") == {

@@ -120,12 +120,12 @@ def test_the_keys() -> None:
     assert key == "runs/d/t/stages/0-s/chains/p/rebases/000040.json"
     assert (keys.rebase_step(key), keys.record_step(key), key_patterns.classify_key(key)) == (40, None, "standalone")
     assert keys.rebase_step(keys.chain_record("d/t", "0-s", "p", 40)) is None
-    own = keys.rebase_checkpoint("d/t", "0-s", "p", 40, attempt)
-    assert keys.rebase_of_checkpoint(own) == ("d/t", "0-s", "p", 40, attempt)
+    checkpoint_key = keys.rebase_checkpoint("d/t", "0-s", "p", 40, attempt)
+    assert keys.rebase_of_checkpoint(checkpoint_key) == ("d/t", "0-s", "p", 40, attempt)
     assert keys.rebase_of_checkpoint(keys.checkpoint("d/t", "0-s", "p", 40)) is None
-    manifest, data = keys.manifest_of_files(own), f"{own}/{'b' * 32}/weights"
-    assert (key_patterns.classify_key(manifest), key_patterns.owning_artifact(manifest)) == ("manifest", own)
-    assert (key_patterns.classify_key(data), key_patterns.owning_artifact(data)) == ("attempt", own)
+    manifest, data = keys.manifest_of_files(checkpoint_key), f"{checkpoint_key}/{'b' * 32}/weights"
+    assert (key_patterns.classify_key(manifest), key_patterns.owning_artifact(manifest)) == ("manifest", checkpoint_key)
+    assert (key_patterns.classify_key(data), key_patterns.owning_artifact(data)) == ("attempt", checkpoint_key)
     assert keys.checkpoint_step(manifest) is None
 
 
@@ -316,11 +316,11 @@ def test_a_fork_goes_on_from_the_same_weights(rebased: Chain, step: int, steps: 
     mine = {rebase.policy.step: rebase for rebase in rebases_in_effect(copy)}
     assert list(mine) == steps
     for theirs in rebases_in_effect(rebased, step):
-        one = mine[theirs.policy.step]
-        assert one.mark == theirs.mark
-        assert one.policy == theirs.policy.model_copy(update={"run": "new"})
-        assert keys.run_of(keys.manifest_of_files(one.checkpoint.key)) == "new"
-        assert one.checkpoint.sha256 == theirs.checkpoint.sha256
+        copied = mine[theirs.policy.step]
+        assert copied.mark == theirs.mark
+        assert copied.policy == theirs.policy.model_copy(update={"run": "new"})
+        assert keys.run_of(keys.manifest_of_files(copied.checkpoint.key)) == "new"
+        assert copied.checkpoint.sha256 == theirs.checkpoint.sha256
     nearest = [key.replace("/new/", "/r/") for key in reached_from(copy, step)]
     assert nearest == reached_from(rebased, step)[: len(nearest)]
     assert nearest[:1] == reached_from(rebased, step)[:1]

@@ -92,7 +92,8 @@ def test_the_latest_named_ones_are_kept(tmp_path: Path, options: dict[str, Any],
     removed = prune_checkpoints(store, POLICY, keep_last=1, **options)
     assert kept(store, written) == expected
     assert removed == [step for step in written if step not in expected]
-    assert not [info.key for step in removed for info in store.list(f"{written[step]}/")]
+    for step in removed:
+        assert not list(store.list(f"{written[step]}/"))
 
 
 def test_a_named_one_that_a_champion_was_made_from_is_kept(tmp_path: Path) -> None:

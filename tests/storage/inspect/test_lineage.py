@@ -29,8 +29,10 @@ def sampled_ids(toy: ToyRun, step: int) -> list[str]:
     """Ids of the prompts of a step, one per completion, straight from its tables."""
     record = toy.chain.record(step)
     assert record is not None
-    refs = step_inputs(toy.store, record).rollouts
-    return [i for ref in refs for i in read_table(toy.store, ref, ["prompt_id"])["prompt_id"].to_pylist()]
+    prompt_ids: list[str] = []
+    for ref in step_inputs(toy.store, record).rollouts:
+        prompt_ids += read_table(toy.store, ref, ["prompt_id"])["prompt_id"].to_pylist()
+    return prompt_ids
 
 
 def test_a_model_a_policy_and_a_run_have_one_lineage(toy: ToyRun) -> None:

@@ -74,9 +74,9 @@ def test_a_hold_is_kept_and_moves_nothing(store: ObjectStore) -> None:
 
 
 def test_the_same_decision_twice_is_one(store: ObjectStore) -> None:
-    made = move(store, "v1", decision_id="the-run")
+    decision = move(store, "v1", decision_id="the-run")
     before = list(store.list())
-    assert move(store, "v1", decision_id="the-run", over=None) == made
+    assert move(store, "v1", decision_id="the-run", over=None) == decision
     assert [info.key for info in store.list()] == [info.key for info in before]
 
 
@@ -87,10 +87,10 @@ def test_of_two_tries_under_one_id_the_first_stands_whatever_the_second_wants(st
 
 
 def test_what_ended_between_the_decision_and_the_move_is_finished_by_a_retry(store: ObjectStore) -> None:
-    made = move(store, "v1", decision_id="the-run")
+    decision = move(store, "v1", decision_id="the-run")
     store.delete(keys.model_alias("m", CHAMPION, 1))  # as if the process had died before it
-    assert not is_in_force(made, alias_log(store, "m"))
-    assert move(store, "v1", decision_id="the-run", over=None) == made
+    assert not is_in_force(decision, alias_log(store, "m"))
+    assert move(store, "v1", decision_id="the-run", over=None) == decision
     assert versions(store) == ["v1"]
 
 
@@ -173,12 +173,12 @@ def test_a_damaged_entry_is_said(store: ObjectStore, data: bytes) -> None:
 
 
 def test_decisions_are_kept_by_collections_and_pass_the_audit(store: ObjectStore) -> None:
-    made = move(store, "v1")
+    decision = move(store, "v1")
     move(store, "v2", "hold")
-    orphan = f"{keys.model_note('m', 'decisions', made.id)}.{'a' * 32}.json"
+    orphan = f"{keys.model_note('m', 'decisions', decision.id)}.{'a' * 32}.json"
     store.put(orphan, b"of an attempt that was not committed")
     assert key_patterns.classify_key(orphan) == "attempt"
-    assert key_patterns.owning_artifact(orphan) == keys.model_note("m", "decisions", made.id)
+    assert key_patterns.owning_artifact(orphan) == keys.model_note("m", "decisions", decision.id)
     names = [garbage.name for garbage in garbage_candidates(store) if garbage.name != orphan]
     assert names == []
     report = audit_store(store)

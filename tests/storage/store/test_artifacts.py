@@ -89,8 +89,9 @@ def test_the_digest_of_a_folder_is_that_of_its_names_and_contents(store: ObjectS
     pairs = [["a", digest(b"1")], ["b", digest(b"2")]]
     assert ref.sha256 == digest(canonical_json(pairs))
     assert ref.bytes == 2
-    one = commit_files(store, "c/2", write_files(tmp_path / "b", a="1"), kind="checkpoint", provenance=PROVENANCE)
-    assert one.sha256 == digest(b"1")
+    one_file = write_files(tmp_path / "b", a="1")
+    ref_of_one_file = commit_files(store, "c/2", one_file, kind="checkpoint", provenance=PROVENANCE)
+    assert ref_of_one_file.sha256 == digest(b"1")
 
 
 def test_a_file_too_large_for_memory_is_committed_like_bytes(store: ObjectStore, tmp_path: Path) -> None:
@@ -362,7 +363,7 @@ def test_an_attempt_older_than_half_a_day_is_not_committed(tmp_path: Path, how: 
             assert find_artifact(store, key) is None
 
 
-def test_a_writer_that_was_frozen_over_its_commit_takes_it_back_when_the_data_is_gone() -> None:
+def test_a_writer_frozen_at_its_commit_takes_it_back_if_the_data_is_gone() -> None:
     clock = Hours()
     store = slow_store(clock, "put_if_absent", 25)
     real = store.put_if_absent

@@ -80,9 +80,9 @@ def keys_of_a_run(run: str) -> list[str]:
 
 
 def test_no_run_lies_where_another_run_keeps_its_own_objects() -> None:
-    own = {key.split("/")[2] for key in keys_of_a_run("x") if key.count("/") >= 2} - {""}
-    assert {"run.json", "result.json", "fork.json", "report.html", "leases", "loops", "stages"} <= own
-    for part in own:
+    run_parts = {key.split("/")[2] for key in keys_of_a_run("x") if key.count("/") >= 2} - {""}
+    assert {"run.json", "result.json", "fork.json", "report.html", "leases", "loops", "stages"} <= run_parts
+    for part in run_parts:
         with pytest.raises(InvalidKey, match=f"run 'x' keeps its own {part} there; rename it"):
             keys.validate_run(f"x/{part}")
         assert not keys.is_run(f"x/{part}")
@@ -92,11 +92,11 @@ def test_no_run_lies_where_another_run_keeps_its_own_objects() -> None:
 
 
 def test_no_version_of_a_model_lies_where_the_registry_keeps_its_own_objects() -> None:
-    own = [
+    registry_keys = [
         keys.model_claim("m", "1"), keys.model_alias("m", "latest", 1), keys.model_note("m", "decisions", "d"),
         keys.model_note("m", "cards", "d"),
     ]  # fmt: skip
-    for part in (key.split("/")[2] for key in own):
+    for part in (key.split("/")[2] for key in registry_keys):
         with pytest.raises(InvalidKey, match="the registry keeps its own objects there"):
             keys.model_version("m", part)
 
@@ -167,7 +167,9 @@ def test_unknown_failpoints_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_every_failpoint_is_somewhere() -> None:
     """A name that no code calls would make a crash test pass by never crashing."""
-    files = [path for layer in ("storage", "engine", "tasks", "flows") for path in (ROOT / layer).rglob("*.py")]
+    files: list[Path] = []
+    for layer in ("storage", "engine", "tasks", "flows"):
+        files += (ROOT / layer).rglob("*.py")
     text = "\n".join(path.read_text() for path in files)
     called = set(re.findall(r'failpoint\("([a-z_.]+)"\)', text))
     # artifacts._reach_failpoint makes the names of these

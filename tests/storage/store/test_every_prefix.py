@@ -36,6 +36,7 @@ def scenario(store: ObjectStore, scratch: Path, acknowledge: Acknowledge = lambd
     chain = Chain(store, *CHAIN)
     chain.create_root(Root(base_digest="0" * 64))
     acknowledge()
+    # two steps, each with a checkpoint
     for step in range(2):
         parent = chain.policy(step)
         batch = committed_batch(store, scratch, step)
@@ -51,6 +52,7 @@ def scenario(store: ObjectStore, scratch: Path, acknowledge: Acknowledge = lambd
         acknowledge()
         prune_checkpoints(store, chain.policy(step + 1), keep_last=1)
         acknowledge()
+    # two published versions, and a collection
     for version in ("1", "2"):
         publish_model(store, "m", version, files(scratch, version), provenance=PROVENANCE)
         acknowledge()
@@ -69,11 +71,11 @@ def committed_batch(store: ObjectStore, scratch: Path, step: int) -> ArtifactRef
 
 
 def files(scratch: Path, text: str) -> dict[str, Path]:
-    found = {}
+    paths = {}
     for name in ("config.json", "weights"):
-        found[name] = scratch / f"{uuid4().hex}-{name}"
-        found[name].write_text(f"{name} {text} " * 5)
-    return found
+        paths[name] = scratch / f"{uuid4().hex}-{name}"
+        paths[name].write_text(f"{name} {text} " * 5)
+    return paths
 
 
 Seen = dict[str, object]
@@ -84,24 +86,24 @@ def seen(store: ObjectStore, scratch: Path) -> Seen:
 
     Raises CorruptArtifact for anything torn.
     """
-    found: Seen = {}
+    state: Seen = {}
     for info in store.list():
         owner = key_patterns.artifact_of_manifest(info.key)
         if owner is not None:
             ref = find_artifact(store, owner)
             assert ref is not None
             materialise_files(store, owner, scratch / uuid4().hex)
-            found[owner] = ref.sha256
+            state[owner] = ref.sha256
     chain = Chain(store, *CHAIN)
     if chain.root() is not None:
         steps = [0, *chain.steps()]
         assert steps == list(range(len(steps)))
         list(chain.records(0, steps[-1]))
         for step in steps:
-            found[f"step {step}"] = chain.policy(step).state
+            state[f"step {step}"] = chain.policy(step).state
     for alias in ("latest", "champion"):
-        found[alias] = resolve_alias(store, "m", alias)
-    return found
+        state[alias] = resolve_alias(store, "m", alias)
+    return state
 
 
 def finished(store: ObjectStore, scratch: Path, expected: Seen) -> None:
@@ -143,12 +145,14 @@ def crash(tmp_path: Path, patch: pytest.MonkeyPatch, *, resume_every: int) -> in
     root, scratch = tmp_path / "store", tmp_path / "scratch"
     root.mkdir()
     scratch.mkdir()
+    # run the scenario, and record what is visible after each acknowledged operation
     after: list[Seen] = [{}]
     with patch.context() as patched:
         disk = TracedDisk(root, patched)
         store = ObjectStore(LocalBackend(root))
         scenario(store, scratch, lambda: (disk.acknowledge(), after.append(seen(store, scratch)))[0])
     expected, rng, known = after[-1], random.Random(1), set()
+    # every possible disk image must show all acknowledged operations
     for disk_then, acknowledged in disk.moments:
         for tree in images(disk_then, disk.top, rng):
             if (tree, acknowledged) in known:

@@ -190,10 +190,11 @@ def test_a_listing_goes_on_over_pages_and_failures(store: ObjectStore, faulty: F
 
 
 def test_prefixes_are_apart(moto_endpoint: str, moto_bucket: str) -> None:
-    one, two, whole = (open_store(f"s3://{moto_bucket}{p}", s3_options(moto_endpoint)) for p in ("/a", "/ab", ""))
-    one.put("x", b"1")
-    two.put("y", b"2")
-    assert [info.key for info in one.list()] == ["x"]
+    options = s3_options(moto_endpoint)
+    first, second, whole = (open_store(f"s3://{moto_bucket}{p}", options) for p in ("/a", "/ab", ""))
+    first.put("x", b"1")
+    second.put("y", b"2")
+    assert [info.key for info in first.list()] == ["x"]
     assert [info.key for info in whole.list()] == ["a/x", "ab/y"]
 
 

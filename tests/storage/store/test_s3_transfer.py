@@ -92,7 +92,7 @@ def test_each_request_of_an_upload_may_fail_once(
         store.put_file(key, large)
         assert same(store, key, large, tmp_path)
         assert faulty.pending == []
-    # an upload whose beginning was answered and not heard is nobody's: garbage collection finds it
+    # the upload was created, but its reply was lost: garbage collection finds it
     assert len(list(store.leftovers())) <= 1
 
 
@@ -156,8 +156,8 @@ def test_an_artifact_is_whole_or_absent_under_random_faults(
             assert find_artifact(store_at(moto_endpoint, moto_bucket), "c") is None
     faulty.heal()
     assert find_artifact(store, "c") == ref
-    found = materialise_files(store, "c", tmp_path / "to")
-    assert digest_file(found["weights"]) == digest_file(large)
+    paths = materialise_files(store, "c", tmp_path / "to")
+    assert digest_file(paths["weights"]) == digest_file(large)
     assert len(faulty.applied) > 0
 
 

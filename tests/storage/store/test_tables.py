@@ -195,8 +195,8 @@ def test_rows_by_number(store: ObjectStore) -> None:
     rows = threads(2 * ROW_GROUP + 10)
     reader = RowReader(store, commit(store, rows))
     assert len(reader) == len(rows)
-    wanted = random.Random(0).choices(range(len(rows)), k=300)
-    assert reader.rows(wanted) == [rows[i] for i in wanted]
+    indices = random.Random(0).choices(range(len(rows)), k=300)
+    assert reader.rows(indices) == [rows[i] for i in indices]
     assert reader.rows((5, 5, len(rows) - 1, 0)) == [rows[5], rows[5], rows[-1], rows[0]]
     for index in (-1, len(rows)):
         with pytest.raises(IndexError, match=f"t has 522 rows, and none with index {index}"):
@@ -220,8 +220,8 @@ def test_a_reader_in_several_threads(store: ObjectStore) -> None:
     reader = RowReader(store, commit(store, rows))
 
     def read(seed: int) -> bool:
-        wanted = random.Random(seed).sample(range(len(rows)), 40)
-        return reader.rows(wanted) == [rows[i] for i in wanted]
+        indices = random.Random(seed).sample(range(len(rows)), 40)
+        return reader.rows(indices) == [rows[i] for i in indices]
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(read, range(12)))

@@ -35,20 +35,20 @@ delayed listings."""
 
 GarbageReason = Literal[
     "attempt without a manifest",
-    "checkpoint of a rebase that was not made",
-    "model handed over and not fetched",
+    "checkpoint of a rebase that was not committed",
+    "uploaded model that was not imported",
     "incomplete version of a model",
     "temporary file",
     "scratch folder",
     "multipart upload",
 ]
 KeptReason = Literal[
-    "live",
-    "younger than asked for",
+    "in use",
+    "younger than the given age",
     "incomplete version of a model (publish it again, or collect while no other process writes)",
     "next to a manifest that cannot be read",
-    "named since it was looked at",
-    "not understood",
+    "named or written again meanwhile",
+    "unknown kind of object",
 ]
 INCOMPLETE_VERSION: KeptReason = (
     "incomplete version of a model (publish it again, or collect while no other process writes)"
@@ -225,17 +225,17 @@ class _Collection:
             artifact = key_patterns.owning_artifact(info.key)
             if kind == "unknown":
                 self.unknown.append(info.key)
-                self._keep("not understood", info.size)
+                self._keep("unknown kind of object", info.size)
             elif artifact in orphans:
-                yield Garbage(info.key, "checkpoint of a rebase that was not made", info.size, info.modified)
+                yield Garbage(info.key, "checkpoint of a rebase that was not committed", info.size, info.modified)
             elif kind in ("standalone", "manifest") or info.key in named_keys:
-                self._keep("live", info.size)
+                self._keep("in use", info.size)
             elif artifact in unreadable_artifacts:
                 self._keep("next to a manifest that cannot be read", info.size)
             elif kind == "published" and not self.exclusive:
                 self._keep(INCOMPLETE_VERSION, info.size)
             elif self._is_young(upload_times.get(artifact, info.modified)):
-                self._keep("younger than asked for", info.size)
+                self._keep("younger than the given age", info.size)
             else:
                 yield Garbage(info.key, _REASONS[kind], info.size, info.modified)
 
@@ -265,7 +265,7 @@ class _Collection:
     def _garbage_leftovers(self, leftovers: Iterable[Leftover]) -> Iterator[Garbage]:
         for leftover in leftovers:
             if self._is_young(leftover.modified):
-                self._keep("younger than asked for", leftover.size)
+                self._keep("younger than the given age", leftover.size)
             else:
                 yield Garbage(leftover.name, leftover.kind, leftover.size, leftover.modified, leftover)
 
@@ -290,12 +290,12 @@ class _Collection:
         still_garbage = []
         for item in garbage:
             artifact = key_patterns.owning_artifact(item.name) if item.leftover is None else None
-            if item.reason == "checkpoint of a rebase that was not made":
+            if item.reason == "checkpoint of a rebase that was not committed":
                 is_named = artifact is None or not self._is_orphaned(artifact)
             else:
                 is_named = item.leftover is None and (item.name in named_keys or artifact in unreadable_artifacts)
             if is_named or modified.get(item.name) != item.modified:
-                self._keep("named since it was looked at", item.size)
+                self._keep("named or written again meanwhile", item.size)
             else:
                 still_garbage.append(item)
         return still_garbage
@@ -310,7 +310,7 @@ class _Collection:
         for deleted_group in self._map(self._delete_group, sorted(groups.items())):
             deleted += deleted_group
         for item in set(garbage) - set(deleted):
-            self._keep("named since it was looked at", item.size)
+            self._keep("named or written again meanwhile", item.size)
         return deleted
 
     def _delete_group(self, group: tuple[str, list[Garbage]]) -> list[Garbage]:
@@ -321,9 +321,9 @@ class _Collection:
         if leftover is not None:
             self.store.remove_leftover(leftover)
             return items
-        if reason == "checkpoint of a rebase that was not made" and not self._is_orphaned(artifact):
+        if reason == "checkpoint of a rebase that was not committed" and not self._is_orphaned(artifact):
             return []
-        if reason in ("model handed over and not fetched", "checkpoint of a rebase that was not made"):
+        if reason in ("uploaded model that was not imported", "checkpoint of a rebase that was not committed"):
             # the manifest is deleted first, so that no reader follows it to deleted data
             items = sorted(items, key=lambda item: key_patterns.artifact_of_manifest(item.name) is None)
         else:
@@ -349,7 +349,7 @@ class _Collection:
 _REASONS: dict[key_patterns.KeyKind, GarbageReason] = {
     "attempt": "attempt without a manifest",
     "published": "incomplete version of a model",
-    "upload": "model handed over and not fetched",
+    "upload": "uploaded model that was not imported",
 }
 
 

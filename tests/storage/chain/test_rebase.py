@@ -280,7 +280,7 @@ def test_garbage_is_the_checkpoint_of_a_rebase_that_was_not_made(chain: Chain) -
     now = chain.store.now()
     assert collect_garbage(chain.store, now=now + 23 * HOUR).names == ()
     report = collect_garbage(chain.store, now=now + 25 * HOUR)
-    assert set(report.deleted) == {"checkpoint of a rebase that was not made"}
+    assert set(report.deleted) == {"checkpoint of a rebase that was not committed"}
     assert {key_patterns.owning_artifact(name) for name in report.names} == {killed.checkpoint.key}
     assert len(report.names) == 2  # its manifest and its file
     assert reached_from(chain, 3) == [stands_.checkpoint.key]

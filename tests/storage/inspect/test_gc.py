@@ -95,8 +95,8 @@ GARBAGE = {
     f"{STEP}.{ATTEMPT}.parquet": "attempt without a manifest",  # a loser's, next to the winner
     f"{keys.step_artifact('r', '0-s', 2, 'graded', 3)}.{ATTEMPT}.parquet": "attempt without a manifest",
     f"{keys.checkpoint('r', '0-s', 'p', 9)}/{ATTEMPT}/w": "attempt without a manifest",
-    f"uploads/m/{'a' * 64}/{ATTEMPT}/w": "model handed over and not fetched",
-    f"uploads/m/{'a' * 64}/manifest.json": "model handed over and not fetched",
+    f"uploads/m/{'a' * 64}/{ATTEMPT}/w": "uploaded model that was not imported",
+    f"uploads/m/{'a' * 64}/manifest.json": "uploaded model that was not imported",
 }
 
 
@@ -122,8 +122,8 @@ def test_old_data_that_nothing_names_goes_and_the_rest_stays(
     assert dry.deleted == report.deleted and dry.names == report.names
     assert set(all_keys(store)) == live | {young, "my-notes"}
     assert report.unknown == ("my-notes",)
-    assert report.kept["younger than asked for"] == ObjectTotals(objects=1, bytes=3)
-    assert report.kept["live"].objects == len(live)
+    assert report.kept["younger than the given age"] == ObjectTotals(objects=1, bytes=3)
+    assert report.kept["in use"].objects == len(live)
     assert collect_garbage(store).total == ObjectTotals()
 
 

@@ -42,7 +42,7 @@ def test_shown_then_deleted(store: ObjectStore) -> None:
 
 def test_young_data_stays(store: ObjectStore) -> None:
     code, shown = run(store)
-    assert code == 0 and "deleted 0 objects, 0 B" in shown and "younger than asked for" in shown
+    assert code == 0 and "deleted 0 objects, 0 B" in shown and "younger than the given age" in shown
     assert store.exists(ORPHAN)
 
 

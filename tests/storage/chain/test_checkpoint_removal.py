@@ -1,4 +1,4 @@
-"""Named checkpoints are removed by a person: not when something refers to them, and the run stays whole."""
+"""A person removes named checkpoints: refused if something refers to them, and the run stays complete."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def objects(store: ObjectStore) -> set[str]:
 
 
 def began_there(store: ObjectStore, run: str, start: PolicyRef) -> int:
-    """A run whose first stage began at `start`, as an engine opens it; the epoch of its lease."""
+    """Opens a run whose first stage begins at `start`. Returns the epoch of its lease."""
     Chain(store, run, "0-sft", "policy").create_root(Root(start=start, base_digest=start.state))
     return acquire_lease(store, run, {})
 

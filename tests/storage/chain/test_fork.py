@@ -1,4 +1,4 @@
-"""A fork shares history by copying names, never by sharing what the other run may delete."""
+"""A fork copies records and checkpoints, so that it shares nothing that the other run may delete."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def fork(store: ObjectStore, step: int, new: str = "new", run: str = "toy") -> C
 
 
 def of_run(store: ObjectStore, run: str) -> dict[str, bytes]:
-    """Every object of a run, but what names an attempt."""
+    """Returns every object of a run without the names of attempts."""
     return {info.key: store.get(info.key) for info in store.list(keys.run_prefix(run))}
 
 
@@ -42,7 +42,7 @@ def test_states_are_equal_and_names_are_the_new_run(toy: ToyRun) -> None:
         assert mine.request.parent.run == "new"
         assert mine.request.reference is not None
         assert mine.request.reference.run == "new"
-        assert mine.request.batch == theirs.request.batch  # its key still is the old run's
+        assert mine.request.batch == theirs.request.batch  # the batch stays an artifact of the old run
         assert mine.weights_digest == theirs.weights_digest
     stage = json.loads(toy.store.get(keys.stage_json("new", "0-grpo")))
     assert stage["start"]["run"] == stage["reference"]["run"] == "new"
@@ -91,7 +91,7 @@ def test_the_audit_finds_nothing_in_a_fork_of_a_fork(toy: ToyRun) -> None:
 
 
 def test_the_marks_of_loops_are_copied_up_to_the_fork(toy: ToyRun) -> None:
-    """Of two loops, marks at the policies 0, 2 and 2, 4."""
+    """Two loops with marks at the policies 0, 2 and 2, 4."""
     for loop, done, step in ((0, 0, 0), (0, 1, 2), (1, 0, 2), (1, 1, 4)):
         body = {"policies": {"policy": toy.chain.policy(step).model_dump()}, "cursors": [10 * step]}
         toy.store.put(keys.loop_mark("toy", loop, done), json.dumps(body).encode())
@@ -115,11 +115,11 @@ def test_the_marks_of_loops_are_copied_up_to_the_fork(toy: ToyRun) -> None:
 
 
 class Killed(BaseException):
-    """What SIGKILL is to a fork: no code of it runs any more."""
+    """Raised in place of SIGKILL. It is no Exception, so that no code of the fork handles it."""
 
 
 class Mortal:
-    """A store in which the process dies at the n-th write."""
+    """A store whose n-th write raises Killed."""
 
     def __init__(self, store: ObjectStore, writes: int) -> None:
         self.left, self.store = writes, store
@@ -168,7 +168,7 @@ def test_a_fork_killed_at_any_write_is_finished_by_the_same_command(toy: ToyRun,
 
 def test_a_taken_key_is_refused(toy: ToyRun) -> None:
     fork(toy.store, 3)
-    fork(toy.store, 3)  # the same again is fine
+    fork(toy.store, 3)  # a repetition changes nothing
     with pytest.raises(ForkRefused, match="another fork already"):
         fork(toy.store, 2)
     with pytest.raises(ForkRefused, match="into itself"):

@@ -1,4 +1,4 @@
-"""Where recipes say how far their loops came: records of the run, known to those who sweep and list."""
+"""The keys of loop marks belong to their run, and garbage collection and listings know them."""
 
 from __future__ import annotations
 

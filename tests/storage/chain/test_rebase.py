@@ -1,4 +1,4 @@
-"""Rebases on the chain: who descends from what, and that nothing a chain goes on from is pruned, collected or lost."""
+"""Rebases: which weights descend from them, and that their checkpoints are not pruned, collected or lost."""
 
 from __future__ import annotations
 
@@ -78,14 +78,14 @@ def checkpoint(chain: Chain, key: str, weights: str, extra: dict[str, Any] | Non
 
 
 def at(chain: Chain, step: int, rebase: RebaseMark | None = None) -> ArtifactRef:
-    """An ordinary checkpoint of that step."""
+    """Commits a checkpoint of the chain at that step."""
     policy = chain.policy(step)
     extra = checkpoint_extra(policy, rebase, policy.state) | {"name": None}
     return checkpoint(chain, keys.checkpoint(*CHAIN, step), f"weights {step} {rebase}", extra)
 
 
 def inexact(chain: Chain, step: int, weights: str = "other weights") -> Rebase:
-    """A rebase of that step with a checkpoint of its own, not committed yet."""
+    """Returns an uncommitted rebase at that step with its own checkpoint."""
     policy, attempt = chain.policy(step), uuid4().hex
     extra = checkpoint_extra(policy, RebaseMark(step=step, attempt=attempt), weights)
     return Rebase(
@@ -96,7 +96,7 @@ def inexact(chain: Chain, step: int, weights: str = "other weights") -> Rebase:
 
 
 def exact(chain: Chain, step: int) -> Rebase:
-    """A rebase on the ordinary checkpoint of that step, not committed yet."""
+    """Returns an uncommitted rebase on the chain's checkpoint of that step."""
     policy = chain.policy(step)
     ref = find_artifact(chain.store, keys.checkpoint(*CHAIN, step))
     assert ref is not None
@@ -111,7 +111,7 @@ def commit(chain: Chain, rebase: Rebase) -> Rebase:
 
 
 def reached_from(chain: Chain, step: int) -> list[str]:
-    """The keys of the checkpoints that policy `step` can be brought from, the nearest first."""
+    """Returns the keys of the checkpoints from which policy `step` can be redone, the nearest first."""
     return [manifest.key for manifest in checkpoints_before(chain, step)]
 
 
@@ -146,7 +146,7 @@ def test_steps_count_records_and_not_rebases(chain: Chain) -> None:
 def test_the_first_writer_wins(chain: Chain) -> None:
     mine, theirs = inexact(chain, 3, "mine"), inexact(chain, 3, "theirs")
     assert commit(chain, mine) == mine
-    assert commit(chain, mine) == mine  # twice over
+    assert commit(chain, mine) == mine  # a repetition returns the same rebase
     assert commit(chain, theirs) == rebase_at(chain, 3) == mine
     discard_checkpoint(chain, theirs)
     assert find_artifact(chain.store, theirs.checkpoint.key) is None
@@ -167,18 +167,18 @@ def test_what_comes_after_descends_from_it_and_what_was_before_does_not(chain: C
 
 
 def test_a_checkpoint_of_weights_that_the_chain_left_is_not_used(chain: Chain) -> None:
-    at(chain, 3)  # another engine still held the committed weights of step 3
+    at(chain, 3)  # saved by an engine that had the committed weights of step 3
     rebase = commit(chain, inexact(chain, 3))
     assert reached_from(chain, 3) == [rebase.checkpoint.key]
     take(chain, rebase=rebase.mark)
-    at(chain, 4)  # says nothing of the rebase
+    at(chain, 4)  # the checkpoint does not name the rebase
     assert reached_from(chain, 4) == [rebase.checkpoint.key]
 
 
 def test_a_step_from_the_weights_before_it_makes_a_rebase_void(chain: Chain) -> None:
     rebase = commit(chain, inexact(chain, 3))
     assert is_in_effect(chain, rebase)
-    take(chain)  # by an engine that held the committed weights
+    take(chain)  # an engine with the committed weights takes the step
     assert not is_in_effect(chain, rebase)
     assert rebases_in_effect(chain) == []
     assert [rebase_in_effect(chain, n) for n in (3, 4)] == [None, None]
@@ -221,7 +221,7 @@ def test_a_rebase_whose_checkpoint_is_gone(chain: Chain) -> None:
 
 def test_a_torn_checkpoint_of_a_rebase_is_not_to_be_deleted(chain: Chain) -> None:
     commit(chain, exact(chain, 2))
-    chain.store.delete(keys.chain_record(*CHAIN, 3))  # else the rebase is void
+    chain.store.delete(keys.chain_record(*CHAIN, 3))  # otherwise the rebase would be void
     manifest = artifacts.read_manifest(chain.store, keys.checkpoint(*CHAIN, 2))
     chain.store.delete(manifest.files[0].key)
     (problem,) = audit_store(chain.store).problems
@@ -254,7 +254,7 @@ def test_what_a_rebase_goes_on_from_is_never_pruned(chain: Chain) -> None:
 
 
 def test_a_void_rebase_keeps_nothing(chain: Chain) -> None:
-    commit(chain, exact(chain, 2))  # step 3 is there, and does not name it
+    commit(chain, exact(chain, 2))  # step 3 is committed and does not name the rebase
     assert prune_checkpoints(chain.store, chain.head(), keep_last=0) == [2]
     assert audit_store(chain.store).problems == ()
 

@@ -1,4 +1,4 @@
-"""Recovery checkpoints beyond the last few are removed, and named ones where keep_named says how many stay."""
+"""Pruning removes unnamed checkpoints beyond the last ones, and named ones beyond keep_named."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_named_checkpoints_neither_go_nor_count(tmp_path: Path) -> None:
 
 
 def record(store: ObjectStore, step: int, **metrics: float) -> None:
-    """The record that made policy `step` of a chain that is not checked."""
+    """Commits a record of policy `step`. The chain has no root and is not valid."""
     parent = POLICY.model_copy(update={"step": step - 1, "state": f"s{step - 1}"})
     batch = ArtifactRef(kind="batch", key="b", sha256="0", bytes=1, rows=1, parents=())
     request = StepRequest(parent=parent, batch=batch, loss={}, optimizer=OptimizerSpec(lr=1.0))

@@ -1,4 +1,4 @@
-"""The audit names exactly what is broken in a copy of a real run, and nothing in the run itself."""
+"""The audit finds exactly the damage in a copy of a real run, and nothing in the run itself."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def broken(toy_run: ToyRun, tmp_path: Path) -> ToyRun:
 
 
 def found(run: ToyRun) -> list[tuple[str, str]]:
-    """(severity, key) of each problem."""
+    """Returns (severity, key) of each problem."""
     return [(problem.severity, problem.key) for problem in audit_store(run.store).problems]
 
 
 def only(run: ToyRun) -> str:
-    """What the one problem says."""
+    """Returns the text of the only problem."""
     problems = audit_store(run.store).problems
     assert len(problems) == 1, problems
     return f"{problems[0].key} {problems[0].what}"
 
 
 def data_of(run: ToyRun, key: str) -> Path:
-    """The first file of an artifact."""
+    """Returns the key of the first file of an artifact."""
     for at in (keys.manifest(key), keys.manifest_of_files(key)):
         if (run.folder / at).exists():
             return run.folder / json.loads((run.folder / at).read_bytes())["files"][0]["key"]
@@ -101,7 +101,7 @@ def test_a_shard_that_was_graded_twice_or_never(broken: ToyRun) -> None:
         "runs/toy/stages/0-grpo/steps/000000/rollouts/00000 was graded 2 times, expected once",
         "runs/toy/stages/0-grpo/steps/000000/rollouts/00001 was graded 0 times, expected once",
     ]
-    # neither shard's eight completions can be told to be graded
+    # none of the eight completions of either shard is known to be graded
     assert len(whats) == 3
     assert whats[2].startswith("the batch has, and should not have, 16 graded completions")
 

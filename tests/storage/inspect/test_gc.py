@@ -80,7 +80,7 @@ def test_the_kind_of_a_key(key: str, kind: str, owner: str | None) -> None:
 
 
 def fill(store: ObjectStore, tmp_path: Path) -> set[str]:
-    """One of everything that lives; returns their keys."""
+    """Writes one object of every kind that is kept. Returns all keys."""
     (tmp_path / "weights").write_bytes(b"weights")
     commit_rows(store)
     commit_files(store, CHECKPOINT, {"w": tmp_path / "weights"}, kind="checkpoint", provenance=PROVENANCE, move=False)
@@ -110,7 +110,7 @@ def test_old_data_that_nothing_names_goes_and_the_rest_stays(
     clock.now += 24 * HOUR
     young = f"{keys.step_artifact('r', '0-s', 3, 'graded', 0)}.{ATTEMPT}.parquet"
     before = set(all_keys(store))
-    report = collect_garbage(store)  # not older than 24 h by a second
+    report = collect_garbage(store)  # exactly 24 h old, not older
     assert report.total == ObjectTotals() and set(all_keys(store)) == before
     clock.now += 1
     store.put(young, b"123")
@@ -217,7 +217,8 @@ def test_a_scratch_folder_in_use_is_as_young_as_its_youngest_file(tmp_path: Path
 
 
 def test_an_old_file_of_the_store_that_gets_a_new_name_is_young(tmp_path: Path) -> None:
-    """A checkpoint of last week is published today, by a link: its data must not be collected before its manifest."""
+    """A checkpoint of last week is published today by a link. Its data must not be collected before its manifest is
+    written."""
     store = open_store(tmp_path / "store")
     commit_rows(store)
     stored = store.local_path(read_manifest(store, STEP).files[0].key)

@@ -32,7 +32,7 @@ def store(clock: Clock) -> ObjectStore:
 
 
 class Meddling(ObjectStore):
-    """Calls back before a chosen operation."""
+    """A store that calls a function before a chosen operation."""
 
     def __init__(self, store: ObjectStore, verb: str, times: int, then: Callable[[], None]) -> None:
         super().__init__(store.backend, clocks=store.clocks)
@@ -51,7 +51,7 @@ class Meddling(ObjectStore):
 def test_a_manifest_that_comes_late_saves_its_data(
     store: ObjectStore, clock: Clock, verb: str, times: int
 ) -> None:
-    """Even one that no rule explains: the data is older than a day, and then it is committed."""
+    """Even if its data is older than a day, which no rule of the protocol allows."""
     commit_rows(store)
     data = read_manifest(store, STEP).files[0].key
     body = store.get(keys.manifest(STEP))
@@ -68,7 +68,7 @@ def test_a_manifest_that_comes_late_saves_its_data(
 
 
 class Turns:
-    """Threads of which one runs at a time; a seeded generator says which, at every operation on the store."""
+    """Runs one of several threads at a time. At every operation on the store, a seeded generator chooses the next."""
 
     def __init__(self, seed: int, clock: Clock) -> None:
         self.clock = clock
@@ -77,7 +77,7 @@ class Turns:
         self._back = threading.Semaphore(0)
         self._current = ""
         self.waiting_since: dict[str, float] = {}
-        """When the operation began that each thread is in the middle of."""
+        """Time at which the current operation of each thread began."""
         self.failures: list[BaseException] = []
 
     def yield_(self) -> None:
@@ -102,7 +102,7 @@ class Turns:
                 alive[name] = False
                 self._back.release()
 
-            threads[name] = threading.Thread(target=body, daemon=True)  # a failed test leaves them behind
+            threads[name] = threading.Thread(target=body, daemon=True)  # a failed test leaves its threads behind
             threads[name].start()
         while names_alive := [name for name, is_alive in alive.items() if is_alive]:
             self._current = self.random.choice(names_alive)
@@ -114,7 +114,7 @@ class Turns:
 
 
 class TakingTurns(ObjectStore):
-    """An operation, then another thread's turn."""
+    """A store that lets another thread run before every operation."""
 
     def __init__(self, store: ObjectStore, turns: Turns) -> None:
         super().__init__(store.backend, clocks=store.clocks)
@@ -129,7 +129,7 @@ class TakingTurns(ObjectStore):
 
 
 def whole(store: ObjectStore) -> int:
-    """How many artifacts are committed; each file of each is read and checked."""
+    """Returns the number of committed artifacts. Reads and checks each of their files."""
     owners = [key for info in store.list() if (key := key_patterns.artifact_of_manifest(info.key)) is not None]
     for owner in owners:
         for entry in read_manifest(store, owner).files:

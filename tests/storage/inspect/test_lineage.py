@@ -1,4 +1,4 @@
-"""Lineage walks from a model to its prompts, and from a prompt to everything it touched."""
+"""Lineage leads from a model to its prompts, and from a prompt to everything that was trained on it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def version(toy: ToyRun) -> str:
 
 
 def sampled_ids(toy: ToyRun, step: int) -> list[str]:
-    """Ids of the prompts of a step, one per completion, straight from its tables."""
+    """Returns the prompt id of each completion of a step, read from its tables."""
     record = toy.chain.record(step)
     assert record is not None
     prompt_ids: list[str] = []
@@ -95,7 +95,7 @@ def test_what_a_prompt_touched(toy: ToyRun) -> None:
     assert {step: sum(use.step == step for use in report.uses) for step in expected} == expected
     assert len(report.uses) == sum(expected.values())
     assert all(use.status == "ok" and use.trained and use.reward is not None for use in report.uses)
-    # the checkpoints at 2, of the run and of the fork before the prompt came, are not touched
+    # the checkpoints at step 2, of the run and of the fork, are before the first use of the prompt
     assert report.checkpoints == ("after/0-grpo/policy@4", "toy/0-grpo/policy@4")
     assert report.models == (version(toy),)
 

@@ -1,4 +1,4 @@
-"""Who is champion: the log of moves, races for its next entry, rollbacks, decisions that stand once."""
+"""Champions: the log of moves, concurrent decisions, rollbacks, and repeated decisions."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_of_two_tries_under_one_id_the_first_stands_whatever_the_second_wants(st
 
 def test_what_ended_between_the_decision_and_the_move_is_finished_by_a_retry(store: ObjectStore) -> None:
     decision = move(store, "v1", decision_id="the-run")
-    store.delete(keys.model_alias("m", CHAMPION, 1))  # as if the process had died before it
+    store.delete(keys.model_alias("m", CHAMPION, 1))  # as if the process had died before the move
     assert not is_in_force(decision, alias_log(store, "m"))
     assert move(store, "v1", decision_id="the-run", over=None) == decision
     assert versions(store) == ["v1"]
@@ -139,7 +139,7 @@ def entries(*moves: str) -> list[AliasEntry]:
         (("a", "b", "c", "<b"), "a"),  # not c, which was rolled back
         (("a", "b", "c", "<b", "<a"), None),
         (("a", "b", "<a", "c"), "a"),
-        (("a", "b", "a"), "b"),  # promoted again: what came before it is b
+        (("a", "b", "a"), "b"),  # promoted again: b came before it
     ],
 )  # fmt: skip
 def test_whom_a_rollback_goes_back_to(moves: tuple[str, ...], previous: str | None) -> None:

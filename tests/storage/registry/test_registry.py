@@ -1,4 +1,4 @@
-"""The model registry: versions that never change, aliases that never lose a move."""
+"""The model registry: versions never change, and no move of an alias is lost."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_version_is_a_plain_folder(store: ObjectStore, folder: Path) -> None:
     assert store.get("models/smol/1/config.json") == b"{}"
     assert store.get("models/smol/1/model.safetensors") == b"weights"
     assert find_model(store, "smol", "1") == find_model(store, "smol") == ref
-    assert (folder / "model.safetensors").read_text() == "weights"  # the user's folder is his own
+    assert (folder / "model.safetensors").read_text() == "weights"  # the user's folder is unchanged
 
 
 def test_publishing_again_changes_nothing(store: ObjectStore, folder: Path) -> None:

@@ -217,7 +217,7 @@ def test_odd_files_are_refused_before_anything_is_stored(store: ObjectStore, tmp
 
 
 def test_the_manifest_is_written_last(memory: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the moment of every commit, each file of it is readable and whole."""
+    """Whenever an artifact is committed, each of its files is readable and complete."""
     commits = []
     put_if_absent = memory.put_if_absent
 
@@ -287,11 +287,11 @@ def run_child(how: str, folder: Path, failpoint: str | None) -> int:
 def test_a_reader_never_sees_data_without_its_manifest(
     tmp_path: Path, how: str, failpoint: str, files_stored: int
 ) -> None:
-    """Killed between data and manifest, an artifact is not there at all; done again, it is there whole."""
+    """A process that is killed between data and manifest leaves no artifact; a repetition commits it whole."""
     store, key = open_store(str(tmp_path / "store")), ARTIFACTS[how]
     assert run_child(how, tmp_path, failpoint) == -signal.SIGKILL
     stored = [info for info in store.list() if "claims" not in info.key]
-    assert [info.size for info in stored] == [1000] * files_stored  # the data is whole, and waits for its manifest
+    assert [info.size for info in stored] == [1000] * files_stored  # the data is complete, but has no manifest
     assert find_artifact(store, key) is None
     assert find_model(store, "m") is None and resolve_alias(store, "m") is None
 
@@ -325,7 +325,7 @@ class Hours:
 
 
 def slow_store(clock: Hours, hours_at: str, hours: float) -> ObjectStore:
-    """A store one of whose calls takes that long."""
+    """A store one of whose calls takes `hours`."""
     store = ObjectStore(MemoryBackend(f"slow-{uuid4().hex}", clock), clocks=(lambda: 0.0, clock))
     real = getattr(store, hours_at)
 
@@ -379,4 +379,4 @@ def test_a_writer_frozen_at_its_commit_takes_it_back_if_the_data_is_gone() -> No
     assert list(store.list()) == []
     store.put_if_absent = real  # type: ignore[method-assign]
     ref = commit_bytes(store, "k", b"1", kind="k", suffix=".x", provenance=PROVENANCE)
-    assert read_bytes(store, ref) == b"1"  # late, and nothing was taken: it stands
+    assert read_bytes(store, ref) == b"1"  # the commit was late, but nothing was collected

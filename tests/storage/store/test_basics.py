@@ -47,7 +47,7 @@ def test_numbers_are_read_back() -> None:
         assert keys.record_step(keys.chain_record("r", "s", "p", step)) == step
         assert keys.checkpoint_step(keys.manifest_of_files(keys.checkpoint("r", "s", "p", step))) == step
     assert keys.record_step(keys.chain_root("r", "s", "p")) is None
-    # only the manifest makes a checkpoint
+    # a checkpoint without a manifest does not count
     assert keys.checkpoint_step(keys.checkpoint("r", "s", "p", 40) + "/0123/model.safetensors") is None
     assert keys.checkpoint_step(keys.checkpoint("r", "s", "p", 40) + "/0123/manifest.json") is None
 
@@ -69,7 +69,7 @@ def test_bad_runs(run: str) -> None:
 
 
 def keys_of_a_run(run: str) -> list[str]:
-    """What every function of keys that takes a run spells for `run`."""
+    """Returns the result of every function of `keys` that takes a run."""
     values = {"int": 1, "str": "a"}
     spelled = []
     for name, function in inspect.getmembers(keys, inspect.isfunction):
@@ -123,7 +123,7 @@ def test_canonical_json() -> None:
 
 
 def test_digests(tmp_path: Path) -> None:
-    # of the empty string and of "abc": FIPS 180-4
+    # digests of the empty string and of "abc": FIPS 180-4
     assert digest(b"") == "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
     assert digest(b"abc") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
     path = tmp_path / "large"
@@ -166,7 +166,7 @@ def test_unknown_failpoints_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_every_failpoint_is_somewhere() -> None:
-    """A name that no code calls would make a crash test pass by never crashing."""
+    """A failpoint that no code reaches would make a crash test pass without a crash."""
     files: list[Path] = []
     for layer in ("storage", "engine", "tasks", "flows"):
         files += (ROOT / layer).rglob("*.py")

@@ -1,5 +1,5 @@
-"""A process may die, and the power may go, after any operation: readers then see whole artifacts or none, what was
-acknowledged is there, and the same scenario run again ends as if nothing had happened."""
+"""A crash of the process or a power loss after any operation: readers see whole artifacts or none, acknowledged
+operations are visible, and a repetition of the scenario gives the same result as without a crash."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ Acknowledge = Callable[[], None]
 
 
 def scenario(store: ObjectStore, scratch: Path, acknowledge: Acknowledge = lambda: None) -> None:
-    """Two steps of a run: batch, record, checkpoint, prune; then a publication, an alias, a collection."""
+    """Takes two steps of a run (batch, record, checkpoint, pruning), publishes two versions, sets an alias and collects
+    garbage. Calls `acknowledge` after each operation."""
     chain = Chain(store, *CHAIN)
     chain.create_root(Root(base_digest="0" * 64))
     acknowledge()
@@ -82,7 +83,7 @@ Seen = dict[str, object]
 
 
 def seen(store: ObjectStore, scratch: Path) -> Seen:
-    """What a reader finds: artifacts (each read whole and checked), states of the chain, aliases.
+    """Returns what a reader sees: artifacts (each read whole and checked), states of the chain, aliases.
 
     Raises CorruptArtifact for anything torn.
     """
@@ -107,7 +108,7 @@ def seen(store: ObjectStore, scratch: Path) -> Seen:
 
 
 def finished(store: ObjectStore, scratch: Path, expected: Seen) -> None:
-    """The scenario again ends as expected, and what is left over is collected."""
+    """Repeats the scenario, and checks that it ends as expected, before and after a garbage collection."""
     scenario(store, scratch)
     assert seen(store, scratch) == expected
     collect_garbage(store, now=store.now() + LATER, exclusive=True, threads=1)
@@ -141,7 +142,8 @@ def test_the_end_is_the_one_that_was_asked_for(tmp_path: Path) -> None:
 
 
 def crash(tmp_path: Path, patch: pytest.MonkeyPatch, *, resume_every: int) -> int:
-    """Every image of every moment of the scenario; returns how many different ones there were."""
+    """Checks every disk image that a power loss at any moment of the scenario can leave. Returns the number of
+    different images."""
     root, scratch = tmp_path / "store", tmp_path / "scratch"
     root.mkdir()
     scratch.mkdir()
@@ -164,7 +166,8 @@ def crash(tmp_path: Path, patch: pytest.MonkeyPatch, *, resume_every: int) -> in
             store = ObjectStore(LocalBackend(image))
             now = seen(store, scratch)
             for what, value in after[acknowledged].items():
-                changes = after[min(acknowledged + 1, len(after) - 1)].get(what) != value  # the next operation's doing
+                # the next operation may have changed the value
+                changes = after[min(acknowledged + 1, len(after) - 1)].get(what) != value
                 assert changes or now.get(what) == value, f"{what} was acknowledged and is lost"
             if len(known) % resume_every == 0:
                 finished(store, scratch, expected)

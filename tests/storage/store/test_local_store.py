@@ -33,7 +33,7 @@ def files_below(folder: Path) -> list[str]:
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *errors: int) -> list[int]:
-    """Makes the first calls of a function fail with these errnos; returns those that are left."""
+    """Makes the first calls of a function fail with these errnos. Returns the list of errnos that are left."""
     real, left = getattr(owner, name), list(errors)
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -45,7 +45,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def store(folder: Path) -> ObjectStore:
-    """A store with an id and one object, as a running process has it open."""
+    """A store with an id and one object that this process has used."""
     store = opened(folder)
     store_id(store)
     store.put("a/b", b"1")

@@ -1,4 +1,4 @@
-"""s3:// when the network and the server misbehave: a real server behind a proxy that breaks things."""
+"""s3:// under faults of the network and the server: a real server behind a proxy that injects faults."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def store_at(endpoint: str, bucket: str) -> ObjectStore:
 @pytest.fixture
 def store(faulty: FaultProxy, moto_bucket: str) -> ObjectStore:
     store = store_at(faulty.url, moto_bucket)
-    store.put_if_absent("warm", b"")  # the session and the probe are done
+    store.put_if_absent("warm", b"")  # open the session and make the probe
     faulty.requests.clear()
     return store
 
@@ -116,7 +116,7 @@ def test_reads_survive_a_cut_connection(
     with store.open("a") as file:
         faulty.schedule(fault)
         assert file.read() == data
-    assert len(faulty.requests) <= 6  # not one for every few KiB
+    assert len(faulty.requests) <= 6  # not one request for every few KiB
     faulty.schedule(fault)
     store.fetch("a", tmp_path / "a")
     assert (tmp_path / "a").read_bytes() == data

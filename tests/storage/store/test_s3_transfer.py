@@ -1,4 +1,4 @@
-"""Files of many parts to and from s3://: whole or absent whatever breaks, and in bounded memory."""
+"""Transfers of large files to and from s3://: they arrive whole or not at all, whatever fails, in bounded memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.fixtures.s3 import s3_options
 QUICK = RetryPolicy(attempts=3, first_seconds=0.001)
 PROVENANCE = Provenance(code_version="test", config_digest="0" * 64, seed=0)
 MIB = 1 << 20
-PART = 5 * MIB  # the smallest that S3 takes
+PART = 5 * MIB  # the smallest part that S3 accepts
 
 
 def store_at(endpoint: str, bucket: str, prefix: str = "p") -> ObjectStore:
@@ -59,7 +59,7 @@ def same(store: ObjectStore, key: str, path: Path, folder: Path) -> bool:
 
 
 def posts(faulty: FaultProxy) -> list[str]:
-    """What the upload asked for, without the names."""
+    """Returns the kinds of requests of the upload, without the names."""
     return [f"{method} {'part' if 'partNumber' in path else path.partition('?')[2].partition('=')[0]}"
             for method, path in faulty.requests]  # fmt: skip
 
@@ -77,7 +77,7 @@ FAULTS: list[Fault] = [
 
 
 def first_quick(faults: list[Fault]) -> list[Any]:
-    """The first fault in every run of the tests, the others in the slow ones."""
+    """Runs the first fault in every test run, and the others only in slow runs."""
     return [faults[0], *(pytest.param(fault, marks=pytest.mark.slow) for fault in faults[1:])]
 
 
@@ -100,7 +100,7 @@ def test_a_part_that_fails_is_sent_again_alone(store: ObjectStore, faulty: Fault
     faulty.schedule(None, Answer(503), DropAck(), CutUpload(MIB))
     store.put_file("a", large)
     assert posts(faulty).count("POST uploads") == 1
-    assert posts(faulty).count("PUT part") <= 4 + 3 + 1  # aiohttp may repeat one by itself
+    assert posts(faulty).count("PUT part") <= 4 + 3 + 1  # aiohttp may repeat one request
 
 
 @pytest.mark.parametrize("fault", first_quick([CutUpload(100), Answer(500), Cut()]), ids=repr)
@@ -137,7 +137,7 @@ def test_each_request_of_a_download_may_fail_once(
     faulty.requests.clear()
     faulty.schedule(None, None, CutDownload(MIB))
     assert same(store, "a", large, tmp_path)
-    assert len(faulty.requests) <= 7  # resumed at the part, not begun again
+    assert len(faulty.requests) <= 7  # only the failed part was repeated
 
 
 def test_an_artifact_is_whole_or_absent_under_random_faults(
@@ -170,7 +170,7 @@ def test_abandoned_uploads_are_found_and_aborted_when_they_are_old(
     backend._call("create_multipart_upload", Key="elsewhere/x")  # another store of the bucket
     (left,) = store.leftovers()
     assert left.kind == "multipart upload" and left.name.startswith("runs/r/x?")
-    assert collect_garbage(store).names == (left.name,)  # moto says of every upload that it began in 2010
+    assert collect_garbage(store).names == (left.name,)  # in moto, every upload began in 2010
     assert list(store.leftovers()) == []
     store.remove_leftover(left)
 
@@ -191,7 +191,7 @@ def test_a_frozen_or_absent_server_is_waited_for(store: ObjectStore, faulty: Fau
     thread.join(60)
     assert store.exists("a")
     faulty.refuse()
-    faulty.cut_all()  # those that the client keeps open
+    faulty.cut_all()  # the connections that the client keeps open
     with pytest.raises(StorageUnavailable):
         store.get("a")
     faulty.accept()
@@ -242,7 +242,7 @@ assert (folder / "back").stat().st_size == megabytes << 20
 
 
 def peaks(endpoint: str, bucket: str, megabytes: int, folder: Path) -> tuple[int, int]:
-    """MiB that uploading and downloading such a file add to a process's memory."""
+    """Returns the MiB of memory that a process needs to upload and download such a file."""
     command = [sys.executable, "-c", MEASURE, endpoint, bucket, str(megabytes), str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)
     up, down = done.stdout.split()

@@ -228,7 +228,7 @@ def test_a_reader_in_several_threads(store: ObjectStore) -> None:
 
 
 def silently_damaged(data: bytes, *, group: int, column: int) -> bytes:
-    """One bit changed so that Parquet itself does not notice: it reads another value."""
+    """Changes one bit of a value. Without page checksums, Parquet would read another value."""
     chunk = pq.ParquetFile(pa.BufferReader(data)).metadata.row_group(group).column(column)
     start = chunk.dictionary_page_offset or chunk.data_page_offset
     for place in range(start + 40, start + chunk.total_compressed_size):
@@ -251,7 +251,7 @@ def test_a_damaged_table_is_corrupt(store: ObjectStore) -> None:
     with pytest.raises(CorruptArtifact):
         read_table(store, ref)
     reader = RowReader(store, ref)
-    assert reader.rows([0]) == rows[:1]  # the damage is elsewhere
+    assert reader.rows([0]) == rows[:1]  # the damage is in another row group
     with pytest.raises(CorruptArtifact, match="row group 2 of t is torn"):
         reader.rows([2 * ROW_GROUP])
     store.put(key, data[:-100])

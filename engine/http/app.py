@@ -152,6 +152,7 @@ def _policy_routes(service: EngineService) -> APIRouter:
     ) -> Response:
         """Imports a registered model by its key, or a folder that was uploaded to the store."""
 
+        # an upload is a folder of the client's machine, whose files are in the store
         async def work() -> ArtifactRef:
             if body.upload is None:
                 return await asyncio.to_thread(registered_model, store, body.source)
@@ -198,6 +199,7 @@ def _checkpoint_routes(service: EngineService) -> APIRouter:
 
         return await call(request, work, wait=wait, run=body.policy.run)
 
+    # unlike begin_checkpoint, the response waits until the checkpoint is committed
     @router.post("/save_checkpoint", response_model=ArtifactRef, responses=not_finished())
     async def save_checkpoint(
         body: SaveCheckpointBody, request: Request, wait: Wait = 10, request_id: RequestId = None
@@ -250,6 +252,7 @@ def _run_routes(service: EngineService) -> APIRouter:
         """Returns the engine's numerics, memory and cluster."""
         return await call(request, engine.info, wait=wait)
 
+    # not a call: it is answered while the engine is busy
     @router.get("/server")
     async def server() -> ServerInfo:
         """Returns what a client must know before its first call."""

@@ -136,6 +136,7 @@ class EngineService:
 
         `decoded_bytes` is the memory that the decoded body needs in addition to the body.
         """
+        # the digest tells a retry of the call from another call with the same id
         body = await request.body()
         id = request.state.request_id
         with self.calls.reserved(len(body)):

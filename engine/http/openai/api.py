@@ -65,12 +65,14 @@ def openai_router(engine: Engine, store: ObjectStore, *, recent_seconds: float =
 
     Heads and epochs that are read from the store are used for `recent_seconds`.
     """
+    # what all routes share
     policies = PolicyResolver(engine, store, recent_seconds=recent_seconds)
     refusals: dict[int | str, dict[str, Any]] = {status: {"model": OpenAIErrorBody} for status in ("4XX", "5XX")}
     events = {"text/event-stream": {"schema": {"type": "string"}}}
     streamed: dict[int | str, dict[str, Any]] = {200: {"content": events}}
     router = APIRouter(prefix="/v1", tags=["openai"], route_class=_Route, responses=refusals)
 
+    # runs and registered models
     @router.get("/models")
     async def models() -> ModelList:
         """Lists every run with a policy and every registered model."""
@@ -81,6 +83,7 @@ def openai_router(engine: Engine, store: ObjectStore, *, recent_seconds: float =
         """Describes a run or a registered model, with the policy that would answer now."""
         return await policies.card(model)
 
+    # answers
     @router.post("/chat/completions", response_model=CompletionResponse, responses=streamed)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Returns one or more answers to a conversation."""

@@ -21,7 +21,7 @@ from engine.http import guard
 from engine.http.app import create_app
 from engine.http.connections import ConnectionLimits
 from engine.http.wire import MEDIA_TYPE
-from storage.store.objects import ObjectStore, open_store
+from storage.store.objects import ObjectStore
 from tests.fixtures.engines import PROVENANCE
 from tests.fixtures.http_engine import running_server
 from tests.fixtures.scripted_engine import ScriptedEngine
@@ -31,16 +31,6 @@ HALF_HEAD = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Half: "
 POST = b"POST /v1/release HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
 HALF_BODY = POST + b"Content-Length: 99\r\n\r\n{"
 WHOLE = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> ObjectStore:
-    return open_store(f"file://{tmp_path}/store")
-
-
-@pytest.fixture
-def engine(store: ObjectStore) -> ScriptedEngine:
-    return ScriptedEngine(store)
 
 
 @pytest.fixture
@@ -90,7 +80,7 @@ def process(store_url: str, log: Path, *, descriptors: int) -> Iterator[tuple[su
         server.wait()
 
 
-def test_more_half_sent_heads_than_descriptors_leave_the_server_and_its_store_at_work(
+def test_more_half_sent_heads_than_descriptors_do_not_stop_the_server(
     store: ObjectStore, tmp_path: Path, connect: Callable[..., socket.socket]
 ) -> None:
     log = tmp_path / "log"

@@ -140,11 +140,6 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Served]]:
         served.process.wait()
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> ObjectStore:
-    return open_store(f"file://{tmp_path}/store")
-
-
 async def step_from(engine: Engine, store: ObjectStore, policy: PolicyRef) -> CommitRecord:
     return await engine.take_gradient_step(request_after(policy, commit_batch(store, policy)))
 
@@ -154,7 +149,7 @@ def wait_for_end(served: Served) -> int:
 
 
 @pytest.mark.slow
-async def test_sigterm_ends_the_running_step_and_the_process_and_leaves_a_chain_that_goes_on(
+async def test_sigterm_ends_step_and_process_and_the_chain_continues(
     serve: Callable[..., Served], store: ObjectStore, tiny_folder: Path
 ) -> None:
     served = serve()

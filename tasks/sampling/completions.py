@@ -1,4 +1,4 @@
-"""Plain code behind the rollout task: from prompts to a table of completions."""
+"""Samples the completions of a shard of prompts and commits them as a table."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Truncation = Literal["error", "left", "right", "drop"]
 
 
 class PromptShard(Frozen):
-    """Some prompts of a step: which rows, and how many completions of each. A shard is sampled as one fixed batch."""
+    """Some prompts of a step, by their rows in the dataset. A shard is sampled as one fixed batch."""
 
     base: ArtifactRef
     """The model whose tokenizer renders the prompts."""
@@ -40,9 +40,11 @@ class PromptShard(Frozen):
     index: int = Field(ge=0)
     rows: tuple[int, ...]
     completions: int = Field(ge=1)
+    """Completions per prompt."""
     repetitions: tuple[int, ...] = ()
-    """How often each row came earlier in the same step, when the batch is larger than what is left of an epoch: its
-    completions are numbered on from there, so that no two of a step share a random stream. Empty: no row did."""
+    """How often each row occurred earlier in the same step, which happens when a batch reaches into the next epoch. The
+    completions of a repeated row are numbered on, so that no two of a step share a random stream. Empty: no row is
+    repeated."""
     max_prompt_tokens: int | None = None
     truncation: Truncation = "error"
 
@@ -50,26 +52,36 @@ class PromptShard(Frozen):
 async def sample_shard(
     workspace: Workspace, policy: PolicyRef, shard: PromptShard, sampling: SamplingParams, *, step: int
 ) -> ArtifactRef:
-    """The committed rollouts of a shard, sampled now if nobody did before."""
+    """Returns the committed rollouts of a shard, and samples them first if there are none."""
     store = workspace.open_store()
     key = keys.step_artifact(policy.run, policy.stage, step, "rollouts", shard.index)
     with timed("storage"):
-        found = find_artifact(store, key)
-        if found is not None:
-            return require_parent(found, policy.uri)
+        committed = find_artifact(store, key)
+        if committed is not None:
+            return require_parent(committed, policy.uri)
         rows = read_rows(store, shard.dataset, shard.rows)
-    earlier = shard.repetitions or (0,) * len(rows)
-    rows = [row | {"first": n * shard.completions} for row, n in zip(rows, earlier, strict=True)]
+
+    # render the prompts
+    renderer = renderer_of(store, shard.base)
+    repetitions = shard.repetitions or (0,) * len(rows)
+    rows = [row | {"first": times * shard.completions} for row, times in zip(rows, repetitions, strict=True)]
     limit = prompt_limit(workspace, shard, sampling)
     name_row = partial(row_name, store, shard.dataset)
-    prompts = render_prompts(renderer_of(store, shard.base), rows, limit, shard.truncation, name_row)
-    jobs = [(row, prompt, row["first"] + c) for row, prompt in prompts for c in range(shard.completions)]
-    seeds = [workspace.seed_for(policy.stage, step, row["id"], c) for row, _, c in jobs]
+    prompts = render_prompts(renderer, rows, limit, shard.truncation, name_row)
+
+    # sample every completion with a seed of its own
+    jobs = []
+    for row, prompt in prompts:
+        for number in range(row["first"], row["first"] + shard.completions):
+            jobs.append((row, prompt, number))
+    seeds = [workspace.seed_for(policy.stage, step, row["id"], number) for row, _, number in jobs]
     failpoint("rollout.sampling")
     with timed("rollout"):
         request = generate_request(policy, [prompt for _, prompt, _ in jobs], seeds, sampling)
         completions = await workspace.connect().generate(request, epoch=workspace.epoch)
-    table = rollout_table(renderer_of(store, shard.base), policy, jobs, seeds, completions)
+
+    # commit
+    table = rollout_table(renderer, policy, jobs, seeds, completions)
     log_work("shard", stage=policy.stage, step=step, shard=shard.index)
     with timed("storage"):
         committed = commit_table(
@@ -82,7 +94,7 @@ async def sample_shard(
             extra={
                 "prompts": len(shard.rows),
                 "dropped": len(rows) - len(prompts),
-                "completion_tokens": sum(len(done.token_ids) for done in completions),
+                "completion_tokens": sum(len(completion.token_ids) for completion in completions),
             },
         )
     return require_parent(committed, policy.uri)
@@ -91,24 +103,25 @@ async def sample_shard(
 def generate_request(
     policy: PolicyRef, prompts: list[TokenSequence], seeds: list[int], sampling: SamplingParams
 ) -> GenerateRequest:
-    """One completion of each prompt."""
-    ids, images = [prompt.token_ids for prompt in prompts], images_or_none(prompt.images for prompt in prompts)
-    return GenerateRequest(policy, ids, seeds, sampling, images=images)
+    """The request for one completion of each prompt."""
+    prompt_ids = [prompt.token_ids for prompt in prompts]
+    images = images_or_none(prompt.images for prompt in prompts)
+    return GenerateRequest(policy, prompt_ids, seeds, sampling, images=images)
 
 
 def prompt_limit(workspace: Workspace, shard: PromptShard, sampling: SamplingParams) -> int | None:
-    """Tokens a prompt may have: as configured, and with its completion no more than the model's context and the
-    max_batch_size that the model was spawned with."""
+    """The largest number of tokens in a prompt: as configured, and such that prompt and completion fit the model's
+    context and the max_batch_size that the model was spawned with. None: no limit."""
     context = context_length_of(workspace.open_store(), shard.base)
     longest = shortest(context, workspace.max_tokens)
     if longest is None:
         return shard.max_prompt_tokens
     room = longest - sampling.max_new_tokens
     if room < 1:
-        what = "the model's context" if longest == context else "the model's max_batch_size"
+        limit_name = "context" if longest == context else "max_batch_size"
         raise BadSpec(
-            f"max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt in {what} of {longest} tokens; "
-            "lower it (model.max_gen_len)"
+            f"max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt in the model's {limit_name} of "
+            f"{longest} tokens; lower it (model.max_gen_len)"
         )
     return shortest(room, shard.max_prompt_tokens)
 
@@ -116,30 +129,37 @@ def prompt_limit(workspace: Workspace, shard: PromptShard, sampling: SamplingPar
 def render_prompts(
     renderer: Renderer, rows: list[dict[str, Any]], limit: int | None, truncation: Truncation, name_row: NameRow
 ) -> list[tuple[dict[str, Any], TokenSequence]]:
-    """Tokens and images of each row's prompt; one of more than `limit` tokens is refused, cut or dropped. One with
-    images is never cut: raises UnsupportedFragment."""
+    """Each row with the tokens and images of its prompt. A prompt of more than `limit` tokens is refused, truncated or
+    dropped.
+
+    Raises:
+        SampleTooLong: a prompt is too long and `truncation` is error.
+        UnsupportedFragment: a prompt that would be truncated has images.
+    """
     rendered = []
     for row in rows:
         prompt = renderer.prompt_sequence(StringThread.from_json(str(row["thread"])))
-        ids = prompt.token_ids
-        if limit is not None and len(ids) > limit:
-            if truncation == "drop":
-                continue
-            if truncation == "error":
-                raise SampleTooLong(
-                    f"prompt {row['id']} ({name_row(row['index'])}) has {len(ids)} tokens, at most {limit} are "
-                    "allowed (max_prompt_tokens, or the model's context or max_batch_size less max_new_tokens); set "
-                    "truncation to left, right or drop, or raise the limit"
-                )
-            if prompt.images:
-                raise UnsupportedFragment(
-                    f"prompt {row['id']} ({name_row(row['index'])}) has {len(ids)} tokens, at most {limit} are "
-                    "allowed, and it holds images, which cannot be cut; set truncation to drop or error, or raise "
-                    "max_prompt_tokens"
-                )
-            ids = ids[-limit:] if truncation == "left" else ids[:limit]
-            prompt = replace(prompt, token_ids=ids, weights=[0.0] * len(ids))
-        rendered.append((row, prompt))
+        if limit is None or len(prompt.token_ids) <= limit:
+            rendered.append((row, prompt))
+            continue
+        if truncation == "drop":
+            continue
+        finding = (
+            f"prompt {row['id']} ({name_row(row['index'])}) has {len(prompt.token_ids)} tokens, at most {limit} are "
+            "allowed"
+        )
+        if truncation == "error":
+            raise SampleTooLong(
+                f"{finding} (max_prompt_tokens, or the model's context or max_batch_size less max_new_tokens); set "
+                "truncation to left, right or drop, or raise the limit"
+            )
+        if prompt.images:
+            raise UnsupportedFragment(
+                f"{finding}, and it has images, which cannot be truncated; set truncation to drop or error, or raise "
+                "max_prompt_tokens"
+            )
+        ids = prompt.token_ids[-limit:] if truncation == "left" else prompt.token_ids[:limit]
+        rendered.append((row, replace(prompt, token_ids=ids, weights=[0.0] * len(ids))))
     return rendered
 
 
@@ -150,29 +170,30 @@ def rollout_table(
     seeds: list[int],
     completions: list[Completion],
 ) -> pa.Table:
-    """One row per completion, readable as it is: the text stands beside the tokens. Of a model that takes images, the
-    prompt's stand there too; null where it has none."""
-    rows = [
-        {
+    """The rollouts table: a row per completion, with its text beside its tokens. If the model takes images, the rows
+    also have the prompt's images."""
+    takes_images = bool(renderer.tokenizer.images)
+    rows = []
+    for (row, prompt, number), seed, completion in zip(jobs, seeds, completions, strict=True):
+        rollout = {
             "prompt_index": row["index"],
             "prompt_id": row["id"],
             "completion": number,
             "seed": seed,
             "prompt_ids": prompt.token_ids,
-            "completion_ids": done.token_ids,
-            "logprobs": done.logprobs,
-            "stop_reason": done.stop_reason,
-            "text": renderer.decode_completion(done.token_ids),
+            "completion_ids": completion.token_ids,
+            "logprobs": completion.logprobs,
+            "stop_reason": completion.stop_reason,
+            "text": renderer.decode_completion(completion.token_ids),
             "thread": row["thread"],
             "policy_state": policy.state,
-            **({"images": images_to_rows(prompt.images)} if renderer.tokenizer.images else {}),
         }
-        for (row, prompt, number), seed, done in zip(jobs, seeds, completions, strict=True)
-    ]
-    columns = ["images"] if renderer.tokenizer.images else []
-    return pa.Table.from_pylist(rows, schema=table_schema("rollouts", columns))
+        if takes_images:
+            rollout["images"] = images_to_rows(prompt.images)
+        rows.append(rollout)
+    return pa.Table.from_pylist(rows, schema=table_schema("rollouts", ["images"] if takes_images else []))
 
 
 def answered_thread(row: dict[str, object]) -> StringThread:
-    """The conversation a grader sees: the prompt's thread and the completion as the assistant's turn."""
+    """The conversation that a grader sees: the prompt, and the completion as the assistant's turn."""
     return StringThread.from_json(str(row["thread"])).assistant(str(row["text"]))

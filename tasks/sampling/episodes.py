@@ -1,7 +1,8 @@
-"""Plain code behind the episodes task: from prompts to a table of trajectories."""
+"""Plays the episodes of a shard of prompts and commits them as a table of trajectories."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -32,21 +33,22 @@ from tasks.sampling.grading import TooManyMasked
 
 
 class EpisodePlan(Frozen):
-    """Which environment, how long an episode may be, and how patiently it is played."""
+    """The environment of a run, with the limits of an episode and the timeouts of the environment."""
 
     environment: EnvironmentSpec
     max_turns: int = Field(8, ge=1)
-    """Answers of one episode."""
+    """Answers per episode."""
     max_tokens: int | None = Field(None, ge=2)
-    """Tokens of one segment: prompt, answers and what the environment says. None: the model's context."""
+    """Tokens per segment: prompt, answers and the environment's turns. None: the model's context."""
     episode_seconds: float | None = Field(None, gt=0)
-    """What an episode's environment may take altogether; a run in which this acts cannot be repeated to the byte."""
+    """Seconds that the environment may take in an episode. A run in which this limit acts cannot be repeated byte for
+    byte."""
     reaction_seconds: float = Field(60.0, gt=0)
-    """What one reaction may take; longer ones are failures."""
+    """Seconds that one reaction of the environment may take; a longer one is a failure."""
     concurrency: int = Field(64, ge=1)
-    """Environments that react at a time."""
+    """Environments that react concurrently."""
     max_masked_fraction: float = Field(0.2, ge=0, le=1)
-    """The run fails when more of a shard's episodes than this could not be played."""
+    """The run fails if a larger fraction of a shard's episodes could not be played."""
 
 
 @lru_cache(maxsize=8)
@@ -63,13 +65,13 @@ async def play_shard(
     *,
     step: int,
 ) -> ArtifactRef:
-    """The committed trajectories of a shard, played now if nobody did before."""
+    """Returns the committed trajectories of a shard, and plays its episodes first if there are none."""
     store = workspace.open_store()
     key = keys.step_artifact(policy.run, policy.stage, step, "trajectories", shard.index)
     with timed("storage"):
-        found = find_artifact(store, key)
-        if found is not None:
-            return require_parent(found, policy.uri)
+        committed = find_artifact(store, key)
+        if committed is not None:
+            return require_parent(committed, policy.uri)
     seeds = (policy.stage, step)
     episodes = await play(workspace, policy, shard, sampling, plan, seeds=seeds, where=key)
     log_work("shard", stage=policy.stage, step=step, shard=shard.index)
@@ -97,8 +99,16 @@ async def play(
     seeds: tuple[str | int, ...],
     where: str,
 ) -> list[Episode]:
-    """The shard's episodes, played to their ends: one batch of the engine per turn. `seeds` tell them from those of
-    other steps; the seed of an answer is of them, the prompt, the episode and the turn. Raises TooManyMasked."""
+    """Plays the shard's episodes to their ends, with one engine batch per turn.
+
+    Args:
+        seeds: what distinguishes these episodes from those of other steps. The seed of an answer follows from it, the
+            prompt, the episode and the turn.
+        where: the name of the shard in errors.
+
+    Raises:
+        TooManyMasked: more than `plan.max_masked_fraction` of the episodes could not be played.
+    """
     store = workspace.open_store()
     with timed("storage"):
         rows = read_rows(store, shard.dataset, shard.rows)
@@ -106,9 +116,11 @@ async def play(
 
     async def generate(prompts: list[list[int]], live: list[Episode]) -> list[Completion]:
         failpoint("trajectory.turn")
-        drawn = [workspace.seed_for(*seeds, one.row["id"], one.number, one.turn) for one in live]
+        answer_seeds = [
+            workspace.seed_for(*seeds, episode.row["id"], episode.number, episode.turn) for episode in live
+        ]
         with timed("rollout"):
-            request = GenerateRequest(policy, prompts, drawn, sampling)
+            request = GenerateRequest(policy, prompts, answer_seeds, sampling)
             return await workspace.connect().generate(request, epoch=workspace.epoch)
 
     limits = _limits(workspace, shard, sampling, plan)
@@ -126,10 +138,11 @@ def _episodes(
     rows: list[dict[str, Any]],
     seeds: tuple[str | int, ...],
 ) -> list[Episode]:
+    """New episodes with their environments, `shard.completions` per prompt."""
     factory = _factory(plan.environment.model_dump_json())
-    earlier = shard.repetitions or (0,) * len(rows)
+    repetitions = shard.repetitions or (0,) * len(rows)
     episodes = []
-    for row, times in zip(rows, earlier, strict=True):
+    for row, times in zip(rows, repetitions, strict=True):
         for number in range(times * shard.completions, (times + 1) * shard.completions):
             seed = workspace.seed_for("environment", *seeds, row["id"], number)
             environment = EnvironmentRunner(factory, seed=seed, seconds=plan.reaction_seconds)
@@ -147,8 +160,8 @@ def _limits(workspace: Workspace, shard: PromptShard, sampling: SamplingParams, 
         )
     if shard.truncation in ("left", "right"):
         raise BadSpec(
-            f"truncation={shard.truncation!r} cuts token ids, but an environment must see what the model sees; use "
-            "error or drop, or shorten the conversation in initialize_state"
+            f"truncation={shard.truncation!r} removes tokens, but the environment must see the same conversation "
+            "as the model; use error or drop, or shorten the conversation in initialize_state"
         )
     return EpisodeLimits(
         turns=plan.max_turns,
@@ -161,61 +174,82 @@ def _limits(workspace: Workspace, shard: PromptShard, sampling: SamplingParams, 
 
 
 def check_masked(episodes: list[Episode], plan: EpisodePlan, *, where: str) -> None:
-    """Raises TooManyMasked."""
+    """Raises TooManyMasked if too many episodes of `where` could not be played."""
     masked = [episode for episode in episodes if episode.status == "masked"]
     if len(masked) > plan.max_masked_fraction * len(episodes):
         raise TooManyMasked(
             f"{len(masked)} of {len(episodes)} episodes of {where} could not be played, at most "
-            f"{plan.max_masked_fraction:.0%} may fail; the first reason: {masked[0].reason}. Mend the environment, or "
-            "raise max_masked_fraction"
+            f"{plan.max_masked_fraction:.0%} may fail; the first reason: {masked[0].reason}. Correct the environment "
+            "and resume, or raise max_masked_fraction"
         )
 
 
 def _counts(episodes: list[Episode], played: list[Episode]) -> dict[str, int]:
-    """What the metrics of a step ask of a shard."""
+    """Counts of a shard for the metrics of its step; `played` are the episodes whose prompt was not too long."""
     prompts = {episode.row["index"] for episode in episodes}
+    played_prompts = {episode.row["index"] for episode in played}
+    completion_tokens = 0
+    for episode in played:
+        completion_tokens += sum(sum(segment.turn_tokens) for segment in episode.segments)
     return {
         "prompts": len(prompts),
-        "dropped": len(prompts - {episode.row["index"] for episode in played}),
+        "dropped": len(prompts - played_prompts),
         "episodes": len(played),
         "masked": sum(episode.status == "masked" for episode in played),
         "turns": sum(episode.turn for episode in played),
-        "completion_tokens": sum(sum(part.turn_tokens) for episode in played for part in episode.segments),
+        "completion_tokens": completion_tokens,
     }
 
 
 def trajectory_table(renderer: Renderer, policy: PolicyRef, episodes: list[Episode]) -> pa.Table:
-    """One row per segment, readable as it is: the conversation stands beside the tokens. A masked or ignored episode
+    """The trajectories table: a row per segment, with the conversation beside the tokens. A masked or ignored episode
     is one row without tokens."""
-    rows = [
-        _row(renderer, policy, episode, index, segment)
-        for episode in episodes
-        for index, segment in enumerate(episode.segments if episode.status == "ok" else [None])
-    ]
+    rows = []
+    for episode in episodes:
+        segments: Sequence[EpisodeSegment | None] = episode.segments if episode.status == "ok" else [None]
+        for index, segment in enumerate(segments):
+            rows.append(_row(renderer, policy, episode, index, segment))
     return pa.Table.from_pylist(rows, schema=SCHEMAS["trajectories"])
 
 
 def _row(
     renderer: Renderer, policy: PolicyRef, episode: Episode, index: int, segment: EpisodeSegment | None
 ) -> dict[str, Any]:
-    ids, weights = ([], []) if segment is None else renderer.serialize(segment.tokenized)
-    shown = segment or (episode.segments[-1] if episode.segments else None)
-    grades = {} if segment is None else dict(sorted(segment.grades.items()))
-    return {
+    """The table row of a segment; None: of an episode that has no tokens to train."""
+    row: dict[str, Any] = {
+        "token_ids": [],
+        "weights": [],
+        "logprobs": [],
+        "first_turn": 0,
+        "turn_tokens": [],
+        "graded_turns": [],
+        "grades": [],
+    }
+    if segment is not None:
+        token_ids, weights = renderer.serialize(segment.tokenized)
+        grades = dict(sorted(segment.grades.items()))
+        row = {
+            "token_ids": token_ids,
+            "weights": weights,
+            "logprobs": segment.tokenized.logprobs,
+            "first_turn": segment.first_turn,
+            "turn_tokens": segment.turn_tokens,
+            "graded_turns": list(grades),
+            "grades": list(grades.values()),
+        }
+    # the conversation, also of a masked episode, as far as it came
+    thread = episode.row["thread"]
+    last_segment = segment or (episode.segments[-1] if episode.segments else None)
+    if last_segment is not None:
+        thread = renderer.detokenize(last_segment.tokenized).to_json()
+    return row | {
         "prompt_index": episode.row["index"],
         "prompt_id": episode.row["id"],
         "completion": episode.number,
         "segment": index,
-        "token_ids": ids,
-        "weights": weights,
-        "logprobs": [] if segment is None else segment.tokenized.logprobs,
-        "first_turn": 0 if segment is None else segment.first_turn,
-        "turn_tokens": [] if segment is None else segment.turn_tokens,
-        "graded_turns": list(grades),
-        "grades": list(grades.values()),
         "status": episode.status,
         "ending": episode.ending,
         "reason": episode.reason,
-        "thread": episode.row["thread"] if shown is None else renderer.detokenize(shown.tokenized).to_json(),
+        "thread": thread,
         "policy_state": policy.state,
     }

@@ -1,4 +1,4 @@
-"""Plain code behind the grade task: from completions to rewards, every one accounted for."""
+"""Grades the completions of a shard and commits one grade per completion, also for those that could not be graded."""
 
 from __future__ import annotations
 
@@ -27,34 +27,34 @@ class TooManyMasked(Exception):
 
 
 class Grading(Frozen):
-    """Which grader, and how patiently."""
+    """The grader of a run, with its timeout, retries and concurrency."""
 
     grader: GraderSpec
     timeout_seconds: float = Field(60.0, gt=0)
-    """Per grade and attempt, without the time in which a judge waits for its engine."""
+    """Seconds per grade and attempt, without the time in which a judge waits for its engine."""
     retries: int = Field(2, ge=0)
     concurrency: int = Field(32, ge=1)
     max_masked_fraction: float = Field(0.2, ge=0, le=1)
-    """The run fails when more of a shard's completions than this could not be graded."""
+    """The run fails if a larger fraction of a shard's completions could not be graded."""
 
 
 async def grade_shard(
     workspace: Workspace, rollouts: ArtifactRef, grading: Grading, *, stage: str, step: int, shard: int
 ) -> ArtifactRef:
-    """The committed grades of one shard, graded now if nobody did before."""
+    """Returns the committed grades of a shard, and grades it first if there are none."""
     store = workspace.open_store()
     key = keys.step_artifact(workspace.run, stage, step, "graded", shard)
     with timed("storage"):
-        found = find_artifact(store, key)
-        if found is not None:
-            return require_parent(found, rollouts.uri)
+        committed = find_artifact(store, key)
+        if committed is not None:
+            return require_parent(committed, rollouts.uri)
         rows = read_table(store, rollouts).to_pylist()
     with timed("grade"):
         outcomes = await grade_texts(rows, grading, workspace)
     check_masked(outcomes, grading, where=rollouts.key)
     log_work("grade", stage=stage, step=step, shard=shard)
     table = graded_table(rows, outcomes)
-    by_source = sums_by_source([row["thread"] for row in rows], [one.reward for one in outcomes])
+    by_source = sums_by_source([row["thread"] for row in rows], [outcome.reward for outcome in outcomes])
     with timed("storage"):
         committed = commit_table(
             store,
@@ -69,7 +69,8 @@ async def grade_shard(
 
 
 async def grade_texts(rows: list[dict[str, object]], grading: Grading, workspace: Workspace) -> list[GradeOutcome]:
-    """One outcome per row of a rollouts table, in order. Judges that the grader names are spawned in `workspace`."""
+    """One outcome per row of a rollouts table, in order. Judges that the grader names run in the engine of
+    `workspace`."""
     spec = grading.grader
     with note_grading(spec.path, workspace) if spec.workers == "none" else nullcontext():
         async with shared_grader(spec, workspace) as grader:
@@ -83,16 +84,18 @@ async def grade_texts(rows: list[dict[str, object]], grading: Grading, workspace
 
 
 def check_masked(outcomes: list[GradeOutcome], grading: Grading, *, where: str) -> None:
+    """Raises TooManyMasked if too many completions of `where` could not be graded."""
     masked = [outcome for outcome in outcomes if outcome.status == "masked"]
     if len(masked) > grading.max_masked_fraction * len(outcomes):
         raise TooManyMasked(
             f"{len(masked)} of {len(outcomes)} completions of {where} could not be graded, at most "
-            f"{grading.max_masked_fraction:.0%} may fail; the first reason: {masked[0].reason}. Mend the grader (the "
-            "rollouts are kept), or raise max_masked_fraction"
+            f"{grading.max_masked_fraction:.0%} may fail; the first reason: {masked[0].reason}. Correct the grader "
+            "and resume (the rollouts are kept), or raise max_masked_fraction"
         )
 
 
 def graded_table(rows: list[dict[str, object]], outcomes: list[GradeOutcome]) -> pa.Table:
+    """The graded table: a row per completion, in the order of the rollouts."""
     graded = [
         {
             "prompt_index": row["prompt_index"],

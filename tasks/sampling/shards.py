@@ -1,4 +1,4 @@
-"""Many shards of a step, read by one process: in order, some on their way at once, never all in memory."""
+"""Reads the tables of a step's shards in order: several at a time, but never all in memory."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from storage.store.objects import ObjectStore
 from storage.store.tables import read_table
 
 AHEAD = 16
-"""Shards on their way at once: a step of thousands waits for bandwidth, not for the latency of each request."""
+"""Shards that are read concurrently, so that a step of thousands does not wait for the latency of each request."""
 
 
 def read_tables(
     store: ObjectStore, refs: Sequence[ArtifactRef], columns: Sequence[str] | None = None
 ) -> Iterator[pa.Table]:
-    """The tables of `refs`, in their order; at most AHEAD are in memory. Raises what read_table does."""
+    """Yields the tables of `refs` in order; at most AHEAD are in memory. Raises the errors of `read_table`."""
     if len(refs) == 1:
         yield read_table(store, refs[0], columns)
         return

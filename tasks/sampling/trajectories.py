@@ -1,4 +1,4 @@
-"""Trajectories as their table has them, without the tokens."""
+"""Reads the grades of a step's trajectories from their tables, without the tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _GRADES = ["prompt_id", "completion", "first_turn", "turn_tokens", "graded_turns
 
 @dataclass
 class Trajectory:
-    """What the grades of one episode say, without its tokens."""
+    """The grades of one episode, without its tokens."""
 
     prompt: str
     number: int
@@ -30,7 +30,7 @@ class Trajectory:
 
     @property
     def reward(self) -> float:
-        """All of them together."""
+        """The sum of the grades."""
         return math.fsum(self.grades.values())
 
     @property
@@ -39,15 +39,15 @@ class Trajectory:
 
 
 def read_trajectories(store: ObjectStore, refs: list[ArtifactRef]) -> dict[tuple[str, int], Trajectory]:
-    """The trajectories of a step that were played to an end, in their order."""
-    found: dict[tuple[str, int], Trajectory] = {}
+    """The trajectories of a step that were neither masked nor ignored, in order: (prompt, number) -> trajectory."""
+    trajectories: dict[tuple[str, int], Trajectory] = {}
     for table in read_tables(store, refs, _GRADES):
-        for row in table.to_pylist():
-            if row["status"] != "ok":
+        for segment in table.to_pylist():
+            if segment["status"] != "ok":
                 continue
-            name = row["prompt_id"], row["completion"]
-            one = found.setdefault(name, Trajectory(*name))
-            one.ending = row["ending"]
-            one.turn_tokens += row["turn_tokens"]  # its segments stand in order
-            one.grades |= dict(zip(row["graded_turns"], row["grades"], strict=True))
-    return found
+            name = segment["prompt_id"], segment["completion"]
+            trajectory = trajectories.setdefault(name, Trajectory(*name))
+            trajectory.ending = segment["ending"]
+            trajectory.turn_tokens += segment["turn_tokens"]  # the segments of a trajectory are in order
+            trajectory.grades |= dict(zip(segment["graded_turns"], segment["grades"], strict=True))
+    return trajectories

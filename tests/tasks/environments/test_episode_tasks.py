@@ -88,7 +88,7 @@ async def test_a_long_prompt_is_dropped_and_counted_or_an_error(stand: Stand) ->
 @pytest.mark.parametrize(
     ("plan", "shard", "said"),
     [
-        ({}, {"truncation": "left"}, "an environment must see what the model sees"),
+        ({}, {"truncation": "left"}, "the environment must see the same conversation"),
         ({"max_tokens": 6}, {}, "max_new_tokens=6 leaves no room for a prompt in 6 tokens"),
     ],
 )

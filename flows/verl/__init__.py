@@ -1,1 +1,1 @@
-"""Imports a verl configuration: the table of its keys, and the conversions of their values."""
+"""Imports configs of verl: a table of verl's keys, and the conversions of their values."""

@@ -1,4 +1,4 @@
-"""Conditions without which verl does not read a key, by the names that verl_keys.toml gives them."""
+"""The conditions under which verl reads a key. keys.toml refers to them by name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flows.verl.values import ACTOR, ROLLOUT, flow_of
 
 @dataclass(frozen=True)
 class Condition:
-    """`holds` of a config; `otherwise` says why the key means nothing where it does not."""
+    """A condition on a verl config. `otherwise` says why the key has no effect if the condition does not hold."""
 
     holds: Callable[[Verl], bool]
     otherwise: str
@@ -22,6 +22,7 @@ def _model_of(verl: Verl) -> str:
 
 
 def _on(*keys: str) -> Callable[[Verl], bool]:
+    """A condition that holds if any of the keys has a true value."""
     return lambda verl: any(bool(verl.get(key)) for key in keys)
 
 
@@ -57,14 +58,15 @@ CONDITIONS: dict[str, Condition] = {
     "lora": Condition(lambda verl: (verl.get(_model_of(verl) + "lora_rank") or 0) > 0, "lora_rank is 0"),
     "megatron": Condition(lambda verl: verl.get(ACTOR + "strategy") == "megatron", "the strategy is not megatron"),
     "multiturn": Condition(_on("data.multiturn.enable"), "multiturn is off"),
-    "other_loss": Condition(lambda verl: _loss_mode(verl) not in ("vanilla", "gspo", "cispo"), "no such loss is used"),
+    "other_loss": Condition(lambda verl: _loss_mode(verl) not in ("vanilla", "gspo", "cispo"), "this loss is not used"),
     "other_trainer": Condition(lambda verl: False, "the trainer is FSDP"),
     "pf_ppo": Condition(_on("algorithm.use_pf_ppo"), "use_pf_ppo is false"),
     "reward_model": Condition(
         _on("reward_model.enable", "reward.reward_model.enable"), "there is no reward model: enable is false"
     ),
     "sandbox": Condition(
-        _on("sandbox_fusion.url", "reward.sandbox_fusion.url", "reward_model.sandbox_fusion.url"), "it has no url"
+        _on("sandbox_fusion.url", "reward.sandbox_fusion.url", "reward_model.sandbox_fusion.url"),
+        "the sandbox has no url",
     ),
     "tracing": Condition(_on(ROLLOUT + "trace.backend"), "trace.backend is null"),
     "validation": Condition(_on("data.val_files"), "there are no val_files"),
@@ -72,8 +74,8 @@ CONDITIONS: dict[str, Condition] = {
 }
 
 
-def idle(verl: Verl, when: str | None) -> str | None:
-    """Why a key under the condition means nothing; None: it counts."""
+def unmet_condition(verl: Verl, when: str | None) -> str | None:
+    """Returns why a key with this condition has no effect, or None if the condition holds."""
     if when is None or CONDITIONS[when].holds(verl):
         return None
     return CONDITIONS[when].otherwise

@@ -1,4 +1,4 @@
-"""Conversions of verl's values into ours: files, their columns and rows."""
+"""Conversions of verl's values: data files, their columns and rows, the model."""
 
 from __future__ import annotations
 
@@ -8,46 +8,55 @@ from pathlib import Path
 from typing import Any
 
 from flows.verl.read import Verl
-from flows.verl.values import Conversion, Near, Nothing, Paths, Refused, local_path
+from flows.verl.values import Approximate, Conversion, NoCounterpart, PathValues, Unused, local_path
 from tasks.datasets.verl import ROWS
 
 
 def _files(verl: Verl, key: str, value: Any) -> Any:
     if value is None or value == []:
-        return Nothing()
-    first, *further = map(local_path, value if isinstance(value, list) else [value])
+        return Unused()
+    files = value if isinstance(value, list) else [value]
+    first, *further = map(local_path, files)
     if verl.kind == "evaluation":
         source = "suite.datasets.0.source"
     else:
         source = "data.heldout" if key == "data.val_files" else "data.train"
     if verl.kind == "ppo_trainer" and verl.get("data.custom_cls.path"):
-        return Paths({f"{source}.arguments.files": [first, *further]})
-    return Paths({f"{source}.path": first} | ({f"{source}.further_paths": further} if further else {}))
+        return PathValues({f"{source}.arguments.files": [first, *further]})
+    paths: dict[str, Any] = {f"{source}.path": first}
+    if further:
+        paths[f"{source}.further_paths"] = further
+    return PathValues(paths)
 
 
 def _dataset_class(verl: Verl, key: str, value: Any) -> Any:
-    """verl makes both its datasets by one class."""
+    """verl uses one class for the training and the validation dataset."""
     if value is None:
-        return Nothing()
+        return Unused()
     name = verl.get("data.custom_cls.name")
     if name is None:
-        raise Refused("which class of the file it is, is not given; give data.custom_cls.name")
+        raise NoCounterpart("the name of the class in the file is not given; give data.custom_cls.name")
     path = Path(local_path(value))
     arguments = {"path": str(path), "name": name, "prompt_key": verl.get("data.prompt_key")}
-    arguments |= {"tokenizer": local_path(verl.get("actor_rollout_ref.model.path"))}
-    arguments |= {"sha256": sha256(path.read_bytes()).hexdigest()} if path.is_file() else {}
-    values = {"kind": "python", "path": ROWS, **{f"arguments.{name}": value for name, value in arguments.items()}}
-    return Paths({f"data.{part}.{name}": value for part in ("train", "heldout") for name, value in values.items()})
+    arguments["tokenizer"] = local_path(verl.get("actor_rollout_ref.model.path"))
+    if path.is_file():
+        arguments["sha256"] = sha256(path.read_bytes()).hexdigest()
+    paths: dict[str, Any] = {}
+    for part in ("train", "heldout"):
+        paths[f"data.{part}.kind"] = "python"
+        paths[f"data.{part}.path"] = ROWS
+        paths |= {f"data.{part}.arguments.{argument}": text for argument, text in arguments.items()}
+    return PathValues(paths)
 
 
 def _dataset_class_name(verl: Verl, key: str, value: Any) -> Any:
-    return Nothing("data.custom_cls.path says of which file")
+    return Unused("data.custom_cls.path gives the file")
 
 
 def _model(verl: Verl, key: str, value: Any) -> Any:
     path = local_path(value)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not Path(path).is_dir():
-        return Near(path, "no folder here has this name: download the model, and give its folder by --set model.key=…")
+        return Approximate(path, "this is not a folder: download the model, and give its folder by --set model.key=…")
     return path
 
 
@@ -56,11 +65,14 @@ def _prompt_column(verl: Verl, key: str, value: Any) -> Any:
 
 
 def _metadata_columns(verl: Verl, key: str, value: Any) -> Any:
-    """What verl hands to a reward function; `extra_info` only where each file has it, since verl can do without."""
+    """The columns that verl passes to a reward function. `extra_info` is optional, so every file must have it."""
     columns = [value, "reward_model"]
     files = verl.get("data.train_files")
-    paths = [Path(str(file)).expanduser() for file in (files if isinstance(files, list) else [files])]
-    return [*columns, "extra_info"] if all("extra_info" in _parquet_columns(path) for path in paths) else columns
+    if not isinstance(files, list):
+        files = [files]
+    if all("extra_info" in _parquet_columns(Path(str(file)).expanduser()) for file in files):
+        columns.append("extra_info")
+    return columns
 
 
 def _parquet_columns(path: Path) -> list[str]:
@@ -71,7 +83,7 @@ def _parquet_columns(path: Path) -> list[str]:
 
     try:
         return list(pq.read_schema(path).names)
-    except (OSError, pa.ArrowInvalid):  # the run will say what is wrong with the file
+    except (OSError, pa.ArrowInvalid):  # the run reports what is wrong with the file
         return []
 
 
@@ -80,27 +92,28 @@ def _evaluation_metadata(verl: Verl, key: str, value: Any) -> Any:
 
 
 def _limit(verl: Verl, key: str, value: Any) -> Any:
-    if value is None or value < 0:
-        return Nothing()
-    return Near(value, "the first so many rows, where verl draws them when it shuffles") if value else Nothing()
+    if value is None or value <= 0:
+        return Unused()
+    return Approximate(value, "the first rows are used, while verl draws the rows at random if it shuffles")
 
 
 def _truncation(verl: Verl, key: str, value: Any) -> Any:
     if value not in ("error", "left", "right"):
-        raise Refused(f"a prompt is not cut in the {value}; expected error, left, right, or filter_overlong_prompts")
-    return Nothing("filter_overlong_prompts drops them") if verl.get("data.filter_overlong_prompts") else value
+        expected = "error, left, right, or filter_overlong_prompts"
+        raise NoCounterpart(f"truncation {value!r} is not supported for prompts; expected {expected}")
+    return Unused("filter_overlong_prompts drops them") if verl.get("data.filter_overlong_prompts") else value
 
 
 def _drop_overlong(verl: Verl, key: str, value: Any) -> Any:
-    return "drop" if value else Nothing()
+    return "drop" if value else Unused()
 
 
 def _unless_multiturn(verl: Verl, key: str, value: Any) -> Any:
-    return Nothing("multiturn.messages_key says it") if verl.get("data.multiturn.enable") else value
+    return Unused("multiturn.messages_key decides") if verl.get("data.multiturn.enable") else value
 
 
 def _multiturn(verl: Verl, key: str, value: Any) -> Any:
-    return verl.get("data.multiturn.messages_key") if value else Nothing()
+    return verl.get("data.multiturn.messages_key") if value else Unused()
 
 
 DATA_CONVERSIONS: dict[str, Conversion] = {

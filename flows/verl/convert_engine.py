@@ -1,4 +1,4 @@
-"""Conversions of verl's values into ours: optimizer, engine, length of a run, checkpoints."""
+"""Conversions of verl's values: optimizer, engine, length of the run, checkpoints."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from flows.verl.read import Verl
-from flows.verl.values import Conversion, Near, Nothing, Paths, Refused, local_path, times
+from flows.verl.values import Approximate, Conversion, NoCounterpart, PathValues, Unused, local_path, times
 
 # -- optimizer -------------------------------------------------------------------------------------------------
 
@@ -14,16 +14,16 @@ from flows.verl.values import Conversion, Near, Nothing, Paths, Refused, local_p
 def _schedule(verl: Verl, key: str, value: Any) -> Any:
     style = verl.get(key.rpartition(".")[0] + ".warmup_style") if verl.kind != "sft_trainer" else None
     if style is not None:
-        return Nothing("warmup_style says it")
+        return Unused("warmup_style decides")
     return _named_schedule(verl, key, value)
 
 
 def _schedule_alias(verl: Verl, key: str, value: Any) -> Any:
-    return Nothing() if value is None else _named_schedule(verl, key, value)
+    return Unused() if value is None else _named_schedule(verl, key, value)
 
 
-def _shape(verl: Verl, key: str) -> Any:
-    """verl's name of the schedule beside an optimizer's key."""
+def _schedule_name(verl: Verl, key: str) -> Any:
+    """verl's name of the schedule in the group of an optimizer's key."""
     group = key.rpartition(".")[0]
     if verl.kind == "sft_trainer":
         return verl.get(group + ".lr_scheduler")
@@ -31,51 +31,53 @@ def _shape(verl: Verl, key: str) -> Any:
 
 
 def _warmup_steps(verl: Verl, key: str, value: Any) -> Any:
-    return Nothing("lr_warmup_steps_ratio says it") if value is None or value < 0 else value
+    return Unused("lr_warmup_steps_ratio decides") if value is None or value < 0 else value
 
 
 def _warmup_ratio(verl: Verl, key: str, value: Any) -> Any:
     group = key.rpartition(".")[0]
     steps = verl.get(group + ".lr_warmup_steps")
     if steps is not None and steps >= 0:
-        return Nothing("lr_warmup_steps says it")
+        return Unused("lr_warmup_steps decides")
     older = group + ".warmup_steps_ratio"
     if verl.kind == "sft_trainer" and key != older and verl.is_given(older) and not verl.is_given(key):
-        return Nothing("warmup_steps_ratio says it")
-    return Nothing() if value == 0 and _shape(verl, key) == "constant" else value
+        return Unused("warmup_steps_ratio decides")
+    return Unused() if value == 0 and _schedule_name(verl, key) == "constant" else value
 
 
 def _older_warmup_ratio(verl: Verl, key: str, value: Any) -> Any:
     newer = key.replace(".warmup_steps_ratio", ".lr_warmup_steps_ratio")
     if not verl.is_given(key) or verl.is_given(newer):
-        return Nothing("lr_warmup_steps_ratio says it")
+        return Unused("lr_warmup_steps_ratio decides")
     return _warmup_ratio(verl, key, value)
 
 
 def _lowest_rate(verl: Verl, key: str, value: Any) -> Any:
-    if _shape(verl, key) == "constant":
-        return Nothing("a constant rate does not fall")
+    if _schedule_name(verl, key) == "constant":
+        return Unused("a constant rate has no minimum")
     return 0.0 if value is None else value
 
 
 def _betas(verl: Verl, key: str, value: Any) -> Any:
     if not isinstance(value, list | tuple) or len(value) != 2:
-        raise TypeError(f"{value!r} is no pair")
+        raise TypeError(f"{value!r} is not a pair")
     group = "value_model.optimizer" if key.startswith("critic.") else "optimizer"
-    return Paths({f"{group}.beta1": value[0], f"{group}.beta2": value[1]})
+    return PathValues({f"{group}.beta1": value[0], f"{group}.beta2": value[1]})
 
 
 def _named_schedule(verl: Verl, key: str, value: Any) -> Any:
     if value == "constant":
         return "constant"
     if value == "cosine":
-        return Near("cosine", NOT_QUITE)
+        return Approximate("cosine", SCHEDULE_DIFFERENCE)
     if value == "wsd" and verl.kind == "sft_trainer":
-        return Near("wsd", f"{NOT_QUITE}; over the last tenth of the run it falls in a straight line")
-    raise Refused(f"there is no schedule {value!r} here; expected constant or cosine")
+        return Approximate("wsd", f"{SCHEDULE_DIFFERENCE}; over the last tenth of the run the rate falls linearly")
+    raise NoCounterpart(f"there is no schedule {value!r} here; expected constant or cosine")
 
 
-NOT_QUITE = "ours begins at lr / W in a warm-up of W steps, where verl's begins at 0, and ends in the last step"
+SCHEDULE_DIFFERENCE = (
+    "a warm-up of W steps begins at lr / W, while verl's begins at 0; the schedule reaches its end in the last step"
+)
 
 
 # -- engine ----------------------------------------------------------------------------------------------------
@@ -83,19 +85,19 @@ NOT_QUITE = "ours begins at lr / W in a warm-up of W steps, where verl's begins 
 
 def _trainer(verl: Verl, key: str, value: Any) -> Any:
     if value not in ("fsdp", "fsdp2"):
-        raise Refused(f"there is no trainer {value!r} here; expected fsdp or fsdp2, whose work DeepSpeed ZeRO does")
+        raise NoCounterpart(f"there is no trainer {value!r} here; expected fsdp or fsdp2 (DeepSpeed ZeRO here)")
     return "deepspeed"
 
 
 def _recompute(verl: Verl, key: str, value: Any) -> Any:
     switch = key.rpartition(".")[0] + ".enable_activation_offload"
     if value and verl.table.has_default(switch) and verl.get(switch):
-        return Nothing("enable_activation_offload does more")
+        return Unused("enable_activation_offload includes it")
     return "recompute" if value else "none"
 
 
 def _activation_offload(verl: Verl, key: str, value: Any) -> Any:
-    return "offload" if value else Nothing()
+    return "offload" if value else Unused()
 
 
 def _offload(verl: Verl, key: str, value: Any) -> Any:
@@ -103,12 +105,12 @@ def _offload(verl: Verl, key: str, value: Any) -> Any:
 
 
 def _zero_stage(verl: Verl, key: str, value: Any) -> Any:
-    """ZeRO 3 splits the weights too, as FSDP that reshards does; only it can offload them."""
+    """ZeRO 3 also shards the weights, like FSDP with resharding. Only ZeRO 3 can offload them."""
     return 3 if value or verl.get(key.rpartition(".")[0] + ".param_offload") else 2
 
 
 def _cpu_offload(verl: Verl, key: str, value: Any) -> Any:
-    return Paths({"engine.trainer.offload_optimizer": "cpu" if value else "none", "engine.trainer.zero_stage": 3})
+    return PathValues({"engine.trainer.offload_optimizer": "cpu" if value else "none", "engine.trainer.zero_stage": 3})
 
 
 DTYPES = {
@@ -118,26 +120,26 @@ DTYPES = {
 
 def _compute_dtype(verl: Verl, key: str, value: Any) -> Any:
     if value not in DTYPES:
-        raise Refused(f"the engine does not compute in {value}; expected {', '.join(DTYPES)}")
+        raise NoCounterpart(f"the engine does not compute in {value}; expected {', '.join(DTYPES)}")
     return DTYPES[value]
 
 
 def _device(verl: Verl, key: str, value: Any) -> Any:
     if value not in ("cuda", "cpu"):
-        raise Refused(f"there is no device {value!r} here; expected cuda or cpu")
+        raise NoCounterpart(f"there is no device {value!r} here; expected cuda or cpu")
     return value
 
 
 def _ranks(verl: Verl, key: str, value: Any) -> Any:
-    """verl counts GPUs per node, ours counts ranks over all nodes."""
+    """verl counts GPUs per node, our config counts ranks over all nodes."""
     return times(value, verl.get("trainer.nnodes"))
 
 
 def _cluster(verl: Verl, key: str, value: Any) -> Any:
-    """Several nodes are a Ray cluster, for verl's PPO trainer as for our engine."""
+    """Several nodes form a Ray cluster, both for verl's PPO trainer and for our engine."""
     if times(value, 1) == 1:
-        return Nothing("trainer.n_gpus_per_node says how many ranks there are")
-    return Near("auto", "the Ray cluster whose head runs on this machine; for another, give HOST:PORT of its head")
+        return Unused("trainer.n_gpus_per_node gives the number of ranks")
+    return Approximate("auto", "the cluster whose head runs on this machine; for another one, give its HOST:PORT")
 
 
 def _sampler(verl: Verl, key: str, value: Any) -> Any:
@@ -145,7 +147,7 @@ def _sampler(verl: Verl, key: str, value: Any) -> Any:
         return "vllm"
     if value == "hf":
         return "torch"
-    raise Refused(f"there is no sampler {value!r} here; expected vllm or hf")
+    raise NoCounterpart(f"there is no sampler {value!r} here; expected vllm or hf")
 
 
 def _top_k(verl: Verl, key: str, value: Any) -> Any:
@@ -156,13 +158,13 @@ def _top_k(verl: Verl, key: str, value: Any) -> Any:
 
 
 def _epochs(verl: Verl, key: str, value: Any) -> Any:
-    return value if verl.get("trainer.total_training_steps") is None else Nothing("total_training_steps decides")
+    return value if verl.get("trainer.total_training_steps") is None else Unused("total_training_steps decides")
 
 
 def _run_key(verl: Verl, key: str, value: Any) -> Any:
-    """The same key resumes the run, as resume_mode=auto does."""
+    """A run with the same key is resumed, as with resume_mode=auto."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", str(value)).strip("-.").lower()
-    return name if verl.get("trainer.resume_mode") == "auto" else Nothing("resume_mode is not auto")
+    return name if verl.get("trainer.resume_mode") == "auto" else Unused("resume_mode is not auto")
 
 
 def _folder(verl: Verl, key: str, value: Any) -> Any:
@@ -170,9 +172,9 @@ def _folder(verl: Verl, key: str, value: Any) -> Any:
 
 
 def _save_every(verl: Verl, key: str, value: Any) -> Any:
-    """Named checkpoints are kept for good; where verl keeps the last few, so do the recovery checkpoints."""
+    """Named checkpoints are kept permanently. If verl keeps only the last ones, recovery checkpoints correspond."""
     if value is None or value <= 0:
-        return Paths({"checkpoints.frequency": None})
+        return PathValues({"checkpoints.frequency": None})
     rotating = any(
         verl.table.has_default(name) and verl.get(name)
         for name in (
@@ -180,20 +182,20 @@ def _save_every(verl: Verl, key: str, value: Any) -> Any:
         )
     )  # fmt: skip
     if rotating:
-        return Paths({"checkpoints.frequency": None, "checkpoints.recovery_steps": value})
-    return Paths({"checkpoints.frequency": None, "checkpoints.every_steps": value})
+        return PathValues({"checkpoints.frequency": None, "checkpoints.recovery_steps": value})
+    return PathValues({"checkpoints.frequency": None, "checkpoints.every_steps": value})
 
 
 def _critic_warmup(verl: Verl, key: str, value: Any) -> Any:
-    """verl counts steps, ours is a fraction of the run."""
+    """verl counts steps, our config has a fraction of the run."""
     steps = verl.get("trainer.total_training_steps")
     if value and steps is None:
-        raise Refused("its part of the run is known only where trainer.total_training_steps is given; give it")
+        raise NoCounterpart("its fraction of the run needs trainer.total_training_steps; give it")
     return value / steps if value else 0.0
 
 
 def _keep_one(verl: Verl, key: str, value: Any) -> Any:
-    return 1 if value else Nothing()
+    return 1 if value else Unused()
 
 
 ENGINE_CONVERSIONS: dict[str, Conversion] = {

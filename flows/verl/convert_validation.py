@@ -1,26 +1,26 @@
-"""Conversions of verl's values into ours: validation on held-out rows, loggers."""
+"""Conversions of verl's values: validation on held-out rows, loggers."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from flows.verl.read import Verl
-from flows.verl.values import ROLLOUT, Conversion, Nothing, Refused
+from flows.verl.values import ROLLOUT, Conversion, NoCounterpart, Unused
 
 
 def _greedy_or_value(verl: Verl, key: str, value: Any) -> Any:
-    return value if verl.get(ROLLOUT + "val_kwargs.do_sample") else Nothing("val_kwargs.do_sample is false: greedy")
+    return value if verl.get(ROLLOUT + "val_kwargs.do_sample") else Unused("val_kwargs.do_sample is false: greedy")
 
 
 def _do_sample_validation(verl: Verl, key: str, value: Any) -> Any:
-    return Nothing("val_kwargs.temperature says how") if value else 0.0
+    return Unused("val_kwargs.temperature decides") if value else 0.0
 
 
 def _drawn_validation(verl: Verl, key: str, value: Any) -> Any:
     if not verl.get(ROLLOUT + "val_kwargs.do_sample"):
-        return Nothing("val_kwargs.do_sample is false: greedy")
+        return Unused("val_kwargs.do_sample is false: greedy")
     if key.endswith(".n") and value > 1 and verl.get(ROLLOUT + "val_kwargs.temperature") == 0:
-        return Nothing("at temperature 0 they would be copies of one completion")
+        return Unused("at temperature 0 all completions would be equal")
     return max(0, value) if key.endswith(".top_k") else value
 
 
@@ -29,10 +29,12 @@ LOGGERS = ("tensorboard", "wandb", "mlflow", "swanlab")
 
 def _loggers(verl: Verl, key: str, value: Any) -> Any:
     names = [value] if isinstance(value, str) else list(value)
-    if others := [name for name in names if name not in (*LOGGERS, "console")]:
-        raise Refused(f"there is no logger {', '.join(map(repr, others))} here; expected console, {', '.join(LOGGERS)}")
-    found = [name for name in names if name != "console"]
-    return found or Nothing("the console is always there")
+    unknown = [name for name in names if name not in (*LOGGERS, "console")]
+    if unknown:
+        text = ", ".join(map(repr, unknown))
+        raise NoCounterpart(f"there is no logger {text} here; expected console, {', '.join(LOGGERS)}")
+    trackers = [name for name in names if name != "console"]
+    return trackers or Unused("the console always shows the metrics")
 
 
 VALIDATION_CONVERSIONS: dict[str, Conversion] = {

@@ -1,4 +1,4 @@
-"""The table of verl's keys (verl_keys.toml): what each means here, or why it means nothing."""
+"""The table of verl's keys (keys.toml): the counterpart of each key in Ostinato, or why it has none."""
 
 from __future__ import annotations
 
@@ -11,37 +11,38 @@ from pathlib import Path
 from typing import Any, Final
 
 NULL: Final = "null"
-"""How the table writes null, which TOML cannot."""
+"""Stands for null in the table, because TOML has no null."""
 
 
 @dataclass(frozen=True)
 class Mapped:
-    """A key that means something here."""
+    """A key with a counterpart in Ostinato."""
 
     default: Any
+    """verl's default value."""
     to: tuple[str, ...]
-    """Paths of our config, or `flow`."""
+    """Paths in our config, or `flow`."""
     convert: str | None = None
-    """A function of flows.verl.convert; None: the value as it is."""
+    """Name of a conversion in flows.verl.convert. None: the value is copied."""
     when: str | None = None
-    """A condition of flows.verl.convert without which verl does not read the key."""
+    """Name of the condition in flows.verl.conditions under which verl reads the key. None: always."""
     required: bool = False
-    """The default stands for nothing, and there is no config without the key."""
+    """Whether a config must give the key. Its default is only a placeholder."""
     placeholder: bool = False
-    """The default stands for nothing: the key counts only where it is given."""
+    """Whether the default is only a placeholder. Then the key has an effect only if the config gives it."""
     flows: tuple[str, ...] = ()
-    """The flows it is mapped for; elsewhere it is not read. Empty: all."""
+    """The flows that use the key. Empty: all flows."""
 
 
 @dataclass(frozen=True)
 class Unmapped:
-    """A key that means nothing here: dropped without loss, or refused where it is not at a default."""
+    """A key without a counterpart. It is dropped, or refused if its value is not one of the defaults."""
 
     refused: bool
     why: str
     when: str | None
     defaults: tuple[Any, ...]
-    """verl's of today first, then those of other versions and values that ask for the same."""
+    """verl's current default first, then the defaults of other versions and values with the same meaning."""
 
 
 @dataclass(frozen=True)
@@ -51,22 +52,22 @@ class KeyTable:
     mapped: dict[str, Mapped] = field(default_factory=dict)
     unmapped: dict[str, Unmapped] = field(default_factory=dict)
     patterns: dict[str, Unmapped] = field(default_factory=dict)
-    """By `a.b.**` (everything under a.b) and `**.name` (that key anywhere)."""
+    """Keys by pattern: `a.b.**` means every key under a.b, and `**.name` a key of this name anywhere."""
 
     def find(self, key: str) -> Mapped | Unmapped | None:
-        """What becomes of a key; None: verl has no such key."""
+        """Returns the entry of a key, or None if verl has no such key."""
         return self.mapped.get(key) or self.unmapped.get(key) or self._pattern(key)
 
     def _pattern(self, key: str) -> Unmapped | None:
-        for pattern, found in self.patterns.items():
+        for pattern, entry in self.patterns.items():
             if pattern.endswith(".**") and (key + ".").startswith(pattern.removesuffix("**")):
-                return found
+                return entry
             if pattern.startswith("**.") and key.endswith(pattern.removeprefix("**")):
-                return found
+                return entry
         return None
 
     def default(self, key: str) -> Any:
-        """verl's own value of today. Raises KeyError for a key without one."""
+        """Returns verl's current default. Raises KeyError if the key has none."""
         if key in self.mapped:
             return self.mapped[key].default
         return self.unmapped[key].defaults[0]
@@ -75,44 +76,58 @@ class KeyTable:
         return key in self.mapped or key in self.unmapped
 
     def is_group(self, key: str) -> bool:
-        """Whether keys stand under it."""
+        """Whether the key is a group of other keys."""
         return any(known.startswith(key + ".") for known in (*self.mapped, *self.unmapped, *self.patterns))
 
     def nearest(self, key: str) -> str | None:
-        """The known key that was most likely meant."""
+        """Returns the known key that is most similar to an unknown one, or None."""
         names = [*self.mapped, *self.unmapped]
-        near = difflib.get_close_matches(key, names, n=1, cutoff=0.75)
-        if near:
-            return near[0]
-        same = [name for name in names if name.rpartition(".")[2] == key.rpartition(".")[2]]
-        return difflib.get_close_matches(key, same, n=1, cutoff=0.0)[0] if same else None
+        similar = difflib.get_close_matches(key, names, n=1, cutoff=0.75)
+        if similar:
+            return similar[0]
+        # else the most similar key with the same last part
+        last_part = key.rpartition(".")[2]
+        candidates = [name for name in names if name.rpartition(".")[2] == last_part]
+        if not candidates:
+            return None
+        return difflib.get_close_matches(key, candidates, n=1, cutoff=0.0)[0]
 
 
 @cache
 def key_tables() -> dict[str, KeyTable]:
-    """Every kind of verl file that is read, by name."""
+    """Returns the table of each supported kind of verl config, by the name of the kind."""
     body = tomllib.loads((Path(__file__).parent / "keys.toml").read_text(encoding="utf-8"))
     return {kind: _table(tables) for kind, tables in body.items()}
 
 
 def _table(tables: dict[str, Any]) -> KeyTable:
+    """Builds a key table from its part of keys.toml."""
     table = KeyTable()
     for key, entry in tables["mapped"].items():
-        words = entry | {"default": _value(entry["default"]), "to": _words(entry["to"])}
-        words["flows"] = _words(entry.get("flows", ()))
-        table.mapped[key] = Mapped(**words)
+        fields = entry | {"default": _value(entry["default"]), "to": _as_tuple(entry["to"])}
+        fields["flows"] = _as_tuple(entry.get("flows", ()))
+        table.mapped[key] = Mapped(**fields)
     for group in tables["unmapped"]:
-        refused = "refused" in group
+        is_refused = "refused" in group
+        why = group["refused"] if is_refused else group["dropped"]
         for key, entry in group["keys"].items():
-            one = entry if isinstance(entry, dict) and "default" in entry else {"default": entry}
-            defaults = tuple(_value(value) for value in (one["default"], *one.get("also", ())))
-            home = table.patterns if "**" in key else table.unmapped
-            why = group["refused" if refused else "dropped"]
-            home[key] = Unmapped(refused, why, group.get("when"), () if "**" in key else defaults)
+            if "**" in key:
+                table.patterns[key] = Unmapped(is_refused, why, group.get("when"), ())
+            else:
+                table.unmapped[key] = Unmapped(is_refused, why, group.get("when"), _defaults(entry))
     return table
 
 
-def _words(value: str | Iterable[str]) -> tuple[str, ...]:
+def _defaults(entry: Any) -> tuple[Any, ...]:
+    """The defaults of an unmapped key, which the table gives as a value or as {default, also}."""
+    if isinstance(entry, dict) and "default" in entry:
+        values = [entry["default"], *entry.get("also", ())]
+    else:
+        values = [entry]
+    return tuple(_value(value) for value in values)
+
+
+def _as_tuple(value: str | Iterable[str]) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value)
 
 

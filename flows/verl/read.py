@@ -1,7 +1,7 @@
-"""Reading a verl config: its file, what its `defaults:` list names, `key=value` words, `${interpolations}`.
+"""Reads a verl config: its file, the files of its `defaults:` list, `key=value` overrides and `${interpolations}`.
 
-A list of defaults is composed from the files beside the config, as Hydra does. What is not there (verl's own
-ppo_trainer, say) is taken from the table of verl's defaults instead.
+The files of the defaults list are searched in the config's folder, as Hydra does. For a file that does not exist there,
+such as verl's own ppo_trainer, the defaults of the key table are used.
 """
 
 from __future__ import annotations
@@ -14,67 +14,76 @@ from typing import Any
 from flows.configs.overrides import ConfigError, load_config
 from flows.verl.keys import KeyTable
 
-DEPTH = 32
-"""Interpolations within interpolations; more is a circle."""
+MAX_DEPTH = 32
+"""Largest depth of nested interpolations. A deeper one refers to itself."""
 
 
 class VerlError(ConfigError):
-    """A verl config that cannot be imported. The message names every key, and says what to do."""
+    """A verl config cannot be imported. The message names every key and says what to do."""
 
 
 class Verl:
-    """A verl config as verl sees it: what was given, over verl's defaults, interpolated."""
+    """A verl config with verl's defaults filled in and its interpolations resolved."""
 
     def __init__(self, given: dict[str, Any], table: KeyTable, *, kind: str) -> None:
         self.given, self.table, self.kind = given, table, kind
 
     def get(self, key: str) -> Any:
-        """The value of a key of the table, given or verl's default. Raises VerlError."""
+        """Returns the value of a key, which is given or verl's default. Raises VerlError."""
         return self.resolve(self._raw(key), key)
 
     def is_given(self, key: str) -> bool:
-        """Whether the config says it itself."""
+        """Whether the config gives the key."""
         return key in self.given
 
     def default(self, key: str) -> Any:
+        """Returns verl's default of a key."""
         return self.resolve(self.table.default(key), key)
 
-    def resolve(self, value: Any, at: str, depth: int = 0) -> Any:
-        """`value` of the key `at` with its interpolations put in."""
-        if depth > DEPTH:
-            raise VerlError(f"{at}: the interpolation {value!r} refers to itself; write a value")
+    def resolve(self, value: Any, key: str, depth: int = 0) -> Any:
+        """Returns the value of a key with its interpolations resolved. Raises VerlError."""
+        if depth > MAX_DEPTH:
+            raise VerlError(f"{key}: the interpolation {value!r} refers to itself; write a value")
         if isinstance(value, list):
-            return [self.resolve(one, at, depth + 1) for one in value]
+            return [self.resolve(item, key, depth + 1) for item in value]
         if not isinstance(value, str) or "${" not in value:
             return value
-        parts = _parts(value, at)
-        found = [self._interpolate(text, at, depth) if inside else text for inside, text in parts]
-        return found[0] if len(found) == 1 else "".join(str(part) for part in found)
+        parts = []
+        for is_interpolation, text in _split_interpolations(value, key):
+            parts.append(self._interpolate(text, key, depth) if is_interpolation else text)
+        # a single interpolation keeps the type of its value
+        return parts[0] if len(parts) == 1 else "".join(str(part) for part in parts)
 
     def _raw(self, key: str) -> Any:
         return self.given[key] if key in self.given else self.table.default(key)
 
-    def _interpolate(self, text: str, at: str, depth: int) -> Any:
+    def _interpolate(self, text: str, key: str, depth: int) -> Any:
+        """The value of an interpolation in the value of `key`. `text` is the part within the braces."""
         text = text.strip()
         resolver, colon, rest = text.partition(":")
         if not colon:
-            return self._node(_absolute(text, at), at, depth)
+            return self._lookup(_absolute_key(text, key), key, depth)
+
+        # ${resolver:name,default}
         name, comma, fallback = rest.partition(",")
-        default = self.resolve(_literal(fallback), at, depth + 1) if comma else None
+        default = self.resolve(_literal(fallback), key, depth + 1) if comma else None
         if resolver == "oc.select":
-            key = _absolute(name.strip(), at)
-            known = key in self.given or self.table.has_default(key) or self._subtree(key)
-            return self._node(key, at, depth) if known else default
+            target = _absolute_key(name.strip(), key)
+            is_known = target in self.given or self.table.has_default(target) or self._subtree(target)
+            return self._lookup(target, key, depth) if is_known else default
         if resolver == "oc.env":
             return os.environ.get(name.strip(), default)
-        raise VerlError(f"{at}: '${{{text}}}' uses the resolver {resolver!r}, which is not read; write the value")
+        raise VerlError(f"{key}: '${{{text}}}' uses the resolver {resolver!r}, which is not supported; write the value")
 
-    def _node(self, key: str, at: str, depth: int) -> Any:
-        if key in self.given or self.table.has_default(key):
-            return self.resolve(self._raw(key), key, depth + 1)
-        tree = self._subtree(key)
+    def _lookup(self, target: str, key: str, depth: int) -> Any:
+        """The value or group that an interpolation in the value of `key` refers to."""
+        if target in self.given or self.table.has_default(target):
+            return self.resolve(self._raw(target), target, depth + 1)
+        tree = self._subtree(target)
         if not tree:
-            raise VerlError(f"{at}: '${{{key}}}' names a key that is neither given nor one of verl's; write the value")
+            raise VerlError(
+                f"{key}: '${{{target}}}' names a key that is neither given nor one of verl's; write the value"
+            )
         return tree
 
     def _subtree(self, key: str) -> dict[str, Any]:
@@ -82,18 +91,18 @@ class Verl:
 
 
 def read_config(path: Path, overrides: Sequence[str] = ()) -> tuple[dict[str, Any], list[str]]:
-    """(every key that is given, by its dotted name; names in `defaults:` that are no files). Raises ConfigError."""
+    """Returns (given keys by dotted name, names in `defaults:` without a file). Raises ConfigError."""
     missing: list[str] = []
     tree = _compose(path, missing, seen=())
-    words = load_config(None, [text.lstrip("+") for text in overrides])
-    return flatten(_merge(tree, words)), missing
+    overridden = load_config(None, [text.lstrip("+") for text in overrides])
+    return flatten(_merge(tree, overridden)), missing
 
 
-def flatten(tree: dict[str, Any], at: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}; an empty group is a value."""
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}. An empty group counts as a value."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
-        key = f"{at}.{name}" if at else name
+        key = f"{prefix}.{name}" if prefix else name
         if isinstance(value, dict) and value:
             flat |= flatten(value, key)
         else:
@@ -102,24 +111,28 @@ def flatten(tree: dict[str, Any], at: str = "") -> dict[str, Any]:
 
 
 def _compose(path: Path, missing: list[str], seen: tuple[Path, ...]) -> dict[str, Any]:
+    """Merges a config with the files of its defaults list. Names without a file are added to `missing`."""
     if path.resolve() in seen:
-        raise VerlError(f"{path} names itself in its list of defaults; take it out")
-    own = load_config(path)
-    listed = own.pop("defaults", None)
-    if listed is None:
-        return own
-    if not isinstance(listed, list):
-        raise VerlError(f"{path}: defaults is a {type(listed).__name__}; Hydra expects a list")
+        raise VerlError(f"{path} names itself in its list of defaults; remove it there")
+    config = load_config(path)
+    defaults = config.pop("defaults", None)
+    if defaults is None:
+        return config
+    if not isinstance(defaults, list):
+        raise VerlError(f"{path}: defaults is a {type(defaults).__name__}; Hydra expects a list")
+
+    # _self_ is the position of the config's keys among the files, by default the last
+    entries = defaults if "_self_" in defaults else [*defaults, "_self_"]
     tree: dict[str, Any] = {}
-    for entry in [*listed, *([] if "_self_" in listed else ["_self_"])]:
+    for entry in entries:
         if entry == "_self_":
-            tree = _merge(tree, own)
+            tree = _merge(tree, config)
             continue
-        file, package = _named(entry, path)
+        file, package = _file_of_entry(entry, path)
         if file is None:
             continue
         if not file.is_file():
-            missing.append(str(entry) if isinstance(entry, str) else ", ".join(f"{k}: {v}" for k, v in entry.items()))
+            missing.append(_entry_text(entry))
             continue
         inner = _compose(file, missing, (*seen, path.resolve()))
         for name in reversed(package):
@@ -128,32 +141,41 @@ def _compose(path: Path, missing: list[str], seen: tuple[Path, ...]) -> dict[str
     return tree
 
 
-def _named(entry: Any, path: Path) -> tuple[Path | None, list[str]]:
-    """(the file that an entry of a defaults list names, the groups it is put under). File None: nothing is taken."""
+def _entry_text(entry: str | dict[str, Any]) -> str:
+    if isinstance(entry, str):
+        return entry
+    return ", ".join(f"{group}: {option}" for group, option in entry.items())
+
+
+def _file_of_entry(entry: Any, path: Path) -> tuple[Path | None, list[str]]:
+    """(file of an entry of a defaults list, groups that its keys belong to). File None: the entry is ignored."""
     if isinstance(entry, str):
         return path.parent / (entry.lstrip("/") + ".yaml"), []
     if not isinstance(entry, dict) or len(entry) != 1:
         raise VerlError(f"{path}: {entry!r} in defaults is neither a name nor `group: name`")
-    words, option = next(iter(entry.items()))
-    words = words.removeprefix("optional ").strip()
-    if option is None or words.startswith("override "):
+    name, option = next(iter(entry.items()))
+    name = name.removeprefix("optional ").strip()
+    if option is None or name.startswith("override "):
         return None, []
-    group, _, package = words.partition("@")
+    group, _, package = name.partition("@")
     package = package or group.rpartition("../")[2].replace("/", ".")
     package = "" if package in ("_global_", "_here_") else package
-    return path.parent / group.lstrip("/") / f"{option}.yaml", [name for name in package.split(".") if name]
+    file = path.parent / group.lstrip("/") / f"{option}.yaml"
+    return file, [part for part in package.split(".") if part]
 
 
-def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(below)
-    for name, value in above.items():
-        under = merged.get(name)
-        merged[name] = _merge(under, value) if isinstance(under, dict) and isinstance(value, dict) else value
+def _merge(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:
+    """Merges nested groups. Values of `upper` replace those of `lower`."""
+    merged = dict(lower)
+    for name, value in upper.items():
+        replaced = merged.get(name)
+        both_are_groups = isinstance(replaced, dict) and isinstance(value, dict)
+        merged[name] = _merge(replaced, value) if both_are_groups else value
     return merged
 
 
-def _parts(text: str, at: str) -> list[tuple[bool, str]]:
-    """The text cut into (True, inside of an interpolation) and (False, literal)."""
+def _split_interpolations(text: str, key: str) -> list[tuple[bool, str]]:
+    """Splits a value into (True, text within an interpolation's braces) and (False, literal text)."""
     parts: list[tuple[bool, str]] = []
     rest = text
     while "${" in rest:
@@ -166,18 +188,18 @@ def _parts(text: str, at: str) -> list[tuple[bool, str]]:
             if depth == 0:
                 break
         if depth:
-            raise VerlError(f"{at}: {text!r} opens '${{' and does not close it")
+            raise VerlError(f"{key}: {text!r} opens '${{' and does not close it")
         parts.append((True, rest[:end]))
         rest = rest[end + 1 :]
     return [*parts, (False, rest)] if rest else parts
 
 
-def _absolute(name: str, at: str) -> str:
-    """`.x` is beside the key, `..x` beside its group."""
+def _absolute_key(name: str, key: str) -> str:
+    """Resolves a relative name in the value of `key`: `.x` is in the same group, `..x` in the group above."""
     dots = len(name) - len(name.lstrip("."))
     if not dots:
         return name
-    return ".".join([*at.split(".")[:-dots], name[dots:]])
+    return ".".join([*key.split(".")[:-dots], name[dots:]])
 
 
 def _literal(text: str) -> Any:

@@ -1,4 +1,4 @@
-"""What an import says of each key, as text, and the config it made, as YAML."""
+"""Formats the result of an import: a report of every key as text, and the config as YAML."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from flows.configs.common import GRPOConfig
 from flows.verl.importer import CONFIGS, Imported, MappedKey
 
 
-def report(made: Imported) -> str:
-    """Every key that was given, under what became of it; and what verl's defaults of other keys became."""
-    return "\n".join(_lines(made))
+def report(imported: Imported) -> str:
+    """Returns the report: the given keys grouped by their result, and the conversions of verl's defaults."""
+    return "\n".join(_lines(imported))
 
 
-def as_yaml(made: Imported, source: str) -> str:
-    """The config in the order of its documentation."""
-    fields = list(CONFIGS.get(made.flow, GRPOConfig).model_fields)
-    ordered = {name: made.config[name] for name in sorted(made.config, key=fields.index)}
-    head = f"# `ostinato {_command(made.flow)} --config FILE`: imported from verl's {made.kind}, {source}\n"
-    return head + yaml.dump(ordered, Dumper=_Plain, sort_keys=False, allow_unicode=True, width=110)
+def as_yaml(imported: Imported, source: str) -> str:
+    """Returns the config as YAML, in the order of the config class."""
+    fields = list(CONFIGS.get(imported.flow, GRPOConfig).model_fields)
+    ordered = {name: imported.config[name] for name in sorted(imported.config, key=fields.index)}
+    header = f"# `ostinato {_command(imported.flow)} --config FILE`: imported from verl's {imported.kind}, {source}\n"
+    return header + yaml.dump(ordered, Dumper=_Plain, sort_keys=False, allow_unicode=True, width=110)
 
 
 class _Plain(yaml.SafeDumper):
-    """Writes a list that stands twice twice, instead of an anchor."""
+    """Writes a list that occurs twice in full, instead of an anchor and an alias."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
 def _represent_float(dumper: yaml.SafeDumper, value: float) -> yaml.ScalarNode:
-    """1e-06 as 1.0e-06: YAML 1.1 takes the first for text."""
+    """Writes 1e-06 as 1.0e-06, because YAML 1.1 reads the first as a string."""
     text = repr(value)
     return dumper.represent_scalar("tag:yaml.org,2002:float", text if "." in text else text.replace("e", ".0e"))
 
@@ -44,20 +44,20 @@ def _command(flow: str) -> str:
     return "evaluate" if flow == "evaluation" else f"run {flow}"
 
 
-def _lines(made: Imported) -> Iterator[str]:
-    yield f"verl's {made.kind} -> ostinato {_command(made.flow)}"
-    for name in made.absent:
-        yield f"defaults: {name} is no file here; verl's own defaults stand for it"
-    given = [line for line in made.mapped if line.given]
-    filled = [line for line in made.mapped if not line.given]
-    yield from _mapped(f"mapped ({len(given)})", given)
-    yield from _mapped(f"not given, so verl's default ({len(filled)})", filled)
-    yield from _grouped("dropped, without loss", made.dropped)
-    yield from _grouped("decided by other keys, or asking for nothing", made.unread)
-    yield from _grouped("not here, at a value that asks for nothing", made.off)
-    if made.refused:
-        yield f"\ncould not, left out by --force ({len(made.refused)})"
-        for key, value, why in made.refused:
+def _lines(imported: Imported) -> Iterator[str]:
+    yield f"verl's {imported.kind} -> ostinato {_command(imported.flow)}"
+    for name in imported.absent:
+        yield f"defaults: there is no file {name} here; verl's own defaults are used"
+    given_keys = [line for line in imported.mapped if line.given]
+    default_keys = [line for line in imported.mapped if not line.given]
+    yield from _mapped(f"mapped ({len(given_keys)})", given_keys)
+    yield from _mapped(f"not given, so verl's default is used ({len(default_keys)})", default_keys)
+    yield from _grouped("dropped without loss", imported.dropped)
+    yield from _grouped("without effect, or decided by other keys", imported.unread)
+    yield from _grouped("not supported, but at a value without effect", imported.off)
+    if imported.refused:
+        yield f"\ncannot be imported, left out by --force ({len(imported.refused)})"
+        for key, value, why in imported.refused:
             yield f"  {key} = {_short(value)}: {why}"
 
 
@@ -66,10 +66,10 @@ def _mapped(title: str, lines: list[MappedKey]) -> Iterator[str]:
         return
     yield f"\n{title}"
     for line in lines:
-        became = ", ".join(f"{path} = {_short(value)}" for path, value in line.paths.items()) or "no key"
-        yield f"  {line.key} = {_short(line.value)} -> {became}"
+        assignments = [f"{path} = {_short(value)}" for path, value in line.paths.items()]
+        yield f"  {line.key} = {_short(line.value)} -> {', '.join(assignments) or 'no key'}"
         if line.difference:
-            yield f"    not quite: {line.difference}"
+            yield f"    approximate: {line.difference}"
 
 
 def _grouped(title: str, groups: dict[str, list[str]]) -> Iterator[str]:
@@ -83,5 +83,9 @@ def _grouped(title: str, groups: dict[str, list[str]]) -> Iterator[str]:
 
 
 def _short(value: Any) -> str:
-    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    text = str(value)
+    if value is None:
+        text = "null"
+    elif isinstance(value, bool):
+        text = text.lower()
     return text if len(text) <= 60 else text[:57] + "…"

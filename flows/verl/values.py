@@ -1,4 +1,4 @@
-"""What a conversion of one of verl's values says, and which flow a verl config is for."""
+"""The possible results of converting a value of verl, and the flow that a verl config stands for."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from flows.verl.read import Verl
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 
 
-class Refused(Exception):
-    """verl's value has no counterpart here. The message says why."""
+class NoCounterpart(Exception):
+    """The value of verl has no counterpart in Ostinato. The message says why."""
 
 
 @dataclass(frozen=True)
-class Nothing:
-    """verl does not use this key; `why` says what decides instead. Empty: it is at the value that asks for nothing."""
+class Unused:
+    """The key has no effect in this config. `why` names the key that decides instead. Empty: its value disables it."""
 
     why: str = ""
 
 
 @dataclass(frozen=True)
-class Near:
-    """Our value is not quite verl's."""
+class Approximate:
+    """Our value is close to verl's, but not the same. `difference` says how they differ."""
 
     value: Any
     difference: str
 
 
 @dataclass(frozen=True)
-class Paths:
-    """A value per path, where a key has several."""
+class PathValues:
+    """A value for each path of our config, for a key that has several."""
 
     values: dict[str, Any]
 
 
 Conversion = Callable[[Verl, str, Any], Any]
-"""Of the config, the key and its value: our value, or one of the above."""
+"""Takes the verl config, the key and its value; returns our value or one of the classes above."""
 
 
 def flow_of(verl: Verl) -> str:
-    """The flow that does what the verl config does."""
+    """Returns the flow that corresponds to the verl config."""
     if verl.kind.startswith("sft"):
         return "sft"
     if verl.kind == "evaluation":
@@ -54,17 +54,17 @@ def flow_of(verl: Verl) -> str:
 
 
 def local_path(path: Any) -> str:
-    """A path of this machine, or a URL. Raises Refused for what is no path, and for HDFS."""
+    """Returns a path on this machine, or a URL. Raises NoCounterpart for other values, and for HDFS."""
     if not isinstance(path, str):
-        raise Refused(f"expected a path, not {type(path).__name__}")
+        raise NoCounterpart(f"expected a path, not {type(path).__name__}")
     if path.startswith("hdfs:"):
-        raise Refused("there is no HDFS here; copy it to a folder or to an object store")
+        raise NoCounterpart("HDFS is not supported; copy the data to a folder or to an object store")
     return str(Path(path).expanduser()) if path.startswith("~") else path
 
 
 def times(value: Any, factor: Any) -> int:
-    """Their product. Raises TypeError for anything but whole numbers: a text times a number would be a longer text."""
+    """Returns the product. Raises TypeError for values that are not integers. (Python also multiplies strings.)"""
     for number in (value, factor):
         if not isinstance(number, int):
-            raise TypeError(f"{number!r} is no whole number")
+            raise TypeError(f"{number!r} is not an integer")
     return int(value * factor)

@@ -118,7 +118,7 @@ def test_a_reward_model_grades(tmp_path: Path, enable: str, path: str) -> None:
         made(tmp_path, "ppo_trainer", [f"{enable}=true"])
     with pytest.raises(VerlError, match="custom_reward_function.path is not given"):
         made(tmp_path, "ppo_trainer", [f"{path}=models/rm"])
-    with pytest.raises(VerlError, match="both a reward function and a reward model"):
+    with pytest.raises(VerlError, match="a reward function and a reward model cannot be combined"):
         made(tmp_path, "ppo_trainer", [f"{enable}=true", f"{path}=models/rm", "custom_reward_function.path=r.py"])
 
 

@@ -62,6 +62,7 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Redoes a run on a new engine and compares all digests and checkpoints; names the first tensor that differs."""
+    # torch is imported only here, when the verification starts
     with report_errors(), _progress_bar(hidden=as_json) as bar:
         report = _import_with_torch("engine.local.verify").verify_run(
             open_store(storage),
@@ -123,6 +124,7 @@ def replay(  # noqa: PLR0913 - one option of the command each
 ) -> None:
     """Executes one committed step again, unchanged or with another loss, rate or batch. Commits nothing."""
     fields = _loss_fields(loss or [])
+    # execute the step; no progress total, since the number of steps to the checkpoint is not known
     with report_errors(), _progress_bar(hidden=as_json) as bar:
         chain = _find_chain(open_store(storage), run, stage, model)
         replaying = _import_with_torch("engine.local.replay")
@@ -134,6 +136,7 @@ def replay(  # noqa: PLR0913 - one option of the command each
         print_json(body | {"weights_equal": report.weights_equal, "metrics_equal": report.metrics_equal})
     else:
         _print_replay(report, console())
+    # a replay without changes must be equal; one with changes may differ
     differs = report.weights_equal is False or not report.metrics_equal
     raise typer.Exit(1 if differs and not what_if else 0)
 
@@ -154,6 +157,7 @@ def _find_chain(store: ObjectStore, run: str, stage: str, model: str) -> Chain:
     matches = [chain for chain in chains if chain.stage == stage and model in ("", chain.model)]
     if len(matches) == 1:
         return matches[0]
+    # no match, or several: list the chains
     known = ", ".join(f"{chain.stage}/{chain.model}" for chain in chains) or "none"
     problem = "more than one chain matches" if matches else "there is no such chain"
     raise ObjectNotFound(f"{problem} in run {run!r}, which has {known}; name one with --stage and --model")

@@ -60,6 +60,7 @@ def doctor(
         checks = list(_run_checks(settings))
         if deep:
             audit = _audit(settings.storage.url, hidden=as_json)
+    # print the results in one of two forms
     if as_json:
         body: dict[str, Any] = {"checks": [check.model_dump() for check in checks]}
         if audit is not None:
@@ -69,6 +70,7 @@ def doctor(
         _print_checks(checks, console())
         if audit is not None:
             _print_audit(audit, console())
+    # warnings do not change the exit status
     failed = any(check.verdict == "fail" for check in checks)
     raise typer.Exit(1 if failed or (audit is not None and not audit.ok) else 0)
 

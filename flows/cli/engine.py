@@ -52,6 +52,7 @@ def serve(
     ] = 20.0,
 ) -> None:
     """Serves an engine until SIGTERM or Ctrl-C. It may be killed at any time and started again on the same store."""
+    # errors of the config and of the start have status 2; a served engine ends with status 0
     try:
         spec, _ = load_engine(config, sets or [])
         token = read_token(token_file)
@@ -96,6 +97,7 @@ def run_server(
     service = import_module("engine.http.service")
     listener = lifecycle.Binding(host, port, token).open()
 
+    # the engine is created inside the event loop that serves it
     async def main() -> None:
         engine: Any = import_module("engine.local.engine").LocalEngine(storage, spec)
         options = service.ServerOptions(token=token, max_body_bytes=max_body_bytes)

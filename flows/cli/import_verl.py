@@ -35,10 +35,12 @@ def verl(
     force: Annotated[bool, typer.Option("--force", help="Leave out the keys that cannot be imported.")] = False,
 ) -> None:
     """Converts a verl config and reports the result for every key; refuses keys without a counterpart."""
+    # convert; every refused key is in the error message
     try:
         imported = import_verl(config, overrides=override or [], sets=sets or [], kind=kind, force=force)
     except ConfigError as error:
         raise usage_error(str(error)) from None
+    # the report goes to stderr, so that stdout is a valid config
     print_plain(messages(), report(imported))
     text = as_yaml(imported, config.name)
     if out is None:

@@ -72,6 +72,7 @@ def _model_row(store: ObjectStore, name: str) -> dict[str, Any]:
         "by": None,
         "latest": resolve_alias(store, name),
     }
+    # the champion, and the decision that made it so
     champion = champion_of(store, name)
     if champion is None:
         return row
@@ -93,6 +94,7 @@ def show(name: Name, storage: Storage = DEFAULT_STORAGE, as_json: AsJson = False
         log, decisions = alias_log(store, name), decisions_of(store, name)
         manifests = [read_manifest(store, keys.model_version(name, version)) for version in versions]
     champion, latest = (log[-1].version if log else None), resolve_alias(store, name)
+    # the JSON document has every entry of the alias log
     if as_json:
         moves = [entry.model_dump(mode="json") for entry in log]
         decision_rows = []
@@ -102,6 +104,7 @@ def show(name: Name, storage: Storage = DEFAULT_STORAGE, as_json: AsJson = False
         print_json(body | {"moves": moves, "decisions": decision_rows})
         return
 
+    # one table of versions, one of decisions
     to = console()
     version_table = table(f"versions of {name}", "version", "", "published", "made from")
     for version, manifest in zip(versions, manifests, strict=True):
@@ -163,6 +166,7 @@ def promote(
         store = open_store(storage)
         name, version = _resolve_version(store, model)
         champion = champion_of(store, name)
+        # promoting the champion again would add an entry without a change
         if champion is not None and champion.version == version:
             console().print(f"{name}@{version} is the champion already", highlight=False)
             return
@@ -221,6 +225,7 @@ def _published_versions(store: ObjectStore, name: str) -> list[str]:
 def _resolve_version(store: ObjectStore, model: str) -> tuple[str, str]:
     """(name, version) of `name`, `name@version` or `name@alias`."""
     name, _, version = resolve_model(store, model).partition("@")
+    # the version may still be an unknown alias
     versions = _published_versions(store, keys.validate_name(name))
     if version not in versions:
         raise ObjectNotFound(f"model {name!r} has no version or alias {version!r}; published: {', '.join(versions)}")
@@ -239,11 +244,13 @@ def _evaluation_uri(store: ObjectStore, evaluation: str) -> str | None:
     """The uri of an evaluation's table, given the key of its run or the uri. Raises ObjectNotFound."""
     if not evaluation:
         return None
+    # the key of a run: its result names the table
     if keys.is_run(evaluation):
         uri = json.loads(store.get(keys.result_json(evaluation))).get("table")
         if not uri:
             raise usage_error(f"run {evaluation!r} is not an evaluation: its result has no table")
         return str(uri)
+    # else the key or uri of the table itself
     ref = find_artifact(store, evaluation.partition("#")[0])
     if ref is None or evaluation not in (ref.uri, ref.key):
         raise ObjectNotFound(f"no evaluation {evaluation!r} in {store.url}; give the key of an evaluation's run")

@@ -125,6 +125,7 @@ def run_with_server(
     """
     for name, value in QUIET_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    # each way to end has its own message and exit status
     with log_file(log_name) as log_path:
         try:
             with _raise_on_sigterm(), _prefect_server(server, console):
@@ -136,6 +137,7 @@ def run_with_server(
             if _is_termination(error):
                 console.print(f"\nended by SIGTERM; the same command resumes {what}")
                 return 128 + signal.SIGTERM, {}
+            # SystemExit and the like are not failures of the flow
             if not isinstance(error, Exception):
                 raise
             log_failure(error)
@@ -191,11 +193,13 @@ async def _call_flow(flow: str, config: FlowConfig) -> dict[str, Any]:
 @contextlib.contextmanager
 def _prefect_server(server: str, console: Console) -> Iterator[None]:
     """Uses the given or configured Prefect server within the block, or else starts one."""
+    # a given url comes before the environment's; "local" ignores both
     url = server if server not in ("", "local") else os.environ.get("PREFECT_API_URL", "")
     if url and server != "local":
         with use_server(url):
             yield
         return
+    # the server's database stays in the working directory, and shows earlier runs
     home = Path(".ostinato") / "prefect"
     with console.status("starting a local Prefect server"):
         stack = contextlib.ExitStack()

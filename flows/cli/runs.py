@@ -154,6 +154,7 @@ def lineage(
     with report_errors():
         store = open_store(storage)
         history = lineage_of(store, target)
+        # with --prompt, only the uses of that prompt are shown
         if prompt:
             report = prompt_report(store, history, prompt)
             if as_json:
@@ -176,6 +177,7 @@ def _print_lineage(history: Lineage, steps: list[StepLineage], to: Console) -> N
     for number, segment in enumerate(history.segments, 1):
         values[f"segment {number}"] = f"{segment.title}, steps 1 to {segment.until}"
     to.print(key_value_table(history.target, values))
+    # an imported model has no steps
     if not steps:
         return
     step_table = table(

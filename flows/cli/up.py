@@ -123,7 +123,8 @@ def deploy_command(
             "no Prefect server was given: give --server http://host:4200/api, or set PREFECT_API_URL; `ostinato up` "
             "starts one and deploys to it"
         )
-    os.environ["PREFECT_API_URL"] = url  # Prefect reads it once, when it is imported
+    # set before `deploy` imports Prefect, which reads it once
+    os.environ["PREFECT_API_URL"] = url
     try:
         token = read_token(token_file) or ""
         names = deploy(find_prefect_yaml(file), pool=pool, storage=storage, engine_url=engine, token=token)
@@ -144,6 +145,7 @@ def _up(home: Path, options: UpOptions) -> int:
         save_state(home, state)
         supervisor = Supervisor(home, state, log, deploy_by_command)
         _stop_on_signals(supervisor.stop)
+        # a signal or an error ends the services, too
         try:
             supervisor.start()
             _print_ready(supervisor.state)
@@ -226,6 +228,7 @@ def _options(
     storage: str, *, with_s3: bool, database: str, port: int, engine_config: Path | None
 ) -> UpOptions:
     """Checks the options and makes their paths absolute. Raises UpError."""
+    # the S3 server has one bucket, which is the default store
     if with_s3:
         find_seaweedfs()
         if storage and not f"{storage}/".startswith(f"s3://{BUCKET}/"):

@@ -115,11 +115,13 @@ class RunPage:
             steps, samples, validations = list(self._steps), self._samples, list(self._validations)
         if not steps or self._page is None:
             return
+        # the progress bar needs a known number of steps
         finished, headline = steps[-1].step + 1, self._headline(steps[-1])
         if self._total_steps:
             self._page.show("progress", self._key("progress"), 100.0 * finished / self._total_steps, headline)
         markdown = run_markdown(self._policy.run, steps, validations, headline=headline, links=self._links)
         self._page.show("markdown", self._key("training"), markdown, headline)
+        # one shard of rollouts, with its grades
         if samples:
             step, rollouts, graded = samples
             rows = sample_rows(self._store, step, rollouts, graded)

@@ -62,10 +62,12 @@ class TerminalProgress:
         self._rows.clear()
         self._finished_at.clear()
         self._finished_at.append(self._clock())
+        # tell where a resumed run continues
         if total_steps is not None and first_step >= total_steps:
             self.note(f"resuming: all {total_steps} steps are committed")
         elif first_step:
             self.note(f"resuming: {first_step} steps are committed, next is step {_number(first_step, total_steps)}")
+        # the live view needs a terminal that can be redrawn
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             self._task = self._bar.add_task(
                 f"step {_number(first_step - 1, total_steps)}", total=total_steps, completed=first_step, eta=""
@@ -84,6 +86,7 @@ class TerminalProgress:
         if self._live is None or self._task is None:
             self._print(line)
             return
+        # otherwise update the table and the bar
         self._rows.append(metrics)
         self._bar.update(
             self._task,

@@ -35,7 +35,9 @@ CRASH_WINDOW_HOURS = 24
 
 def automations() -> list[AutomationCore]:
     """Returns the automations that every Prefect server with our deployments has."""
+    # the names are stored on the server, where `save_automations` finds them again
     return [
+        # a flow run without heartbeats becomes Crashed
         AutomationCore(
             name="ostinato: silent runs have crashed",
             description=f"Marks a flow run as Crashed after {HEARTBEAT_TIMEOUT_SECONDS} s without a heartbeat.",
@@ -46,6 +48,7 @@ def automations() -> list[AutomationCore]:
                 )
             ],
         ),
+        # a crashed flow run is rescheduled, once all reports of its crash have arrived
         AutomationCore(
             name="ostinato: crashed runs go on",
             description="Reschedules a crashed flow run, which continues after its last committed step.",
@@ -59,6 +62,7 @@ def automations() -> list[AutomationCore]:
                 )
             ],
         ),
+        # a flow run that crashes before its flow can count the attempts becomes Failed
         AutomationCore(
             name="ostinato: runs that keep crashing have failed",
             description=f"Marks a flow run as Failed after {max_crash_reports()} reports of a crash within "

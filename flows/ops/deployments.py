@@ -50,6 +50,7 @@ def deploy(path: Path, *, pool: str, storage: str, engine_url: str, token: str) 
     # imported here, since the import of Prefect takes seconds
     from prefect.exceptions import PrefectHTTPStatusError
 
+    # `prefect deploy` resets what people changed in the UI, so it is read before and restored after
     try:
         before = asyncio.run(_prepare(pool, names))
         _deploy_all(path, pool)

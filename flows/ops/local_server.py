@@ -123,6 +123,7 @@ def use_server(api_url: str) -> Iterator[None]:
 
 def _spawn(home: Path, log: Path, port: int) -> subprocess.Popen[bytes]:
     arguments = ["-m", "prefect", "server", "start", "--host", LOOPBACK, "--port", str(port)]
+    # the bootstrap program makes the server end with this process, and then becomes the server
     with log.open("ab") as output:
         return subprocess.Popen(
             [sys.executable, "-c", _DIE_WITH_PARENT, str(os.getpid()), *arguments],
@@ -191,6 +192,7 @@ def _settle(api_url: str) -> None:
     EventsWorker.drain_all(timeout=SETTLE_SECONDS)
     if LOOPBACK not in api_url:
         return  # a shared server is not about to be stopped, and its count never stays the same
+    # task runs are stored in batches: two equal counts, more than a flush interval apart, mean that all are stored
     ended_runs = {"task_runs": {"state": {"type": {"any_": ["COMPLETED", "FAILED", "CRASHED", "CANCELLED"]}}}}
     deadline = time.monotonic() + SETTLE_SECONDS
     last_count: object = None

@@ -170,6 +170,7 @@ class Supervisor:
 
         If the server does not answer, the next check tries again.
         """
+        # flows outlive a killed worker, and are found by their environment
         flows = [process for process in processes_of_up(self.state.id) if FLOW_RUN_ENV in process_environment(process)]
         self._lost_run_ids |= {process_environment(process).get(FLOW_RUN_ENV, "") for process in flows}
         # only the top process of each flow gets SIGTERM, and its children are ended by it
@@ -177,6 +178,7 @@ class Supervisor:
         roots = [process for process in flows if _parent(process) not in pids]
         terminate_all(roots, grace_seconds=FLOW_GRACE_SECONDS)
         kill_all(flows)
+        # tell the server, which does not notice the end of a worker
         try:
             lines = reconcile(
                 self.state.api_url, self.state.options.pool, worker=worker_name(self.state), seen=self._lost_run_ids

@@ -41,7 +41,7 @@ class Approval(Frozen):
 
 
 async def request_approval(comparison: str, *, timeout_seconds: float) -> Approval | None:
-    """Pauses the flow run until a person answers. Returns None if nobody answers within the timeout.
+    """Pauses the flow run until a person answers. Returns None after the timeout.
 
     An invalid answer, such as one without a name, is requested again within the same timeout.
     """
@@ -82,4 +82,4 @@ async def _end_pause() -> None:
     context = FlowRunContext.get()
     assert context is not None and context.flow_run is not None  # only a flow run can be paused
     async with get_client() as client:
-        await client.set_flow_run_state(context.flow_run.id, Running(message="nobody answered in time"))
+        await client.set_flow_run_state(context.flow_run.id, Running(message="there was no answer in time"))

@@ -98,6 +98,7 @@ def emit_eval_regressed(
     `difference` is the mean paired difference over `n` prompts. `low` and `high` are the ends of its confidence
     interval.
     """
+    # docs/operations.md lists these fields
     payload = {
         "name": name,
         "version": version,

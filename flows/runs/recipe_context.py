@@ -78,11 +78,13 @@ class RecipeContext:
         `semantic` holds the values that decide the result. The same key with other values raises SemanticMismatch.
         Without it, the values that the recipe passes to its training classes are not compared.
         """
+        # provenance of all artifacts that the recipe commits
         body = {"recipe": run} if semantic is None else {"recipe": run} | semantic
         provenance = Provenance(code_version=code_version(), config_digest=digest(canonical_json(body)), seed=seed)
         workspace = Workspace(
             store=store, engine=engine or LocalEngineSpec(), run=run, seed=seed, provenance=provenance
         )
+        # create the run, or check that its semantic values are the same
         check_fork(workspace.open_store(), run)
         create_or_check_run(
             workspace.open_store(),
@@ -91,6 +93,7 @@ class RecipeContext:
             other={},
             code_version=provenance.code_version,
         )
+        # graders that the recipe sets up work on behalf of this run
         ctx = cls(take_lease(workspace))
         set_grading_workspace(ctx)
         return ctx

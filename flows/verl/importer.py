@@ -87,13 +87,14 @@ def import_verl(
     Keys that are not given have verl's defaults. Raises ConfigError (VerlError) for a bad file, for unknown keys, for
     keys that cannot be imported (unless `force`), and for a result that our config class refuses.
     """
-    given, absent = read_config(path, overrides)
-    kind = kind or kind_of(given)
+    # read the file and check its keys
+    given_keys, absent = read_config(path, overrides)
+    kind = kind or kind_of(given_keys)
     if kind not in key_tables():
         raise VerlError(f"there is no kind {kind!r} of verl config; expected one of {', '.join(key_tables())}")
     table = key_tables()[kind]
-    _check_keys(given, table, kind)
-    known = {key: value for key, value in given.items() if table.find(key)}
+    _check_keys(given_keys, table, kind)
+    known = {key: value for key, value in given_keys.items() if table.find(key)}
     verl = Verl(known, table, kind=kind)
 
     # sort every key by what happens to it
@@ -149,24 +150,28 @@ def _check_keys(given: dict[str, Any], table: KeyTable, kind: str) -> None:
 def _import_mapped(verl: Verl, imported: Imported) -> None:
     """Converts the keys that have a counterpart. Keys that are not given have verl's defaults."""
     for key, entry in verl.table.mapped.items():
-        given = verl.is_given(key)
+        # keys of other flows
+        is_given = verl.is_given(key)
         if entry.flows and imported.flow not in entry.flows:
-            _note(imported.unread, f"the flow {imported.flow} does not read it", key, given=given)
+            _note(imported.unread, f"the flow {imported.flow} does not read it", key, given=is_given)
             continue
-        if not given and (entry.placeholder or entry.required):
+        # keys whose default is only a placeholder
+        if not is_given and (entry.placeholder or entry.required):
             if entry.required:
                 imported.refused.append((key, None, "it is required, and verl's default is a placeholder; give it"))
             continue
+        # keys that verl does not read in this config
         why = unmet_condition(verl, entry.when)
         if why is not None:
-            _note(imported.unread, why, key, given=given)
+            _note(imported.unread, why, key, given=is_given)
             continue
         _convert(verl, imported, key, entry, verl.get(key))
 
 
 def _convert(verl: Verl, imported: Imported, key: str, entry: Mapped, value: Any) -> None:
     """Converts one key and records the result."""
-    given = verl.is_given(key)
+    is_given = verl.is_given(key)
+    # a conversion may find that the value has no counterpart
     try:
         result = value if entry.convert is None else CONVERSIONS[entry.convert](verl, key, value)
     except NoCounterpart as refusal:
@@ -176,8 +181,10 @@ def _convert(verl: Verl, imported: Imported, key: str, entry: Mapped, value: Any
         imported.refused.append((key, value, f"a {type(value).__name__} is not a valid value for it"))
         return
     if isinstance(result, Unused):
-        _note(imported.unread, result.why or "it has no effect at this value", key, given=given)
+        _note(imported.unread, result.why or "it has no effect at this value", key, given=is_given)
         return
+
+    # the values in our config
     difference = ""
     if isinstance(result, Approximate):
         difference, result = result.difference, result.value
@@ -189,7 +196,7 @@ def _convert(verl: Verl, imported: Imported, key: str, entry: Mapped, value: Any
         paths = {path: value for path, value in paths.items() if not path.startswith(HELDOUT)}
     elif "data.heldout.path" in paths:
         paths = {"data.heldout.kind": "file", **paths}
-    imported.mapped.append(MappedKey(key, value, paths, given, difference))
+    imported.mapped.append(MappedKey(key, value, paths, is_given, difference))
 
 
 def _import_unmapped(verl: Verl, imported: Imported) -> None:

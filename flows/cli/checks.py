@@ -70,13 +70,13 @@ def check_versions() -> Iterator[Check]:
         )  # fmt: skip
         return
     fits = platform.python_version() in SpecifierSet(python or "")
-    yield Check(
-        area="versions",
-        name="python",
-        verdict="ok" if fits else "fail",
-        what=f"{platform.python_version()} ({python})",
-        what_to_do="" if fits else f"use a Python {python}",
-    )
+    if fits:
+        yield Check(area="versions", name="python", verdict="ok", what=f"{platform.python_version()} ({python})")
+    else:
+        yield Check(
+            area="versions", name="python", verdict="fail", what=f"{platform.python_version()} ({python})",
+            what_to_do=f"use a Python {python}",
+        )  # fmt: skip
     # a line per package with a problem, and one for all others
     good: list[str] = []
     for requirement in map(Requirement, requirements):
@@ -119,6 +119,13 @@ def _installed_version(name: str) -> str | None:
 # -- storage ---------------------------------------------------------------------------------------------------
 
 
+def _storage_check(name: str, what: str, *, good: bool, what_to_do: str) -> Check:
+    """A good result, or a warning with what to do."""
+    if good:
+        return Check(area="storage", name=name, verdict="ok", what=what)
+    return Check(area="storage", name=name, verdict="warning", what=what, what_to_do=what_to_do)
+
+
 def check_storage(store: ObjectStore) -> Iterator[Check]:
     """Checks writes, exclusive writes, the clock and free space. The test objects under doctor/ are removed."""
     root = store.local_path("x")
@@ -126,6 +133,7 @@ def check_storage(store: ObjectStore) -> Iterator[Check]:
         what = f"{root.parent} does not exist yet; the first run creates it"
         yield Check(area="storage", name="reachable", verdict="note", what=what)
         return
+    # each check writes under a prefix of its own, which is removed at the end
     prefix = f"doctor/{uuid4().hex}"
     try:
         yield _check_writable(store, prefix)
@@ -156,13 +164,11 @@ def _check_writable(store: ObjectStore, prefix: str) -> Check:
                 area="storage", name="writable", verdict="fail", what=what, what_to_do="do not use this store"
             )
     median = statistics.median(seconds)
-    fast = median < SLOW_PUT_SECONDS
-    return Check(
-        area="storage",
-        name="writable",
-        verdict="ok" if fast else "warning",
-        what=f"{store.url}: a put of 1 KiB takes {median * 1000:.1f} ms (median of {len(seconds)})",
-        what_to_do="" if fast else "each step writes a dozen objects: use a store that is closer to this machine",
+    return _storage_check(
+        "writable",
+        f"{store.url}: a put of 1 KiB takes {median * 1000:.1f} ms (median of {len(seconds)})",
+        good=median < SLOW_PUT_SECONDS,
+        what_to_do="each step writes a dozen objects: use a store that is closer to this machine",
     )
 
 
@@ -191,25 +197,22 @@ def _check_put_if_absent(store: ObjectStore, key: str) -> Check:
 
 def _check_clock(store: ObjectStore) -> Check:
     skew = store.now() - time.time()
-    good = abs(skew) < MAX_SKEW_SECONDS
-    return Check(
-        area="storage",
-        name="clock",
-        verdict="ok" if good else "warning",
-        what=f"the store's clock is {abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} this machine's",
-        what_to_do="" if good else "synchronise both by NTP: records and garbage collection use these clocks",
+    direction = "ahead of" if skew > 0 else "behind"
+    return _storage_check(
+        "clock",
+        f"the store's clock is {abs(skew):.1f} s {direction} this machine's",
+        good=abs(skew) < MAX_SKEW_SECONDS,
+        what_to_do="synchronise both by NTP: records and garbage collection use these clocks",
     )
 
 
 def _check_free_space(folder: Path) -> Check:
     free = shutil.disk_usage(folder).free
-    enough = free >= MIN_FREE_BYTES
-    return Check(
-        area="storage",
-        name="space",
-        verdict="ok" if enough else "warning",
-        what=f"{free / (1 << 30):.1f} GiB are free",
-        what_to_do="" if enough else "free some space, or lower checkpoints.keep_last; a full disk stops every run",
+    return _storage_check(
+        "space",
+        f"{free / (1 << 30):.1f} GiB are free",
+        good=free >= MIN_FREE_BYTES,
+        what_to_do="free some space, or lower checkpoints.keep_last; a full disk stops every run",
     )
 
 

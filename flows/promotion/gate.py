@@ -88,22 +88,30 @@ def checked_target(gate: GateConfig, cells: Sequence[str]) -> str:
 
 
 def _check_not_worse(cell: str, difference: Difference | None, margin: float) -> GateCheck:
-    low = difference.paired.low if difference and difference.paired else None
+    low = _lower_end(difference)
     passed = low is not None and low >= -margin
     return _check(cell, difference, rule=f"not be worse by more than {margin:g}", passed=passed)
 
 
 def _check_better(cell: str, difference: Difference | None, margin: float) -> GateCheck:
-    low = difference.paired.low if difference and difference.paired else None
+    low = _lower_end(difference)
     passed = low is not None and low > margin
     rule = f"be better by more than {margin:g}" if margin else "be better"
     return _check(cell, difference, rule=rule, passed=passed)
 
 
+def _lower_end(difference: Difference | None) -> float | None:
+    """The lower end of the confidence interval, or None if it is not known."""
+    if difference is None or difference.paired is None:
+        return None
+    return difference.paired.low
+
+
 def _check(cell: str, difference: Difference | None, *, rule: str, passed: bool) -> GateCheck:
-    paired = difference.paired if difference else None
-    if paired is None:
+    # without a difference there are no figures, and the check has failed
+    if difference is None or difference.paired is None:
         return GateCheck(cell=cell, rule=rule, difference=None, low=None, high=None, prompts=0, passed=passed)
+    paired = difference.paired
     return GateCheck(
         cell=cell,
         rule=rule,

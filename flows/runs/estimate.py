@@ -155,9 +155,11 @@ def _parameters(store: ObjectStore, key: str) -> int:
 def _grpo_step(config: GRPOConfig | ENVGRPOConfig, parameters: int, prompt_tokens: int) -> tuple[float, int]:
     """(operations of one step, tokens that it stores). A prompt is read once for its whole group."""
     algorithm = config.algorithm
+    # tokens: one prompt per group, and the completions; a turn of an episode is a completion
     groups = algorithm.samples_per_batch // algorithm.completions_per_sample
     turns = config.environment.max_turns if isinstance(config, ENVGRPOConfig) else 1
     tokens = groups * prompt_tokens + algorithm.samples_per_batch * turns * config.sampling.max_new_tokens
+    # sampling, and where needed the logprobs of the trainer and of the reference
     passes = 2 + 2 * (algorithm.old_logprobs == "trainer") + 2 * (algorithm.kl_beta > 0)
     return parameters * tokens * float(passes + 6 * algorithm.mini_epochs_per_batch), tokens
 

@@ -34,6 +34,7 @@ LOSS_MODES = {"vanilla": "clip", "cispo": "cispo"}
 
 
 def _loss_mode(verl: Verl, key: str, value: Any) -> Any:
+    # in bypass mode the ratio is against the sampler's probability, whatever the loss
     if value != "vanilla" and verl.get("algorithm.rollout_correction.bypass_mode"):
         raise NoCounterpart("verl's bypass_mode replaces it by the clipped ratio; remove one of the two")
     if value == "gspo":
@@ -83,7 +84,9 @@ def _micro_batch(verl: Verl, key: str, value: Any) -> Any:
 
 def _dynamic_batch(verl: Verl, key: str, value: Any) -> Any:
     """GPUs that share a sequence share the token budget."""
-    group, engine = (ACTOR, ACTOR) if verl.kind == "ppo_trainer" else ("data.", "engine.")
+    group, engine = "data.", "engine."
+    if verl.kind == "ppo_trainer":
+        group, engine = ACTOR, ACTOR
     if not verl.get(group + "use_dynamic_bsz"):
         return Unused("use_dynamic_bsz is false")
     return times(value, verl.get(engine + "ulysses_sequence_parallel_size"))
@@ -99,8 +102,10 @@ def _conversations(verl: Verl, key: str, value: Any) -> Any:
 
 def _conversation_length(verl: Verl, key: str, value: Any) -> Any:
     pack = _conversations(verl, key, verl.get("data.micro_batch_size_per_gpu"))
-    packs = {} if isinstance(pack, Unused) else {"engine.max_tokens_per_forward": pack}
-    return PathValues({"algorithm.max_tokens": value} | packs)
+    paths = {"algorithm.max_tokens": value}
+    if not isinstance(pack, Unused):
+        paths["engine.max_tokens_per_forward"] = pack
+    return PathValues(paths)
 
 
 def _conversation_truncation(verl: Verl, key: str, value: Any) -> Any:
@@ -118,7 +123,9 @@ def _clip(verl: Verl, key: str, value: Any) -> Any:
     """verl reads it only if low and high are null. Older configs have only this key."""
     if any(verl.is_given(ACTOR + name) for name in ("clip_ratio_low", "clip_ratio_high")):
         return Unused("clip_ratio_low and clip_ratio_high decide")
-    return value if verl.is_given(key) else Unused("clip_ratio_low and clip_ratio_high decide")
+    if not verl.is_given(key):
+        return Unused("clip_ratio_low and clip_ratio_high decide")
+    return value
 
 
 def _clip_low(verl: Verl, key: str, value: Any) -> Any:
@@ -144,10 +151,12 @@ LOSS_NORMS = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"
 def _loss_norm(verl: Verl, key: str, value: Any) -> Any:
     if flow_of(verl) == "gspo":
         return Unused("verl's GSPO always uses the mean of the sequence means, as ours does")
+    # the constant divisor of a completion's sum: by default the longest completion
     if value == "seq-mean-token-sum-norm" and verl.get(ACTOR + "loss_scale_factor") is None:
         return _divided_by(verl.get("data.max_response_length"))
     if value in ("seq-mean-token-sum", "seq-mean-token-sum-norm"):
-        return _divided_by(1 if value == "seq-mean-token-sum" else verl.get(ACTOR + "loss_scale_factor"))
+        divisor = 1 if value == "seq-mean-token-sum" else verl.get(ACTOR + "loss_scale_factor")
+        return _divided_by(divisor)
     if value not in LOSS_NORMS:
         known = ", ".join([*LOSS_NORMS, "seq-mean-token-sum", "seq-mean-token-sum-norm"])
         raise NoCounterpart(f"there is no norm {value!r} here; expected {known}")
@@ -162,7 +171,9 @@ def _divided_by(tokens: Any) -> PathValues:
 def _loss_scale(verl: Verl, key: str, value: Any) -> Any:
     if verl.get(ACTOR + "loss_agg_mode") != "seq-mean-token-sum-norm" or flow_of(verl) == "gspo":
         return Unused("only loss_agg_mode=seq-mean-token-sum-norm reads it")
-    return Unused("data.max_response_length decides") if value is None else value
+    if value is None:
+        return Unused("data.max_response_length decides")
+    return value
 
 
 def _kl_loss(verl: Verl, key: str, value: Any) -> Any:

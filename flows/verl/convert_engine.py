@@ -12,8 +12,9 @@ from flows.verl.values import Approximate, Conversion, NoCounterpart, PathValues
 
 
 def _schedule(verl: Verl, key: str, value: Any) -> Any:
-    style = verl.get(key.rpartition(".")[0] + ".warmup_style") if verl.kind != "sft_trainer" else None
-    if style is not None:
+    # warmup_style is an older name of the schedule, and comes first
+    group = key.rpartition(".")[0]
+    if verl.kind != "sft_trainer" and verl.get(group + ".warmup_style") is not None:
         return Unused("warmup_style decides")
     return _named_schedule(verl, key, value)
 
@@ -31,7 +32,9 @@ def _schedule_name(verl: Verl, key: str) -> Any:
 
 
 def _warmup_steps(verl: Verl, key: str, value: Any) -> Any:
-    return Unused("lr_warmup_steps_ratio decides") if value is None or value < 0 else value
+    if value is None or value < 0:
+        return Unused("lr_warmup_steps_ratio decides")
+    return value
 
 
 def _warmup_ratio(verl: Verl, key: str, value: Any) -> Any:
@@ -39,10 +42,13 @@ def _warmup_ratio(verl: Verl, key: str, value: Any) -> Any:
     steps = verl.get(group + ".lr_warmup_steps")
     if steps is not None and steps >= 0:
         return Unused("lr_warmup_steps decides")
+    # the SFT trainer has an older name, which counts only if the new one is not given
     older = group + ".warmup_steps_ratio"
     if verl.kind == "sft_trainer" and key != older and verl.is_given(older) and not verl.is_given(key):
         return Unused("warmup_steps_ratio decides")
-    return Unused() if value == 0 and _schedule_name(verl, key) == "constant" else value
+    if value == 0 and _schedule_name(verl, key) == "constant":
+        return Unused()
+    return value
 
 
 def _older_warmup_ratio(verl: Verl, key: str, value: Any) -> Any:
@@ -106,7 +112,10 @@ def _offload(verl: Verl, key: str, value: Any) -> Any:
 
 def _zero_stage(verl: Verl, key: str, value: Any) -> Any:
     """ZeRO 3 also shards the weights, like FSDP with resharding. Only ZeRO 3 can offload them."""
-    return 3 if value or verl.get(key.rpartition(".")[0] + ".param_offload") else 2
+    group = key.rpartition(".")[0]
+    if value or verl.get(group + ".param_offload"):
+        return 3
+    return 2
 
 
 def _cpu_offload(verl: Verl, key: str, value: Any) -> Any:
@@ -158,13 +167,16 @@ def _top_k(verl: Verl, key: str, value: Any) -> Any:
 
 
 def _epochs(verl: Verl, key: str, value: Any) -> Any:
-    return value if verl.get("trainer.total_training_steps") is None else Unused("total_training_steps decides")
+    if verl.get("trainer.total_training_steps") is not None:
+        return Unused("total_training_steps decides")
+    return value
 
 
 def _run_key(verl: Verl, key: str, value: Any) -> Any:
     """A run with the same key is resumed, as with resume_mode=auto."""
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", str(value)).strip("-.").lower()
-    return name if verl.get("trainer.resume_mode") == "auto" else Unused("resume_mode is not auto")
+    if verl.get("trainer.resume_mode") != "auto":
+        return Unused("resume_mode is not auto")
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", str(value)).strip("-.").lower()
 
 
 def _folder(verl: Verl, key: str, value: Any) -> Any:
@@ -175,6 +187,7 @@ def _save_every(verl: Verl, key: str, value: Any) -> Any:
     """Named checkpoints are kept permanently. If verl keeps only the last ones, recovery checkpoints correspond."""
     if value is None or value <= 0:
         return PathValues({"checkpoints.frequency": None})
+    # kinds of verl configs have different keys for the number of checkpoints
     rotating = any(
         verl.table.has_default(name) and verl.get(name)
         for name in (

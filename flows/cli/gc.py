@@ -38,6 +38,7 @@ def gc(
 ) -> None:
     """Deletes data that nothing refers to. Runs may continue meanwhile."""
     console = Console()
+    # the age protects data that a running step has written and not yet committed
     try:
         with console.status(f"searching {storage}"):
             report = collect_garbage(

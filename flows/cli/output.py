@@ -59,6 +59,7 @@ def report_errors() -> Iterator[None]:
     try:
         yield
     except InvalidKey as error:
+        # a malformed name is wrong usage, unlike a name that does not exist
         raise _print_error(error, 2) from None
     except (StorageError, EngineError) as error:
         raise _print_error(error, 1) from None
@@ -78,6 +79,7 @@ def print_json(body: BaseModel | list[Any] | dict[str, Any]) -> None:
 
 def table(title: str, *columns: str) -> Table:
     """Returns an empty table. A column whose name ends in > is right-aligned."""
+    # long cells are folded and never cut
     new_table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", pad_edge=False)
     for column in columns:
         justify: Any = "right" if column.endswith(">") else "left"

@@ -107,6 +107,7 @@ def find_shape(source: str, storage: str) -> ModelShape:
         raise ConfigError(
             f"{source!r} is neither a folder nor one of {', '.join(PRESETS)}; for a registered model, add --storage"
         )
+    # a registered model: its config gives the shape, its manifest the number of parameters
     store = open_store(storage)
     ref = registered_model(store, source)
     files = {file.name: file.key for file in read_manifest(store, ref.key).files}
@@ -145,10 +146,12 @@ def find_machine(
     spec: LocalEngineSpec, gpu: str, devices: int, *, device_gib: float, node_gib: float
 ) -> Machine:
     """Returns a machine with the given GPUs, or this machine if the engine computes on a CPU. Raises ConfigError."""
+    # refuse contradictions
     if gpu and gpu not in DEVICES_GIB:
         raise ConfigError(f"--gpu {gpu!r} is not known; give one of {', '.join(DEVICES_GIB)}, or --device-gib")
     if gpu and spec.device == "cpu":
         raise ConfigError(f"--gpu {gpu} was given, but the config says device='cpu'; leave one of them out")
+    # CPU, or else the given GPUs
     if spec.device == "cpu" or (spec.device == "auto" and not gpu and not device_gib):
         return Machine.cpu(int(device_gib * GIB) or _memory_of_this_machine(), native_bfloat16=_native_bfloat16())
     if not gpu and not device_gib:

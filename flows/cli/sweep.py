@@ -119,6 +119,7 @@ def compare(
     with report_errors():
         store = open_store(storage)
         compared = collect_runs(store, list(dict.fromkeys(runs)))
+    # the page, and its tables for the terminal
     ranked, differing = rank(compared), config_differences(compared)
     title = " · ".join(run.run for run in compared)
     out.write_text(render_comparison(title, compared, store_url=store.url))
@@ -154,6 +155,7 @@ def _run(
 
     The flow derives its run keys from its config, so the same command resumes it. `what` names it in a message.
     """
+    # a bad config is reported before Prefect is imported
     to = console()
     try:
         parsed = parse_config(kind, file, sets or [])

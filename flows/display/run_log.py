@@ -20,6 +20,7 @@ def log_line(text: str) -> None:
 
     Does nothing outside a flow run or without a configured server.
     """
+    # APILogHandler sends from a thread of its own
     context = FlowRunContext.get()
     if context is None or context.flow_run is None or not PREFECT_API_URL.value():
         return

@@ -160,6 +160,7 @@ def _number(step: int, total_steps: int | None) -> str:
 
 def _cells(metrics: StepMetrics) -> dict[str, str]:
     """The metrics of a step as text, by column name."""
+    # only metrics that the algorithm has
     cells: dict[str, str] = {}
     if metrics.reward_mean is not None:
         cells["reward"] = f"{metrics.reward_mean:.3f}"
@@ -192,6 +193,7 @@ def _table(rows: list[StepMetrics]) -> Table:
     columns: dict[str, None] = {}  # a dict keeps the order in which the metrics appear
     for row in rows:
         columns.update(dict.fromkeys(_cells(row)))
+    # a resumed step is marked with an arrow
     table = Table(box=None, expand=True, header_style="dim", pad_edge=False)
     table.add_column("step", justify="right")
     for name in columns:

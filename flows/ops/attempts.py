@@ -18,6 +18,7 @@ class TooManyAttempts(RuntimeError):
 
 def check_attempts(run: str) -> None:
     """Raises TooManyAttempts if the current flow run has been started more often than the limit allows."""
+    # Prefect counts the attempts of a flow run, across processes and machines
     context = FlowRunContext.get()
     attempt = context.flow_run.run_count if context and context.flow_run else 0
     limit = max_attempts()

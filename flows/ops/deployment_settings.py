@@ -48,6 +48,7 @@ def with_deployment_settings(config: Config, *, deployed: bool | None = None) ->
     if not (is_deployed() if deployed is None else deployed):
         return config
     changes: dict[str, Any] = {}
+    # only default values are replaced
     if config.storage == StorageConfig():
         url = _sync(Variable.get, STORAGE_VARIABLE)
         if isinstance(url, str) and url:
@@ -85,6 +86,7 @@ def _read_engine() -> HttpEngineSpec | None:
             f"the Secret block {ENGINE_SECRET!r} holds no engine: expected a JSON object with url and token; run "
             "`ostinato deploy --engine URL`"
         )
+    # a token that the environment has already comes first
     spec = HttpEngineSpec(url=body["url"])
     if body.get("token"):
         os.environ.setdefault(spec.token_env, body["token"])

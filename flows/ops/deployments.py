@@ -82,6 +82,7 @@ async def _prepare(pool: str, names: list[str]) -> list[Any]:
     from flows.ops.automations import save_automations
     from flows.ops.deployment_schedules import read_deployments
 
+    # the pool's template is that of a process worker
     async with get_client() as client:
         template = ProcessWorker.get_default_base_job_template()
         with contextlib.suppress(ObjectAlreadyExists):  # an existing pool keeps its type and template

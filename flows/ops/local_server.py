@@ -41,7 +41,7 @@ SETTLE_POLL_SECONDS = 2.0
 
 # Runs in the child before it becomes the server. PR_SET_PDEATHSIG (1) stays in force after exec. The signal is SIGKILL,
 # because no process would be left to follow a SIGTERM up. If the parent died before the call, getppid has changed.
-_DIE_WITH_PARENT = """
+DIE_WITH_PARENT = """
 import ctypes, os, signal, sys
 if sys.platform == "linux":
     ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)
@@ -126,7 +126,7 @@ def _spawn(home: Path, log: Path, port: int) -> subprocess.Popen[bytes]:
     # the bootstrap program makes the server end with this process, and then becomes the server
     with log.open("ab") as output:
         return subprocess.Popen(
-            [sys.executable, "-c", _DIE_WITH_PARENT, str(os.getpid()), *arguments],
+            [sys.executable, "-c", DIE_WITH_PARENT, str(os.getpid()), *arguments],
             cwd=home,  # away from a prefect.toml or .env of the working directory
             env=server_environment(home, port),
             stdin=subprocess.DEVNULL,
@@ -141,6 +141,7 @@ def server_environment(home: Path, port: int, *, database: str = "") -> dict[str
 
     `database` is a SQLAlchemy url. If it is empty, the database is a SQLite file in `home`.
     """
+    # settings of clients would make the server talk to another server
     client_side = ("PREFECT_API_URL", "PREFECT_API_KEY", "PREFECT_PROFILE", "PREFECT_API_DATABASE_CONNECTION_URL")
     inherited = {name: value for name, value in os.environ.items() if name not in client_side}
     return BATCH_SETTINGS | inherited | {
@@ -162,13 +163,14 @@ def _database_name() -> str:
 def _wait_until_healthy(process: subprocess.Popen[bytes], health_url: str, log: Path, *, start_seconds: float) -> None:
     """Returns when the server answers. Raises ServerError if it ends or takes too long."""
     deadline = time.monotonic() + start_seconds
+    # the process is checked first: one that has ended never answers
     while True:
         if process.poll() is not None:
             raise ServerError(f"the Prefect server ended with status {process.returncode}; {_tail(log)}")
         if time.monotonic() > deadline:
             raise ServerError(f"the Prefect server gave no answer within {start_seconds:.0f} s; {_tail(log)}")
         try:
-            if _request_json(health_url) is True:
+            if request_json(health_url) is True:
                 return
         except (OSError, ValueError):
             time.sleep(0.2)
@@ -198,7 +200,7 @@ def _settle(api_url: str) -> None:
     last_count: object = None
     while time.monotonic() < deadline:
         try:
-            count = _request_json(f"{api_url}/task_runs/count", post=ended_runs)
+            count = request_json(f"{api_url}/task_runs/count", post=ended_runs)
         except (OSError, ValueError):
             return  # the server has ended, so there is nothing to wait for
         if count == last_count:
@@ -207,7 +209,9 @@ def _settle(api_url: str) -> None:
         time.sleep(SETTLE_POLL_SECONDS)
 
 
-def _request_json(url: str, post: Mapping[str, object] | None = None) -> object:
+def request_json(url: str, post: Mapping[str, object] | None = None) -> object:
+    """Sends a GET, or a POST with a JSON body, and returns the JSON reply. Raises OSError, ValueError."""
+    # urllib instead of httpx, so that this module is imported quickly
     body = None if post is None else json.dumps(post).encode()
     request = urllib.request.Request(url, data=body, headers={"Content-Type": "application/json"})
     # without the environment's proxies, which cannot reach a loopback address

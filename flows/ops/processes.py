@@ -80,6 +80,7 @@ def reap(identity: ProcessIdentity) -> None:
 
 def terminate_all(processes: Iterable[psutil.Process], *, grace_seconds: float) -> None:
     """Sends SIGTERM to all, and SIGKILL to those that run after `grace_seconds`. Returns when all have ended."""
+    # all get the signal before the first wait, so that they end at the same time
     targets = list(processes)
     for process in targets:
         _signal(process, hard=False)

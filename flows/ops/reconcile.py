@@ -36,10 +36,12 @@ def reconcile(api_url: str, pool: str, *, worker: str, seen: Collection[str]) ->
     with httpx.Client(base_url=api_url, timeout=TIMEOUT_SECONDS, trust_env=False) as client:
         is_only_worker = not _other_workers(client, pool, worker)
         lines = []
+        # the list is read completely first, because the changes would shift its pages
         for run in list(_runs_in_states(client, pool, UNFINISHED_STATES)):
             is_ours = run["id"] in seen
             if not is_ours and (not is_only_worker or run["state_type"] == "CRASHED"):
                 continue
+            # a cancellation that no worker handled is completed; other runs continue
             new_state = "CANCELLED" if run["state_type"] == "CANCELLING" else "SCHEDULED"
             _set_state(client, run["id"], new_state)
             lines.append(f"{run['name']}: was {run['state_name']}, is {new_state.lower()}")
@@ -94,6 +96,7 @@ def _runs_in_states(client: httpx.Client, pool: str, states: Sequence[str]) -> I
 
 def _set_state(client: httpx.Client, run: str, new_state: str, *, reason: str = "its worker ended") -> None:
     state: dict[str, Any] = {"type": new_state, "message": "its worker ended before the flow run did"}
+    # a scheduled state needs a time, and the name that Prefect uses for retries
     if new_state == "SCHEDULED":
         state |= {
             "name": "AwaitingRetry",

@@ -103,6 +103,7 @@ def free_ports(*, with_s3: bool) -> Ports:
 
 def free_port(*, pair: bool = False) -> int:
     """Returns a free loopback port. With `pair`, the port `GRPC_OFFSET` above it is free, too. Raises UpError."""
+    # drawn at random, so that several `up` on one machine rarely compete for a port
     for _ in range(500):
         port = random.SystemRandom().randrange(20_000, 30_000)
         if is_free(port) and (not pair or is_free(port + GRPC_OFFSET)):
@@ -153,6 +154,7 @@ def make_bucket(state: UpState) -> bool:
 
 
 def _prefect(state: UpState, home: Path) -> ServiceSpec:
+    # the database and the logs of the server stay in this folder
     command = _python("prefect", "server", "start", "--host", LOOPBACK, "--port", str(state.options.port))
     folder = home / "prefect"
     folder.mkdir(parents=True, exist_ok=True)
@@ -164,6 +166,7 @@ def _prefect(state: UpState, home: Path) -> ServiceSpec:
 
 
 def _engine(state: UpState, home: Path) -> ServiceSpec:
+    # the token is passed in a file, because all users can read a command line
     token = token_file(home)
     write_private(token, state.token)
     command = _python(
@@ -185,6 +188,7 @@ def _engine(state: UpState, home: Path) -> ServiceSpec:
 
 
 def _worker(state: UpState, home: Path) -> ServiceSpec:
+    # the worker must not install packages: flows run in this Python environment
     health_port = state.ports.worker
     command = _python(
         "prefect", "worker", "start", "--pool", state.options.pool, "--type", "process",
@@ -210,6 +214,7 @@ def worker_name(state: UpState) -> str:
 
 
 def _s3(state: UpState, home: Path) -> ServiceSpec:
+    # one user with all rights; the config file holds its keys
     folder = home / "s3"
     folder.mkdir(parents=True, exist_ok=True)
     credentials = {"accessKey": state.s3_key, "secretKey": state.s3_secret}

@@ -136,6 +136,7 @@ def state_file(home: Path) -> Path:
 def write_private(path: Path, text: str) -> None:
     """Writes a file with mode 0600. The file is replaced as a whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    # written completely under another name, and then renamed
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.unlink(missing_ok=True)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -164,6 +165,7 @@ def supervising(home: Path) -> Iterator[bool]:
 
 def status(state: UpState) -> dict[str, dict[str, Any]]:
     """Returns pid, liveness and number of restarts of the supervisor and of each service, by name."""
+    # the supervisor comes first
     processes = dict(state.services)
     if state.supervisor is not None:
         processes = {"supervisor": state.supervisor} | processes

@@ -45,6 +45,7 @@ async def request_approval(comparison: str, *, timeout_seconds: float) -> Approv
 
     An invalid answer, such as one without a name, is requested again within the same timeout.
     """
+    # invalid answers do not extend the deadline
     loop = asyncio.get_running_loop()
     deadline, complaint = loop.time() + timeout_seconds, ""
     while (remaining := deadline - loop.time()) > 0:

@@ -26,6 +26,7 @@ from tasks.evaluation.model_comparison import compare, comparison_markdown
 
 def commit_card(store: ObjectStore, decision: Decision, *, provenance: Provenance) -> str:
     """Writes the card of the decision's version and returns its text. If the decision has a card, returns that one."""
+    # the first card stands: the store may hold more by the time of a retry
     key = keys.model_note(decision.model, "cards", decision.id)
     ref = find_artifact(store, key)
     if ref is None:
@@ -116,6 +117,7 @@ def _origin(lineage: Lineage) -> str:
 def _training(stages: list[_CardStage]) -> str:
     if not stages:
         return ""
+    # one row per stage of the history
     columns = "| run | stage | algorithm | steps | learning rate | seed | chain head |"
     lines = ["## Training\n", columns, "|-|-|-|-:|-:|-:|-|"]
     for stage in stages:
@@ -158,6 +160,7 @@ def _decision(decision: Decision | None) -> str:
 def _evaluation(store: ObjectStore, decision: Decision | None) -> str:
     if decision is None or decision.evaluation is None:
         return ""
+    # the table may be in another store, or may have been deleted
     key, _, sha256 = decision.evaluation.partition("#")
     ref = find_artifact(store, key)
     if ref is None or ref.sha256 != sha256 or ref.kind != "comparison":

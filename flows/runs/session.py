@@ -134,11 +134,13 @@ async def open_run(
             other=config.other(),
             code_version=workspace.provenance.code_version,
         )
+        # from here on, this process alone acts for the run
         workspace = take_lease(workspace)
         logger.logging = config.logging
         logger.note(expected.text(info))
         for warning in opening.warnings:
             logger.note(f"warning: {warning}")
+        # the lease is released on every way out of the block
         try:
             session = RunSession(workspace, config, read_result(workspace), data, base, further_data)
             if session.result is not None:

@@ -17,12 +17,14 @@ def _files(verl: Verl, key: str, value: Any) -> Any:
         return Unused()
     files = value if isinstance(value, list) else [value]
     first, *further = map(local_path, files)
+    # the place of the dataset in our config
     if verl.kind == "evaluation":
         source = "suite.datasets.0.source"
     else:
         source = "data.heldout" if key == "data.val_files" else "data.train"
     if verl.kind == "ppo_trainer" and verl.get("data.custom_cls.path"):
         return PathValues({f"{source}.arguments.files": [first, *further]})
+    # the first file is the path, the others are further paths
     paths: dict[str, Any] = {f"{source}.path": first}
     if further:
         paths[f"{source}.further_paths"] = further
@@ -37,6 +39,7 @@ def _dataset_class(verl: Verl, key: str, value: Any) -> Any:
     if name is None:
         raise NoCounterpart("the name of the class in the file is not given; give data.custom_cls.name")
     path = Path(local_path(value))
+    # the arguments of our wrapper of verl's datasets
     arguments = {"path": str(path), "name": name, "prompt_key": verl.get("data.prompt_key")}
     arguments["tokenizer"] = local_path(verl.get("actor_rollout_ref.model.path"))
     if path.is_file():

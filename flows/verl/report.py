@@ -18,6 +18,7 @@ def report(imported: Imported) -> str:
 
 def as_yaml(imported: Imported, source: str) -> str:
     """Returns the config as YAML, in the order of the config class."""
+    # the order of the fields of the config class
     fields = list(CONFIGS.get(imported.flow, GRPOConfig).model_fields)
     ordered = {name: imported.config[name] for name in sorted(imported.config, key=fields.index)}
     header = f"# `ostinato {_command(imported.flow)} --config FILE`: imported from verl's {imported.kind}, {source}\n"
@@ -48,10 +49,12 @@ def _lines(imported: Imported) -> Iterator[str]:
     yield f"verl's {imported.kind} -> ostinato {_command(imported.flow)}"
     for name in imported.absent:
         yield f"defaults: there is no file {name} here; verl's own defaults are used"
+    # what was converted
     given_keys = [line for line in imported.mapped if line.given]
     default_keys = [line for line in imported.mapped if not line.given]
     yield from _mapped(f"mapped ({len(given_keys)})", given_keys)
     yield from _mapped(f"not given, so verl's default is used ({len(default_keys)})", default_keys)
+    # what was not
     yield from _grouped("dropped without loss", imported.dropped)
     yield from _grouped("without effect, or decided by other keys", imported.unread)
     yield from _grouped("not supported, but at a value without effect", imported.off)

@@ -64,7 +64,7 @@ def gone(pid: int, within: float = 10.0) -> bool:
 
 
 def ask(handle: ServerHandle, path: str, **body: Any) -> Any:
-    return server._request_json(f"{handle.api_url}/{path}", post=body)
+    return server.request_json(f"{handle.api_url}/{path}", post=body)
 
 
 def run_flow(handle: ServerHandle, name: str) -> None:
@@ -127,7 +127,7 @@ def test_servers_share_a_home_keep_its_history_and_die_with_their_process(tmp_pa
 
 
 def test_the_child_dies_with_a_parent_that_is_killed() -> None:
-    child = [server._DIE_WITH_PARENT, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(600)"]
+    child = [server.DIE_WITH_PARENT, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(600)"]
     code = (
         "import os, subprocess, sys, time; boot, *rest = sys.argv[1:]; "
         "subprocess.Popen([sys.executable, '-c', boot, str(os.getpid()), *rest]); time.sleep(600)"
@@ -142,7 +142,7 @@ def test_the_child_dies_with_a_parent_that_is_killed() -> None:
 
 
 def test_a_server_that_ends_is_an_error_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "_DIE_WITH_PARENT", "import sys; print('no room at the inn'); sys.exit(3)")
+    monkeypatch.setattr(server, "DIE_WITH_PARENT", "import sys; print('no room at the inn'); sys.exit(3)")
     words = r"(?s)status 3.*server\.log.*no room at the inn"
     with pytest.raises(ServerError, match=words), local_prefect_server(tmp_path):
         pass
@@ -151,7 +151,7 @@ def test_a_server_that_ends_is_an_error_with_its_log(tmp_path: Path, monkeypatch
 def test_a_server_that_never_answers_is_stopped_and_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stubborn = "import os, signal, time; signal.signal(15, signal.SIG_IGN); print(os.getpid(), flush=True)"
     stubborn += "; time.sleep(60)"
-    monkeypatch.setattr(server, "_DIE_WITH_PARENT", stubborn)
+    monkeypatch.setattr(server, "DIE_WITH_PARENT", stubborn)
     monkeypatch.setattr(server, "STOP_SECONDS", 0.2)
     with pytest.raises(ServerError, match="no answer within 1 s"), local_prefect_server(tmp_path, start_seconds=1.0):
         pass
@@ -159,7 +159,7 @@ def test_a_server_that_never_answers_is_stopped_and_an_error(tmp_path: Path, mon
 
 
 def test_a_server_whose_parent_is_gone_already_does_not_start() -> None:
-    code = [sys.executable, "-c", server._DIE_WITH_PARENT, "-1", "-c", "print('started')"]
+    code = [sys.executable, "-c", server.DIE_WITH_PARENT, "-1", "-c", "print('started')"]
     result = subprocess.run(code, capture_output=True, text=True, check=False)
     assert result.returncode == 1
     assert "started" not in result.stdout

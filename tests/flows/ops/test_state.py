@@ -78,7 +78,7 @@ def test_a_pid_that_is_anothers_by_now_is_not_ours() -> None:
     assert not mine.model_copy(update={"created": mine.created - 5}).alive
 
 
-def test_processes_are_found_by_their_mark_with_all_they_start_and_end_hard_where_they_must(tmp_path: Path) -> None:
+def test_all_processes_of_an_up_are_found_and_killed_if_they_ignore_sigterm(tmp_path: Path) -> None:
     identity = f"test-{os.getpid()}"
     parent = [sys.executable, "-c", f"import subprocess; subprocess.Popen({STUBBORN!r}).wait()"]
     mark = spawn(parent, environment=dict(os.environ) | {UP_ID_ENV: identity}, log=tmp_path / "log", folder=tmp_path)

@@ -289,7 +289,7 @@ def test_a_reward_that_verl_chooses_by_the_data_must_be_named(tmp_path: Path) ->
 
 def test_what_our_config_refuses_is_said_by_our_keys(tmp_path: Path) -> None:
     path = write(tmp_path, with_keys(data__train_batch_size=8))
-    with pytest.raises(VerlError, match=r"(?s)the values are not a valid grpo config.*samples_per_mini_batch=256 exceeds"):
+    with pytest.raises(VerlError, match=r"(?s)are not a valid grpo config.*samples_per_mini_batch=256 exceeds"):
         import_verl(path)
 
 

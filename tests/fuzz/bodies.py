@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CASES_PER_CHILD = 20_000
 STALL_SECONDS = 60.0
 START_SECONDS = 600.0
-"""Until the first case: a child that starts on a loaded machine imports for minutes."""
+"""Longest time until the first case. On a busy machine the imports of a child take minutes."""
 NO_CASE_YET = struct.pack("<qq", -1, 0)
 MOST_MIB = LIMIT_MIB + 250
 """Memory of a child: what one body may decode to, the imports of some 130 MiB, and room for the allocators."""
@@ -39,15 +39,15 @@ MOST_GROWTH_MIB = 60
 
 @dataclass
 class Outcome:
-    """What became of the cases of one child."""
+    """Counts of the cases of one child process."""
 
     decoded: int = 0
     refused: int = 0
     defects: list[tuple[int, str]] = field(default_factory=list)
-    """Case numbers, and what the decoder raised or how the process ended."""
+    """(case number, what the decoder raised or how the process ended)."""
     peak_mib: int = 0
     growth_mib: int = 0
-    """How much more memory was in use at the end than after the first cases."""
+    """Growth of the memory in use from the first cases to the end."""
 
     def __add__(self, other: Outcome) -> Outcome:
         return Outcome(
@@ -64,7 +64,7 @@ class Outcome:
 
 
 def decode_in_child(arguments: list[str]) -> Outcome:
-    """Runs tests.fuzz.body_decoder with these arguments, before its progress file is put in among them."""
+    """Runs tests.fuzz.body_decoder with these arguments, and adds the name of its progress file."""
     with tempfile.TemporaryDirectory() as folder:
         progress, log = Path(folder) / "progress", Path(folder) / "log"
         progress.write_bytes(NO_CASE_YET)
@@ -90,7 +90,8 @@ def decode_in_child(arguments: list[str]) -> Outcome:
 
 
 def watch(child: subprocess.Popen[bytes], progress: Path) -> tuple[int, bool]:
-    """Waits until the child ends: (its peak memory in MiB, whether it was killed because one case took too long)."""
+    """Waits until the child ends. Returns (its peak memory in MiB, whether it was killed because a case took too
+    long)."""
     peak, number, since = 0, b"", time.monotonic()
     process = psutil.Process(child.pid)
     while True:
@@ -109,7 +110,8 @@ def watch(child: subprocess.Popen[bytes], progress: Path) -> tuple[int, bool]:
 
 
 def decode_cases(kind: str, seed: int, first: int, count: int) -> Outcome:
-    """Decodes the cases [first, first + count) of a kind. After a death the next child goes on with the next case."""
+    """Decodes the cases [first, first + count) of a kind. If a child dies, another child continues with the next
+    case."""
     total, end = Outcome(), first + count
     while first < end:
         outcome = decode_in_child([kind, str(seed), str(first), str(end - first)])

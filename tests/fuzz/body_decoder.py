@@ -1,4 +1,4 @@
-"""The child process of the body fuzz: decodes damaged bodies, and says after each of them what became of it.
+"""The child process of the body fuzz: decodes damaged bodies and counts the results.
 
     python -m tests.fuzz.body_decoder KIND|all SEED FIRST COUNT PROGRESS_FILE
     python -m tests.fuzz.body_decoder --files PROGRESS_FILE FILE...
@@ -27,7 +27,7 @@ from engine.http import wire
 from tests.fuzz.mutations import KINDS, case
 
 LIMIT_MIB = 256
-"""What a body may decode to here: damaged headers announce any size, and what is announced may be allocated."""
+"""Most memory of a decoded body here. Damaged headers announce any size, and the announced size may be allocated."""
 WARM_UP_CASES = 500
 
 
@@ -64,7 +64,7 @@ def main(arguments: list[str]) -> None:
                 KINDS[kind][1](data)
             except (BadSpec, SampleTooLong):
                 outcomes["refused"] += 1
-            except Exception as error:  # noqa: BLE001 (what else a decoder raises is what the fuzz looks for)
+            except Exception as error:  # noqa: BLE001 (the fuzz looks for any other error of a decoder)
                 defects.append([number, f"{type(error).__name__}: {error}"[:300]])
             else:
                 outcomes["decoded"] += 1
@@ -73,7 +73,7 @@ def main(arguments: list[str]) -> None:
 
 
 def peak_mib() -> int:
-    """Largest memory of this process so far. Linux's getrusage would give the parent's, when that is larger."""
+    """Returns the peak memory of this process. Linux's getrusage would give the parent's peak if that is larger."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) >> 10
@@ -81,7 +81,7 @@ def peak_mib() -> int:
 
 
 def resident_mib() -> int:
-    """Memory that is in use, without what the allocators keep for later."""
+    """Returns the memory in use, without what the allocators reserve."""
     gc.collect()
     pa.default_memory_pool().release_unused()
     return psutil.Process().memory_info().rss >> 20

@@ -1,6 +1,6 @@
 """Damaged Arrow bodies for the fuzz tests: valid bodies of every kind, and mutations of their messages and numbers.
 
-A case is a function of (kind, seed, number) only, so that a case that ended a process can be made again.
+A case depends only on (kind, seed, number), so that a case that ended a process can be made again.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ KINDS: dict[str, tuple[Callable[[], bytes], Decode]] = {
     "logprobs": (lambda: wire.encode_logprobs([[-1.0, -2.5], [], [0.0] * 30]), wire.decode_logprobs),
     "values": (lambda: wire.encode_values([[0.25, 3.0], [], [1.5] * 30]), wire.decode_values),
 }
-"""Name of a body kind -> how a valid body is made, how a body is decoded."""
+"""Kind of body -> (function that makes a valid body, function that decodes a body)."""
 
 
 @cache

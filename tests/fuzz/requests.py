@@ -1,6 +1,6 @@
-"""Requests of the fuzz campaign against the server's routes, valid and damaged, as the bytes of a connection.
+"""Valid and damaged requests for the fuzz campaign against the server's routes, as the bytes that a client sends.
 
-A case is a function of (world, seed, number) only.
+A case depends only on (world, seed, number).
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ VERBS += ["release"]
 
 @dataclass(frozen=True)
 class Number:
-    """A number as it is written in JSON, which Python's own may not be able to hold."""
+    """A number as text in JSON. Python's numbers may not be able to represent it."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class World:
-    """Names of things that exist on the server."""
+    """Token, run, policies and artifacts that exist on the server."""
 
     token: str
     run: str
@@ -50,7 +50,7 @@ class World:
 
 @dataclass(frozen=True)
 class Case:
-    """One connection: what is sent, in which pieces, and how much of the answer is read."""
+    """One connection: the bytes to send, the number of pieces, and how much of the response is read."""
 
     route: str
     data: bytes
@@ -71,7 +71,7 @@ def case(world: World, seed: int, number: int) -> Case:
 
 
 def valid_body(verb: str, world: World, draw: random.Random) -> dict[str, Any]:
-    kept = {"policy": world.policy, "provenance": world.provenance, "epoch": 0}
+    common = {"policy": world.policy, "provenance": world.provenance, "epoch": 0}
     step = {
         "parent": world.policy,
         "batch": world.batch,
@@ -86,9 +86,9 @@ def valid_body(verb: str, world: World, draw: random.Random) -> dict[str, Any]:
         "import_model": {"source": "tiny", "provenance": world.provenance},
         "create_policy": {"spec": {"run": world.run, "stage": name, "model": "policy", "root": root}},
         "take_gradient_step": {"request": step, "epoch": 0},
-        "begin_checkpoint": {**kept, "name": name},
-        "save_checkpoint": {**kept, "name": name},
-        "export_model": {**kept, "model_name": name},
+        "begin_checkpoint": {**common, "name": name},
+        "save_checkpoint": {**common, "name": name},
+        "export_model": {**common, "model_name": name},
         "release": {"run": world.run, "epoch": 0},
     }[verb]
 

@@ -42,17 +42,17 @@ ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "a-token-for-the-fuzzer"
 CALLERS = 12
 CASES_PER_RUN = 300
-"""Cases after which a new run is begun and the old one released."""
+"""Number of cases after which a new run begins and the old one is released."""
 ANSWER_SECONDS = 75.0
 HEALTH_SECONDS = 30.0
 MEMORY_GIB = 0.2
 SHOWN = 3
 GROWTH = 1.15
-"""How much memory at the end may exceed that of the middle."""
+"""Largest ratio of the memory at the end to the memory in the middle."""
 
 
 class Server:
-    """The process under test."""
+    """The server process under test."""
 
     def __init__(self, folder: Path) -> None:
         self.store_url, self.log = f"file://{folder}/store", folder / "log"
@@ -69,11 +69,11 @@ class Server:
         assert line.startswith("listening on "), self.log.read_text()
         self.url = line.split()[-1]
         self.port = int(self.url.rpartition(":")[2])
-        self.seen = psutil.Process(self.process.pid)
+        self.monitor = psutil.Process(self.process.pid)
 
     def sizes(self) -> dict[str, int]:
-        memory = self.seen.memory_info().rss >> 20
-        return {"RSS MiB": memory, "open files": self.seen.num_fds(), "threads": self.seen.num_threads()}
+        memory = self.monitor.memory_info().rss >> 20
+        return {"RSS MiB": memory, "open files": self.monitor.num_fds(), "threads": self.monitor.num_threads()}
 
     def end(self) -> None:
         self.process.kill()
@@ -82,7 +82,7 @@ class Server:
 
 @dataclass
 class Tally:
-    """What the campaign has seen."""
+    """Counts of a campaign: statuses, violations and probes."""
 
     keep: Path | None
     statuses: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
@@ -92,7 +92,7 @@ class Tally:
     log_read: int = 0
 
     def violation(self, number: int | None, what: str, data: bytes = b"") -> None:
-        """Counts it. The first `SHOWN` of a kind are printed, and their requests kept."""
+        """Counts a violation. The first `SHOWN` of a kind are printed, and their requests are written to files."""
         self.violations[what] += 1
         if self.violations[what] > SHOWN:
             return
@@ -102,7 +102,8 @@ class Tally:
 
 
 async def exchange(port: int, sent: Case) -> tuple[str, bytes]:
-    """The status of the answer, or what happened in its place, and the answer."""
+    """Sends a case on a new connection. Returns (status of the response or what happened in its place, the
+    response)."""
     async with asyncio.timeout(ANSWER_SECONDS):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         try:
@@ -117,8 +118,10 @@ async def exchange(port: int, sent: Case) -> tuple[str, bytes]:
             writer.close()
             with contextlib.suppress(ConnectionError):
                 await writer.wait_closed()
-    found = re.match(rb"HTTP/1\.1 (\d{3}) ", answer)
-    return (found[1].decode() if found else "given up" if sent.read is not None else "closed"), answer
+    match = re.match(rb"HTTP/1\.1 (\d{3}) ", answer)
+    if match:
+        return match[1].decode(), answer
+    return ("given up" if sent.read is not None else "closed"), answer
 
 
 class Campaign:
@@ -130,10 +133,10 @@ class Campaign:
         self.world: World
         self.over = False
         self.recent: dict[int, bytes] = {}
-        """Requests that are under way."""
+        """Requests that have no response yet, by case number."""
 
     async def new_world(self, number: int) -> None:
-        """Begins a run for the next cases, and releases the one before."""
+        """Begins a new run for the next cases, and releases the previous run."""
         run = f"r{number // CASES_PER_RUN}"
         client = EngineClient(self.server.store_url, HttpEngineSpec(url=self.server.url, patience_seconds=60))
         if hasattr(self, "world"):
@@ -186,7 +189,7 @@ class Campaign:
         self.server = Server(self.folder)
 
     async def probe(self) -> None:
-        """Asks for /health all the time."""
+        """Requests /health again and again while the campaign runs."""
         health = Case("probe", b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
         while not self.over:
             started = time.monotonic()
@@ -203,7 +206,7 @@ class Campaign:
             await asyncio.sleep(0.2)
 
     def read_log(self) -> None:
-        """Counts the exceptions of the whole lines that were written since the last time."""
+        """Counts the exceptions in the complete lines of the log that were written since the last call."""
         with self.server.log.open("rb") as log:
             log.seek(self.tally.log_read)
             lines, _, _ = log.read().rpartition(b"\n")

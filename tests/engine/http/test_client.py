@@ -59,11 +59,11 @@ async def test_every_acknowledgement_of_a_real_engine_is_lost_once(
     served = LocalEngine(store.url, DETERMINISTIC)
     line = UnreliableLine(create_app(served, store), lose_answers=1)
     client = client_over(line, store)
-    asked = GenerateRequest(POLICY, [[10, 11]], [1], SamplingParams(max_new_tokens=4))
+    template = GenerateRequest(POLICY, [[10, 11]], [1], SamplingParams(max_new_tokens=4))
 
     async def session(engine: Engine) -> list[Any]:
         start = await new_policy(engine, tiny_folder)
-        drawn = await engine.generate(GenerateRequest(start, asked.prompts, asked.seeds, asked.sampling))
+        drawn = await engine.generate(GenerateRequest(start, template.prompts, template.seeds, template.sampling))
         record = await engine.take_gradient_step(request_after(start, commit_batch(store, start)))
         scored = await engine.logprobs(LogprobsRequest(record.policy, [TokenSequence([10, 11], [0.0, 1.0])]))
         checkpoint = await engine.save_checkpoint(record.policy, provenance=PROVENANCE)

@@ -41,12 +41,12 @@ async def test_a_folder_that_four_clients_bring_at_once_is_one_model(
 async def test_a_folder_of_the_client_becomes_the_model_that_the_embedded_engine_makes(
     line: UnreliableLine, engine: ScriptedEngine, store: ObjectStore, tiny_folder: Path, tmp_path: Path
 ) -> None:
-    found = await client_over(line, store).import_model(str(tiny_folder), provenance=PROVENANCE)
+    model = await client_over(line, store).import_model(str(tiny_folder), provenance=PROVENANCE)
     elsewhere = LocalEngine(f"file://{tmp_path}/elsewhere", DETERMINISTIC)
-    assert await elsewhere.import_model(str(tiny_folder), provenance=PROVENANCE) == found
+    assert await elsewhere.import_model(str(tiny_folder), provenance=PROVENANCE) == model
     await elsewhere.close()
     assert engine.done["import_folder"] == 1
-    assert await client_over(line, store).import_model(str(tiny_folder), provenance=PROVENANCE) == found
+    assert await client_over(line, store).import_model(str(tiny_folder), provenance=PROVENANCE) == model
     assert engine.done["import_folder"] == 1
     assert list(store.list("uploads/")) == []
     assert (tiny_folder / "config.json").is_file()

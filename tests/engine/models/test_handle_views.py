@@ -18,7 +18,7 @@ from engine.text.errors import UnsupportedFragment
 from engine.text.fragments import ImageFragment, TextFragment
 from engine.text.stops import text_until_stop, tokens_until_stop
 from engine.text.threads import StringThread
-from tests.fixtures.openai_server import served
+from tests.fixtures.openai_server import running_openai_server
 from tests.fixtures.spawning import Context, context, language_model, own_engines
 
 PROMPT = StringThread(turns=[("user", "2+3?")])
@@ -291,7 +291,7 @@ async def test_an_engine_of_ours_answers_as_an_endpoint(
 ) -> None:
     """Over a real server: the run's policy, greedily, says what its own handle says."""
     own = (await model.temperature(0).generate(PROMPT)).last_content()
-    with served(model.engine, ctx.workspace.open_store()) as url:
+    with running_openai_server(model.engine, ctx.workspace.open_store()) as url:
         there = (await behind(ctx, f"openai://r@{url}")).max_gen_len(6).temperature(0)
         assert (await there.generate(PROMPT)).last_content() == own
         with pytest.raises(MalformedAnswer):

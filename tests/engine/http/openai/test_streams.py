@@ -12,7 +12,15 @@ import pytest
 
 from engine.http.openai.api import POLICY_HEADER
 from tests.fixtures.openai_calls import ASK, IDS, OpenAIRun, chat, client_of, complete, text_of
-from tests.fixtures.openai_server import SamplerEngine, served
+from tests.fixtures.openai_server import SamplerEngine, running_openai_server
+
+
+def parts_of(chunks: list[Any], index: int) -> list[Any]:
+    """The parts of the choice `index`, in order."""
+    parts = []
+    for chunk in chunks:
+        parts += [part for part in chunk.choices if part.index == index]
+    return parts
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -26,11 +34,13 @@ def test_a_stream_is_the_answer_in_pieces(client: openai.OpenAI, seed: int) -> N
     assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
     assert {chunk.model for chunk in chunks} == {whole.model}
     for choice in whole.choices:
-        parts = [part for chunk in chunks for part in chunk.choices if part.index == choice.index]
+        parts = parts_of(chunks, choice.index)
         assert parts[0].delta.role == "assistant"
         assert [part.finish_reason for part in parts if part.finish_reason] == [choice.finish_reason]
-        ids = [i for part in parts for i in getattr(part, "token_ids", None) or []]
-        logprobs = [entry for part in parts if part.logprobs for entry in part.logprobs.content]
+        ids, logprobs = [], []
+        for part in parts:
+            ids += getattr(part, "token_ids", None) or []
+            logprobs += part.logprobs.content if part.logprobs else []
         assert (ids, logprobs) == (choice.token_ids, choice.logprobs.content)
 
 
@@ -40,32 +50,40 @@ def test_a_text_stream_is_the_answer_in_pieces(client: openai.OpenAI) -> None:
     chunks = list(complete(client, stream=True, **options))
     assert text_of(chunks) == [choice.text for choice in whole.choices]
     for choice in whole.choices:
-        parts = [part for chunk in chunks for part in chunk.choices if part.index == choice.index]
-        offsets = [at for part in parts if part.logprobs for at in part.logprobs.text_offset]
+        parts = parts_of(chunks, choice.index)
+        offsets = []
+        for part in parts:
+            offsets += part.logprobs.text_offset if part.logprobs else []
         assert offsets == choice.logprobs.text_offset
 
 
-def test_tokens_arrive_while_others_are_still_drawn(place: OpenAIRun, tiny_folder: Path) -> None:
-    engine = SamplerEngine(tiny_folder, place.local)
+def test_tokens_arrive_while_others_are_still_drawn(openai_run: OpenAIRun, tiny_folder: Path) -> None:
+    engine = SamplerEngine(tiny_folder, openai_run.local)
     options = {"max_tokens": 2000, "extra_body": {"min_tokens": 2000}}
-    with served(engine, place.store) as url, client_of(url) as client, chat(client, stream=True, **options) as stream:
+    with (
+        running_openai_server(engine, openai_run.store) as url,
+        client_of(url) as client,
+        chat(client, stream=True, **options) as stream,
+    ):
         next(chunk for chunk in stream if chunk.choices[0].delta.content)
         assert engine.drawn == []  # the call is under way
 
 
-def test_only_what_must_be_heard_is_so_that_the_rest_can_share_a_batch(place: OpenAIRun, tiny_folder: Path) -> None:
-    engine = SamplerEngine(tiny_folder, place.local)
-    with served(engine, place.store) as url, client_of(url) as client:
+def test_only_calls_that_need_it_are_streamed_and_the_rest_can_share_a_batch(
+    openai_run: OpenAIRun, tiny_folder: Path
+) -> None:
+    engine = SamplerEngine(tiny_folder, openai_run.local)
+    with running_openai_server(engine, openai_run.store) as url, client_of(url) as client:
         for options in ({}, {"stop": ["a", "b"]}, {"stop": ["a", "bc"]}, {"stream": True}):
             list(chat(client, max_tokens=2, **options))
-    assert engine.heard == [False, False, True, True]
+    assert engine.streamed == [False, False, True, True]
 
 
-def test_a_stream_begins_with_its_headers_and_ends_as_clients_expect(url: str, place: OpenAIRun) -> None:
+def test_a_stream_begins_with_its_headers_and_ends_as_clients_expect(url: str, openai_run: OpenAIRun) -> None:
     body = {"model": "r", "messages": ASK, "max_tokens": 2, "stream": True}
     answer = httpx.post(f"{url}/chat/completions", json=body)
     assert answer.headers["content-type"].startswith("text/event-stream")
-    assert answer.headers[POLICY_HEADER] == place.policy.uri
+    assert answer.headers[POLICY_HEADER] == openai_run.policy.uri
     events = answer.text.split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""] and all(event.startswith("data: {") for event in events[:-2])
 
@@ -79,10 +97,12 @@ def test_a_refused_stream_is_refused_by_status(client: openai.OpenAI) -> None:
 # -- clients that disconnect ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("heard", [{"stream": True}, {"stop": "never said"}])
-def test_a_client_that_goes_away_ends_the_sampling(place: OpenAIRun, tiny_folder: Path, heard: dict[str, Any]) -> None:
-    engine = SamplerEngine(tiny_folder, place.local)
-    body = {"model": "r", "messages": ASK, "max_tokens": 4000, "min_tokens": 4000, **heard}
+@pytest.mark.parametrize("streaming", [{"stream": True}, {"stop": "never said"}])
+def test_a_client_that_disconnects_ends_the_sampling(
+    openai_run: OpenAIRun, tiny_folder: Path, streaming: dict[str, Any]
+) -> None:
+    engine = SamplerEngine(tiny_folder, openai_run.local)
+    body = {"model": "r", "messages": ASK, "max_tokens": 4000, "min_tokens": 4000, **streaming}
 
     async def leave(url: str) -> None:
         async with httpx.AsyncClient() as http:
@@ -91,7 +111,7 @@ def test_a_client_that_goes_away_ends_the_sampling(place: OpenAIRun, tiny_folder
             call.cancel()
             await asyncio.wait([call])
 
-    with served(engine, place.store) as url:
+    with running_openai_server(engine, openai_run.store) as url:
         asyncio.run(leave(url))
         assert engine.abandoned.wait(30)
     assert engine.drawn[0] < 4000

@@ -12,7 +12,7 @@ import pytest
 
 from storage.store.objects import open_store
 from tests.fixtures.openai_calls import ASK, OpenAIRun, chat, client_of, complete
-from tests.fixtures.openai_server import served
+from tests.fixtures.openai_server import running_openai_server
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ from tests.fixtures.openai_server import served
         ("nonsense", 1),
     ],
 )
-def test_what_cannot_be_heeded_is_refused_by_name(url: str, option: str, value: Any) -> None:
+def test_an_option_without_effect_is_refused_by_name(url: str, option: str, value: Any) -> None:
     body = {"model": "r", "messages": ASK, "max_tokens": 24, option: value}
     answer = httpx.post(
         f"{url}/chat/completions", content=json.dumps(body), headers={"content-type": "application/json"}
@@ -73,14 +73,14 @@ def test_options_left_at_no_effect_are_fine(url: str, harmless: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("option", [{"echo": True}, {"suffix": "x"}, {"best_of": 2}, {"logprobs": 5}, {"prompt": []}])
-def test_text_options_that_cannot_be_heeded_are_refused(client: openai.OpenAI, option: dict[str, Any]) -> None:
+def test_text_options_without_effect_are_refused(client: openai.OpenAI, option: dict[str, Any]) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         complete(client, **option)
     assert next(iter(option)) in f"{refused.value.param} {refused.value.message}"
 
 
 @pytest.mark.parametrize("name", ["r@99", "nothing", "r/0-s/other", "r/9-s/policy", "tiny@nothing", "served/nothing"])
-def test_what_nothing_is_called_is_not_found(client: openai.OpenAI, name: str) -> None:
+def test_an_unknown_name_is_not_found(client: openai.OpenAI, name: str) -> None:
     with pytest.raises(openai.NotFoundError) as refused:
         chat(client, model=name)
     assert (refused.value.param, refused.value.code) == ("model", "model_not_found")
@@ -90,12 +90,14 @@ def test_what_nothing_is_called_is_not_found(client: openai.OpenAI, name: str) -
     "name",
     ["../r", "r/../r", "/r", "r/", "r//policy", "a/b/c/d/e", ".", "r@", "r@../0", "r/stages", "r\x00", "ü", "r@0@1"],
 )
-def test_what_is_no_name_is_refused_and_touches_nothing(client: openai.OpenAI, place: OpenAIRun, name: str) -> None:
-    before = [info.key for info in place.store.list()]
+def test_an_invalid_name_is_refused_and_touches_nothing(
+    client: openai.OpenAI, openai_run: OpenAIRun, name: str
+) -> None:
+    before = [info.key for info in openai_run.store.list()]
     with pytest.raises(openai.BadRequestError) as refused:
         chat(client, model=name)
     assert refused.value.param == "model"
-    assert [info.key for info in place.store.list()] == before
+    assert [info.key for info in openai_run.store.list()] == before
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b"[" * 5000, b'{"model": 1}'])
@@ -111,8 +113,8 @@ def test_token_ids_outside_the_vocabulary_are_refused(client: openai.OpenAI) -> 
         complete(client, prompt=[5, 100_000])
 
 
-def test_another_store_knows_nothing_of_it(tmp_path: Path, place: OpenAIRun) -> None:
-    with served(place.local, open_store(tmp_path / "empty")) as url, client_of(url) as client:
+def test_a_server_over_an_empty_store_has_no_models(tmp_path: Path, openai_run: OpenAIRun) -> None:
+    with running_openai_server(openai_run.local, open_store(tmp_path / "empty")) as url, client_of(url) as client:
         assert list(client.models.list()) == []
         with pytest.raises(openai.NotFoundError):
             chat(client)

@@ -13,7 +13,7 @@ from tests.fixtures.engines import (
     hugging_face_logprobs,
 )
 from tests.fixtures.openai_calls import ASK, IDS, RENDERED, OpenAIRun, chat, client_of, complete, text_of
-from tests.fixtures.openai_server import SamplerEngine, served
+from tests.fixtures.openai_server import SamplerEngine, running_openai_server
 
 
 def greedy(folder: Path, prompt: list[int], tokens: int) -> list[int]:
@@ -33,22 +33,22 @@ def greedy(folder: Path, prompt: list[int], tokens: int) -> list[int]:
 
 
 def test_a_chat_is_rendered_by_the_models_template_and_answered_by_its_weights(
-    client: openai.OpenAI, place: OpenAIRun
+    client: openai.OpenAI, openai_run: OpenAIRun
 ) -> None:
     answer = chat(client, temperature=0, max_tokens=5, extra_body=IDS)
-    prompt = place.tokenizer.encode(RENDERED)
+    prompt = openai_run.tokenizer.encode(RENDERED)
     assert answer.prompt_token_ids == [prompt]
-    assert answer.choices[0].token_ids == greedy(place.folder, prompt, 5)
+    assert answer.choices[0].token_ids == greedy(openai_run.folder, prompt, 5)
     assert answer.choices[0].message.role == "assistant"
-    assert answer.choices[0].message.content == place.tokenizer.decode(answer.choices[0].token_ids)
+    assert answer.choices[0].message.content == openai_run.tokenizer.decode(answer.choices[0].token_ids)
     usage = answer.usage
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (len(prompt), 5, len(prompt) + 5)
 
 
-def test_text_and_token_ids_are_continued_as_they_stand(client: openai.OpenAI, place: OpenAIRun) -> None:
-    prompt = place.tokenizer.encode("Once")
+def test_text_and_token_ids_are_continued_as_they_stand(client: openai.OpenAI, openai_run: OpenAIRun) -> None:
+    prompt = openai_run.tokenizer.encode("Once")
     by_text = complete(client, temperature=0, max_tokens=5, extra_body=IDS)
-    assert by_text.choices[0].token_ids == greedy(place.folder, prompt, 5)
+    assert by_text.choices[0].token_ids == greedy(openai_run.folder, prompt, 5)
     assert complete(client, temperature=0, max_tokens=5, prompt=prompt).choices[0].text == by_text.choices[0].text
 
 
@@ -59,9 +59,9 @@ def test_every_prompt_has_n_answers_and_is_counted_once(client: openai.OpenAI) -
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (2 + 4, 6 * 4)
 
 
-def test_the_answer_says_which_policy_gave_it(client: openai.OpenAI, place: OpenAIRun) -> None:
+def test_the_answer_says_which_policy_gave_it(client: openai.OpenAI, openai_run: OpenAIRun) -> None:
     raw = client.chat.completions.with_raw_response.create(model="r", messages=ASK, max_tokens=1)
-    answer, policy = raw.parse(), place.policy
+    answer, policy = raw.parse(), openai_run.policy
     assert raw.headers[POLICY_HEADER] == policy.uri
     assert answer.policy == policy.model_dump()
     assert answer.system_fingerprint == policy.state[:12]
@@ -84,9 +84,9 @@ def test_limits_of_probability_leave_one_token(client: openai.OpenAI) -> None:
     assert chat(client).choices[0].message.content != certain
 
 
-def test_the_end_is_told_from_the_limit(client: openai.OpenAI, place: OpenAIRun) -> None:
+def test_the_end_is_told_from_the_limit(client: openai.OpenAI, openai_run: OpenAIRun) -> None:
     answer = chat(client, n=32, max_tokens=100, extra_body=IDS)
-    (end,) = place.tokenizer.eos_token_ids
+    (end,) = openai_run.tokenizer.eos_token_ids
     for choice in answer.choices:
         ended = choice.token_ids[-1] == end
         assert choice.finish_reason == ("stop" if ended else "length")
@@ -100,14 +100,14 @@ def test_min_tokens_keep_the_end_away(client: openai.OpenAI) -> None:
     assert {choice.finish_reason for choice in answer.choices} == {"length"}
 
 
-def test_logprobs_are_those_of_the_sampled_tokens(client: openai.OpenAI, place: OpenAIRun) -> None:
+def test_logprobs_are_those_of_the_sampled_tokens(client: openai.OpenAI, openai_run: OpenAIRun) -> None:
     answer = chat(client, logprobs=True, extra_body=IDS)
     ids = answer.choices[0].token_ids
-    prompt = place.tokenizer.encode(RENDERED)
-    expected = hugging_face_logprobs(place.folder, [*prompt, *ids])[len(prompt) - 1 :]
+    prompt = openai_run.tokenizer.encode(RENDERED)
+    expected = hugging_face_logprobs(openai_run.folder, [*prompt, *ids])[len(prompt) - 1 :]
     content = answer.choices[0].logprobs.content
     assert [entry.logprob for entry in content] == pytest.approx(expected, abs=1e-3)
-    assert [entry.token for entry in content] == [place.tokenizer.decode([i], skip_special=False) for i in ids]
+    assert [entry.token for entry in content] == [openai_run.tokenizer.decode([i], skip_special=False) for i in ids]
     assert all(bytes(entry.bytes).decode() == entry.token for entry in content if entry.bytes is not None)
     text = complete(client, prompt=prompt, logprobs=0, extra_body=IDS).choices[0]
     assert (text.token_ids, text.logprobs.token_logprobs) == (ids, [entry.logprob for entry in content])
@@ -127,18 +127,18 @@ def test_a_stop_string_over_several_tokens_ends_the_answer_before_it(client: ope
     assert text_of(streamed) == [cut.choices[0].message.content]
 
 
-def test_a_stop_string_of_one_token_ends_the_sampling(client: openai.OpenAI, place: OpenAIRun) -> None:
+def test_a_stop_string_of_one_token_ends_the_sampling(client: openai.OpenAI, openai_run: OpenAIRun) -> None:
     whole = complete(client, max_tokens=60, extra_body=IDS).choices[0]
     stop = next(c for c in whole.text if c.isascii() and c.isprintable())
-    (token,) = place.tokenizer.encode(stop)
+    (token,) = openai_run.tokenizer.encode(stop)
     cut = complete(client, max_tokens=60, stop=stop, extra_body=IDS).choices[0]
     assert cut.token_ids == whole.token_ids[: whole.token_ids.index(token) + 1]
     assert (cut.text, cut.finish_reason) == (whole.text[: whole.text.index(stop)], "stop")
 
 
-def test_sampling_ends_when_every_answer_has_met_a_stop_string(place: OpenAIRun, tiny_folder: Path) -> None:
-    engine = SamplerEngine(tiny_folder, place.local)
-    with served(engine, place.store) as url, client_of(url) as client:
+def test_sampling_ends_when_every_answer_has_met_a_stop_string(openai_run: OpenAIRun, tiny_folder: Path) -> None:
+    engine = SamplerEngine(tiny_folder, openai_run.local)
+    with running_openai_server(engine, openai_run.store) as url, client_of(url) as client:
         whole = chat(client, max_tokens=40, extra_body={"min_tokens": 40}).choices[0].message.content
         chat(client, max_tokens=4000, stop=whole[5:7])
         assert engine.abandoned.wait(30)

@@ -34,4 +34,4 @@ def create_sampler_backend(spec: LocalEngineSpec, trainers: TrainerBackend) -> S
 
         if isinstance(trainers, DeepSpeedBackend):
             reserve = trainers.reserve
-    return VllmSamplers(spec, compute_dtype=dtype, device=device, beside=reserve)
+    return VllmSamplers(spec, compute_dtype=dtype, device=device, reserve_trainer_placement=reserve)

@@ -7,7 +7,15 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from engine.backends.vllm.weight_sync.broadcast import Meeting, Member, kind_of, open_store, place_of, receive, send
+from engine.backends.vllm.weight_sync.broadcast import (
+    BroadcastGroup,
+    GroupMember,
+    device_info,
+    open_store,
+    receive,
+    select_backend,
+    send,
+)
 from engine.backends.vllm.weight_sync.manifest import manifest_of
 
 pytestmark = pytest.mark.gpu
@@ -15,11 +23,11 @@ pytestmark = pytest.mark.gpu
 
 def test_tensors_arrive_bit_by_bit_over_nccl(cuda: torch.device) -> None:
     if torch.cuda.device_count() < 2:
-        pytest.skip("NCCL wants a GPU for each member")
+        pytest.skip("NCCL needs a GPU for each member")
     devices = [torch.device("cuda", rank) for rank in range(2)]
-    assert kind_of([place_of(device) for device in devices]) == "nccl"
+    assert select_backend([device_info(device) for device in devices]) == "nccl"
     store, port = open_store("127.0.0.1", 60)
-    meeting = Meeting("gpus", "127.0.0.1", port, 2, "nccl", 60, bucket_bytes=1000)
+    group = BroadcastGroup("gpus", "127.0.0.1", port, 2, "nccl", 60, bucket_bytes=1000)
     sent = {
         "matrix": torch.randn(300, 70, device=devices[0]),
         "half": torch.randn(33, device=devices[0]).to(torch.bfloat16),
@@ -27,12 +35,12 @@ def test_tensors_arrive_bit_by_bit_over_nccl(cuda: torch.device) -> None:
     }
     manifest = manifest_of(sent.items())
     with ThreadPoolExecutor(2) as threads:
-        members = list(threads.map(lambda rank: Member(meeting, rank, devices[rank]), range(2)))
-        taking = threads.submit(lambda: dict(receive(members[1], manifest)))
+        members = list(threads.map(lambda rank: GroupMember(group, rank, devices[rank]), range(2)))
+        receiving = threads.submit(lambda: dict(receive(members[1], manifest)))
         send(members[0], sent.items(), manifest)
-        got = taking.result()
-    assert {tensor.device for tensor in got.values()} == {devices[1]}
-    assert manifest_of(got.items()) == manifest
+        received = receiving.result()
+    assert {tensor.device for tensor in received.values()} == {devices[1]}
+    assert manifest_of(received.items()) == manifest
     for member in members:
         member.leave()
     del store

@@ -1,1 +1,1 @@
-"""vLLM (arXiv:2309.06180) as a sampler. Nothing here imports vllm at import time but what its workers load."""
+"""vLLM (arXiv:2309.06180) as a sampler. No module imports vllm at import time, except those that run in its workers."""

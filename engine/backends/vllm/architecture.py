@@ -1,4 +1,4 @@
-"""What a model's config says of its samplers: who can share one, and within which limits."""
+"""Reads from a model's config which models can share a sampler, and the limits of that sampler."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_NOT_THE_ARCHITECTURE = {"_name_or_path", "_model_name_or_path", "transformers_version", "dtype", "torch_dtype"}
+_IGNORED_KEYS = {"_name_or_path", "_model_name_or_path", "transformers_version", "dtype", "torch_dtype"}
+"""Keys of config.json that do not describe the architecture."""
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """Of one config folder. Models of equal `digest` differ in their weights only."""
+    """The architecture of one config folder. Models of equal `digest` differ only in their weights."""
 
     digest: str
     vocab_size: int
@@ -22,18 +23,28 @@ class Architecture:
 
 
 def architecture_of(folder: Path) -> Architecture:
-    """Reads config.json and, where there is one, generation_config.json."""
+    """Reads config.json and, if it exists, generation_config.json."""
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    text = config.get("text_config", config)
-    generation = folder / "generation_config.json"
-    said = json.loads(generation.read_text()) if generation.is_file() else {}
-    eos = next((c["eos_token_id"] for c in (said, config, text) if c.get("eos_token_id") is not None), ())
-    ids = tuple(eos) if isinstance(eos, list) else (eos,) if isinstance(eos, int) else ()
-    kept = {key: value for key, value in config.items() if key not in _NOT_THE_ARCHITECTURE}
-    whole = json.dumps([kept, ids], sort_keys=True).encode()
+    text_config = config.get("text_config", config)
+    generation_file = folder / "generation_config.json"
+    generation_config = json.loads(generation_file.read_text()) if generation_file.is_file() else {}
+    eos_token_ids = _eos_token_ids(generation_config, config, text_config)
+    described = {key: value for key, value in config.items() if key not in _IGNORED_KEYS}
+    digested = json.dumps([described, eos_token_ids], sort_keys=True).encode()
     return Architecture(
-        digest=hashlib.sha256(whole).hexdigest(),
-        vocab_size=int(text["vocab_size"]),
-        context_length=int(text.get("max_position_embeddings", 1 << 30)),
-        eos_token_ids=ids,
+        digest=hashlib.sha256(digested).hexdigest(),
+        vocab_size=int(text_config["vocab_size"]),
+        context_length=int(text_config.get("max_position_embeddings", 1 << 30)),
+        eos_token_ids=eos_token_ids,
     )
+
+
+def _eos_token_ids(*configs: dict[str, Any]) -> tuple[int, ...]:
+    """The end-of-sequence ids of the first config that has some."""
+    for config in configs:
+        ids = config.get("eos_token_id")
+        if ids is not None:
+            if isinstance(ids, list):
+                return tuple(ids)
+            return (ids,) if isinstance(ids, int) else ()
+    return ()

@@ -1,5 +1,7 @@
-"""The vLLM backend: who gets which host. In this process there is room for one engine at a time, since all of them
-share torch's process group; replicas (engine.backends.vllm.serving.pool) are one pool per architecture.
+"""The vLLM backend: makes samplers, and one shared runtime per architecture.
+
+This process has room for one vLLM engine at a time, since engines share torch's process group. Replicas
+(engine.backends.vllm.serving.pool) form one pool per architecture.
 """
 
 from __future__ import annotations
@@ -16,11 +18,11 @@ import torch
 from engine.backends.protocol import Trainer
 from engine.backends.torch.lora import short_names
 from engine.backends.torch.shared_base import SharedTrainer
-from engine.backends.vllm.adapter import CPU_KV_CACHE_BYTES, InProcess
 from engine.backends.vllm.architecture import Architecture, architecture_of
-from engine.backends.vllm.host import Host
 from engine.backends.vllm.sampler import DTYPES, VllmSampler
 from engine.backends.vllm.serving.runtime import EXTENSION, EngineOptions, Runtime
+from engine.backends.vllm.shared_runtime import SharedRuntime
+from engine.backends.vllm.vllm_api import CPU_KV_CACHE_BYTES, InProcessRuntime
 from engine.cluster.placement import Placement
 from engine.errors import BadSpec
 from engine.protocol import ActorCount
@@ -28,11 +30,12 @@ from engine.specs.engine import LocalEngineSpec
 from engine.specs.sampler import VllmSpec
 from engine.specs.trainer import TorchTrainerSpec
 
-_Key = tuple[str, int, bool]
+_RuntimeKey = tuple[str, int, bool]
+"""(digest of the architecture, tensor_parallel, whether LoRA adapters are used)."""
 
 
 class VllmSamplers:
-    """Implements engine.backends.protocol.SamplerBackend. `extension` is what runs inside vLLM's workers."""
+    """Implements engine.backends.protocol.SamplerBackend with vLLM."""
 
     def __init__(
         self,
@@ -40,24 +43,35 @@ class VllmSamplers:
         *,
         compute_dtype: torch.dtype,
         device: torch.device,
-        beside: Callable[[], Placement] | None = None,
+        reserve_trainer_placement: Callable[[], Placement] | None = None,
         extension: str = EXTENSION,
     ) -> None:
-        """`beside`: reserves the bundles of the trainer's ranks. It is called where sampler.placement is "beside"."""
+        """No vLLM is started yet.
+
+        Args:
+            compute_dtype: precision of the trainer and of vLLM.
+            device: where the trainer's tensors are.
+            reserve_trainer_placement: reserves the bundles of the trainer's ranks, for replicas that share their GPUs
+                (sampler.placement="beside").
+            extension: import path of the class that runs inside vLLM's workers.
+
+        Raises:
+            BadSpec: the transport cannot reach the samplers, or vLLM does not support the precision.
+        """
         assert isinstance(spec.sampler, VllmSpec)
-        if refused := _refused(spec.sampler):
-            raise BadSpec(f"sampler.transport={spec.sampler.transport!r} was given, but {refused}")
+        if problem := _transport_problem(spec.sampler):
+            raise BadSpec(f"sampler.transport={spec.sampler.transport!r} was given, but {problem}")
         self.spec = spec.sampler.model_copy(update={"transport": spec.sampler.resolved_transport(spec.cluster)})
-        self._rows, self._extension = spec.max_rows, extension
-        self._cluster, self._beside = spec.cluster, beside
+        self._max_rows, self._extension = spec.max_rows, extension
+        self._cluster, self._reserve_trainer_placement = spec.cluster, reserve_trainer_placement
         self._trains_here = isinstance(spec.trainer, TorchTrainerSpec)
         self.device = device
-        names: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
-        if compute_dtype not in names:
+        dtype_names: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+        if compute_dtype not in dtype_names:
             raise BadSpec(f"vLLM computes in {' or '.join(DTYPES)}; compute_dtype {compute_dtype} was given")
-        self._dtype = cast(Literal["float32", "bfloat16"], names[compute_dtype])
+        self._dtype = cast(Literal["float32", "bfloat16"], dtype_names[compute_dtype])
         self._in_process = not self.spec.replicas
-        self._hosts: dict[_Key, Host] = {}
+        self._runtimes: dict[_RuntimeKey, SharedRuntime] = {}
 
     @property
     def devices(self) -> int:
@@ -65,7 +79,7 @@ class VllmSamplers:
 
     @property
     def actors(self) -> ActorCount:
-        counts = [host.actors for host in list(self._hosts.values())]
+        counts = [shared.actors for shared in list(self._runtimes.values())]
         return ActorCount(
             wanted=sum(count.wanted for count in counts),
             alive=sum(count.alive for count in counts),
@@ -77,53 +91,58 @@ class VllmSamplers:
         return not self._in_process
 
     def new_bytes(self, trainer: Trainer) -> int:
-        if not self._in_process or any(host.is_open and host.users for host in self._hosts.values()):
-            return 0  # elsewhere; or in the place of the engine that is there, or with it
+        # replicas use other memory, and a new engine in this process takes the place of the one that is open
+        if not self._in_process or any(shared.is_open and shared.users for shared in self._runtimes.values()):
+            return 0
         return self._nbytes(trainer)
 
     def sampler(self, trainer: Trainer, *, tensor_parallel: int | None = None) -> VllmSampler:
         ranks = tensor_parallel or self.spec.tensor_parallel
         if self.spec.replicas and ranks != self.spec.tensor_parallel:
             raise BadSpec(
-                f"tp({ranks}) was asked for, but the sampler's replicas run with tensor_parallel="
+                f"tp({ranks}) was given, but the sampler's replicas run with tensor_parallel="
                 f"{self.spec.tensor_parallel}; set sampler.tensor_parallel, or leave tp out"
             )
-        return VllmSampler(trainer, self.spec, partial(self._host_of, ranks=ranks))
+        return VllmSampler(trainer, self.spec, partial(self._shared_runtime, ranks=ranks))
 
     def offload_for_training(self) -> None:
-        for host in self._hosts.values():
-            host.sleep()
+        for shared in self._runtimes.values():
+            shared.sleep()
 
     def close(self) -> None:
-        for host in self._hosts.values():
-            host.discard()
-        self._hosts.clear()
+        for shared in self._runtimes.values():
+            shared.discard()
+        self._runtimes.clear()
 
-    def _host_of(self, trainer: Trainer, *, ranks: int) -> Host:
-        """The host of the trainer's architecture, made if there is none, in this process in the place of another."""
+    def _shared_runtime(self, trainer: Trainer, *, ranks: int) -> SharedRuntime:
+        """The runtime of the trainer's architecture. In this process, runtimes of other architectures are closed."""
         folder = Path(tempfile.mkdtemp(prefix="ostinato-config-"))
         trainer.write_config(folder)
         architecture = architecture_of(folder)
         key = (architecture.digest, ranks, isinstance(trainer, SharedTrainer))
         if self._in_process:
-            for other, host in self._hosts.items():
-                if other != key:
-                    host.close()
-        if key in self._hosts:
+            for other_key, shared in self._runtimes.items():
+                if other_key != key:
+                    shared.close()
+        # an existing runtime has a config folder of its own
+        if key in self._runtimes:
             for file in folder.iterdir():
                 file.unlink()
             folder.rmdir()
-            return self._hosts[key]
+            return self._runtimes[key]
         nbytes = self._nbytes(trainer) if self._in_process else 0
         options = self._options(trainer, architecture, ranks)
-        self._hosts[key] = Host(architecture, options, folder, self._open, nbytes)
-        return self._hosts[key]
+        self._runtimes[key] = SharedRuntime(architecture, options, folder, self._open, nbytes)
+        return self._runtimes[key]
 
     def _open(self, config_folder: Path, options: EngineOptions) -> Runtime:
         if self._in_process:
-            return InProcess(config_folder, options)
-        from engine.backends.vllm.serving.placement import open_pool
+            return InProcessRuntime(config_folder, options)
+        from engine.backends.vllm.serving.pool_builder import open_pool
 
+        trainer_placement = None
+        if self._reserve_trainer_placement is not None and self.spec.placement == "beside":
+            trainer_placement = self._reserve_trainer_placement()
         return open_pool(
             self.spec,
             config_folder,
@@ -131,7 +150,7 @@ class VllmSamplers:
             self.device,
             cluster=self._cluster,
             spare_first_gpu=self._trains_here and self.device.type == "cuda",
-            beside=self._beside() if self._beside is not None and self.spec.placement == "beside" else None,
+            trainer_placement=trainer_placement,
         )
 
     def _options(self, trainer: Trainer, architecture: Architecture, ranks: int) -> EngineOptions:
@@ -143,27 +162,30 @@ class VllmSamplers:
             device=self.device,
             ranks=ranks,
             lora_targets=targets,
-            rows=self._rows,
+            max_rows=self._max_rows,
         )
         shares_gpu = (self._in_process or self.spec.placement == "beside") and self.device.type == "cuda"
         sleep = shares_gpu if self.spec.sleep == "auto" else self.spec.sleep
         return replace(options, sleep=sleep, extension=self._extension)
 
     def _nbytes(self, trainer: Trainer) -> int:
-        """Weights, the prepacked copy of a tied head at most, and keys and values."""
-        kv = CPU_KV_CACHE_BYTES if self.spec.kv_cache_gib == "auto" else int(self.spec.kv_cache_gib * (1 << 30))
-        return trainer.weights_nbytes * DTYPES[self._dtype].itemsize // torch.float32.itemsize * 3 // 2 + kv
+        """Upper bound of the memory of an engine in this process: weights, a prepacked copy of a tied head, and the KV
+        cache. The copy is at most half as large as the weights."""
+        kv_cache_bytes = CPU_KV_CACHE_BYTES
+        if self.spec.kv_cache_gib != "auto":
+            kv_cache_bytes = int(self.spec.kv_cache_gib * (1 << 30))
+        weights_bytes = trainer.weights_nbytes * DTYPES[self._dtype].itemsize // torch.float32.itemsize
+        return weights_bytes * 3 // 2 + kv_cache_bytes
 
 
-def _refused(spec: VllmSpec) -> str:
-    """Why its transport does not reach the samplers, and what does; empty where it does."""
+def _transport_problem(spec: VllmSpec) -> str:
+    """Why the transport cannot reach the samplers, and which one can; empty if it can."""
     if spec.transport == "nccl" and not spec.replicas:
         return "vLLM in the engine's own process takes the tensors as they are: use 'auto', or set replicas"
     if spec.transport == "ipc" and spec.replicas:
         return (
-            "replicas do not take CUDA handles: one handle is good for one GPU, and a replica of more, or on another, "
-            "does not compute on that one; use 'nccl' between GPUs, 'shm' on one machine, or set replicas to 0 to "
-            "share the GPU"
+            "replicas do not take CUDA handles: a handle is valid on one GPU only, and replicas compute on other GPUs, "
+            "or on several; use 'nccl' between GPUs, 'shm' on one machine, or set replicas to 0 to share the GPU"
         )
     return ""
 
@@ -176,9 +198,14 @@ def engine_options(
     device: torch.device,
     ranks: int,
     lora_targets: tuple[str, ...] = (),
-    rows: int,
+    max_rows: int,
 ) -> EngineOptions:
-    """How vLLM is built for models of this architecture. It keeps its memory."""
+    """The options of a vLLM for models of this architecture, without sleep.
+
+    Args:
+        ranks: GPUs that share one copy of the model.
+        max_rows: completions that decode together, at most.
+    """
     return EngineOptions(
         dtype=dtype,
         max_context=min(spec.max_context or architecture.context_length, architecture.context_length),
@@ -190,5 +217,5 @@ def engine_options(
         eager=device.type == "cpu" if spec.eager == "auto" else spec.eager,
         max_lora_rank=spec.max_lora_rank if lora_targets else None,
         lora_targets=lora_targets,
-        max_rows=rows,
+        max_rows=max_rows,
     )

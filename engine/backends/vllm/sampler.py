@@ -1,11 +1,11 @@
-"""The sampler that vLLM is. Four proofs stand between a trainer's weights and a completion that is returned:
+"""The vLLM sampler. Four proofs are needed before completions of a trainer's weights are returned:
 
-  receipt   every tensor arrived with the trainer's names, shapes and bytes        (extension, per sync)
-  readback  the live layers compute with these tensors, slice by slice, bit by bit (readback, per sync)
-  gap       they give the trainer's logprobs on probe sequences                    (engine.backends.logprob_gap, per
-  sync) check     the same processes still hold the same slices                          (per call, after drawing)
+- receipt: every tensor arrived with the trainer's name, shape and bytes (`weight_sync.extension`, at each sync);
+- readback: slices of the live layers equal these tensors, bit by bit (`weight_sync.readback`, at each sync);
+- gap: the logprobs of probe sequences equal the trainer's up to a tolerance (`logprob_gap`, at each sync);
+- check: the same processes still hold the same slices (at each call, after sampling).
 
-What fails one of them is SamplerOutOfSync, and the sampler holds nothing until the next sync.
+If a proof fails, SamplerOutOfSync is raised, and the sampler holds no weights until the next sync.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from engine.backends.protocol import OnToken, Trainer
 from engine.backends.torch.lora import PEFT_PREFIX
 from engine.backends.torch.shared_base import AdapterTrainer, SharedTrainer
 from engine.backends.torch.trainer import TorchTrainer
-from engine.backends.vllm.host import Host
 from engine.backends.vllm.serving.runtime import Manifest, Receipt, Source
+from engine.backends.vllm.shared_runtime import SharedRuntime
 from engine.backends.vllm.weight_sync.manifest import digest_of, manifest_of, manifest_of_files
 from engine.backends.weight_files.staging import staging_folder
 from engine.errors import BadSpec, SamplerOutOfSync, WorkerDied
@@ -34,161 +34,176 @@ from engine.specs.sampler import VllmSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 RECENT_TOKENS = 64
-"""Of a prompt of the last call, which the gap gate looks at too."""
+"""Leading tokens of the last call's first prompt that become a probe sequence of the gap check."""
 
 
 class VllmSampler:
-    """Implements engine.backends.protocol.Sampler over the host that `open_host` gives for its trainer's model."""
+    """Implements engine.backends.protocol.Sampler over a runtime that policies of the same model share."""
 
-    def __init__(self, trainer: Trainer, spec: VllmSpec, open_host: Callable[[Trainer], Host]) -> None:
-        self.spec, self._open_host = spec, open_host
-        self._host: Host | None = open_host(trainer)
-        self._host.users.append(self)
+    def __init__(self, trainer: Trainer, spec: VllmSpec, open_shared: Callable[[Trainer], SharedRuntime]) -> None:
+        """`open_shared` returns the shared runtime for a trainer's model."""
+        self.spec, self._open_shared = spec, open_shared
+        self._shared: SharedRuntime | None = open_shared(trainer)
+        self._shared.users.append(self)
         self._state: str | None = None
+        """State of the policy that the sampler was last synced with."""
         self._base: str | None = None
-        """What the host must have loaded: the state itself, or the digest of the base that an adapter is on."""
+        """Name of the weights that the runtime must have loaded: the state, or for an adapter the digest of its base.
+        """
         self._digest: str | None = None
-        """And the digest of the manifest that it came with."""
+        """Digest of the manifest of these weights."""
         self._adapter: str | None = None
-        """Its name in the runtime."""
-        self._adapters_made = 0
+        """Name of the adapter in the runtime."""
+        self._adapter_count = 0
         self._load_number = 0
-        self._recent: list[TokenIds] = []
+        """`SharedRuntime.loads` at the last sync. A later load has dropped the adapter."""
+        self._recent_prompts: list[TokenIds] = []
         self.receipt: Receipt | None = None
         self.gap: LogprobGap | None = None
         self.seconds: dict[str, float] = {}
-        """Of the last sync, by part."""
+        """Duration of each part of the last sync."""
 
     @property
     def holds(self) -> str | None:
-        """None too where another policy's weights have been loaded into the host, or it sleeps or died."""
-        host = self._host
-        if host is None or not host.is_open or host.asleep:
+        """State of the policy whose weights it holds. None also if the runtime sleeps, has died, or has loaded the
+        weights of another policy since."""
+        shared = self._shared
+        if shared is None or not shared.is_open or shared.asleep:
             return None
-        if (host.loaded, host.digest) != (self._base, self._digest):
+        if (shared.loaded, shared.digest) != (self._base, self._digest):
             return None
-        if self._adapter is not None and host.loads != self._load_number:
+        if self._adapter is not None and shared.loads != self._load_number:
             return None
         return self._state
 
     # -- weights ----------------------------------------------------------------------------------------------
 
     def sync(self, trainer: Trainer, state: str) -> None:
-        began = time.perf_counter()
-        host = self._enter(trainer)
+        sync_start = time.perf_counter()
+        shared = self._begin_sync(trainer)
         self.seconds = {}
         base = trainer.base.digest if isinstance(trainer, SharedTrainer) else state
-        with self._proving(host):
-            stays = isinstance(trainer, SharedTrainer) or host.asleep  # a frozen base; the same weights after a sleep
-            if not (stays and self._still_there(host, base) and self._same_bytes(trainer, host)):
-                self._load(trainer, base, host)
+        with self._resets_on_failure(shared):
+            # load the weights, unless the runtime may still hold them: a frozen base, or the same weights after a sleep
+            may_hold = isinstance(trainer, SharedTrainer) or shared.asleep
+            if not (may_hold and self._holds_base(shared, base) and self._has_same_bytes(trainer, shared)):
+                self._load(trainer, base, shared)
             if isinstance(trainer, AdapterTrainer):
-                self._load_adapter(trainer, state, host)
-            started = time.perf_counter()
-            self._prove_gap(trainer, host)
-            self.seconds["gap"] = time.perf_counter() - started
-        self._base, self._digest, self._state, self._load_number = base, host.digest, state, host.loads
-        self.seconds["all"] = time.perf_counter() - began
+                self._load_adapter(trainer, state, shared)
+            gap_start = time.perf_counter()
+            self._check_gap(trainer, shared)
+            self.seconds["gap"] = time.perf_counter() - gap_start
+        self._base, self._digest, self._state, self._load_number = base, shared.digest, state, shared.loads
+        self.seconds["all"] = time.perf_counter() - sync_start
 
-    def _enter(self, trainer: Trainer) -> Host:
-        """The trainer's host. From here to the end of the sync this sampler holds nothing."""
+    def _begin_sync(self, trainer: Trainer) -> SharedRuntime:
+        """The runtime for the trainer. Until the end of the sync this sampler holds no weights."""
         self._state = self._base = None
-        host = self._open_host(trainer)
-        if self._host is not None and host is not self._host and not _same_model(host, self._host):
+        shared = self._open_shared(trainer)
+        if self._shared is not None and shared is not self._shared and not _is_same_model(shared, self._shared):
             raise BadSpec("a sampler can only follow a trainer of the model it was made for; make a new sampler")
-        if host is not self._host:
-            host.users.append(self)
-            self._host = host
-        return host
+        if shared is not self._shared:
+            shared.users.append(self)
+            self._shared = shared
+        return shared
 
     @staticmethod
-    def _still_there(host: Host, base: str) -> bool:
-        """Whether the live weights are those of `base`; after a sleep all kept slices are read, else a few."""
-        slept = host.wake()
-        if host.loaded != base or not host.is_open or host.runtime.wants_weights:
+    def _holds_base(shared: SharedRuntime, base: str) -> bool:
+        """Whether the live weights are those of `base`. After a sleep all slices are read again, otherwise a few."""
+        was_asleep = shared.wake()
+        if shared.loaded != base or not shared.is_open or shared.runtime.needs_weights:
             return False
         try:
-            host.runtime.check(base, full=slept)
+            shared.runtime.check(base, full=was_asleep)
         except SamplerOutOfSync:
-            host.loaded = None
+            shared.loaded = None
             return False
         return True
 
     @staticmethod
-    def _same_bytes(trainer: Trainer, host: Host) -> bool:
-        """Whether the host was loaded with what this trainer has now: by the name of a policy's state it may have been
-        what the policy was before a rebase. Where to find out costs as much as a load, no."""
+    def _has_same_bytes(trainer: Trainer, shared: SharedRuntime) -> bool:
+        """Whether the runtime was loaded with the trainer's current bytes.
+
+        A policy's state is no proof: the policy may have been recomputed since, with other bytes. False if the
+        comparison would cost as much as a load.
+        """
         if isinstance(trainer, SharedTrainer):
-            return True  # a base is named by its content
+            return True  # the name of a base is a digest of its content
         if not isinstance(trainer, TorchTrainer):
             return False
-        return digest_of(manifest_of(_Cast(trainer, DTYPES[host.options.dtype]).items())) == host.digest
+        weights = _ConvertedWeights(trainer, DTYPES[shared.options.dtype])
+        return digest_of(manifest_of(weights.items())) == shared.digest
 
-    def _load(self, trainer: Trainer, base: str, host: Host) -> None:
-        host.wake()
-        host.loaded = None
-        runtime, first = host.runtime, time.perf_counter()
-        with self._staged(trainer, host) as (source, manifest):
-            self.seconds["stage"] = time.perf_counter() - first
-            host.digest = digest_of(manifest)
+    def _load(self, trainer: Trainer, base: str, shared: SharedRuntime) -> None:
+        shared.wake()
+        shared.loaded = None
+        runtime, stage_start = shared.runtime, time.perf_counter()
+        with self._staged(trainer, shared) as (source, manifest):
+            self.seconds["stage"] = time.perf_counter() - stage_start
+            shared.digest = digest_of(manifest)
             self.receipt = runtime.load(source, manifest, base)
         self.seconds |= self.receipt.seconds
-        host.loaded, host.loads = base, host.loads + 1
+        shared.loaded, shared.loads = base, shared.loads + 1
 
     @contextmanager
-    def _staged(self, trainer: Trainer, host: Host) -> Iterator[tuple[Source, Manifest]]:
-        dtype = DTYPES[host.options.dtype]
-        here = trainer if isinstance(trainer, TorchTrainer) else None
-        if self.spec.transport in ("memory", "ipc", "nccl") and host.runtime.takes_tensors and here is not None:
-            tensors = _Cast(here, dtype)
+    def _staged(self, trainer: Trainer, shared: SharedRuntime) -> Iterator[tuple[Source, Manifest]]:
+        """Yields the weights to load: the tensors themselves if runtime and transport accept them, otherwise files."""
+        dtype = DTYPES[shared.options.dtype]
+        local_trainer = trainer if isinstance(trainer, TorchTrainer) else None
+        sends_tensors = self.spec.transport in ("memory", "ipc", "nccl") and shared.runtime.accepts_tensors
+        if sends_tensors and local_trainer is not None:
+            tensors = _ConvertedWeights(local_trainer, dtype)
             yield tensors, manifest_of(tensors.items())
             return
-        # ranks on other machines do not see the shared memory of this one
-        shared = self.spec.sync_folder if self.spec.transport == "checkpoint" or here is None else None
-        inside = Path(shared) if shared else None
-        with staging_folder(trainer.weights_nbytes, inside=inside) as folder:
+        # ranks on other machines cannot write into the shared memory of this one
+        needs_sync_folder = self.spec.transport == "checkpoint" or local_trainer is None
+        sync_folder = self.spec.sync_folder if needs_sync_folder else None
+        with staging_folder(trainer.weights_nbytes, inside=Path(sync_folder) if sync_folder else None) as folder:
             files = trainer.stage_weights(folder, dtype=dtype)
-            yield files, manifest_of_files(files) if here is None else manifest_of(_Cast(here, dtype).items())
+            if local_trainer is None:
+                yield files, manifest_of_files(files)
+            else:
+                yield files, manifest_of(_ConvertedWeights(local_trainer, dtype).items())
 
-    def _load_adapter(self, trainer: AdapterTrainer, state: str, host: Host) -> None:
-        """Under a name of its own each time: vLLM caches adapters by name."""
-        if host.options.max_lora_rank is None or trainer.spec.rank > host.options.max_lora_rank:
+    def _load_adapter(self, trainer: AdapterTrainer, state: str, shared: SharedRuntime) -> None:
+        """Loads the trainer's adapter under a new name each time, because vLLM caches adapters by name."""
+        if shared.options.max_lora_rank is None or trainer.spec.rank > shared.options.max_lora_rank:
             raise BadSpec(
                 f"an adapter of rank {trainer.spec.rank} was given; sampler.max_lora_rank is "
-                f"{host.options.max_lora_rank}: raise it, or train a smaller rank"
+                f"{shared.options.max_lora_rank}: raise it, or train a smaller rank"
             )
         started = time.perf_counter()
-        self._drop_adapter()
-        self._adapters_made += 1
-        name = f"{state[:24]}-{id(self):x}-{self._adapters_made}"
-        manifest = manifest_of((PEFT_PREFIX + own, tensor) for own, tensor in trainer.weights())
+        self._remove_adapter()
+        self._adapter_count += 1
+        name = f"{state[:24]}-{id(self):x}-{self._adapter_count}"
+        manifest = manifest_of((PEFT_PREFIX + tensor_name, tensor) for tensor_name, tensor in trainer.weights())
         with staging_folder(trainer.nbytes(training=False)) as folder:
             trainer.export(folder)
-            host.runtime.load_adapter(folder, name, manifest)
+            shared.runtime.load_adapter(folder, name, manifest)
         self._adapter = name
         self.seconds["adapter"] = time.perf_counter() - started
 
-    def _drop_adapter(self) -> None:
-        if self._adapter is not None and self._host is not None and self._host.is_open:
-            self._host.runtime.remove_adapter(self._adapter)
+    def _remove_adapter(self) -> None:
+        if self._adapter is not None and self._shared is not None and self._shared.is_open:
+            self._shared.runtime.remove_adapter(self._adapter)
         self._adapter = None
 
-    def _prove_gap(self, trainer: Trainer, host: Host) -> None:
-        probes = probe_sequences(host.architecture.vocab_size, host.options.max_context, self._recent)
-        allowed = allowed_gap(self.spec.gap, DTYPES[host.options.dtype], _compute_dtype(trainer))
+    def _check_gap(self, trainer: Trainer, shared: SharedRuntime) -> None:
+        probes = probe_sequences(shared.architecture.vocab_size, shared.options.max_context, self._recent_prompts)
+        allowed = allowed_gap(self.spec.gap, DTYPES[shared.options.dtype], _compute_dtype(trainer))
         self.gap = check_logprob_gap(
-            trainer, lambda ids: host.runtime.score(ids, adapter=self._adapter), probes, max_gap=allowed
+            trainer, lambda ids: shared.runtime.score(ids, adapter=self._adapter), probes, max_gap=allowed
         )
 
     @contextmanager
-    def _proving(self, host: Host) -> Iterator[None]:
-        """What fails inside leaves this sampler without weights, and the host too where they are to blame."""
+    def _resets_on_failure(self, shared: SharedRuntime) -> Iterator[None]:
+        """After a failed proof inside the block, neither this sampler nor the runtime counts as holding weights."""
         try:
             yield
         except (SamplerOutOfSync, WorkerDied):
-            self._state = self._base = host.loaded = None
-            if not host.is_open:
-                host.close()
+            self._state = self._base = shared.loaded = None
+            if not shared.is_open:
+                shared.close()
             raise
 
     # -- tokens -----------------------------------------------------------------------------------------------
@@ -203,46 +218,49 @@ class VllmSampler:
         """As engine.backends.torch.sampler.TorchSampler.sample.
 
         Raises:
-            SamplerOutOfSync: it holds no proven weights, or held others at the end: what was drawn is not returned.
+            SamplerOutOfSync: the sampler holds no proven weights, or the weights changed during the call. No completion
+                is returned.
         """
-        host, base = self._host, self._base
-        if host is None or base is None or self.holds is None:
+        shared, base = self._shared, self._base
+        if shared is None or base is None or self.holds is None:
             raise SamplerOutOfSync("the sampler holds no policy's weights; sync it with the trainer first")
         check_prompts(
             prompts,
             seeds,
             params,
-            vocab_size=host.architecture.vocab_size,
-            context_length=host.options.max_context,
-            eos_token_ids=host.options.eos_token_ids,
+            vocab_size=shared.architecture.vocab_size,
+            context_length=shared.options.max_context,
+            eos_token_ids=shared.options.eos_token_ids,
         )
         if not prompts:
             return []
-        with self._proving(host):
-            if self._adapter is not None:  # other policies' adapters may have taken its place
-                host.runtime.check_adapter(self._adapter)
-            drawn = host.runtime.generate(prompts, seeds, params, on_token, adapter=self._adapter)
-            host.runtime.check(base)
+        with self._resets_on_failure(shared):
+            # before sampling, since the adapters of other policies may have replaced this one
             if self._adapter is not None:
-                host.runtime.check_adapter(self._adapter)
-        self._recent = [list(prompt[:RECENT_TOKENS]) for prompt in prompts[:1]]
-        return drawn
+                shared.runtime.check_adapter(self._adapter)
+            completions = shared.runtime.generate(prompts, seeds, params, on_token, adapter=self._adapter)
+            shared.runtime.check(base)
+            if self._adapter is not None:
+                shared.runtime.check_adapter(self._adapter)
+        self._recent_prompts = [list(prompt[:RECENT_TOKENS]) for prompt in prompts[:1]]
+        return completions
 
     def nbytes(self) -> int:
-        host = self._host
-        return host.nbytes if host is not None and host.is_open and host.users[0] is self else 0
+        shared = self._shared
+        is_oldest_user = shared is not None and shared.is_open and shared.users[0] is self
+        return shared.nbytes if shared is not None and is_oldest_user else 0
 
     def close(self) -> None:
-        """The host stays for other policies of the model: it is the backend's."""
-        with suppress(WorkerDied, SamplerOutOfSync):  # who is gone has no adapter left to drop
-            self._drop_adapter()
-        if self._host is not None and self in self._host.users:
-            self._host.users.remove(self)
-        self._host = self._state = self._base = None
+        """Removes the adapter. The runtime stays open, since other policies of the model may use it."""
+        with suppress(WorkerDied, SamplerOutOfSync):  # a runtime that is gone has no adapter to remove
+            self._remove_adapter()
+        if self._shared is not None and self in self._shared.users:
+            self._shared.users.remove(self)
+        self._shared = self._state = self._base = None
 
 
-class _Cast(Mapping[str, Tensor]):
-    """A trainer's weights in another precision, one tensor at a time."""
+class _ConvertedWeights(Mapping[str, Tensor]):
+    """A trainer's weights, converted to another precision one tensor at a time."""
 
     def __init__(self, trainer: TorchTrainer, dtype: torch.dtype) -> None:
         self._weights, self._dtype = dict(trainer.model.exported_weights()), dtype
@@ -259,9 +277,10 @@ class _Cast(Mapping[str, Tensor]):
 
 
 def _compute_dtype(trainer: Trainer) -> torch.dtype:
-    """A trainer elsewhere is taken to compute in float32: the sampler's own precision then decides the tolerance."""
+    """The precision in which the trainer computes. A trainer in other processes is assumed to compute in float32, so
+    that the sampler's own precision decides the tolerance."""
     return trainer.model.compute_dtype if isinstance(trainer, TorchTrainer) else torch.float32
 
 
-def _same_model(one: Host, other: Host) -> bool:
-    return one.architecture.digest == other.architecture.digest
+def _is_same_model(shared: SharedRuntime, other: SharedRuntime) -> bool:
+    return shared.architecture.digest == other.architecture.digest

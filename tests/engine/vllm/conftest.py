@@ -13,8 +13,8 @@ import torch
 from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.tiny import build_tiny_model
 from engine.backends.torch.trainer import TorchTrainer
-from engine.backends.vllm.serving.placement import open_pool
 from engine.backends.vllm.serving.pool import VllmPool
+from engine.backends.vllm.serving.pool_builder import open_pool
 from engine.backends.vllm.weight_sync.manifest import manifest_of_files
 from engine.cluster.connection import Cluster, connect
 from engine.protocol import Completion
@@ -29,7 +29,7 @@ from tests.engine.vllm.pools import (
     ROOT,
     SEEDS,
     SHORT,
-    Weights,
+    WeightFiles,
     alive,
     load,
     processes_of,
@@ -68,13 +68,13 @@ def sampler(backend: Any, trainer: TorchTrainer) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> list[Weights]:
+def weights(tmp_path_factory: pytest.TempPathFactory) -> list[WeightFiles]:
     """Two models of one architecture."""
     made = []
     for seed in (0, 1):
         folder = build_tiny_model(tmp_path_factory.mktemp("weights") / f"tiny-{seed}", seed=seed)
         files = sorted(folder.glob("*.safetensors"))
-        made.append(Weights(files, manifest_of_files(files), f"state-{seed}"))
+        made.append(WeightFiles(files, manifest_of_files(files), f"state-{seed}"))
     return made
 
 
@@ -96,7 +96,7 @@ def cluster(faults: Path) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def pool(cluster: Cluster, weights: list[Weights]) -> Iterator[VllmPool]:
+def pool(cluster: Cluster, weights: list[WeightFiles]) -> Iterator[VllmPool]:
     spec = VllmSpec(replicas=2, answer_seconds=15, start_seconds=300)
     opened = open_pool(spec, weights[0].files[0].parent, OPTIONS)
     processes = [process for replica in opened.replicas for process in processes_of(replica)]
@@ -107,19 +107,19 @@ def pool(cluster: Cluster, weights: list[Weights]) -> Iterator[VllmPool]:
 
 
 @pytest.fixture
-def loaded(pool: VllmPool, weights: list[Weights]) -> VllmPool:
+def loaded(pool: VllmPool, weights: list[WeightFiles]) -> VllmPool:
     """Both replicas up, with weights 0."""
     until(lambda: all(replica.phase == "up" for replica in pool.replicas))
     load(pool, weights[0])
-    assert [replica.held for replica in pool.replicas] == ["state-0", "state-0"]
+    assert [replica.loaded_state for replica in pool.replicas] == ["state-0", "state-0"]
     return pool
 
 
 @pytest.fixture(scope="module")
-def expected(pool: VllmPool, weights: list[Weights]) -> dict[int, list[Completion]]:
+def expected(pool: VllmPool, weights: list[WeightFiles]) -> dict[int, list[Completion]]:
     """What one replica alone draws, by max_new_tokens."""
     load(pool, weights[0])
-    pool.replicas[1].held = None
+    pool.replicas[1].loaded_state = None
     drawn = {params.max_new_tokens: pool.generate(PROMPTS, SEEDS, params) for params in (SHORT, LONG)}
     pool.check("state-0")
     return drawn

@@ -29,8 +29,8 @@ class Planted(Extension):
         for _ in tensors:  # received whole, and never applied
             pass
 
-    def _settled(self) -> bool:
-        return super()._settled() and not _planted(".broken")
+    def _finish_reload(self) -> bool:
+        return super()._finish_reload() and not _planted(".broken")
 
     def ostinato_check_and_spoil(self) -> Any:
         """Changes one live value, as a reload by somebody else would."""

@@ -34,13 +34,13 @@ LONG = SamplingParams(max_new_tokens=400, min_new_tokens=400)
 
 
 @dataclass(frozen=True)
-class Weights:
+class WeightFiles:
     files: list[Path]
     manifest: Manifest
     state: str
 
 
-def load(pool: VllmPool, weights: Weights, **more: Any) -> None:
+def load(pool: VllmPool, weights: WeightFiles, **more: Any) -> None:
     pool.load(weights.files, weights.manifest, weights.state, **more)
 
 
@@ -53,7 +53,7 @@ def until(condition: Callable[[], bool], seconds: float = 300) -> None:
 
 def process_of(replica: Replica) -> psutil.Process:
     """The actor's own process, which answers the pool."""
-    whereabouts = replica.running().process
+    whereabouts = replica.running_actor().process
     assert whereabouts is not None
     return psutil.Process(whereabouts.pid)
 
@@ -88,7 +88,7 @@ def named(replica: Replica, what: str) -> list[psutil.Process]:
 
 def call(pool: VllmPool, replica: Replica, method: str, *args: Any) -> Any:
     """A method of the actor itself, past the pool."""
-    return pool._run(replica.running().call(method, *args))
+    return pool._thread.run(replica.running_actor().call(method, *args))
 
 
 def count_requests(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:

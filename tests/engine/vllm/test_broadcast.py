@@ -1,4 +1,4 @@
-"""Weights by a broadcast: every byte arrives or everybody says that it did not, whoever dies, hangs or gives up."""
+"""Weights by a broadcast: either every byte arrives, or all members report an error, even if some die or hang."""
 
 from __future__ import annotations
 
@@ -18,19 +18,26 @@ import torch
 from torch import Tensor, nn
 
 from engine.backends.vllm.serving.runtime import Receipt
-from engine.backends.vllm.weight_sync.broadcast import BrokenOff, Meeting, Member, open_store, receive, send
-from engine.backends.vllm.weight_sync.delivery import ByBroadcast
+from engine.backends.vllm.weight_sync.broadcast import (
+    BroadcastAborted,
+    BroadcastGroup,
+    GroupMember,
+    open_store,
+    receive,
+    send,
+)
+from engine.backends.vllm.weight_sync.delivery import BroadcastDelivery
 from engine.backends.vllm.weight_sync.extension import Extension
-from engine.backends.vllm.weight_sync.last_weights import Weights
+from engine.backends.vllm.weight_sync.load_request import LoadRequest
 from engine.backends.vllm.weight_sync.manifest import manifest_of
 from engine.errors import SamplerOutOfSync, WorkerDied
 from tests.engine.vllm.pools import ROOT
 
 CPU = torch.device("cpu")
-LONG_SECONDS = 120.0
-"""What is noticed by other means than this must be noticed long before."""
+LONG_TIMEOUT = 120.0
+"""Seconds. Faults that do not need the timeout to be noticed must be noticed long before it."""
 MORE = 1 << 26
-"""Bytes that no socket holds for a receiver that does not take them."""
+"""More bytes than a socket buffers for a receiver that does not read."""
 
 
 def tensors_of(seed: int = 0) -> dict[str, Tensor]:
@@ -48,24 +55,24 @@ def tensors_of(seed: int = 0) -> dict[str, Tensor]:
 @pytest.fixture(scope="module")
 def store() -> Iterator[int]:
     """The port of a sender's store."""
-    kept, port = open_store("127.0.0.1", LONG_SECONDS)
+    store, port = open_store("127.0.0.1", LONG_TIMEOUT)
     yield port
-    del kept
+    del store
 
 
 _names = iter(range(10_000))
 
 
-def meeting_at(port: int, size: int, *, seconds: float = LONG_SECONDS, bucket_bytes: int = 1 << 20) -> Meeting:
-    return Meeting(f"group-{next(_names)}", "127.0.0.1", port, size, "gloo", seconds, bucket_bytes)
+def group_at(port: int, size: int, *, timeout: float = LONG_TIMEOUT, bucket_bytes: int = 1 << 20) -> BroadcastGroup:
+    return BroadcastGroup(f"group-{next(_names)}", "127.0.0.1", port, size, "gloo", timeout, bucket_bytes)
 
 
-def group_of(meeting: Meeting) -> list[Member]:
-    with ThreadPoolExecutor(meeting.size) as threads:
-        return list(threads.map(lambda rank: Member(meeting, rank, CPU), range(meeting.size)))
+def members_of(group: BroadcastGroup) -> list[GroupMember]:
+    with ThreadPoolExecutor(group.size) as threads:
+        return list(threads.map(lambda rank: GroupMember(group, rank, CPU), range(group.size)))
 
 
-def taken(threads: ThreadPoolExecutor, members: list[Member], manifest: Any) -> list[Future[dict[str, Tensor]]]:
+def taken(threads: ThreadPoolExecutor, members: list[GroupMember], manifest: Any) -> list[Future[dict[str, Tensor]]]:
     return [threads.submit(lambda member: dict(receive(member, manifest)), member) for member in members[1:]]
 
 
@@ -73,8 +80,8 @@ def taken(threads: ThreadPoolExecutor, members: list[Member], manifest: Any) -> 
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 64, 1000, 1 << 20])
-def test_every_tensor_arrives_bit_by_bit_in_order_however_it_is_cut(store: int, bucket_bytes: int) -> None:
-    members = group_of(meeting_at(store, 3, bucket_bytes=bucket_bytes))
+def test_every_tensor_arrives_bit_by_bit_and_in_order(store: int, bucket_bytes: int) -> None:
+    members = members_of(group_at(store, 3, bucket_bytes=bucket_bytes))
     with ThreadPoolExecutor() as threads:
         for seed in (0, 1):  # a group is used again and again
             sent = tensors_of(seed)
@@ -90,8 +97,8 @@ def test_every_tensor_arrives_bit_by_bit_in_order_however_it_is_cut(store: int, 
 
 
 @pytest.mark.parametrize("spoil", ["swapped", "missing", "cast", "raises"])
-def test_a_sender_that_does_not_send_what_it_said_breaks_off(store: int, spoil: str) -> None:
-    members, sent = group_of(meeting_at(store, 3)), tensors_of()
+def test_tensors_that_differ_from_the_manifest_abort_the_broadcast(store: int, spoil: str) -> None:
+    members, sent = members_of(group_at(store, 3)), tensors_of()
     manifest = manifest_of(sent.items())
 
     def spoilt() -> Iterator[tuple[str, Tensor]]:
@@ -109,30 +116,30 @@ def test_a_sender_that_does_not_send_what_it_said_breaks_off(store: int, spoil: 
 
     with ThreadPoolExecutor() as threads:
         futures = taken(threads, members, manifest)
-        with pytest.raises((BrokenOff, ValueError)):
+        with pytest.raises((BroadcastAborted, ValueError)):
             send(members[0], spoilt(), manifest)
         for future in futures:
-            with pytest.raises(BrokenOff, match="the sender gave up"):
+            with pytest.raises(BroadcastAborted, match="the sender gave up"):
                 future.result()
-    assert not any(member.whole for member in members)
+    assert not any(member.usable for member in members)
 
 
-def test_a_receiver_that_gives_up_tells_everybody_why(store: int) -> None:
-    members = group_of(meeting_at(store, 3))
+def test_the_reason_of_a_receiver_that_aborts_reaches_all_members(store: int) -> None:
+    members = members_of(group_at(store, 3))
     sent = {"large": torch.zeros(MORE, dtype=torch.uint8)}
     manifest = manifest_of(sent.items())
     with ThreadPoolExecutor() as threads:
         futures = taken(threads, members[:2], manifest)
         members[2].leave("rank 2: tensor large arrived with other bytes")
-        with pytest.raises(BrokenOff, match="rank 2: tensor large"):
+        with pytest.raises(BroadcastAborted, match="rank 2: tensor large"):
             send(members[0], sent.items(), manifest)
-        with pytest.raises(BrokenOff, match="rank 2: tensor large"):
+        with pytest.raises(BroadcastAborted, match="rank 2: tensor large"):
             futures[0].result()
 
 
-def test_who_does_not_come_is_not_waited_for_for_ever(store: int) -> None:
-    with pytest.raises(BrokenOff, match="did not meet|not over after 1 s"):
-        Member(meeting_at(store, 2, seconds=1), 0, CPU)
+def test_the_wait_for_a_missing_member_has_a_timeout(store: int) -> None:
+    with pytest.raises(BroadcastAborted, match="did not meet|not over after 1 s"):
+        GroupMember(group_at(store, 2, timeout=1), 0, CPU)
 
 
 # -- processes ----------------------------------------------------------------------------------------------------
@@ -140,24 +147,24 @@ def test_who_does_not_come_is_not_waited_for_for_ever(store: int) -> None:
 ENTRIES = {"first": ("torch.uint8", (1000,), ""), "more": ("torch.uint8", (MORE,), "")}
 RECEIVER = f"""
 import json, sys, torch
-from engine.backends.vllm.weight_sync.broadcast import BrokenOff, Meeting, Member, receive
+from engine.backends.vllm.weight_sync.broadcast import BroadcastAborted, BroadcastGroup, GroupMember, receive
 print("ready", flush=True)
-member = Member(Meeting(**json.loads(sys.argv[1])), int(sys.argv[2]), torch.device("cpu"))
+member = GroupMember(BroadcastGroup(**json.loads(sys.argv[1])), int(sys.argv[2]), torch.device("cpu"))
 try:
     for name, tensor in receive(member, {ENTRIES}):
         print(name, flush=True)
         if name == "first" and sys.argv[3] == "wait":
             sys.stdin.readline()
-except BrokenOff as error:
+except BroadcastAborted as error:
     print("broken off:", error, flush=True)
 """
 SENDER = f"""
 import dataclasses, json, sys, torch
-from engine.backends.vllm.weight_sync.broadcast import Meeting, Member, open_store, send
+from engine.backends.vllm.weight_sync.broadcast import BroadcastGroup, GroupMember, open_store, send
 store, port = open_store("127.0.0.1", 60)
-meeting = Meeting("g", "127.0.0.1", port, 3, "gloo", {LONG_SECONDS}, 1000)
-print(json.dumps(dataclasses.asdict(meeting)), flush=True)
-member = Member(meeting, 0, torch.device("cpu"))
+group = BroadcastGroup("g", "127.0.0.1", port, 3, "gloo", {LONG_TIMEOUT}, 1000)
+print(json.dumps(dataclasses.asdict(group)), flush=True)
+member = GroupMember(group, 0, torch.device("cpu"))
 def tensors():
     yield "first", torch.zeros(1000, dtype=torch.uint8)
     sys.stdin.readline()
@@ -188,10 +195,10 @@ def end(*processes: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_sender_that_is_killed_in_the_middle_leaves_nobody_waiting() -> None:
+def test_receivers_notice_that_the_sender_was_killed() -> None:
     sender = started(SENDER)
-    meeting = line(sender)
-    receivers = [started(RECEIVER, meeting, str(rank), "go") for rank in (1, 2)]
+    group_json = line(sender)
+    receivers = [started(RECEIVER, group_json, str(rank), "go") for rank in (1, 2)]
     try:
         assert [line(receiver) for receiver in receivers for _ in range(2)] == ["ready", "first"] * 2
         sender.kill()
@@ -201,26 +208,26 @@ def test_a_sender_that_is_killed_in_the_middle_leaves_nobody_waiting() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "seconds"), [(signal.SIGKILL, LONG_SECONDS), (signal.SIGSTOP, 10.0)])
-def test_a_receiver_that_is_killed_or_hangs_in_the_middle_leaves_nobody_waiting(
-    store: int, number: signal.Signals, seconds: float
+@pytest.mark.parametrize(("signal_number", "timeout"), [(signal.SIGKILL, LONG_TIMEOUT), (signal.SIGSTOP, 10.0)])
+def test_all_members_notice_that_a_receiver_was_killed_or_hangs(
+    store: int, signal_number: signal.Signals, timeout: float
 ) -> None:
-    meeting = meeting_at(store, 3, seconds=seconds, bucket_bytes=1000)
-    given = json.dumps(asdict(meeting))
-    receivers = [started(RECEIVER, given, "1", "go"), started(RECEIVER, given, "2", "wait")]
+    group = group_at(store, 3, timeout=timeout, bucket_bytes=1000)
+    group_json = json.dumps(asdict(group))
+    receivers = [started(RECEIVER, group_json, "1", "go"), started(RECEIVER, group_json, "2", "wait")]
     sent = {"first": torch.zeros(1000, dtype=torch.uint8), "more": torch.zeros(MORE, dtype=torch.uint8)}
     manifest = manifest_of(sent.items())
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         yield "first", sent["first"]
         assert line(receivers[1]) == "first"
-        receivers[1].send_signal(number)
+        receivers[1].send_signal(signal_number)
         yield "more", sent["more"]
 
     try:
         assert [line(receiver) for receiver in receivers] == ["ready", "ready"]
-        member = Member(meeting, 0, CPU)
-        with pytest.raises(BrokenOff):
+        member = GroupMember(group, 0, CPU)
+        with pytest.raises(BroadcastAborted):
             send(member, tensors(), manifest)
         assert line(receivers[0]) == "first"
         assert line(receivers[0]).startswith("broken off:")
@@ -245,16 +252,16 @@ class Worker(Extension):
     def ostinato_load(self, source: Any, manifest: Any, state: str, full: bool = False) -> Any:  # type: ignore[override]
         try:
             self.got = dict(manifest_of(self._tensors(source, manifest)))
-        except BrokenOff as error:
+        except BroadcastAborted as error:
             return self._load_failed(source, str(error))
-        return self._answer(state=state)
+        return self._reply(state=state)
 
-    def _settled(self) -> bool:
+    def _finish_reload(self) -> bool:
         return True
 
 
 @dataclass(eq=False)
-class Process:
+class FakeActor:
     """One start of a replica, as its actor."""
 
     replica: FakeReplica
@@ -271,22 +278,22 @@ class FakeReplica:
         self.name, self.dies_in = name, ""
         self.workers = [Worker(rank) for rank in range(2)]
         self.joins = 0
-        self.actor = Process(self)
+        self.actor = FakeActor(self)
 
-    def running(self) -> Process:
+    def running_actor(self) -> FakeActor:
         return self.actor
 
     def restart(self) -> None:
         self.workers = [Worker(rank) for rank in range(2)]
-        self.actor = Process(self)
+        self.actor = FakeActor(self)
 
     async def rpc(self, method: str, *args: Any) -> list[Any]:
         if method == self.dies_in:
             self.dies_in = ""
             for worker in self.workers:
-                worker._leave("")  # as its sockets close
+                worker._leave_group("")  # as its sockets close
             raise WorkerDied(f"{self.name} was killed")
-        self.joins += method == "ostinato_join"
+        self.joins += method == "ostinato_join_group"
         loop = asyncio.get_running_loop()
         with ThreadPoolExecutor() as threads:  # all workers of all replicas wait for each other
             calls = [loop.run_in_executor(threads, getattr(worker, method), *args) for worker in self.workers]
@@ -296,45 +303,46 @@ class FakeReplica:
         """The pool starts it again: it is there at the next try of all."""
 
 
-async def load_into(replica: Any, weights: Weights) -> Receipt:
-    answers = await replica.rpc("ostinato_load", weights.source, weights.manifest, weights.state)
-    if wrong := [answer["wrong"] for answer in answers if answer["wrong"]]:
-        raise SamplerOutOfSync(wrong[0])
+async def load_into(replica: Any, weights: LoadRequest) -> Receipt:
+    replies = await replica.rpc("ostinato_load", weights.source, weights.manifest, weights.state)
+    errors = [reply["error"] for reply in replies if reply["error"]]
+    if errors:
+        raise SamplerOutOfSync(errors[0])
     return Receipt(weights.state, len(weights.manifest), 0)
 
 
-def delivered(delivery: ByBroadcast, replicas: list[Any], tensors: dict[str, Tensor]) -> list[Any]:
-    weights = Weights((), manifest_of(tensors.items()), "state", False)
-    found = asyncio.run(delivery.deliver(replicas, weights, tensors, load_into))
-    for replica, outcome in zip(replicas, found, strict=True):
+def delivered(delivery: BroadcastDelivery, replicas: list[Any], tensors: dict[str, Tensor]) -> list[Any]:
+    weights = LoadRequest((), manifest_of(tensors.items()), "state", False)
+    outcomes = asyncio.run(delivery.deliver(replicas, weights, tensors, load_into))
+    for replica, outcome in zip(replicas, outcomes, strict=True):
         if isinstance(outcome, Receipt):
             assert [worker.got for worker in replica.workers] == [weights.manifest] * 2
-    return [type(outcome) for outcome in found]
+    return [type(outcome) for outcome in outcomes]
 
 
 @pytest.fixture
-def delivery() -> Iterator[ByBroadcast]:
-    delivery = ByBroadcast("127.0.0.1", CPU, seconds=30, bucket_bytes=1000)
+def delivery() -> Iterator[BroadcastDelivery]:
+    delivery = BroadcastDelivery("127.0.0.1", CPU, timeout=30, bucket_bytes=1000)
     yield delivery
     delivery.close()
 
 
 @pytest.fixture
-def replicas(delivery: ByBroadcast) -> Iterator[list[Any]]:
+def replicas(delivery: BroadcastDelivery) -> Iterator[list[Any]]:
     replicas = [FakeReplica(name) for name in "abc"]
     yield replicas
     for replica in replicas:
         for worker in replica.workers:
-            worker._leave("")
+            worker._leave_group("")
 
 
-def test_a_group_stays_until_a_worker_is_another(delivery: ByBroadcast, replicas: list[Any]) -> None:
+def test_a_group_is_reused_until_a_worker_changes(delivery: BroadcastDelivery, replicas: list[Any]) -> None:
     replicas = replicas[:2]
     for seed in (0, 1):
         assert delivered(delivery, replicas, tensors_of(seed)) == [Receipt, Receipt]
     assert [replica.joins for replica in replicas] == [1, 1]
     for worker in replicas[1].workers:
-        worker._leave("")
+        worker._leave_group("")
     replicas[1].restart()
     assert delivered(delivery, replicas, tensors_of(2)) == [Receipt, Receipt]
     assert [replica.joins for replica in replicas] == [2, 2]
@@ -342,9 +350,9 @@ def test_a_group_stays_until_a_worker_is_another(delivery: ByBroadcast, replicas
     assert [replica.joins for replica in replicas] == [3, 2]
 
 
-@pytest.mark.parametrize("method", ["ostinato_place", "ostinato_join", "ostinato_load"])
-def test_a_replica_that_dies_costs_the_others_a_second_try(
-    delivery: ByBroadcast, replicas: list[Any], method: str
+@pytest.mark.parametrize("method", ["ostinato_device", "ostinato_join_group", "ostinato_load"])
+def test_after_the_death_of_a_replica_the_others_get_a_second_attempt(
+    delivery: BroadcastDelivery, replicas: list[Any], method: str
 ) -> None:
     if method == "ostinato_load":  # in a group that is there already
         assert delivered(delivery, replicas, tensors_of()) == [Receipt] * 3
@@ -353,14 +361,14 @@ def test_a_replica_that_dies_costs_the_others_a_second_try(
     assert delivered(delivery, replicas, tensors_of(2)) == [Receipt] * 3
 
 
-def test_when_all_die_all_are_said_to_have_died(delivery: ByBroadcast, replicas: list[Any]) -> None:
+def test_the_death_of_all_replicas_is_reported_for_each(delivery: BroadcastDelivery, replicas: list[Any]) -> None:
     for replica in replicas:
         replica.dies_in = "ostinato_load"
     assert delivered(delivery, replicas, tensors_of()) == [WorkerDied] * 3
 
 
-def test_what_the_trainer_raises_is_raised_and_the_next_delivery_is_whole(
-    delivery: ByBroadcast, replicas: list[Any]
+def test_an_error_of_the_trainer_is_raised_and_the_next_delivery_works(
+    delivery: BroadcastDelivery, replicas: list[Any]
 ) -> None:
     class Trainer(dict[str, Tensor]):
         def __getitem__(self, name: str) -> Tensor:
@@ -369,7 +377,7 @@ def test_what_the_trainer_raises_is_raised_and_the_next_delivery_is_whole(
             return super().__getitem__(name)
 
     tensors = tensors_of()
-    weights = Weights((), manifest_of(tensors.items()), "state", False)
+    weights = LoadRequest((), manifest_of(tensors.items()), "state", False)
     with pytest.raises(RuntimeError, match="CUDA error"):
         asyncio.run(delivery.deliver(replicas, weights, Trainer(tensors), load_into))  # type: ignore[arg-type]
     assert delivered(delivery, replicas, tensors) == [Receipt] * 3

@@ -10,7 +10,7 @@ import pytest
 from engine.backends.vllm.serving.pool import VllmPool
 from engine.errors import SamplerOutOfSync
 from engine.protocol import Completion
-from tests.engine.vllm.pools import LONG, PROMPTS, SEEDS, SHORT, Weights, call, count_requests, load, same
+from tests.engine.vllm.pools import LONG, PROMPTS, SEEDS, SHORT, WeightFiles, call, count_requests, load, same
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -43,7 +43,7 @@ def test_tokens_are_told_in_the_callers_thread_and_are_those_returned(loaded: Vl
     }
 
 
-def test_what_a_listener_raises_ends_the_call_on_the_replicas(loaded: VllmPool, weights: list[Weights]) -> None:
+def test_what_a_listener_raises_ends_the_call_on_the_replicas(loaded: VllmPool, weights: list[WeightFiles]) -> None:
     class Enough(Exception):
         pass
 
@@ -52,7 +52,7 @@ def test_what_a_listener_raises_ends_the_call_on_the_replicas(loaded: VllmPool, 
 
     with pytest.raises(Enough):
         loaded.generate(PROMPTS, SEEDS, LONG, on_token)
-    assert [replica.outstanding for replica in loaded.replicas] == [0, 0]
+    assert [replica.outstanding_tokens for replica in loaded.replicas] == [0, 0]
     load(loaded, weights[0])  # resets the prefix cache, which completions that still ran would keep busy
 
 
@@ -68,7 +68,7 @@ def test_scores_are_the_logprobs_of_the_draw(loaded: VllmPool) -> None:
 
 
 def test_an_update_that_one_of_two_replicas_only_acknowledges_is_refused(
-    loaded: VllmPool, weights: list[Weights], faults: Path
+    loaded: VllmPool, weights: list[WeightFiles], faults: Path
 ) -> None:
     (faults / "replica-1").touch()
     try:
@@ -80,7 +80,7 @@ def test_an_update_that_one_of_two_replicas_only_acknowledges_is_refused(
         loaded.generate(PROMPTS, SEEDS, SHORT)
 
 
-def test_a_replica_whose_weights_change_later_is_named_by_the_check(loaded: VllmPool, weights: list[Weights]) -> None:
+def test_the_check_names_a_replica_whose_weights_changed(loaded: VllmPool, weights: list[WeightFiles]) -> None:
     loaded.check("state-0")
     call(loaded, loaded.replicas[1], "rpc", "ostinato_check_and_spoil")
     with pytest.raises(SamplerOutOfSync, match="replica-1"):
@@ -90,7 +90,7 @@ def test_a_replica_whose_weights_change_later_is_named_by_the_check(loaded: Vllm
 
 
 def test_other_weights_draw_other_tokens_and_the_first_ones_come_back(
-    loaded: VllmPool, weights: list[Weights], expected: dict[int, list[Completion]]
+    loaded: VllmPool, weights: list[WeightFiles], expected: dict[int, list[Completion]]
 ) -> None:
     load(loaded, weights[1])
     other = loaded.generate(PROMPTS, SEEDS, SHORT)

@@ -20,7 +20,7 @@ from engine.errors import SamplerOutOfSync
 from engine.specs.adapters import LoraSpec
 from tests.engine.vllm.gating import LAYER, assert_drawn_from, assert_recovers, assert_refused, draw, move, spec_of
 from tests.engine.vllm.planted import PLANTED
-from tests.engine.vllm.pools import Weights, call, core_of, load, until
+from tests.engine.vllm.pools import WeightFiles, call, core_of, load, until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -41,10 +41,10 @@ def backend(cluster: Cluster) -> Iterator[Any]:
 def sampler(backend: Any, trainer: Any) -> Iterator[Any]:
     """Two replicas hold state-0; the trainer has gone on to other weights."""
     sampler = backend.sampler(trainer)
-    pool = sampler._host.runtime
+    pool = sampler._shared.runtime
     until(lambda: all(replica.phase == "up" for replica in pool.replicas))
     sampler.sync(trainer, "state-0")
-    assert [replica.held for replica in pool.replicas] == ["state-0"] * 2
+    assert [replica.loaded_state for replica in pool.replicas] == ["state-0"] * 2
     move(trainer)
     yield sampler
     sampler.close()
@@ -52,12 +52,12 @@ def sampler(backend: Any, trainer: Any) -> Iterator[Any]:
 
 def plant(monkeypatch: pytest.MonkeyPatch, change: Callable[[Pairs], Pairs]) -> None:
     """Changes what the engine's process sends; what it said that it would send stays as it was."""
-    honest = delivery._pairs
-    monkeypatch.setattr(delivery, "_pairs", lambda source, manifest: change(honest(source, manifest)))
+    honest = delivery._named_tensors
+    monkeypatch.setattr(delivery, "_named_tensors", lambda source, manifest: change(honest(source, manifest)))
 
 
 def test_after_every_sync_it_samples_from_the_trainers_weights_by_one_group(sampler: Any, trainer: Any) -> None:
-    pool, seen = sampler._host.runtime, []
+    pool, seen = sampler._shared.runtime, []
     member = pool._delivery.member
     for number in range(3):
         sampler.sync(trainer, f"state-{number}")
@@ -69,11 +69,11 @@ def test_after_every_sync_it_samples_from_the_trainers_weights_by_one_group(samp
     assert len(set(seen)) == 3 and pool._delivery.member is member
 
 
-def test_files_are_sent_too(sampler: Any, trainer: Any, weights: list[Weights]) -> None:
+def test_files_are_sent_too(sampler: Any, trainer: Any, weights: list[WeightFiles]) -> None:
     """What a trainer of other processes staged."""
-    pool = sampler._host.runtime
+    pool = sampler._shared.runtime
     load(pool, weights[1])
-    assert [replica.held for replica in pool.replicas] == ["state-1"] * 2
+    assert [replica.loaded_state for replica in pool.replicas] == ["state-1"] * 2
     pool.check("state-1", full=True)
 
 
@@ -105,7 +105,7 @@ def test_half_of_the_replicas_only_acknowledge(
 
 def test_weights_that_change_after_the_sync(sampler: Any, trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sampler.sync(trainer, "state-1")
-    pool = sampler._host.runtime
+    pool = sampler._shared.runtime
     for replica in pool.replicas:
         call(pool, replica, "rpc", "ostinato_check_and_spoil")
     with pytest.raises(SamplerOutOfSync, match=r"tensor model\.norm\.weight changed"):
@@ -131,7 +131,7 @@ def test_a_receiver_that_is_gone_in_the_middle(
     sampler: Any, trainer: Any, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     """The other replica gets everything at a second try; the next sync has both again."""
-    pool = sampler._host.runtime
+    pool = sampler._shared.runtime
     lost, kept = pool.replicas
     starts, victim, signalled = lost.starts, core_of(lost).pid, []
 
@@ -144,14 +144,14 @@ def test_a_receiver_that_is_gone_in_the_middle(
 
     plant(monkeypatch, strike)
     sampler.sync(trainer, "state-1")
-    assert signalled and (lost.held, kept.held) == (None, "state-1")
+    assert signalled and (lost.loaded_state, kept.loaded_state) == (None, "state-1")
     assert_drawn_from(trainer, draw(sampler))
     until(lambda: lost.starts > starts and lost.phase == "up")
-    assert lost.held is None  # nobody has files for it
+    assert lost.loaded_state is None  # nobody has files for it
     move(trainer, seed=3)
     monkeypatch.undo()
     sampler.sync(trainer, "state-2")
-    assert (lost.held, kept.held) == ("state-2", "state-2")
+    assert (lost.loaded_state, kept.loaded_state) == ("state-2", "state-2")
     assert_drawn_from(trainer, draw(sampler))
 
 
@@ -164,18 +164,18 @@ def test_a_frozen_base_is_sent_again_when_a_replica_came_back_without_it(cluster
         move(adapter)
         sampler = backend.sampler(adapter)
         sampler.sync(adapter, "state-0")
-        loads = sampler._host.loads
+        loads = sampler._shared.loads
         assert_drawn_from(adapter, draw(sampler))
         move(adapter, seed=1)
         sampler.sync(adapter, "state-1")
-        assert sampler._host.loads == loads
-        lost = sampler._host.runtime.replicas[1]
+        assert sampler._shared.loads == loads
+        lost = sampler._shared.runtime.replicas[1]
         starts = lost.starts
         core_of(lost).kill()
         until(lambda: lost.starts > starts and lost.phase == "up")
-        assert lost.held is None
+        assert lost.loaded_state is None
         sampler.sync(adapter, "state-2")
-        assert lost.held == sampler._host.loaded and lost.adapters
+        assert lost.loaded_state == sampler._shared.loaded and lost.adapters
         assert_drawn_from(adapter, draw(sampler))
     finally:
         backend.close()

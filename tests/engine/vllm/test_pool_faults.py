@@ -21,7 +21,7 @@ from tests.engine.vllm.pools import (
     ROOT,
     SEEDS,
     SHORT,
-    Weights,
+    WeightFiles,
     alive,
     call,
     core_of,
@@ -57,7 +57,7 @@ def test_kill_of_a_replica_in_the_middle_of_a_call_loses_nothing(
 
 
 def test_a_replica_that_died_between_calls_comes_back_with_proven_weights_or_none(
-    loaded: VllmPool, weights: list[Weights], expected: dict[int, list[Completion]], tmp_path: Path
+    loaded: VllmPool, weights: list[WeightFiles], expected: dict[int, list[Completion]], tmp_path: Path
 ) -> None:
     same(loaded.generate(PROMPTS, SEEDS, SHORT), expected[12])
     loaded.check("state-0")
@@ -66,17 +66,17 @@ def test_a_replica_that_died_between_calls_comes_back_with_proven_weights_or_non
     core_of(replica).kill()  # vLLM's engine, not the process that answers
     same(loaded.generate(PROMPTS, SEEDS, SHORT), expected[12])
     until(lambda: replica.starts > before and replica.phase == "up")
-    assert replica.held == "state-0"  # the files are still there
+    assert replica.loaded_state == "state-0"  # the files are still there
     loaded.check("state-0")
 
-    gone = Weights([tmp_path / weights[0].files[0].name], weights[0].manifest, "state-0b")
+    gone = WeightFiles([tmp_path / weights[0].files[0].name], weights[0].manifest, "state-0b")
     gone.files[0].write_bytes(weights[0].files[0].read_bytes())
     load(loaded, gone)
     gone.files[0].unlink()
     before = replica.starts
     process_of(replica).kill()
     until(lambda: replica.starts > before and replica.phase == "up")
-    assert replica.held is None  # up, with random weights: it must not draw
+    assert replica.loaded_state is None  # up, with random weights: it must not draw
     with pytest.raises(SamplerOutOfSync, match="holds None"):
         call(loaded, replica, "score", "state-0b", [[5, 6]], None)
     same(loaded.generate(PROMPTS, SEEDS, SHORT), expected[12])
@@ -98,16 +98,16 @@ def test_a_replica_that_drew_and_ended_before_the_check_is_not_trusted(loaded: V
     replica = loaded.replicas[1]
     victim = process_of(replica)
     victim.kill()
-    until(lambda: replica.phase != "up" or not replica.held)
+    until(lambda: replica.phase != "up" or not replica.loaded_state)
     with pytest.raises(SamplerOutOfSync, match="replica-1"):
         loaded.check("state-0")
 
 
-def test_no_replica_outlives_a_parent_that_is_killed(tmp_path: Path, weights: list[Weights]) -> None:
+def test_no_replica_outlives_a_parent_that_is_killed(tmp_path: Path, weights: list[WeightFiles]) -> None:
     program = f"""
 import time
 from pathlib import Path
-from engine.backends.vllm.serving.placement import open_pool
+from engine.backends.vllm.serving.pool_builder import open_pool
 from engine.backends.vllm.serving.runtime import EngineOptions
 from engine.specs.sampler import VllmSpec
 options = EngineOptions(dtype="float32", max_context=512, vocab_size=259, kv_cache_bytes=128 << 20)
@@ -143,7 +143,7 @@ def test_kill_of_the_engine_in_the_middle_of_a_call_loses_nothing(
     assert sum(asked.values()) > len(PROMPTS)
     loaded.check("state-0")
     until(lambda: replica.starts > before and replica.phase == "up")
-    assert replica.held == "state-0"
+    assert replica.loaded_state == "state-0"
     loaded.check("state-0")
 
 
@@ -152,40 +152,40 @@ def test_an_engine_that_is_killed_while_nobody_calls_is_replaced_all_the_same(lo
     before, processes = replica.starts, processes_of(replica)
     core_of(replica).kill()
     until(lambda: replica.starts > before and replica.phase == "up")
-    assert replica.held == "state-0" and not alive(processes)
+    assert replica.loaded_state == "state-0" and not alive(processes)
     loaded.check("state-0")
 
 
-def test_an_engine_that_is_killed_in_a_load_leaves_it_to_the_others(loaded: VllmPool, weights: list[Weights]) -> None:
+def test_a_load_survives_the_death_of_one_engine(loaded: VllmPool, weights: list[WeightFiles]) -> None:
     one, two = loaded.replicas
     before, victim = two.starts, core_of(two)
     victim.send_signal(signal.SIGSTOP)
     loading = threading.Thread(target=load, args=(loaded, weights[1]))
     loading.start()
-    until(lambda: one.held == "state-1")
+    until(lambda: one.loaded_state == "state-1")
     victim.kill()
     loading.join(timeout=60)
-    assert not loading.is_alive() and one.held == "state-1"
+    assert not loading.is_alive() and one.loaded_state == "state-1"
     until(lambda: two.starts > before and two.phase == "up")
-    assert two.held == "state-1"
+    assert two.loaded_state == "state-1"
     loaded.check("state-1", full=True)
 
 
 def test_a_replica_that_says_it_is_broken_is_another_process_before_it_draws_again(
-    loaded: VllmPool, weights: list[Weights], expected: dict[int, list[Completion]], faults: Path
+    loaded: VllmPool, weights: list[WeightFiles], expected: dict[int, list[Completion]], faults: Path
 ) -> None:
     replica = loaded.replicas[1]
     before, processes = replica.starts, processes_of(replica)
     (faults / "replica-1.broken").touch()
     with pytest.raises(SamplerOutOfSync, match="replica-1"):
         load(loaded, weights[1])
-    assert replica.held is None and not alive(processes)
+    assert replica.loaded_state is None and not alive(processes)
     (faults / "replica-1.broken").unlink()
     load(loaded, weights[0])
     same(loaded.generate(PROMPTS, SEEDS, SHORT), expected[12])
     loaded.check("state-0")
     until(lambda: replica.starts > before and replica.phase == "up")
-    assert replica.held == "state-0"
+    assert replica.loaded_state == "state-0"
     same(loaded.generate(PROMPTS, SEEDS, SHORT), expected[12])
     loaded.check("state-0", full=True)
 
@@ -195,10 +195,10 @@ def test_a_replica_that_breaks_while_it_comes_back_is_not_up(loaded: VllmPool, f
     (faults / "replica-0.broken").touch()
     process_of(replica).kill()
     until(lambda: replica.failures > 0)
-    assert "broke while it took weights" in replica.error and replica.phase != "up"
+    assert "broke while it loaded weights" in replica.error and replica.phase != "up"
     (faults / "replica-0.broken").unlink()
     until(lambda: replica.phase == "up")
-    assert replica.held == "state-0"
+    assert replica.loaded_state == "state-0"
     loaded.check("state-0")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.backends.vllm.serving.placement import open_pool
+from engine.backends.vllm.serving.pool_builder import open_pool
 from engine.backends.vllm.serving.replica_actor import ReplicaActor
 from engine.backends.vllm.weight_sync.manifest import manifest_of_files
 from engine.backends.weight_files.tensor_files import write_tensors
@@ -34,7 +34,7 @@ class FakeEngine:
     async def collective_rpc(self, method: str, args: Sequence[Any]) -> list[dict[str, Any]]:
         state = args[2] if method == "ostinato_load" else args[0]
         receipt = {"state": state, "tensors": 1, "values": 1, "unread": (), "seconds": {}}
-        return [{"rank": 0, "boot": str(os.getpid()), "wrong": None} | receipt]
+        return [{"rank": 0, "worker_id": str(os.getpid()), "error": None} | receipt]
 
     async def reset_prefix_cache(self) -> bool:
         return True
@@ -45,7 +45,7 @@ class StandIn(ReplicaActor):
         self._client = FakeEngine()
 
     async def score(self, state: str, sequences: Sequence[TokenIds], adapter_name: str | None) -> list[list[float]]:
-        await self._must_hold(state)
+        await self._require_state(state)
         return [[-1.0] * (len(tokens) - 1) for tokens in sequences]
 
 
@@ -63,14 +63,14 @@ def test_the_pool_goes_on_without_a_machine_and_takes_the_next_one(
             pool.load([file], manifest_of_files([file]), "state")
             assert pool.score(SEQUENCES) == SCORES
             pool.check("state")
-            first = [replica.running() for replica in pool.replicas]
+            first = [replica.running_actor() for replica in pool.replicas]
             nodes.remove_node(next(iter(nodes.worker_nodes)), allow_graceful=False)
             until(lambda: sum(replica.phase == "up" for replica in pool.replicas) == 1)
             assert pool.score(SEQUENCES) == SCORES  # all by the other one
             pool.check("state")
             nodes.add_node(num_cpus=1, include_dashboard=False)
-            until(lambda: [replica.held for replica in pool.replicas] == ["state", "state"])
-            stayed = [replica.running() in first for replica in pool.replicas]
+            until(lambda: [replica.loaded_state for replica in pool.replicas] == ["state", "state"])
+            stayed = [replica.running_actor() in first for replica in pool.replicas]
             assert sorted(stayed) == [False, True]
             assert pool.score(SEQUENCES) == SCORES
             pool.check("state")

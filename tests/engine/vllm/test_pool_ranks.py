@@ -7,18 +7,18 @@ from dataclasses import replace
 
 import pytest
 
-from engine.backends.vllm.serving.placement import open_pool
 from engine.backends.vllm.serving.pool import VllmPool
+from engine.backends.vllm.serving.pool_builder import open_pool
 from engine.cluster.connection import Cluster
 from engine.protocol import Completion
 from engine.specs.sampler import VllmSpec
-from tests.engine.vllm.pools import OPTIONS, PROMPTS, SEEDS, SHORT, Weights, load, named, same, until
+from tests.engine.vllm.pools import OPTIONS, PROMPTS, SEEDS, SHORT, WeightFiles, load, named, same, until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
-def two_ranks(cluster: Cluster, weights: list[Weights]) -> Iterator[VllmPool]:
+def two_ranks(cluster: Cluster, weights: list[WeightFiles]) -> Iterator[VllmPool]:
     spec = VllmSpec(replicas=1, tensor_parallel=2, answer_seconds=60, start_seconds=300)
     opened = open_pool(spec, weights[0].files[0].parent, replace(OPTIONS, tensor_parallel=2))
     yield opened
@@ -26,7 +26,7 @@ def two_ranks(cluster: Cluster, weights: list[Weights]) -> Iterator[VllmPool]:
 
 
 @pytest.fixture(scope="module")
-def drawn(two_ranks: VllmPool, weights: list[Weights]) -> list[Completion]:
+def drawn(two_ranks: VllmPool, weights: list[WeightFiles]) -> list[Completion]:
     load(two_ranks, weights[0])
     found = two_ranks.generate(PROMPTS, SEEDS, SHORT)
     two_ranks.check("state-0")
@@ -34,10 +34,10 @@ def drawn(two_ranks: VllmPool, weights: list[Weights]) -> list[Completion]:
 
 
 def test_two_ranks_hold_a_part_each_and_score_what_they_drew(
-    two_ranks: VllmPool, weights: list[Weights], drawn: list[Completion]
+    two_ranks: VllmPool, weights: list[WeightFiles], drawn: list[Completion]
 ) -> None:
     (replica,) = two_ranks.replicas
-    assert len(set(replica.workers)) == 2
+    assert len(set(replica.worker_ids)) == 2
     two_ranks.check("state-0", full=True)
     scored = two_ranks.score([p + c.token_ids for p, c in zip(PROMPTS, drawn, strict=True)])
     for prompt, completion, logprobs in zip(PROMPTS, drawn, scored, strict=True):
@@ -53,6 +53,6 @@ def test_a_rank_that_is_killed_takes_its_replica_with_it_and_both_come_back(
     assert len(ranks) == 2
     ranks[1].kill()
     until(lambda: replica.starts > before and replica.phase == "up")
-    assert replica.held == "state-0" and len(set(replica.workers)) == 2
+    assert replica.loaded_state == "state-0" and len(set(replica.worker_ids)) == 2
     same(two_ranks.generate(PROMPTS, SEEDS, SHORT), drawn)
     two_ranks.check("state-0")

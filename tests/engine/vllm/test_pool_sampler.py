@@ -51,14 +51,14 @@ def sampler(backend: Any, adapter: AdapterTrainer) -> Iterator[Any]:
     """Both replicas up, and synced."""
     sampler = backend.sampler(adapter)
     until(lambda: all(replica.phase == "up" for replica in pool_of(sampler).replicas))
-    sampler._host.loaded = None  # who came back without weights gets them too
+    sampler._shared.loaded = None  # who came back without weights gets them too
     sampler.sync(adapter, "state-0")
     yield sampler
     sampler.close()
 
 
 def pool_of(sampler: Any) -> VllmPool:
-    pool = sampler._host.runtime
+    pool = sampler._shared.runtime
     assert isinstance(pool, VllmPool)
     return pool
 
@@ -86,9 +86,9 @@ def test_an_adapter_goes_to_every_replica_and_follows_the_trainer(
     assert sorted(asked) == ["replica-0", "replica-1"]
     assert sampler.receipt.tensors == len(list(base.model.exported_weights())) and sampler.gap is not None
     move(adapter, seed=5, by=0.2)
-    loads = sampler._host.loads
+    loads = sampler._shared.loads
     sampler.sync(adapter, "state-1")
-    assert sampler._host.loads == loads  # the base stayed
+    assert sampler._shared.loads == loads  # the base stayed
     second = draw(sampler)
     assert_drawn_from(adapter, second)
     assert [one.logprobs for one in first] != [one.logprobs for one in second]
@@ -99,7 +99,7 @@ def test_an_adapter_that_was_removed_is_in_no_replica(sampler: Any, adapter: Ada
     sampler.sync(adapter, "state-1")
     for replica in pool.replicas:
         answers = call(pool, replica, "rpc", "ostinato_check_adapter", name)
-        assert answers[0]["wrong"] == f"it holds no adapter {name}"
+        assert answers[0]["error"] == f"it holds no adapter {name}"
         assert replica.adapters == {sampler._adapter}
 
 
@@ -124,7 +124,7 @@ def test_a_replica_that_ends_gets_base_and_adapter_at_the_next_sync(
     before = replica.starts
     process_of(replica).kill()
     until(lambda: replica.starts > before and replica.phase == "up")
-    assert replica.held == sampler._base and not replica.adapters  # the base was kept; no adapter can be
+    assert replica.loaded_state == sampler._base and not replica.adapters  # the base was kept; no adapter can be
     asked = count_requests(monkeypatch)
     assert_drawn_from(adapter, draw(sampler))  # by the other one
     assert sorted(asked) == ["replica-1"]
@@ -139,13 +139,13 @@ def test_a_sleep_stops_every_replica_and_the_next_sync_brings_all_back(
     """On the CPU vLLM frees nothing in a sleep, but it stops computing, as on a GPU."""
     pool, before = pool_of(sampler), draw(sampler)
     backend.offload_for_training()
-    assert sampler.holds is None and [replica.held for replica in pool.replicas] == [None, None]
+    assert sampler.holds is None and [replica.loaded_state for replica in pool.replicas] == [None, None]
     assert [call(pool, replica, "is_sleeping") for replica in pool.replicas] == [True, True]
     replica = pool.replicas[1]
     starts = replica.starts
     process_of(replica).kill()
     until(lambda: replica.starts > starts and replica.phase == "up")
-    assert call(pool, replica, "is_sleeping") and replica.held is None  # it does not take the trainer's memory
+    assert call(pool, replica, "is_sleeping") and replica.loaded_state is None  # it does not take the trainer's memory
     sampler.sync(adapter, "state-0")
     assert [call(pool, replica, "is_sleeping") for replica in pool.replicas] == [False, False]
     after = draw(sampler)

@@ -25,8 +25,8 @@ class StandIn:
         self.name = name
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.gate: asyncio.Event | None = None
-        self.wrong: dict[str, Any] = {}
-        """In the answers of what is called next."""
+        self.overrides: dict[str, Any] = {}
+        """Values that replace those of later replies."""
         self.dead = False
 
     async def call(self, method: str, *args: Any) -> Any:
@@ -36,17 +36,17 @@ class StandIn:
         if method == "load":
             if self.gate is not None:
                 await self.gate.wait()
-            return [self._answer(state=args[2])]
+            return [self._reply(state=args[2])]
         if method == "score":
             return [[-1.0] * (len(tokens) - 1) for tokens in args[1]]
-        return [self._answer(state=None)]
+        return [self._reply(state=None)]
 
     async def kill(self) -> None:
         self.dead = True
 
-    def _answer(self, **found: Any) -> dict[str, Any]:
-        told = {"tensors": 1, "values": 1, "unread": (), "seconds": {}}
-        return {"rank": 0, "boot": "worker", "wrong": None} | told | found | self.wrong
+    def _reply(self, **values: Any) -> dict[str, Any]:
+        defaults = {"tensors": 1, "values": 1, "unread": (), "seconds": {}}
+        return {"rank": 0, "worker_id": "worker", "error": None} | defaults | values | self.overrides
 
     def arguments(self, method: str) -> list[tuple[Any, ...]]:
         """Of every call of a method."""
@@ -56,10 +56,10 @@ class StandIn:
 class Standing(Replica):
     """Comes up at once, and stays; `fail` ends it for good."""
 
-    async def keep(self) -> None:
-        self.actor = self.make()
+    async def supervise(self) -> None:
+        self.actor = self.start_process()
         await self.on_up(self)
-        self.enter("up")
+        self.set_phase("up")
         await asyncio.Event().wait()
 
 
@@ -100,8 +100,8 @@ def test_a_replica_that_comes_back_during_a_load_holds_what_was_sent_last_or_not
     stood = stand_in(back)
 
     async def come_back() -> asyncio.Future[None]:
-        back.held, back.phase, stood.gate = None, "starting", asyncio.Event()
-        coming = asyncio.ensure_future(pool._bring_up(back))
+        back.loaded_state, back.phase, stood.gate = None, "starting", asyncio.Event()
+        coming = asyncio.ensure_future(pool._restore_replica(back))
         while len(stood.arguments("load")) < 2:
             await asyncio.sleep(0)
         return coming
@@ -111,27 +111,27 @@ def test_a_replica_that_comes_back_during_a_load_holds_what_was_sent_last_or_not
         stood.gate.set()
         await coming
 
-    coming = pool._run(come_back())
+    coming = pool._thread.run(come_back())
     pool.load([file], manifest_of("after"), "state")
-    assert back.held is None
+    assert back.loaded_state is None
     if gone:
         file.unlink()
-    pool._run(go_on(coming))
+    pool._thread.run(go_on(coming))
     given = [manifest["w"][2] for _, manifest, *_ in stood.arguments("load")]
     assert given[:2] == ["before", "before"]
-    assert (given[2:], back.held) == (([], None) if gone else (["after"], "state"))
+    assert (given[2:], back.loaded_state) == (([], None) if gone else (["after"], "state"))
 
 
 def test_nobody_holds_anything_in_a_sleep_or_after_it(pool: VllmPool, file: Path) -> None:
     pool.load([file], manifest_of("a"), "state")
     pool.sleep()
-    assert [replica.held for replica in pool.replicas] == [None, None]
+    assert [replica.loaded_state for replica in pool.replicas] == [None, None]
     with pytest.raises(SamplerOutOfSync):
         pool.check("state")
     back = pool.replicas[1]
     back.phase = "starting"  # it was started again, and does not wake the trainer's GPU by that
-    pool._run(pool._bring_up(back))
-    assert back.held is None and len(stand_in(back).arguments("sleep")) == 2
+    pool._thread.run(pool._restore_replica(back))
+    assert back.loaded_state is None and len(stand_in(back).arguments("sleep")) == 2
     back.phase = "up"
     pool.wake()
     assert all(stand_in(replica).calls[-1] == ("wake", ()) for replica in pool.replicas)
@@ -153,18 +153,18 @@ def test_a_replica_that_is_gone_does_not_keep_the_others_from_sleeping(pool: Vll
 
 def test_a_broken_replica_is_down_and_the_load_refused(pool: VllmPool, file: Path) -> None:
     one, two = pool.replicas
-    stand_in(two).wrong = {"wrong": "no room", "broken": True}
+    stand_in(two).overrides = {"error": "no room", "broken": True}
     with pytest.raises(SamplerOutOfSync, match="replica-1, worker 0: no room"):
         pool.load([file], manifest_of("a"), "state")
-    assert (one.phase, two.phase) == ("up", "down") and one.held is None
+    assert (one.phase, two.phase) == ("up", "down") and one.loaded_state is None
     pool.load([file], manifest_of("a"), "state")
-    assert (one.held, two.held) == ("state", None)
+    assert (one.loaded_state, two.loaded_state) == ("state", None)
 
 
 def test_an_adapter_that_one_replica_does_not_prove_stays_nowhere(pool: VllmPool, file: Path) -> None:
     pool.load([file], manifest_of("a"), "state")
     one, two = pool.replicas
-    stand_in(two).wrong = {"wrong": "it is not what the slot holds"}
+    stand_in(two).overrides = {"error": "it is not what the slot holds"}
     with pytest.raises(SamplerOutOfSync, match="replica-1"):
         pool.load_adapter(file.parent, "first", manifest_of("b"))
     assert not one.adapters and not two.adapters
@@ -177,7 +177,7 @@ def test_an_adapter_is_with_the_replicas_that_took_it(pool: VllmPool, file: Path
     stand_in(two).dead = True
     pool.load_adapter(file.parent, "first", manifest_of("b"))
     assert one.adapters == {"first"} and two.phase == "down"
-    assert [replica.name for replica in pool._run(pool._ready("first"))] == ["replica-0"]
+    assert [replica.name for replica in pool._thread.run(pool._ready_replicas("first"))] == ["replica-0"]
     pool.remove_adapter("first")
     with pytest.raises(SamplerOutOfSync, match="no replica holds adapter first"):
         pool.check_adapter("first")
@@ -189,6 +189,6 @@ def test_a_replica_that_only_scored_may_end_before_the_check(pool: VllmPool, fil
     assert pool.score([[n, 1, 2] for n in range(16)]) == [[-1.0, -1.0]] * 16
     one, two = pool.replicas
     assert stand_in(one).arguments("score") and stand_in(two).arguments("score")
-    pool._run(two.fail(two.actor))
+    pool._thread.run(two.fail(two.actor))
     pool.check("state")
-    assert (one.held, two.held) == ("state", None)
+    assert (one.loaded_state, two.loaded_state) == ("state", None)

@@ -77,7 +77,7 @@ async def kept(
     config: Mapping[str, str], on_up: Callable[[Replica], Awaitable[None]] = nothing, seconds: float = 60
 ) -> AsyncIterator[Replica]:
     replica = Replica("replica-0", start, config, on_up, seconds)
-    keeping = asyncio.create_task(replica.keep())
+    keeping = asyncio.create_task(replica.supervise())
     try:
         yield replica
     finally:
@@ -123,7 +123,7 @@ def test_a_replica_that_ends_is_started_again_and_nothing_of_it_is_left(cluster:
             if way == "killed":
                 first[0].kill()
             else:
-                await replica.running().call("fail")
+                await replica.running_actor().call("fail")
             await until(lambda: len(ups) == 2 and replica.phase == "up")
             assert not any(map(is_alive, first))
             last = processes(replica.actor)
@@ -161,11 +161,11 @@ def test_a_stopped_replica_dies_by_fail(cluster: Cluster) -> None:
     async def main() -> None:
         async with kept({}) as replica:
             await until(lambda: replica.phase == "up")
-            hung, group = replica.running(), processes(replica.actor)
+            hung, group = replica.running_actor(), processes(replica.actor)
             group[0].send_signal(signal.SIGSTOP)
-            replica.held = "state"
+            replica.loaded_state = "state"
             await replica.fail(hung)
-            assert not any(map(is_alive, group)) and replica.held is None
+            assert not any(map(is_alive, group)) and replica.loaded_state is None
             await until(lambda: replica.phase == "up" and replica.actor is not hung)
             await replica.fail(hung)  # a late call that failed with the first start does not end the second
             assert replica.phase == "up"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from engine.backends.vllm import adapter
+from engine.backends.vllm import vllm_api
 from engine.backends.vllm.serving.replica_actor import ReplicaActor
 from engine.backends.vllm.serving.runtime import EngineOptions
 from engine.errors import BadSpec, SamplerOutOfSync, WorkerDied
@@ -33,7 +33,7 @@ class FakeEngine:
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
         self.called.append(method)
-        return [{"rank": 0, "boot": "w", "wrong": None}, {"rank": 1, "boot": "x", "wrong": None} | self.also]
+        return [{"rank": 0, "worker_id": "w", "error": None}, {"rank": 1, "worker_id": "x", "error": None} | self.also]
 
     async def reset_prefix_cache(self) -> bool:
         return True
@@ -54,9 +54,9 @@ class FakeEngine:
 @pytest.fixture(autouse=True)
 def words(monkeypatch: pytest.MonkeyPatch) -> None:
     """The adapter's functions that import vLLM."""
-    monkeypatch.setattr(adapter, "vllm_params", lambda params, seed, options, stream: SimpleNamespace(seed=seed))
-    monkeypatch.setattr(adapter, "token_prompt", lambda tokens, salt: tokens)
-    monkeypatch.setattr(adapter, "sampled", lambda output, params: [(output.new, -1.0)])
+    monkeypatch.setattr(vllm_api, "vllm_params", lambda params, seed, options, stream: SimpleNamespace(seed=seed))
+    monkeypatch.setattr(vllm_api, "token_prompt", lambda tokens, salt: tokens)
+    monkeypatch.setattr(vllm_api, "sampled", lambda output, params: [(output.new, -1.0)])
 
 
 def run(test: Callable[[ReplicaActor, FakeEngine], Coroutine[Any, Any, None]]) -> None:
@@ -84,7 +84,7 @@ def test_it_draws_only_for_the_state_that_was_proven_in_this_process() -> None:
             await anext(actor.generate("other", [[1]], [0], [5], PARAMS, 1, None))
         await actor.rpc("ostinato_check", "s")
         assert await actor.score("s", [], None) == []
-        engine.also = {"wrong": "tensor w did not arrive"}
+        engine.also = {"error": "tensor w did not arrive"}
         await load(actor, "t")
         for state in ("s", "t"):
             with pytest.raises(SamplerOutOfSync, match="holds None"):
@@ -105,12 +105,12 @@ def test_an_adapter_that_was_not_loaded_is_not_drawn_with() -> None:
 def test_an_actor_whose_workers_are_broken_answers_nothing_more_and_ends() -> None:
     async def test(actor: ReplicaActor, engine: FakeEngine) -> None:
         ending = asyncio.create_task(actor.wait_for_failure())
-        engine.also = {"wrong": "no room", "broken": False}
+        engine.also = {"error": "no room", "broken": False}
         await load(actor, "s")
         await actor.check_health()  # wrong, but the next load may do
-        engine.also = {"wrong": "no room", "broken": True}
+        engine.also = {"error": "no room", "broken": True}
         answers = await load(actor, "s")
-        assert answers[1] == {"rank": 1, "boot": "x", "wrong": "no room", "broken": True}
+        assert answers[1] == {"rank": 1, "worker_id": "x", "error": "no room", "broken": True}
         assert await ending == "its workers are broken"
         for call in (actor.check_health(), load(actor, "s"), actor.score("s", [], None)):
             with pytest.raises(WorkerDied):

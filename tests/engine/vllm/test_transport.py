@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from engine.backends.vllm.backend import VllmSamplers
-from engine.backends.vllm.weight_sync.broadcast import kind_of, own_address
-from engine.backends.vllm.weight_sync.last_weights import Weights
+from engine.backends.vllm.weight_sync.broadcast import select_backend, source_address
+from engine.backends.vllm.weight_sync.load_request import LoadRequest
 from engine.errors import BadSpec
 from engine.specs.cluster import ClusterSpec
 from engine.specs.sampler import VllmSpec
@@ -24,15 +24,15 @@ def gpu(number: int, version: tuple[int, ...] = (2, 29, 7)) -> dict[str, Any]:
 
 
 def test_nccl_wants_a_gpu_for_each_member_alone_and_one_version() -> None:
-    assert kind_of([gpu(0), gpu(1), gpu(2)]) == "nccl"
-    assert kind_of([gpu(0), gpu(1), gpu(1)]) == "gloo"
-    assert kind_of([gpu(0), {"device": "cpu", "gpu": None, "nccl": None}]) == "gloo"
-    assert kind_of([gpu(0), gpu(1, (2, 27, 3))]) == "gloo"
-    assert kind_of([gpu(0), {**gpu(1), "nccl": None}]) == "gloo"
+    assert select_backend([gpu(0), gpu(1), gpu(2)]) == "nccl"
+    assert select_backend([gpu(0), gpu(1), gpu(1)]) == "gloo"
+    assert select_backend([gpu(0), {"device": "cpu", "gpu": None, "nccl": None}]) == "gloo"
+    assert select_backend([gpu(0), gpu(1, (2, 27, 3))]) == "gloo"
+    assert select_backend([gpu(0), {**gpu(1), "nccl": None}]) == "gloo"
 
 
 def test_the_address_is_the_one_by_which_another_host_is_reached() -> None:
-    assert own_address("127.0.0.1") == "127.0.0.1"
+    assert source_address("127.0.0.1") == "127.0.0.1"
 
 
 @pytest.mark.parametrize(
@@ -72,6 +72,6 @@ def test_a_way_that_does_not_lead_there_is_refused_and_another_named(given: dict
 
 
 def test_a_broadcast_cannot_be_taken_later() -> None:
-    weights = Weights((), {}, "state", False)
-    assert not weights.still_there and weights.kept() is weights
+    weights = LoadRequest((), {}, "state", False)
+    assert not weights.files_exist and weights.with_linked_files() is weights
     assert replace(weights, group="g").source == "g"

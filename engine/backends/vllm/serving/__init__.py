@@ -1,1 +1,1 @@
-"""vLLM replicas as Ray actors: their start, their pool, and how requests are spread over them."""
+"""vLLM replicas as Ray actors: their start, the pool that holds them, and how completions are distributed over them."""

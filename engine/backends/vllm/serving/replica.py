@@ -1,5 +1,5 @@
-"""One replica as the pool sees it, and the loop that keeps it running: starts its process, loads the last weights into
-it, and replaces it when it ends. Everything here runs in the pool's event loop.
+"""One replica as the pool sees it, and the task that keeps it running: it starts the process, loads the last weights
+into it, and replaces it when it ends. Everything here runs in the pool's event loop.
 """
 
 from __future__ import annotations
@@ -19,70 +19,78 @@ log = logging.getLogger(__name__)
 ReplicaPhase = Literal["starting", "up", "draining", "down", "closed"]
 
 FIRST_DELAY, LONGEST_DELAY = 0.5, 60.0
-"""Seconds before a replica that ended is started again; they double with every start that failed."""
+"""Seconds before a replica that ended is started again. They double with every failed start."""
 
 
 @dataclass(eq=False)
 class Replica:
-    """`keep` is its one task. An `ActorHandle` is one start of its process: whoever makes several calls that belong
-    together makes them to one actor, so that none of them reaches a later start."""
+    """A copy of vLLM in a process of its own. The task `supervise` starts the process and replaces it when it ends.
+
+    An `ActorHandle` stands for one start of the process. Calls that depend on each other must use the same handle, so
+    that none of them reaches a later start.
+    """
 
     name: str
-    make: Callable[[], ActorHandle]
+    start_process: Callable[[], ActorHandle]
     """Starts a process of ReplicaActor, without vLLM yet."""
     config: Mapping[str, str]
     """The model's JSON files, by name."""
     on_up: Callable[[Replica], Awaitable[None]]
-    """Called each time vLLM runs, before the replica counts as up. What it raises is a failed start."""
+    """Called each time vLLM runs, before the phase becomes "up". An exception makes it a failed start."""
     start_seconds: float
+    """Seconds that the process may take to run, and vLLM to start in it."""
     phase: ReplicaPhase = "starting"
     actor: ActorHandle | None = None
-    """The process that runs now; None where none does."""
+    """The process that runs now, if there is one."""
     starts: int = 0
     failures: int = 0
-    """Starts in a row that did not come up."""
+    """Failed starts in a row."""
     error: str = ""
-    """Why it is not up."""
-    held: str | None = None
-    """State of the weights that it was proven to hold."""
-    workers: list[str] = field(default_factory=list)
-    """Which starts of its workers proved it: an identifier that each worker makes when it starts."""
+    """Why the replica is not up."""
+    loaded_state: str | None = None
+    """State of the weights that the replica was proven to hold."""
+    worker_ids: list[str] = field(default_factory=list)
+    """Identifiers of the vLLM workers that proved it. A worker makes a new one whenever it starts."""
     adapters: set[str] = field(default_factory=set)
-    outstanding: int = 0
-    """Tokens, at most, of what it was given and has not finished."""
-    needed: int = 0
-    """Number of running calls in which this replica has a share. If it ended, its share would be done again."""
+    """Names of the LoRA adapters that the replica holds."""
+    outstanding_tokens: int = 0
+    """Upper bound of the tokens of its unfinished work."""
+    active_calls: int = 0
+    """Number of running calls for which this replica does work. If it ended, that work would have to be repeated."""
 
-    def running(self) -> ActorHandle:
-        """Raises WorkerDied where no process runs."""
+    def running_actor(self) -> ActorHandle:
+        """The process that runs now. Raises WorkerDied if there is none."""
         if self.actor is None:
             raise WorkerDied(f"vLLM {self.name} is {self.phase}: {self.error}")
         return self.actor
 
-    async def keep(self) -> None:
+    async def supervise(self) -> None:
+        """Starts the process, and starts it again whenever it ends, until the replica is closed."""
         while self.phase != "closed":
-            self.enter("starting")
+            # run the process until it ends
+            self.set_phase("starting")
             self.starts += 1
             actor: ActorHandle | None = None
             try:
-                actor = self.actor = self.make()
-                await self._come_up(actor)
+                actor = self.actor = self.start_process()
+                await self._start_vllm(actor)
                 self.error = f"{actor.name} ended: {await actor.ended}{actor.log_tail()}"
-            except Exception as error:  # noqa: BLE001 - the boundary of a start: the next one is tried, whatever it was
+            except Exception as error:  # noqa: BLE001 - the boundary of a start: whatever it raised, the next is tried
                 self.failures += 1
                 self.error = f"{type(error).__name__}: {error}{actor.log_tail() if actor is not None else ''}"
-            await self.down()
+            await self.stop_process()
             if actor is not None:
-                await actor.kill()  # where a call has taken it down already, this waits until it is gone
+                await actor.kill()  # if a call has stopped it already, this waits until it is gone
+            # start it again after a delay, unless the replica is closed or drains
             if self.phase in ("closed", "draining"):
-                self.enter("closed")
+                self.set_phase("closed")
                 return
             delay = min(LONGEST_DELAY, FIRST_DELAY * 2 ** min(self.failures, 10))
             log.warning("%s; it is started again in %.1f s", self.error.splitlines()[0], delay)
-            self.enter("down")
+            self.set_phase("down")
             await asyncio.sleep(delay)
 
-    async def _come_up(self, actor: ActorHandle) -> None:
+    async def _start_vllm(self, actor: ActorHandle) -> None:
         try:
             await actor.wait_until_running(self.start_seconds)
             await actor.call("start", self.config, timeout=self.start_seconds)
@@ -90,34 +98,36 @@ class Replica:
             raise WorkerDied(f"{error} while it started (sampler.start_seconds is {self.start_seconds:.0f})") from error
         await self.on_up(self)
         self.failures = 0
-        self.enter("up")
+        self.set_phase("up")
 
-    async def down(self) -> None:
-        """It holds nothing any more, and its processes are gone."""
+    async def stop_process(self) -> None:
+        """Kills the process, and forgets what it held."""
         actor, self.actor = self.actor, None
-        self.held = None
-        self.workers.clear()
+        self.loaded_state = None
+        self.worker_ids.clear()
         self.adapters.clear()
         if actor is not None:
             await actor.kill()
 
     async def fail(self, actor: ActorHandle | None) -> None:
-        """A call to `actor` failed: whatever is left of that start ends, and the next begins."""
+        """Kills the process after a call to `actor` failed. Does nothing if the replica has another process by now."""
         if actor is self.actor and self.phase in ("up", "draining"):
-            self.enter("down" if self.phase == "up" else "closed")
-            await self.down()
+            self.set_phase("down" if self.phase == "up" else "closed")
+            await self.stop_process()
 
     async def close(self) -> None:
-        self.enter("closed")
-        await self.down()
+        """Kills the process for good."""
+        self.set_phase("closed")
+        await self.stop_process()
 
-    def enter(self, phase: ReplicaPhase) -> None:
+    def set_phase(self, phase: ReplicaPhase) -> None:
+        """Changes the phase. A closed replica stays closed."""
         if self.phase != "closed":
             self.phase = phase
 
 
 def count_replicas(replicas: Sequence[Replica]) -> ActorCount:
-    """How many there are, are up, and were started again."""
+    """Numbers of replicas, of those that are up, and of restarts."""
     up = sum(replica.phase == "up" for replica in replicas)
     restarts = sum(max(0, replica.starts - 1) for replica in replicas)
     return ActorCount(wanted=len(replicas), alive=up, restarts=restarts)

@@ -1,10 +1,10 @@
-"""What runs inside the process of one replica: vLLM's AsyncLLM, and what is known of the weights that it holds.
+"""The Ray actor of one replica: it runs vLLM's AsyncLLM, and records which weights its workers were proven to hold.
 
-The pool (engine.backends.vllm.serving.pool) calls it through Ray. It draws only for the state that was proven to be in
-its workers since the process started: a process that was started again has random weights and refuses to draw. An
-instance whose workers are broken refuses every call and says so to the pool, which replaces the process.
+The pool (engine.backends.vllm.serving.pool) calls it through Ray. It samples only from the weights that were proven
+since the process started: a process that was started again has random weights and refuses to sample. An instance whose
+workers are broken refuses every call and reports this to the pool, which replaces the process.
 
-vLLM itself is imported inside methods, so that a process without vLLM can name this class.
+vLLM is imported inside methods, so that a process without vLLM can import this class.
 """
 
 from __future__ import annotations
@@ -17,30 +17,33 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.backends.vllm import adapter
+from engine.backends.vllm import vllm_api
 from engine.backends.vllm.serving.runtime import EngineOptions
-from engine.backends.vllm.weight_sync.receipts import broken
+from engine.backends.vllm.weight_sync.receipts import any_broken
 from engine.cluster.actors import ActorBase
 from engine.errors import SamplerOutOfSync, WorkerDied
 from engine.protocol import SamplingParams, StopReason, TokenIds
 
-WATCH_SECONDS = 0.2
-"""Between two looks at whether vLLM's engine still runs."""
-RESET_SECONDS = 10.0
-"""Completions that were given up keep a prefix cache busy for a moment."""
-RESET_POLL_SECONDS = 0.05
+HEALTH_INTERVAL = 0.2
+"""Seconds between two checks whether vLLM's engine still runs."""
+RESET_TIMEOUT = 10.0
+"""Seconds that a reset of the prefix cache may take. Aborted completions keep the cache busy for a moment."""
+RESET_INTERVAL = 0.05
+"""Seconds between two attempts to reset the prefix cache."""
 REPLICA_ENV = "OSTINATO_REPLICA"
 """Environment variable with the replica's name, for the processes that vLLM starts."""
 
-Answer = dict[str, Any]
+Reply = dict[str, Any]
+"""Reply of one vLLM worker to a method of the extension."""
 Chunk = tuple[int, TokenIds, list[float], StopReason | None]
-"""(index of the completion, token ids, logprobs, why it ended or None): what was drawn since the chunk before."""
+"""New tokens of a completion: (index of the completion, token ids, logprobs, stop reason or None)."""
 
 
 class ReplicaActor(ActorBase):
-    """`executor`: vLLM's distributed executor, where several workers share the model."""
+    """One vLLM engine with its workers, in a process of its own."""
 
     def __init__(self, name: str, options: EngineOptions, executor: str | None = None) -> None:
+        """`executor`: vLLM's distributed executor if several workers share the model."""
         self.name, self.options, self.executor = name, options, executor
         self.state: str | None = None
         self.broken = False
@@ -50,73 +53,73 @@ class ReplicaActor(ActorBase):
 
     async def start(self, config: Mapping[str, str]) -> None:
         """Starts vLLM with random weights. `config`: the model's JSON files, by name."""
-        own = {REPLICA_ENV: self.name, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "HF_HUB_OFFLINE": "1"}
-        os.environ.update(adapter.ENVIRONMENT | own)
+        replica_environment = {REPLICA_ENV: self.name, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "HF_HUB_OFFLINE": "1"}
+        os.environ.update(vllm_api.ENVIRONMENT | replica_environment)
         with tempfile.TemporaryDirectory(prefix="ostinato-config-") as folder:
             for name, text in config.items():
                 Path(folder, name).write_text(text)
-            self._client = adapter.async_engine(Path(folder), self.options, self.executor)
+            self._client = vllm_api.async_engine(Path(folder), self.options, self.executor)
 
     async def wait_for_failure(self) -> str:
         while self._client is None or not (self.broken or self._client.errored):
-            await asyncio.sleep(WATCH_SECONDS)
+            await asyncio.sleep(HEALTH_INTERVAL)
         return "its workers are broken" if self.broken else "vLLM's engine ended"
 
     async def check_health(self) -> None:
-        """Raises WorkerDied when the process must be replaced."""
+        """Raises WorkerDied if the process must be replaced."""
         if self.broken or self._client is None or self._client.errored:
             raise WorkerDied(f"vLLM {self.name}: its workers are broken or have ended")
 
     # -- weights ----------------------------------------------------------------------------------------------
 
-    async def rpc(self, method: str, *args: Any) -> list[Answer]:
-        """What every worker answers to a method of the extension that leaves the weights as they are."""
+    async def rpc(self, method: str, *args: Any) -> list[Reply]:
+        """Calls a method of the extension on every worker and returns their replies."""
         await self.check_health()
-        answers = list(await self._client.collective_rpc(method, args=args))
-        self.broken = self.broken or broken(answers)
-        return answers
+        replies = list(await self._client.collective_rpc(method, args=args))
+        self.broken = self.broken or any_broken(replies)
+        return replies
 
     async def load(
         self, source: Sequence[str] | str, manifest: Mapping[str, Any], state: str, full: bool
-    ) -> list[Answer]:
-        """What every worker answers of the weights that it took. If none refuses, the replica holds `state`.
+    ) -> list[Reply]:
+        """Loads weights into every worker and returns their replies. If none has an error, the replica holds `state`.
 
         Raises:
             SamplerOutOfSync: the prefix cache could not be reset.
         """
         self.state = None
-        answers = await self.rpc("ostinato_load", source, manifest, state, full)
-        if not any(answer.get("wrong") for answer in answers):
+        replies = await self.rpc("ostinato_load", source, manifest, state, full)
+        if not any(reply.get("error") for reply in replies):
             await self.reset_prefix_cache()
             self.state = state
-        return answers
+        return replies
 
-    async def load_adapter(self, name: str, files: Mapping[str, bytes], manifest: Mapping[str, Any]) -> list[Answer]:
-        """What every worker answers of the adapter that it loaded. `files`: of a peft folder, by name."""
+    async def load_adapter(self, name: str, files: Mapping[str, bytes], manifest: Mapping[str, Any]) -> list[Reply]:
+        """Loads a LoRA adapter into every worker and returns their replies. `files`: the files of a peft folder."""
         number = next(self._numbers)
         with tempfile.TemporaryDirectory(prefix="ostinato-adapter-") as folder:
             for file, content in files.items():
                 Path(folder, file).write_bytes(content)
-            answers = await self.rpc("ostinato_load_adapter", folder, name, number, manifest)
-        self._adapters[name] = adapter.lora_request(name, number, folder)
-        return answers
+            replies = await self.rpc("ostinato_load_adapter", folder, name, number, manifest)
+        self._adapters[name] = vllm_api.lora_request(name, number, folder)
+        return replies
 
-    async def remove_adapter(self, name: str) -> list[Answer]:
+    async def remove_adapter(self, name: str) -> list[Reply]:
         self._adapters.pop(name, None)
         return await self.rpc("ostinato_remove_adapter", name)
 
     async def reset_prefix_cache(self) -> None:
-        """Raises SamplerOutOfSync when it could not be reset."""
-        for _ in range(int(RESET_SECONDS / RESET_POLL_SECONDS)):
+        """Raises SamplerOutOfSync if the cache could not be reset."""
+        for _ in range(int(RESET_TIMEOUT / RESET_INTERVAL)):
             if await self._client.reset_prefix_cache():
                 return
-            await asyncio.sleep(RESET_POLL_SECONDS)
+            await asyncio.sleep(RESET_INTERVAL)
         raise SamplerOutOfSync(
-            f"vLLM {self.name} did not reset its prefix cache: keys and values of older weights would be read"
+            f"vLLM {self.name} did not reset its prefix cache: it would use keys and values of older weights"
         )
 
     async def sleep(self) -> None:
-        """Gives device memory back. The replica holds no state afterwards."""
+        """Frees device memory. The replica holds no weights afterwards."""
         self.state = None
         await self._client.sleep(2)
 
@@ -136,77 +139,80 @@ class ReplicaActor(ActorBase):
         prompt_of: Sequence[int],
         seeds: Sequence[int],
         params: Mapping[str, Any],
-        every: int,
+        chunk_tokens: int,
         adapter_name: str | None,
     ) -> AsyncIterator[list[Chunk]]:
-        """Chunks of all completions as they are drawn. What one step of vLLM gives is one item, as each item costs a
-        message. Closing the iterator ends the completions.
+        """Yields the chunks of all completions as they are sampled. Closing the iterator ends the completions.
+
+        All chunks of one step of vLLM are one item, because each item costs a message.
 
         Args:
-            prompt_of: the index in `prompts` of each completion's prompt.
+            prompt_of: for each completion, the index of its prompt in `prompts`.
             params: SamplingParams as JSON.
-            every: tokens per chunk.
+            chunk_tokens: tokens per chunk.
         """
-        await self._must_hold(state)
-        ours = SamplingParams.model_validate(params)
-        salt, lora = f"{state} {adapter_name}", self._lora(adapter_name)
+        await self._require_state(state)
+        sampling_params = SamplingParams.model_validate(params)
+        salt, lora = f"{state} {adapter_name}", self._lora_request(adapter_name)
         chunks: list[Chunk] = []
-        ready = asyncio.Event()
+        has_news = asyncio.Event()
 
-        async def draw(index: int) -> None:
-            wanted = adapter.vllm_params(ours, seeds[index], self.options, stream=True)
-            wanted.stream_interval = every
-            prompt = adapter.token_prompt(prompts[prompt_of[index]], salt=salt)
-            async for output in self._client.generate(prompt, wanted, self._request_name(), lora_request=lora):
-                chunks.append(self._chunk(index, output, ours))
-                ready.set()
+        async def sample(index: int) -> None:
+            request = vllm_api.vllm_params(sampling_params, seeds[index], self.options, stream=True)
+            request.stream_interval = chunk_tokens
+            prompt = vllm_api.token_prompt(prompts[prompt_of[index]], salt=salt)
+            async for output in self._client.generate(prompt, request, self._request_name(), lora_request=lora):
+                chunks.append(self._chunk(index, output, sampling_params))
+                has_news.set()
 
-        drawing = [asyncio.create_task(draw(index)) for index in range(len(seeds))]
-        drawn = asyncio.gather(*drawing)
-        drawn.add_done_callback(lambda _: ready.set())
+        # one task per completion; they collect chunks, and this generator yields them
+        tasks = [asyncio.create_task(sample(index)) for index in range(len(seeds))]
+        all_done = asyncio.gather(*tasks)
+        all_done.add_done_callback(lambda _: has_news.set())
         try:
-            while chunks or not drawn.done():
-                await ready.wait()
-                ready.clear()
+            while chunks or not all_done.done():
+                await has_news.wait()
+                has_news.clear()
                 if chunks:
                     item, chunks = chunks, []
                     yield item
-            await drawn
+            await all_done
         finally:
-            for task in drawing:
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*drawing, drawn, return_exceptions=True)
+            await asyncio.gather(*tasks, all_done, return_exceptions=True)
 
     def _chunk(self, index: int, output: Any, params: SamplingParams) -> Chunk:
         if output.outputs[0].finish_reason == "abort":
             raise WorkerDied("vLLM aborted a completion")
-        drawn = adapter.sampled(output.outputs[0], params)
-        tokens = [token for token, _ in drawn]
-        stop = adapter.stop_reason(tokens[-1], self.options.eos_token_ids, params) if output.finished else None
-        return index, tokens, [logprob for _, logprob in drawn], stop
+        sampled = vllm_api.sampled(output.outputs[0], params)
+        tokens = [token for token, _ in sampled]
+        stop = vllm_api.stop_reason(tokens[-1], self.options.eos_token_ids, params) if output.finished else None
+        return index, tokens, [logprob for _, logprob in sampled], stop
 
     async def score(self, state: str, sequences: Sequence[TokenIds], adapter_name: str | None) -> list[list[float]]:
-        """Nats of every token but the first."""
-        await self._must_hold(state)
-        salt, lora = f"{state} {adapter_name}", self._lora(adapter_name)
+        """Logprobs in nats of every token but the first, per sequence."""
+        await self._require_state(state)
+        salt, lora = f"{state} {adapter_name}", self._lora_request(adapter_name)
 
         async def score_one(tokens: TokenIds) -> list[float]:
-            prompt, params = adapter.token_prompt(tokens, salt=salt), adapter.scoring_params()
-            outputs = [o async for o in self._client.generate(prompt, params, self._request_name(), lora_request=lora)]
-            return adapter.scored(outputs[-1], tokens)
+            prompt, params = vllm_api.token_prompt(tokens, salt=salt), vllm_api.scoring_params()
+            stream = self._client.generate(prompt, params, self._request_name(), lora_request=lora)
+            outputs = [output async for output in stream]
+            return vllm_api.scored(outputs[-1], tokens)
 
         return list(await asyncio.gather(*(score_one(tokens) for tokens in sequences)))
 
-    async def _must_hold(self, state: str) -> None:
+    async def _require_state(self, state: str) -> None:
         """Raises SamplerOutOfSync unless the workers were proven to hold `state`."""
         await self.check_health()
         if self.state is None or self.state != state:
-            raise SamplerOutOfSync(f"vLLM {self.name} holds {self.state}, and {state} was asked for")
+            raise SamplerOutOfSync(f"vLLM {self.name} holds {self.state}, and {state} was requested")
 
     def _request_name(self) -> str:
         return f"ostinato-{next(self._numbers)}"
 
-    def _lora(self, name: str | None) -> Any:
+    def _lora_request(self, name: str | None) -> Any:
         if name is None:
             return None
         if name not in self._adapters:

@@ -1,9 +1,9 @@
-"""Which replica draws which completion: the completions of one prompt go to one replica, so that it computes the prompt
-once, until that replica would hold more than its share.
+"""Chooses the replica of each completion. The completions of one prompt go to one replica, which then computes the
+prompt once, unless that replica would get more than its share.
 
-Rendezvous hashing (Thaler and Ravishankar 1998) ranks the replicas for a prompt: when a replica comes or goes, only its
-own prompts move. Bounded loads (arXiv:1608.01350) keep the ranking from filling one replica: none is given more than
-`BOUND` times the mean. Pure: equal arguments give equal plans.
+Rendezvous hashing (Thaler and Ravishankar 1998) ranks the replicas for a prompt: when a replica is added or removed,
+only its own prompts move. Bounded loads (arXiv:1608.01350) limit what one replica gets to `LOAD_BOUND` times the mean.
+The functions are pure: equal arguments give equal results.
 """
 
 from __future__ import annotations
@@ -15,41 +15,41 @@ from hashlib import blake2b
 
 from engine.protocol import TokenIds
 
-BOUND = 1.25
-"""A replica's outstanding tokens are at most this many times the mean over the replicas that are open."""
+LOAD_BOUND = 1.25
+"""A replica's outstanding tokens are at most this many times the mean over the open replicas."""
 LEADING_TOKENS = 256
-"""So many tokens of a prompt decide its replica: longer prompts that begin alike (a shared document, earlier turns)
-find their prefix in the same cache."""
+"""Number of leading tokens of a prompt that decide its replica. Longer prompts with the same beginning (a shared
+document, earlier turns) then find their prefix in the same cache."""
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """One completion to draw."""
+class WorkItem:
+    """One completion to sample, or one sequence to score."""
 
     key: bytes
-    """Equal for prompts that belong together; see `affinity`."""
+    """Equal for prompts that should share a replica; see `affinity_key`."""
     tokens: int
-    """What it costs at most: tokens of the prompt and of the completion."""
+    """Upper bound of its cost: tokens of the prompt and of the completion."""
 
 
-def affinity(prompt: TokenIds) -> bytes:
-    """The key of a prompt, by its leading tokens."""
+def affinity_key(prompt: TokenIds) -> bytes:
+    """The key of a prompt: a hash of its leading tokens."""
     leading = prompt[:LEADING_TOKENS]
     return blake2b(b"".join(token.to_bytes(8, "little") for token in leading), digest_size=16).digest()
 
 
-def ranking(key: bytes, replicas: Sequence[str]) -> list[str]:
-    """All replicas, the preferred one first."""
+def rank_replicas(key: bytes, replicas: Sequence[str]) -> list[str]:
+    """All replicas, the preferred one for this key first."""
     return sorted(replicas, key=lambda name: (blake2b(name.encode(), key=key, digest_size=16).digest(), name))
 
 
-def plan(works: Sequence[Work], outstanding: Mapping[str, int]) -> list[str]:
-    """The replica of each piece of work.
+def assign_replicas(items: Sequence[WorkItem], outstanding: Mapping[str, int]) -> list[str]:
+    """The replica of each work item.
 
     Args:
-        works: in the order in which they are placed.
-        outstanding: by open replica, the tokens of what it was given and has not finished. Replicas that are down,
-            drain, or hold other weights are left out by the caller.
+        items: assigned in this order.
+        outstanding: unfinished tokens of each open replica, by name. The caller leaves out replicas that are down,
+            drain, or hold other weights.
 
     Raises:
         ValueError: there is no replica.
@@ -57,14 +57,17 @@ def plan(works: Sequence[Work], outstanding: Mapping[str, int]) -> list[str]:
     if not outstanding:
         raise ValueError("there is no open replica to give work to")
     loads = dict(outstanding)
-    limit = math.ceil(BOUND * (sum(loads.values()) + sum(work.tokens for work in works)) / len(loads))
-    ranked: dict[bytes, list[str]] = {}
-    places = []
-    for work in works:
-        order = ranked.get(work.key) or ranked.setdefault(work.key, ranking(work.key, list(loads)))
-        fits = (name for name in order if loads[name] + work.tokens <= limit)
-        # a piece that is larger than the limit fits nowhere: the emptiest replica takes it
-        place = next(fits, None) or min(order, key=lambda name: loads[name])
-        loads[place] += work.tokens
-        places.append(place)
-    return places
+    total = sum(loads.values()) + sum(item.tokens for item in items)
+    limit = math.ceil(LOAD_BOUND * total / len(loads))
+    rankings: dict[bytes, list[str]] = {}
+    assigned = []
+    for item in items:
+        if item.key not in rankings:
+            rankings[item.key] = rank_replicas(item.key, list(loads))
+        ranking = rankings[item.key]
+        below_limit = (name for name in ranking if loads[name] + item.tokens <= limit)
+        # an item larger than the limit fits nowhere: the replica with the least load takes it
+        replica = next(below_limit, None) or min(ranking, key=lambda name: loads[name])
+        loads[replica] += item.tokens
+        assigned.append(replica)
+    return assigned

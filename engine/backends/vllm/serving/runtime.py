@@ -1,6 +1,7 @@
-"""Where vLLM runs, as `VllmSampler` sees it: one engine in this process (adapter.InProcess), or a pool of replicas.
+"""The interface of a running vLLM, as `VllmSampler` uses it: one engine in this process (vllm_api.InProcessRuntime), or
+a pool of replicas (pool.VllmPool).
 
-A runtime moves tokens and weights and answers for both; what a state is, and when to sync, is the sampler's business.
+A runtime loads weights, samples tokens, and proves which weights it holds. The sampler decides when to load weights.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from engine.backends.protocol import OnToken
 from engine.protocol import Completion, SamplingParams, TokenIds
 
 EXTENSION = "engine.backends.vllm.weight_sync.extension.Extension"
-"""What runs inside vLLM's workers: receives weights, reads them back out of the live layers."""
+"""Import path of the class that runs inside vLLM's workers: it loads weights, and reads them back from live layers."""
 
 Manifest = dict[str, tuple[str, tuple[int, ...], str]]
-"""What the trainer staged, by tensor name: (dtype as in str(torch.dtype), shape, sha256 of the row-major bytes).
-As JSON the tuples are lists; both are accepted."""
+"""The weights that the trainer staged. By tensor name: (dtype as in str(torch.dtype), shape, sha256 of the row-major
+bytes). In JSON the tuples are lists; both are accepted."""
 
 Source = Sequence[Path] | Mapping[str, Tensor]
 """Weights to load: safetensors files that the workers can open, or the tensors themselves (same process only)."""
@@ -28,7 +29,7 @@ Source = Sequence[Path] | Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """How vLLM is built for one architecture; what a `VllmSpec` and a trainer together amount to."""
+    """How vLLM is built for one architecture. Derived from a `VllmSpec` and a trainer."""
 
     dtype: Literal["float32", "bfloat16"]
     max_context: int
@@ -37,58 +38,72 @@ class EngineOptions:
     eos_token_ids: tuple[int, ...] = ()
     tensor_parallel: int = 1
     kv_cache_bytes: int | None = None
-    """None: what `gpu_share` leaves."""
+    """Bytes of the KV cache. None: what `gpu_share` leaves."""
     gpu_share: float = 0.9
+    """Part of a GPU's memory that vLLM may take, weights and KV cache."""
     eager: bool = True
+    """Whether vLLM runs without compilation and CUDA graphs."""
     max_lora_rank: int | None = None
-    """None: built without LoRA, which costs a third of the decoding speed."""
+    """Highest rank of a LoRA adapter. None: built without LoRA, which costs a third of the decoding speed."""
     lora_targets: tuple[str, ...] = ()
-    """Last parts of the names of the layers that may be adapted, never the head: with it vLLM cannot score prompts."""
+    """Last parts of the names of the layers that adapters may change. Never the head, with which vLLM cannot score
+    prompts."""
     sleep: bool = False
-    """Whether `sleep` gives memory back."""
+    """Whether `sleep` frees memory."""
     max_rows: int = 256
-    """Completions that decode together."""
+    """Completions that decode together, at most."""
     extension: str = EXTENSION
+    """Import path of the class that runs inside vLLM's workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What a load was proven to be."""
+    """The proof of one load."""
 
     state: str
     tensors: int
+    """Number of tensors that arrived whole."""
     values_read: int
-    """Weights read back out of live layers and found equal, over all workers."""
+    """Number of weights that were read back from live layers and found equal, over all workers."""
     unread: tuple[str, ...] = ()
-    """Tensors that were received whole, but live in layers whose values cannot be read back (quantised ones, say)."""
+    """Names of tensors that arrived whole, but whose layers do not allow a read-back (quantised ones, for example)."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """By part: receive, load, readback."""
+    """Duration of each part: receive, load, readback."""
 
 
 class Runtime(Protocol):
-    """Every method raises WorkerDied when a process of it is gone; a wrong answer about weights is SamplerOutOfSync."""
+    """A running vLLM. Every method raises WorkerDied if one of its processes is gone, and SamplerOutOfSync if it holds
+    other weights than expected."""
 
-    takes_tensors: bool
-    """Whether `load` takes tensors as they are; else it takes files."""
+    accepts_tensors: bool
+    """Whether `load` accepts tensors. Otherwise it needs files."""
 
     @property
-    def wants_weights(self) -> bool:
-        """Whether a part of it is up without weights, and cannot find the last ones by itself."""
+    def needs_weights(self) -> bool:
+        """Whether a part of it runs without weights, and cannot load the last ones by itself."""
         ...
 
     def load(self, source: Source, manifest: Manifest, state: str, *, full: bool = False) -> Receipt:
-        """Loads the weights into every worker and proves it: each tensor equals the manifest's (names, shapes, dtypes,
-        digests), and sampled input columns of every live layer (`full`: all) equal those of the tensors. Afterwards
-        requests are of `state`: the prefix cache is reset, and salted with the state besides.
+        """Loads weights into every worker and proves them.
+
+        The proof: each tensor equals the manifest's (name, shape, dtype, digest), and a sample of the input columns of
+        every live layer (with `full`, all columns) equals those of the tensors. Later requests use these weights: the
+        prefix cache is reset, and its keys contain the state.
 
         Raises:
-            SamplerOutOfSync: names the worker and the first tensor that differs.
+            SamplerOutOfSync: a tensor differs; the message names the worker and the first such tensor.
         """
         ...
 
     def check(self, state: str, *, full: bool = False) -> None:
-        """Reads the slices that `load` sampled (`full`: other ones too, as many as were kept) out of the live layers
-        again; raises SamplerOutOfSync unless every worker is the process that loaded `state` and still holds it."""
+        """Reads slices of the live layers again and compares them with those of the load.
+
+        Args:
+            full: read all slices that `load` sampled, instead of a few.
+
+        Raises:
+            SamplerOutOfSync: a worker holds other weights, or is not the process that loaded `state`.
+        """
         ...
 
     def generate(
@@ -100,34 +115,41 @@ class Runtime(Protocol):
         *,
         adapter: str | None = None,
     ) -> list[Completion]:
-        """One completion per (prompt, seed), in order, all submitted together; `adapter` was loaded by that name. What
-        `on_token` raises aborts all of them and is raised. The prompts were checked."""
+        """One completion per (prompt, seed), in order, all submitted together. The caller has checked the prompts.
+
+        Args:
+            on_token: called with (index, token, logprob) of each new token. An exception of it aborts all completions
+                and is raised.
+            adapter: name under which `load_adapter` loaded a LoRA adapter.
+        """
         ...
 
     def score(
         self, sequences: Sequence[TokenIds], *, temperature: float = 1.0, adapter: str | None = None
     ) -> list[list[float]]:
-        """Nats of every token but the first, per sequence of at least two; temperature 1 is all that vLLM scores at:
-        another is a BadSpec."""
+        """Logprobs in nats of every token but the first, for sequences of at least two tokens.
+
+        Raises BadSpec for a temperature other than 1, at which vLLM cannot score.
+        """
         ...
 
     def reset_prefix_cache(self) -> None:
-        """Raises SamplerOutOfSync when it could not be reset."""
+        """Raises SamplerOutOfSync if the cache could not be reset."""
         ...
 
     def load_adapter(self, folder: Path, name: str, manifest: Manifest) -> None:
-        """Hot-loads a peft folder under a name that was not used before; proves that the workers hold what `manifest`
-        says, under the names in adapter_model.safetensors."""
+        """Loads a peft folder under a new name, and proves that the workers hold the tensors of `manifest`, whose names
+        are those in adapter_model.safetensors."""
         ...
 
     def remove_adapter(self, name: str) -> None: ...
 
     def check_adapter(self, name: str) -> None:
-        """Raises SamplerOutOfSync unless every worker still holds exactly what `load_adapter` put there."""
+        """Raises SamplerOutOfSync unless every worker still holds exactly what `load_adapter` loaded."""
         ...
 
     def sleep(self) -> None:
-        """Gives device memory back: the weights are gone afterwards (`check` says so) unless nothing could be freed."""
+        """Frees device memory. The weights are lost, which `check` notices, unless nothing could be freed."""
         ...
 
     def wake(self) -> None: ...

@@ -1,1 +1,1 @@
-"""Brings a trainer's weights into vLLM and proves that they arrived."""
+"""Loads a trainer's weights into vLLM, and proves that they arrived."""

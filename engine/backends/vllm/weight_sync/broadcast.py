@@ -1,16 +1,18 @@
-"""Weights by a broadcast: the engine's process is rank 0 of a group, every vLLM worker of a pool is another rank.
+"""Sends weights to vLLM's workers by a broadcast. The engine's process is rank 0 of the group, and every worker of the
+pool is another rank.
 
-The group is of its own: neither torch's default group, which vLLM uses, nor one that DeepSpeed knows. Between GPUs it
-is NCCL; where a member has no GPU of its own it is gloo. All tensors, in the manifest's order, are one stream of bytes,
-cut into buckets: each end holds one bucket, and the tensor that it is at, besides the model. What arrives is digested
-like what comes in files, so a bucket that is lost, doubled or garbled is a receipt that does not fit.
+The group is separate from torch's default group, which vLLM uses, and from DeepSpeed's groups. It uses NCCL if every
+member has a GPU of its own, and gloo otherwise. All tensors, in the manifest's order, form one stream of bytes, which
+is cut into buckets. In addition to the model, each member holds one bucket and the current tensor. Tensors that arrive
+are digested like those from files, so a bucket that is lost, doubled or garbled leads to a wrong digest.
 
-No member waits for ever: each exchange has its seconds, and a flag in the store that the engine's process keeps ends
-all others when one gives up. A store that no longer answers does the same. A group that was broken off is never used
-again.
+No member waits for ever. Each exchange has a timeout. When a member aborts, it sets a flag in the store, which runs in
+the engine's process, and all others abort too. They also abort if the store no longer replies. An aborted group is not
+used again.
 
-The store and gloo know no passwords, nor does NCCL: whoever reaches the engine's address inside the cluster and guesses
-a group's name could read the weights (nobody can change them unnoticed). Run it in a network that is yours.
+The store, gloo and NCCL have no authentication. A process that reaches the engine's address inside the cluster and
+guesses the name of a group could read the weights, but could not change them without being noticed. Use a private
+network.
 """
 
 from __future__ import annotations
@@ -33,265 +35,300 @@ from torch import Tensor
 from engine.environment_variables import set_environment_variables
 
 BUCKET_BYTES = 256 << 20
-LOOK_SECONDS = 0.2
-"""Between two looks at the flag."""
-PAUSE_SECONDS = 0.0005
-STOPPED = "stopped"
-"""The flag: why it was broken off."""
+FLAG_INTERVAL = 0.2
+"""Seconds between two reads of the abort flag."""
+EXCHANGE_INTERVAL = 0.0005
+"""Seconds between two checks whether an exchange has finished."""
+ABORT_FLAG = "stopped"
+"""Key of the abort flag in the store. Its value is the reason."""
 WATCHDOG_OFF = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-"""torch's own watchdog answers a lost member by ending the process; here the deadline and the flag do that work."""
+"""Environment variables that disable torch's watchdog, which ends the process when a member is lost. The timeout and
+the abort flag replace it."""
 
-Kind = Literal["gloo", "nccl"]
-Place = Mapping[str, Any]
-"""Where a member computes: {"device": "cpu" | "cuda", "gpu": which one in the world, "nccl": its version}."""
-Entries = Mapping[str, Sequence[Any]]
-"""A manifest: (dtype, shape, digest) by name."""
+Backend = Literal["gloo", "nccl"]
+DeviceInfo = Mapping[str, Any]
+"""Where a member computes: {"device": "cpu" | "cuda", "gpu": UUID of the GPU, "nccl": version of NCCL}."""
+ManifestEntries = Mapping[str, Sequence[Any]]
+"""A manifest as it comes out of JSON: (dtype, shape, digest) by tensor name."""
 T = TypeVar("T")
 
 
-class BrokenOff(Exception):
-    """The broadcast did not come to its end; the text says who gave up and why."""
+class BroadcastAborted(Exception):
+    """Raised if the broadcast did not finish. The message says which member aborted and why."""
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
-    """Where the members of one group find each other. Goes to the workers as JSON."""
+class BroadcastGroup:
+    """How the members of one group find each other. Sent to the workers as JSON."""
 
     name: str
     host: str
+    """Host of the store."""
     port: int
+    """Port of the store."""
     size: int
-    kind: Kind
-    seconds: float
-    """For the meeting, and for each exchange."""
+    """Number of members."""
+    backend: Backend
+    timeout: float
+    """Seconds that the members may take to connect, and that each exchange may take."""
     bucket_bytes: int = BUCKET_BYTES
 
 
-def place_of(device: torch.device) -> Place:
+def device_info(device: torch.device) -> DeviceInfo:
+    """What the other members need to know of this device to select a backend."""
     if device.type != "cuda":
         return {"device": device.type, "gpu": None, "nccl": None}
     version = list(torch.cuda.nccl.version()) if dist.is_nccl_available() else None
     return {"device": "cuda", "gpu": str(torch.cuda.get_device_properties(device).uuid), "nccl": version}
 
 
-def kind_of(places: Sequence[Place]) -> Kind:
-    """NCCL wants a GPU for each member alone, and one version for all."""
-    own = all(place["device"] == "cuda" and place["nccl"] for place in places)
-    apart = len({place["gpu"] for place in places}) == len(places)
-    return "nccl" if own and apart and len({tuple(place["nccl"]) for place in places}) == 1 else "gloo"
+def select_backend(devices: Sequence[DeviceInfo]) -> Backend:
+    """NCCL requires a separate GPU for each member and the same version everywhere; otherwise gloo is used."""
+    all_on_gpus = all(device["device"] == "cuda" and device["nccl"] for device in devices)
+    separate_gpus = len({device["gpu"] for device in devices}) == len(devices)
+    if not (all_on_gpus and separate_gpus):
+        return "gloo"
+    versions = {tuple(device["nccl"]) for device in devices}
+    return "nccl" if len(versions) == 1 else "gloo"
 
 
-def own_address(host: str) -> str:
-    """The address of this machine on its way to `host`."""
+def source_address(host: str) -> str:
+    """The address of this machine that a connection to `host` would have."""
     family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)  # of a datagram socket: asks for the way, sends nothing
+        probe.connect(address)  # for a datagram socket this selects a route, and sends nothing
         return str(probe.getsockname()[0])
 
 
-def open_store(host: str, seconds: float) -> tuple[Any, int]:
-    """The store of the engine's process, which listens at `host` alone, and its port."""
-    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listening.bind((host, 0))
-    listening.listen(socket.SOMAXCONN)
-    port = int(listening.getsockname()[1])
-    options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "timeout": timedelta(seconds=seconds)}
-    return dist.TCPStore(host, port, master_listen_fd=listening.detach(), **options), port
+def open_store(host: str, timeout: float) -> tuple[Any, int]:
+    """(store, port). The store runs in this process and listens only at `host`."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.bind((host, 0))
+    listener.listen(socket.SOMAXCONN)
+    port = int(listener.getsockname()[1])
+    options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "timeout": timedelta(seconds=timeout)}
+    return dist.TCPStore(host, port, master_listen_fd=listener.detach(), **options), port
 
 
-class Member:
-    """One rank of a group, from the meeting until `leave`."""
+class GroupMember:
+    """One member of a group, from the connection until `leave`."""
 
-    def __init__(self, meeting: Meeting, rank: int, device: torch.device) -> None:
-        """Returns when all have come. Raises BrokenOff when that takes longer than the meeting's seconds."""
-        self.meeting, self.rank = meeting, rank
-        self.device = device if meeting.kind == "nccl" else torch.device("cpu")
-        self._group: Any = None
-        self._why, self._told = "", ""
-        self._leaving, self._stopped = threading.Event(), threading.Event()
-        atexit.register(self.leave)  # a thread that is inside torch when Python ends takes the process down
+    def __init__(self, group: BroadcastGroup, rank: int, device: torch.device) -> None:
+        """Returns when all members are connected. Raises BroadcastAborted after the group's timeout."""
+        self.group, self.rank = group, rank
+        self.device = device if group.backend == "nccl" else torch.device("cpu")
+        self._process_group: Any = None
+        self._leave_reason = ""
+        """Why this member aborted; empty if it left without an error."""
+        self._abort_reason = ""
+        """Why another member aborted."""
+        self._leaving, self._flag_thread_ended = threading.Event(), threading.Event()
+        atexit.register(self.leave)  # a thread that is inside torch when Python ends would crash the process
         try:
-            store, flags = self._store(), self._store()  # one waits for keys; the other must be able to speak meanwhile
-            threading.Thread(target=self._watch, args=(flags,), name="broadcast-flag", daemon=True).start()
-            _within(meeting.seconds, lambda: self._meet(store))
+            # two clients of the store: one waits for keys, and the other must be usable meanwhile
+            store, flag_store = self._connect_store(), self._connect_store()
+            threading.Thread(target=self._watch_flag, args=(flag_store,), name="broadcast-flag", daemon=True).start()
+            _with_timeout(group.timeout, lambda: self._connect(store))
         except RuntimeError as error:
-            raise self._broken(error, "did not meet the others") from error
-        except BrokenOff as error:
+            raise self._abort(error, "did not meet the others") from error
+        except BroadcastAborted as error:
             self.leave(str(error))
             raise
 
-    def _meet(self, store: Any) -> None:
-        self._group = _group(store, self.meeting, self.rank, self.device)
-        self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))  # NCCL connects in its first exchange
+    def _connect(self, store: Any) -> None:
+        self._process_group = _process_group(store, self.group, self.rank, self.device)
+        # NCCL connects in its first exchange
+        self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))
 
-    def _store(self) -> Any:
-        timeout = timedelta(seconds=self.meeting.seconds)
-        client = dist.TCPStore(self.meeting.host, self.meeting.port, timeout=timeout, wait_for_workers=False)
-        return dist.PrefixStore(self.meeting.name, client)
+    def _connect_store(self) -> Any:
+        timeout = timedelta(seconds=self.group.timeout)
+        client = dist.TCPStore(self.group.host, self.group.port, timeout=timeout, wait_for_workers=False)
+        return dist.PrefixStore(self.group.name, client)
 
     @property
-    def whole(self) -> bool:
-        """Whether it can still take part."""
-        return not self._leaving.is_set() and not self._stopped.is_set()
+    def usable(self) -> bool:
+        """Whether neither this member nor another one has left the group."""
+        return not self._leaving.is_set() and not self._flag_thread_ended.is_set()
 
     def broadcast(self, flat: Tensor) -> None:
-        """What rank 0 has in `flat`, a contiguous tensor, is in everybody's."""
+        """Copies rank 0's `flat`, a contiguous tensor, into the `flat` of every member."""
         options: Any = dist.BroadcastOptions()
         options.rootRank, options.asyncOp = 0, True
-        deadline = time.monotonic() + self.meeting.seconds
+        deadline = time.monotonic() + self.group.timeout
         try:
-            group = self._group
-            if group is None:
-                raise BrokenOff(self._told or self._why or f"rank {self.rank} has left the group")
-            work = group.broadcast([flat], options)  # by this thread: it is ordered behind this thread's stream
+            process_group = self._process_group
+            if process_group is None:
+                reason = self._abort_reason or self._leave_reason
+                raise BroadcastAborted(reason or f"rank {self.rank} has left the group")
+            # called in this thread, so that it is ordered after the work on this thread's CUDA stream
+            work = process_group.broadcast([flat], options)
             while not work.is_completed():
-                if not self.whole:
-                    raise BrokenOff(self._told or self._why)
+                if not self.usable:
+                    raise BroadcastAborted(self._abort_reason or self._leave_reason)
                 if time.monotonic() > deadline:
-                    raise BrokenOff(f"rank {self.rank} heard nothing from another for {self.meeting.seconds:g} s")
-                time.sleep(PAUSE_SECONDS)
+                    raise BroadcastAborted(
+                        f"rank {self.rank} received nothing from another rank for {self.group.timeout:g} s"
+                    )
+                time.sleep(EXCHANGE_INTERVAL)
             work.wait()
         except RuntimeError as error:
-            raise self._broken(error, "lost another") from error
+            raise self._abort(error, "lost another") from error
 
-    def _broken(self, error: Exception, what: str) -> BrokenOff:
-        """Another's reason, if one comes in time, is better than what this one saw of it."""
-        self._stopped.wait(2 * LOOK_SECONDS)
-        why = self._told or f"rank {self.rank} of {self.meeting.size} {what}: {str(error).splitlines()[0]}"
-        self.leave(why)
-        return BrokenOff(why)
+    def _abort(self, error: Exception, event: str) -> BroadcastAborted:
+        """Leaves the group after an error of torch, and returns the error to raise.
 
-    def _watch(self, flags: Any) -> None:
+        Waits a moment for the reason of another member, which explains more than its effect on this member.
+        """
+        self._flag_thread_ended.wait(2 * FLAG_INTERVAL)
+        own_reason = f"rank {self.rank} of {self.group.size} {event}: {str(error).splitlines()[0]}"
+        reason = self._abort_reason or own_reason
+        self.leave(reason)
+        return BroadcastAborted(reason)
+
+    def _watch_flag(self, flag_store: Any) -> None:
+        """Reads the abort flag until this member leaves, and sets the flag if it leaves with a reason."""
         try:
-            while not self._leaving.wait(LOOK_SECONDS):
-                if flags.check([STOPPED]):
-                    self._told = flags.get(STOPPED).decode()
+            while not self._leaving.wait(FLAG_INTERVAL):
+                if flag_store.check([ABORT_FLAG]):
+                    self._abort_reason = flag_store.get(ABORT_FLAG).decode()
                     return
-            if self._why:
-                flags.compare_set(STOPPED, "", self._why)  # the first reason stays
+            if self._leave_reason:
+                flag_store.compare_set(ABORT_FLAG, "", self._leave_reason)  # keeps the first reason
         except RuntimeError as error:
-            self._told = f"the process that sends is gone: {str(error).splitlines()[0]}"
+            self._abort_reason = f"the process that sends is gone: {str(error).splitlines()[0]}"
         finally:
-            self._stopped.set()
+            self._flag_thread_ended.set()
 
-    def leave(self, why: str = "") -> None:
-        """Ends its part; with `why`, everybody's. May be called by any thread, and again."""
+    def leave(self, reason: str = "") -> None:
+        """Leaves the group. With a reason, all other members abort too. Any thread may call it, and repeatedly."""
         if not self._leaving.is_set():
-            self._why = why
+            self._leave_reason = reason
             self._leaving.set()
-            self._stopped.wait(5 * LOOK_SECONDS)
+            self._flag_thread_ended.wait(5 * FLAG_INTERVAL)
             atexit.unregister(self.leave)
-        group, self._group = self._group, None
-        if group is not None:  # elsewhere, since an exchange that hangs holds it
-            ending = threading.Thread(target=_let_go, args=(group,), name="broadcast-end", daemon=True)
-            del group
-            ending.start()
-            ending.join(LOOK_SECONDS)
+        process_group, self._process_group = self._process_group, None
+        if process_group is not None:
+            # in another thread, because an exchange that hangs can block the abort
+            thread = threading.Thread(
+                target=_abort_process_group, args=(process_group,), name="broadcast-end", daemon=True
+            )
+            del process_group
+            thread.start()
+            thread.join(FLAG_INTERVAL)
 
 
-def _group(store: Any, meeting: Meeting, rank: int, device: torch.device) -> Any:
+def _process_group(store: Any, group: BroadcastGroup, rank: int, device: torch.device) -> Any:
     options: Any
-    if meeting.kind == "nccl":
+    if group.backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=meeting.seconds)
-        torch.cuda.set_device(device)  # of this thread
+        options._timeout = timedelta(seconds=group.timeout)
+        torch.cuda.set_device(device)  # applies to this thread
         with set_environment_variables(WATCHDOG_OFF):
-            return dist.ProcessGroupNCCL(store, rank, meeting.size, options)
+            return dist.ProcessGroupNCCL(store, rank, group.size, options)
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
-    options._timeout = timedelta(seconds=meeting.seconds)
-    options._devices = [gloo.create_device(hostname=own_address(meeting.host))]
-    return gloo(store, rank, meeting.size, options)
+    options._timeout = timedelta(seconds=group.timeout)
+    options._devices = [gloo.create_device(hostname=source_address(group.host))]
+    return gloo(store, rank, group.size, options)
 
 
-def _let_go(group: Any) -> None:
+def _abort_process_group(process_group: Any) -> None:
     with contextlib.suppress(RuntimeError):
-        group.abort()
+        process_group.abort()
 
 
-def _within(seconds: float, call: Callable[[], T]) -> T:
-    """NCCL connects inside calls that know no timeout: such a call is left behind in its thread."""
-    found: list[T] = []
-    failed: list[Exception] = []
+def _with_timeout(timeout: float, call: Callable[[], T]) -> T:
+    """Runs `call` in a thread and returns its result. After the timeout the thread is abandoned: NCCL connects inside
+    calls without a timeout of their own."""
+    results: list[T] = []
+    errors: list[Exception] = []
 
     def run() -> None:
         try:
-            found.append(call())
-        except Exception as error:  # noqa: BLE001 - raised again below, in the thread that waits
-            failed.append(error)
+            results.append(call())
+        except Exception as error:  # noqa: BLE001 - raised again below, in the calling thread
+            errors.append(error)
 
     thread = threading.Thread(target=run, name="broadcast-call", daemon=True)
     thread.start()
-    thread.join(seconds)
-    if failed:
-        raise failed[0]
-    if not found:
-        raise BrokenOff(f"a call was not over after {seconds:g} s: another member did not come, or hangs")
-    return found[0]
+    thread.join(timeout)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise BroadcastAborted(f"a call was not over after {timeout:g} s: another member is missing or hangs")
+    return results[0]
 
 
 # -- tensors ------------------------------------------------------------------------------------------------------
 
 
-def send(member: Member, tensors: Iterable[tuple[str, Tensor]], manifest: Entries) -> None:
-    """On rank 0. `tensors` come in the manifest's order, as they are in it. Raises BrokenOff; what `tensors` raises
-    ends the others too."""
-    bucket, at, names = _bucket(member, manifest), 0, iter(manifest)
+def send(member: GroupMember, tensors: Iterable[tuple[str, Tensor]], manifest: ManifestEntries) -> None:
+    """Sends tensors; called on rank 0. They must come in the manifest's order and be equal to its entries.
+
+    Raises BroadcastAborted. An exception of `tensors` aborts the other members too.
+    """
+    bucket, filled, names = _bucket(member, manifest), 0, iter(manifest)
     try:
         for name, tensor in tensors:
+            # refuse a tensor that the receivers do not expect now
             dtype, shape, _ = manifest[name]
             if name != next(names, None) or (str(tensor.dtype), tuple(tensor.shape)) != (dtype, tuple(shape)):
-                raise BrokenOff(f"tensor {name} came to the sender out of turn, or not as the manifest has it")
+                raise BroadcastAborted(f"tensor {name} came to the sender out of order, or differs from the manifest")
+            # copy its bytes into the bucket, and broadcast the bucket whenever it is full
             flat, start = _bytes(tensor.detach().contiguous()), 0
             while start < len(flat):
-                count = min(len(bucket) - at, len(flat) - start)
-                bucket[at : at + count] = flat[start : start + count]
-                start, at = start + count, at + count
-                if at == len(bucket):
+                count = min(len(bucket) - filled, len(flat) - start)
+                bucket[filled : filled + count] = flat[start : start + count]
+                start, filled = start + count, filled + count
+                if filled == len(bucket):
                     member.broadcast(bucket)
-                    at = 0
+                    filled = 0
         if (missing := next(names, None)) is not None:
-            raise BrokenOff(f"tensor {missing} did not come to the sender")
-        if at:
-            member.broadcast(bucket[:at])
+            raise BroadcastAborted(f"tensor {missing} did not come to the sender")
+        if filled:
+            member.broadcast(bucket[:filled])
     except BaseException as error:
         member.leave(f"the sender gave up: {error}")
         raise
 
 
-def receive(member: Member, manifest: Entries) -> Iterator[tuple[str, Tensor]]:
-    """On every other rank: the tensors, each in memory of its own, on the member's device. Raises BrokenOff."""
-    bucket, left, at, end = _bucket(member, manifest), _nbytes(manifest), 0, 0
+def receive(member: GroupMember, manifest: ManifestEntries) -> Iterator[tuple[str, Tensor]]:
+    """Yields (name, tensor) as they arrive; called on every rank but 0.
+
+    Each tensor has memory of its own, on the member's device. Raises BroadcastAborted.
+    """
+    bucket, remaining = _bucket(member, manifest), _nbytes(manifest)
+    position, filled = 0, 0  # the next byte of the bucket to copy, and the number of bytes in it
     for name, (dtype, shape, _) in manifest.items():
         tensor = torch.empty(tuple(shape), dtype=_dtype(dtype), device=member.device)
         flat, start = _bytes(tensor), 0
         while start < len(flat):
-            if at == end:
-                at, end = 0, min(len(bucket), left)
-                member.broadcast(bucket[:end])
-                left -= end
-            count = min(end - at, len(flat) - start)
-            flat[start : start + count] = bucket[at : at + count]
-            start, at = start + count, at + count
+            if position == filled:
+                position, filled = 0, min(len(bucket), remaining)
+                member.broadcast(bucket[:filled])
+                remaining -= filled
+            count = min(filled - position, len(flat) - start)
+            flat[start : start + count] = bucket[position : position + count]
+            start, position = start + count, position + count
         yield name, tensor
 
 
-def _bucket(member: Member, manifest: Entries) -> Tensor:
-    nbytes = min(member.meeting.bucket_bytes, _nbytes(manifest))
+def _bucket(member: GroupMember, manifest: ManifestEntries) -> Tensor:
+    nbytes = min(member.group.bucket_bytes, _nbytes(manifest))
     return torch.empty(max(1, nbytes), dtype=torch.uint8, device=member.device)
 
 
-def _nbytes(manifest: Entries) -> int:
+def _nbytes(manifest: ManifestEntries) -> int:
     return sum(prod(shape) * _dtype(dtype).itemsize for dtype, shape, _ in manifest.values())
 
 
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
-        raise BrokenOff(f"the manifest names a dtype {name!r}, which torch does not have")
+        raise BroadcastAborted(f"the manifest names a dtype {name!r}, which torch does not have")
     return dtype
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """(bytes,) of a contiguous tensor, in its memory."""
+    """A flat view of the bytes of a contiguous tensor."""
     return tensor.reshape(-1).view(torch.uint8)

@@ -1,9 +1,9 @@
-"""How a pool has its replicas take weights: from files, or by a broadcast (engine.backends.vllm.weight_sync.broadcast).
+"""Delivers weights to the replicas of a pool: from files, or by a broadcast (`weight_sync.broadcast`).
 
-For the broadcast, this is the half of the engine's process: which replicas take part, the group of their workers, and
-what each one answered. The group stays from sync to sync. It is formed again when a replica is another process than
-before, and after a broadcast that was broken off. A replica that dies in the middle costs the others a second try, not
-the sync.
+This module is the engine's side of the broadcast: it decides which replicas take part, forms the group of their
+workers, and collects the outcome of each replica. The group is used for many syncs. A new group is formed if a replica
+has another process than before, and after an aborted broadcast. If a replica dies during a broadcast, the others get
+the weights at a second attempt, and the sync does not fail.
 
 Why the broadcast is our own (Ray 2.60, vLLM 0.32, from their sources):
 
@@ -20,7 +20,6 @@ Why the broadcast is our own (Ray 2.60, vLLM 0.32, from their sources):
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -34,53 +33,54 @@ from engine.backends.vllm.serving.replica import Replica
 from engine.backends.vllm.serving.runtime import Manifest, Receipt, Source
 from engine.backends.vllm.weight_sync.broadcast import (
     BUCKET_BYTES,
-    BrokenOff,
-    Meeting,
-    Member,
-    kind_of,
+    BroadcastAborted,
+    BroadcastGroup,
+    GroupMember,
+    device_info,
     open_store,
-    place_of,
+    select_backend,
     send,
 )
-from engine.backends.vllm.weight_sync.last_weights import Weights
-from engine.backends.vllm.weight_sync.receipts import refuse_wrong
+from engine.backends.vllm.weight_sync.load_request import LoadRequest
+from engine.backends.vllm.weight_sync.receipts import check_replies
 from engine.backends.weight_files.tensor_files import read_tensors
 from engine.cluster.actors import ActorHandle
 from engine.errors import BadSpec, SamplerOutOfSync, WorkerDied
 
 log = logging.getLogger(__name__)
 
-GRACE_SECONDS = 10.0
-"""How long a worker may take to notice that the others have given up."""
+ABORT_TIMEOUT = 10.0
+"""Seconds that a worker may take to notice that the broadcast was aborted."""
 
-LoadInto = Callable[[Replica, Weights], Awaitable[Receipt]]
+LoadInto = Callable[[Replica, LoadRequest], Awaitable[Receipt]]
+"""Lets one replica load the weights of a request."""
 Outcomes = dict[str, Receipt | BaseException]
-"""By replica: what it proved, or why not."""
+"""By name of the replica: its receipt, or the error of its load."""
 
 
-class Delivery(Protocol):
+class WeightDelivery(Protocol):
     """How weights reach the replicas of a pool."""
 
-    takes_tensors: bool
+    accepts_tensors: bool
     """Whether `source` may be the tensors themselves."""
 
     def paths(self, source: Source) -> tuple[str, ...]:
-        """Files from which a replica that is started again can take the weights later; none where it cannot."""
+        """Files from which a replica that is started again can load the weights; empty if it cannot."""
         ...
 
     async def deliver(
-        self, replicas: Sequence[Replica], weights: Weights, source: Source, load_into: LoadInto
+        self, replicas: Sequence[Replica], request: LoadRequest, source: Source, load_into: LoadInto
     ) -> list[Receipt | BaseException]:
-        """What each replica proved, or why it did not; `load_into` has one load the weights that it is given."""
+        """Delivers the weights. Returns for each replica its receipt, or the error of its load."""
         ...
 
     def close(self) -> None: ...
 
 
-class ByFiles:
-    """Every replica reads the staged files on its own."""
+class FileDelivery:
+    """Every replica reads the staged files itself."""
 
-    takes_tensors = False
+    accepts_tensors = False
 
     def paths(self, source: Source) -> tuple[str, ...]:
         if isinstance(source, Mapping):
@@ -88,147 +88,179 @@ class ByFiles:
         return tuple(str(path) for path in source)
 
     async def deliver(
-        self, replicas: Sequence[Replica], weights: Weights, source: Source, load_into: LoadInto
+        self, replicas: Sequence[Replica], request: LoadRequest, source: Source, load_into: LoadInto
     ) -> list[Receipt | BaseException]:
-        return await asyncio.gather(*(load_into(replica, weights) for replica in replicas), return_exceptions=True)
+        return await asyncio.gather(*(load_into(replica, request) for replica in replicas), return_exceptions=True)
 
     def close(self) -> None:
-        """Nothing stays open."""
+        """Does nothing: no resource is open."""
 
 
-BY_FILES = ByFiles()
+FILE_DELIVERY = FileDelivery()
 
 
-class ByBroadcast:
-    """Rank 0 of the pool's groups. `device` is where the trainer's tensors are."""
+class BroadcastDelivery:
+    """Sends the weights as rank 0 of a group with all workers of the replicas."""
 
-    takes_tensors = True
+    accepts_tensors = True
 
     def __init__(
-        self, host: str, device: torch.device, *, seconds: float, bucket_bytes: int = BUCKET_BYTES
+        self, host: str, device: torch.device, *, timeout: float, bucket_bytes: int = BUCKET_BYTES
     ) -> None:
-        """`host`: the address by which the replicas reach this machine."""
-        self._host = host
-        self._device, self._seconds, self._bucket_bytes = device, seconds, bucket_bytes
+        """Nothing is opened yet.
+
+        Args:
+            host: address by which the replicas reach this machine.
+            device: where the trainer's tensors are.
+            timeout: seconds that the members may take to connect, and that each exchange may take.
+        """
+        self._store_host = host
+        self._device, self._timeout, self._bucket_bytes = device, timeout, bucket_bytes
         self._store: tuple[Any, int] | None = None
-        self.member: Member | None = None
+        """(store, port)."""
+        self.member: GroupMember | None = None
         self._actors: list[ActorHandle | None] = []
-        """The processes that are in its group."""
+        """The processes of the group."""
 
     def paths(self, source: Source) -> tuple[str, ...]:
         return ()
 
     async def deliver(
-        self, replicas: Sequence[Replica], weights: Weights, source: Source, load_into: LoadInto
+        self, replicas: Sequence[Replica], request: LoadRequest, source: Source, load_into: LoadInto
     ) -> list[Receipt | BaseException]:
         outcomes: Outcomes = {}
-        left = list(replicas)
-        while left:
-            outcomes |= await self._try(left, weights, source, load_into)
-            alive = [replica for replica in left if not isinstance(outcomes[replica.name], WorkerDied)]
-            if len(alive) == len(left) or all(isinstance(outcomes[replica.name], Receipt) for replica in alive):
+        remaining = list(replicas)
+        while remaining:
+            outcomes |= await self._broadcast(remaining, request, source, load_into)
+            alive = [replica for replica in remaining if not isinstance(outcomes[replica.name], WorkerDied)]
+            all_loaded = all(isinstance(outcomes[replica.name], Receipt) for replica in alive)
+            if len(alive) == len(remaining) or all_loaded:
                 break
-            for name in sorted({replica.name for replica in left} - {replica.name for replica in alive}):
+            # the death of a replica aborted the broadcast for the others: repeat it without the dead
+            alive_names = {replica.name for replica in alive}
+            for name in sorted({replica.name for replica in remaining} - alive_names):
                 log.warning("%s; the weights are sent to the other replicas again", outcomes[name])
-            left = alive
+            remaining = alive
         return [outcomes[replica.name] for replica in replicas]
 
-    async def _try(
-        self, replicas: Sequence[Replica], weights: Weights, source: Source, load_into: LoadInto
+    async def _broadcast(
+        self, replicas: Sequence[Replica], request: LoadRequest, source: Source, load_into: LoadInto
     ) -> Outcomes:
-        member, outcomes = await self._meet(replicas)
+        """Makes one attempt to send the weights to these replicas."""
+        member, outcomes = await self._join_group(replicas)
         if member is None:
             return outcomes
-        to_group = replace(weights, group=member.meeting.name)
-        loading = {asyncio.create_task(_awaited(load_into(replica, to_group))): replica for replica in replicas}
-        sending = asyncio.create_task(asyncio.to_thread(_send, member, source, weights.manifest))
+
+        # send in a thread, while each replica receives and loads
+        group_request = replace(request, group=member.group.name)
+        loading = {asyncio.create_task(_awaited(load_into(replica, group_request))): replica for replica in replicas}
+        sending = asyncio.create_task(asyncio.to_thread(_send, member, source, request.manifest))
         await asyncio.wait([sending, *loading], return_when=asyncio.FIRST_EXCEPTION)
         error = next((task.exception() for task in (sending, *loading) if task.done() and task.exception()), None)
         if error is None:
             return {replica.name: task.result() for task, replica in loading.items()}
-        self._leave(f"the engine gave up: {error}")
-        await asyncio.wait([sending], timeout=self._seconds + GRACE_SECONDS)
-        await asyncio.wait(loading, timeout=GRACE_SECONDS)
+
+        # after an error all members abort
+        self._leave_group(f"the engine gave up: {error}")
+        await asyncio.wait([sending], timeout=self._timeout + ABORT_TIMEOUT)
+        await asyncio.wait(loading, timeout=ABORT_TIMEOUT)
         for task, replica in loading.items():
             outcomes[replica.name] = await self._outcome(task, replica)
-        fault = sending.exception() if sending.done() else None
-        if fault is not None and not isinstance(fault, BrokenOff):
-            raise fault  # of the trainer's tensors, not of a replica
+        sender_error = sending.exception() if sending.done() else None
+        if sender_error is not None and not isinstance(sender_error, BroadcastAborted):
+            raise sender_error  # the trainer's tensors failed, and no replica
         return outcomes
 
     async def _outcome(self, task: asyncio.Task[Receipt], replica: Replica) -> Receipt | BaseException:
+        """The outcome of a load after an abort. A replica that is still loading is killed."""
         if not task.done():
             actor = replica.actor
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             await replica.fail(actor)
-            return WorkerDied(f"vLLM {replica.name} was silent after a broadcast was broken off: it is ended")
+            return WorkerDied(f"vLLM {replica.name} was silent after a broadcast was aborted, and was killed")
         return task.exception() or task.result()
 
     # -- the group --------------------------------------------------------------------------------------------
 
-    async def _meet(self, replicas: Sequence[Replica]) -> tuple[Member | None, Outcomes]:
-        """The group of all workers of `replicas`; None when it did not come about, and why it did not."""
+    async def _join_group(self, replicas: Sequence[Replica]) -> tuple[GroupMember | None, Outcomes]:
+        """(this process's membership in the group of all workers, {}), or (None, an error for each replica)."""
+        # reuse the group if it has the same processes
         actors = [replica.actor for replica in replicas]
-        if self.member is not None and self.member.whole and actors == self._actors:
+        if self.member is not None and self.member.usable and actors == self._actors:
             return self.member, {}
-        self._leave("another group is formed")
-        places, outcomes = await self._ask(replicas, [("ostinato_place",) for _ in replicas])
+        self._leave_group("another group is formed")
+
+        # ask the workers for their devices, which decide the backend, and for their number
+        replies_by_replica, outcomes = await self._call_workers(replicas, [("ostinato_device",) for _ in replicas])
         if outcomes:
             return None, outcomes
-        firsts = list(itertools.accumulate((len(answers) for answers in places), initial=1))
-        meeting = self._meeting(
-            firsts.pop(), [place_of(self._device), *(answer["place"] for answers in places for answer in answers)]
-        )
-        joining = asyncio.create_task(asyncio.to_thread(Member, meeting, 0, self._device))
-        _, outcomes = await self._ask(replicas, [("ostinato_join", asdict(meeting), first) for first in firsts])
+        devices = [device_info(self._device)]
+        first_ranks = []
+        for replies in replies_by_replica:
+            first_ranks.append(len(devices))
+            devices += [reply["device_info"] for reply in replies]
+        group = self._new_group(devices)
+
+        # join with all workers at once; a replica's workers have consecutive ranks
+        joining = asyncio.create_task(asyncio.to_thread(GroupMember, group, 0, self._device))
+        calls = [("ostinato_join_group", asdict(group), first_rank) for first_rank in first_ranks]
+        _, outcomes = await self._call_workers(replicas, calls)
         try:
             self.member, self._actors = await joining, actors
-        except BrokenOff as error:
-            wrong = SamplerOutOfSync(f"the workers did not form a group: {error}")
-            return None, {replica.name: outcomes.get(replica.name, wrong) for replica in replicas}
-        return (self.member, {}) if not outcomes else (None, outcomes)
+        except BroadcastAborted as error:
+            not_formed = SamplerOutOfSync(f"the workers did not form a group: {error}")
+            return None, {replica.name: outcomes.get(replica.name, not_formed) for replica in replicas}
+        return (None, outcomes) if outcomes else (self.member, {})
 
-    def _meeting(self, size: int, places: Sequence[Mapping[str, Any]]) -> Meeting:
+    def _new_group(self, devices: Sequence[Mapping[str, Any]]) -> BroadcastGroup:
         if self._store is None:
-            self._store = open_store(self._host, self._seconds)
-        kind = kind_of(places)
-        log.info("weights go to %d workers by %s", size - 1, kind)
+            self._store = open_store(self._store_host, self._timeout)
+        backend = select_backend(devices)
+        log.info("weights go to %d workers by %s", len(devices) - 1, backend)
         name, port = f"ostinato-{secrets.token_hex(16)}", self._store[1]
-        return Meeting(name, self._host, port, size, kind, self._seconds, self._bucket_bytes)
+        return BroadcastGroup(
+            name, self._store_host, port, len(devices), backend, self._timeout, self._bucket_bytes
+        )
 
-    async def _ask(
+    async def _call_workers(
         self, replicas: Sequence[Replica], calls: Sequence[tuple[Any, ...]]
     ) -> tuple[list[list[dict[str, Any]]], Outcomes]:
-        """(What the workers of each replica answered, {}) or, when one did not, ([], an error for each replica)."""
+        """Calls a method on the workers of each replica.
 
-        async def ask(replica: Replica, call: tuple[Any, ...]) -> list[dict[str, Any]]:
-            actor = replica.running()
+        Returns (replies of the workers by replica, {}), or ([], an error for each replica) if a worker failed.
+        """
+
+        async def call_replica(replica: Replica, call: tuple[Any, ...]) -> list[dict[str, Any]]:
+            actor = replica.running_actor()
             try:
-                answers: list[dict[str, Any]] = await actor.call("rpc", *call)
+                replies: list[dict[str, Any]] = await actor.call("rpc", *call)
             except WorkerDied:
                 await replica.fail(actor)
                 raise
-            refuse_wrong(answers, [answer["boot"] for answer in answers], who=f"vLLM {replica.name}")
-            return answers
+            check_replies(replies, [reply["worker_id"] for reply in replies], who=f"vLLM {replica.name}")
+            return replies
 
-        answered = await asyncio.gather(*map(ask, replicas, calls), return_exceptions=True)
-        errors = [answers for answers in answered if isinstance(answers, BaseException)]
+        results = await asyncio.gather(*map(call_replica, replicas, calls), return_exceptions=True)
+        errors = [result for result in results if isinstance(result, BaseException)]
         if not errors:
-            return [answers for answers in answered if not isinstance(answers, BaseException)], {}
-        others = SamplerOutOfSync(f"another replica did not take part in the broadcast: {errors[0]}")
-        return [], {
-            replica.name: answers if isinstance(answers, BaseException) else others
-            for replica, answers in zip(replicas, answered, strict=True)
-        }
+            return [result for result in results if not isinstance(result, BaseException)], {}
+        outcomes: Outcomes = {}
+        for replica, result in zip(replicas, results, strict=True):
+            if isinstance(result, BaseException):
+                outcomes[replica.name] = result
+            else:
+                message = f"another replica did not take part in the broadcast: {errors[0]}"
+                outcomes[replica.name] = SamplerOutOfSync(message)
+        return [], outcomes
 
-    def _leave(self, why: str) -> None:
+    def _leave_group(self, reason: str) -> None:
         if self.member is not None:
-            self.member.leave(why)
+            self.member.leave(reason)
         self.member = None
 
     def close(self) -> None:
-        self._leave("the pool closes")
+        self._leave_group("the pool closes")
         self._store = None
 
 
@@ -236,19 +268,19 @@ async def _awaited(loading: Awaitable[Receipt]) -> Receipt:
     return await loading
 
 
-def _send(member: Member, source: Source, manifest: Manifest) -> None:
-    """Raises BrokenOff; SamplerOutOfSync when the staged files are not what they were."""
+def _send(member: GroupMember, source: Source, manifest: Manifest) -> None:
+    """Raises BroadcastAborted, or SamplerOutOfSync if the staged files have changed."""
     try:
         with torch.no_grad():
             if member.device.type == "cuda":
-                torch.cuda.set_device(member.device)  # of this thread
-            send(member, _pairs(source, manifest), manifest)
+                torch.cuda.set_device(member.device)  # applies to this thread
+            send(member, _named_tensors(source, manifest), manifest)
     except BadSpec as error:
         raise SamplerOutOfSync(f"the weights could not be sent: {error}") from error
 
 
-def _pairs(source: Source, manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
-    """In the manifest's order, which of files is theirs."""
+def _named_tensors(source: Source, manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in the manifest's order. The manifest of files has the order of the files."""
     if isinstance(source, Mapping):
         yield from ((name, source[name]) for name in manifest)
         return

@@ -1,13 +1,14 @@
-"""What runs inside vLLM's workers (its `worker_extension_cls`): receives weights, proves them, answers for them later.
+"""The class that runs inside vLLM's workers (`worker_extension_cls`): it loads weights, proves them, and checks later
+that they are unchanged.
 
-The same in this process, in workers of a tensor-parallel group, and in a server, where /collective_rpc reaches it. So
-arguments and answers are plain data, and a refusal is an answer (`wrong`), never an exception that a transport would
-turn into something else. Only tensors handed over in the same process are more than plain data.
+It works in the same way in this process, in the workers of a tensor-parallel group, and in a server that calls it by
+/collective_rpc. Arguments and replies are therefore plain data, and an error is part of the reply (`error`), because a
+transport could convert an exception. The only exception is a tensor that is passed inside one process.
 
-Per load, in this order: every tensor as it is handed to vLLM is digested and compared with the trainer's manifest; vLLM
-loads; a tied head is tied again; slices of every live layer are read back and compared with the tensors received (see
-readback). The digests of these slices stay, so that `ostinato_check` can prove later, for the price of a few tokens,
-that the weights are still the same.
+A load has these steps. Every tensor is digested and compared with the trainer's manifest on its way to vLLM. vLLM loads
+the tensors. A tied head is tied again. Slices of every live layer are read back and compared with the received tensors
+(see `readback`). The digests of these slices are kept, so that `ostinato_check` can prove later, at the cost of a few
+tokens, that the weights are still the same.
 """
 
 from __future__ import annotations
@@ -25,92 +26,113 @@ import torch
 from torch import Tensor, nn
 
 from engine.backends.vllm.weight_sync import lora_adapters, readback
-from engine.backends.vllm.weight_sync.broadcast import BrokenOff, Meeting, Member, place_of, receive
+from engine.backends.vllm.weight_sync.broadcast import (
+    BroadcastAborted,
+    BroadcastGroup,
+    GroupMember,
+    device_info,
+    receive,
+)
 from engine.backends.weight_files.tensor_files import read_tensors, tensor_bytes
 from engine.errors import BadSpec
 
-COUNT = 8
-"""Columns or rows read per tensor and load."""
-KEPT = 2
-"""Of these, how many `ostinato_check` reads again unless it is asked for all."""
+PICKS_PER_LOAD = 8
+"""Columns or rows that a load reads back per tensor."""
+PICKS_PER_CHECK = 2
+"""How many of these `ostinato_check` reads again, unless all are requested."""
 
-Answer = dict[str, Any]
+Reply = dict[str, Any]
+"""Reply to a remote call. All replies have "rank", "worker_id" and "error" (None without an error)."""
 
 
-class Refused(Exception):
-    """The weights are not what they should be; the text says which tensor."""
+class WeightsMismatch(Exception):
+    """Raised if the weights are not the expected ones. The message names the tensor."""
 
 
 @dataclass(slots=True)
-class _Held:
-    """What this worker proved it holds."""
+class _ProvenWeights:
+    """The weights that this worker was proven to hold."""
 
     state: str
-    plan: readback.Plan
+    plan: readback.ReadbackPlan
     picks: readback.Picks
     digests: dict[str, str]
-    """Of what the live layers answered, by slot."""
-    few: dict[str, str]
-    """The same of the first `KEPT` picks only."""
+    """By slot: digest of the values that were read back."""
+    check_digests: dict[str, str]
+    """By slot: digest of the values of the first `PICKS_PER_CHECK` picks only."""
 
 
 @dataclass(slots=True)
-class _Received:
-    """The tensors of one load, as they pass: digests compared, slices kept."""
+class _TensorReceiver:
+    """Compares the tensors of one load with the manifest while they pass, and keeps slices for the read-back."""
 
     manifest: Mapping[str, Sequence[Any]]
-    plan: readback.Plan
+    plan: readback.ReadbackPlan
     rng: random.Random
-    before: Mapping[str, tuple[Tensor, Tensor]]
+    previous_fingerprints: Mapping[str, tuple[Tensor, Tensor]]
+    """Of the tensors of the previous load, by name."""
     full: bool
-    seen: set[str] = field(default_factory=set)
-    now: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Whether every column is read back."""
+    received: set[str] = field(default_factory=set)
+    fingerprints: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     picks: readback.Picks = field(default_factory=dict)
-    cuts: dict[str, Tensor] = field(default_factory=dict)
-    ended: bool = False
+    expected: dict[str, Tensor] = field(default_factory=dict)
+    """By slot: the values that the read-back must give."""
+    complete: bool = False
+    """Whether all tensors have passed."""
     seconds: float = 0.0
+    """Time spent on comparisons."""
 
     def pass_on(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yields what it was given. Raises Refused at the first tensor that the trainer did not stage like this."""
-        slots: dict[str, list[readback.Slot]] = {}
+        """Yields the tensors. Raises WeightsMismatch at the first that differs from the manifest."""
+        slots_by_tensor: dict[str, list[readback.TensorSlot]] = {}
         for slot in self.plan.slots:
-            slots.setdefault(slot.tensor, []).append(slot)
+            slots_by_tensor.setdefault(slot.tensor, []).append(slot)
+
         for name, tensor in tensors:
-            began = time.perf_counter()
+            started = time.perf_counter()
             self._compare(name, tensor)
-            prints = readback.fingerprints(tensor)
-            if prints is not None:
-                self.now[name] = prints
-            for slot in slots.get(name, ()):
-                count = slot.choices[1] - slot.choices[0] if self.full else COUNT
-                picks = readback.pick(slot, prints, self.before.get(name), self.rng, count=count)
-                self.picks[slot.key], self.cuts[slot.key] = picks, slot.cut(tensor, picks)
-            self.seconds += time.perf_counter() - began
+            fingerprints = readback.fingerprints(tensor)
+            if fingerprints is not None:
+                self.fingerprints[name] = fingerprints
+            # choose what is read back of this tensor, and keep the expected values
+            for slot in slots_by_tensor.get(name, ()):
+                count = slot.pick_range[1] - slot.pick_range[0] if self.full else PICKS_PER_LOAD
+                previous = self.previous_fingerprints.get(name)
+                picks = readback.pick(slot, fingerprints, previous, self.rng, count=count)
+                self.picks[slot.key], self.expected[slot.key] = picks, slot.expected_values(tensor, picks)
+            self.seconds += time.perf_counter() - started
             yield name, tensor
-        missing = sorted(self.manifest.keys() - self.seen)
+
+        missing = sorted(self.manifest.keys() - self.received)
         if missing:
-            raise Refused(f"tensor {missing[0]} did not arrive ({len(missing)} of {len(self.manifest)} are missing)")
-        self.ended = True
+            raise WeightsMismatch(
+                f"tensor {missing[0]} did not arrive ({len(missing)} of {len(self.manifest)} are missing)"
+            )
+        self.complete = True
 
     def _compare(self, name: str, tensor: Tensor) -> None:
-        if name in self.seen:
-            raise Refused(f"tensor {name} arrived twice")
+        if name in self.received:
+            raise WeightsMismatch(f"tensor {name} arrived twice")
         if name not in self.manifest:
-            raise Refused(f"tensor {name} arrived, which the trainer did not stage")
-        self.seen.add(name)
-        dtype, shape, sha256 = self.manifest[name]
+            raise WeightsMismatch(f"tensor {name} arrived, which the trainer did not stage")
+        self.received.add(name)
+        dtype, shape, expected_sha256 = self.manifest[name]
         if str(tensor.dtype) != dtype or tuple(tensor.shape) != tuple(shape):
-            raise Refused(
+            raise WeightsMismatch(
                 f"tensor {name} arrived as {tensor.dtype} {tuple(tensor.shape)}, the trainer staged {dtype} "
                 f"{tuple(shape)}"
             )
-        found = hashlib.sha256(tensor_bytes(tensor)).hexdigest()
-        if found != sha256:
-            raise Refused(f"tensor {name} arrived with other bytes: sha256 {found[:12]}…, staged {sha256[:12]}…")
+        sha256 = hashlib.sha256(tensor_bytes(tensor)).hexdigest()
+        if sha256 != expected_sha256:
+            raise WeightsMismatch(
+                f"tensor {name} arrived with other bytes: sha256 {sha256[:12]}…, staged {expected_sha256[:12]}…"
+            )
 
 
 class Extension:
-    """Mixed into vLLM's worker class, whose attributes (`model_runner`, `rank`, `reload_weights` …) it uses."""
+    """Methods that are mixed into vLLM's worker class, whose attributes (`model_runner`, `rank`, `reload_weights`, ...)
+    they use. vLLM refuses an extension that has an attribute of the same name as its worker class."""
 
     model_runner: Any
     rank: int
@@ -123,42 +145,49 @@ class Extension:
         manifest: Mapping[str, Sequence[Any]],
         state: str,
         full: bool = False,
-    ) -> Answer:
-        """Loads files, tensors, or what is sent to the group named, as the weights of `state`. `full` reads back every
-        column instead of a sample."""
-        began = time.perf_counter()
-        self._ostinato_held: _Held | None = None
+    ) -> Reply:
+        """Loads the weights of `state` and proves them.
+
+        Args:
+            source: paths of safetensors files, the tensors themselves, or the name of a broadcast group.
+            full: read back every column instead of a sample.
+        """
+        started = time.perf_counter()
+        self._ostinato_proven: _ProvenWeights | None = None
         model = self.model_runner.get_model()
         try:
-            plan = readback.plan_of(model, {name: tuple(entry[1]) for name, entry in manifest.items()})
-            if plan.untouched:
-                raise Refused(f"the trainer staged no tensor for the live parameter {plan.untouched[0]}")
-            rng = random.Random(f"{self._boot()} {state}")
-            before = getattr(self, "_ostinato_prints", {})
-            received = _Received(manifest, plan, rng, before, full)
-            self.ostinato_apply(received.pass_on(self._tensors(source, manifest)))
-            if not received.ended:
-                raise Refused("vLLM did not take every tensor")
+            # every live parameter needs a tensor
+            plan = readback.plan_readback(model, {name: tuple(entry[1]) for name, entry in manifest.items()})
+            if plan.unfilled:
+                raise WeightsMismatch(f"the trainer staged no tensor for the live parameter {plan.unfilled[0]}")
+            # load, and compare each tensor with the manifest on its way to vLLM
+            rng = random.Random(f"{self._worker_id()} {state}")
+            previous_fingerprints = getattr(self, "_ostinato_fingerprints", {})
+            receiver = _TensorReceiver(manifest, plan, rng, previous_fingerprints, full)
+            self.ostinato_apply(receiver.pass_on(self._tensors(source, manifest)))
+            if not receiver.complete:
+                raise WeightsMismatch("vLLM did not take every tensor")
             self.ostinato_retie(self.model_runner.get_model())
             loaded = time.perf_counter()
-            values, held = self._read_back(plan, received, state)
-        except (Refused, BadSpec, BrokenOff) as error:
+            # read the live layers back
+            values, proven = self._read_back(plan, receiver, state)
+        except (WeightsMismatch, BadSpec, BroadcastAborted) as error:
             return self._load_failed(source, str(error))
         except Exception as error:  # noqa: BLE001 - the boundary to vLLM's loaders, which raise anything
             return self._load_failed(source, f"vLLM did not load the weights: {type(error).__name__}: {error}")
-        self._ostinato_prints, self._ostinato_held = received.now, held
+        self._ostinato_fingerprints, self._ostinato_proven = receiver.fingerprints, proven
         ended = time.perf_counter()
         seconds = {
-            "receive": received.seconds,
-            "load": loaded - began - received.seconds,
+            "receive": receiver.seconds,
+            "load": loaded - started - receiver.seconds,
             "readback": ended - loaded,
         }
-        return self._answer(state=state, tensors=len(manifest), values=values, unread=plan.unread, seconds=seconds)
+        return self._reply(state=state, tensors=len(manifest), values=values, unread=plan.unread, seconds=seconds)
 
-    def _load_failed(self, source: Any, wrong: str) -> Answer:
+    def _load_failed(self, source: Any, error: str) -> Reply:
         if isinstance(source, str):
-            self._leave(f"rank {self.rank}: {wrong}")
-        return self._answer(wrong=wrong, broken=not self._settled())
+            self._leave_group(f"rank {self.rank}: {error}")
+        return self._reply(error=error, broken=not self._finish_reload())
 
     def _tensors(
         self, source: Sequence[str] | Mapping[str, Tensor] | str, manifest: Mapping[str, Sequence[Any]]
@@ -167,35 +196,39 @@ class Extension:
             yield from source.items()
         elif isinstance(source, str):
             member = self._member()
-            if member is None or member.meeting.name != source:
-                raise Refused(f"it is no member of group {source}, whose broadcast it was told to take")
+            if member is None or member.group.name != source:
+                raise WeightsMismatch(f"it is no member of group {source}, whose broadcast it should receive")
             yield from receive(member, manifest)
         else:
             for path in source:
                 yield from read_tensors(Path(path))
 
     def ostinato_apply(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        """vLLM's own layerwise reload."""
+        """Loads the tensors with vLLM's own layerwise reload."""
         self.reload_weights(weights_iterator=tensors)  # type: ignore[attr-defined]
 
     @staticmethod
     def ostinato_retie(model: nn.Module) -> None:
-        """On the CPU a tied head keeps a prepacked copy of the embedding, which vLLM's reload leaves as it was."""
+        """Ties the language head to the embedding again. On the CPU a tied head has a prepacked copy of the embedding,
+        which vLLM's reload does not update."""
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-        heads = [m for m in model.modules() if isinstance(m, ParallelLMHead)]
-        embeddings = [
-            m for m in model.modules() if isinstance(m, VocabParallelEmbedding) and not isinstance(m, ParallelLMHead)
-        ]
+        heads: list[Any] = []
+        embeddings: list[Any] = []
+        for module in model.modules():
+            if isinstance(module, ParallelLMHead):
+                heads.append(module)
+            elif isinstance(module, VocabParallelEmbedding):
+                embeddings.append(module)
         if not getattr(model.config, "tie_word_embeddings", False) or not embeddings:
             return
         for head in heads:
             head.weight = embeddings[0].weight
             head.quant_method.process_weights_after_loading(head)
 
-    def _settled(self) -> bool:
-        """Ends a reload that was broken off, or else vLLM would refuse the next one: what no weights came for is put
-        back. False where that fails too, and only another process will do."""
+    def _finish_reload(self) -> bool:
+        """Finishes a reload that was interrupted, because vLLM would refuse the next one otherwise. Layers that got no
+        weights are restored. Returns False if this fails too; the process must be replaced then."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_processing
 
@@ -203,64 +236,72 @@ class Extension:
             with set_current_vllm_config(self.model_runner.vllm_config):
                 model = self.model_runner.get_model()
                 finalize_layerwise_processing(model, self.model_runner.vllm_config.model_config)
-        except Exception:  # noqa: BLE001 - the same boundary; the caller tells
+        except Exception:  # noqa: BLE001 - the same boundary; the caller reports it as "broken"
             return False
         return True
 
-    def _read_back(self, plan: readback.Plan, received: _Received, state: str) -> tuple[int, _Held]:
-        values, held = 0, _Held(state, plan, received.picks, {}, {})
-        for slot, live in readback.read(self.model_runner.get_model(), plan.slots, received.picks):
-            picks = received.picks[slot.key]
-            difference = readback.first_difference(slot, live, received.cuts[slot.key], picks)
+    def _read_back(
+        self, plan: readback.ReadbackPlan, receiver: _TensorReceiver, state: str
+    ) -> tuple[int, _ProvenWeights]:
+        """(number of values read, proof). Raises WeightsMismatch if a live layer differs from the received tensors."""
+        values, proven = 0, _ProvenWeights(state, plan, receiver.picks, {}, {})
+        for slot, live in readback.read_slots(self.model_runner.get_model(), plan.slots, receiver.picks):
+            picks = receiver.picks[slot.key]
+            difference = readback.first_difference(slot, live, receiver.expected[slot.key], picks)
             if difference:
-                raise Refused(f"tensor {slot.tensor} is not what the live model computes with: {difference}")
+                raise WeightsMismatch(f"tensor {slot.tensor} is not what the live model computes with: {difference}")
             values += live.numel()
-            held.digests[slot.key] = readback.digest(live)
-            held.few[slot.key] = readback.digest(live[: len(_few(picks))] if picks else live)
-        return values, held
+            # a vector has no picks and is always compared as a whole
+            checked = live[: len(_check_picks(picks))] if picks else live
+            proven.digests[slot.key] = readback.digest(live)
+            proven.check_digests[slot.key] = readback.digest(checked)
+        return values, proven
 
-    def ostinato_check(self, state: str, full: bool = False) -> Answer:
-        """Whether the live weights are still those that were loaded as `state`; `full`: all slices that it read."""
-        held: _Held | None = getattr(self, "_ostinato_held", None)
-        if held is None or held.state != state:
-            return self._answer(wrong=f"it holds {held.state if held else 'no proven weights'}, expected {state}")
+    def ostinato_check(self, state: str, full: bool = False) -> Reply:
+        """Checks that the live weights are still those that were loaded as `state`. `full`: reads all slices again."""
+        proven: _ProvenWeights | None = getattr(self, "_ostinato_proven", None)
+        if proven is None or proven.state != state:
+            present = proven.state if proven else "no proven weights"
+            return self._reply(error=f"it holds {present}, expected {state}")
         try:
-            picks = held.picks if full else {key: _few(chosen) for key, chosen in held.picks.items()}
-            wanted = held.digests if full else held.few
-            for slot, live in readback.read(self.model_runner.get_model(), held.plan.slots, picks):
-                if readback.digest(live) != wanted[slot.key]:
-                    raise Refused(f"tensor {slot.tensor} changed in {slot.path} since {state} was loaded")
-        except Refused as error:
-            self._ostinato_held = None
-            return self._answer(wrong=str(error))
+            picks, digests = proven.picks, proven.digests
+            if not full:
+                picks = {key: _check_picks(slot_picks) for key, slot_picks in proven.picks.items()}
+                digests = proven.check_digests
+            for slot, live in readback.read_slots(self.model_runner.get_model(), proven.plan.slots, picks):
+                if readback.digest(live) != digests[slot.key]:
+                    raise WeightsMismatch(f"tensor {slot.tensor} changed in {slot.path} since {state} was loaded")
+        except WeightsMismatch as error:
+            self._ostinato_proven = None
+            return self._reply(error=str(error))
         except Exception as error:  # noqa: BLE001 - the boundary to vLLM's layers: what they raise after a bad reload
-            self._ostinato_held = None
-            return self._answer(wrong=f"the live layers no longer answer: {type(error).__name__}: {error}")
-        return self._answer(state=state)
+            self._ostinato_proven = None
+            return self._reply(error=f"the live layers no longer answer: {type(error).__name__}: {error}")
+        return self._reply(state=state)
 
     # -- broadcasts -------------------------------------------------------------------------------------------
 
-    def ostinato_place(self) -> Answer:
-        """Where this worker computes, by which the kind of the group is chosen."""
-        return self._answer(place=dict(place_of(self._device())))
+    def ostinato_device(self) -> Reply:
+        """Describes the device of this worker, which decides the backend of a broadcast group."""
+        return self._reply(device_info=dict(device_info(self._device())))
 
-    def ostinato_join(self, meeting: Mapping[str, Any], first: int) -> Answer:
-        """Becomes rank `first` + its own of a new group, in the place of the one that it was in."""
-        self._leave("a member joined another group")
+    def ostinato_join_group(self, group: Mapping[str, Any], first_rank: int) -> Reply:
+        """Leaves the current broadcast group, and joins another one as rank `first_rank` + this worker's rank."""
+        self._leave_group("a member joined another group")
         try:
-            member = Member(Meeting(**meeting), first + self.rank, self._device())
-        except BrokenOff as error:
-            return self._answer(wrong=str(error))
-        self._ostinato_member: Member | None = member
-        return self._answer()
+            member = GroupMember(BroadcastGroup(**group), first_rank + self.rank, self._device())
+        except BroadcastAborted as error:
+            return self._reply(error=str(error))
+        self._ostinato_member: GroupMember | None = member
+        return self._reply()
 
-    def _member(self) -> Member | None:
+    def _member(self) -> GroupMember | None:
         return getattr(self, "_ostinato_member", None)
 
-    def _leave(self, why: str) -> None:
+    def _leave_group(self, reason: str) -> None:
         member = self._member()
         if member is not None:
-            member.leave(why)
+            member.leave(reason)
         self._ostinato_member = None
 
     def _device(self) -> torch.device:
@@ -270,72 +311,73 @@ class Extension:
 
     def ostinato_load_adapter(
         self, folder: str, name: str, number: int, manifest: Mapping[str, Sequence[Any]]
-    ) -> Answer:
-        """Hot-loads a peft folder and proves that the live slots hold it. The base must have been loaded before."""
-        held: _Held | None = getattr(self, "_ostinato_held", None)
-        if held is None:
-            return self._answer(wrong="an adapter came before the base's weights")
+    ) -> Reply:
+        """Loads a peft folder and proves that the live slots hold it. The base must have been loaded before.
+
+        Args:
+            number: vLLM's number of the adapter, never used before in this engine.
+        """
+        proven: _ProvenWeights | None = getattr(self, "_ostinato_proven", None)
+        if proven is None:
+            return self._reply(error="an adapter came before the base's weights")
         try:
             self.ostinato_add_adapter(folder, name, number)
             manager, model = self._lora()
-            digest = lora_adapters.compare(manager, model, held.plan, Path(folder), number, manifest)
-        except (lora_adapters.NotTheAdapter, BadSpec) as error:
-            return self._answer(wrong=str(error))
+            digest = lora_adapters.compare(manager, model, proven.plan, Path(folder), number, manifest)
+        except (lora_adapters.AdapterMismatch, BadSpec) as error:
+            return self._reply(error=str(error))
         except Exception as error:  # noqa: BLE001 - the boundary to vLLM's LoRA loader, which raises anything
-            return self._answer(wrong=f"vLLM did not load the adapter: {type(error).__name__}: {error}")
-        self._adapters_held()[name] = (number, digest)
-        return self._answer(name=name)
+            return self._reply(error=f"vLLM did not load the adapter: {type(error).__name__}: {error}")
+        self._proven_adapters()[name] = (number, digest)
+        return self._reply(name=name)
 
     def ostinato_add_adapter(self, folder: str, name: str, number: int) -> None:
         from vllm.lora.request import LoRARequest
 
         self.add_lora(LoRARequest(name, number, folder))  # type: ignore[attr-defined]
 
-    def ostinato_check_adapter(self, name: str) -> Answer:
-        """Whether the live slots still hold what `ostinato_load_adapter` proved."""
-        number, wanted = self._adapters_held().get(name, (0, ""))
-        if not wanted:
-            return self._answer(wrong=f"it holds no adapter {name}")
+    def ostinato_check_adapter(self, name: str) -> Reply:
+        """Checks that the live slots still hold what `ostinato_load_adapter` proved."""
+        number, expected_digest = self._proven_adapters().get(name, (0, ""))
+        if not expected_digest:
+            return self._reply(error=f"it holds no adapter {name}")
         manager, model = self._lora()
         try:
-            if lora_adapters.digest(manager, model, number) != wanted:
-                raise lora_adapters.NotTheAdapter(f"the live adapter changed since {name} was loaded")
-        except lora_adapters.NotTheAdapter as error:
-            del self._adapters_held()[name]
-            return self._answer(wrong=str(error))
-        return self._answer(name=name)
+            if lora_adapters.digest(manager, model, number) != expected_digest:
+                raise lora_adapters.AdapterMismatch(f"the live adapter changed since {name} was loaded")
+        except lora_adapters.AdapterMismatch as error:
+            del self._proven_adapters()[name]
+            return self._reply(error=str(error))
+        return self._reply(name=name)
 
-    def ostinato_remove_adapter(self, name: str) -> Answer:
-        number, _ = self._adapters_held().pop(name, (0, ""))
+    def ostinato_remove_adapter(self, name: str) -> Reply:
+        number, _ = self._proven_adapters().pop(name, (0, ""))
         if number:
             self.remove_lora(number)  # type: ignore[attr-defined]
-        return self._answer(name=name)
+        return self._reply(name=name)
 
     def _lora(self) -> tuple[Any, nn.Module]:
+        """(vLLM's LoRA manager, model)."""
         return self.model_runner.lora_manager._adapter_manager, self.model_runner.get_model()
 
-    def _adapters_held(self) -> dict[str, tuple[int, str]]:
-        """By name: vLLM's number, digest of the live slots."""
+    def _proven_adapters(self) -> dict[str, tuple[int, str]]:
+        """By name: (vLLM's number, digest of the live slots)."""
         if not hasattr(self, "_ostinato_adapters"):
             self._ostinato_adapters: dict[str, tuple[int, str]] = {}
         return self._ostinato_adapters
 
-    # -- life -------------------------------------------------------------------------------------------------
+    # -- replies ----------------------------------------------------------------------------------------------
 
-    def ostinato_reset(self) -> Answer:
-        """Forgets what was proven: the next check fails until the next load."""
-        self._ostinato_held = None
-        return self._answer()
+    def _worker_id(self) -> str:
+        """A random identifier of this worker, made once in the life of its process."""
+        if not hasattr(self, "_ostinato_worker_id"):
+            self._ostinato_worker_id = uuid.uuid4().hex
+        return self._ostinato_worker_id
 
-    def _boot(self) -> str:
-        """Made once in the life of this process's worker."""
-        if not hasattr(self, "_ostinato_boot"):
-            self._ostinato_boot = uuid.uuid4().hex
-        return self._ostinato_boot
-
-    def _answer(self, *, wrong: str | None = None, **found: Any) -> Answer:
-        return {"rank": self.rank, "boot": self._boot(), "wrong": wrong, **found}
+    def _reply(self, *, error: str | None = None, **values: Any) -> Reply:
+        return {"rank": self.rank, "worker_id": self._worker_id(), "error": error, **values}
 
 
-def _few(picks: list[int]) -> list[int]:
-    return picks[:KEPT]
+def _check_picks(picks: list[int]) -> list[int]:
+    """Those that `ostinato_check` reads, unless all are requested."""
+    return picks[:PICKS_PER_CHECK]

@@ -1,7 +1,7 @@
-"""LoRA adapters inside vLLM's workers: hot-loaded, compared with the trainer's, read back out of the live slots.
+"""LoRA adapters inside vLLM's workers: compares a loaded adapter with the trainer's, tensor by tensor.
 
-vLLM copies an adapter into stacked buffers of the layers, one slot per active adapter, A as it is and B times the
-adapter's scale. What the layers compute with is these slots, so it is these that are compared.
+vLLM copies an adapter into stacked buffers of the layers, one slot per active adapter: A unchanged, and B multiplied by
+the adapter's scale. The layers compute with these slots, so the slots are what is compared.
 
 Axes: R rank · I input of a layer · O output
 """
@@ -18,79 +18,89 @@ import torch
 from torch import Tensor
 
 from engine.backends.torch.lora import A_NAME, ADAPTER_CONFIG_FILE, ADAPTER_FILE, B_NAME, PEFT_PREFIX
-from engine.backends.vllm.weight_sync.readback import Plan, Slot
+from engine.backends.vllm.weight_sync.readback import ReadbackPlan, TensorSlot
 from engine.backends.weight_files.tensor_files import read_tensors, tensor_bytes
 
 
-class NotTheAdapter(Exception):
-    """The slots do not hold what they should; the text says which tensor."""
+class AdapterMismatch(Exception):
+    """Raised if the slots do not hold the adapter. The message names the tensor."""
 
 
 def compare(
-    manager: Any, model: Any, plan: Plan, folder: Path, number: int, manifest: Mapping[str, Sequence[Any]]
+    manager: Any, model: Any, plan: ReadbackPlan, folder: Path, number: int, manifest: Mapping[str, Sequence[Any]]
 ) -> str:
-    """Proves that the live slots of adapter `number` hold the folder's tensors, and these are the manifest's. Returns
-    the digest of the slots.
+    """Proves that the live slots of adapter `number` hold the tensors of a peft folder, and that these are the
+    manifest's. Returns the digest of the slots.
+
+    Args:
+        manager: vLLM's LoRA manager.
 
     Raises:
-        NotTheAdapter: names the first tensor that differs.
+        AdapterMismatch: names the first tensor that differs.
     """
+    # the folder's tensors are the trainer's
     tensors = dict(read_tensors(folder / ADAPTER_FILE))
     _check_received(tensors, manifest)
+
+    # each layer of the adapter has a live slot with the same values
     scale = _scale(json.loads((folder / ADAPTER_CONFIG_FILE).read_text()))
     slots = {slot.tensor: slot for slot in plan.slots if slot.kind == "linear"}
-    live = {(path, part): (a, b) for path, part, a, b in live_pairs(manager, model, number)}
-    for layer in sorted({_layer(name) for name in tensors}):
+    live = {(path, part): (a_RI, b_OR) for path, part, a_RI, b_OR in live_pairs(manager, model, number)}
+    for layer in sorted({_layer_of(name) for name in tensors}):
         slot = slots.get(f"{layer}.weight")
         if slot is None:
-            raise NotTheAdapter(f"the adapter's layer {layer} is none that the live model reads back")
+            raise AdapterMismatch(f"the adapter's layer {layer} is none that the live model reads back")
         path = slot.path.removesuffix(".base_layer")
-        pair = live.pop((path, _part(slot, plan)), None)
+        pair = live.pop((path, _part_of(slot, plan)), None)
         if pair is None:
-            raise NotTheAdapter(f"{path} takes no adapter in vLLM, the trainer's is on {layer}")
+            raise AdapterMismatch(f"{path} takes no adapter in vLLM, the trainer's is on {layer}")
         a_RI, b_OR = pair
-        wanted_RI = tensors[f"{PEFT_PREFIX}{layer}.{A_NAME}"][:, slot.columns[0] : slot.columns[1]].to(a_RI)
-        wanted_OR = tensors[f"{PEFT_PREFIX}{layer}.{B_NAME}"][slot.rows[0] : slot.rows[1]].to(b_OR) * scale
-        for name, found, wanted in ((A_NAME, a_RI, wanted_RI), (B_NAME, b_OR, wanted_OR)):
-            if not _holds(found, wanted, padded=0 if name == A_NAME else 1):
-                raise NotTheAdapter(f"tensor {layer}.{name} is not what {path} holds in the slot of this adapter")
+        expected_RI = tensors[f"{PEFT_PREFIX}{layer}.{A_NAME}"][:, slot.columns[0] : slot.columns[1]].to(a_RI)
+        expected_OR = tensors[f"{PEFT_PREFIX}{layer}.{B_NAME}"][slot.rows[0] : slot.rows[1]].to(b_OR) * scale
+        if not _holds(a_RI, expected_RI, rank_axis=0):
+            raise AdapterMismatch(f"tensor {layer}.{A_NAME} is not what {path} holds in the slot of this adapter")
+        if not _holds(b_OR, expected_OR, rank_axis=1):
+            raise AdapterMismatch(f"tensor {layer}.{B_NAME} is not what {path} holds in the slot of this adapter")
+
+    # the slots of all other layers are empty
     for (path, _), (a_RI, b_OR) in live.items():
         if a_RI.any() and b_OR.any():
-            raise NotTheAdapter(f"{path} holds an adapter where the trainer has none")
+            raise AdapterMismatch(f"{path} holds an adapter where the trainer has none")
     return digest(manager, model, number)
 
 
 def _check_received(tensors: Mapping[str, Tensor], manifest: Mapping[str, Sequence[Any]]) -> None:
     for name in sorted(tensors.keys() | manifest.keys()):
-        if name not in tensors or name not in manifest:
-            what = "did not arrive" if name not in tensors else "arrived, which the trainer did not write"
-            raise NotTheAdapter(f"tensor {name} {what}")
+        if name not in tensors:
+            raise AdapterMismatch(f"tensor {name} did not arrive")
+        if name not in manifest:
+            raise AdapterMismatch(f"tensor {name} arrived, which the trainer did not write")
         dtype, shape, sha256 = manifest[name]
         tensor = tensors[name]
         if (str(tensor.dtype), tuple(tensor.shape)) != (dtype, tuple(shape)):
-            raise NotTheAdapter(f"tensor {name} arrived as {tensor.dtype} {tuple(tensor.shape)}, not {dtype} {shape}")
+            raise AdapterMismatch(f"tensor {name} arrived as {tensor.dtype} {tuple(tensor.shape)}, not {dtype} {shape}")
         if hashlib.sha256(tensor_bytes(tensor)).hexdigest() != sha256:
-            raise NotTheAdapter(f"tensor {name} arrived with other bytes than the trainer's")
+            raise AdapterMismatch(f"tensor {name} arrived with other bytes than the trainer's")
 
 
 def digest(manager: Any, model: Any, number: int) -> str:
-    """Of everything that the slots of this adapter hold."""
-    whole = hashlib.sha256()
+    """A digest of everything that the slots of this adapter hold."""
+    sha256 = hashlib.sha256()
     for path, part, a_RI, b_OR in live_pairs(manager, model, number):
-        whole.update(f"{path} {part}\n".encode())
-        whole.update(tensor_bytes(a_RI))
-        whole.update(tensor_bytes(b_OR))
-    return whole.hexdigest()
+        sha256.update(f"{path} {part}\n".encode())
+        sha256.update(tensor_bytes(a_RI))
+        sha256.update(tensor_bytes(b_OR))
+    return sha256.hexdigest()
 
 
 def live_pairs(manager: Any, model: Any, number: int) -> Iterator[tuple[str, int, Tensor, Tensor]]:
-    """(path, part of a fused layer, A, B) of the slot that the adapter computes in; activates it if it is held only.
+    """(path, part of a fused layer, A, B) of each slot of the adapter. Activates the adapter if it is loaded only.
 
     Raises:
-        NotTheAdapter: vLLM does not have it any more.
+        AdapterMismatch: vLLM no longer has the adapter.
     """
     if number not in manager.list_adapters():
-        raise NotTheAdapter("vLLM has dropped the adapter")
+        raise AdapterMismatch("vLLM has dropped the adapter")
     manager.activate_adapter(number)
     index = manager.lora_index_to_id.index(number)
     for path, module in sorted(model.named_modules()):
@@ -101,21 +111,21 @@ def live_pairs(manager: Any, model: Any, number: int) -> Iterator[tuple[str, int
             yield path, part, a[index, 0], b[index, 0]
 
 
-def _part(slot: Slot, plan: Plan) -> int:
-    """Which of the tensors fused in its layer this one is."""
-    starts = sorted({s.out[0] for s in plan.slots if s.path == slot.path and s.kind == "linear"})
-    return starts.index(slot.out[0])
+def _part_of(slot: TensorSlot, plan: ReadbackPlan) -> int:
+    """The index of this tensor among those that are fused in its layer."""
+    parts = [other for other in plan.slots if other.path == slot.path and other.kind == "linear"]
+    starts = sorted({part.outputs[0] for part in parts})
+    return starts.index(slot.outputs[0])
 
 
-def _holds(found: Tensor, wanted: Tensor, *, padded: int) -> bool:
-    """Equal, and zero where the slot is wider than this adapter's rank."""
-    rank = wanted.shape[padded]
-    return torch.equal(found.narrow(padded, 0, rank), wanted) and not found.narrow(
-        padded, rank, found.shape[padded] - rank
-    ).any()
+def _holds(live: Tensor, expected: Tensor, *, rank_axis: int) -> bool:
+    """Whether they are equal, and the slot is zero where it is wider than this adapter's rank."""
+    rank = expected.shape[rank_axis]
+    padding = live.narrow(rank_axis, rank, live.shape[rank_axis] - rank)
+    return torch.equal(live.narrow(rank_axis, 0, rank), expected) and not padding.any()
 
 
-def _layer(name: str) -> str:
+def _layer_of(name: str) -> str:
     return name.removeprefix(PEFT_PREFIX).removesuffix(f".{A_NAME}").removesuffix(f".{B_NAME}")
 
 

@@ -1,9 +1,9 @@
-"""The trainer's side of the receipt: what was staged, tensor by tensor."""
+"""Describes the weights that the trainer staged, tensor by tensor. Workers compare what arrives with it."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -19,7 +19,7 @@ def entry_of(tensor: Tensor) -> tuple[str, tuple[int, ...], str]:
 
 
 def manifest_of(tensors: Iterable[tuple[str, Tensor]]) -> Manifest:
-    """Raises BadSpec on a name that comes twice."""
+    """The manifest of (name, tensor) pairs. Raises BadSpec if a name occurs twice."""
     manifest: Manifest = {}
     for name, tensor in tensors:
         if name in manifest:
@@ -29,11 +29,16 @@ def manifest_of(tensors: Iterable[tuple[str, Tensor]]) -> Manifest:
 
 
 def manifest_of_files(paths: Sequence[Path]) -> Manifest:
-    """Raises BadSpec on what is no whole safetensors file, or a name that comes twice."""
-    return manifest_of(pair for path in paths for pair in read_tensors(path))
+    """The manifest of safetensors files. Raises BadSpec for an incomplete file, or if a name occurs twice."""
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for path in paths:
+            yield from read_tensors(path)
+
+    return manifest_of(tensors())
 
 
 def digest_of(manifest: Manifest) -> str:
-    """Equal for equal names, dtypes, shapes and bytes, in whatever order they came."""
+    """Equal for equal names, dtypes, shapes and bytes; the order of the tensors does not matter."""
     lines = (f"{name} {dtype} {list(shape)} {sha256}\n" for name, (dtype, shape, sha256) in sorted(manifest.items()))
     return hashlib.sha256("".join(lines).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""What the workers' extension answered, as receipts or as the errors that it tells of. Any transport's answers."""
+"""Parses the replies of vLLM's workers into receipts or errors, for every transport."""
 
 from __future__ import annotations
 
@@ -9,44 +9,51 @@ from engine.backends.vllm.serving.runtime import Receipt
 from engine.errors import SamplerOutOfSync
 
 
-def broken(answers: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a worker says that no load will mend it: another process must take its place."""
-    return any(answer.get("broken") for answer in answers)
+def any_broken(replies: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a worker reports that no further load can repair it, so that its process must be replaced."""
+    return any(reply.get("broken") for reply in replies)
 
 
-def refuse_wrong(answers: Sequence[Mapping[str, Any]], boots: Sequence[str], *, who: str = "vLLM") -> None:
-    """Raises SamplerOutOfSync unless every worker agrees and is the process that `boots` names, in this order."""
-    for answer in answers:
-        if answer.get("wrong"):
-            raise SamplerOutOfSync(f"{who}, worker {answer['rank']}: {answer['wrong']}")
-    found = [answer["boot"] for answer in answers]
-    if found != list(boots):
+def check_replies(replies: Sequence[Mapping[str, Any]], worker_ids: Sequence[str], *, who: str = "vLLM") -> None:
+    """Raises SamplerOutOfSync if a worker reports an error, or the workers are not those of `worker_ids`, in order."""
+    for reply in replies:
+        if reply.get("error"):
+            raise SamplerOutOfSync(f"{who}, worker {reply['rank']}: {reply['error']}")
+    if [reply["worker_id"] for reply in replies] != list(worker_ids):
         raise SamplerOutOfSync(f"{who} was restarted: its workers are not those that the weights were loaded into")
 
 
-def receipt_of(answers: Sequence[Mapping[str, Any]], state: str, *, who: str = "vLLM") -> Receipt:
-    """Of one load, over all workers of one engine. Raises SamplerOutOfSync where one of them refused."""
-    refuse_wrong(answers, [answer["boot"] for answer in answers], who=who)
-    if not answers or any(answer["state"] != state for answer in answers):
-        raise SamplerOutOfSync(f"{who} answered for other weights than {state}: {[a['state'] for a in answers]}")
-    parts = answers[0]["seconds"]
+def receipt_from_replies(replies: Sequence[Mapping[str, Any]], state: str, *, who: str = "vLLM") -> Receipt:
+    """The receipt of one load, over all workers of one engine. Raises SamplerOutOfSync if a worker reports an error."""
+    check_replies(replies, [reply["worker_id"] for reply in replies], who=who)
+    if not replies or any(reply["state"] != state for reply in replies):
+        states = [reply["state"] for reply in replies]
+        raise SamplerOutOfSync(f"{who} replied for other weights than {state}: {states}")
+    unread = set[str]()
+    for reply in replies:
+        unread.update(reply["unread"])
+    seconds = {part: max(reply["seconds"][part] for reply in replies) for part in replies[0]["seconds"]}
     return Receipt(
         state=state,
-        tensors=answers[0]["tensors"],
-        values_read=sum(answer["values"] for answer in answers),
-        unread=tuple(sorted({name for answer in answers for name in answer["unread"]})),
-        seconds={part: max(answer["seconds"][part] for answer in answers) for part in parts},
+        tensors=replies[0]["tensors"],
+        values_read=sum(reply["values"] for reply in replies),
+        unread=tuple(sorted(unread)),
+        seconds=seconds,
     )
 
 
-def together(receipts: Sequence[Receipt], state: str) -> Receipt:
-    """One receipt of all replicas. Raises SamplerOutOfSync when they took unequal numbers of tensors."""
+def merge_receipts(receipts: Sequence[Receipt], state: str) -> Receipt:
+    """One receipt for all replicas. Raises SamplerOutOfSync if they received different numbers of tensors."""
     if len({receipt.tensors for receipt in receipts}) > 1:
         raise SamplerOutOfSync(f"the replicas hold unequal numbers of tensors of {state}: {receipts}")
+    unread = set[str]()
+    for receipt in receipts:
+        unread.update(receipt.unread)
+    seconds = {part: max(receipt.seconds[part] for receipt in receipts) for part in receipts[0].seconds}
     return Receipt(
         state=state,
         tensors=receipts[0].tensors,
         values_read=sum(receipt.values_read for receipt in receipts),
-        unread=tuple(sorted({name for receipt in receipts for name in receipt.unread})),
-        seconds={part: max(r.seconds[part] for r in receipts) for part in receipts[0].seconds},
+        unread=tuple(sorted(unread)),
+        seconds=seconds,
     )

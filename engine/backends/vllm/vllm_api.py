@@ -1,7 +1,7 @@
-"""Everything the engine's side calls of vLLM itself, in one file: written for 0.32, held by tests/engine/vllm.
+"""All calls of vLLM's own API outside of its workers. Written for vLLM 0.32 and tested by tests/engine/vllm.
 
-vLLM in this process takes liberties: it draws from the global generators, replaces `torch.set_num_threads` by a no-op,
-and reads the environment at import. `_contained` gives back what it takes.
+vLLM changes global state of this process: it draws from the global random generators, replaces
+`torch.set_num_threads` by a no-op, and reads the environment at import. `_restores_globals` undoes these changes.
 """
 
 from __future__ import annotations
@@ -22,72 +22,80 @@ import torch
 from engine.backends.protocol import OnToken
 from engine.backends.torch.sampler import processed_logprobs
 from engine.backends.vllm.serving.runtime import EngineOptions, Manifest, Receipt, Source
-from engine.backends.vllm.weight_sync.receipts import receipt_of, refuse_wrong
+from engine.backends.vllm.weight_sync.receipts import any_broken, check_replies, receipt_from_replies
 from engine.errors import BadSpec, SamplerOutOfSync, WorkerDied
 from engine.protocol import Completion, SamplingParams, StopReason, TokenIds
 
 ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine's loop in this process: weights can be handed over as they are
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else it takes cores away from the trainer's threads
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the engine in this process, so that it can take tensors directly
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else it binds threads to cores that the trainer's threads use
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # the trainer's threads do not survive a fork
 }
-LOGGED = "ERROR"
-"""The level of vLLM's own lines in this process, unless $VLLM_LOGGING_LEVEL says otherwise. What it warns of is what it
-is told here on purpose (no tokenizer, no chunked prefill) or finds at every sync (a tied head that no tensor is for); a
-server writes all of it into its log."""
+LOG_LEVEL = "ERROR"
+"""Level of vLLM's log lines in this process, unless $VLLM_LOGGING_LEVEL is set. Its warnings are about options that are
+set here on purpose (no tokenizer, no chunked prefill), or repeat at every sync (a tied head without a tensor)."""
 CPU_KV_CACHE_BYTES = 1 << 30
+"""Default size of the KV cache on the CPU."""
 MIN_TEMPERATURE = 0.01
-"""vLLM raises lower ones to this without a word."""
-ADAPTERS_HELD = 8
+"""vLLM silently raises lower temperatures to this."""
+MAX_CPU_ADAPTERS = 8
+"""Adapters that vLLM caches in host memory."""
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM can be built for."""
+MIN_BATCHED_TOKENS = 8192
+"""Smallest value of vLLM's max_num_batched_tokens."""
 
 
-class InProcess:
-    """Implements runtime.Runtime: one vLLM engine in this process. With tensor_parallel > 1 its workers are processes
-    of their own, and weights go to them as files."""
+class InProcessRuntime:
+    """Implements runtime.Runtime with one vLLM engine in this process.
 
-    wants_weights = False
+    With tensor_parallel > 1 its workers are separate processes, which take weights as files.
+    """
+
+    needs_weights = False
 
     def __init__(self, config_folder: Path, options: EngineOptions) -> None:
         self.options = options
-        self.takes_tensors = options.tensor_parallel == 1
+        self.accepts_tensors = options.tensor_parallel == 1
         self.alive = True
         self._state: str | None = None
-        self._boots: list[str] = []
-        self._numbers = itertools.count(1)
+        self._worker_ids: list[str] = []
+        self._adapter_numbers = itertools.count(1)
         self._adapters: dict[str, Any] = {}
-        self._ids = itertools.count()
-        with _contained():
-            self._llm: Any = _llm(config_folder, options)
+        """LoRA requests by the adapter's name."""
+        self._request_numbers = itertools.count()
+        with _restores_globals():
+            self._llm: Any = _start_llm(config_folder, options)
         self._engine = self._llm.llm_engine
 
     # -- weights ----------------------------------------------------------------------------------------------
 
     def load(self, source: Source, manifest: Manifest, state: str, *, full: bool = False) -> Receipt:
         self._state = None
-        given = source if isinstance(source, Mapping) else [str(path) for path in source]
-        with _contained():
-            answers = self._rpc("ostinato_load", given, manifest, state, full)
-        self.alive = not any(answer.get("broken") for answer in answers)
-        receipt = receipt_of(answers, state)
-        self._boots = [answer["boot"] for answer in answers]
+        worker_source = source if isinstance(source, Mapping) else [str(path) for path in source]
+        with _restores_globals():
+            replies = self._rpc("ostinato_load", worker_source, manifest, state, full)
+        self.alive = not any_broken(replies)
+        receipt = receipt_from_replies(replies, state)
+        self._worker_ids = [reply["worker_id"] for reply in replies]
         self.reset_prefix_cache()
         self._state = state
         return receipt
 
     def check(self, state: str, *, full: bool = False) -> None:
-        refuse_wrong(self._rpc("ostinato_check", state, full), self._boots)
+        check_replies(self._rpc("ostinato_check", state, full), self._worker_ids)
 
     def reset_prefix_cache(self) -> None:
         if not self._llm.reset_prefix_cache():
-            raise SamplerOutOfSync("vLLM did not reset its prefix cache: older weights' keys and values would be read")
+            raise SamplerOutOfSync("vLLM did not reset its prefix cache: it would use keys and values of older weights")
 
     # -- adapters ---------------------------------------------------------------------------------------------
 
     def load_adapter(self, folder: Path, name: str, manifest: Manifest) -> None:
-        number = next(self._numbers)
-        refuse_wrong(self._rpc("ostinato_load_adapter", str(folder), name, number, manifest), self._boots)
+        number = next(self._adapter_numbers)
+        check_replies(self._rpc("ostinato_load_adapter", str(folder), name, number, manifest), self._worker_ids)
         self._adapters[name] = lora_request(name, number, str(folder))
 
     def remove_adapter(self, name: str) -> None:
@@ -96,7 +104,7 @@ class InProcess:
             self._rpc("ostinato_remove_adapter", name)
 
     def check_adapter(self, name: str) -> None:
-        refuse_wrong(self._rpc("ostinato_check_adapter", name), self._boots)
+        check_replies(self._rpc("ostinato_check_adapter", name), self._worker_ids)
 
     # -- tokens -----------------------------------------------------------------------------------------------
 
@@ -109,46 +117,48 @@ class InProcess:
         *,
         adapter: str | None = None,
     ) -> list[Completion]:
-        drawn: list[_Drawn] = [_Drawn() for _ in prompts]
-        wanted = [vllm_params(params, seed, self.options, stream=on_token is not None) for seed in seeds]
-        for index, output in self._run(list(prompts), wanted, adapter):
-            fresh = sampled(output.outputs[0], params)
-            drawn[index].take(fresh)
+        buffers = [_TokenBuffer() for _ in prompts]
+        request_params = [vllm_params(params, seed, self.options, stream=on_token is not None) for seed in seeds]
+        for index, output in self._run(list(prompts), request_params, adapter):
+            new_tokens = sampled(output.outputs[0], params)
+            buffers[index].append(new_tokens)
             if on_token is not None:
-                for token, logprob in fresh:
+                for token, logprob in new_tokens:
                     on_token(index, token, logprob)
-        return [d.completion(self.options.eos_token_ids, params) for d in drawn]
+        return [buffer.completion(self.options.eos_token_ids, params) for buffer in buffers]
 
     def score(
         self, sequences: Sequence[TokenIds], *, temperature: float = 1.0, adapter: str | None = None
     ) -> list[list[float]]:
         if temperature != 1.0:
-            raise BadSpec(f"vLLM scores at temperature 1 only; {temperature} was asked for")
-        found: list[list[float]] = [[] for _ in sequences]
+            raise BadSpec(f"temperature={temperature} was given, and vLLM scores at temperature 1 only")
+        scores: list[list[float]] = [[] for _ in sequences]
         for index, output in self._run(list(sequences), [scoring_params()] * len(sequences), adapter):
-            found[index] = scored(output, sequences[index])
-        return found
+            scores[index] = scored(output, sequences[index])
+        return scores
 
     def _run(
         self, prompts: Sequence[TokenIds], params: Sequence[Any], adapter: str | None
     ) -> Iterator[tuple[int, Any]]:
-        """Submits all, steps until all are done, yields (place, RequestOutput). Closed early, it aborts the rest."""
-        salt = f"{self._state} {adapter}"  # a cache entry of other weights can never be this state's
+        """Submits all prompts, and yields (index of the prompt, RequestOutput) until all are done. Closing the iterator
+        aborts the rest."""
+        # with the state in the salt, a prompt never matches cache entries of other weights
+        salt = f"{self._state} {adapter}"
         lora = None if adapter is None else self._adapters[adapter]
-        places: dict[str, int] = {}
+        index_by_request: dict[str, int] = {}
         try:
-            for place, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
-                name = f"ostinato-{next(self._ids)}"
-                places[name] = place
-                self._engine.add_request(name, token_prompt(prompt, salt=salt), wanted, lora_request=lora)
-            while places:
+            for index, (prompt, prompt_params) in enumerate(zip(prompts, params, strict=True)):
+                name = f"ostinato-{next(self._request_numbers)}"
+                index_by_request[name] = index
+                self._engine.add_request(name, token_prompt(prompt, salt=salt), prompt_params, lora_request=lora)
+            while index_by_request:
                 for output in self._step():
-                    yield places[output.request_id], output
+                    yield index_by_request[output.request_id], output
                     if output.finished:
-                        del places[output.request_id]
+                        del index_by_request[output.request_id]
         finally:
-            if places and self.alive:
-                self._engine.abort_request(list(places))
+            if index_by_request and self.alive:
+                self._engine.abort_request(list(index_by_request))
                 while self._engine.has_unfinished_requests():
                     self._step()
 
@@ -156,13 +166,14 @@ class InProcess:
         try:
             return self._engine.step()
         except Exception as error:
-            self.alive = False  # the boundary to vLLM's engine: after whatever it raises it cannot be trusted
+            # the boundary to vLLM's engine: it cannot be used after an exception of any kind
+            self.alive = False
             raise WorkerDied(f"vLLM's engine failed; the next sync starts another: {error!r}") from error
 
     # -- life -------------------------------------------------------------------------------------------------
 
     def sleep(self) -> None:
-        """Level 2: the weights are dropped, not kept in host memory. They come anew from the trainer."""
+        """Drops the weights (level 2) instead of keeping them in host memory. The trainer sends them again."""
         if self.options.sleep:
             self._llm.sleep(level=2)
 
@@ -185,44 +196,49 @@ class InProcess:
         return self._llm.collective_rpc(method, args=args)
 
 
-class _Drawn:
-    """Tokens of one completion as they come."""
+class _TokenBuffer:
+    """The tokens of one completion that were sampled so far."""
 
     def __init__(self) -> None:
         self.tokens: TokenIds = []
         self.logprobs: list[float] = []
 
-    def take(self, fresh: Sequence[tuple[int, float]]) -> None:
-        self.tokens += [token for token, _ in fresh]
-        self.logprobs += [logprob for _, logprob in fresh]
+    def append(self, new_tokens: Sequence[tuple[int, float]]) -> None:
+        self.tokens += [token for token, _ in new_tokens]
+        self.logprobs += [logprob for _, logprob in new_tokens]
 
     def completion(self, eos: Sequence[int], params: SamplingParams) -> Completion:
         return Completion(self.tokens, self.logprobs, stop_reason(self.tokens[-1], eos, params))
 
 
-def stop_reason(last: int, eos: Sequence[int], params: SamplingParams) -> StopReason:
+def stop_reason(last_token: int, eos: Sequence[int], params: SamplingParams) -> StopReason:
     """Why a completion ended with this token."""
-    if last in eos and not params.ignore_eos:
+    if last_token in eos and not params.ignore_eos:
         return "eos"
-    return "stop" if last in params.stop_token_ids else "length"
+    return "stop" if last_token in params.stop_token_ids else "length"
 
 
 def vllm_params(params: SamplingParams, seed: int, options: EngineOptions, *, stream: bool) -> Any:
-    """Our meaning in vLLM's words. Ends of sequence are given as stop tokens, so that one rule holds for both, where
-    they are not to be ignored.
+    """Converts sampling parameters to vLLM's. End-of-sequence ids become stop tokens, unless they are to be ignored.
+
+    Args:
+        stream: whether outputs contain only the new tokens, instead of all tokens at the end.
 
     Raises:
-        BadSpec: a temperature that vLLM would change.
+        BadSpec: vLLM would change the temperature.
     """
     from vllm import SamplingParams as VllmParams
     from vllm.sampling_params import RequestOutputKind
 
     if 0 < params.temperature < MIN_TEMPERATURE:
         raise BadSpec(
-            f"temperature {params.temperature} was given; vLLM draws at {MIN_TEMPERATURE} or more: give that, or 0 for "
-            "greedy"
+            f"temperature {params.temperature} was given; vLLM samples at {MIN_TEMPERATURE} or more: give that, or 0 "
+            "for greedy"
         )
     top_k = params.top_k if params.top_k < options.vocab_size else 0
+    stop_token_ids = set(params.stop_token_ids)
+    if not params.ignore_eos:
+        stop_token_ids.update(options.eos_token_ids)
     return VllmParams(
         temperature=params.temperature,
         top_p=params.top_p,
@@ -230,7 +246,7 @@ def vllm_params(params: SamplingParams, seed: int, options: EngineOptions, *, st
         seed=seed & ((1 << 63) - 1),
         max_tokens=params.max_new_tokens,
         min_tokens=min(params.min_new_tokens, params.max_new_tokens),
-        stop_token_ids=sorted({*(() if params.ignore_eos else options.eos_token_ids), *params.stop_token_ids}),
+        stop_token_ids=sorted(stop_token_ids),
         ignore_eos=True,
         logprobs=-1 if _filters_greedy(params) else 0,
         detokenize=False,
@@ -240,7 +256,7 @@ def vllm_params(params: SamplingParams, seed: int, options: EngineOptions, *, st
 
 
 def scoring_params() -> Any:
-    """Of a request that only scores its prompt; one more token is drawn, as vLLM wants it."""
+    """vLLM's parameters of a request that scores its prompt. One token is sampled, since vLLM requires it."""
     from vllm import SamplingParams as VllmParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -255,77 +271,84 @@ def scoring_params() -> Any:
 
 
 def scored(output: Any, tokens: TokenIds) -> list[float]:
-    """Nats of every token but the first."""
+    """Logprobs in nats of every token but the first, from the output of a scoring request."""
     return [entry[token].logprob for token, entry in zip(tokens[1:], output.prompt_logprobs[1:], strict=True)]
 
 
 def token_prompt(tokens: Sequence[int], *, salt: str) -> Any:
-    """A prompt whose prefix is shared only with prompts of the same salt."""
+    """A prompt of token ids. Its prefix in the cache is shared only with prompts of the same salt."""
     from vllm.inputs.engine import tokens_input
 
     return tokens_input(list(tokens), cache_salt=salt)
 
 
 def lora_request(name: str, number: int, path: str) -> Any:
-    """How vLLM is asked for an adapter; `number` is never used twice in one engine."""
+    """vLLM's reference to an adapter. `number` must be new in this engine."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(name, number, path)
 
 
 def _filters_greedy(params: SamplingParams) -> bool:
-    """vLLM leaves top-k and top-p out of greedy logprobs: they are worked out here, from the whole vocabulary's."""
+    """Whether the logprobs must be computed here, from those of the whole vocabulary: vLLM's logprobs of greedy
+    completions ignore top-k and top-p."""
     return params.temperature == 0 and (params.top_k > 0 or params.top_p < 1)
 
 
 def sampled(output: Any, params: SamplingParams) -> list[tuple[int, float]]:
-    """(token, logprob) of what is new in one vLLM output."""
-    found = []
+    """(token, logprob) of the new tokens in one vLLM output."""
+    new_tokens = []
     for token, entry in zip(output.token_ids, output.logprobs, strict=True):
         logprob = entry[token].logprob
         if _filters_greedy(params):
-            row_1V = torch.tensor([[entry[i].logprob for i in range(len(entry))]])
+            row_1V = torch.tensor([[entry[token_id].logprob for token_id in range(len(entry))]])
             logprob = processed_logprobs(row_1V, params)[0, token].item()
-        found.append((token, logprob))
-    return found
+        new_tokens.append((token, logprob))
+    return new_tokens
 
 
-def _llm(config_folder: Path, options: EngineOptions) -> Any:
+def _start_llm(config_folder: Path, options: EngineOptions) -> Any:
     os.environ.update(ENVIRONMENT)
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", LOGGED)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", LOG_LEVEL)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of torch, about what vLLM looks up in it
+        warnings.simplefilter("ignore", FutureWarning)  # torch warns about attributes that vLLM uses
         from vllm import LLM
 
         return LLM(**engine_arguments(config_folder, options))
 
 
 def async_engine(config_folder: Path, options: EngineOptions, executor: str | None) -> Any:
-    """vLLM's AsyncLLM, whose engine computes in a process of its own. `executor`: what carries several workers."""
+    """Starts vLLM's AsyncLLM, whose engine runs in a process of its own.
+
+    Args:
+        executor: vLLM's distributed executor if several workers share the model.
+    """
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
     arguments = AsyncEngineArgs(**engine_arguments(config_folder, options), distributed_executor_backend=executor)
     config = arguments.create_engine_config()
     if options.tensor_parallel == 1:
-        # For the CPU vLLM chooses a second process, to set OpenMP's threads there. The environment has set them.
+        # on the CPU vLLM would start a second process to set OpenMP's threads there; the environment has set them
         config.parallel_config.distributed_executor_backend = "uni"
     return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
 
 
 def engine_arguments(config_folder: Path, options: EngineOptions) -> dict[str, Any]:
-    """vLLM's engine arguments, by the names that its command line has too."""
-    extra: dict[str, Any] = {}
+    """vLLM's engine arguments. They have the same names on vLLM's command line."""
+    # memory: a fixed KV cache, or a share of the GPU
+    optional: dict[str, Any] = {}
     if options.kv_cache_bytes is not None or not torch.cuda.is_available():
-        extra["kv_cache_memory_bytes"] = options.kv_cache_bytes or CPU_KV_CACHE_BYTES
+        optional["kv_cache_memory_bytes"] = options.kv_cache_bytes or CPU_KV_CACHE_BYTES
     else:
-        extra["gpu_memory_utilization"] = options.gpu_share
+        optional["gpu_memory_utilization"] = options.gpu_share
+    # LoRA
     if options.max_lora_rank is not None:
-        extra |= {
+        optional |= {
             "enable_lora": True,
             "max_lora_rank": lora_rank_of(options.max_lora_rank),
             "max_loras": 1,
-            "max_cpu_loras": ADAPTERS_HELD,
+            "max_cpu_loras": MAX_CPU_ADAPTERS,
             "lora_target_modules": list(options.lora_targets),
         }
     return dict(
@@ -337,30 +360,31 @@ def engine_arguments(config_folder: Path, options: EngineOptions) -> dict[str, A
         tensor_parallel_size=options.tensor_parallel,
         max_model_len=options.max_context,
         max_num_seqs=options.max_rows,
-        max_num_batched_tokens=max(options.max_context, 8192),
-        enable_chunked_prefill=False,  # on the CPU a seeded request whose prompt is split ends the engine
+        max_num_batched_tokens=max(options.max_context, MIN_BATCHED_TOKENS),
+        enable_chunked_prefill=False,  # on the CPU a seeded request with a split prompt crashes the engine
         enable_prefix_caching=True,
-        logprobs_mode="processed_logprobs",  # of the distribution that is sampled, temperature and all
+        logprobs_mode="processed_logprobs",  # logprobs of the distribution that is sampled, after temperature
         max_logprobs=-1,
         enforce_eager=options.eager,
         enable_sleep_mode=options.sleep and torch.cuda.is_available(),
         worker_extension_cls=options.extension,
         disable_log_stats=True,
         seed=0,
-        **extra,
+        **optional,
     )
 
 
 def lora_rank_of(rank: int) -> int:
-    """The smallest that vLLM is built for."""
-    return next((size for size in (8, 16, 32, 64, 128, 256, 320, 512) if size >= rank), rank)
+    """The smallest rank that vLLM can be built for and that holds adapters of this rank."""
+    return next((size for size in LORA_RANKS if size >= rank), rank)
 
 
 @contextmanager
-def _contained() -> Iterator[None]:
-    """What vLLM changes in this process is as before: generators, default dtype, gradients, setting of threads."""
+def _restores_globals() -> Iterator[None]:
+    """Restores after the block what vLLM changes in this process: random generators, default dtype, gradients, threads.
+    """
     threads, set_threads = torch.get_num_threads(), torch.set_num_threads
-    states = random.getstate(), numpy.random.get_state()
+    random_state, numpy_state = random.getstate(), numpy.random.get_state()
     dtype, gradients = torch.get_default_dtype(), torch.is_grad_enabled()
     with torch.random.fork_rng():
         try:
@@ -370,5 +394,5 @@ def _contained() -> Iterator[None]:
             set_threads(threads)
             torch.set_default_dtype(dtype)
             torch.set_grad_enabled(gradients)
-            random.setstate(states[0])
-            numpy.random.set_state(states[1])
+            random.setstate(random_state)
+            numpy.random.set_state(numpy_state)

@@ -1,4 +1,4 @@
-"""One runtime and what is known of the weights in it: shared by every policy of one architecture."""
+"""One runtime, and what is known of the weights in it. All policies of one architecture share it."""
 
 from __future__ import annotations
 
@@ -15,28 +15,31 @@ from engine.protocol import ActorCount
 
 
 @dataclass(slots=True, eq=False)
-class Host:
-    """`loaded` names the weights that the runtime was last proven to hold: a policy's state, or a base's digest."""
+class SharedRuntime:
+    """A runtime that is started at its first use, and started again after it has died."""
 
     architecture: Architecture
     options: EngineOptions
     config_folder: Path
     open: Callable[[Path, EngineOptions], Runtime]
+    """Starts a runtime from the config folder and the options."""
     nbytes: int
-    """Bytes of the engine's memory that it takes: 0 for replicas."""
+    """Bytes of the engine's memory that the runtime takes; 0 for replicas."""
     loaded: str | None = None
+    """Name of the weights that the runtime was last proven to hold: a policy's state, or the digest of a base."""
     digest: str | None = None
-    """Of the manifest that these came with: a policy that was redone under other numerics has other bytes."""
+    """Digest of the manifest of these weights. A policy that was recomputed with other numerics has the same state, but
+    other bytes."""
     loads: int = 0
-    """How often weights were loaded: each time vLLM drops every adapter."""
+    """Number of weight loads. vLLM drops all adapters at each load."""
     asleep: bool = False
     users: list[object] = field(default_factory=list)
-    """Samplers, the oldest first: it is the one that the memory is booked to."""
+    """The samplers that use it, the oldest first. The memory is accounted to the oldest."""
     _runtime: Runtime | None = None
 
     @property
     def runtime(self) -> Runtime:
-        """Started on first use, and again once it has died."""
+        """The running runtime. Starts one if there is none, or if it has died."""
         if self._runtime is not None and not self._runtime.alive:
             self.close()
         if self._runtime is None:
@@ -49,17 +52,18 @@ class Host:
 
     @property
     def actors(self) -> ActorCount:
-        """The replicas behind its runtime. Any thread may ask."""
+        """Number of replicas. Any thread may use it."""
         runtime = self._runtime
         return count_replicas(runtime.replicas) if isinstance(runtime, VllmPool) else ActorCount()
 
     def sleep(self) -> None:
+        """Frees device memory, if the options allow it."""
         if self.options.sleep and self.is_open and not self.asleep:
             self.runtime.sleep()
             self.asleep = True
 
     def wake(self) -> bool:
-        """True if it slept: its weights may be gone then, which only a check can tell."""
+        """Ends a sleep. Returns whether there was one: the weights may be lost then, and must be checked."""
         if not self.asleep:
             return False
         self.asleep = False
@@ -68,12 +72,13 @@ class Host:
         return True
 
     def close(self) -> None:
-        """The next use starts it again, without weights."""
+        """Ends the runtime. The next use starts another one, without weights."""
         self.loaded, self.asleep = None, False
         if self._runtime is not None:
             runtime, self._runtime = self._runtime, None
             runtime.close()
 
     def discard(self) -> None:
+        """Ends the runtime for good, and deletes the config folder."""
         self.close()
         shutil.rmtree(self.config_folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""From a spec to a running pool: where on the cluster each replica runs, and how its process is started."""
+"""Builds a running pool of vLLM replicas from a spec: reserves places on the cluster, and starts a process in each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.backends.vllm.serving.pool import OnUp, VllmPool
 from engine.backends.vllm.serving.replica import Replica
 from engine.backends.vllm.serving.replica_actor import ReplicaActor
 from engine.backends.vllm.serving.runtime import EngineOptions
-from engine.backends.vllm.weight_sync.delivery import BY_FILES, ByBroadcast
+from engine.backends.vllm.weight_sync.delivery import FILE_DELIVERY, BroadcastDelivery, WeightDelivery
 from engine.cluster.actors import ActorHandle, node_address, start_actor
 from engine.cluster.connection import Cluster, connect
 from engine.cluster.inventory import take_inventory
@@ -24,15 +24,16 @@ from engine.specs.sampler import VllmSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where one replica runs."""
+class ReplicaPlace:
+    """The bundle in which one replica runs."""
 
     placement: Placement
     bundle: int
+    """Index of the bundle in the placement."""
     share: float = 1.0
-    """Of the bundle's GPUs, for the actor itself."""
+    """Part of the bundle's GPUs that the actor itself takes."""
     executor: str | None = None
-    """vLLM's distributed executor."""
+    """vLLM's distributed executor; None for one worker."""
 
 
 def open_pool(
@@ -43,59 +44,63 @@ def open_pool(
     *,
     cluster: ClusterSpec = ClusterSpec(),
     spare_first_gpu: bool = False,
-    beside: Placement | None = None,
+    trainer_placement: Placement | None = None,
     actor_class: type[ReplicaActor] = ReplicaActor,
 ) -> VllmPool:
     """Starts the replicas of `spec` on the cluster, and waits until they are up.
 
     Args:
-        spec: its transport is decided.
-        device: where the trainer's tensors are; replicas compute on the same kind of device.
+        spec: its transport must not be "auto".
+        device: where the trainer's tensors are. Replicas compute on the same kind of device.
         spare_first_gpu: the trainer computes in this process, on its first GPU.
-        beside: the bundles of the trainer's ranks; replica i shares the GPU of bundle i.
+        trainer_placement: the bundles of the trainer's ranks, if replica i shares the GPU of bundle i.
 
     Raises:
-        BadSpec, EngineBusy: the cluster has no room for them.
-        BadSpec: Ray is not installed, or there is no such interpreter.
-        WorkerDied: one of them did not come up.
+        BadSpec: the cluster is too small, Ray is not installed, or the interpreter does not exist.
+        EngineBusy: the cluster has no room for the replicas now.
+        WorkerDied: one of the replicas did not start.
     """
     if spec.python and cluster.address is None and not Path(spec.python).is_file():
         raise BadSpec(f"sampler.python={spec.python!r} is no file on this machine; give the path of an interpreter")
     config = {file.name: file.read_text() for file in config_folder.glob("*.json")}
     connection = connect(cluster, spare_first_gpu=spare_first_gpu)
-    places: list[Place] = []
+    places: list[ReplicaPlace] = []
 
-    def make(on_up: OnUp) -> list[Replica]:
+    def make_replicas(on_up: OnUp) -> list[Replica]:
         replicas = []
         for index, place in enumerate(places):
             name = f"replica-{index}"
-            start = partial(_start, actor_class, name, options, place, spec)
+            start = partial(_start_process, actor_class, name, options, place, spec)
             replicas.append(Replica(name, start, config, on_up, spec.start_seconds))
         return replicas
 
-    def give_back() -> None:
+    def release_resources() -> None:
         try:
-            if beside is None:
+            if trainer_placement is None:
                 for placement in {id(place.placement): place.placement for place in places}.values():
                     placement.remove()
         finally:
             connection.release()
 
+    # reserve a place for each replica, and choose how weights reach them
     try:
-        if beside is not None:
-            places += [Place(beside, index, SHARED_GPU) for index in range(spec.replicas)]
+        if trainer_placement is not None:
+            places += [ReplicaPlace(trainer_placement, index, SHARED_GPU) for index in range(spec.replicas)]
         else:
             _reserve(places, connection, spec, options.tensor_parallel, on_gpus=device.type == "cuda")
-        way = ByBroadcast(node_address(), device, seconds=spec.sync_seconds) if spec.transport == "nccl" else BY_FILES
+        delivery: WeightDelivery = FILE_DELIVERY
+        if spec.transport == "nccl":
+            delivery = BroadcastDelivery(node_address(), device, timeout=spec.sync_seconds)
     except BaseException:
-        give_back()
+        release_resources()
         raise
-    # adapters come again at every step, their base only once
-    return VllmPool(make, give_back, keep=options.max_lora_rank is not None, delivery=way)
+    # with LoRA the base is sent only once, so the pool must keep it for replicas that restart
+    keep_weights = options.max_lora_rank is not None
+    return VllmPool(make_replicas, release_resources, keep_weights=keep_weights, delivery=delivery)
 
 
-def _start(
-    actor_class: type[ReplicaActor], name: str, options: EngineOptions, place: Place, spec: VllmSpec
+def _start_process(
+    actor_class: type[ReplicaActor], name: str, options: EngineOptions, place: ReplicaPlace, spec: VllmSpec
 ) -> ActorHandle:
     """Starts the process of one replica, without vLLM yet."""
     return start_actor(
@@ -110,24 +115,30 @@ def _start(
     )
 
 
-def _reserve(places: list[Place], cluster: Cluster, spec: VllmSpec, tensor_parallel: int, *, on_gpus: bool) -> None:
-    """Adds a place for each replica, and waits until all are reserved.
+def _reserve(
+    places: list[ReplicaPlace], cluster: Cluster, spec: VllmSpec, tensor_parallel: int, *, on_gpus: bool
+) -> None:
+    """Appends a place for each replica to `places`, and waits until all are reserved.
 
-    On a shared cluster each replica has a placement of its own, so that Ray moves it alone when its machine is lost. A
-    private Ray has one machine: a single placement says at once whether it has room for all.
+    On a shared cluster each replica has a placement of its own, so that Ray can move it alone when its machine is lost.
+    A private Ray has one machine: a single placement shows at once whether there is room for all replicas.
     """
+    # the bundles of one replica: one bundle, or one per GPU if no machine has enough GPUs
     executor, share = ("mp" if tensor_parallel > 1 else None), 1.0
     bundles = [Bundle(gpus=tensor_parallel if on_gpus else 0)]
     most_gpus = max((node.gpus for node in take_inventory().nodes), default=0.0) if on_gpus else 0.0
     if on_gpus and tensor_parallel > max(1, most_gpus):
-        # vLLM's own Ray executor starts a worker in each bundle; the actor itself computes nothing.
+        # vLLM's own Ray executor starts a worker in each bundle; the actor itself computes nothing
         executor, share, bundles = "ray", 0.0, [Bundle(gpus=1)] * tensor_parallel
+
+    # the placements of all replicas
     if cluster.is_private:
         placement = Placement(cluster, f"{spec.replicas} vLLM replicas", bundles * spec.replicas)
-        places += [Place(placement, len(bundles) * index, share, executor) for index in range(spec.replicas)]
+        places += [ReplicaPlace(placement, len(bundles) * index, share, executor) for index in range(spec.replicas)]
     else:
         for index in range(spec.replicas):
-            places.append(Place(Placement(cluster, f"vLLM replica-{index}", bundles), 0, share, executor))
+            placement = Placement(cluster, f"vLLM replica-{index}", bundles)
+            places.append(ReplicaPlace(placement, 0, share, executor))
     deadline = time.monotonic() + spec.start_seconds
     for place in places:
         place.placement.wait(deadline - time.monotonic())

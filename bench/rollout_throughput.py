@@ -119,8 +119,8 @@ class Arms:
 
     def _llm(self) -> Any:
         """The vLLM engine that our own engine samples with."""
-        (host,) = self.engine.samplers._hosts.values()
-        return host.runtime._llm
+        (shared,) = self.engine.samplers._runtimes.values()
+        return shared.runtime._llm
 
 
 def cpu_of_this_process() -> Counter[str]:
@@ -138,18 +138,18 @@ def cpu_by_process() -> Counter[str]:
 
 def call_milliseconds(pool_engine: Any) -> list[float]:
     """Of calls to the first replica's actor that only answer, one after the other, in the pool's loop."""
-    (host,) = pool_engine.samplers._hosts.values()
-    runtime = host.runtime
+    (shared,) = pool_engine.samplers._runtimes.values()
+    runtime = shared.runtime
 
     async def call() -> list[float]:
-        actor, seconds = runtime.replicas[0].running(), []
+        actor, seconds = runtime.replicas[0].running_actor(), []
         for _ in range(CALLS):
             began = time.perf_counter()
             await actor.call("check_health")
             seconds.append(time.perf_counter() - began)
         return [1000 * second for second in seconds]
 
-    return runtime._run(call())
+    return runtime._thread.run(call())
 
 
 def bootstrap(ratios: list[float], *, draws: int = 10_000) -> tuple[float, float]:

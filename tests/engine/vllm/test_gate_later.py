@@ -79,7 +79,7 @@ def test_one_tensor_changed_in_place_during_a_call(sampler: Any, trainer: TorchT
 def test_another_process_in_the_place_of_the_one_that_loaded(sampler: Any, trainer: TorchTrainer) -> None:
     sampler.sync(trainer, "state-1")
     worker = sampler._shared.runtime._llm.llm_engine.model_executor.driver_worker.worker
-    worker._ostinato_boot = "another"
+    worker._ostinato_worker_id = "another"
     with pytest.raises(SamplerOutOfSync, match="was restarted"):
         draw(sampler)
 

@@ -1,4 +1,4 @@
-"""The keeper of a replica and the actors under it, on a private Ray; a stand-in takes the place of vLLM."""
+"""Supervision of a replica, and calls of its actor, on a private Ray. A stand-in replaces vLLM."""
 
 from __future__ import annotations
 
@@ -73,17 +73,17 @@ async def nothing(replica: Replica) -> None:
 
 
 @contextlib.asynccontextmanager
-async def kept(
+async def supervised_replica(
     config: Mapping[str, str], on_up: Callable[[Replica], Awaitable[None]] = nothing, seconds: float = 60
 ) -> AsyncIterator[Replica]:
     replica = Replica("replica-0", start, config, on_up, seconds)
-    keeping = asyncio.create_task(replica.supervise())
+    supervisor = asyncio.create_task(replica.supervise())
     try:
         yield replica
     finally:
         await replica.close()
-        keeping.cancel()
-        await asyncio.gather(keeping, return_exceptions=True)
+        supervisor.cancel()
+        await asyncio.gather(supervisor, return_exceptions=True)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -103,12 +103,12 @@ def run(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(work)
 
 
-# -- the keeper ---------------------------------------------------------------------------------------------------
+# -- supervision ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["killed", "failed"])
-def test_a_replica_that_ends_is_started_again_and_nothing_of_it_is_left(cluster: Cluster, way: str) -> None:
+@pytest.mark.parametrize("end", ["killed", "failed"])
+def test_a_replica_that_ends_is_restarted_without_leftovers(cluster: Cluster, end: str) -> None:
     ups: list[ActorHandle | None] = []
 
     async def on_up(replica: Replica) -> None:
@@ -116,11 +116,11 @@ def test_a_replica_that_ends_is_started_again_and_nothing_of_it_is_left(cluster:
         ups.append(replica.actor)
 
     async def main() -> None:
-        async with kept({}, on_up) as replica:
+        async with supervised_replica({}, on_up) as replica:
             await until(lambda: replica.phase == "up")
             first = processes(replica.actor)
             assert len(first) >= 2
-            if way == "killed":
+            if end == "killed":
                 first[0].kill()
             else:
                 await replica.running_actor().call("fail")
@@ -132,9 +132,9 @@ def test_a_replica_that_ends_is_started_again_and_nothing_of_it_is_left(cluster:
     run(main())
 
 
-def test_a_failed_start_shows_its_cause_and_the_end_of_the_log_and_is_tried_again(cluster: Cluster) -> None:
+def test_a_failed_start_shows_cause_and_log_and_is_repeated(cluster: Cluster) -> None:
     async def main() -> None:
-        async with kept({"fails": ""}) as replica:
+        async with supervised_replica({"fails": ""}) as replica:
             await until(lambda: replica.failures >= 1)
             assert "vLLM did not start" in replica.error and "no such device" in replica.error
             assert replica.phase in ("down", "starting")
@@ -146,7 +146,7 @@ def test_a_failed_start_shows_its_cause_and_the_end_of_the_log_and_is_tried_agai
 @pytest.mark.slow
 def test_a_replica_that_never_comes_up_is_killed(cluster: Cluster) -> None:
     async def main() -> None:
-        async with kept({"hangs": ""}, seconds=20) as replica:
+        async with supervised_replica({"hangs": ""}, seconds=20) as replica:
             await until(lambda: replica.actor is not None and replica.actor.process is not None)
             started = processes(replica.actor)
             await until(lambda: replica.failures == 1 and replica.phase == "down")
@@ -157,9 +157,9 @@ def test_a_replica_that_never_comes_up_is_killed(cluster: Cluster) -> None:
 
 
 @pytest.mark.slow
-def test_a_stopped_replica_dies_by_fail(cluster: Cluster) -> None:
+def test_fail_kills_a_stopped_replica(cluster: Cluster) -> None:
     async def main() -> None:
-        async with kept({}) as replica:
+        async with supervised_replica({}) as replica:
             await until(lambda: replica.phase == "up")
             hung, group = replica.running_actor(), processes(replica.actor)
             group[0].send_signal(signal.SIGSTOP)
@@ -167,7 +167,7 @@ def test_a_stopped_replica_dies_by_fail(cluster: Cluster) -> None:
             await replica.fail(hung)
             assert not any(map(is_alive, group)) and replica.loaded_state is None
             await until(lambda: replica.phase == "up" and replica.actor is not hung)
-            await replica.fail(hung)  # a late call that failed with the first start does not end the second
+            await replica.fail(hung)  # a late failure of a call to the first process does not end the second
             assert replica.phase == "up"
 
     run(main())
@@ -176,7 +176,7 @@ def test_a_stopped_replica_dies_by_fail(cluster: Cluster) -> None:
 # -- actors -------------------------------------------------------------------------------------------------------
 
 
-def test_calls_raise_our_errors_and_streams_that_are_closed_end(cluster: Cluster) -> None:
+def test_calls_raise_engine_errors_and_closed_streams_end(cluster: Cluster) -> None:
     async def main() -> None:
         actor = start()
         with pytest.raises(SamplerOutOfSync, match="it holds None"):
@@ -202,7 +202,7 @@ def test_calls_raise_our_errors_and_streams_that_are_closed_end(cluster: Cluster
 
 
 @pytest.mark.slow
-def test_an_interpreter_that_is_not_there_is_a_failed_start(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_missing_interpreter_fails_the_start(cluster: Cluster, tmp_path: Path) -> None:
     async def main() -> None:
         actor = start_actor(
             StandIn, name="vLLM replica-0", options=OPTIONS, timeout=60, python=str(tmp_path / "python")

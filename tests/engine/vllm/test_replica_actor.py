@@ -1,5 +1,5 @@
-"""What a replica's actor lets be drawn, how it streams, and its end when its workers are broken. A stand-in takes the
-place of vLLM, and the actor is called in this process."""
+"""The actor of a replica: from which weights it samples, how it streams, and what it does if its workers are broken. A
+stand-in replaces vLLM, and the actor is called in this process."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ PARAMS = SamplingParams(max_new_tokens=2).model_dump(mode="json")
 
 
 class FakeEngine:
-    """What the actor uses of vLLM's AsyncLLM. Each completion is its seed, twice."""
+    """The part of vLLM's AsyncLLM that the actor uses. Each completion consists of its seed, twice."""
 
     def __init__(self) -> None:
         self.called: list[str] = []
-        self.also: dict[str, Any] = {}
-        """In what the second worker answers."""
+        self.second_reply: dict[str, Any] = {}
+        """Values that replace those in the second worker's replies."""
         self.errored = False
         self.running = 0
-        """Completions that are being drawn now."""
+        """Completions that are sampled now."""
         self.end = asyncio.Event()
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
         self.called.append(method)
-        return [{"rank": 0, "worker_id": "w", "error": None}, {"rank": 1, "worker_id": "x", "error": None} | self.also]
+        second = {"rank": 1, "worker_id": "x", "error": None} | self.second_reply
+        return [{"rank": 0, "worker_id": "w", "error": None}, second]
 
     async def reset_prefix_cache(self) -> bool:
         return True
@@ -52,8 +53,8 @@ class FakeEngine:
 
 
 @pytest.fixture(autouse=True)
-def words(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The adapter's functions that import vLLM."""
+def fake_vllm_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replaces the functions that import vLLM."""
     monkeypatch.setattr(vllm_api, "vllm_params", lambda params, seed, options, stream: SimpleNamespace(seed=seed))
     monkeypatch.setattr(vllm_api, "token_prompt", lambda tokens, salt: tokens)
     monkeypatch.setattr(vllm_api, "sampled", lambda output, params: [(output.new, -1.0)])
@@ -72,7 +73,7 @@ async def load(actor: ReplicaActor, state: str) -> Any:
     return await actor.load(["w.safetensors"], {}, state, False)
 
 
-def test_it_draws_only_for_the_state_that_was_proven_in_this_process() -> None:
+def test_it_samples_only_from_weights_proven_in_this_process() -> None:
     async def test(actor: ReplicaActor, engine: FakeEngine) -> None:
         with pytest.raises(SamplerOutOfSync, match="holds None"):
             await actor.score("s", [], None)
@@ -84,7 +85,7 @@ def test_it_draws_only_for_the_state_that_was_proven_in_this_process() -> None:
             await anext(actor.generate("other", [[1]], [0], [5], PARAMS, 1, None))
         await actor.rpc("ostinato_check", "s")
         assert await actor.score("s", [], None) == []
-        engine.also = {"error": "tensor w did not arrive"}
+        engine.second_reply = {"error": "tensor w did not arrive"}
         await load(actor, "t")
         for state in ("s", "t"):
             with pytest.raises(SamplerOutOfSync, match="holds None"):
@@ -93,7 +94,7 @@ def test_it_draws_only_for_the_state_that_was_proven_in_this_process() -> None:
     run(test)
 
 
-def test_an_adapter_that_was_not_loaded_is_not_drawn_with() -> None:
+def test_an_adapter_that_was_not_loaded_is_refused() -> None:
     async def test(actor: ReplicaActor, engine: FakeEngine) -> None:
         await load(actor, "s")
         with pytest.raises(SamplerOutOfSync, match="holds no adapter a"):
@@ -102,13 +103,13 @@ def test_an_adapter_that_was_not_loaded_is_not_drawn_with() -> None:
     run(test)
 
 
-def test_an_actor_whose_workers_are_broken_answers_nothing_more_and_ends() -> None:
+def test_an_actor_with_broken_workers_refuses_calls_and_ends() -> None:
     async def test(actor: ReplicaActor, engine: FakeEngine) -> None:
         ending = asyncio.create_task(actor.wait_for_failure())
-        engine.also = {"error": "no room", "broken": False}
+        engine.second_reply = {"error": "no room", "broken": False}
         await load(actor, "s")
-        await actor.check_health()  # wrong, but the next load may do
-        engine.also = {"error": "no room", "broken": True}
+        await actor.check_health()  # an error, but the next load may succeed
+        engine.second_reply = {"error": "no room", "broken": True}
         answers = await load(actor, "s")
         assert answers[1] == {"rank": 1, "worker_id": "x", "error": "no room", "broken": True}
         assert await ending == "its workers are broken"
@@ -119,7 +120,7 @@ def test_an_actor_whose_workers_are_broken_answers_nothing_more_and_ends() -> No
     run(test)
 
 
-def test_an_engine_that_ended_is_told_to_whom_waits() -> None:
+def test_the_end_of_the_engine_is_reported() -> None:
     async def test(actor: ReplicaActor, engine: FakeEngine) -> None:
         ending = asyncio.create_task(actor.wait_for_failure())
         engine.errored = True
@@ -141,7 +142,7 @@ def test_chunks_of_one_step_are_one_item() -> None:
     run(test)
 
 
-def test_a_stream_that_is_closed_ends_its_completions() -> None:
+def test_closing_a_stream_ends_its_completions() -> None:
     async def test(actor: ReplicaActor, engine: FakeEngine) -> None:
         await load(actor, "s")
         items = actor.generate("s", [[1]], [0, 0], [5, 6], PARAMS, 1, None)
@@ -153,7 +154,7 @@ def test_a_stream_that_is_closed_ends_its_completions() -> None:
     run(test)
 
 
-def test_what_one_completion_raises_ends_the_others() -> None:
+def test_an_error_of_one_completion_ends_the_others() -> None:
     async def test(actor: ReplicaActor, engine: FakeEngine) -> None:
         await load(actor, "s")
         with pytest.raises(BadSpec, match="no such seed"):

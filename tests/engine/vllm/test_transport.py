@@ -1,4 +1,4 @@
-"""Which way weights take to vLLM, and who meets where when it is a broadcast."""
+"""Which transport carries weights to vLLM, and how a broadcast selects backend and address."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def gpu(number: int, version: tuple[int, ...] = (2, 29, 7)) -> dict[str, Any]:
     return {"device": "cuda", "gpu": f"GPU-{number}", "nccl": list(version)}
 
 
-def test_nccl_wants_a_gpu_for_each_member_alone_and_one_version() -> None:
+def test_nccl_needs_separate_gpus_and_one_version() -> None:
     assert select_backend([gpu(0), gpu(1), gpu(2)]) == "nccl"
     assert select_backend([gpu(0), gpu(1), gpu(1)]) == "gloo"
     assert select_backend([gpu(0), {"device": "cpu", "gpu": None, "nccl": None}]) == "gloo"
@@ -31,12 +31,12 @@ def test_nccl_wants_a_gpu_for_each_member_alone_and_one_version() -> None:
     assert select_backend([gpu(0), {**gpu(1), "nccl": None}]) == "gloo"
 
 
-def test_the_address_is_the_one_by_which_another_host_is_reached() -> None:
+def test_the_source_address_belongs_to_the_route_to_the_host() -> None:
     assert source_address("127.0.0.1") == "127.0.0.1"
 
 
 @pytest.mark.parametrize(
-    ("given", "way"),
+    ("config", "transport"),
     [
         ({}, "memory"),
         ({"replicas": 2}, "shm"),
@@ -44,12 +44,12 @@ def test_the_address_is_the_one_by_which_another_host_is_reached() -> None:
         ({"replicas": 2, "sync_folder": "/all", "transport": "checkpoint"}, "checkpoint"),
     ],
 )
-def test_the_transport_on_this_machine(given: dict[str, Any], way: str) -> None:
-    assert VllmSpec.model_validate(given).resolved_transport(ClusterSpec()) == way
+def test_the_transport_on_this_machine(config: dict[str, Any], transport: str) -> None:
+    assert VllmSpec.model_validate(config).resolved_transport(ClusterSpec()) == transport
 
 
 @pytest.mark.parametrize(
-    ("given", "way"),
+    ("config", "transport"),
     [
         ({}, "memory"),
         ({"replicas": 2}, "nccl"),
@@ -58,20 +58,20 @@ def test_the_transport_on_this_machine(given: dict[str, Any], way: str) -> None:
         ({"replicas": 2, "transport": "shm"}, "shm"),
     ],
 )
-def test_the_transport_on_a_cluster(given: dict[str, Any], way: str) -> None:
-    assert VllmSpec.model_validate(given).resolved_transport(ClusterSpec(address="head:6379")) == way
+def test_the_transport_on_a_cluster(config: dict[str, Any], transport: str) -> None:
+    assert VllmSpec.model_validate(config).resolved_transport(ClusterSpec(address="head:6379")) == transport
 
 
 @pytest.mark.parametrize(
-    ("given", "instead"),
+    ("config", "instead"),
     [({"transport": "nccl"}, "use 'auto'"), ({"transport": "ipc", "replicas": 1}, "use 'nccl' between GPUs, 'shm' on")],
 )
-def test_a_way_that_does_not_lead_there_is_refused_and_another_named(given: dict[str, Any], instead: str) -> None:
+def test_an_unsuitable_transport_is_refused_and_the_error_names_another(config: dict[str, Any], instead: str) -> None:
     with pytest.raises(BadSpec, match=instead):
-        VllmSamplers(spec_of(**given), compute_dtype=torch.float32, device=CPU)
+        VllmSamplers(spec_of(**config), compute_dtype=torch.float32, device=CPU)
 
 
-def test_a_broadcast_cannot_be_taken_later() -> None:
-    weights = LoadRequest((), {}, "state", False)
-    assert not weights.files_exist and weights.with_linked_files() is weights
-    assert replace(weights, group="g").source == "g"
+def test_a_broadcast_cannot_be_loaded_again() -> None:
+    request = LoadRequest((), {}, "state", False)
+    assert not request.files_exist and request.with_linked_files() is request
+    assert replace(request, group="g").source == "g"

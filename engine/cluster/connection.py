@@ -93,6 +93,7 @@ def connect(spec: ClusterSpec, *, spare_first_gpu: bool = False, any_cluster: bo
     global _current
     require_ray()
     with _lock:
+        # the connection is opened in a thread that lives as long as the connection
         if _current is None:
             thread = ThreadPoolExecutor(1, thread_name_prefix="ray")
             try:

@@ -78,6 +78,7 @@ class RankGroup:
         """Number of starts so far, failed ones included. The state of the ranks of an earlier start is lost."""
         self.partial_failure: PartialFailure | None = None
         """The last call since the ranks started that finished on some ranks and failed on others."""
+        # everything that a start needs
         self._settings = GroupSettings(
             target=target,
             options=options,
@@ -90,6 +91,7 @@ class RankGroup:
         self._cluster_spec = cluster
         self._bundles = [Bundle(gpus=gpus)] * ranks
         self._clock = clock
+        # the state of the current start, and of starts that failed
         self._lock = threading.Lock()
         self._cluster: Cluster | None = None
         self._placement: Placement | None = None

@@ -101,7 +101,7 @@ async def test_of_different_steps_for_one_parent_one_wins_and_the_others_conflic
     await asyncio.gather(*(client.close() for client in clients))
 
 
-async def test_a_zombie_that_wakes_after_its_successor_moved_on_is_fenced_and_changes_nothing(
+async def test_a_zombie_that_wakes_after_its_successor_changes_nothing(
     url: str, lines: list[Proxy], tiny_folder: Path
 ) -> None:
     """The zombie's step is on its way when it freezes; it arrives when the successor's two steps are committed."""
@@ -146,7 +146,7 @@ async def test_a_run_whose_every_acknowledgement_is_lost_once_is_the_run(
 
 
 @pytest.mark.slow
-async def test_a_run_whose_every_write_to_s3_is_acknowledged_only_the_second_time_is_the_run(
+async def test_a_run_is_unchanged_when_s3_acknowledges_writes_at_the_second_time(
     toy_run: ToyRun, moto_endpoint: str, moto_bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with proxied("s3", port_of(moto_endpoint)) as line:

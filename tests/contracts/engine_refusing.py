@@ -185,7 +185,7 @@ class RefusingContract(EngineFixtures):
 
     # -- policies in memory ------------------------------------------------------------------------------------
 
-    async def test_a_step_that_is_not_that_of_its_state_is_unknown_also_when_the_state_is_in_memory(
+    async def test_a_step_of_another_state_is_unknown_even_if_that_state_is_in_memory(
         self, engine: Engine, store: ObjectStore, start: PolicyRef
     ) -> None:
         record = await engine.take_gradient_step(request_after(start, commit_batch(store, start)))

@@ -58,6 +58,7 @@ class VllmSamplers:
         Raises:
             BadSpec: the transport cannot reach the samplers, or vLLM does not support the precision.
         """
+        # resolve transport "auto", and refuse a transport that cannot work
         assert isinstance(spec.sampler, VllmSpec)
         if problem := _transport_problem(spec.sampler):
             raise BadSpec(f"sampler.transport={spec.sampler.transport!r} was given, but {problem}")
@@ -66,6 +67,7 @@ class VllmSamplers:
         self._cluster, self._reserve_trainer_placement = spec.cluster, reserve_trainer_placement
         self._trains_here = isinstance(spec.trainer, TorchTrainerSpec)
         self.device = device
+        # vLLM must compute in the trainer's precision
         dtype_names: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
         if compute_dtype not in dtype_names:
             raise BadSpec(f"vLLM computes in {' or '.join(DTYPES)}; compute_dtype {compute_dtype} was given")
@@ -208,6 +210,7 @@ def engine_options(
     """
     return EngineOptions(
         dtype=dtype,
+        # a context longer than the model's is cut to the model's
         max_context=min(spec.max_context or architecture.context_length, architecture.context_length),
         vocab_size=architecture.vocab_size,
         eos_token_ids=architecture.eos_token_ids,

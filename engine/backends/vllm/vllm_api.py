@@ -235,6 +235,7 @@ def vllm_params(params: SamplingParams, seed: int, options: EngineOptions, *, st
             f"temperature {params.temperature} was given; vLLM samples at {MIN_TEMPERATURE} or more: give that, or 0 "
             "for greedy"
         )
+    # a top_k of the whole vocabulary filters nothing; with one set of stop tokens, both kinds of ends have one rule
     top_k = params.top_k if params.top_k < options.vocab_size else 0
     stop_token_ids = set(params.stop_token_ids)
     if not params.ignore_eos:

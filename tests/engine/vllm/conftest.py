@@ -70,12 +70,12 @@ def sampler(backend: Any, trainer: TorchTrainer) -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> list[WeightFiles]:
     """Two models of one architecture."""
-    made = []
+    models = []
     for seed in (0, 1):
         folder = build_tiny_model(tmp_path_factory.mktemp("weights") / f"tiny-{seed}", seed=seed)
         files = sorted(folder.glob("*.safetensors"))
-        made.append(WeightFiles(files, manifest_of_files(files), f"state-{seed}"))
-    return made
+        models.append(WeightFiles(files, manifest_of_files(files), f"state-{seed}"))
+    return models
 
 
 @pytest.fixture(scope="session")

@@ -33,13 +33,13 @@ def test_limits_and_ends_of_sequence(tmp_path: Path) -> None:
 
 
 def test_a_nested_text_config(tmp_path: Path) -> None:
-    found = architecture_of(folder_of(tmp_path / "nested", {"text_config": CONFIG}))
-    assert (found.vocab_size, found.context_length, found.eos_token_ids) == (259, 4096, (2,))
+    architecture = architecture_of(folder_of(tmp_path / "nested", {"text_config": CONFIG}))
+    assert (architecture.vocab_size, architecture.context_length, architecture.eos_token_ids) == (259, 4096, (2,))
 
 
 def test_models_share_an_engine_only_if_they_differ_in_nothing_but_weights(tmp_path: Path) -> None:
-    one = architecture_of(folder_of(tmp_path / "one", CONFIG)).digest
+    digest = architecture_of(folder_of(tmp_path / "one", CONFIG)).digest
     moved = CONFIG | {"_name_or_path": "elsewhere", "transformers_version": "9", "dtype": "bfloat16"}
-    assert architecture_of(folder_of(tmp_path / "moved", moved)).digest == one
-    assert architecture_of(folder_of(tmp_path / "wider", CONFIG | {"hidden_size": 256})).digest != one
-    assert architecture_of(folder_of(tmp_path / "ends", CONFIG, {"eos_token_id": [2, 7]})).digest != one
+    assert architecture_of(folder_of(tmp_path / "moved", moved)).digest == digest
+    assert architecture_of(folder_of(tmp_path / "wider", CONFIG | {"hidden_size": 256})).digest != digest
+    assert architecture_of(folder_of(tmp_path / "ends", CONFIG, {"eos_token_id": [2, 7]})).digest != digest

@@ -102,8 +102,8 @@ def test_a_tensor_that_the_trainer_forgot(
     """Missing from weights and manifest alike, so that no digest tells."""
     everything = trainer.model.exported_weights
     for name in (NAMES[0], NAMES[2], NAMES[6]):
-        kept = [(n, t) for n, t in everything() if n != name]
-        monkeypatch.setattr(trainer.model, "exported_weights", lambda kept=kept: iter(kept))
+        remaining = [(n, t) for n, t in everything() if n != name]
+        monkeypatch.setattr(trainer.model, "exported_weights", lambda remaining=remaining: iter(remaining))
         assert_refused(sampler, trainer, "staged no tensor for the live parameter model.layers.1")
     assert_recovers(sampler, trainer, monkeypatch)
 

@@ -20,10 +20,10 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 def test_two_replicas_share_a_call_and_draw_what_one_draws(
     loaded: VllmPool, expected: dict[int, list[Completion]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = count_requests(monkeypatch)
+    request_counts = count_requests(monkeypatch)
     same(loaded.generate(PROMPTS, SEEDS, SHORT), expected[12])
-    assert sorted(asked) == ["replica-0", "replica-1"] and sum(asked.values()) == len(PROMPTS)
-    assert max(asked.values()) <= 10  # 16 pieces of 15 tokens, at most a quarter above the mean of 8
+    assert sorted(request_counts) == ["replica-0", "replica-1"] and sum(request_counts.values()) == len(PROMPTS)
+    assert max(request_counts.values()) <= 10  # 16 pieces of 15 tokens, at most a quarter above the mean of 8
     loaded.check("state-0")
 
 

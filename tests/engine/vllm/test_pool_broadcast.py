@@ -85,8 +85,8 @@ def test_a_tensor_that_stays_as_it_was(sampler: Any, trainer: Any, monkeypatch: 
 
 
 def test_two_tensors_of_one_shape_swapped(sampler: Any, trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = dict(trainer.model.exported_weights())
-    swapped = {ONE: found[OTHER], OTHER: found[ONE]}
+    weights_by_name = dict(trainer.model.exported_weights())
+    swapped = {ONE: weights_by_name[OTHER], OTHER: weights_by_name[ONE]}
     plant(monkeypatch, lambda pairs: ((name, swapped.get(name, tensor)) for name, tensor in pairs))
     assert_refused(sampler, trainer, f"tensor ({ONE}|{OTHER}) arrived with other bytes")
     assert_recovers(sampler, trainer, monkeypatch)
@@ -132,7 +132,7 @@ def test_a_receiver_that_is_gone_in_the_middle(
 ) -> None:
     """The other replica gets everything at a second try; the next sync has both again."""
     pool = sampler._shared.runtime
-    lost, kept = pool.replicas
+    lost, survivor = pool.replicas
     starts, victim, signalled = lost.starts, core_of(lost).pid, []
 
     def strike(pairs: Pairs) -> Pairs:
@@ -144,14 +144,14 @@ def test_a_receiver_that_is_gone_in_the_middle(
 
     plant(monkeypatch, strike)
     sampler.sync(trainer, "state-1")
-    assert signalled and (lost.loaded_state, kept.loaded_state) == (None, "state-1")
+    assert signalled and (lost.loaded_state, survivor.loaded_state) == (None, "state-1")
     assert_drawn_from(trainer, draw(sampler))
     until(lambda: lost.starts > starts and lost.phase == "up")
     assert lost.loaded_state is None  # nobody has files for it
     move(trainer, seed=3)
     monkeypatch.undo()
     sampler.sync(trainer, "state-2")
-    assert (lost.loaded_state, kept.loaded_state) == ("state-2", "state-2")
+    assert (lost.loaded_state, survivor.loaded_state) == ("state-2", "state-2")
     assert_drawn_from(trainer, draw(sampler))
 
 

@@ -40,7 +40,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 def test_kill_of_a_replica_in_the_middle_of_a_call_loses_nothing(
     loaded: VllmPool, expected: dict[int, list[Completion]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = count_requests(monkeypatch)
+    request_counts = count_requests(monkeypatch)
     victim = process_of(loaded.replicas[0])
     heard: dict[int, list[int]] = {}
 
@@ -52,7 +52,7 @@ def test_kill_of_a_replica_in_the_middle_of_a_call_loses_nothing(
     drawn = loaded.generate(PROMPTS, SEEDS, LONG, on_token)
     same(drawn, expected[400])
     assert [heard[index] for index in range(len(PROMPTS))] == [c.token_ids for c in drawn]  # each told once
-    assert asked["replica-0"] and sum(asked.values()) > len(PROMPTS)  # it had work, which another did again
+    assert request_counts["replica-0"] and sum(request_counts.values()) > len(PROMPTS)  # another repeated its work
     loaded.check("state-0")
 
 
@@ -130,7 +130,7 @@ def test_kill_of_the_engine_in_the_middle_of_a_call_loses_nothing(
     loaded: VllmPool, expected: dict[int, list[Completion]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The process that answers lives on for a while: what it says of its dead engine must not be believed."""
-    asked = count_requests(monkeypatch)
+    request_counts = count_requests(monkeypatch)
     replica = loaded.replicas[0]
     before, victim, heard = replica.starts, core_of(replica), list[int]()
 
@@ -140,7 +140,7 @@ def test_kill_of_the_engine_in_the_middle_of_a_call_loses_nothing(
         heard.append(token)
 
     same(loaded.generate(PROMPTS, SEEDS, LONG, on_token), expected[400])
-    assert sum(asked.values()) > len(PROMPTS)
+    assert sum(request_counts.values()) > len(PROMPTS)
     loaded.check("state-0")
     until(lambda: replica.starts > before and replica.phase == "up")
     assert replica.loaded_state == "state-0"
@@ -157,17 +157,17 @@ def test_an_engine_that_is_killed_while_nobody_calls_is_replaced_all_the_same(lo
 
 
 def test_a_load_survives_the_death_of_one_engine(loaded: VllmPool, weights: list[WeightFiles]) -> None:
-    one, two = loaded.replicas
-    before, victim = two.starts, core_of(two)
+    first, second = loaded.replicas
+    before, victim = second.starts, core_of(second)
     victim.send_signal(signal.SIGSTOP)
     loading = threading.Thread(target=load, args=(loaded, weights[1]))
     loading.start()
-    until(lambda: one.loaded_state == "state-1")
+    until(lambda: first.loaded_state == "state-1")
     victim.kill()
     loading.join(timeout=60)
-    assert not loading.is_alive() and one.loaded_state == "state-1"
-    until(lambda: two.starts > before and two.phase == "up")
-    assert two.loaded_state == "state-1"
+    assert not loading.is_alive() and first.loaded_state == "state-1"
+    until(lambda: second.starts > before and second.phase == "up")
+    assert second.loaded_state == "state-1"
     loaded.check("state-1", full=True)
 
 
@@ -205,18 +205,18 @@ def test_a_replica_that_breaks_while_it_comes_back_is_not_up(loaded: VllmPool, f
 def test_a_draining_replica_finishes_what_it_has_and_ends(
     loaded: VllmPool, expected: dict[int, list[Completion]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = count_requests(monkeypatch)
+    request_counts = count_requests(monkeypatch)
     replica = loaded.replicas[1]
     processes = processes_of(replica)
     draining: list[threading.Thread] = []
 
     def on_token(index: int, token: int, logprob: float) -> None:
-        if not draining and len(asked) == 2:
+        if not draining and len(request_counts) == 2:
             draining.append(threading.Thread(target=loaded.drain, args=(replica.name,)))
             draining[0].start()
 
     same(loaded.generate(PROMPTS, SEEDS, LONG, on_token), expected[400])
-    assert sum(asked.values()) == len(PROMPTS)  # nothing was drawn twice
+    assert sum(request_counts.values()) == len(PROMPTS)  # nothing was drawn twice
     assert draining[0].is_alive() and alive(processes)  # what it drew must be proven first
     loaded.check("state-0")
     draining[0].join(timeout=60)

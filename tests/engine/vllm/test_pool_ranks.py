@@ -28,9 +28,9 @@ def two_ranks(cluster: Cluster, weights: list[WeightFiles]) -> Iterator[VllmPool
 @pytest.fixture(scope="module")
 def drawn(two_ranks: VllmPool, weights: list[WeightFiles]) -> list[Completion]:
     load(two_ranks, weights[0])
-    found = two_ranks.generate(PROMPTS, SEEDS, SHORT)
+    completions = two_ranks.generate(PROMPTS, SEEDS, SHORT)
     two_ranks.check("state-0")
-    return found
+    return completions
 
 
 def test_two_ranks_hold_a_part_each_and_score_what_they_drew(

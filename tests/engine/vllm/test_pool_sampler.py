@@ -80,10 +80,10 @@ def assert_drawn_from(trainer: Any, drawn: list[Any]) -> None:
 def test_an_adapter_goes_to_every_replica_and_follows_the_trainer(
     sampler: Any, adapter: AdapterTrainer, base: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = count_requests(monkeypatch)
+    request_counts = count_requests(monkeypatch)
     first = draw(sampler)
     assert_drawn_from(adapter, first)
-    assert sorted(asked) == ["replica-0", "replica-1"]
+    assert sorted(request_counts) == ["replica-0", "replica-1"]
     assert sampler.receipt.tensors == len(list(base.model.exported_weights())) and sampler.gap is not None
     move(adapter, seed=5, by=0.2)
     loads = sampler._shared.loads
@@ -125,12 +125,12 @@ def test_a_replica_that_ends_gets_base_and_adapter_at_the_next_sync(
     process_of(replica).kill()
     until(lambda: replica.starts > before and replica.phase == "up")
     assert replica.loaded_state == sampler._base and not replica.adapters  # the base was kept; no adapter can be
-    asked = count_requests(monkeypatch)
+    request_counts = count_requests(monkeypatch)
     assert_drawn_from(adapter, draw(sampler))  # by the other one
-    assert sorted(asked) == ["replica-1"]
+    assert sorted(request_counts) == ["replica-1"]
     sampler.sync(adapter, "state-1")
     assert_drawn_from(adapter, draw(sampler))
-    assert sorted(asked) == ["replica-0", "replica-1"]
+    assert sorted(request_counts) == ["replica-0", "replica-1"]
 
 
 def test_a_sleep_stops_every_replica_and_the_next_sync_brings_all_back(

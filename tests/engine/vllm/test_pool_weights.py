@@ -142,41 +142,41 @@ def test_nobody_holds_anything_in_a_sleep_or_after_it(pool: VllmPool, file: Path
 
 
 def test_a_replica_that_is_gone_does_not_keep_the_others_from_sleeping(pool: VllmPool) -> None:
-    one, two = pool.replicas
-    gone = stand_in(one)
+    first, second = pool.replicas
+    gone = stand_in(first)
     gone.dead = True
     pool.sleep()
-    assert one.phase == "down" and stand_in(two).arguments("sleep") == [()]
+    assert first.phase == "down" and stand_in(second).arguments("sleep") == [()]
     pool.wake()
-    assert stand_in(two).arguments("wake") == [()] and not gone.arguments("wake")
+    assert stand_in(second).arguments("wake") == [()] and not gone.arguments("wake")
 
 
 def test_a_broken_replica_is_down_and_the_load_refused(pool: VllmPool, file: Path) -> None:
-    one, two = pool.replicas
-    stand_in(two).overrides = {"error": "no room", "broken": True}
+    first, second = pool.replicas
+    stand_in(second).overrides = {"error": "no room", "broken": True}
     with pytest.raises(SamplerOutOfSync, match="replica-1, worker 0: no room"):
         pool.load([file], manifest_of("a"), "state")
-    assert (one.phase, two.phase) == ("up", "down") and one.loaded_state is None
+    assert (first.phase, second.phase) == ("up", "down") and first.loaded_state is None
     pool.load([file], manifest_of("a"), "state")
-    assert (one.loaded_state, two.loaded_state) == ("state", None)
+    assert (first.loaded_state, second.loaded_state) == ("state", None)
 
 
 def test_an_adapter_that_one_replica_does_not_prove_stays_nowhere(pool: VllmPool, file: Path) -> None:
     pool.load([file], manifest_of("a"), "state")
-    one, two = pool.replicas
-    stand_in(two).overrides = {"error": "it is not what the slot holds"}
+    first, second = pool.replicas
+    stand_in(second).overrides = {"error": "it is not what the slot holds"}
     with pytest.raises(SamplerOutOfSync, match="replica-1"):
         pool.load_adapter(file.parent, "first", manifest_of("b"))
-    assert not one.adapters and not two.adapters
-    assert [stand_in(replica).arguments("remove_adapter") for replica in (one, two)] == [[("first",)]] * 2
+    assert not first.adapters and not second.adapters
+    assert [stand_in(replica).arguments("remove_adapter") for replica in (first, second)] == [[("first",)]] * 2
 
 
 def test_an_adapter_is_with_the_replicas_that_took_it(pool: VllmPool, file: Path) -> None:
     pool.load([file], manifest_of("a"), "state")
-    one, two = pool.replicas
-    stand_in(two).dead = True
+    first, second = pool.replicas
+    stand_in(second).dead = True
     pool.load_adapter(file.parent, "first", manifest_of("b"))
-    assert one.adapters == {"first"} and two.phase == "down"
+    assert first.adapters == {"first"} and second.phase == "down"
     assert [replica.name for replica in pool._thread.run(pool._ready_replicas("first"))] == ["replica-0"]
     pool.remove_adapter("first")
     with pytest.raises(SamplerOutOfSync, match="no replica holds adapter first"):
@@ -187,8 +187,8 @@ def test_a_replica_that_only_scored_may_end_before_the_check(pool: VllmPool, fil
     """As the gate asks for scores at the end of a sync: an end after it would else cost the next call its draws."""
     pool.load([file], manifest_of("a"), "state")
     assert pool.score([[n, 1, 2] for n in range(16)]) == [[-1.0, -1.0]] * 16
-    one, two = pool.replicas
-    assert stand_in(one).arguments("score") and stand_in(two).arguments("score")
-    pool._thread.run(two.fail(two.actor))
+    first, second = pool.replicas
+    assert stand_in(first).arguments("score") and stand_in(second).arguments("score")
+    pool._thread.run(second.fail(second.actor))
     pool.check("state")
-    assert (one.loaded_state, two.loaded_state) == ("state", None)
+    assert (first.loaded_state, second.loaded_state) == ("state", None)

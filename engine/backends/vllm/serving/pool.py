@@ -84,6 +84,7 @@ class VllmPool:
         """The processes that sampled completions since the last check that passed."""
         self._asleep = False
         self._supervisors: list[asyncio.Task[None]] = []
+        # everything that touches the replicas runs in the loop of this thread
         self._thread = LoopThread("vllm-pool")
         try:
             self._thread.run(self._start(make_replicas))
@@ -331,10 +332,8 @@ class VllmPool:
         return scores
 
     async def _ready_replicas(self, adapter: str | None) -> list[Replica]:
-        """The replicas that hold the weights (and the adapter). Waits for one that is about to load them.
-
-        Raises SamplerOutOfSync if there is none.
-        """
+        """The replicas that hold the weights (and the adapter). Waits for one that is about to load them. Raises
+        SamplerOutOfSync if there is none."""
         while True:
             request = self._request
             replicas: list[Replica] = []

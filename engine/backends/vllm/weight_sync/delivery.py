@@ -242,6 +242,7 @@ class BroadcastDelivery:
             return replies
 
         results = await asyncio.gather(*map(call_replica, replicas, calls), return_exceptions=True)
+        # if one replica failed, the others cannot form the group without it
         errors = [result for result in results if isinstance(result, BaseException)]
         if not errors:
             return [result for result in results if not isinstance(result, BaseException)], {}

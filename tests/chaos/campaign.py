@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import platform
 import shutil
@@ -76,8 +77,8 @@ class Stage:
                 self.folder / f"reference-{steps}", mode, tiny_folder=self.tiny_folder, prefect=self.prefect, s3=None
             ) as world:
                 world.live([])
-                found = problems(world, None)
-                assert not found, found
+                broken_promises = problems(world, None)
+                assert not broken_promises, broken_promises
                 self.references[steps] = history(world)
             assert len(set(self.references[steps].digests)) == steps  # every step moved the weights
         return self.references[steps]
@@ -92,15 +93,15 @@ class Stage:
         ) as world:
             try:
                 world.live(schedule)
-                happenings, found = tell(world), problems(world, reference)
+                happenings, broken_promises = tell(world), problems(world, reference)
             except Stuck as error:
-                happenings, found = world.happenings, [str(error)]
-            tails = world.tails() if found else ""
-        if found:
-            found.append(tails)
+                happenings, broken_promises = world.happenings, [str(error)]
+            tails = world.tails() if broken_promises else ""
+        if broken_promises:
+            broken_promises.append(tails)
         elif not keep:
             shutil.rmtree(folder)
-        return Life(seed, mode, happenings, found, time.monotonic() - started)
+        return Life(seed, mode, happenings, broken_promises, time.monotonic() - started)
 
 
 @contextlib.contextmanager
@@ -158,7 +159,7 @@ def table(lives: list[Life]) -> list[str]:
     ]
     for kind in [kind for kind in KINDS | RAY_KINDS if kind in rows]:
         lines.append(_row(kind, rows[kind]))
-    lines.append(_row("**all**", [row for found in rows.values() for row in found]))
+    lines.append(_row("**all**", list(itertools.chain.from_iterable(rows.values()))))
     return lines
 
 
@@ -179,7 +180,8 @@ def report(lives: list[Life], command: str, packages: Sequence[str]) -> str:
     for life in lives:
         modes[life.mode.name].append(life)
     by_mode = "; ".join(
-        f"{len(found)} x {name} ({sum(len(life.happenings) for life in found)} faults)" for name, found in modes.items()
+        f"{len(mode_lives)} x {name} ({sum(len(life.happenings) for life in mode_lives)} faults)"
+        for name, mode_lives in modes.items()
     )
     broken = [f"seed {life.seed}: {life.problems[0].splitlines()[0]}" for life in lives if life.problems]
     return "\n".join([

@@ -46,9 +46,9 @@ def history(world: World, run: int = 0) -> History:
 def problems(world: World, reference: History | None) -> list[str]:
     """Every promise that was not kept, one line each; none is what is expected."""
     store = world.store()
-    found = [*_ends(world), *_results(world, store), *_audit(store)]
-    if found:
-        return found
+    broken_promises = [*_ends(world), *_results(world, store), *_audit(store)]
+    if broken_promises:
+        return broken_promises
     if world.mode.deterministic and reference is not None:
         return [line for run in range(world.mode.runs) for line in _differences(history(world, run), reference)]
     return _unverified(world, store)
@@ -56,54 +56,54 @@ def problems(world: World, reference: History | None) -> list[str]:
 
 def _ends(world: World) -> list[str]:
     """How workers may end; and none of them needs torch."""
-    found = [
+    broken_promises = [
         f"{end.worker} ended with status {end.status} by {end.error or 'an error without a name'}"
         for end in world.ends
         if world.is_defect(end)
     ]
     for child in world.children:
         if child.name.startswith("worker") and "torch was imported" in child.text():
-            found.append(f"{child.name} imported torch")
+            broken_promises.append(f"{child.name} imported torch")
     for zombie in world.zombies:
         if zombie.alive:
-            found.append(f"{zombie.name} was replaced and is still there")
-    return found
+            broken_promises.append(f"{zombie.name} was replaced and is still there")
+    return broken_promises
 
 
 def _results(world: World, store: ObjectStore) -> list[str]:
-    found = []
+    broken_promises = []
     for run in range(world.mode.runs):
         key, steps = world.run_key(run), Chain(store, world.run_key(run), STAGE, MODEL).steps()
         if not store.exists(keys.result_json(key)):
-            found.append(f"run {key} has no result")
+            broken_promises.append(f"run {key} has no result")
         if sorted(steps) != list(range(1, world.mode.steps + 1)):
-            found.append(f"run {key} has the steps {sorted(steps)}, expected each of 1..{world.mode.steps}")
-    return found
+            broken_promises.append(f"run {key} has the steps {sorted(steps)}, expected each of 1..{world.mode.steps}")
+    return broken_promises
 
 
 def _audit(store: ObjectStore) -> list[str]:
     report = audit_store(store)
-    found = [f"{problem.key} {problem.what}" for problem in report.problems]
+    broken_promises = [f"{problem.key} {problem.what}" for problem in report.problems]
     in_two_days = time.time() + timedelta(days=2).total_seconds()
     garbage = collect_garbage(store, now=in_two_days, dry_run=True, exclusive=True)
-    found += [f"{key} is named by nothing, and garbage collection leaves it" for key in
+    broken_promises += [f"{key} is named by nothing, and garbage collection leaves it" for key in
               sorted(set(report.pending) - set(garbage.names))]  # fmt: skip
-    found += [f"{key} is not understood by garbage collection" for key in garbage.unknown]
-    return found
+    broken_promises += [f"{key} is not understood by garbage collection" for key in garbage.unknown]
+    return broken_promises
 
 
 def _differences(mine: History, reference: History) -> list[str]:
-    found = []
+    broken_promises = []
     for step, (one, other) in enumerate(zip(mine.states, reference.states, strict=True)):
         if one != other:
-            found.append(f"state of step {step} is {one[:12]}, without faults it is {other[:12]}")
+            broken_promises.append(f"state of step {step} is {one[:12]}, without faults it is {other[:12]}")
             break
     if mine.digests != reference.digests:
-        found.append("the weights digests differ from those of the run without faults")
+        broken_promises.append("the weights digests differ from those of the run without faults")
     if mine.published != reference.published:
         odd = sorted(name for name in mine.published if mine.published[name] != reference.published.get(name))
-        found.append(f"published files differ from those of the run without faults: {odd}")
-    return found
+        broken_promises.append(f"published files differ from those of the run without faults: {odd}")
+    return broken_promises
 
 
 def _unverified(world: World, store: ObjectStore) -> list[str]:

@@ -98,8 +98,8 @@ _ERROR = re.compile(r"^(?:[A-Za-z_]\w*\.)*([A-Z]\w*(?:Error|Busy|Unreachable|Una
 
 def error_of(text: str) -> str:
     """The class of the error that a log ends with; "" when it names none."""
-    found = _ERROR.findall(text)
-    return found[-1] if found else ""
+    errors = _ERROR.findall(text)
+    return errors[-1] if errors else ""
 
 
 def free_port() -> int:

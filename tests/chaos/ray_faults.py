@@ -76,12 +76,12 @@ class RayNodes:
 
     def actors(self, title: str) -> list[psutil.Process]:
         """The actors that run, by the title of their processes."""
-        found = []
+        processes = []
         for child in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
                 if child.name().startswith(title) and child.status() != psutil.STATUS_ZOMBIE:
-                    found.append(child)
-        return sorted(found, key=lambda child: child.pid)
+                    processes.append(child)
+        return sorted(processes, key=lambda child: child.pid)
 
 
 def _one_of(world: World, title: str) -> psutil.Process:

@@ -150,8 +150,8 @@ class ReadingContract(EngineFixtures):
     ) -> None:
         expected = hugging_face_logprobs(tiny_folder, SCORED.token_ids, temperature=0.5)
         request = LogprobsRequest(start, [SCORED], temperature=0.5)
-        (found,) = await engine.logprobs(request)
-        assert close(found, expected[2:])
+        (logprobs,) = await engine.logprobs(request)
+        assert close(logprobs, expected[2:])
 
     async def test_only_tokens_of_positive_weight_are_scored(self, engine: Engine, start: PolicyRef) -> None:
         every = TokenSequence(SCORED.token_ids, [0.0] + [1.0] * 5)

@@ -71,8 +71,8 @@ class RefusingContract(EngineFixtures):
             await refused(SampleTooLong, read, call, policy, [10] * 4097, [0.0] * 4097)
             await refused(BadSpec, read, call, policy, ids, weights, images=(PlacedImage(2, 5, b"x"),))
         for temperature in NO_TEMPERATURES:
-            said = await refused(BadSpec, read, engine.logprobs, start, ids, weights, temperature=temperature)
-            assert f"temperature {temperature}" in said
+            message = await refused(BadSpec, read, engine.logprobs, start, ids, weights, temperature=temperature)
+            assert f"temperature {temperature}" in message
         for tokens in (0, -1, 1 << 40):
             with pytest.raises(BadSpec, match=f"max_tokens={tokens}"):
                 await engine.logprobs(LogprobsRequest(start, [SCORED], max_tokens=tokens))
@@ -88,11 +88,11 @@ class RefusingContract(EngineFixtures):
         for temperature in NO_TEMPERATURES[1:]:  # 0 is greedy
             await refused(ValidationError, ask, temperature=temperature)
         for least in (0, 2):
-            said = await refused(BadSpec, ask, stop_token_ids=(300,), min_new_tokens=least)
-            assert "stop token id 300 is outside 0..258" in said
+            message = await refused(BadSpec, ask, stop_token_ids=(300,), min_new_tokens=least)
+            assert "stop token id 300 is outside 0..258" in message
             await refused(ValidationError, ask, stop_token_ids=(-1,), min_new_tokens=least)
-        said = await refused(BadSpec, ask, stop_token_ids=tuple(range(259)), min_new_tokens=2)
-        assert "min_new_tokens=2 forbids" in said
+        message = await refused(BadSpec, ask, stop_token_ids=tuple(range(259)), min_new_tokens=2)
+        assert "min_new_tokens=2 forbids" in message
         for name, value in (("top_k", 1 << 31), ("top_p", math.nan), ("max_new_tokens", 1 << 40)):
             await refused(ValidationError, ask, **{name: value})
         for seed in (1 << 63, -(1 << 63) - 1, 0.5):
@@ -121,8 +121,8 @@ class RefusingContract(EngineFixtures):
             await engine.take_gradient_step(request_after(start, batch, **changes))
 
         for name in ("clip_high", "importance_cap", "kl_beta", "entropy_coef", "dual_clip"):
-            said = await refused(BadSpec, step, loss={"kind": "grpo", name: 1e308})
-            assert f"{name}=1e+308: should be less than" in said, said
+            message = await refused(BadSpec, step, loss={"kind": "grpo", name: 1e308})
+            assert f"{name}=1e+308: should be less than" in message, message
         for loss in ({"kind": "x"}, {}, {"kind": "dpo", "beta": 1e-300}, {"kind": "mse", "norm_constant": 1e-320}):
             await refused(BadSpec, step, loss=loss)
         for optimizer in ({"lr": 1e30}, {"lr": 1, "eps": 1e-320}, {"lr": 1, "weight_decay": 1e308}, {"lr": math.nan}):

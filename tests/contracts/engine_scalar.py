@@ -163,5 +163,5 @@ class ScalarContract(EngineFixtures):
         exported = await engine.export_model(record.policy, "critic", provenance=PROVENANCE)
         folder = plain_folder(store, exported, tmp_path / "exported")
         again = await new_policy(engine, folder, run="again", trainable=SCALAR)
-        for found, expected in zip(await values_of(engine, again), values, strict=True):
-            assert close(found, expected, tolerance=1e-6)
+        for actual, expected in zip(await values_of(engine, again), values, strict=True):
+            assert close(actual, expected, tolerance=1e-6)

@@ -229,9 +229,9 @@ class WritingContract(EngineFixtures):
 
         folder = plain_folder(store, exported, tmp_path / "exported")
         assert IMPLEMENTATION not in (folder / "config.json").read_text()
-        found = await score(engine, record.policy)
-        assert close(found, hugging_face_logprobs(folder, SCORED.token_ids)[2:])
-        assert not close(found, hugging_face_logprobs(tiny_folder, SCORED.token_ids)[2:])
+        logprobs = await score(engine, record.policy)
+        assert close(logprobs, hugging_face_logprobs(folder, SCORED.token_ids)[2:])
+        assert not close(logprobs, hugging_face_logprobs(tiny_folder, SCORED.token_ids)[2:])
         tokenizer, base = AutoTokenizer.from_pretrained(folder), AutoTokenizer.from_pretrained(tiny_folder)
         assert tokenizer.encode("Größe 5 ≥ 3") == base.encode("Größe 5 ≥ 3")
         assert (tokenizer.eos_token_id, tokenizer.chat_template) == (base.eos_token_id, base.chat_template)

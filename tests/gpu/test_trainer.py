@@ -46,9 +46,9 @@ def test_the_gradient_is_that_of_the_definition(
 ) -> None:
     samples, model = batch(loss, tiny_folder), load(tiny_folder, cuda, dtype)
     expected = gradient(exact_twin(model.module), samples, loss)
-    found = gradient_of_update(TorchTrainer(model), samples, OBJECTIVES[loss], max_tokens=max_tokens)
-    assert all(grad.device == cuda and grad.dtype == torch.float32 for grad in found.values())
-    assert distance(found, expected) <= TOLERANCE[dtype]
+    actual = gradient_of_update(TorchTrainer(model), samples, OBJECTIVES[loss], max_tokens=max_tokens)
+    assert all(grad.device == cuda and grad.dtype == torch.float32 for grad in actual.values())
+    assert distance(actual, expected) <= TOLERANCE[dtype]
 
 
 def test_two_steps_end_where_the_cpu_ends(cuda: torch.device, tiny_folder: Path) -> None:
@@ -69,10 +69,10 @@ def test_two_steps_end_where_the_cpu_ends(cuda: torch.device, tiny_folder: Path)
 def test_logprobs_are_those_of_the_definition(cuda: torch.device, tiny_folder: Path, dtype: torch.dtype) -> None:
     samples, model = batch("grpo", tiny_folder), load(tiny_folder, cuda, dtype)
     sequences = [TokenSequence(s.token_ids, s.weights, s.group) for s in samples]
-    found = TorchTrainer(model).logprobs(sequences, temperature=1.0, max_tokens=4096)
+    actual = TorchTrainer(model).logprobs(sequences, temperature=1.0, max_tokens=4096)
     twin = exact_twin(model.module)
     with torch.no_grad():
-        for sample, values in zip(samples, found, strict=True):
+        for sample, values in zip(samples, actual, strict=True):
             assert values == pytest.approx(trained_logprobs(twin, sample).tolist(), abs=LOGPROB_TOLERANCE[dtype])
 
 
@@ -116,8 +116,8 @@ def test_a_checkpoint_of_the_gpu_goes_on_as_if_nothing_was(
     assert second.weights_digest() == first.weights_digest()
     step(first)
     step(second)
-    for (name, found), (_, expected) in zip(second.weights(), first.weights(), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6, msg=name)
+    for (name, actual), (_, expected) in zip(second.weights(), first.weights(), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6, msg=name)
 
 
 # -- memory ----------------------------------------------------------------------------------------------------

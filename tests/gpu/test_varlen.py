@@ -32,10 +32,10 @@ def query_of(cuda: torch.device, dtype: torch.dtype, head_dim: int = 64) -> Tens
 
 @pytest.fixture
 def kernel(cuda: torch.device) -> varlen.Varlen:
-    found = varlen.find_varlen(query_of(cuda, torch.bfloat16))
-    if found is None:
+    actual = varlen.find_varlen(query_of(cuda, torch.bfloat16))
+    if actual is None:
         pytest.skip("this GPU or this torch has no variable-length kernel")
-    return found
+    return actual
 
 
 def test_a_recent_gpu_and_torch_have_a_kernel(cuda: torch.device) -> None:
@@ -69,8 +69,8 @@ def test_values_and_gradients_are_those_of_sdpa(
             out = PackedLayout(FANS, device=cuda, kernel=chosen).attend(0, *leaves, head_dim**-0.5)
         return [out, *torch.autograd.grad(out.float().square().sum(), leaves)]
 
-    exact, plain, found = run(torch.float32, None), run(dtype, None), run(dtype, kernel)
-    for e, p, f in zip(exact, plain, found, strict=True):
+    exact, plain, actual = run(torch.float32, None), run(dtype, None), run(dtype, kernel)
+    for e, p, f in zip(exact, plain, actual, strict=True):
         off, allowed = (((x.float() - e).norm() / e.norm()).item() for x in (f, p))
         assert off <= 2 * allowed + 1e-6
 
@@ -87,8 +87,8 @@ def test_a_whole_model_goes_through_the_kernel(
         return kernel(*args)  # type: ignore[arg-type]
 
     with torch.no_grad(), attention_by(counted):
-        found = model.logprobs(packed)
+        actual = model.logprobs(packed)
     with torch.no_grad(), attention_by(None):
         expected = model.logprobs(packed)
     assert calls == [torch.bfloat16] * model.module.config.num_hidden_layers
-    torch.testing.assert_close(found, expected, rtol=0, atol=0.05)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0.05)

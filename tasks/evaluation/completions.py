@@ -1,4 +1,4 @@
-"""Plain code behind the evaluate task: fixed prompts, sampled by one policy, graded, committed."""
+"""Evaluates a policy on fixed prompts: samples completions, grades them and commits one table."""
 
 from __future__ import annotations
 
@@ -22,45 +22,56 @@ from tasks.sampling.grading import Grading, check_masked, grade_texts
 
 
 class EvaluationPlan(Frozen):
-    """Which prompts, drawn how, graded by whom. Equal plans of one policy are one artifact."""
+    """Prompts, sampling and grader of an evaluation. Equal plans of one policy give one artifact."""
 
     prompts: PromptShard
     sampling: SamplingParams
     grading: Grading
     label: str = "held-out"
-    """What a person calls it; decides nothing."""
+    """Name for readers. It is not part of the artifact's key."""
 
     def name(self, policy: PolicyRef) -> str:
-        # where the grader runs decides nothing either
+        # neither the label nor the place where the grader runs changes the result
         body = self.model_dump(mode="json", exclude={"label": True, "grading": {"grader": {"workers"}}})
         return f"{policy.step:06d}-{digest(canonical_json(body))[:12]}"
 
 
 async def evaluate(workspace: Workspace, policy: PolicyRef, plan: EvaluationPlan) -> ArtifactRef:
-    """The committed `evaluation` table of a policy: a row per completion, with its grade."""
+    """Returns the committed `evaluation` table of a policy, and makes it first if there is none. It has a row per
+    completion with its grade."""
     store = workspace.open_store()
     key = keys.evaluation(policy.run, policy.stage, plan.name(policy))
-    found = find_artifact(store, key)
-    if found is not None:
-        return found
+    committed = find_artifact(store, key)
+    if committed is not None:
+        return committed
+
+    # sample
     shard = plan.prompts
     rows = read_rows(store, shard.dataset, shard.rows)
-    renderer, limit = renderer_of(store, shard.base), prompt_limit(workspace, shard, plan.sampling)
+    renderer = renderer_of(store, shard.base)
+    limit = prompt_limit(workspace, shard, plan.sampling)
     prompts = render_prompts(renderer, rows, limit, shard.truncation, partial(row_name, store, shard.dataset))
-    jobs = [(row, prompt, number) for row, prompt in prompts for number in range(shard.completions)]
-    seeds = [workspace.seed_for("evaluation", row["id"], *([number] if number else [])) for row, _, number in jobs]
+    jobs, seeds = [], []
+    for row, prompt in prompts:
+        for number in range(shard.completions):
+            jobs.append((row, prompt, number))
+            # the first completion's seed has no number: it does not depend on how many completions there are
+            seed_parts = (row["id"], number) if number else (row["id"],)
+            seeds.append(workspace.seed_for("evaluation", *seed_parts))
     with timed("rollout"):
         request = generate_request(policy, [prompt for _, prompt, _ in jobs], seeds, plan.sampling)
         completions = await workspace.connect().generate(request, epoch=workspace.epoch)
+
+    # grade
     rollouts = rollout_table(renderer, policy, jobs, seeds, completions).to_pylist()
     with timed("grade"):
         outcomes = await grade_texts(rollouts, plan.grading, workspace)
     check_masked(outcomes, plan.grading, where=key)
-    columns = ("prompt_index", "prompt_id", "text", "thread")
-    graded = [
-        {name: row[name] for name in columns} | {"reward": outcome.reward, "status": outcome.status}
-        for row, outcome in zip(rollouts, outcomes, strict=True)
-    ]
+    graded = []
+    for row, outcome in zip(rollouts, outcomes, strict=True):
+        prompt_columns = {name: row[name] for name in ("prompt_index", "prompt_id", "text", "thread")}
+        graded.append(prompt_columns | {"reward": outcome.reward, "status": outcome.status})
+
     with timed("storage"):
         return commit_table(
             store,
@@ -74,5 +85,6 @@ async def evaluate(workspace: Workspace, policy: PolicyRef, plan: EvaluationPlan
 
 
 def _by_source(graded: list[dict[str, object]]) -> dict[str, float | None]:
+    """Mean reward per data source, by the name of its measure."""
     sums = sums_by_source([row["thread"] for row in graded], [row["reward"] for row in graded])  # type: ignore[misc]
     return {f"reward of {source}": mean for source, mean in means_by_source([sums]).items()}

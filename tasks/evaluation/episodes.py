@@ -1,4 +1,4 @@
-"""Plain code behind the evaluation of a policy in an environment: an episode per fixed prompt, committed."""
+"""Evaluates a policy in an environment: plays episodes of fixed prompts and commits one table."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from engine.protocol import SamplingParams
 from engine.text.rendering import Renderer
 from engine.text.stored_models import renderer_of
 from engine.text.threads import StringThread
+from engine.text.turns import Turn
 from engine.workspace import Workspace
 from storage.chain.records import PolicyRef
 from storage.serialization import Frozen, canonical_json, digest
@@ -22,28 +23,30 @@ from tasks.reports.clock import timed
 from tasks.sampling.completions import PromptShard
 from tasks.sampling.episodes import EpisodePlan, play
 
-PATIENCE = {"reaction_seconds", "concurrency", "max_masked_fraction"}
+NO_EFFECT_ON_RESULT = {"reaction_seconds", "concurrency", "max_masked_fraction"}
+"""Fields of an EpisodePlan that are not part of the evaluation's key."""
 
 
 class EpisodeEvaluationPlan(Frozen):
-    """Which prompts, drawn how, in which environment. Equal plans of one policy are one artifact."""
+    """Prompts, sampling and environment of an evaluation. Equal plans of one policy give one artifact."""
 
     prompts: PromptShard
     sampling: SamplingParams
     episodes: EpisodePlan
 
     def name(self, policy: PolicyRef) -> str:
-        body = self.model_dump(mode="json", exclude={"episodes": PATIENCE})
+        body = self.model_dump(mode="json", exclude={"episodes": NO_EFFECT_ON_RESULT})
         return f"{policy.step:06d}-{digest(canonical_json(body))[:12]}"
 
 
 async def evaluate_episodes(workspace: Workspace, policy: PolicyRef, plan: EpisodeEvaluationPlan) -> ArtifactRef:
-    """The committed `evaluation` table of a policy: a row per episode, whose grades together are its reward."""
+    """Returns the committed `evaluation` table of a policy, and makes it first if there is none. It has a row per
+    episode, whose reward is the sum of its grades."""
     store = workspace.open_store()
     key = keys.evaluation(policy.run, policy.stage, plan.name(policy))
-    found = find_artifact(store, key)
-    if found is not None:
-        return found
+    committed = find_artifact(store, key)
+    if committed is not None:
+        return committed
     shard = plan.prompts
     episodes = await play(workspace, policy, shard, plan.sampling, plan.episodes, seeds=("evaluation",), where=key)
     renderer = renderer_of(store, shard.base)
@@ -61,18 +64,22 @@ async def evaluate_episodes(workspace: Workspace, policy: PolicyRef, plan: Episo
 
 
 def _row(renderer: Renderer, episode: Episode) -> dict[str, object]:
-    """What was said after the dataset's prompt is the text, turn by turn."""
+    """The table row of an episode. Its text is the conversation after the dataset's prompt."""
+    turns: list[Turn] = []
+    grades: list[float] = []
+    for segment in episode.segments:
+        turns += renderer.detokenize(segment.tokenized).turns
+        grades += segment.grades.values()
     prompt = StringThread.from_json(str(episode.row["thread"]))
-    said = [turn for part in episode.segments for turn in renderer.detokenize(part.tokenized).turns]
-    if tuple(said[: len(prompt.turns)]) == prompt.turns:
-        said = said[len(prompt.turns) :]
-    grades = [grade for part in episode.segments for grade in part.grades.values()]
+    if tuple(turns[: len(prompt.turns)]) == prompt.turns:
+        turns = turns[len(prompt.turns) :]
     graded = episode.status == "ok" and bool(grades)
+    status = "ignored" if episode.status == "ok" and not graded else episode.status
     return {
         "prompt_index": episode.row["index"],
         "prompt_id": episode.row["id"],
         "reward": math.fsum(grades) if graded else None,
-        "status": episode.status if graded or episode.status != "ok" else "ignored",
-        "text": "\n".join(f"{turn.role}: {turn.text}" for turn in said),
+        "status": status,
+        "text": "\n".join(f"{turn.role}: {turn.text}" for turn in turns),
         "thread": episode.row["thread"],
     }

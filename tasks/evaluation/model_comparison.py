@@ -1,7 +1,7 @@
-"""Plain code behind the compare task: per-prompt rewards of several models, their means, and how sure differences are.
+"""Compares models by their rewards per prompt: means, differences and confidence intervals.
 
-A prompt's reward is the mean over its graded completions; prompts, not completions, are what intervals count, since
-completions of one prompt are not independent draws of the task.
+The reward of a prompt is the mean over its graded completions. Intervals count prompts and not completions, because the
+completions of one prompt are not independent samples of the task.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tasks.evaluation.statistics import PairedDifference, mean_interval, paired_
 
 
 class Cell(Frozen):
-    """Where one model's completions on one dataset are, and one grader's grades of them."""
+    """The rollouts of one model on one dataset, and one grader's grades of them."""
 
     model: str
     """name@version"""
@@ -31,31 +31,31 @@ class Cell(Frozen):
 
 
 class Score(Frozen):
-    """One model on one dataset by one grader: the mean over prompts and its 95 % interval."""
+    """The mean reward of one model on one dataset by one grader, over prompts, with its 95 % interval."""
 
     model: str
     dataset: str
     grader: str
     mean: float | None
-    """None when not one completion could be graded."""
+    """None if no completion could be graded."""
     low: float | None
     high: float | None
     prompts: int
-    """With a grade."""
+    """Number of prompts with a grade."""
     completions: int
     masked: int
     """Completions without a grade."""
 
 
 class Difference(Frozen):
-    """`second` less `first`, over the prompts that both have a grade for."""
+    """Reward of `second` minus reward of `first`, over the prompts for which both have a grade."""
 
     dataset: str
     grader: str
     first: str
     second: str
     paired: PairedDifference | None
-    """`before` is the first model, `after` the second. None: no prompt has a grade of both."""
+    """In it, `before` is the first model and `after` the second. None: no prompt has a grade for both."""
 
     @property
     def cell(self) -> str:
@@ -71,18 +71,20 @@ class Difference(Frozen):
 
 
 class Comparison(Frozen):
-    """What an evaluation found."""
+    """All scores of an evaluation, and the differences between its models."""
 
     scores: tuple[Score, ...]
     differences: tuple[Difference, ...]
-    """Every pair of models, in the order they were given."""
+    """One per pair of models, in the order of the models."""
 
     def between(self, first: str, second: str) -> list[Difference]:
-        return [d for d in self.differences if (d.first, d.second) == (first, second)]
+        """The differences between two models, one per dataset and grader."""
+        models = (first, second)
+        return [difference for difference in self.differences if (difference.first, difference.second) == models]
 
 
 def prompt_rows(store: ObjectStore, cells: Iterable[Cell]) -> list[dict[str, Any]]:
-    """One row per model, dataset, grader and prompt: a `comparison` table."""
+    """The rows of a `comparison` table: one per model, dataset, grader and prompt."""
     rows: list[dict[str, Any]] = []
     for cell in cells:
         rewards: dict[tuple[int, str], list[float | None]] = defaultdict(list)
@@ -90,45 +92,51 @@ def prompt_rows(store: ObjectStore, cells: Iterable[Cell]) -> list[dict[str, Any
             for grade in read_table(store, ref, ["prompt_index", "prompt_id", "reward"]).to_pylist():
                 rewards[grade["prompt_index"], grade["prompt_id"]].append(grade["reward"])
         names = {"model": cell.model, "dataset": cell.dataset, "grader": cell.grader}
-        for (index, prompt), given in rewards.items():
-            known = [reward for reward in given if reward is not None]
+        for (index, prompt), completion_rewards in rewards.items():
+            graded = [reward for reward in completion_rewards if reward is not None]
             rows.append(
                 names
                 | {
                     "prompt_index": index,
                     "prompt_id": prompt,
-                    "reward": fmean(known) if known else None,
-                    "graded": len(known),
-                    "completions": len(given),
+                    "reward": fmean(graded) if graded else None,
+                    "graded": len(graded),
+                    "completions": len(completion_rewards),
                 }
             )
     return rows
 
 
 def compare(rows: Sequence[dict[str, Any]]) -> Comparison:
-    """Scores and paired differences of the rows of a `comparison` table; models in the order of their first row."""
+    """The scores and paired differences of a `comparison` table. Models are in the order of their first row."""
+    # group the rows: (dataset, grader) -> model -> rows
     by_cell: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         by_cell[row["dataset"], row["grader"]][row["model"]].append(row)
     scores, differences = [], []
     for (dataset, grader), models in by_cell.items():
-        scores += [_score(model, dataset, grader, own) for model, own in models.items()]
-        known = {
-            model: {row["prompt_id"]: row["reward"] for row in own if row["reward"] is not None}
-            for model, own in models.items()
-        }
+        reward_by_prompt: dict[str, dict[str, float]] = {}
+        for model, model_rows in models.items():
+            scores.append(_score(model, dataset, grader, model_rows))
+            reward_by_prompt[model] = {
+                row["prompt_id"]: row["reward"] for row in model_rows if row["reward"] is not None
+            }
         for first, second in combinations(models, 2):
-            both = [prompt for prompt in known[first] if prompt in known[second]]
-            early, late = ([known[model][prompt] for prompt in both] for model in (first, second))
-            paired = paired_difference(early, late) if both else None
+            first_rewards, second_rewards = reward_by_prompt[first], reward_by_prompt[second]
+            common = [prompt for prompt in first_rewards if prompt in second_rewards]
+            paired = None
+            if common:
+                paired = paired_difference(
+                    [first_rewards[prompt] for prompt in common], [second_rewards[prompt] for prompt in common]
+                )
             names = {"dataset": dataset, "grader": grader, "first": first, "second": second}
             differences.append(Difference(**names, paired=paired))
     return Comparison(scores=tuple(scores), differences=tuple(differences))
 
 
 def _score(model: str, dataset: str, grader: str, rows: Sequence[dict[str, Any]]) -> Score:
-    known = [row["reward"] for row in rows if row["reward"] is not None]
-    mean = mean_interval(known) if known else None
+    rewards = [row["reward"] for row in rows if row["reward"] is not None]
+    mean = mean_interval(rewards) if rewards else None
     completions = sum(row["completions"] for row in rows)
     return Score(
         model=model,
@@ -137,14 +145,14 @@ def _score(model: str, dataset: str, grader: str, rows: Sequence[dict[str, Any]]
         mean=mean.mean if mean else None,
         low=mean.low if mean else None,
         high=mean.high if mean else None,
-        prompts=len(known),
+        prompts=len(rewards),
         completions=completions,
         masked=completions - sum(row["graded"] for row in rows),
     )
 
 
 def score_table(comparison: Comparison) -> list[dict[str, Any]]:
-    """One line per score, for a table artifact."""
+    """The scores as rows of a table artifact."""
     return [
         {
             "dataset": score.dataset,
@@ -161,7 +169,7 @@ def score_table(comparison: Comparison) -> list[dict[str, Any]]:
 
 
 def comparison_markdown(comparison: Comparison) -> str:
-    """Two tables: what each model scores, and how any two differ on the same prompts."""
+    """Two Markdown tables: the scores of the models, and the differences between models on the same prompts."""
     lines = ["| dataset | grader | model | mean | 95 % interval | prompts |", "|-|-|-|-:|-|-:|"]
     for row in score_table(comparison):
         mean = "–" if row["mean"] is None else f"{row['mean']:.3f}"
@@ -169,30 +177,35 @@ def comparison_markdown(comparison: Comparison) -> str:
         lines.append(_line(cells))
     if comparison.differences:
         lines += ["", "| dataset | grader | from | to | change | 95 % interval | prompts | |", "|-|-|-|-|-:|-|-:|-|"]
-    for d in comparison.differences:
-        change = "–" if d.paired is None else f"{d.paired.difference:+.3f}"
-        interval = "–" if d.paired is None else _interval(d.paired.low, d.paired.high, sign="+")
-        n = d.paired.n if d.paired else 0
-        lines.append(_line((d.dataset, d.grader, f"`{d.first}`", f"`{d.second}`", change, interval, n, d.verdict)))
+    for difference in comparison.differences:
+        change, interval, prompts = "–", "–", 0
+        paired = difference.paired
+        if paired is not None:
+            change, interval = f"{paired.difference:+.3f}", _interval(paired.low, paired.high, sign="+")
+            prompts = paired.n
+        models = (f"`{difference.first}`", f"`{difference.second}`")
+        cell = (difference.dataset, difference.grader, *models, change, interval, prompts, difference.verdict)
+        lines.append(_line(cell))
     if comparison.differences:
-        lines += ["", "Changes are means over the prompts that both models have a grade for (paired t interval)."]
+        lines += ["", "Changes are means over the prompts for which both models have a grade (paired t interval)."]
     return "\n".join(lines) + "\n"
 
 
 def comparison_sentences(comparison: Comparison) -> str:
-    """A sentence per difference, for where a table is too wide."""
-    return "\n".join(f"- {_sentence(d)}" for d in comparison.differences) + "\n"
+    """The differences as a list of sentences, for places where a table is too wide."""
+    return "\n".join(f"- {_sentence(difference)}" for difference in comparison.differences) + "\n"
 
 
-def _sentence(d: Difference) -> str:
-    """The means are of the prompts that both models have a grade for."""
-    cell = f"**{d.dataset}**, graded by **{d.grader}**"
-    if d.paired is None:
-        return f"{cell}: `{d.first}` and `{d.second}` have {d.verdict}."
-    models = f"`{d.first}` {d.paired.before_mean:.3f}, `{d.second}` {d.paired.after_mean:.3f}"
-    interval = _interval(d.paired.low, d.paired.high, sign="+")
-    change = f"change {d.paired.difference:+.3f} (95 % interval {interval})"
-    return f"{cell}: {models}, {change} on {d.paired.n} prompts: {d.verdict}."
+def _sentence(difference: Difference) -> str:
+    """One difference as a sentence. Its means are over the prompts for which both models have a grade."""
+    cell = f"**{difference.dataset}**, graded by **{difference.grader}**"
+    first, second, paired = difference.first, difference.second, difference.paired
+    if paired is None:
+        return f"{cell}: `{first}` and `{second}` have {difference.verdict}."
+    models = f"`{first}` {paired.before_mean:.3f}, `{second}` {paired.after_mean:.3f}"
+    interval = _interval(paired.low, paired.high, sign="+")
+    change = f"change {paired.difference:+.3f} (95 % interval {interval})"
+    return f"{cell}: {models}, {change} on {paired.n} prompts: {difference.verdict}."
 
 
 def _line(cells: Iterable[Any]) -> str:

@@ -85,13 +85,16 @@ class ENVGRPO(RolloutLoop):
             self.lookahead(data, steps, play) as lookahead,
         ):
             async for step in steps:
-                collected = await lookahead.collected(step.policy)  # calls play
+                # episodes: calls play, with max_staleness for later steps as well
+                collected = await lookahead.collected(step.policy)
+                # the batch: advantages, and the log-probabilities of the old policy and the reference
                 kl_beta = self.next_kl_beta(steps)
                 plan = self.batch_plan(start, kl_beta)
                 batch = await prepare_trajectories(
                     workspace, step.policy, collected.rollouts, plan,
                     per_trajectory=self.per_trajectory, step=step.index,
                 )  # fmt: skip
+                # the gradient step
                 request = self.policy_request(
                     step.policy, batch, plan, collected, kl_beta=kl_beta, total_steps=total_steps
                 )

@@ -91,7 +91,9 @@ class ENVPPO(RolloutLoop):
         ):
             async for step in steps:
                 policy, value = step.policies
-                collected = await lookahead.collected(policy)  # calls play
+                # episodes: calls play, with max_staleness for later steps as well
+                collected = await lookahead.collected(policy)
+                # the batch: advantages, and the log-probabilities of the old policy and the reference
                 kl_beta = self.next_kl_beta(steps)
                 plan = self.batch_plan(start, kl_beta)
                 batch = await prepare_ppo_episode_batch(

@@ -80,12 +80,15 @@ class GRPO(RolloutLoop):
             self.lookahead(data, steps, sample_and_grade) as lookahead,
         ):
             async for step in steps:
-                collected = await lookahead.collected(step.policy)  # calls sample_and_grade
+                # sampling and grading: calls sample_and_grade, with max_staleness for later steps as well
+                collected = await lookahead.collected(step.policy)
+                # the batch: advantages, and the log-probabilities of the old policy and the reference
                 kl_beta = self.next_kl_beta(steps)
                 plan = self.batch_plan(start, kl_beta)
                 batch = await prepare_batch(
                     workspace, step.policy, collected.rollouts, collected.graded, plan, step=step.index
                 )
+                # the gradient step
                 request = self.policy_request(
                     step.policy, batch, plan, collected, kl_beta=kl_beta, total_steps=total_steps
                 )

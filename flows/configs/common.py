@@ -1,7 +1,10 @@
-"""Configs of the flows: frozen, documented under each field, unknown keys refused, checked before a model loads.
+"""Configs of the flows. They are frozen, refuse unknown keys, and are checked before a model loads.
 
-`SEMANTIC` names the groups that decide the result. A run is resumed only under equal semantic groups; the others
-(where things are stored, how the engine computes, how often it checkpoints) may change between attempts.
+`SEMANTIC` names the groups that decide the result. A run is resumed only with equal semantic groups. The others (where
+artifacts are stored, how the engine computes, how often it writes checkpoints) may change between attempts.
+
+A field's docstring is its tooltip in Prefect's form. The default of a setting is spelled once: here, or in the record
+of the engine, the tasks or the store that `default_of` names.
 """
 
 from __future__ import annotations
@@ -49,16 +52,18 @@ class ModelConfig(Frozen):
     """The model to train."""
 
     key: str
-    """A registered model (`name` or `name@version`), or a local Hugging Face folder."""
+    """Model to start from: a registered model (`name` or `name@version`), or a local Hugging Face folder."""
     name: str = "policy"
-    """The model's name within the run."""
+    """Name of the model within the run."""
     publish_as: str | None = None
     """Registry name of the trained model. None: the run's key."""
     adapter: LoraSpec | None = None
-    """Train a LoRA adapter instead of all weights; runs on one base model then share its memory. `{}` is rank 16."""
+    """LoRA adapter to train instead of all weights; several runs on one base model then share its memory. `{}` is an
+    adapter of rank 16. None: all weights are trained."""
 
     @property
     def trainable(self) -> FullSpec | LoraSpec:
+        """The part of the weights that is trained."""
         return self.adapter or FullSpec()
 
     @field_validator("name", "publish_as")
@@ -66,84 +71,91 @@ class ModelConfig(Frozen):
     def _is_a_name(cls, value: str | None) -> str | None:
         try:
             return None if value is None else validate_name(value)
-        except InvalidKey as error:  # said now, and not when the training is over
+        except InvalidKey as error:  # refused now, and not when the training is over
             raise ValueError(str(error)) from error
 
 
 class DataConfig(Frozen):
-    """What to train on."""
+    """The dataset to train on."""
 
     train: DatasetSource
-    """The training data."""
+    """Dataset to train on."""
 
 
 class PromptDataConfig(DataConfig):
-    """Prompts to train on, and prompts never to train on."""
+    """The prompts to train on, and held-out prompts for the evaluation."""
 
     heldout: DatasetSource | None = None
-    """Prompts of the evaluation before and after training."""
+    """Prompts of the evaluation, on which the model is never trained. None: no evaluation."""
     max_prompt_tokens: int | None = Field(None, ge=1)
-    """Longest prompt. None: what the model's context leaves beside sampling.max_new_tokens."""
+    """Longest prompt, in tokens. None: the model's context less sampling.max_new_tokens."""
     truncation: Truncation = default_of(PromptShard, "truncation")
-    """What happens to a longer prompt: error, left, right (cut there), or drop (counted)."""
+    """What happens to a prompt longer than max_prompt_tokens. error: the run fails. left, right: the prompt is cut on
+    that side. drop: the prompt is left out and counted."""
 
 
 class GraderConfig(Frozen):
-    """Who rewards a completion."""
+    """The grader, which rewards completions."""
 
     path: str = Field(title="Import path")
-    """`package.module:name` of a BaseGrader or of a function `f(thread, **arguments)`."""
+    """Import path of the grader, `package.module:name`: a BaseGrader, or a function `f(thread, **arguments)`."""
     arguments: dict[str, JsonValue] = {}
-    """What the class is made with, or what the function is called with besides the thread."""
+    """Keyword arguments of the grader: of the constructor of a class, or of a function besides the thread."""
     workers: Workers = "none"
-    """Where grades run. none: in the run's process. local: in worker processes on this machine, so that a grader that
-    crashes the interpreter fails its grade and the run goes on. cluster: the same on every machine of a Ray cluster."""
+    """Where the grader runs. none: in the run's process. local: in worker processes on this machine, so that a grader
+    that crashes the interpreter fails only its grade. cluster: in worker processes on every machine of a Ray
+    cluster."""
     timeout_seconds: float = Field(default_of(Grading, "timeout_seconds"), gt=0)
-    """Seconds per grade and attempt. The time in which a judge waits for its engine does not count."""
+    """Time limit of one attempt at a grade, in seconds. The time in which a judge model waits for its engine is not
+    counted."""
     retries: int = Field(default_of(Grading, "retries"), ge=0)
-    """Further attempts at a grade whose grader failed; then the completion is masked."""
+    """Further attempts at a grade that failed. After the last one, the completion is masked: it is not trained on."""
     concurrency: int = Field(default_of(Grading, "concurrency"), ge=1)
-    """Grades at a time."""
+    """Number of grades that are computed at the same time."""
     max_masked_fraction: float = Field(default_of(Grading, "max_masked_fraction"), ge=0, le=1)
-    """The run fails when more of a shard's completions than this cannot be graded."""
+    """Largest fraction of a shard's completions that may stay without a grade. The run fails above it."""
 
 
 class GRPOAlgorithm(Frozen):
-    """GRPO (arXiv:2402.03300). `samples_*` count completions."""
+    """The algorithm GRPO (arXiv:2402.03300). `samples_*` count completions."""
 
     steps: int | None = Field(None, ge=1)
-    """Gradient steps. Give steps or epochs."""
+    """Number of gradient steps of the run. Give steps or epochs; with neither, the run has no end."""
     epochs: int | None = Field(None, ge=1)
-    """Passes over the prompts."""
+    """Number of passes over the prompts (instead of steps)."""
     samples_per_batch: int = Field(128, ge=1)
-    """Completions of one step; a multiple of completions_per_sample."""
+    """Completions per step. A multiple of completions_per_sample."""
     samples_per_mini_batch: int = Field(128, ge=1)
-    """Completions of one optimizer update."""
+    """Completions per optimizer update. At most samples_per_batch."""
     mini_epochs_per_batch: int = Field(1, ge=1)
-    """Passes over a batch before new completions are sampled."""
+    """Passes over the batch of a step before new completions are sampled."""
     completions_per_sample: int = Field(8, ge=1)
-    """Completions of one prompt: a group."""
+    """Completions per prompt. They form a group, within which rewards are compared."""
     clip_range: float = Field(default_of(GRPOSpec, "clip_low"), gt=0, le=1)
-    """How far the ratio of new and old probability may leave 1 and still have a gradient."""
+    """Clip range of the ratio of new and old probability: beyond 1 ± clip_range, a further change has no gradient."""
     clip_range_high: Positive | None = None
-    """Upper clip when it differs from the lower (clip-higher, arXiv:2503.14476)."""
+    """Clip range above 1, when it differs from clip_range (clip-higher, arXiv:2503.14476). None: clip_range."""
     dual_clip: float | None = Field(None, gt=1)
-    """Bound of the ratio where the advantage is negative (arXiv:1912.09729)."""
+    """Upper bound of the ratio of tokens with a negative advantage (dual clip, arXiv:1912.09729). None: no bound."""
     kl_beta: Coefficient = default_of(GRPOSpec, "kl_beta")
-    """Weight of the KL term; 0 skips the reference model altogether."""
+    """Coefficient of the KL term. With 0, no reference model is computed."""
     kl_estimator: KLEstimator = default_of(GRPOSpec, "kl_estimator")
-    """Per token, with d the policy's log-probability less the reference's: k1 is d, abs |d|, k2 d²/2, k3 exp(-d) - 1 +
-    d."""
+    """Estimator of the KL divergence per token. With d the policy's log-probability minus the reference's: k1 is d, abs
+    is |d|, k2 is d²/2, k3 is exp(-d) - 1 + d."""
     loss_norm: LossNorm = default_of(GRPOSpec, "norm")
-    """token_mean: over all tokens. sequence_mean: over each completion's tokens, then over completions. token_sum: not
-    at all. constant: by completions x the longest that one can be (Dr. GRPO, arXiv:2503.20783)."""
+    """Normalisation of the loss. token_mean: mean over all tokens. sequence_mean: mean over each completion's tokens,
+    then over completions. token_sum: sum. constant: sum divided by the number of completions and the longest possible
+    completion (Dr. GRPO, arXiv:2503.20783)."""
     advantage_estimator: AdvantageEstimator = default_of(BatchPlan, "advantage_estimator")
-    """From the rewards of one prompt's completions. group: less their mean, over their standard deviation (sample_std:
-    with n - 1). centred: less their mean. leave_one_out: less the mean of the others."""
+    """How the advantages follow from the rewards of one prompt's completions. group: reward minus the mean, divided by
+    the standard deviation (group_sample_std: the sample standard deviation). centred: reward minus the mean.
+    leave_one_out: reward minus the mean of the others. reinforce_plus_plus: reward whitened over the batch (with
+    _baseline: after subtracting the group's mean)."""
     old_logprobs: OldLogprobs = default_of(BatchPlan, "old_logprobs")
-    """Whose log-probabilities stand for the policy that sampled: the trainer's, computed anew, or the sampler's own."""
+    """Source of the old policy's log-probabilities. trainer: recomputed by the trainer. sampler: as the sampler
+    reported them."""
     prompts_per_shard: int = Field(16, ge=1)
-    """Prompts that are sampled, graded and committed together; a crash costs at most one such shard."""
+    """Prompts per shard. A shard is sampled, graded and committed as a whole; a crash repeats at most one."""
 
     @model_validator(mode="after")
     def _sizes_agree(self) -> Self:
@@ -163,22 +175,23 @@ class GRPOAlgorithm(Frozen):
 
 
 class SFTAlgorithm(Frozen):
-    """Supervised fine-tuning on completions."""
+    """The algorithm of supervised fine-tuning on conversations."""
 
     steps: int | None = Field(None, ge=1)
-    """Gradient steps. Give steps or epochs; neither means one epoch."""
+    """Number of gradient steps of the run. Give steps or epochs; with neither, the run is one epoch."""
     epochs: int | None = Field(None, ge=1)
-    """Passes over the conversations."""
+    """Number of passes over the conversations (instead of steps)."""
     samples_per_batch: int = Field(512, ge=1)
-    """Conversations of one step."""
+    """Conversations per step."""
     max_tokens: int | None = Field(None, ge=1)
-    """Longest conversation. None: the model's context."""
+    """Longest conversation, in tokens. None: the model's context."""
     truncation: Cut = default_of(LengthPlan, "truncation")
-    """What happens to a longer one: error, left (its last tokens are kept), right (its first), drop (it is left out and
-    counted)."""
+    """What happens to a conversation longer than max_tokens. error: the run fails. left: its last tokens are kept.
+    right: its first tokens are kept. drop: it is left out and counted."""
 
     @property
     def lengths(self) -> LengthPlan:
+        """How long a conversation may be."""
         return LengthPlan(max_tokens=self.max_tokens, truncation=self.truncation)
 
     @model_validator(mode="after")
@@ -189,29 +202,32 @@ class SFTAlgorithm(Frozen):
 
 
 class CheckpointConfig(Frozen):
-    """When to write weights. No committed step is lost without any of them: a resume then redoes more."""
+    """When checkpoints are written, and which are kept. Without any checkpoint no committed step is lost: a resume
+    recomputes more of them."""
 
     frequency: float | None = Field(0.2, gt=0, le=1)
-    """A named, kept checkpoint at every such fraction of the run. None: none."""
+    """Fraction of the run after which a named checkpoint is written, again and again. Named checkpoints are kept. None:
+    none by fraction."""
     every_steps: int | None = Field(None, ge=1)
-    """A named, kept checkpoint every so many steps (instead of `frequency`)."""
+    """Number of steps after which a named checkpoint is written, again and again (instead of frequency)."""
     recovery_seconds: float = Field(300.0, gt=0)
-    """A recovery checkpoint when redoing the steps since the last would take longer than this."""
+    """Age of the last checkpoint, in seconds, above which a recovery checkpoint is written. It bounds the time that a
+    resume needs to recompute steps."""
     recovery_steps: int | None = Field(None, ge=1)
-    """A recovery checkpoint every so many steps, however quick they are."""
+    """Number of steps after which a recovery checkpoint is written, however fast they are. None: by time alone."""
     keep_last: int = Field(default_of(Retention, "keep_last"), ge=1)
-    """Recovery checkpoints kept."""
+    """Number of recovery checkpoints that are kept."""
     keep_named: int | None = Field(None, ge=1)
-    """The latest so many named checkpoints of each model are kept, and older ones are removed. None: all are kept. A
-    checkpoint that a fork, an unfinished run, a champion or a rebase refers to is always kept."""
+    """Number of named checkpoints of each model that are kept; older ones are removed. None: all are kept. A checkpoint
+    that a fork, an unfinished run, a champion or a rebase refers to is always kept."""
     keep_every: int | None = Field(None, ge=1)
-    """Checkpoints of every so many steps are kept too."""
+    """Interval of steps whose checkpoints are kept as well. None: none by interval."""
     keep_best: int | None = Field(None, ge=1)
-    """So many checkpoints with the best `metric` are kept too."""
+    """Number of checkpoints with the best `metric` that are kept as well. None: none by metric."""
     metric: str | None = None
-    """A metric of the steps' records, like "loss"."""
+    """Metric of the steps by which keep_best chooses, for example "loss"."""
     best: Literal["min", "max"] = default_of(Retention, "best")
-    """Which values of the metric are the best."""
+    """Whether the smallest (min) or the largest (max) values of `metric` are the best."""
 
     @model_validator(mode="after")
     def _best_of_something(self) -> Self:
@@ -223,62 +239,66 @@ class CheckpointConfig(Frozen):
 
     @property
     def retention(self) -> Retention:
+        """Which checkpoints are kept."""
         return Retention(**self.model_dump(include=set(Retention.model_fields)))
 
 
 class StorageConfig(Frozen):
-    """Where artifacts are kept. In a deployment, the default stands for the deployment's store."""
+    """Where artifacts are stored. In a deployment, the default means the deployment's store."""
 
     url: str = "ostinato-data"
-    """A folder, file:///folder, s3://bucket/prefix or memory://name."""
+    """URL of the store: a folder, file:///folder, s3://bucket/prefix or memory://name."""
 
 
 class FlowConfig(Frozen):
-    """What every flow's config has."""
+    """Fields that the config of every flow has."""
 
     run: str = ""
-    """The run's key: the same key resumes the run. Empty: made from the flow run's id."""
+    """Key of the run. The same key resumes the run. Empty: derived from the id of the flow run."""
     seed: int = 0
-    """Of everything that is drawn: the order of the data, completions, adapters."""
+    """Seed of all random numbers: the order of the data, the completions, and the initial adapters."""
     engine: EngineSpec = LocalEngineSpec()
-    """Who trains and samples: this process, or a server. In a deployment, the default stands for the deployment's."""
+    """Engine that trains and samples: in this process, or a server. In a deployment, the default means the deployment's
+    engine."""
     storage: StorageConfig = StorageConfig()
     checkpoints: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """What a person must fill in comes first in a form, where it runs comes last."""
+        """Orders the form: what must be filled in comes first, where the run takes place comes last."""
         reference = super().__get_pydantic_json_schema__(core_schema, handler)
         schema = handler.resolve_ref_schema(reference)
         fields = schema.get("properties", {})
         last = [name for name in FlowConfig.model_fields if name in fields]
-        schema["properties"] = {name: fields[name] for name in [*(own for own in fields if own not in last), *last]}
+        first = [name for name in fields if name not in last]
+        schema["properties"] = {name: fields[name] for name in [*first, *last]}
         return reference
 
     def semantic(self) -> dict[str, Any]:
-        """What decides the result, without names and patience."""
+        """The part of the config that decides the result. Names, time limits and retries are left out."""
         body = self.model_dump(mode="json", include=set(SEMANTIC))
         for model in (body["model"], body.get("value_model", {})):
             model.pop("publish_as", None)
         body["data"].pop("heldout", None)
-        patience = ("timeout_seconds", "reaction_seconds", "retries", "concurrency", "max_masked_fraction", "workers")
-        for name in patience:
+        limits = ("timeout_seconds", "reaction_seconds", "retries", "concurrency", "max_masked_fraction", "workers")
+        for name in limits:
             body.get("grader", {}).pop(name, None)
             body.get("environment", {}).pop(name, None)
         return body
 
     def other(self) -> dict[str, Any]:
+        """The part of the config that may change between attempts."""
         return self.model_dump(mode="json", exclude=set(SEMANTIC))
 
 
 class TrainingConfig(FlowConfig):
-    """What the config of every training flow has."""
+    """Fields that the config of every training flow has."""
 
     model: ModelConfig
     data: DataConfig
 
-    if TYPE_CHECKING:  # each has its own; a field here would stand before theirs in a form
+    if TYPE_CHECKING:  # each flow has its own type; a field here would come before theirs in the form
         algorithm: Any
         optimizer: OptimizerConfig
 
@@ -297,7 +317,7 @@ class GRPOConfig(TrainingConfig):
 
     @property
     def title(self) -> str:
-        """The flow run's name."""
+        """The name of the flow run."""
         return training_title("grpo", self.model.key, self.data.train, self.seed)
 
     @model_validator(mode="after")
@@ -315,8 +335,8 @@ def check_sampled_run(
     sampling: SamplingParams,
     evaluation: EvaluationConfig,
 ) -> None:
-    """A run without an end has nothing that depends on its progress, and completions of a group differ. Raises
-    ValueError."""
+    """Raises ValueError for a run without an end in which something depends on its progress, and for a temperature at
+    which the completions of a group would be equal."""
     endless = algorithm.steps is None and algorithm.epochs is None
     if endless and not optimizer.endless:
         raise ValueError(
@@ -335,10 +355,10 @@ def check_sampled_run(
 
 
 class SFTDataConfig(DataConfig):
-    """Conversations to train on, and conversations never to train on."""
+    """The conversations to train on, and held-out conversations for the validation loss."""
 
     heldout: DatasetSource | None = None
-    """Conversations of the validation loss."""
+    """Conversations of the validation loss, on which the model is never trained. None: no validation loss."""
 
 
 class SFTConfig(TrainingConfig):
@@ -351,5 +371,5 @@ class SFTConfig(TrainingConfig):
 
     @property
     def title(self) -> str:
-        """The flow run's name."""
+        """The name of the flow run."""
         return training_title("sft", self.model.key, self.data.train, self.seed)

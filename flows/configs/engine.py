@@ -1,4 +1,4 @@
-"""The engine that a config file describes: an engine's own file, or a run's, whose `engine` table is meant."""
+"""Reads the engine that a config file describes: a file of an engine, or a run's config with a group `engine`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from flows.configs.overrides import ConfigError, describe_validation, load_confi
 
 
 def load_engine(path: Path | None, sets: Sequence[str] = ()) -> tuple[LocalEngineSpec, dict[str, Any]]:
-    """The engine, and the whole file with `sets` put in. A set names a key of the engine: `trainer.zero_stage=3`.
+    """The engine, and the whole file after the changes of `sets`. A set names a key of the engine:
+    `trainer.zero_stage=3`.
 
     Raises ConfigError.
     """
-    inside = _is_of_a_run(load_config(path))
-    body = load_config(path, [f"engine.{text}" if inside else text for text in sets])
-    keys = body.get("engine", {}) if inside else body
+    is_run_config = _is_run_config(load_config(path))
+    prefix = "engine." if is_run_config else ""
+    body = load_config(path, [prefix + text for text in sets])
+    keys = body.get("engine", {}) if is_run_config else body
     if isinstance(keys, dict) and keys.get("kind") == "http":
         raise ConfigError(
             f"{path} names an engine elsewhere (engine.kind='http'), and this command is about the engine itself; give "
@@ -31,5 +33,6 @@ def load_engine(path: Path | None, sets: Sequence[str] = ()) -> tuple[LocalEngin
         raise ConfigError(describe_validation(error, LocalEngineSpec)) from error
 
 
-def _is_of_a_run(body: Mapping[str, Any]) -> bool:
+def _is_run_config(body: Mapping[str, Any]) -> bool:
+    """Whether the file is the config of a run, and not of an engine."""
     return "engine" in body or "model" in body

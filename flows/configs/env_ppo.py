@@ -1,4 +1,4 @@
-"""Config of the `env_ppo` flow: that of `env_grpo`, and a value model."""
+"""The config of the `env_ppo` flow: that of `env_grpo`, and a value model."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from flows.configs.titles import training_title
 
 
 class ENVPPOAlgorithm(PPOAlgorithm):
-    """PPO (arXiv:1707.06347) over the tokens that the policy says in an episode. `samples_*` count episodes."""
+    """The algorithm PPO (arXiv:1707.06347) over the policy's own tokens of an episode. `samples_*` count episodes."""
 
 
 class ENVPPORegularisation(EpisodeRegularisation):
-    """What the policy's loss has besides the clipped ratio."""
+    """Further terms and variants of the policy loss."""
 
     kl_in: KLPlace = default_of(PPORegularisation, "kl_in")  # type: ignore[assignment]  # every token has a reward of its own
-    """Where the KL term stands: taken off the reward, token by token, or in the loss."""
+    """Where the KL term is: subtracted from the reward of each token, or in the loss."""
 
 
 class ENVPPOConfig(ENVGRPOConfig):
@@ -34,7 +34,7 @@ class ENVPPOConfig(ENVGRPOConfig):
 
     @property
     def title(self) -> str:
-        """The flow run's name."""
+        """The name of the flow run."""
         return training_title("env_ppo", self.model.key, self.data.train, self.seed)
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Configs of the flows that train in environments."""
+"""The configs of the flows that train in environments: `env_grpo` and `env_gspo`."""
 
 from __future__ import annotations
 
@@ -26,70 +26,78 @@ from tasks.sampling.episodes import EpisodePlan
 
 
 class EnvironmentConfig(Frozen):
-    """What the policy acts in."""
+    """The environment that the policy acts in, and the limits of an episode."""
 
     path: str = Field(title="Import path")
-    """`package.module:name` of an EnvironmentFactory, or of an Environment that is made with the episode's metadata."""
+    """Import path of the environment, `package.module:name`: an EnvironmentFactory, or an Environment that is
+    constructed with the episode's metadata."""
     arguments: dict[str, JsonValue] = {}
-    """What it is made with."""
+    """Keyword arguments of the constructor of the environment."""
     max_turns: int = Field(default_of(EpisodePlan, "max_turns"), ge=1)
-    """Answers of one episode."""
+    """Largest number of the policy's answers in an episode."""
     max_tokens: int | None = Field(None, ge=2)
-    """Tokens of one episode: prompt, answers and what the environment says. None: the model's context."""
+    """Longest conversation of an episode, in tokens: prompt, answers and the environment's turns. None: the model's
+    context."""
     episode_seconds: float | None = Field(None, gt=0)
-    """What an episode's environment may take altogether. A run in which this acts cannot be repeated to the byte."""
+    """Time limit of an episode's environment, in seconds. A run in which this limit acts cannot be repeated byte by
+    byte. None: no limit."""
     reaction_seconds: float = Field(default_of(EpisodePlan, "reaction_seconds"), gt=0)
-    """What one reaction may take. An environment that fails or takes longer is made anew once; then the episode is
-    masked."""
+    """Time limit of one reaction of the environment, in seconds. An environment that fails or exceeds it is created
+    again once; then the episode is masked."""
     concurrency: int = Field(default_of(EpisodePlan, "concurrency"), ge=1)
-    """Environments that react at a time."""
+    """Number of environments that react at the same time."""
     max_masked_fraction: float = Field(default_of(EpisodePlan, "max_masked_fraction"), ge=0, le=1)
-    """The run fails when more of a shard's episodes than this cannot be played."""
+    """Largest fraction of a shard's episodes that may fail. The run fails above it."""
 
 
 class EnvironmentDataConfig(PromptDataConfig):
-    """Prompts that episodes begin with, and prompts never to train on."""
+    """The prompts that episodes begin with, and held-out prompts for the evaluation."""
 
     truncation: Literal["error", "drop"] = "error"  # type: ignore[assignment]  # a conversation cannot be cut
-    """What happens to an episode whose first prompt is longer: error, or drop (counted)."""
+    """What happens to an episode whose first prompt is longer than max_prompt_tokens. error: the run fails. drop: the
+    episode is left out and counted."""
 
 
 class ENVGRPOAlgorithm(GRPOAlgorithm):
-    """GRPO (arXiv:2402.03300) with an advantage per turn. `samples_*` count episodes."""
+    """The algorithm GRPO (arXiv:2402.03300) with an advantage per turn. `samples_*` count episodes."""
 
     kl_beta: Coefficient = 0.1
-    """Weight of the KL term; 0 skips the reference model altogether."""
+    """Coefficient of the KL term. With 0, no reference model is computed."""
     advantage_estimator: Literal["group", "group_sample_std", "centred", "leave_one_out"] = "group"
-    """From the grades of all turns of one prompt's episodes. group: less their mean, over their standard deviation
-    (sample_std: with n - 1). centred: less their mean. leave_one_out: less the mean of the others."""
+    """How the advantages follow from the grades of all turns of one prompt's episodes. group: grade minus the mean,
+    divided by the standard deviation (group_sample_std: the sample standard deviation). centred: grade minus the mean.
+    leave_one_out: grade minus the mean of the others."""
 
 
 class ENVGSPOAlgorithm(GSPOAlgorithm, ENVGRPOAlgorithm):
-    """GSPO (arXiv:2507.18071): one grade per episode. `samples_*` count episodes."""
+    """The algorithm GSPO (arXiv:2507.18071) with one grade per episode. `samples_*` count episodes."""
 
     kl_beta: Coefficient = default_of(ENVGRPOAlgorithm, "kl_beta")
-    """Weight of the KL term; 0 skips the reference model altogether."""
+    """Coefficient of the KL term. With 0, no reference model is computed."""
     advantage_estimator: Literal["group", "group_sample_std", "centred", "leave_one_out"] = "group"
-    """From the grades of one prompt's episodes. group: less their mean, over their standard deviation (sample_std: with
-    n - 1). centred: less their mean. leave_one_out: less the mean of the others."""
+    """How the advantages follow from the grades of one prompt's episodes. group: grade minus the mean, divided by the
+    standard deviation (group_sample_std: the sample standard deviation). centred: grade minus the mean. leave_one_out:
+    grade minus the mean of the others."""
 
 
 class EpisodeRegularisation(Regularisation):
-    """What the policy's loss has besides the clipped ratio."""
+    """Further terms and variants of the policy loss."""
 
     norm_constant: Divisor | None = None
-    """Of loss_norm=constant: the tokens per episode to divide by. None: sampling.max_new_tokens of each turn."""
+    """Tokens per episode that loss_norm=constant divides by. None: sampling.max_new_tokens times
+    environment.max_turns."""
     kl_in: Literal["loss"] = "loss"
-    """Where the KL term stands: a turn's advantage has no place for it."""
+    """Where the KL term is. In environments it is in the loss, because rewards belong to turns."""
     kl_horizon: Positive = default_of(Regularisation, "kl_horizon")
-    """Episodes over which kl_beta may change by a fifth."""
+    """Number of episodes over which the adaptive controller may change kl_beta by a fifth."""
 
 
 class EpisodeRules(Frozen):
-    """From which policy the episodes of a step come."""
+    """Rule for which policy the episodes of a step are sampled from."""
 
     max_staleness: int = Field(default_of(BatchRules, "max_staleness"), ge=0)
-    """Episodes come from the policy of so many steps before, so that they are played while other steps train."""
+    """Age in steps of the policy that episodes are sampled from. Above 0, episodes are played while earlier steps
+    train."""
 
 
 class ENVGRPOConfig(TrainingConfig):
@@ -106,7 +114,7 @@ class ENVGRPOConfig(TrainingConfig):
 
     @property
     def title(self) -> str:
-        """The flow run's name."""
+        """The name of the flow run."""
         return training_title("env_grpo", self.model.key, self.data.train, self.seed)
 
     @model_validator(mode="after")
@@ -124,7 +132,7 @@ class ENVGSPOConfig(ENVGRPOConfig):
 
     @property
     def title(self) -> str:
-        """The flow run's name."""
+        """The name of the flow run."""
         return training_title("env_gspo", self.model.key, self.data.train, self.seed)
 
     @model_validator(mode="after")

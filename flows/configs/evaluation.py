@@ -1,4 +1,4 @@
-"""Configs of the `evaluation` flow, and the fixed suite that `recurring` judges by."""
+"""The config of the `evaluation` flow, and the evaluation suite, by which the `recurring` flow judges too."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tasks.sampling.grading import Grading
 
 
 def checked_name(value: str) -> str:
-    """A name, or a ValueError that a form can show."""
+    """The value, if it is a valid name. Raises ValueError, which a form shows at the field."""
     try:
         return validate_name(value)
     except InvalidKey as error:
@@ -33,49 +33,51 @@ GREEDY = default_of(GRPOConfig, "sampling").model_copy(update={"temperature": 0.
 
 
 class SuiteDataset(Frozen):
-    """Prompts to evaluate on."""
+    """A dataset of prompts to evaluate on."""
 
     name: str = "heldout"
-    """What tables and gates call it."""
+    """Name of the dataset in tables and gates."""
     source: DatasetSource
-    """Where the prompts come from."""
+    """Dataset of the prompts."""
 
     _name = field_validator("name")(checked_name)
 
 
 class SuiteGrader(GraderConfig):
-    """Who grades every dataset of the suite."""
+    """A grader of every dataset of the suite."""
 
     name: str = "reward"
-    """What tables and gates call it."""
+    """Name of the grader in tables and gates."""
 
     _name = field_validator("name")(checked_name)
 
     def grading(self) -> Grading:
         """Raises GraderSpecError when there is no such grader."""
-        patience = self.model_dump(exclude={"path", "arguments", "workers", "name"})
-        return Grading(grader=grader_spec(self.path, self.arguments, workers=self.workers), **patience)
+        limits = self.model_dump(exclude={"path", "arguments", "workers", "name"})
+        return Grading(grader=grader_spec(self.path, self.arguments, workers=self.workers), **limits)
 
 
 class Suite(Frozen):
-    """What models are judged by: every dataset, graded by every grader. Equal suites give equal prompts and seeds."""
+    """An evaluation suite: every dataset is graded by every grader. Equal suites give equal prompts and seeds."""
 
     datasets: tuple[SuiteDataset, ...] = Field(min_length=1)
-    """What is asked."""
+    """Datasets of prompts."""
     graders: tuple[SuiteGrader, ...] = Field(min_length=1)
-    """Who grades every answer."""
+    """Graders, each of which grades every answer."""
     sampling: SamplingParams = GREEDY
-    """How completions are drawn; temperature 0 is greedy."""
+    """How completions are sampled. Temperature 0 is greedy."""
     samples_per_prompt: int = Field(1, ge=1)
-    """Completions of each prompt. A prompt's reward is their mean; a prompt counts once in every interval."""
+    """Completions of each prompt. A prompt's reward is the mean of their rewards, and counts once in a confidence
+    interval."""
     seed: int = 0
-    """Decides the draws; all models draw with the same."""
+    """Seed of the sampling, the same for all models."""
     max_prompt_tokens: int | None = Field(None, ge=1)
-    """Longest prompt. None: what the model's context leaves beside sampling.max_new_tokens."""
+    """Longest prompt, in tokens. None: the model's context less sampling.max_new_tokens."""
     truncation: Truncation = default_of(PromptShard, "truncation")
-    """What happens to a longer prompt: error, left, right (cut there), or drop (counted)."""
+    """What happens to a prompt longer than max_prompt_tokens. error: the evaluation fails. left, right: the prompt is
+    cut on that side. drop: the prompt is left out and counted."""
     prompts_per_shard: int = Field(64, ge=1)
-    """Prompts that are sampled, graded and committed together; a crash costs at most one such shard."""
+    """Prompts per shard. A shard is sampled, graded and committed as a whole; a crash repeats at most one."""
 
     @model_validator(mode="after")
     def _makes_sense(self) -> Self:
@@ -89,11 +91,14 @@ class Suite(Frozen):
         return self
 
     def cells(self) -> list[str]:
-        """`dataset/grader` of everything that gets a score."""
-        return [cell_name(dataset.name, grader.name) for dataset in self.datasets for grader in self.graders]
+        """The names of all scores: `dataset/grader` of every pair."""
+        cells = []
+        for dataset in self.datasets:
+            cells += [cell_name(dataset.name, grader.name) for grader in self.graders]
+        return cells
 
     def drawn(self, dataset_sha256: str) -> str:
-        """A digest of what decides the completions on one dataset, whoever grades them."""
+        """A digest of everything that decides the completions on one dataset. The graders do not."""
         fields = {"sampling", "samples_per_prompt", "seed", "max_prompt_tokens", "truncation", "prompts_per_shard"}
         body = self.model_dump(mode="json", include=fields)
         return digest(canonical_json(body | {"dataset": dataset_sha256}))[:16]
@@ -103,17 +108,17 @@ class EvaluationFlowConfig(Frozen):
     """`ostinato evaluate`: models x datasets x graders, compared on the same prompts."""
 
     models: tuple[str, ...] = Field(min_length=1)
-    """Registered models (`name`, `name@version`, `name@champion`) or local Hugging Face folders."""
+    """Models to evaluate: registered models (`name`, `name@version`, `name@champion`) or local Hugging Face folders."""
     suite: Suite
     run: str = ""
-    """The run's key. Empty: made from what is evaluated, so that the same evaluation again is done at once."""
+    """Key of the run. Empty: derived from what is evaluated, so that a repeated evaluation returns at once."""
     engine: EngineSpec = LocalEngineSpec()
-    """Who computes. As it is by default, a deployed flow uses the deployment's engine."""
+    """Engine that samples. In a deployment, the default means the deployment's engine."""
     storage: StorageConfig = StorageConfig()
 
     @property
     def title(self) -> str:
-        """The flow run's name."""
+        """The name of the flow run."""
         return f"evaluation of {', '.join(map(model_title, self.models))}"
 
     @field_validator("models")
@@ -124,17 +129,18 @@ class EvaluationFlowConfig(Frozen):
 
 
 def cell_name(dataset: str, grader: str) -> str:
-    """What one dataset, graded by one grader, is called."""
+    """The name of the score of one dataset by one grader."""
     return f"{dataset}/{grader}"
 
 
 def semantic(suite: Suite, **inputs: Any) -> dict[str, Any]:
-    """What decides an evaluation's result: the suite without names of places and patience, and its inputs' digests."""
+    """What decides the result of an evaluation: the suite, without the sources of its datasets and the limits of its
+    graders, and the digests of its inputs."""
     body = suite.model_dump(mode="json")
     body["datasets"] = [dataset.name for dataset in suite.datasets]
     for grader in body["graders"]:
-        for patience in ("timeout_seconds", "retries", "concurrency", "max_masked_fraction", "workers"):
-            grader.pop(patience)
+        for limit in ("timeout_seconds", "retries", "concurrency", "max_masked_fraction", "workers"):
+            grader.pop(limit)
     return {"evaluation": body, "inputs": inputs}
 
 

@@ -1,4 +1,4 @@
-"""Config of the `gspo` flow: that of `grpo`, with a ratio per completion."""
+"""The config of the `gspo` flow: that of `grpo`, with one ratio per completion."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from flows.configs.titles import training_title
 
 
 class GSPOAlgorithm(GRPOAlgorithm):
-    """GSPO (arXiv:2507.18071). `samples_*` count completions."""
+    """The algorithm GSPO (arXiv:2507.18071). `samples_*` count completions."""
 
     clip_range: float = Field(default_of(GSPOSpec, "clip_low"), gt=0, le=1)
-    """How far the ratio of a completion's new and old probability, a mean over its tokens, may leave 1 and still have a
-    gradient."""
+    """Clip range of the ratio of a whole completion, a mean over its tokens: beyond 1 ± clip_range, a further change
+    has no gradient."""
     dual_clip: float | None = Field(None, gt=1)
-    """Of GRPO alone: leave it empty."""
+    """Setting of GRPO, whose ratios are per token. Leave it empty for GSPO."""
     loss_norm: LossNorm = default_of(GSPOSpec, "norm")
-    """Over what the loss is a mean. sequence_mean weighs every completion alike, however long."""
+    """Normalisation of the loss. sequence_mean: every completion has the same weight, whatever its length. The other
+    values are those of GRPO."""
 
     @model_validator(mode="after")
     def _no_ratio_per_token(self) -> Self:
@@ -31,7 +32,7 @@ class GSPOAlgorithm(GRPOAlgorithm):
 
 
 def check_has_gspo(dual_clip: float | None, policy_loss: PolicyLoss = "clip") -> None:
-    """Raises ValueError for what GRPO has and GSPO does not."""
+    """Raises ValueError for settings of GRPO that GSPO does not have."""
     if dual_clip is not None:
         raise ValueError(f"dual_clip={dual_clip} bounds a ratio per token, which GSPO does not have; leave it out")
     if policy_loss != "clip":
@@ -50,5 +51,5 @@ class GSPOConfig(GRPOConfig):
 
     @property
     def title(self) -> str:
-        """The flow run's name."""
+        """The name of the flow run."""
         return training_title("gspo", self.model.key, self.data.train, self.seed)

@@ -1,4 +1,4 @@
-"""Config of where a run's figures are sent besides the terminal. It decides nothing."""
+"""The config of the experiment trackers that receive a run's metrics. It does not decide the result."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from tasks.loggers.services import LoggerName
 
 
 class LoggingConfig(Frozen):
-    """Where the figures of each step are sent, besides the terminal, the run's page and its report."""
+    """Where the metrics of each step are sent, besides the terminal, the page of the run and its report."""
 
     loggers: tuple[LoggerName, ...] = ()
-    """Each needs its package; accounts and servers are those of the environment, such as WANDB_API_KEY."""
+    """Experiment trackers that receive the metrics. Each needs its package; accounts and servers come from its
+    environment variables, such as WANDB_API_KEY."""
     project: str = Field("ostinato", min_length=1)
-    """What they call the project."""
+    """Name of the project in the experiment trackers."""
     experiment: str | None = None
-    """What they call the run. None: its key."""
+    """Name of the run in the experiment trackers. None: the run's key."""
     folder: str = "ostinato-logs"
-    """Where they keep files on the machine that runs the flow."""
+    """Folder for the files of experiment trackers, on the machine that runs the flow."""

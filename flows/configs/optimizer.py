@@ -1,4 +1,4 @@
-"""Configs of the optimizer: AdamW, and how its rate and its decay change over a run."""
+"""Configs of the optimizer: AdamW, and the schedules of its learning rate and weight decay."""
 
 from __future__ import annotations
 
@@ -15,39 +15,43 @@ ScheduleName = Literal["cosine", "cosine_without_warmup", "linear", "constant", 
 
 
 class OptimizerConfig(Frozen):
-    """AdamW and its schedule."""
+    """The optimizer, AdamW, and the schedules of its learning rate and weight decay."""
 
     lr: float = Field(7.5e-7, gt=0, le=MAX_RATE)
-    """The highest of the schedule."""
+    """Highest learning rate of the schedule."""
     schedule: ScheduleName = "cosine"
-    """cosine: warm-up over a tenth of the run, then down to a tenth of the rate. linear: down to 0. wsd: warm-up, then
-    the rate, then over the last tenth down to a tenth of it. inverse_sqrt: warm-up, then as 1 / √step."""
+    """Shape of the learning rate over the run. cosine: warm-up over a tenth of the run, then a cosine down to a tenth
+    of lr. cosine_without_warmup: the same without the warm-up. linear: down to 0. constant: lr throughout. wsd:
+    warm-up, then lr, then over the last tenth of the run down to a tenth of lr. inverse_sqrt: warm-up, then
+    proportional to 1 / √step."""
     warmup_steps: int | None = Field(None, ge=0)
-    """Steps over which the rate rises to lr. None: as the schedule says, or warmup_ratio."""
+    """Steps over which the learning rate rises to lr. None: the default of the schedule, or warmup_ratio."""
     warmup_ratio: float | None = Field(None, ge=0, le=1)
-    """The same as a share of the run."""
+    """Fraction of the run over which the learning rate rises to lr (instead of warmup_steps)."""
     min_lr_ratio: float | None = Field(None, ge=0, le=1)
-    """The lowest rate, as a share of lr. None: as the schedule says."""
+    """Lowest learning rate after the warm-up, as a fraction of lr. None: the default of the schedule."""
     cycles: int = Field(1, ge=1)
-    """Of the cosine: so many of them one after the other, each from lr (warm restarts, arXiv:1608.03983)."""
+    """Number of cosines after one another, each starting from lr (warm restarts, arXiv:1608.03983). Cosine schedules
+    only."""
     decay_ratio: float | None = Field(None, gt=0, le=1)
-    """Of wsd: the last share of the run, in which the rate falls. None: a tenth."""
+    """Last fraction of the run, in which the learning rate of the wsd schedule falls. None: a tenth."""
     weight_decay: Rate = default_of(OptimizerSpec, "weight_decay")
-    """Decoupled (AdamW): each update also shrinks the weights by rate x this."""
+    """Decoupled weight decay of AdamW: each update also shrinks the weights by the learning rate times this."""
     weight_decay_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How weight_decay becomes weight_decay_end over the run."""
+    """Shape in which the weight decay changes over the run, from weight_decay to weight_decay_end. constant: it does
+    not change."""
     weight_decay_end: Rate | None = None
-    """The weight decay of the last step, for a schedule that is not constant."""
+    """Weight decay of the last step. Required by a weight_decay_schedule that is not constant."""
     beta1: float = Field(default_of(OptimizerSpec, "beta1"), ge=0, lt=1)
-    """Share that the mean of the gradients keeps per update."""
+    """Exponential decay rate of AdamW's first moment (beta1)."""
     beta2: float = Field(default_of(OptimizerSpec, "beta2"), ge=0, lt=1)
-    """Share that the mean of their squares keeps per update."""
+    """Exponential decay rate of AdamW's second moment (beta2)."""
     eps: Divisor = default_of(OptimizerSpec, "eps")
-    """Added to the root of that mean, which divides."""
+    """Epsilon of AdamW: it is added to the root of the second moment, by which the update is divided."""
     max_grad_norm: float = Field(default_of(OptimizerSpec, "max_grad_norm"), gt=0, allow_inf_nan=False)
-    """A longer gradient is scaled down to this L2 norm."""
+    """Largest L2 norm of the gradient of an update. A larger gradient is scaled down to it."""
     skip_nan_gradients: bool = False
-    """Leave an update with a non-finite gradient out (counted) instead of failing the step."""
+    """Skip and count an update whose gradient is not finite, instead of failing the step."""
 
     @model_validator(mode="after")
     def _fits_the_schedule(self) -> Self:
@@ -64,9 +68,9 @@ class OptimizerConfig(Frozen):
         if self.schedule == "constant" and self.min_lr_ratio is not None:
             raise ValueError(f"schedule='constant' never falls, and min_lr_ratio={self.min_lr_ratio}; leave it out")
         if self.cycles > 1 and not self.schedule.startswith("cosine"):
-            raise ValueError(f"cycles={self.cycles} are of cosines, and schedule={self.schedule!r}; use 'cosine'")
+            raise ValueError(f"cycles={self.cycles} needs a cosine, and schedule={self.schedule!r}; use 'cosine'")
         if self.decay_ratio is not None and self.schedule != "wsd":
-            raise ValueError(f"decay_ratio={self.decay_ratio} is of wsd, and schedule={self.schedule!r}; use 'wsd'")
+            raise ValueError(f"decay_ratio={self.decay_ratio} needs wsd, and schedule={self.schedule!r}; use 'wsd'")
         if (self.weight_decay_schedule == "constant") != (self.weight_decay_end is None):
             raise ValueError(
                 f"weight_decay_schedule={self.weight_decay_schedule!r} and weight_decay_end={self.weight_decay_end}; "
@@ -76,14 +80,14 @@ class OptimizerConfig(Frozen):
 
     @property
     def endless(self) -> bool:
-        """Whether it asks for no length of the run."""
+        """Whether nothing depends on the length of the run, so that the run may have no end."""
         by_steps = self.schedule == "constant" and not self.warmup_ratio
         falling = self.schedule == "inverse_sqrt" and self.warmup_steps is not None
         return (by_steps or falling) and self.weight_decay_schedule == "constant"
 
 
 class SFTOptimizer(OptimizerConfig):
-    """AdamW and its schedule."""
+    """The optimizer of supervised fine-tuning, AdamW, and the schedules of its learning rate and weight decay."""
 
     lr: float = Field(1e-5, gt=0, le=MAX_RATE)
-    """The highest of the schedule."""
+    """Highest learning rate of the schedule."""

@@ -1,7 +1,7 @@
-"""A config from a file and from `key=value` words of a command line, with the types a person means.
+"""Reads a config from a file and from `key=value` words of a command line.
 
-Values follow YAML 1.2 and not PyYAML's 1.1: `1e-5` is a float, `no` and `on` are words, `1:30` and `2026-01-02` are
-text. Both roads, the file's and the command line's, read scalars by the same rules.
+Values follow YAML 1.2 and not PyYAML's 1.1: `1e-5` is a float; `no`, `on`, `1:30` and `2026-01-02` are text. The file
+and the command line follow the same rules.
 """
 
 import difflib
@@ -21,9 +21,9 @@ Model = TypeVar("Model", bound=BaseModel)
 MAX_CONFIG_BYTES = 1 << 20
 """Size of a config file, and of its values with every alias of YAML written out."""
 MAX_DEPTH = 100
-"""Groups and lists within one another; what checks and stores a config fails at about 200."""
+"""Largest depth of nested groups and lists. The code that checks and stores a config fails at about 200."""
 SHOWN_CHARACTERS = 200
-"""Of a wrong value in an error."""
+"""Letters of a wrong value that an error shows."""
 
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*(\.[A-Za-z_][A-Za-z0-9_-]*)*")
 
@@ -33,7 +33,7 @@ class ConfigError(ValueError):
 
 
 def load_config(path: Path | None, sets: Sequence[str] = ()) -> dict[str, Any]:
-    """The file's mapping (.yaml, .yml, .toml or .json; None: empty) with each `a.b=value` of `sets` put in.
+    """The mapping of the file (.yaml, .yml, .toml or .json; None: empty), changed by each `a.b=value` of `sets`.
 
     Raises ConfigError: no such file, wrong suffix, bad syntax, too large or nested too deeply, a key given twice, a set
     that goes through a value.
@@ -53,7 +53,7 @@ def load_config(path: Path | None, sets: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def parse_config(model: type[Model], path: Path | None = None, sets: Sequence[str] = ()) -> Model:
-    """`load_config` as a `model`. Raises ConfigError that lists every wrong key by its dotted name."""
+    """The config of the file and the sets as a `model`. Raises ConfigError that lists every wrong key."""
     config = load_config(path, sets)
     try:
         return model.model_validate(config)
@@ -62,7 +62,8 @@ def parse_config(model: type[Model], path: Path | None = None, sets: Sequence[st
 
 
 def describe_validation(error: ValidationError, model: type[BaseModel]) -> str:
-    """One line per wrong key: its dotted name, what was given, what is wanted, and the nearest known key if unknown."""
+    """One line per wrong key: its dotted name, what was given and what is expected; for an unknown key, the nearest
+    known one."""
     lines = []
     for problem in error.errors(include_url=False):
         where = ".".join(str(part) for part in problem["loc"]) or "the config as a whole"
@@ -71,8 +72,10 @@ def describe_validation(error: ValidationError, model: type[BaseModel]) -> str:
         elif problem["type"] == "missing":
             lines.append(f"{where}: missing; set it in the file or by {where}=…")
         else:
-            given = "" if isinstance(problem["input"], dict) else f" (given: {problem['input']!r:.{SHOWN_CHARACTERS}})"
-            lines.append(f"{where}: {problem['msg'].removeprefix('Value error, ')}{given}")
+            message = problem["msg"].removeprefix("Value error, ")
+            if not isinstance(problem["input"], dict):
+                message += f" (given: {problem['input']!r:.{SHOWN_CHARACTERS}})"
+            lines.append(f"{where}: {message}")
     noun = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
     return f"{noun} in the {model.__name__} config:\n" + "\n".join(f"  {line}" for line in lines)
 
@@ -81,8 +84,8 @@ def _read_file(path: Path) -> dict[str, Any]:
     text = _read_text(path)
     parse = _PARSERS.get(path.suffix.lower())
     if parse is None:
-        given = f"the suffix {path.suffix!r}" if path.suffix else "no suffix"
-        raise ConfigError(f"{path} has {given}; expected .yaml, .yml, .toml or .json")
+        suffix = f"the suffix {path.suffix!r}" if path.suffix else "no suffix"
+        raise ConfigError(f"{path} has {suffix}; expected .yaml, .yml, .toml or .json")
     try:
         config = parse(text)
     except _UNPARSEABLE as error:
@@ -113,7 +116,8 @@ def _read_text(path: Path) -> str:
 
 
 def _check_extent(config: dict[str, Any], name: str) -> None:
-    """Raises ConfigError for what later stages cannot take: too many levels, or aliases that multiply the values."""
+    """Raises ConfigError for a config that later code cannot process: it has too many levels, or aliases that multiply
+    its values."""
     try:
         size, _ = _extent(config, {}, depth=0)
     except _TooDeep as error:
@@ -168,18 +172,20 @@ def _put(config: dict[str, Any], key: str, value: Any) -> None:
         if inner is None:
             inner = target[group] = {}
         if not isinstance(inner, dict):
-            at = ".".join(groups[: depth + 1])
-            raise ConfigError(f"{key!r} cannot be set: {at!r} is {inner!r}, not a group of keys; set {at}=… as a whole")
+            name = ".".join(groups[: depth + 1])
+            raise ConfigError(
+                f"{key!r} cannot be set: {name!r} is {inner!r}, not a group of keys; set {name}=… as a whole"
+            )
         target = inner
     target[last] = value
 
 
 class _DuplicateKey(Exception):
-    """A mapping names one key twice, or names one that is not text."""
+    """A mapping has a key twice, or a key that is not text."""
 
 
 class _TooDeep(Exception):
-    """Groups and lists within one another, more than MAX_DEPTH."""
+    """Groups and lists are nested more deeply than MAX_DEPTH."""
 
     def __str__(self) -> str:
         return f"its groups and lists are nested more than {MAX_DEPTH} levels deep; write it flatter"
@@ -199,7 +205,7 @@ def _why_unparseable(error: Exception) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with YAML 1.2 scalars; keys must be text, and each may stand once."""
+    """SafeLoader with YAML 1.2 scalars, in which keys must be text and may not be repeated."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
 
@@ -220,8 +226,8 @@ def _refuse_duplicates(pairs: Iterable[tuple[str, Any]], where: str = "") -> dic
     mapping: dict[str, Any] = {}
     for key, value in pairs:
         if key in mapping:
-            at = f" (lines {mapping[key]} and {value})" if where else ""
-            raise _DuplicateKey(f"the key {key!r} stands twice in one group{at}; keep one")
+            lines = f" (lines {mapping[key]} and {value})" if where else ""
+            raise _DuplicateKey(f"the key {key!r} stands twice in one group{lines}; keep one")
         mapping[key] = value
     return mapping
 
@@ -285,7 +291,10 @@ def _key_names(model: type[BaseModel], seen: frozenset[type] = frozenset()) -> s
 def _models_in(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [model for part in getattr(annotation, "__args__", ()) for model in _models_in(part)]
+    models = []
+    for part in getattr(annotation, "__args__", ()):
+        models += _models_in(part)
+    return models
 
 
 def _nearest(key: str, names: set[str]) -> str:

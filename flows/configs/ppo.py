@@ -1,4 +1,4 @@
-"""Config of the `ppo` flow: that of `grpo`, and a value model."""
+"""The config of the `ppo` flow: that of `grpo`, and a value model."""
 
 from __future__ import annotations
 
@@ -18,75 +18,84 @@ from tasks.batches.ppo import Returns, ValuePlan
 
 
 class PPOAlgorithm(GRPOAlgorithm):
-    """PPO (arXiv:1707.06347). `samples_*` count completions."""
+    """The algorithm PPO (arXiv:1707.06347). `samples_*` count completions."""
 
     completions_per_sample: int = Field(1, ge=1)
-    """Completions of one prompt."""
+    """Completions per prompt."""
     kl_beta: Coefficient = 0.1
-    """Weight of the KL penalty; 0 skips the reference model altogether."""
+    """Coefficient of the KL penalty. With 0, no reference model is computed."""
     kl_estimator: KLEstimator = "k1"
-    """Per token, with d the policy's log-probability less the reference's: k1 is d, abs |d|, k2 d²/2, k3 exp(-d) - 1 +
-    d."""
+    """Estimator of the KL divergence per token. With d the policy's log-probability minus the reference's: k1 is d, abs
+    is |d|, k2 is d²/2, k3 is exp(-d) - 1 + d."""
     advantage_estimator: Literal["gae"] = "gae"  # type: ignore[assignment]  # the value model's
-    """From the value model (GAE, arXiv:1506.02438); see `credit`."""
+    """How the advantages are computed: from the value model by GAE (arXiv:1506.02438). Its settings are in the group
+    credit."""
 
 
 class CreditConfig(Frozen):
-    """How the tokens of a completion are credited with its reward, and when the policy begins to be trained."""
+    """How the tokens of a completion are credited with its reward, and when the policy's training begins."""
 
     value_only_fraction: float = Field(0.25, ge=0, lt=1)
-    """Share of the run, at its beginning, in which the value model alone is trained."""
+    """Fraction of the run, at its beginning, in which only the value model is trained."""
     gae_lambda: float = Field(default_of(ValuePlan, "lam"), ge=0, le=1)
-    """0: each token by the next value; 1: by all that follows."""
+    """Lambda of GAE. 0: an advantage depends on the next value alone. 1: on all later rewards."""
     gae_gamma: float = Field(default_of(ValuePlan, "gamma"), gt=0, le=1)
-    """Discount per token."""
+    """Discount factor of later rewards, per token."""
     returns: Returns = default_of(ValuePlan, "returns")
-    """What a value is trained to be: the discounted sum of the rewards, or the advantage plus the old value."""
+    """Target of the value model. rewards: the discounted sum of the rewards. advantages: the advantage plus the old
+    value."""
     value_clip: Positive | None = None
-    """How far a value may leave the old one and still gain by it. None: any way."""
+    """Clip range of a new value around the old value, beyond which the value loss has no gradient. None: no clip."""
     whiten_advantages: bool = default_of(ValuePlan, "whiten_advantages")
-    """Shift and scale the advantages of a batch to mean 0 and variance 1 over its tokens."""
+    """Shift and scale the advantages to mean 0 and variance 1 over the tokens of a batch."""
 
 
-OF_SCHEDULE = ("warmup_steps", "warmup_ratio", "min_lr_ratio")
-"""Settings of the value model's optimizer that go with a schedule of its own."""
+SCHEDULE_SETTINGS = ("warmup_steps", "warmup_ratio", "min_lr_ratio")
+"""Settings of the value model's optimizer that need a schedule of its own."""
 
 
 class ValueOptimizer(Frozen):
-    """Where the value model's AdamW and schedule are not those of the policy (`optimizer`)."""
+    """Settings in which the optimizer of the value model differs from the policy's (the group optimizer)."""
 
     schedule: ScheduleName | None = None
-    """None: the policy's, with its warm-up and its lowest rate."""
+    """Shape of the value model's learning rate over the run. None: the policy's, with its warm-up and its lowest
+    rate."""
     warmup_steps: int | None = Field(None, ge=0)
-    """Steps over which the rate rises to value_model.lr. None: as the schedule says, or warmup_ratio."""
+    """Steps over which the value model's learning rate rises to value_model.lr. None: the default of the schedule, or
+    warmup_ratio."""
     warmup_ratio: float | None = Field(None, ge=0, le=1)
-    """The same as a share of the run."""
+    """Fraction of the run over which the value model's learning rate rises to value_model.lr (instead of
+    warmup_steps)."""
     min_lr_ratio: float | None = Field(None, ge=0, le=1)
-    """The lowest rate, as a share of value_model.lr. None: as the schedule says."""
+    """Lowest learning rate of the value model after the warm-up, as a fraction of value_model.lr. None: the default of
+    the schedule."""
     weight_decay: Rate | None = None
-    """Decoupled (AdamW), the same in every step. None: the policy's."""
+    """Decoupled weight decay of the value model, the same in every step. None: the policy's."""
     beta1: float | None = Field(None, ge=0, lt=1)
-    """Share that the mean of the gradients keeps per update. None: the policy's."""
+    """Exponential decay rate of the first moment of the value model's AdamW (beta1). None: the policy's."""
     beta2: float | None = Field(None, ge=0, lt=1)
-    """Share that the mean of their squares keeps per update. None: the policy's."""
+    """Exponential decay rate of the second moment of the value model's AdamW (beta2). None: the policy's."""
     max_grad_norm: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """A longer gradient is scaled down to this L2 norm. None: the policy's."""
+    """Largest L2 norm of the value model's gradient in an update. A larger gradient is scaled down to it. None: the
+    policy's."""
 
     @model_validator(mode="after")
     def _fits_the_schedule(self) -> Self:
-        if self.schedule is None and (given := [name for name in OF_SCHEDULE if getattr(self, name) is not None]):
-            raise ValueError(f"{', '.join(given)} without a schedule, which is then the policy's; give schedule too")
+        settings = [name for name in SCHEDULE_SETTINGS if getattr(self, name) is not None]
+        if settings and self.schedule is None:
+            raise ValueError(f"{', '.join(settings)} without a schedule, which is then the policy's; give schedule too")
         try:
             self.over(OptimizerConfig(), 1.0)
         except ValidationError as error:
-            raise ValueError("; ".join(one["msg"].removeprefix("Value error, ") for one in error.errors())) from None
+            messages = [problem["msg"].removeprefix("Value error, ") for problem in error.errors()]
+            raise ValueError("; ".join(messages)) from None
         return self
 
     def over(self, policy: OptimizerConfig, lr: float) -> OptimizerConfig:
-        """The value model's, with what is not said here from the policy's."""
+        """The optimizer of the value model: the policy's settings, except for those that are set here."""
         body = policy.model_dump() | {"lr": lr}
         if self.schedule is not None:
-            for name in (*OF_SCHEDULE, "cycles", "decay_ratio"):
+            for name in (*SCHEDULE_SETTINGS, "cycles", "decay_ratio"):
                 del body[name]
         if self.weight_decay is not None:
             body |= {"weight_decay_schedule": "constant", "weight_decay_end": None}
@@ -94,27 +103,28 @@ class ValueOptimizer(Frozen):
 
 
 class ValueModelConfig(ModelConfig):
-    """The value model: a scalar head on its own weights."""
+    """The value model: a model of its own weights with a scalar head."""
 
     key: str | None = None  # type: ignore[assignment]  # the policy's
-    """A registered model, or a folder. None: the policy's base model, with a new head."""
+    """Model to start from: a registered model, or a folder. None: the policy's base model with a new head."""
     name: str = "value"
-    """The model's name within the run; not the policy's."""
+    """Name of the value model within the run. It differs from the policy's."""
     lr: float = Field(1e-6, gt=0, le=MAX_RATE)
-    """The highest of its schedule, which is the optimizer's unless `optimizer` here says another."""
+    """Highest learning rate of the value model."""
     optimizer: ValueOptimizer | None = None
-    """None: AdamW and schedule as the policy's."""
+    """Settings in which the optimizer of the value model differs from the policy's. None: it differs in the learning
+    rate alone."""
 
     def optimizer_over(self, policy: OptimizerConfig) -> OptimizerConfig:
-        """The value model's AdamW and schedule."""
+        """The optimizer and the schedule of the value model."""
         return (self.optimizer or ValueOptimizer()).over(policy, self.lr)
 
 
 class PPORegularisation(Regularisation):
-    """What the policy's loss has besides the clipped ratio."""
+    """Further terms and variants of the policy loss."""
 
     kl_in: KLPlace = "reward"
-    """Where the KL term stands: taken off the reward, token by token, or in the loss."""
+    """Where the KL term is: subtracted from the reward of each token, or in the loss."""
 
 
 class PPOConfig(GRPOConfig):
@@ -128,7 +138,7 @@ class PPOConfig(GRPOConfig):
 
     @property
     def title(self) -> str:
-        """The flow run's name."""
+        """The name of the flow run."""
         return training_title("ppo", self.model.key, self.data.train, self.seed)
 
     @model_validator(mode="after")
@@ -146,15 +156,16 @@ def check_valued_run(
     credit: CreditConfig,
     optimizer: OptimizerConfig,
 ) -> None:
-    """Two models have two names, a share is of something, and a schedule that bends has an end. Raises ValueError."""
+    """Raises ValueError for two models of one name, and for a run without an end in which something depends on its
+    progress."""
     if model.name == value_model.name:
         raise ValueError(f"model.name and value_model.name are both {model.name!r}; give them two names")
     endless = algorithm.steps is None and algorithm.epochs is None
-    own = value_model.optimizer_over(optimizer)
-    if endless and not own.endless:
+    value_optimizer = value_model.optimizer_over(optimizer)
+    if endless and not value_optimizer.endless:
         raise ValueError(
             f"neither algorithm.steps nor algorithm.epochs is given, and value_model.optimizer.schedule="
-            f"{own.schedule!r} has no end to bend to; give steps, or use 'constant'"
+            f"{value_optimizer.schedule!r} has no end to bend to; give steps, or use 'constant'"
         )
     if endless and credit.value_only_fraction > 0:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Configs of the flows that train on preferences: `dpo` and `reward_model`."""
+"""The configs of the flows that train on preferences: `dpo` and `reward_model`."""
 
 from __future__ import annotations
 
@@ -16,47 +16,50 @@ from tasks.batches.truncation import check_uncut
 
 
 class PreferenceOptimizer(OptimizerConfig):
-    """AdamW and its schedule."""
+    """The optimizer of training on preferences, AdamW, and the schedules of its learning rate and weight decay."""
 
     lr: float = Field(1e-6, gt=0, le=MAX_RATE)
-    """The highest of the schedule."""
+    """Highest learning rate of the schedule."""
 
 
 class PreferenceDataConfig(DataConfig):
-    """Preferences to train on."""
+    """The preferences to train on, and held-out preferences for the validation loss."""
 
     train: RowsSource
-    """Rows of `chosen` and `rejected`: messages, or texts beside a `prompt`."""
+    """Preferences to train on. Rows have `chosen` and `rejected`: messages, or texts together with a `prompt`."""
     heldout: RowsSource | None = None
-    """Rows of the validation loss."""
+    """Preferences of the validation loss, on which the model is never trained. None: no validation loss."""
 
 
 class RewardDataConfig(DataConfig):
-    """What a reward model learns from."""
+    """The preferences or ratings to train on, and held-out ones for the validation loss."""
 
     train: RowsSource
-    """Rows of `chosen` and `rejected`, or rated conversations."""
+    """Dataset to train on. Rows have `chosen` and `rejected`, or are rated conversations."""
     heldout: RowsSource | None = None
-    """Rows of the validation loss; of the same kind."""
+    """Rows of the validation loss, of the same kind as train. The model is never trained on them. None: no validation
+    loss."""
     use: Literal["preference", "rating"] = "preference"
-    """preference: the chosen answer is to score higher than the rejected one. rating: an answer is to score what its
-    metadata says in `res` (metadata_columns: [res], where it is a column)."""
+    """What the reward model learns. preference: the chosen answer scores higher than the rejected one. rating: an
+    answer scores the number `res` of its metadata (metadata_columns: [res], where it is a column)."""
 
 
 class DPOAlgorithm(SFTAlgorithm):
-    """Direct preference optimisation (arXiv:2305.18290)."""
+    """The algorithm of direct preference optimisation (arXiv:2305.18290)."""
 
     epochs: int | None = Field(None, ge=1)
-    """Passes over the pairs."""
+    """Number of passes over the pairs (instead of steps)."""
     samples_per_batch: int = Field(32, ge=1)
-    """Pairs of one step."""
+    """Pairs per step."""
     kl_beta: Divisor = default_of(DPOSpec, "beta")
-    """How closely the policy is held to the one it started from: less lets it go further for the same pairs."""
+    """Strength of the KL constraint to the policy that the run starts from. With a smaller value the policy moves
+    further."""
     loss_variant: DPOVariant = default_of(DPOSpec, "variant")
-    """sigmoid: as in the paper. ipo: the margin is drawn to 1 / (2 kl_beta) and not beyond (arXiv:2310.12036). cdpo:
-    as if a share of the preferences, label_smoothing, were the wrong way round."""
+    """Variant of the loss. sigmoid: that of the paper. ipo: the squared distance of the margin from 1 / (2 kl_beta)
+    (arXiv:2310.12036). cdpo: the sigmoid loss of preferences of which a fraction, label_smoothing, is reversed."""
     label_smoothing: float | None = Field(None, gt=0, lt=0.5)
-    """Of cdpo alone."""
+    """Fraction of preferences that are assumed to be reversed. Required by loss_variant=cdpo, and refused by the
+    others."""
 
     @model_validator(mode="after")
     def _pairs_are_not_cut(self) -> Self:
@@ -75,10 +78,11 @@ class DPOAlgorithm(SFTAlgorithm):
 
 
 class RewardModelAlgorithm(SFTAlgorithm):
-    """Reward modelling: of pairs by Bradley and Terry (arXiv:2203.02155), of ratings by squared error."""
+    """The algorithm of reward modelling: the Bradley-Terry loss of pairs (arXiv:2203.02155), or the squared error of
+    ratings."""
 
     samples_per_batch: int = Field(64, ge=1)
-    """Pairs, or rated conversations, of one step."""
+    """Pairs, or rated conversations, per step."""
 
     @model_validator(mode="after")
     def _conversations_are_not_cut(self) -> Self:
@@ -96,7 +100,7 @@ class DPOConfig(TrainingConfig):
 
     @property
     def title(self) -> str:
-        """The flow run's name."""
+        """The name of the flow run."""
         return training_title("dpo", self.model.key, self.data.train, self.seed)
 
 
@@ -110,5 +114,5 @@ class RewardModelConfig(TrainingConfig):
 
     @property
     def title(self) -> str:
-        """The flow run's name."""
+        """The name of the flow run."""
         return training_title("reward model", self.model.key, self.data.train, self.seed)

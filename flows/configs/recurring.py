@@ -1,4 +1,4 @@
-"""Config of the `recurring` flow: what is trained again when there is new data, and who judges it."""
+"""The config of the `recurring` flow: what is trained again when there is new data, and how it is judged."""
 
 from __future__ import annotations
 
@@ -14,24 +14,26 @@ from storage.serialization import Frozen
 
 
 class ApprovalConfig(Frozen):
-    """Whether a person has the last word on what passed the gate."""
+    """Whether a person must approve a challenger that passed the gate."""
 
     required: bool = False
-    """Wait for an answer to the form on the flow run's page."""
+    """Wait for a person's answer to the form on the flow run's page."""
     timeout_seconds: float = Field(24 * 3600.0, gt=0)
-    """Without an answer by then the challenger is held back."""
+    """Time to wait for an answer, in seconds. Without an answer the challenger is not promoted."""
 
 
 class RecurringConfig(Frozen):
-    """`ostinato recurring`: is there new data? then train, evaluate, judge, and promote or hold."""
+    """`ostinato recurring`: when there is new data, train, evaluate, judge, and promote or hold."""
 
     model: str
-    """Registry name whose champion this flow looks after. What it trains is published under it."""
+    """Registry name of the model whose champion this flow maintains. Trained models are published under it."""
     training: LanguageTraining
     """How a challenger is trained: the flow (any but reward_model, whose model answers no prompt) and its config.
-    `config.run` and `config.model.publish_as` stay empty; its store and engine are those of the whole flow."""
+    `config.run` and `config.model.publish_as` stay empty; the store and the engine of this config are those of the
+    whole flow."""
     start_from: Literal["champion", "base"] = "champion"
-    """What a challenger is trained from: the champion (the first one: the base), or always `training.config.model`."""
+    """Model that a challenger starts from. champion: the champion, or the base model when there is none. base: always
+    `training.config.model`."""
     suite: Suite
     gate: GateConfig = GateConfig()
     approval: ApprovalConfig = ApprovalConfig()
@@ -51,5 +53,5 @@ class RecurringConfig(Frozen):
 
     @property
     def place(self) -> FlowConfig:
-        """Where it works."""
+        """The config whose store and engine the flow uses."""
         return self.training.config

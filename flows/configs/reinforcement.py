@@ -1,4 +1,4 @@
-"""Groups of the configs of reinforcement learning that most runs leave alone."""
+"""Groups of the configs of reinforcement learning whose defaults fit most runs."""
 
 from __future__ import annotations
 
@@ -20,23 +20,26 @@ RefillEnd = Literal["short", "fail"]
 
 
 class BatchRules(Frozen):
-    """Which completions a step trains on, and from which policy they come."""
+    """Rules for which completions a step trains on, and which policy they are sampled from."""
 
     dynamic_sampling: bool = False
-    """Leave out prompts whose completions all have the same reward, and draw others instead (DAPO,
+    """Leave out prompts whose completions all have the same reward, and draw other prompts instead (DAPO,
     arXiv:2503.14476)."""
     max_refill_rounds: int = Field(4, ge=0)
-    """Draws after the first, at most, with dynamic_sampling."""
+    """Largest number of further draws of prompts in a step, with dynamic_sampling."""
     refill_end: RefillEnd = "short"
-    """When these do not fill the batch: train what there is, or fail."""
+    """What happens when max_refill_rounds draws did not fill the batch. short: a smaller batch is trained. fail: the
+    run fails."""
     max_staleness: int = Field(0, ge=0)
-    """Completions come from the policy of so many steps before, so that they are sampled while other steps train."""
+    """Age in steps of the policy that completions are sampled from. Above 0, completions are sampled while earlier
+    steps train."""
     mask_truncated: bool = False
     """Leave completions that were cut at max_new_tokens out of the loss."""
     overlong_buffer: int | None = Field(None, ge=1)
-    """Over the last so many of max_new_tokens, a penalty on the length grows from 0 to overlong_penalty."""
+    """Number of last tokens before max_new_tokens over which a penalty on the length grows from 0 to overlong_penalty.
+    None: no penalty."""
     overlong_penalty: Positive = default_of(Overlong, "penalty")
-    """What the longest completions lose of their reward."""
+    """Penalty that the longest completions get, subtracted from their reward. Used with overlong_buffer."""
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
@@ -49,29 +52,30 @@ class BatchRules(Frozen):
 
 
 class Regularisation(Frozen):
-    """What the policy's loss has besides the clipped ratio."""
+    """Further terms and variants of the policy loss."""
 
     policy_loss: PolicyLoss = "clip"
-    """clip: the clipped ratio. cispo: the ratio, clipped and held constant, times the log-probability
-    (arXiv:2506.13585)."""
+    """Policy loss. clip: the clipped ratio times the advantage. cispo: the clipped ratio, held constant, times the
+    advantage and the log-probability (arXiv:2506.13585)."""
     entropy_coef: Coefficient = default_of(GRPOSpec, "entropy_coef")
-    """Entropy times this is taken off the loss."""
+    """Coefficient of the entropy bonus: this times the policy's entropy is subtracted from the loss."""
     importance_cap: Positive | None = None
-    """Weigh the loss by the ratio of the trainer's and the sampler's probability, at most this (truncated importance
-    weights)."""
+    """Upper bound of importance weights that correct for differences between the trainer's and the sampler's
+    probabilities (truncated importance weights). None: no such weights."""
     norm_constant: Divisor | None = None
-    """Of loss_norm=constant: the tokens per completion to divide by. None: sampling.max_new_tokens."""
+    """Tokens per completion that loss_norm=constant divides by. None: sampling.max_new_tokens."""
     kl_in: KLPlace = "loss"
-    """Where the KL term stands: in the loss, or taken off the reward."""
+    """Where the KL term is: in the loss, or subtracted from the reward."""
     kl_importance: bool = default_of(GRPOSpec, "kl_importance")
-    """Multiply the loss's KL term by the ratio of new and old probability: with k3, its gradient is then that of the
-    KL divergence without bias (arXiv:2512.02556)."""
+    """Multiply the KL term of the loss by the ratio of new and old probability. With k3, its gradient is then an
+    unbiased estimate of the KL divergence's (arXiv:2512.02556)."""
     kl_controller: KLControl = "fixed"
-    """adaptive: kl_beta follows kl_target (arXiv:1909.08593)."""
+    """Controller of kl_beta. fixed: it does not change. adaptive: it changes so that the KL divergence approaches
+    kl_target (arXiv:1909.08593)."""
     kl_target: Divisor = default_of(AdaptiveKL, "target")
-    """Nats per token."""
+    """KL divergence that the adaptive controller aims at, in nats per token."""
     kl_horizon: Positive = default_of(AdaptiveKL, "horizon")
-    """Completions over which kl_beta may change by a fifth."""
+    """Number of completions over which the adaptive controller may change kl_beta by a fifth."""
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
@@ -83,18 +87,18 @@ class Regularisation(Frozen):
         return self
 
     def check_kl(self, kl_beta: float) -> None:
-        """Raises ValueError for a weight on a term that is not there."""
+        """Raises ValueError for kl_importance without a KL term."""
         if self.kl_importance and kl_beta == 0:
             raise ValueError("regularisation.kl_importance acts only with algorithm.kl_beta above 0; leave it out")
 
     def check(self, loss_norm: str, kl_beta: float, old_logprobs: OldLogprobs) -> None:
-        """Raises ValueError for what has no effect beside the algorithm's own settings."""
+        """Raises ValueError for a setting that has no effect with these settings of the algorithm."""
         self.check_norm(loss_norm)
         self.check_kl(kl_beta)
         check_importance(self.importance_cap, old_logprobs)
 
     def check_norm(self, loss_norm: str) -> None:
-        """Raises ValueError for a constant that the norm does not divide by."""
+        """Raises ValueError for a norm_constant that the norm does not use."""
         if self.norm_constant is not None and loss_norm != "constant":
             raise ValueError(
                 f"regularisation.norm_constant={self.norm_constant} acts only with algorithm.loss_norm='constant', and "
@@ -103,7 +107,7 @@ class Regularisation(Frozen):
 
 
 def check_importance(cap: float | None, old_logprobs: OldLogprobs) -> None:
-    """Raises ValueError for a cap on weights that are all 1."""
+    """Raises ValueError for a cap on importance weights that are all 1."""
     if cap is not None and old_logprobs == "sampler":
         raise ValueError(
             f"importance_cap={cap} has no effect with old_logprobs='sampler': it bounds the ratio of the trainer's and "
@@ -112,7 +116,7 @@ def check_importance(cap: float | None, old_logprobs: OldLogprobs) -> None:
 
 
 def _changed(group: Frozen, *names: str) -> list[str]:
-    """Those that differ from their defaults. A form, and a config written down whole, give every default: that a key
-    was given says nothing."""
+    """The fields of these names that differ from their defaults. A form gives every default, so that a key was given is
+    no evidence."""
     fields = type(group).model_fields
     return sorted(name for name in names if getattr(group, name) != fields[name].default)

@@ -1,4 +1,4 @@
-"""Config of the `sft_to_gspo` flow: one model, two stages."""
+"""The config of the `sft_to_gspo` flow: one model, two stages."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ STAGES = ("sft", "gspo")
 
 
 class SFTToGSPODataConfig(PromptDataConfig):
-    """Conversations to learn from first, prompts to practise on then, and prompts never to train on."""
+    """The conversations of the first stage, the prompts of the second, and held-out prompts for the evaluation."""
 
     train: DatasetSource
-    """Conversations: what the first stage imitates."""
+    """Conversations that the first stage trains on."""
     prompts: DatasetSource
-    """Prompts: what the second stage answers, and is graded on."""
+    """Prompts that the second stage answers; the answers are graded."""
 
 
 class SFTStage(Frozen):
@@ -44,7 +44,7 @@ class SFTStage(Frozen):
 
 
 class GSPOStage(Frozen):
-    """The second stage: reinforcement learning from where the first ended, which is also the reference of its KL
+    """The second stage: GSPO. It starts from the last policy of the first stage, which is also the reference of its KL
     term."""
 
     algorithm: GSPOAlgorithm = GSPOAlgorithm()
@@ -65,7 +65,7 @@ class SFTToGSPOConfig(TrainingConfig):
 
     @property
     def title(self) -> str:
-        """The flow run's name."""
+        """The name of the flow run."""
         return training_title("sft to gspo", self.model.key, self.data.prompts, self.seed)
 
     @property
@@ -78,27 +78,32 @@ class SFTToGSPOConfig(TrainingConfig):
         """The second stage as a run of its own would be configured."""
         prompts = self.data.model_dump(exclude={"train", "prompts", "heldout"})
         data = prompts | {"train": self.data.prompts, "heldout": self.data.heldout}
-        own = {"data": data, "grader": self.grader, "sampling": self.sampling, "evaluation": self.evaluation}
-        return GSPOConfig(**own, **_fields(self.gspo), **self._common())  # type: ignore[arg-type]
+        groups = {"data": data, "grader": self.grader, "sampling": self.sampling, "evaluation": self.evaluation}
+        return GSPOConfig(**groups, **_fields(self.gspo), **self._common())  # type: ignore[arg-type]
 
     @model_validator(mode="after")
     def _stages_are_runs(self) -> Self:
-        """What a stage alone would refuse is refused here."""
+        """Refuses what a run of either stage would refuse."""
         _ = self.first, self.second
         return self
 
     def semantic(self) -> dict[str, Any]:
         body = super().semantic()
-        parts = zip(STAGES, (self.first.semantic(), self.second.semantic()), strict=True)
-        return body | {name: {key: part[key] for key in part.keys() - body.keys()} for name, part in parts}
+        stages = {}
+        for name, config in zip(STAGES, (self.first, self.second), strict=True):
+            part = config.semantic()
+            stages[name] = {key: part[key] for key in part.keys() - body.keys()}
+        return body | stages
 
     def other(self) -> dict[str, Any]:
         return {name: value for name, value in super().other().items() if name not in STAGES}
 
     def _common(self) -> dict[str, Any]:
+        """The fields that both stages share with the whole run."""
         names = ("model", "run", "seed", "engine", "storage", "checkpoints", "logging")
         return {name: getattr(self, name) for name in names}
 
 
 def _fields(record: Frozen) -> dict[str, Any]:
+    """The fields of a record by name, not dumped."""
     return {name: getattr(record, name) for name in type(record).model_fields}

@@ -1,4 +1,4 @@
-"""Config of the `sweep` flow: which keys of a training config take which values."""
+"""The config of the `sweep` flow: which keys of a training config take which values."""
 
 from __future__ import annotations
 
@@ -20,50 +20,53 @@ MAX_TRIALS = 1000
 
 
 class GridSearch(Frozen):
-    """Every combination."""
+    """Every combination of the values of all keys."""
 
     kind: Literal["grid"] = "grid"
     values: dict[str, list[JsonValue]] = Field(min_length=1)
-    """Dotted key of the training config -> the values it takes: {"optimizer.lr": [1e-6, 3e-6], "seed": [0, 1]}."""
+    """Dotted key of the training config, with its values: {"optimizer.lr": [1e-6, 3e-6], "seed": [0, 1]}."""
 
     @field_validator("values")
     @classmethod
     def _none_is_empty(cls, values: dict[str, list[JsonValue]]) -> dict[str, list[JsonValue]]:
-        for key, given in values.items():
-            if not given:
+        for key, options in values.items():
+            if not options:
                 raise ValueError(f"{key} has no values; give at least one, or leave the key out")
         return values
 
     def trials(self) -> list[dict[str, Any]]:
-        count = math.prod(len(given) for given in self.values.values())
+        """The values of each child run, by key."""
+        count = math.prod(len(options) for options in self.values.values())
         if count > MAX_TRIALS:
             raise ValueError(f"the grid has {count} combinations, at most {MAX_TRIALS} are run; use a random search")
         return [dict(zip(self.values, chosen, strict=True)) for chosen in itertools.product(*self.values.values())]
 
 
 class Choice(Frozen):
-    """One of these, each as likely."""
+    """One of several values, each with the same probability."""
 
     kind: Literal["choice"] = "choice"
     values: list[JsonValue] = Field(min_length=1)
-    """What may be drawn."""
+    """Values to draw from."""
 
     def draw(self, source: random.Random) -> Any:
+        """A value."""
         return source.choice(self.values)
 
 
 class Range(Frozen):
-    """Any number between two."""
+    """A number between two bounds."""
 
     kind: Literal["range"] = "range"
     low: float
-    """The least that is drawn."""
+    """Smallest number that may be drawn."""
     high: float
-    """The most that is drawn."""
+    """Largest number that may be drawn."""
     scale: Literal["linear", "log"] = "linear"
-    """log: every factor is as likely, as rates want it."""
+    """Scale of the draw. linear: every number has the same probability. log: every factor has the same probability,
+    which suits learning rates."""
     whole: bool = False
-    """Whole numbers only; both ends belong to it."""
+    """Draw whole numbers only; both bounds may be drawn."""
 
     @model_validator(mode="after")
     def _is_a_range(self) -> Self:
@@ -74,27 +77,29 @@ class Range(Frozen):
         return self
 
     def draw(self, source: random.Random) -> float | int:
+        """A number."""
         if self.scale == "log":
             value = math.exp(source.uniform(math.log(self.low), math.log(self.high)))
         else:
             value = source.uniform(self.low, self.high)
         value = min(max(value, self.low), self.high)
-        # a float of 17 digits in a table helps nobody, and three digits are finer than any search needs
+        # three digits are finer than any search needs, and can be read in a table
         return round(value) if self.whole else float(f"{value:.3g}")
 
 
 class RandomSearch(Frozen):
-    """So many draws."""
+    """A random search: a number of independent draws."""
 
     kind: Literal["random"] = "random"
     trials_wanted: int = Field(10, ge=1, le=MAX_TRIALS)
-    """Draws. Equal ones are one run."""
+    """Number of draws. Equal draws are one child run."""
     values: dict[str, Annotated[Choice | Range, Field(discriminator="kind")]] = Field(min_length=1)
-    """Dotted key of the training config -> what it is drawn from."""
+    """Dotted key of the training config, with the distribution that its value is drawn from."""
     seed: int = 0
-    """More trials with the same seed are the same trials, and more."""
+    """Seed of the draws. With the same seed, a larger search begins with the same trials."""
 
     def trials(self) -> list[dict[str, Any]]:
+        """The values of each child run, by key."""
         drawn = []
         for number in range(self.trials_wanted):
             source = random.Random(digest(canonical_json(["sweep", self.seed, number])))
@@ -103,20 +108,22 @@ class RandomSearch(Frozen):
 
 
 class TrialsFailed(RuntimeError):
-    """Some child runs failed. The others are kept; the same sweep again tries those that failed."""
+    """Some child runs failed. The results of the others are kept; running the same sweep again repeats the failed
+    ones."""
 
 
 class SweepConfig(Frozen):
     """`ostinato sweep`: child runs that differ in some keys of their config, and a page that compares them."""
 
     name: str
-    """Child runs are `name/<digest of their config>`: the same sweep again resumes, a larger one adds to it."""
+    """Name of the sweep. Child runs are called `name/<digest of their config>`: the same sweep resumes, and a larger
+    one adds runs to it."""
     training: AnyTraining
-    """The flow, and the config that every child has but for the keys searched over."""
+    """Training flow, and the config that all child runs share, except for the keys that are searched."""
     search: Annotated[GridSearch | RandomSearch, Field(discriminator="kind")]
-    """grid: every combination. random: so many draws."""
+    """Search. grid: every combination of the values. random: a number of draws."""
     parallel: int = Field(1, ge=1)
-    """Child runs at a time. They share the engine, and its memory."""
+    """Number of child runs at the same time. They share the engine and its memory."""
 
     _name = field_validator("name")(checked_name)
 
@@ -128,9 +135,10 @@ class SweepConfig(Frozen):
         return self
 
     def children(self) -> list[tuple[dict[str, Any], TrainingConfig]]:
-        """(values, config with its run key) of every child, each once. Raises ValueError naming the trial."""
+        """(values, config with its run key) of each child run, without repetitions. Raises ValueError that names the
+        trial whose config is refused."""
         kind: type[TrainingConfig] = type(self.training.config)
-        found: dict[str, tuple[dict[str, Any], TrainingConfig]] = {}
+        children: dict[str, tuple[dict[str, Any], TrainingConfig]] = {}
         for values in self.search.trials():
             body = self.training.config.model_dump(mode="json")
             for key, value in values.items():
@@ -140,15 +148,16 @@ class SweepConfig(Frozen):
             except ValidationError as error:
                 raise ValueError(f"the trial {values} is no {describe_validation(error, kind)}") from error
             run = f"{self.name}/{digest(canonical_json(config.semantic()))[:12]}"
-            found.setdefault(run, (values, config.model_copy(update={"run": run})))
-        return list(found.values())
+            children.setdefault(run, (values, config.model_copy(update={"run": run})))
+        return list(children.values())
 
 
 def _put(body: dict[str, Any], key: str, value: Any) -> None:
+    """Sets the value of a dotted key."""
     *groups, last = key.split(".")
-    at: Any = body
+    target: Any = body
     for group in groups:
-        at = at.get(group) if isinstance(at, Mapping) else None
-    if not isinstance(at, dict):
-        raise ValueError(f"{key!r} goes through what is no group of the config; give a key like optimizer.lr")
-    at[last] = value  # a key that the config does not know is refused when it is validated
+        target = target.get(group) if isinstance(target, Mapping) else None
+    if not isinstance(target, dict):
+        raise ValueError(f"{key!r} names no key within a group of the config; give a key like optimizer.lr")
+    target[last] = value  # a key that the config does not know is refused when it is validated

@@ -1,4 +1,4 @@
-"""What flow runs are called: a name that says what the run is, short enough for a list of runs."""
+"""The names of flow runs: each says what the run is, and is short enough for a list of runs."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ VERSION_LETTERS = 8
 
 
 def model_title(key: str) -> str:
-    """`models/smollm2-135m` -> smollm2-135m; `helper@<digest>` -> helper@ and the digest's first letters."""
-    name, at, version = PurePath(key).name.partition("@")
-    return f"{name}{at}{version[:VERSION_LETTERS] if len(version) > 2 * VERSION_LETTERS else version}" or key
+    """The last part of a model's key: `models/smollm2-135m` -> smollm2-135m. A long version is cut: `helper@<digest>`
+    -> helper@ and the first letters of the digest."""
+    name, separator, version = PurePath(key).name.partition("@")
+    if len(version) > 2 * VERSION_LETTERS:
+        version = version[:VERSION_LETTERS]
+    return f"{name}{separator}{version}" or key
 
 
 def dataset_title(source: FileDataset | PythonDataset | ReasoningGymDataset) -> str:
-    """The generator's name, the function's, or the file's without folder and ending; of a pattern, the folder's. Of
-    several files, the first's, and how many more there are."""
+    """The name of a dataset: of its generator or function, or of its file without folder and ending (for a pattern, of
+    the folder). For several files it is the first one's, with the number of the others."""
     if isinstance(source, ReasoningGymDataset):
         return source.name
     if isinstance(source, PythonDataset):
@@ -29,5 +32,5 @@ def dataset_title(source: FileDataset | PythonDataset | ReasoningGymDataset) -> 
 
 
 def training_title(flow: str, key: str, source: FileDataset | PythonDataset | ReasoningGymDataset, seed: int) -> str:
-    """`grpo smollm2-135m on chain_sum, seed 3`."""
+    """The name of a training run: `grpo smollm2-135m on chain_sum, seed 3`."""
     return f"{flow} {model_title(key)} on {dataset_title(source)}, seed {seed}"

@@ -1,4 +1,4 @@
-"""Which flow trains, and its config: what `recurring` and `sweep` take."""
+"""A training flow with its config, for the configs of `recurring` and `sweep`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class DPOTraining(Frozen):
 
 
 class GSPOTraining(Frozen):
-    """As GRPO, with one ratio per completion."""
+    """Fine-tuning by reinforcement learning from graded rollouts, with one ratio per completion."""
 
     kind: Literal["gspo"] = "gspo"
     config: GSPOConfig
@@ -80,17 +80,17 @@ class ENVPPOTraining(Frozen):
 
 
 class RewardModelTraining(Frozen):
-    """A model that scores conversations."""
+    """Training of a reward model, which scores conversations."""
 
     kind: Literal["reward_model"] = "reward_model"
     config: RewardModelConfig
 
 
-_Speaks = (
+_Generative = (
     GRPOTraining | SFTTraining | DPOTraining | GSPOTraining | PPOTraining | SFTToGSPOTraining
     | ENVGRPOTraining | ENVGSPOTraining | ENVPPOTraining
 )  # fmt: skip
-LanguageTraining = Annotated[_Speaks, Field(discriminator="kind")]
-"""Flows whose model answers, so that a suite of prompts and graders can judge it."""
-AnyTraining = Annotated[_Speaks | RewardModelTraining, Field(discriminator="kind")]
+LanguageTraining = Annotated[_Generative, Field(discriminator="kind")]
+"""The training flows of models that generate text, which an evaluation suite can judge."""
+AnyTraining = Annotated[_Generative | RewardModelTraining, Field(discriminator="kind")]
 """Every training flow."""

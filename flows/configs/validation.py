@@ -1,4 +1,4 @@
-"""Configs of what is measured on held-out rows, before, during and after training. None of it decides the result."""
+"""The configs of measurements on held-out rows, before, during and after training. They do not decide the result."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from storage.serialization import Frozen
 
 
 class Every(Frozen):
-    """How often, besides before and after training."""
+    """How often the model is measured during training. It is measured after training in any case."""
 
     before: bool = True
     """Also measure the model that the run starts from."""
     every: float | None = Field(None, gt=0, le=1)
-    """Measure at every such fraction of the run."""
+    """Fraction of the run after which the model is measured, again and again. None: not by fraction."""
     every_steps: int | None = Field(None, ge=1)
-    """Measure every so many steps (instead of `every`)."""
+    """Number of steps after which the model is measured, again and again (instead of every)."""
 
     @model_validator(mode="after")
     def _one_cadence(self) -> Self:
@@ -39,15 +39,15 @@ class EvaluationConfig(Every):
     """The evaluation on held-out prompts before, during and after training."""
 
     temperature: SamplingTemperature = 0.0
-    """0 is greedy."""
+    """Sampling temperature of the evaluation. 0 is greedy."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Sample from the most probable tokens that together have this probability."""
+    """Probability mass of the most probable tokens that the evaluation samples from. 1: all tokens."""
     top_k: int = Field(0, ge=0)
-    """Sample from so many most probable tokens; 0: from all."""
+    """Number of most probable tokens that the evaluation samples from. 0: all tokens."""
     samples_per_prompt: int = Field(1, ge=1)
-    """Completions of each prompt. A prompt's reward is their mean."""
+    """Completions of each held-out prompt. A prompt's reward is the mean of their rewards."""
     samples_shown: int = Field(10, ge=0)
-    """Rollouts shown in the report, before and after."""
+    """Rollouts of the evaluation that the report shows, before and after training."""
 
     @model_validator(mode="after")
     def _samples_differ(self) -> Self:
@@ -60,7 +60,7 @@ class EvaluationConfig(Every):
 
     @property
     def sampling(self) -> dict[str, float]:
-        """What differs from how completions are drawn for training."""
+        """The sampling parameters in which the evaluation differs from training."""
         return {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
 
 

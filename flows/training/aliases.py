@@ -27,6 +27,7 @@ def accept_aliases(
 
         @wraps(constructor)
         def init(self: Any, *args: Any, **arguments: Any) -> None:
+            # move each argument to its own name
             for alias in arguments.keys() & names.keys():
                 name = names[alias]
                 if name in arguments:

@@ -188,6 +188,7 @@ class RolloutLoop(TrainingLoop):
     ) -> StepRequest:
         """The step of the policy after `policy`. The first `value_only_steps` leave its weights as they are, and its
         schedules run over the others."""
+        # the schedules of the policy run over the steps that train it
         step = policy.step
         trained_steps = None if total_steps is None else total_steps - value_only_steps
         return StepRequest(

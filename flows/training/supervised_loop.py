@@ -57,8 +57,10 @@ class SupervisedLoop(TrainingLoop):
         async with training_steps(self, total_steps, loss=self.loss, reference=reference) as steps:
             async for step in steps:
                 cursor = steps.cursor
+                # the next rows of the dataset, and their batch
                 rows, cursor_out = take(cursor, size, rows=data.rows, seed=self.data_seed)
                 batch = await self.prepare(step.policy, data.ref, rows, step.index)
+                # the gradient step
                 request = StepRequest(
                     parent=step.policy,
                     batch=batch,

@@ -7,8 +7,8 @@
             step.complete(policy)
 
 A resumed loop begins after the last committed step. After each step, its metrics are stored and shown, the callbacks
-that are due are called, and a checkpoint is written if one is due. The block also ends what runs beside the loop when
-the loop raises, which an async generator alone could not do.
+that are due are called, and a checkpoint is written if one is due. When the loop raises, leaving the block waits for a
+checkpoint that is being written and closes the display; an async generator alone would not notice the exception.
 """
 
 from __future__ import annotations
@@ -132,8 +132,10 @@ async def training_steps(
         loss: what a validation loss measures, for a loop that trains on a dataset.
         reference: the policy that `loss` compares with.
     """
+    # where the stage stands
     models = (loop.model, *further_models)
     policies = await _last_common_policies(models)
+    # what is left however the loop ends
     async with (
         CheckpointWriter(loop.model.workspace, retention=loop.checkpoints.retention) as checkpoints,
         StepReporter(

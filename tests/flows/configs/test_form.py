@@ -78,7 +78,7 @@ def test_the_form_of_grpo() -> None:
         "run", "seed", "engine", "storage", "checkpoints", "logging",
     ]  # fmt: skip
     algorithm = schema["GRPOAlgorithm"]["properties"]
-    assert algorithm["kl_beta"]["description"] == "Weight of the KL term; 0 skips the reference model altogether."
+    assert algorithm["kl_beta"]["description"] == "Coefficient of the KL term. With 0, no reference model is computed."
     assert algorithm["kl_beta"]["default"] == 0.01
     assert algorithm["kl_beta"]["minimum"] == 0
     assert algorithm["kl_estimator"]["enum"] == ["k1", "abs", "k2", "k3"]

@@ -120,7 +120,7 @@ class StepReporter:
         self.logger.note(table.text())
         self.loggers.table(table)
         run, stage = self.chain.run, self.chain.stage
-        if flow_run_page() is not None and SentLog(self.store, run, stage, "prefect").take_table(table):
+        if flow_run_page() is not None and SentLog(self.store, run, stage, "prefect").mark_table(table):
             key = re.sub(r"[^a-z0-9]+", "-", table.name.lower())
             await put_table(key, [dict(row) for row in table.rows], description=f"{stage} after {table.step} steps")
 

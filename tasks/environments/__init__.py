@@ -1,1 +1,1 @@
-"""Environments: what a policy acts in, turn by turn."""
+"""Environments, which react to a policy turn by turn and grade it."""

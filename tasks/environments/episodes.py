@@ -1,8 +1,8 @@
-"""Episodes of a policy with environments, played side by side: one batch of the engine per turn.
+"""Plays episodes of a policy with environments concurrently, with one batch of the engine per turn.
 
-The tokens of a segment are the sampler's own and what the environment added after them, rendered once; nothing is
-tokenised again. Where the environment rewrites the conversation, or the chat template does, a new segment begins: what
-came before is its context.
+The tokens of a segment are those of the sampler and those of the environment's turns, rendered once. Nothing is
+tokenized a second time. If the environment or the chat template rewrites the earlier conversation, a new segment
+begins, and its first tokens are the conversation so far as context.
 """
 
 from __future__ import annotations
@@ -25,55 +25,57 @@ from tasks.reports.clock import timed
 
 Ending = Literal["environment", "turns", "tokens", "time", "masked", "ignored", "too_long"]
 Generate = Callable[[list[list[int]], list["Episode"]], Awaitable[list[Completion]]]
-"""One completion of each prompt of token ids; the episode of each comes with it."""
+"""Generates one completion for each prompt (token ids). The second argument holds the episode of each prompt."""
 
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """Where an episode ends at the latest."""
+    """The limits of an episode."""
 
     turns: int
+    """Largest number of answers in an episode."""
     tokens: int | None
-    """Of a segment, the answer to come included; None: no limit."""
+    """Largest number of tokens in a segment, including the next answer; None: no limit."""
     seconds: float | None
-    """Of the environment's own time, over the whole episode."""
+    """Time that the environment may take in the whole episode, without sampling; None: no limit."""
     new_tokens: int
-    """What an answer may take."""
+    """Largest number of tokens in an answer."""
     first_prompt: int | None = None
-    """Tokens of the first prompt; None: what `tokens` leaves."""
+    """Largest number of tokens in the first prompt; None: only `tokens` limits it."""
     drop_too_long: bool = False
-    """Leave an episode out whose first prompt is too long, instead of failing."""
+    """Whether to leave an episode out if its first prompt is too long, instead of failing."""
 
 
 @dataclass
 class EpisodeSegment:
-    """A stretch of an episode whose tokens follow one another."""
+    """A part of an episode whose tokens form one sequence."""
 
     tokenized: TokenizedThread
     first_turn: int
+    """Number of the episode's answers before this segment."""
     turn_tokens: list[int] = field(default_factory=list)
-    """Sampled tokens of each answer."""
+    """Number of sampled tokens in each answer."""
     grades: dict[int, float] = field(default_factory=dict)
-    """Turn of the episode -> its grade."""
+    """Turn of the episode, from 0 -> its grade."""
 
 
 @dataclass
 class Episode:
-    """One episode. `row` is the dataset's, `number` tells it from the others of its prompt."""
+    """One episode. `row` is its row of the dataset, and `number` its number among the episodes of this prompt."""
 
     row: dict[str, Any]
     number: int
     environment: EnvironmentRunner
     segments: list[EpisodeSegment] = field(default_factory=list)
     turn: int = 0
-    """Answers that the environment has reacted to."""
+    """Number of answers to which the environment has reacted."""
     answer: Completion | None = None
-    """What was sampled last."""
+    """The last completion."""
     ending: Ending | None = None
     reason: str | None = None
 
     @property
-    def now(self) -> EpisodeSegment:
+    def current_segment(self) -> EpisodeSegment:
         return self.segments[-1]
 
     @property
@@ -85,32 +87,38 @@ class Episode:
 
 
 class EpisodePlayer:
-    """Plays episodes to their ends. No exception of an environment leaves it: such an episode is masked."""
+    """Plays episodes to their ends. An exception of an environment masks its episode and is not raised."""
 
     def __init__(self, renderer: Renderer, limits: EpisodeLimits, *, concurrency: int, name_row: NameRow) -> None:
         self.renderer, self.limits, self.name_row = renderer, limits, name_row
-        self._gate = asyncio.Semaphore(concurrency)
+        self._concurrency_limit = asyncio.Semaphore(concurrency)
 
     async def play(self, episodes: Sequence[Episode], generate: Generate) -> None:
-        """Every live episode takes its next turn in one call of `generate`, until none is left.
+        """Play all episodes. One call of `generate` per turn serves all episodes that have not ended.
 
-        Raises SampleTooLong for a first prompt that is too long, and what `generate` raises.
+        Raises SampleTooLong for a first prompt that is too long, and the exceptions of `generate`.
         """
         try:
-            await self._each(episodes, self._begin)
+            # Create the environments and render the first prompts.
+            await self._run_concurrently(episodes, self._begin)
             for episode in episodes:
-                self._check_first(episode)
+                self._check_first_prompt(episode)
+
+            # Play turn by turn.
             while live := [episode for episode in episodes if episode.ending is None]:
-                prompts = [self.renderer.serialize(episode.now.tokenized)[0] for episode in live]
-                for episode, done in zip(live, await generate(prompts, live), strict=True):
-                    episode.answer = done
-                await self._each(live, self._turn)
+                prompts = [self.renderer.serialize(episode.current_segment.tokenized)[0] for episode in live]
+                completions = await generate(prompts, live)
+                for episode, completion in zip(live, completions, strict=True):
+                    episode.answer = completion
+                await self._run_concurrently(live, self._finish_turn)
         finally:
             await asyncio.gather(*(episode.environment.close() for episode in episodes))
 
-    async def _each(self, episodes: Sequence[Episode], act: Callable[[Episode], Awaitable[None]]) -> None:
-        async def one(episode: Episode) -> None:
-            async with self._gate:
+    async def _run_concurrently(self, episodes: Sequence[Episode], act: Callable[[Episode], Awaitable[None]]) -> None:
+        """Run `act` for all episodes. A failure ends its episode."""
+
+        async def run(episode: Episode) -> None:
+            async with self._concurrency_limit:
                 try:
                     await act(episode)
                 except EpisodeFailed as failure:
@@ -121,20 +129,24 @@ class EpisodePlayer:
         with timed("grade"):
             async with asyncio.TaskGroup() as group:
                 for episode in episodes:
-                    group.create_task(one(episode))
+                    group.create_task(run(episode))
 
     async def _begin(self, episode: Episode) -> None:
+        """Create the environment and open the first segment."""
         opening = await episode.environment.begin(StringThread.from_json(str(episode.row["thread"])))
-        self._open(episode, opening)
+        self._open_segment(episode, opening)
 
-    def _check_first(self, episode: Episode) -> None:
+    def _check_first_prompt(self, episode: Episode) -> None:
+        """Raise SampleTooLong, or end the episode, if its first prompt is too long."""
         if episode.ending is not None:
             return
-        length = len(episode.now.tokenized)
-        bounds = [self.limits.first_prompt]
+        length = len(episode.current_segment.tokenized)
+        bounds = []
+        if self.limits.first_prompt is not None:
+            bounds.append(self.limits.first_prompt)
         if self.limits.tokens is not None:
             bounds.append(self.limits.tokens - self.limits.new_tokens)
-        limit = min((bound for bound in bounds if bound is not None), default=None)
+        limit = min(bounds, default=None)
         if limit is None or length <= limit:
             return
         if not self.limits.drop_too_long:
@@ -145,14 +157,17 @@ class EpisodePlayer:
             )
         episode.end("too_long", f"{length} tokens, at most {limit}")
 
-    async def _turn(self, episode: Episode) -> None:
-        """Takes the answer in and lets the environment react."""
-        done = episode.answer
-        if done is None or not done.token_ids:
-            raise EpisodeFailed("the sampler drew no token")
-        segment = episode.now
-        segment.tokenized = self.renderer.with_completion(segment.tokenized, done.token_ids, done.logprobs)
-        segment.turn_tokens.append(len(done.token_ids))
+    async def _finish_turn(self, episode: Episode) -> None:
+        """Append the answer to the segment, let the environment react, and open the next turn or end the episode."""
+        # Append the answer.
+        completion = episode.answer
+        if completion is None or not completion.token_ids:
+            raise EpisodeFailed("the sampler returned no token")
+        segment = episode.current_segment
+        segment.tokenized = self.renderer.with_completion(segment.tokenized, completion.token_ids, completion.logprobs)
+        segment.turn_tokens.append(len(completion.token_ids))
+
+        # Let the environment react.
         thread = self.renderer.detokenize(segment.tokenized)
         following, grade = await episode.environment.react(thread)
         turn, episode.turn = episode.turn, episode.turn + 1
@@ -161,38 +176,48 @@ class EpisodePlayer:
         if following is None:
             episode.end("environment")
             return
-        limit = self._go_on(episode, thread, following)
+
+        # Open the next turn, or end the episode at a limit and add the grade for this end.
+        limit = self._open_next_turn(episode, thread, following)
         if limit is None:
             return
-        more = await episode.environment.limited(thread, limit)
-        if more is not None:
-            segment.grades[turn] = segment.grades.get(turn, 0.0) + more
+        limit_grade = await episode.environment.grade_at_limit(thread, limit)
+        if limit_grade is not None:
+            segment.grades[turn] = segment.grades.get(turn, 0.0) + limit_grade
         episode.end(limit)
 
-    def _go_on(self, episode: Episode, thread: StringThread, following: StringThread) -> Limit | None:
-        """Opens the next turn, or says which limit forbids it."""
+    def _open_next_turn(self, episode: Episode, thread: StringThread, following: StringThread) -> Limit | None:
+        """Open the next turn, or return the limit that forbids it and leave the episode as it is."""
         if episode.turn >= self.limits.turns:
             return "turns"
         if self.limits.seconds is not None and episode.environment.spent >= self.limits.seconds:
             return "time"
-        opened = self._extended(episode.now.tokenized, thread, following)
-        count = len(episode.segments)
-        before = episode.now.tokenized
-        if opened is None:
-            self._open(episode, following)
+
+        # Extend the segment or open another one.
+        segment_count = len(episode.segments)
+        before = episode.current_segment.tokenized
+        extended = self._extended(before, thread, following)
+        if extended is None:
+            self._open_segment(episode, following)
         else:
-            episode.now.tokenized = opened
-        if self.limits.tokens is None or len(episode.now.tokenized) + self.limits.new_tokens <= self.limits.tokens:
+            episode.current_segment.tokenized = extended
+
+        # Undo it if the next answer would not fit.
+        length = len(episode.current_segment.tokenized) + self.limits.new_tokens
+        if self.limits.tokens is None or length <= self.limits.tokens:
             return None
-        del episode.segments[count:]
-        episode.now.tokenized = before
+        del episode.segments[segment_count:]
+        episode.current_segment.tokenized = before
         return "tokens"
 
     def _extended(
         self, tokenized: TokenizedThread, thread: StringThread, following: StringThread
     ) -> TokenizedThread | None:
-        """The tokens so far and the new turns after them, opened; None when `following` is another conversation, or the
-        chat template writes what was there in another way once more turns follow."""
+        """The tokens so far, the new turns, and the opening of the assistant's next turn.
+
+        None if `following` does not begin with `thread`, or if the chat template renders earlier turns differently once
+        more turns follow.
+        """
         played = len(thread.turns)
         if following.turns[:played] != thread.turns:
             return None
@@ -205,8 +230,8 @@ class EpisodePlayer:
         except TextError as error:
             raise EpisodeFailed(f"the environment's conversation cannot be answered: {error}") from error
 
-    def _open(self, episode: Episode, thread: StringThread) -> None:
-        """Begins a segment."""
+    def _open_segment(self, episode: Episode, thread: StringThread) -> None:
+        """Begin a segment with `thread` as its context."""
         try:
             tokenized = self.renderer.prompt(thread)
         except TextError as error:

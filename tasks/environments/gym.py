@@ -1,6 +1,6 @@
-"""reasoning-gym as an environment: its questions, answered once, or guessed at until right.
+"""An environment that asks questions of reasoning-gym and allows one or several attempts at an answer.
 
-The prompts are rows of a ReasoningGymDataset, which carry what their verifier needs.
+The prompts are rows of a ReasoningGymDataset, whose metadata holds what their verifier needs.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from tasks.graders.gym import ReasoningGymGrader
 
 
 class ReasoningGymEnvironment(Environment):
-    """The episode ends with an answer of full score, or with the last attempt. Only the last turn is graded, by the
-    verifier's score times `discount` for every attempt before it: one grade per episode, as GSPO needs it."""
+    """The episode ends with an answer of full score, or with the last attempt.
+
+    Only the last turn is graded, with score * discount ** (attempts before it). There is thus one grade per episode, as
+    GSPO requires.
+    """
 
     def __init__(self, grader: ReasoningGymGrader, *, attempts: int, discount: float, feedback: str) -> None:
         self.grader, self.attempts, self.discount, self.feedback = grader, attempts, discount, feedback
@@ -38,7 +41,7 @@ class ReasoningGymEnvironment(Environment):
 
 
 class ReasoningGymFactory(EnvironmentFactory):
-    """`attempts=1` is single-turn. `answer_from` and `exact` are those of ReasoningGymGrader."""
+    """Creates a ReasoningGymEnvironment for each episode. `answer_from` and `exact` are those of ReasoningGymGrader."""
 
     def __init__(
         self,
@@ -50,7 +53,9 @@ class ReasoningGymFactory(EnvironmentFactory):
         exact: bool = False,
     ) -> None:
         if attempts < 1 or not 0 <= discount <= 1:
-            raise ValueError(f"given attempts={attempts}, discount={discount}; expected 1 or more, and one from 0 to 1")
+            raise ValueError(
+                f"given attempts={attempts}, discount={discount}; expected attempts >= 1, discount from 0 to 1"
+            )
         self.attempts, self.discount, self.feedback = attempts, discount, feedback
         self.grader = ReasoningGymGrader(answer_from=answer_from, exact=exact)
 

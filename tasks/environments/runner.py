@@ -1,7 +1,7 @@
-"""One environment under supervision: time limits, one retry, and never an exception into the run.
+"""Runs the environment of one episode with time limits and one retry. Its exceptions never end the run.
 
-After a failure a new environment is made; it sees the conversation so far again, which puts it into the state that the
-failed one was in, and is then asked once more. An environment that reacts otherwise the second time has failed.
+After a failure a new environment is created. It is shown the conversation so far, which brings it into the state of the
+failed one, and then the failed call is repeated. An environment that reacts differently the second time has failed.
 """
 
 from __future__ import annotations
@@ -17,122 +17,131 @@ from typing import Any, TypeVar
 from engine.text.threads import StringThread
 from tasks.environments.base import Environment, EnvironmentFactory, EnvironmentFailed, Limit, turn_grade
 from tasks.graders.base import IgnoreGradeException
+from tasks.graders.running.futures import retrieve_exception
 
 logger = logging.getLogger("ostinato.environments")
 
 T = TypeVar("T")
 GradedReaction = tuple[StringThread | None, float | None]
-"""A reaction whose grade is one number."""
+"""(next conversation, or None at the end of the episode; grade of the last turn as one number, or None)."""
 
 
 class EpisodeFailed(Exception):
-    """The environment failed twice in a row; the message says how."""
+    """The environment failed twice in a row. The message has both errors."""
 
 
 class EnvironmentRunner:
-    """The environment of one episode. Its calls raise EpisodeFailed, IgnoreGradeException and nothing else."""
+    """The environment of one episode. Its methods raise only EpisodeFailed and IgnoreGradeException."""
 
     def __init__(self, factory: EnvironmentFactory, *, seed: int, seconds: float) -> None:
-        """`seconds`: how long one reaction may take."""
+        """`seconds` is the time limit of one call of the environment."""
         self.spent = 0.0
         """Seconds that the environment took so far."""
         self._factory, self._seed, self._seconds = factory, seed, seconds
         self._environment: Environment | None = None
         self._prompt: StringThread | None = None
         self._opening: StringThread | None = None
-        self._seen: list[tuple[StringThread, GradedReaction]] = []
+        self._history: list[tuple[StringThread, GradedReaction]] = []
 
     async def begin(self, prompt: StringThread) -> StringThread:
-        """The conversation that the assistant answers first."""
+        """Create the environment and return the conversation that the assistant answers first."""
         self._prompt = prompt
-        self._opening = await self._twice(lambda: self._fresh())
+        self._opening = await self._with_retry(self._create)
         return self._opening
 
     async def react(self, thread: StringThread) -> GradedReaction:
-        """What follows the last turn of `thread`."""
-        outcome = await self._twice(lambda: self._reaction(thread))
-        self._seen.append((thread, outcome))
-        return outcome
+        """Return the environment's reaction to the last turn of `thread`."""
+        reaction = await self._with_retry(lambda: self._reaction(thread))
+        self._history.append((thread, reaction))
+        return reaction
 
-    async def limited(self, thread: StringThread, limit: Limit) -> float | None:
-        """What the environment says of an episode that a limit has ended."""
+    async def grade_at_limit(self, thread: StringThread, limit: Limit) -> float | None:
+        """Return the environment's grade for the last turn of an episode that a limit ended."""
 
-        async def ask() -> float | None:
-            return turn_grade(await self._live().on_limit(thread, limit))
+        async def grade() -> float | None:
+            return turn_grade(await self._current().on_limit(thread, limit))
 
-        return await self._twice(ask)
+        return await self._with_retry(grade)
 
     async def close(self) -> None:
-        """Lets the environment go, if there is one."""
+        """Close the environment, if there is one."""
         if self._environment is None:
             return
         try:
-            await within(self._environment.close(), self._seconds)
+            await with_time_limit(self._environment.close(), self._seconds)
         except Exception as error:  # noqa: BLE001  the boundary to a user's code: the episode is over, nothing depends on it
             logger.warning("an environment could not be closed: %r", error)
         self._environment = None
 
-    async def _twice(self, call: Callable[[], Awaitable[T]]) -> T:
-        began = monotonic()
+    async def _with_retry(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Run `call`. If it fails, run it once more with a new environment in the same state."""
+        started_at = monotonic()
         try:
             return await self._attempt(call)
         except IgnoreGradeException:
             raise
         except Exception as first:  # noqa: BLE001  the boundary to a user's code: tried again, then masked and counted
             try:
-                await self._replay()
+                await self._recreate()
                 return await self._attempt(call)
             except IgnoreGradeException:
                 raise
             except Exception as second:  # as above
-                raise EpisodeFailed(f"{_said(second)} (2 attempts, the first: {_said(first)})") from second
+                message = f"{_described(second)} (2 attempts, the first: {_described(first)})"
+                raise EpisodeFailed(message) from second
         finally:
-            self.spent += monotonic() - began
+            self.spent += monotonic() - started_at
 
     async def _attempt(self, call: Callable[[], Awaitable[T]]) -> T:
-        return await within(call(), self._seconds)
+        return await with_time_limit(call(), self._seconds)
 
-    async def _replay(self) -> None:
-        """A new environment in the state that the failed one was in."""
+    async def _recreate(self) -> None:
+        """Create a new environment and bring it into the state of the failed one. Raises EnvironmentFailed if it reacts
+        differently."""
         await self.close()
         if self._opening is None:
             return
-        same = await self._attempt(lambda: self._fresh()) == self._opening
-        for thread, before in self._seen if same else ():
-            same = same and await self._attempt(lambda thread=thread: self._reaction(thread)) == before  # type: ignore[misc]
+        same = await self._attempt(self._create) == self._opening
+        for thread, reaction in self._history:
+            if not same:
+                break
+            same = await self._attempt(lambda thread=thread: self._reaction(thread)) == reaction  # type: ignore[misc]
         if not same:
             raise EnvironmentFailed(
-                "a new environment reacts otherwise to the same conversation; draw what is random from self.random"
+                "a new environment reacts differently to the same conversation; use self.random for all randomness"
             )
 
-    async def _fresh(self) -> StringThread:
+    async def _create(self) -> StringThread:
+        """Create the environment and return its first conversation."""
         assert self._prompt is not None
-        made: Any = self._factory.create_environment(dict(self._prompt.metadata))
-        environment = await made if inspect.isawaitable(made) else made
+        created: Any = self._factory.create_environment(dict(self._prompt.metadata))
+        environment = await created if inspect.isawaitable(created) else created
         if not isinstance(environment, Environment):
             raise TypeError(f"create_environment returned {type(environment).__name__}; expected an Environment")
         environment.random = Random(self._seed)
         self._environment = environment
-        return _thread(await environment.initialize_state(self._prompt), "initialize_state")
+        return _checked_thread(await environment.initialize_state(self._prompt), "initialize_state")
 
     async def _reaction(self, thread: StringThread) -> GradedReaction:
-        given: Any = await self._live().react_to(thread)
-        if not isinstance(given, tuple) or len(given) != 2:
-            raise TypeError(f"react_to returned {given!r:.80}; expected (next thread or None, grades or None)")
-        following, grades = given
-        return None if following is None else _thread(following, "react_to"), turn_grade(grades)
+        reaction: Any = await self._current().react_to(thread)
+        if not isinstance(reaction, tuple) or len(reaction) != 2:
+            raise TypeError(f"react_to returned {reaction!r:.80}; expected (next thread or None, grades or None)")
+        following, grades = reaction
+        if following is not None:
+            following = _checked_thread(following, "react_to")
+        return following, turn_grade(grades)
 
-    def _live(self) -> Environment:
+    def _current(self) -> Environment:
         if self._environment is None:
-            raise EnvironmentFailed("the environment is gone")
+            raise EnvironmentFailed("the environment was closed after a failure")
         return self._environment
 
 
-async def within(call: Awaitable[T], seconds: float) -> T:
-    """The result of `call`, in a task of its own. Raises TimeoutError.
+async def with_time_limit(call: Awaitable[T], seconds: float) -> T:
+    """Await `call` in its own task. Raises TimeoutError after `seconds`.
 
-    Unlike asyncio.wait_for this does not wait for a cancelled task to end: one that swallows its cancellation cannot
-    hold the run; and a call that is cancelled from inside, or would end the process, is a failure.
+    Unlike asyncio.wait_for, this does not wait for a cancelled task to end, so code that ignores its cancellation
+    cannot block the run. Code that cancels itself, or that would end the process, has failed: EnvironmentFailed.
     """
     attempt = asyncio.ensure_future(_guarded(call))
     try:
@@ -142,7 +151,7 @@ async def within(call: Awaitable[T], seconds: float) -> T:
         raise
     if not attempt.done():
         attempt.cancel()
-        attempt.add_done_callback(lambda late: None if late.cancelled() else late.exception())
+        attempt.add_done_callback(retrieve_exception)
         raise TimeoutError(f"no answer after {seconds:g} s")
     if attempt.cancelled():
         raise EnvironmentFailed("the environment cancelled itself")
@@ -150,17 +159,18 @@ async def within(call: Awaitable[T], seconds: float) -> T:
 
 
 async def _guarded(call: Awaitable[T]) -> T:
+    """Await `call`. SystemExit would end the event loop, so it becomes EnvironmentFailed."""
     try:
         return await call
     except SystemExit as error:
         raise EnvironmentFailed(f"the environment raised {error!r}, which would end the process") from error
 
 
-def _thread(given: Any, method: str) -> StringThread:
-    if not isinstance(given, StringThread):
-        raise TypeError(f"{method} gave {type(given).__name__} as the next conversation; expected a StringThread")
-    return given
+def _checked_thread(value: Any, method: str) -> StringThread:
+    if not isinstance(value, StringThread):
+        raise TypeError(f"{method} gave {type(value).__name__} as the next conversation; expected a StringThread")
+    return value
 
 
-def _said(error: Exception) -> str:
+def _described(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"

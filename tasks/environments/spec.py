@@ -1,4 +1,7 @@
-"""How an environment crosses a task: by import path, arguments and the digest of its source, never as a live object."""
+"""Declares environments by import path, arguments and a digest of their source, so that tasks can rebuild them.
+
+A task never receives a live object.
+"""
 
 from __future__ import annotations
 
@@ -26,26 +29,26 @@ class EnvironmentSpecError(Exception):
 
 
 class EnvironmentSpec(Frozen):
-    """An environment by name.
-
-    `path` names an EnvironmentFactory subclass, which is constructed with `arguments`, or an Environment subclass,
-    which is constructed with the episode's metadata and `arguments`. `source_digest` is the sha256 of the source of
-    the module at the time of declaration (None: unverifiable).
-    """
+    """The declaration of an environment."""
 
     path: str = Field(pattern=import_paths.PATTERN)
+    """The environment as package.module:name: a subclass of EnvironmentFactory, or a subclass of Environment, which is
+    constructed with the metadata of the prompt and the arguments."""
     arguments: dict[str, JsonValue] = {}
+    """Keyword arguments of the class."""
     source_digest: str | None = None
+    """The sha256 of the module's source when the environment was declared. None: not checked."""
     version: str | None = None
+    """A version that stands for the code of a factory without an import path."""
 
     @property
     def in_process(self) -> bool:
-        """Whether it is an object that no other process can build."""
+        """Whether the factory is an object of this process, which no other process can build."""
         return self.path.startswith(f"{IN_PROCESS}:")
 
 
-class _OneClass(EnvironmentFactory):
-    """The factory of an Environment subclass."""
+class _EnvironmentClassFactory(EnvironmentFactory):
+    """Creates environments of one Environment subclass."""
 
     def __init__(self, cls: type[Environment], arguments: Mapping[str, Any]) -> None:
         self.cls, self.arguments = cls, dict(arguments)
@@ -57,23 +60,26 @@ class _OneClass(EnvironmentFactory):
 def environment_spec(
     path: str, arguments: Mapping[str, JsonValue] | None = None, *, version: str | None = None
 ) -> EnvironmentSpec:
-    """The spec of an importable environment, with its source digest; built once here, so that a wrong path or wrong
-    arguments fail now (EnvironmentSpecError) and not in the middle of a run."""
+    """Declare an importable environment, with the digest of its source.
+
+    The factory is built once here, so that a wrong path or wrong arguments fail now (EnvironmentSpecError) and not
+    during a run.
+    """
     spec = EnvironmentSpec(path=path, arguments=dict(arguments or {}), version=version)
     build(spec)
     return spec.model_copy(update={"source_digest": _source_digest(path)})
 
 
 def build(spec: EnvironmentSpec) -> EnvironmentFactory:
-    """The factory that `spec` names. Raises EnvironmentSpecError. A source that changed is warned about, not refused: a
-    bug mended between a crash and the retry must not strand the run."""
+    """Build the factory that `spec` names. Raises EnvironmentSpecError.
+
+    A changed source is only logged as a warning, so that a run can continue after a bug of its environment was fixed.
+    """
     if spec.in_process:
         return _registered(spec)
-    if spec.source_digest is not None and (now := _source_digest(spec.path)) != spec.source_digest:
-        logger.warning(
-            "the source of environment %r changed since the run was declared: sha256 %s then, %s now",
-            spec.path, spec.source_digest[:12], (now or "no source")[:12],
-        )  # fmt: skip
+    _warn_of_changed_source(spec)
+
+    # Load the class, and wrap an Environment subclass in a factory.
     try:
         target = import_paths.load_object(spec.path)
     except import_paths.ImportPathError as error:
@@ -82,11 +88,22 @@ def build(spec: EnvironmentSpec) -> EnvironmentFactory:
         return _construct(target, spec)
     if inspect.isclass(target) and issubclass(target, Environment):
         _check_arguments(target, ({},), spec)
-        return _OneClass(target, spec.arguments)
+        return _EnvironmentClassFactory(target, spec.arguments)
     shown = target.__name__ if inspect.isclass(target) else type(target).__name__
     raise EnvironmentSpecError(
         f"environment {spec.path!r}: given {shown}; expected a subclass of EnvironmentFactory or of Environment"
     )
+
+
+def _warn_of_changed_source(spec: EnvironmentSpec) -> None:
+    if spec.source_digest is None:
+        return
+    current_digest = _source_digest(spec.path)
+    if current_digest != spec.source_digest:
+        logger.warning(
+            "the source of environment %r changed since the run was declared: sha256 %s then, %s now",
+            spec.path, spec.source_digest[:12], (current_digest or "no source")[:12],
+        )  # fmt: skip
 
 
 def _construct(target: type[EnvironmentFactory], spec: EnvironmentSpec) -> EnvironmentFactory:
@@ -95,7 +112,7 @@ def _construct(target: type[EnvironmentFactory], spec: EnvironmentSpec) -> Envir
         return target(**spec.arguments)
     except EnvironmentSpecError:
         raise
-    except Exception as error:
+    except Exception as error:  # the boundary to a user's code
         raise EnvironmentSpecError(
             f"environment {spec.path!r} refused its arguments {spec.arguments}: {error}"
         ) from error
@@ -109,9 +126,9 @@ def _check_arguments(target: type, positional: tuple[Any, ...], spec: Environmen
     try:
         signature.bind(*positional, **spec.arguments)
     except TypeError as error:
-        what = "metadata and the arguments" if positional else "the arguments"
+        parameters = "metadata and the arguments" if positional else "the arguments"
         raise EnvironmentSpecError(
-            f"environment {spec.path!r}: given {what} {sorted(spec.arguments)}; expected {signature}: {error}"
+            f"environment {spec.path!r}: given {parameters} {sorted(spec.arguments)}; expected {signature}: {error}"
         ) from error
 
 
@@ -121,8 +138,8 @@ _in_process: dict[tuple[str, str | None], EnvironmentFactory] = {}
 def in_process_spec(factory: EnvironmentFactory, *, version: str | None = None) -> EnvironmentSpec:
     """Register a factory that is an object of this process and return its spec.
 
-    Nothing can verify that a later process registers the same one: that is what `version` stands for; None: the digest
-    of the source of its class.
+    `version` stands for the code of the factory, since nothing can check that a later process registers the same one.
+    None: the digest of the source of its class.
     """
     cls = type(factory)
     version = version or _source_digest(f"{cls.__module__}:{cls.__qualname__}")

@@ -1,14 +1,13 @@
 """Environments in which the assistant calls tools.
 
-The protocol is text that open models are trained on, and that their templates write (Hermes, Qwen): a call is
+The protocol is the text format on which many open models are trained (Hermes, Qwen). A call is
 
     <tool_call>
     {"name": "add", "arguments": {"a": 1, "b": 2}}
     </tool_call>
 
-in the assistant's turn; the next turn holds the answers. The renderer passes no tools to a chat template and parses no
-calls by it, so the system turn lists them, and any model can play; one whose template writes tool turns in its own way
-does so here too.
+in the assistant's turn; the next turn holds the results. The system turn lists the tools, since the renderer passes no
+tools to a chat template. Any model can thus call tools. Tool turns are rendered by the model's own chat template.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from tasks.environments.base import Environment, Grades, Reaction
 from tasks.graders.base import in_thread
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-_CALL = re.compile(re.escape(OPEN) + r"(.*?)(?:" + re.escape(CLOSE) + r"|\Z)", re.DOTALL)
+_CALL_PATTERN = re.compile(re.escape(OPEN) + r"(.*?)(?:" + re.escape(CLOSE) + r"|\Z)", re.DOTALL)
 INSTRUCTIONS = (
     "You may call tools. For each call write a JSON object with the tool's name and arguments between <tool_call> and "
     "</tool_call>, like this:\n"
@@ -41,7 +40,7 @@ INSTRUCTIONS = (
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call. `problem` says what is wrong with it; nothing is called then."""
+    """A tool call of the assistant. A call with a `problem` is malformed and is not executed."""
 
     name: str
     arguments: dict[str, Any]
@@ -49,12 +48,14 @@ class ToolCall:
 
 
 def parse_tool_calls(text: str) -> list[ToolCall]:
-    """The calls in an assistant's answer, in order. What stands between the tags and is no call is one with a problem:
-    the assistant is told, and may try again."""
-    return [_parsed(match.group(1).strip()) for match in _CALL.finditer(text)]
+    """Return the calls in an assistant's answer, in order.
+
+    Text between the tags that is not a valid call becomes a call with a `problem`, which is reported to the assistant.
+    """
+    return [_parsed_call(match.group(1).strip()) for match in _CALL_PATTERN.finditer(text)]
 
 
-def _parsed(body: str) -> ToolCall:
+def _parsed_call(body: str) -> ToolCall:
     try:
         call = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -67,37 +68,39 @@ def _parsed(body: str) -> ToolCall:
 
 
 class Tool:
-    """A function that the assistant may call: its name, its docstring, its annotated arguments, which are checked."""
+    """A function that the assistant may call. Its arguments are checked against their annotations."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function, self.name = function, function.__name__
         hints = typing.get_type_hints(function)
-        fields: dict[str, Any] = {
-            name: (hints.get(name, Any), ... if one.default is inspect.Parameter.empty else one.default)
-            for name, one in inspect.signature(function).parameters.items()
-        }
+        fields: dict[str, Any] = {}
+        for name, parameter in inspect.signature(function).parameters.items():
+            required = parameter.default is inspect.Parameter.empty
+            fields[name] = (hints.get(name, Any), ... if required else parameter.default)
         self.arguments = create_model(self.name, __config__=ConfigDict(extra="forbid"), **fields)
 
     def description(self) -> dict[str, Any]:
-        """As OpenAI's API writes it."""
+        """The description of the tool in the format of OpenAI's API."""
         schema = {key: value for key, value in self.arguments.model_json_schema().items() if key != "title"}
-        about = {"name": self.name, "description": inspect.getdoc(self.function) or "", "parameters": schema}
-        return {"type": "function", "function": about}
+        function = {"name": self.name, "description": inspect.getdoc(self.function) or "", "parameters": schema}
+        return {"type": "function", "function": function}
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
-        """What the function returns, as text. Raises ValidationError for wrong arguments, and what the function does.
-        A function that is not a coroutine runs in a thread."""
+        """Call the function and return its result as text. A function that is not a coroutine runs in a thread.
+
+        Raises ValidationError for wrong arguments, and the exceptions of the function.
+        """
         checked = self.arguments.model_validate(dict(arguments))
-        given = {name: getattr(checked, name) for name in self.arguments.model_fields}
+        keywords = {name: getattr(checked, name) for name in self.arguments.model_fields}
         if inspect.iscoroutinefunction(self.function):
-            result = await self.function(**given)
+            result = await self.function(**keywords)
         else:
-            result = await in_thread(self.function, **given)
+            result = await in_thread(self.function, **keywords)
         return result if isinstance(result, str) else TypeAdapter(Any).dump_json(result).decode()
 
 
 def listed_tools(thread: StringThread, descriptions: Sequence[Mapping[str, Any]]) -> StringThread:
-    """The thread with the tools, as OpenAI's API describes them, and the protocol in its system turn."""
+    """Add the descriptions of the tools, and of the protocol, to the system turn of the thread."""
     listed = INSTRUCTIONS + "\n".join(json.dumps(description) for description in descriptions)
     turns = list(thread.turns)
     if turns and turns[0].role == "system":
@@ -106,18 +109,19 @@ def listed_tools(thread: StringThread, descriptions: Sequence[Mapping[str, Any]]
 
 
 class ToolEnvironment(Environment):
-    """Subclass, name the `tools` and write `finish`. An answer without a call ends the episode.
+    """An environment with tools. A subclass sets `tools` and defines `finish`.
 
-    Wrong arguments, and what a tool raises, are told to the assistant: they are no failures of the environment.
+    An answer without a call ends the episode. Wrong arguments and the exceptions of a tool are reported to the
+    assistant. They are not failures of the environment.
     """
 
     tools: Sequence[Callable[..., Any]] = ()
-    """Plain or async functions, or bound methods set in __init__, with annotations and a docstring."""
+    """Plain or async functions with annotations and a docstring. Bound methods are set in __init__."""
     answer_role: Literal["tool", "user"] = "tool"
-    """Whose turn the answers are; "user" for a template without tool turns."""
+    """Role of the turn that holds the results; "user" for a chat template without tool turns."""
 
     async def initialize_state(self, thread: StringThread) -> StringThread:
-        """The prompt with the tools in its system turn."""
+        """Return the prompt with the tools listed in its system turn."""
         return listed_tools(thread, [tool.description() for tool in self._tools().values()])
 
     async def react_to(self, thread: StringThread) -> Reaction:
@@ -126,21 +130,23 @@ class ToolEnvironment(Environment):
             return None, await self.finish(thread)
         answers = [await self._answer(call) for call in calls]
         if self.answer_role == "user":
-            return thread.user("\n".join(f"<tool_response>\n{answer}\n</tool_response>" for answer in answers)), None
-        parts = [
-            ToolResponseFragment(id=f"call_{number}", name=call.name or None, text=answer)
-            for number, (call, answer) in enumerate(zip(calls, answers, strict=True))
-        ]
+            text = "\n".join(f"<tool_response>\n{answer}\n</tool_response>" for answer in answers)
+            return thread.user(text), None
+        parts = []
+        for number, (call, answer) in enumerate(zip(calls, answers, strict=True)):
+            parts.append(ToolResponseFragment(id=f"call_{number}", name=call.name or None, text=answer))
         return thread.tool(parts), None
 
     @abstractmethod
     async def finish(self, thread: StringThread) -> Grades | None:
-        """The grade of the final answer, the last turn of `thread`."""
+        """Grade the final answer, the last turn of `thread`."""
 
     def _tools(self) -> dict[str, Tool]:
-        return {tool.name: tool for tool in map(Tool, self.tools)}
+        tools = [Tool(function) for function in self.tools]
+        return {tool.name: tool for tool in tools}
 
     async def _answer(self, call: ToolCall) -> str:
+        """Execute a call and return its result, or a text that begins with "error"."""
         if call.problem is not None:
             return f"error: {call.problem}"
         tool = self._tools().get(call.name)
@@ -149,7 +155,10 @@ class ToolEnvironment(Environment):
         try:
             return await tool.call(call.arguments)
         except ValidationError as error:
-            wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
-            return f"error: {wrong}"
-        except Exception as error:  # noqa: BLE001  the boundary to a tool's code: the assistant is told
+            problems = []
+            for detail in error.errors():
+                location = ".".join(map(str, detail["loc"]))
+                problems.append(f"{location}: {detail['msg']}")
+            return f"error: {'; '.join(problems)}"
+        except Exception as error:  # noqa: BLE001  the boundary to a tool's code: reported to the assistant
             return f"error: {type(error).__name__}: {error}"

@@ -1,8 +1,8 @@
-"""Environments of the `verifiers` library (0.1: those with `load_environment` and MultiTurnEnv), step by step.
+"""Environments of the `verifiers` library (0.1, with `load_environment` and MultiTurnEnv), played turn by turn.
 
-Its own loop asks a model over HTTP; here the policy is sampled by the engine, so this drives the pieces of that loop:
-set-up, stop conditions, responses, clean-up, rubric. The rubric's reward is the grade of the last turn. Its group
-rewards, which need all rollouts at once, are refused by the rubric itself. The state's client reaches nothing.
+The library's own loop calls a model over HTTP. Here the engine samples the policy, so this module calls the parts of
+that loop: set-up, stop conditions, responses, clean-up and rubric. The rubric's reward is the grade of the last turn.
+Group rewards, which need all rollouts at once, are refused by the rubric. The client in the state cannot be used.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from tasks.environments.tools import listed_tools, parse_tool_calls
 from tasks.graders.base import Grade
 
 COLUMNS = ("answer", "info", "task", "example_id")
-"""Of a dataset row, besides the prompt: they travel in the metadata."""
+"""Columns of a dataset row that are stored in the metadata of its thread."""
 
 
 class VerifiersMissing(EnvironmentSpecError):
-    """The library is not installed, or another version of it."""
+    """The library is not installed, or its version is not supported."""
 
 
 def _library() -> Any:
@@ -46,11 +46,11 @@ def _library() -> Any:
 
 
 def load(name: str, arguments: Mapping[str, Any]) -> Any:
-    """The library's environment of that id. Raises VerifiersMissing, EnvironmentSpecError."""
+    """Load an environment of the library by its id. Raises VerifiersMissing, EnvironmentSpecError."""
     library = _library()
     try:
         environment = library.load_environment(name, **arguments)
-    except Exception as error:
+    except Exception as error:  # the boundary to the environment's code
         raise EnvironmentSpecError(f"verifiers could not load the environment {name!r}: {error!r}") from error
     if not isinstance(environment, library.MultiTurnEnv):
         raise EnvironmentSpecError(
@@ -61,32 +61,32 @@ def load(name: str, arguments: Mapping[str, Any]) -> Any:
 
 
 def verifiers_threads(name: str, arguments: Mapping[str, Any] | None = None, *, rows: int = -1) -> list[StringThread]:
-    """Prompts of the environment's own dataset, for `ENVGRPO(dataset=…)`; -1: all rows."""
-    found = []
+    """The prompts of the environment's dataset, for `ENVGRPO(dataset=…)`. `rows`: number of rows; -1: all."""
+    threads = []
     for row in load(name, arguments or {}).get_dataset(rows):
         metadata = {key: row[key] for key in COLUMNS if row.get(key) is not None}
-        found.append(StringThread([_turn(message) for message in row["prompt"]], metadata))
-    return found
+        threads.append(StringThread([_turn(message) for message in row["prompt"]], metadata))
+    return threads
 
 
 class VerifiersEnvironment(Environment):
-    """One rollout of an environment of verifiers."""
+    """One episode of an environment of verifiers."""
 
     def __init__(self, environment: Any, metadata: Mapping[str, JsonValue]) -> None:
         self.environment, self.metadata = environment, metadata
         self.state: Any = None
         self.prompt: list[Any] = []
-        """Messages that the assistant answers now."""
+        """Messages that the assistant answers next."""
 
     async def initialize_state(self, thread: StringThread) -> StringThread:
         from verifiers.types import ClientConfig
 
         row: dict[str, Any] = {"prompt": thread.messages(), "example_id": 0}
         row |= {key: self.metadata[key] for key in COLUMNS if key in self.metadata}
-        nobody = ClientConfig(api_base_url="http://127.0.0.1:9", api_key_var="OSTINATO_NO_KEY", max_retries=0)
-        self.state = await self.environment.init_state(row, nobody, "policy")
+        unused_client = ClientConfig(api_base_url="http://127.0.0.1:9", api_key_var="OSTINATO_NO_KEY", max_retries=0)
+        self.state = await self.environment.init_state(row, unused_client, "policy")
         await self.environment.setup_state(self.state)
-        self.prompt = await self._normal(await self.environment.get_prompt_messages(self.state))
+        self.prompt = await self._normalized(await self.environment.get_prompt_messages(self.state))
         tools = self.state.get("tool_defs") or []
         first = StringThread([_turn(message) for message in self.prompt], thread.metadata)
         return listed_tools(first, [_description(tool) for tool in tools]) if tools else first
@@ -94,20 +94,25 @@ class VerifiersEnvironment(Environment):
     async def react_to(self, thread: StringThread) -> Reaction:
         from verifiers.types import TrajectoryStep
 
+        # Report the answer to the library.
         answered = [*self.prompt, self._answer(thread.last_content())]
         step = TrajectoryStep(
             prompt=self.prompt, completion=answered[-1:], response=None, tokens=None, reward=None,  # type: ignore[typeddict-item]
             advantage=None, is_truncated=False, trajectory_id=self.state["trajectory_id"], extras={},
         )  # fmt: skip
         await self.environment.add_trajectory_step(self.state, step)
+
+        # Let the environment respond, unless the rollout is complete.
         if await self.environment.is_completed(self.state):
             return None, await self._reward()
-        following = await self._normal(await self.environment.get_prompt_messages(self.state))
+        following = await self._normalized(await self.environment.get_prompt_messages(self.state))
         if self.state.get("final_env_response") is not None or await self.environment.is_completed(self.state):
             return None, await self._reward()
-        grown = following[: len(answered)] == answered
+
+        # Continue the conversation, or begin another one if the environment rewrote it.
+        extends_conversation = following[: len(answered)] == answered
         self.prompt = following
-        if not grown:
+        if not extends_conversation:
             return StringThread([_turn(message) for message in following], thread.metadata), None
         for message in following[len(answered) :]:
             thread = thread.append(*_turn(message))
@@ -121,25 +126,24 @@ class VerifiersEnvironment(Environment):
         await self.environment.rubric.score_rollout(self.state)
         return Grade(value=float(self.state["reward"]), grader_key="verifiers")
 
-    async def _normal(self, messages: Any) -> list[Any]:
+    async def _normalized(self, messages: Any) -> list[Any]:
         from verifiers.utils.message_utils import normalize_messages
 
         return list(normalize_messages(messages))
 
     def _answer(self, text: str) -> Any:
-        """The assistant's message; calls in its text are tool calls of the message too."""
+        """The assistant's message. Tool calls in its text become tool calls of the message, too."""
         from verifiers.types import AssistantMessage, ToolCall
 
-        calls = [
-            ToolCall(id=f"call_{number}", name=call.name, arguments=json.dumps(call.arguments))
-            for number, call in enumerate(parse_tool_calls(text))
-            if call.problem is None
-        ]
+        calls = []
+        for number, call in enumerate(parse_tool_calls(text)):
+            if call.problem is None:
+                calls.append(ToolCall(id=f"call_{number}", name=call.name, arguments=json.dumps(call.arguments)))
         return AssistantMessage(content=text, tool_calls=calls or None)
 
 
 class VerifiersFactory(EnvironmentFactory):
-    """`environment`: an id that `verifiers.load_environment` knows; `arguments` are passed to it."""
+    """Creates episodes of the environment with this id. `arguments` are passed to `verifiers.load_environment`."""
 
     def __init__(self, environment: str, arguments: Mapping[str, Any] | None = None) -> None:
         self.environment = load(environment, arguments or {})
@@ -149,19 +153,25 @@ class VerifiersFactory(EnvironmentFactory):
 
 
 def _turn(message: Any) -> tuple[str, Any]:
-    """(role, content) of a message, a dict or the library's record."""
-    read = message.get if isinstance(message, Mapping) else lambda name: getattr(message, name, None)
-    content = read("content")
+    """(role, content) of a message, which is a dict or a record of the library."""
+    content = _field(message, "content")
     if isinstance(content, Sequence) and not isinstance(content, str):
-        content = "".join(part["text"] if isinstance(part, Mapping) else part.text for part in content)
-    role = "user" if read("role") == "text" else str(read("role"))
+        texts = [part["text"] if isinstance(part, Mapping) else part.text for part in content]
+        content = "".join(texts)
+    role = str(_field(message, "role"))
+    if role == "text":
+        role = "user"
     if role == "tool":
-        return role, [ToolResponseFragment(id=str(read("tool_call_id")), text=content or "")]
+        return role, [ToolResponseFragment(id=str(_field(message, "tool_call_id")), text=content or "")]
     return role, content or ""
 
 
 def _description(tool: Any) -> dict[str, Any]:
-    """As OpenAI's API writes it."""
-    read = tool.get if isinstance(tool, Mapping) else lambda name: getattr(tool, name, None)
-    about = {name: read(name) for name in ("name", "description", "parameters")}
-    return {"type": "function", "function": about}
+    """The description of a tool in the format of OpenAI's API."""
+    function = {name: _field(tool, name) for name in ("name", "description", "parameters")}
+    return {"type": "function", "function": function}
+
+
+def _field(record: Any, name: str) -> Any:
+    """A field of a dict or of a record of the library; None if it is absent."""
+    return record.get(name) if isinstance(record, Mapping) else getattr(record, name, None)

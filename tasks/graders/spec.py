@@ -1,4 +1,4 @@
-"""Declares graders by import path, arguments and a digest of their source, so that tasks can pass and rebuild them.
+"""Declares graders by import path, arguments and a digest of their source, so that tasks can rebuild them.
 
 A task never receives a live grader object.
 """

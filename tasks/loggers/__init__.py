@@ -1,1 +1,1 @@
-"""Where the figures of a run are sent besides the terminal: TensorBoard, Weights & Biases, MLflow, SwanLab."""
+"""Sends the metrics and tables of a run to TensorBoard, Weights & Biases, MLflow and SwanLab."""

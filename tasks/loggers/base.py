@@ -1,8 +1,8 @@
-"""What all loggers have in common: a name for each figure, and a memory of the steps that were logged.
+"""The common parts of loggers: the names of metrics, and a record of what each logger was sent.
 
-A run is resumed by another process, and a service cannot be asked what it has: the steps that a logger has taken are
-noted in the run's store, one object per logger, *before* they are sent. Each step is thus logged at most once; a crash
-between the note and the sending loses the figures of that step in the service, and nothing in the run.
+A run may be resumed by another process, and most services cannot be asked what they have. So the store keeps one object
+per logger with the steps that it was sent, written *before* they are sent. Each step is logged at most once. A crash
+between writing and sending loses the metrics of that step in the service, and nothing in the run.
 """
 
 from __future__ import annotations
@@ -23,38 +23,39 @@ from tasks.reports.metrics import StepMetrics
 
 
 class LoggerMissing(ImportError):
-    """A logger's package is not installed."""
+    """The package of a logger is not installed."""
 
 
 class LoggedRun(Frozen):
-    """What a logger calls the run."""
+    """The names and settings of a run for its loggers."""
 
     project: str
     name: str
-    """Of the experiment: the run's key, unless the config says otherwise."""
+    """Name of the experiment. By default the run's key."""
     run: str
-    """The run's key: the same after a resume, so that a service goes on with the run it knows."""
+    """The run's key. It is the same after a resume, so that a service continues the same run."""
     folder: str
-    """Where a logger may keep files on this machine."""
+    """Folder on this machine for the files of loggers."""
     config: dict[str, object] = {}
+    """The config of the run."""
 
 
 class Sink(Protocol):
-    """One logger, open."""
+    """An open logger."""
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """`step` is 1-based, 0 for what was measured before the first."""
+        """Send named numbers. `step` counts from 1; 0 stands for measurements before the first step."""
         ...
 
     def show(self, table: Table) -> None:
-        """As the service shows tables."""
+        """Send a table, in the form that the service has for tables."""
         ...
 
     def close(self) -> None: ...
 
 
 def imported(module: str, *, logger: str, package: str) -> ModuleType:
-    """The module. Raises LoggerMissing, saying what to install."""
+    """Import a module of a logger's package. Raises LoggerMissing, which says what to install."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -65,68 +66,72 @@ def imported(module: str, *, logger: str, package: str) -> ModuleType:
         ) from error
 
 
-NO_FIGURES = {"step", "total_steps", "seconds", "resumed"}
+NOT_LOGGED = {"step", "total_steps", "seconds", "resumed"}
+"""Fields of StepMetrics that are not logged as train/name."""
 
 
 def figures_of(metrics: StepMetrics) -> dict[str, float]:
-    """The step's finite figures, "group/name"."""
-    found = {
-        f"train/{name}": value
-        for name, value in metrics.model_dump(exclude=NO_FIGURES).items()
-        if isinstance(value, int | float) and math.isfinite(value)
-    }
-    found |= {f"reward/{source}": mean for source, mean in metrics.by_source.items()}
-    found |= {f"seconds/{name}": value for name, value in metrics.seconds.items()}
-    return found
+    """The finite metrics of a step, as "group/name"."""
+    figures: dict[str, float] = {}
+    for name, value in metrics.model_dump(exclude=NOT_LOGGED).items():
+        if isinstance(value, int | float) and math.isfinite(value):
+            figures[f"train/{name}"] = value
+    for source, mean in metrics.by_source.items():
+        figures[f"reward/{source}"] = mean
+    for name, value in metrics.seconds.items():
+        figures[f"seconds/{name}"] = value
+    return figures
 
 
 class SentItems(Frozen):
-    """What a logger was sent."""
+    """The items that a logger was sent in one stage, as stored."""
 
     steps: int = 0
-    """Committed steps from the first on."""
+    """Number of committed steps, from the first one on."""
     validations: tuple[str, ...] = ()
+    """Validations as "step name"."""
     tables: tuple[str, ...] = ()
+    """Tables as "step name"."""
 
 
 class SentLog:
-    """What a logger of a stage was sent, kept in the store."""
+    """Records in the store what a logger was sent in one stage, so that nothing is sent twice."""
 
     def __init__(self, store: ObjectStore, run: str, stage: str, logger: str) -> None:
         self._store, self._key = store, keys.logger_progress(run, stage, logger)
         try:
-            self._logged = SentItems.model_validate_json(store.get(self._key))
+            self._sent = SentItems.model_validate_json(store.get(self._key))
         except ObjectNotFound:
-            self._logged = SentItems()
+            self._sent = SentItems()
 
     @property
     def steps(self) -> int:
-        """Steps that were sent."""
-        return self._logged.steps
+        """Number of steps that were sent."""
+        return self._sent.steps
 
-    def take_step(self, steps_done: int) -> bool:
-        """Whether this step was not sent yet; it then counts as sent."""
-        if steps_done <= self._logged.steps:
+    def mark_step(self, steps_done: int) -> bool:
+        """Record a step as sent. Returns False if it was recorded before."""
+        if steps_done <= self._sent.steps:
             return False
-        self._write(self._logged.model_copy(update={"steps": steps_done}))
+        self._write(self._sent.model_copy(update={"steps": steps_done}))
         return True
 
-    def take_validation(self, validation: Validation) -> bool:
-        """The same of a measurement."""
+    def mark_validation(self, validation: Validation) -> bool:
+        """Record a validation as sent. Returns False if it was recorded before."""
         name = f"{validation.step} {validation.name}"
-        if name in self._logged.validations:
+        if name in self._sent.validations:
             return False
-        self._write(self._logged.model_copy(update={"validations": (*self._logged.validations, name)}))
+        self._write(self._sent.model_copy(update={"validations": (*self._sent.validations, name)}))
         return True
 
-    def take_table(self, table: Table) -> bool:
-        """The same of a table."""
+    def mark_table(self, table: Table) -> bool:
+        """Record a table as sent. Returns False if it was recorded before."""
         name = f"{table.step} {table.name}"
-        if name in self._logged.tables:
+        if name in self._sent.tables:
             return False
-        self._write(self._logged.model_copy(update={"tables": (*self._logged.tables, name)}))
+        self._write(self._sent.model_copy(update={"tables": (*self._sent.tables, name)}))
         return True
 
-    def _write(self, logged: SentItems) -> None:
-        self._store.put(self._key, logged.model_dump_json().encode())
-        self._logged = logged
+    def _write(self, sent: SentItems) -> None:
+        self._store.put(self._key, sent.model_dump_json().encode())
+        self._sent = sent

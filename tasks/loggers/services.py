@@ -1,4 +1,5 @@
-"""The loggers: each imports its package when it is opened, and goes on with the run that the service knows already."""
+"""The loggers, one class per service. Each imports its package when it is opened, and continues a run that the service
+already has."""
 
 from __future__ import annotations
 
@@ -13,16 +14,16 @@ from tasks.loggers.tables import Table
 
 LoggerName = Literal["tensorboard", "wandb", "mlflow", "swanlab"]
 RUN_TAG = "ostinato.run"
-"""By which MLflow finds a run again."""
+"""Tag of an MLflow run that holds the key of the run, by which it is found after a resume."""
 
 
 def run_id(run: LoggedRun, length: int) -> str:
-    """The same for the same run of the same project, in hex digits."""
+    """The id of the run in a service: hex digits, the same for the same run of the same project."""
     return sha256(f"{run.project}\n{run.run}".encode()).hexdigest()[:length]
 
 
 class TensorBoard:
-    """An event file of this attempt, in folder/project/name. It needs no torch."""
+    """Writes an event file per process into folder/project/name. It does not need torch."""
 
     def __init__(self, run: LoggedRun) -> None:
         writer = _module("tensorboard.summary.writer.event_file_writer", "tensorboard")
@@ -35,7 +36,7 @@ class TensorBoard:
         self._write(step, values)
 
     def show(self, table: Table) -> None:
-        """Under "Text"."""
+        """Write the table as Markdown, which TensorBoard shows under "Text"."""
         tensor = _module("tensorboard.compat.proto.tensor_pb2", "tensorboard").TensorProto
         shape = _module("tensorboard.compat.proto.tensor_shape_pb2", "tensorboard").TensorShapeProto
         types = _module("tensorboard.compat.proto.types_pb2", "tensorboard")
@@ -57,7 +58,7 @@ class TensorBoard:
 
 
 class WandB:
-    """Weights & Biases; the account and the server are the environment's (WANDB_API_KEY, WANDB_BASE_URL)."""
+    """Logs to Weights & Biases. WANDB_API_KEY and WANDB_BASE_URL in the environment set the account and the server."""
 
     def __init__(self, run: LoggedRun) -> None:
         os.makedirs(run.folder, exist_ok=True)
@@ -66,27 +67,30 @@ class WandB:
         )
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        self._run.log({**figures, "step": step})  # its own step cannot go back, and two stages both begin at 0
+        self._run.log({**figures, "step": step})  # W&B's own step cannot decrease, and each stage starts at 0
 
     def show(self, table: Table) -> None:
-        made = _module("wandb", "wandb").Table(columns=table.columns, data=table.cells)
-        self._run.log({table.name: made, "step": table.step})
+        wandb_table = _module("wandb", "wandb").Table(columns=table.columns, data=table.cells)
+        self._run.log({table.name: wandb_table, "step": table.step})
 
     def close(self) -> None:
         self._run.finish()
 
 
 class MLflow:
-    """An MLflow run of the experiment that is named as the project; the server is MLFLOW_TRACKING_URI."""
+    """Logs to an MLflow run of the experiment with the project's name. MLFLOW_TRACKING_URI sets the server."""
 
     def __init__(self, run: LoggedRun) -> None:
         self._entities = _module("mlflow.entities", "mlflow")
         self._client = client = _module("mlflow.tracking", "mlflow").MlflowClient()
         experiment = client.get_experiment_by_name(run.project)
-        place = experiment.experiment_id if experiment else client.create_experiment(run.project)
-        known = client.search_runs([place], filter_string=f"tags.`{RUN_TAG}` = '{run.run}'", max_results=1)
-        made = known[0] if known else client.create_run(place, run_name=run.name, tags={RUN_TAG: run.run})
-        self._id = made.info.run_id
+        experiment_id = experiment.experiment_id if experiment else client.create_experiment(run.project)
+        existing = client.search_runs([experiment_id], filter_string=f"tags.`{RUN_TAG}` = '{run.run}'", max_results=1)
+        if existing:
+            mlflow_run = existing[0]
+        else:
+            mlflow_run = client.create_run(experiment_id, run_name=run.name, tags={RUN_TAG: run.run})
+        self._id = mlflow_run.info.run_id
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         now = int(1000 * time.time())
@@ -94,7 +98,7 @@ class MLflow:
         self._client.log_batch(self._id, metrics=metrics)
 
     def show(self, table: Table) -> None:
-        """A file of the run's artifacts."""
+        """Store the table as a JSON file among the run's artifacts."""
         columns = {name: [row[name] for row in table.rows] for name in table.columns}
         self._client.log_table(self._id, columns, f"{table.name}/{table.step:06d}.json")
 
@@ -103,7 +107,7 @@ class MLflow:
 
 
 class SwanLab:
-    """SwanLab; the account is the environment's (SWANLAB_API_KEY)."""
+    """Logs to SwanLab. SWANLAB_API_KEY in the environment sets the account."""
 
     def __init__(self, run: LoggedRun) -> None:
         os.makedirs(run.folder, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A small table for people: what the loggers, a terminal and a flow run's page are given to show."""
+"""A small table that loggers, the terminal and the page of a flow run can show."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ Cell = str | int | float | None
 
 
 class Table(Frozen):
-    """Rows of equal columns, of one moment of a stage."""
+    """Rows with the same columns, measured at one step of a stage."""
 
     name: str
-    """Equal names of one stage are one table over time."""
+    """Name of the table. Tables of a stage with the same name show the same thing at different steps."""
     step: int
-    """Steps of the stage that came before."""
+    """Number of steps of the stage before the table was made."""
     rows: tuple[dict[str, Cell], ...]
 
     @property
@@ -25,19 +25,24 @@ class Table(Frozen):
         return [[row[column] for column in self.columns] for row in self.rows]
 
     def markdown(self) -> str:
-        """As a table of Markdown: line breaks and bars of a cell stay within it."""
-        lines = [self.columns, ["---"] * len(self.columns), *([_shown(cell) for cell in row] for row in self.cells)]
+        """The table in Markdown. Line breaks and bars inside a cell are escaped."""
+        lines = [self.columns, ["---"] * len(self.columns)]
+        for row in self.cells:
+            lines.append([_markdown_cell(cell) for cell in row])
         return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
     def text(self) -> str:
-        """A line per row, `column value`, for a terminal."""
-        rows = ("  ".join(f"{name} {_plain(cell)}" for name, cell in row.items()) for row in self.rows)
-        return "\n".join([f"{self.name} after {self.step} steps", *(f"  {row}" for row in rows)])
+        """The table for a terminal: one line of `column value` pairs per row."""
+        lines = [f"{self.name} after {self.step} steps"]
+        for row in self.rows:
+            pairs = [f"{name} {_text_cell(cell)}" for name, cell in row.items()]
+            lines.append("  " + "  ".join(pairs))
+        return "\n".join(lines)
 
 
-def _shown(cell: Cell) -> str:
+def _markdown_cell(cell: Cell) -> str:
     return "" if cell is None else str(cell).replace("|", r"\|").replace("\n", "<br>")
 
 
-def _plain(cell: Cell) -> str:
+def _text_cell(cell: Cell) -> str:
     return repr(cell) if isinstance(cell, str) else str(cell)

@@ -42,8 +42,8 @@ def test_prompt_rows(tmp_path: Path) -> None:
 
 
 def test_messages_rows_and_system_prompt(tmp_path: Path) -> None:
-    own = [{"role": "system", "content": "S"}, {"role": "user", "content": "a"}]
-    path = jsonl(tmp_path, {"messages": own}, {"messages": own[1:]})
+    own_system_messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "a"}]
+    path = jsonl(tmp_path, {"messages": own_system_messages}, {"messages": own_system_messages[1:]})
     assert turns(FileDataset(path=path, system_prompt="T")) == [
         [("system", "S"), ("user", "a")],
         [("system", "T"), ("user", "a")],
@@ -82,9 +82,9 @@ def test_column_mapping_and_metadata_columns(tmp_path: Path) -> None:
 
 def test_parquet_and_jsonl_give_the_same_threads(tmp_path: Path) -> None:
     data = [{"messages": [{"role": "user", "content": f"q{i}"}], "metadata": {"n": i}} for i in range(5)]
-    one = [thread.to_json() for thread in read_threads(FileDataset(path=jsonl(tmp_path, *data)))]
-    other = [thread.to_json() for thread in read_threads(FileDataset(path=parquet(tmp_path, data)))]
-    assert one == other and len(one) == 5
+    from_jsonl = [thread.to_json() for thread in read_threads(FileDataset(path=jsonl(tmp_path, *data)))]
+    from_parquet = [thread.to_json() for thread in read_threads(FileDataset(path=parquet(tmp_path, data)))]
+    assert from_jsonl == from_parquet and len(from_jsonl) == 5
 
 
 def test_metadata_as_a_json_text(tmp_path: Path) -> None:
@@ -112,9 +112,9 @@ def test_further_files_are_read_in_the_order_given_as_if_they_were_one(tmp_path:
     for name in ("y", "x"):
         jsonl(tmp_path / "more", {"prompt": name}, {"prompt": name * 2}, name=f"{name}.jsonl")
     spec = FileDataset(path=c, further_paths=(str(tmp_path / "more" / "*.jsonl"), a))
-    said = [thread[0][1] for thread in turns(spec)]
-    assert said == ["c", "x", "xx", "y", "yy", "a"]
-    assert [thread[0][1] for thread in turns(spec.model_copy(update={"limit": 3}))] == said[:3]
+    contents = [thread[0][1] for thread in turns(spec)]
+    assert contents == ["c", "x", "xx", "y", "yy", "a"]
+    assert [thread[0][1] for thread in turns(spec.model_copy(update={"limit": 3}))] == contents[:3]
 
 
 def test_a_missing_further_file_is_told_before_a_row_is_read(tmp_path: Path) -> None:
@@ -177,8 +177,8 @@ def test_a_bad_row_names_file_row_column_and_what_to_do(
         assert part in str(error.value)
 
     skipped = SkippedRows()
-    kept = list(read_threads(FileDataset(path=path, on_bad_row="skip"), skipped=skipped))
-    assert len(kept) == 2 and skipped.count == 1 and skipped.reasons == [str(error.value)]
+    threads = list(read_threads(FileDataset(path=path, on_bad_row="skip"), skipped=skipped))
+    assert len(threads) == 2 and skipped.count == 1 and skipped.reasons == [str(error.value)]
 
 
 def test_a_prompt_without_its_completion(tmp_path: Path) -> None:

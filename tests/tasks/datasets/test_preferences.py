@@ -171,30 +171,30 @@ def test_a_loaded_dataset_is_named_by_its_content(store: ObjectStore, tmp_path: 
 
 
 def test_pairs_in_process(store: ObjectStore) -> None:
-    asked = StringThread().user("q")
-    loaded = load(store, InlinePairs.of([(asked.assistant("good"), asked.assistant("bad"))]))
+    prompt = StringThread().user("q")
+    loaded = load(store, InlinePairs.of([(prompt.assistant("good"), prompt.assistant("bad"))]))
     row = read_table(store, loaded.ref).to_pylist()[0]
     assert StringThread.from_json(row["chosen"]).get_turn_weights() == [0.0, 1.0]
-    own = StringThread([(U, "q"), (A, "a"), (U, "r"), (A, "b")], weights=[0, 0.5, 0, 1])
+    weighted = StringThread([(U, "q"), (A, "a"), (U, "r"), (A, "b")], weights=[0, 0.5, 0, 1])
     other = StringThread([(U, "q"), (A, "a"), (U, "r"), (A, "c")], weights=[0, 0.5, 0, 1])
-    kept = read_table(store, load(store, InlinePairs.of([(own, other)])).ref).to_pylist()[0]
-    assert StringThread.from_json(kept["chosen"]).get_turn_weights() == [0, 0.5, 0, 1]  # as the caller said
+    stored = read_table(store, load(store, InlinePairs.of([(weighted, other)])).ref).to_pylist()[0]
+    assert StringThread.from_json(stored["chosen"]).get_turn_weights() == [0, 0.5, 0, 1]  # as the caller said
     mute = StringThread([(U, "q"), (A, "d")], weights=[0, 0])
     with pytest.raises(BadRow, match="pairs, row 1, column 'rejected': given an answer of weight 0"):
-        load(store, InlinePairs.of([(asked.assistant("good"), mute)]))
+        load(store, InlinePairs.of([(prompt.assistant("good"), mute)]))
     with pytest.raises(BadRow, match="pairs, row 2.*two equal"):
-        load(store, InlinePairs.of([(asked.assistant("x"), asked.assistant("y")), (asked.assistant("x"),) * 2]))
+        load(store, InlinePairs.of([(prompt.assistant("x"), prompt.assistant("y")), (prompt.assistant("x"),) * 2]))
 
 
 def test_what_has_no_preferences_is_refused(store: ObjectStore) -> None:
     gym = ReasoningGymDataset(name="chain_sum", size=2)
-    asked = StringThread().user("q")
+    prompt = StringThread().user("q")
     with pytest.raises(DatasetError, match="'reasoning_gym-chain_sum', which has none, for a dataset of preferences"):
         load(store, gym)
     with pytest.raises(DatasetError, match="expected preferences"):
-        load(store, InlineDataset.of([asked.assistant("a")]))
+        load(store, InlineDataset.of([prompt.assistant("a")]))
     with pytest.raises(DatasetError, match="given pairs, for a dataset of completions"):
-        load(store, InlinePairs.of([(asked.assistant("good"), asked.assistant("bad"))]), "completion")
+        load(store, InlinePairs.of([(prompt.assistant("good"), prompt.assistant("bad"))]), "completion")
     with pytest.raises(DatasetError, match="no rating"):
         load(store, gym, "rating")
 

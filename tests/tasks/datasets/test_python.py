@@ -29,12 +29,12 @@ def dataset(name: str, **options: Any) -> PythonDataset:
 
 def test_a_function_gives_the_rows_that_a_file_would(store: ObjectStore, tmp_path: Path) -> None:
     columns = {"prompt": "question"}
-    made = load_dataset(store, dataset("sums", arguments={"highest": 3}, columns=columns), provenance=PROVENANCE)
+    loaded = load_dataset(store, dataset("sums", arguments={"highest": 3}, columns=columns), provenance=PROVENANCE)
     lines = [f'{{"question": "{n} + {n}", "metadata": {{"answer": {2 * n}}}}}\n' for n in (1, 2, 3)]
     (tmp_path / "sums.jsonl").write_text("".join(lines))
     read = load_dataset(store, FileDataset(path=str(tmp_path / "sums.jsonl"), columns=columns), provenance=PROVENANCE)
-    assert made.rows == 3
-    assert read_table(store, made.ref).to_pylist() == read_table(store, read.ref).to_pylist()
+    assert loaded.rows == 3
+    assert read_table(store, loaded.ref).to_pylist() == read_table(store, read.ref).to_pylist()
 
 
 def test_a_class_with_items_and_a_length(store: ObjectStore) -> None:

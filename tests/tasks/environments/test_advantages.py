@@ -31,9 +31,9 @@ def test_a_turn_after_the_last_grade_has_none_of_it() -> None:
 
 def test_one_grade_at_the_end_of_each_is_what_grpo_does() -> None:
     grades = [{2: 1.0}, {0: 0.0}, {1: 0.0}, {0: 0.0}]
-    found = turn_advantages(grades, [3, 1, 2, 1], "group")
-    assert found[0] == pytest.approx([1.7320508] * 3)
-    for turns, advantages in zip((1, 2, 1), found[1:], strict=True):
+    all_advantages = turn_advantages(grades, [3, 1, 2, 1], "group")
+    assert all_advantages[0] == pytest.approx([1.7320508] * 3)
+    for turns, advantages in zip((1, 2, 1), all_advantages[1:], strict=True):
         assert advantages == pytest.approx([-0.5773503] * turns)
 
 
@@ -41,8 +41,8 @@ def test_one_grade_at_the_end_of_each_is_what_grpo_does() -> None:
     ("estimator", "expected"), [("centred", [0.75, -0.25]), ("leave_one_out", [1.0, -1 / 3])]
 )
 def test_the_estimator_is_grpos(estimator: str, expected: list[float]) -> None:
-    found = turn_advantages([{0: 1.0}, {0: 0.0}, {0: 0.0}, {0: 0.0}], [1] * 4, estimator)
-    assert [found[0][0], found[1][0]] == pytest.approx(expected)
+    advantages = turn_advantages([{0: 1.0}, {0: 0.0}, {0: 0.0}, {0: 0.0}], [1] * 4, estimator)
+    assert [advantages[0][0], advantages[1][0]] == pytest.approx(expected)
 
 
 def test_equal_grades_teach_exactly_nothing() -> None:
@@ -54,16 +54,16 @@ def test_groups_are_prompts_and_ungraded_trajectories_are_left_out() -> None:
         trajectory(0, 1, {0: 1.0}, "a"), trajectory(0, 1, {0: 5.0}, "b"), trajectory(1, 1, {0: 0.0}, "a"),
         trajectory(2, 2, {}, "a"), trajectory(1, 1, {0: 7.0}, "b"),
     ]  # fmt: skip
-    found = step_advantages(played, "group", per_trajectory=False)
-    assert found.keys() == {("a", 0), ("a", 1), ("b", 0), ("b", 1)}
-    assert found["a", 0] == pytest.approx([1.0]) and found["b", 0] == pytest.approx([-1.0])
+    advantages = step_advantages(played, "group", per_trajectory=False)
+    assert advantages.keys() == {("a", 0), ("a", 1), ("b", 0), ("b", 1)}
+    assert advantages["a", 0] == pytest.approx([1.0]) and advantages["b", 0] == pytest.approx([-1.0])
 
 
 def test_a_trajectory_as_a_whole_has_the_advantage_of_its_grade_at_every_turn() -> None:
     played = [trajectory(0, 3, {1: 1.0}), trajectory(1, 2, {1: 0.0})]
-    found = step_advantages(played, "group", per_trajectory=True)
-    assert found["p", 0] == pytest.approx([1.0] * 3)
-    assert found["p", 1] == pytest.approx([-1.0] * 2)
+    advantages = step_advantages(played, "group", per_trajectory=True)
+    assert advantages["p", 0] == pytest.approx([1.0] * 3)
+    assert advantages["p", 1] == pytest.approx([-1.0] * 2)
 
 
 @pytest.mark.parametrize(

@@ -42,8 +42,8 @@ def flat(table: pa.Table, name: str) -> list[float]:
 
 
 def test_a_grade_is_on_the_last_token_of_its_turn() -> None:
-    one = episode(0, [2, 1, 3], {0: 0.5, 1: -1.0, 2: 2.0})
-    assert grades_per_token(one).tolist() == [0, 0.5, -1.0, 0, 0, 2.0]
+    first_episode = episode(0, [2, 1, 3], {0: 0.5, 1: -1.0, 2: 2.0})
+    assert grades_per_token(first_episode).tolist() == [0, 0.5, -1.0, 0, 0, 2.0]
     assert grades_per_token(episode(0, [2, 2], {1: 1.0})).tolist() == [0, 0, 0, 1.0]
 
 

@@ -34,8 +34,8 @@ class Scripted(Environment):
     async def react_to(self, thread: StringThread) -> Reaction:
         self.asked.append(thread.last_content())
         self.turns += 1
-        given = self.react(self, thread)
-        return await given if asyncio.iscoroutine(given) else given
+        reaction = self.react(self, thread)
+        return await reaction if asyncio.iscoroutine(reaction) else reaction
 
     async def on_limit(self, thread: StringThread, limit: Limit) -> Grades | None:
         return {"turns": -1.0, "tokens": -2.0, "time": -3.0}[limit]
@@ -74,11 +74,11 @@ class Sampler:
 
     async def __call__(self, prompts: list[list[int]], live: list[Episode]) -> list[Completion]:
         self.batches.append([self.renderer.tokenizer.decode(ids, skip_special=False) for ids in prompts])
-        found = []
+        collected = []
         for episode in live:
             ids = self.renderer.tokenizer.encode(f"a{episode.turn}" + ("" if self.cut else END))
-            found.append(Completion(ids, [-0.5 - episode.turn] * len(ids), "length" if self.cut else "eos"))
-        return found
+            collected.append(Completion(ids, [-0.5 - episode.turn] * len(ids), "length" if self.cut else "eos"))
+        return collected
 
 
 def play(
@@ -226,13 +226,13 @@ def test_the_environments_time_is_limited(renderer: Renderer, monkeypatch: pytes
 
 def test_a_first_prompt_that_is_too_long_is_an_error_or_dropped(renderer: Renderer) -> None:
     length = len(renderer.tokenizer.encode(PROMPT))
-    said = f"the first prompt of p .row 1 of a.jsonl. has {length} tokens, at most {length - 1}"
-    with pytest.raises(SampleTooLong, match=said):
+    message = f"the first prompt of p .row 1 of a.jsonl. has {length} tokens, at most {length - 1}"
+    with pytest.raises(SampleTooLong, match=message):
         play(renderer, Factory(three_turns), first_prompt=length - 1)
     (dropped,), sampler = play(renderer, Factory(three_turns), first_prompt=length - 1, drop_too_long=True)
     assert dropped.ending == "too_long" and not sampler.batches
-    (kept,), _ = play(renderer, Factory(three_turns), first_prompt=length)
-    assert kept.ending == "environment"
+    (played,), _ = play(renderer, Factory(three_turns), first_prompt=length)
+    assert played.ending == "environment"
 
 
 # -- failures ----------------------------------------------------------------------------------------------------
@@ -308,7 +308,7 @@ def test_an_environment_that_reacts_otherwise_when_it_is_asked_again_is_masked(r
 
     (episode,), _ = play(renderer, Factory(react))
     assert episode.status == "masked"
-    assert "draw what is random from self.random" in str(episode.reason)
+    assert "use self.random for all randomness" in str(episode.reason)
 
 
 def test_an_environment_may_decline_an_episode(renderer: Renderer) -> None:

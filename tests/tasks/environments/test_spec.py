@@ -33,14 +33,14 @@ class Local(EnvironmentFactory):
 
 def test_an_environment_class_is_made_with_metadata_and_arguments() -> None:
     spec = environment_spec("tests.fixtures.guessing:Guess", {"guesses": 5})
-    made = build(spec).create_environment({"secret": 4})
-    assert isinstance(made, Guess) and (made.secret, made.left) == ("4", 5)
+    created = build(spec).create_environment({"secret": 4})
+    assert isinstance(created, Guess) and (created.secret, created.left) == ("4", 5)
 
 
 def test_a_factory_is_made_with_its_arguments() -> None:
     spec = environment_spec("tests.fixtures.guessing:GuessFactory", {"guesses": 2})
-    made = build(spec).create_environment({"secret": 1})
-    assert isinstance(made, Guess) and made.left == 2
+    created = build(spec).create_environment({"secret": 1})
+    assert isinstance(created, Guess) and created.left == 2
 
 
 @pytest.mark.parametrize(
@@ -84,10 +84,10 @@ def test_a_factory_of_this_process_is_known_by_the_source_of_its_class() -> None
 
 
 def test_a_factory_without_a_source_needs_a_version() -> None:
-    made = type("Made", (Local,), {"__module__": "builtins"})()
+    created = type("Made", (Local,), {"__module__": "builtins"})()
     with pytest.raises(EnvironmentSpecError, match="has no source.*version="):
-        in_process_spec(made)
-    assert in_process_spec(made, version="1").version == "1"
+        in_process_spec(created)
+    assert in_process_spec(created, version="1").version == "1"
 
 
 def test_a_path_is_checked_before_anything_is_imported() -> None:

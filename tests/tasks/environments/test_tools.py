@@ -68,11 +68,11 @@ def answers(text: str) -> list[str]:
     ],
 )  # fmt: skip
 def test_what_is_a_call(text: str, calls: list[ToolCall] | None) -> None:
-    found = parse_tool_calls(text)
+    parsed = parse_tool_calls(text)
     if calls is None:
-        assert len(found) == 1 and found[0].problem
+        assert len(parsed) == 1 and parsed[0].problem
     else:
-        assert found == calls
+        assert parsed == calls
 
 
 def test_calls_are_answered_in_their_order_in_a_tool_turn() -> None:

@@ -48,8 +48,8 @@ def hotter(monkeypatch: pytest.MonkeyPatch) -> Any:
             return [{"role": "user", "content": "No."}]
 
     def right(completion: Any, answer: str) -> float:
-        said = [message.content for message in completion if message.role == "assistant"]
-        return float(said[-1] == answer) / len(said)
+        answers = [message.content for message in completion if message.role == "assistant"]
+        return float(answers[-1] == answer) / len(answers)
 
     def load_environment(turns: int = 3) -> Any:
         rows = [{"prompt": [{"role": "user", "content": "Guess."}], "answer": "7"}]
@@ -65,11 +65,11 @@ def play(environment: Any, thread: StringThread, answers: list[str]) -> list[Any
     async def run() -> list[Any]:
         played = VerifiersEnvironment(environment, thread.metadata)
         following: Any = await played.initialize_state(thread)
-        found = [following]
+        collected = [following]
         for answer in answers:
             following, grade = await played.react_to(following.assistant(answer))
-            found.append((following, grade))
-        return found
+            collected.append((following, grade))
+        return collected
 
     return asyncio.run(run())
 

@@ -106,14 +106,14 @@ async def test_what_a_binary_judge_reads() -> None:
         {"thread": {"turns": [["user", "1+2?"], ["assistant", "4"]]}, "result": "FAIL"},
     ]
     await BinaryJudgeGrader("b", judge, "Is {it} right?", shots).grade(THREAD)
-    (asked,) = judge.asked
-    turns = asked.thread.turns
+    (prompt,) = judge.asked
+    turns = prompt.thread.turns
     assert [turn.role for turn in turns] == ["user", "assistant", "user", "assistant", "user"]
     assert [json.loads(turn.text)["result"] for turn in turns if turn.role == "assistant"] == ["PASS", "FAIL"]
-    assert "1+2?" in turns[2].text and "1+2?" not in asked.text
+    assert "1+2?" in turns[2].text and "1+2?" not in prompt.text
     for wanted in ("Is {it} right?", "Be brief.", "What is 2+3?", "<reply>\nIt is 5.\n</reply>"):
-        assert wanted in asked.text
-    assert asked.temperature == 0.0
+        assert wanted in prompt.text
+    assert prompt.temperature == 0.0
 
 
 async def test_equal_questions_are_drawn_alike_and_others_not() -> None:
@@ -122,7 +122,7 @@ async def test_equal_questions_are_drawn_alike_and_others_not() -> None:
     other = StringThread(turns=[("user", "What is 2+3?"), ("assistant", "It is 6.")])
     for thread in (THREAD, THREAD.with_metadata({"row": 3}), other):
         await grader.grade(thread)
-    first, second, third = (asked.seed for asked in judge.asked)
+    first, second, third = (prompt.seed for prompt in judge.asked)
     assert first is not None and first == second != third
     assert judge.asked[0].temperature == 0.7
 

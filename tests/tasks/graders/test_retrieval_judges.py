@@ -30,8 +30,8 @@ def verdicts(rule: Callable[[str], str | None]) -> ScriptedJudge:
     def answer(text: str) -> str:
         if "That answer cannot be used" in text:
             return "?"
-        said = rule(text.rsplit("\n", 2)[-2])
-        return "?" if said is None else json.dumps({"reasoning": "since", "verdict": said})
+        verdict = rule(text.rsplit("\n", 2)[-2])
+        return "?" if verdict is None else json.dumps({"reasoning": "since", "verdict": verdict})
 
     return ScriptedJudge(answer)
 

@@ -29,9 +29,9 @@ async def test_the_template_sees_the_thread() -> None:
     judge = ScriptedJudge(in_order('{"score": 0.25, "reasoning": "meh"}'))
     grade = await TemplatedPromptJudgeGrader("t", judge, template, variables={"house": "ours"}).grade(THREAD)
     assert (grade.value, grade.reasoning) == (0.25, "meh")
-    (asked,) = judge.asked
-    assert asked.text.startswith("user=one;assistant=two;user=three;assistant=four;three|four|4|ours|{")
-    assert '"score"' in asked.text
+    (prompt,) = judge.asked
+    assert prompt.text.startswith("user=one;assistant=two;user=three;assistant=four;three|four|4|ours|{")
+    assert '"score"' in prompt.text
 
 
 @pytest.mark.parametrize(("answer", "value"), [('{"polite": true}', 1.0), ('{"polite": false}', 0.0)])

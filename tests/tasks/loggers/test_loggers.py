@@ -76,9 +76,9 @@ def record(store: ObjectStore, loggers: Loggers, step: int) -> None:
 
 
 def test_figures_are_the_finite_ones() -> None:
-    found = figures_of(metrics(1))
-    assert found["train/loss"] == 0.5 and found["train/learning_rate"] == 0.1 and found["seconds/train"] == 2.0
-    assert "train/grad_norm" not in found and "train/reward_mean" not in found and "train/step" not in found
+    figures = figures_of(metrics(1))
+    assert figures["train/loss"] == 0.5 and figures["train/learning_rate"] == 0.1 and figures["seconds/train"] == 2.0
+    assert "train/grad_norm" not in figures and "train/reward_mean" not in figures and "train/step" not in figures
     assert figures_of(metrics(1).model_copy(update={"reward_mean": 0.0}))["train/reward_mean"] == 0.0
 
 
@@ -210,7 +210,7 @@ def test_a_service_that_is_away_is_said_once(
             record(store, loggers, step)
         loggers.close()
     assert [one.message for one in caplog.records if "swanlab" in one.message] == [
-        "the logger swanlab does not have all figures: ConnectionError: no route"
+        "the logger swanlab does not have all metrics: ConnectionError: no route"
     ]
 
 
@@ -273,12 +273,12 @@ def test_tensorboard_reads_back_what_was_logged(store: ObjectStore, run: LoggedR
         loggers = Loggers(store, policy(first), ["tensorboard"], run)
         record(store, loggers, first)
         loggers.close()
-    found = {}
+    figures = {}
     for file in sorted((Path(run.folder) / "p" / "n").glob("events.*")):
         for event in loader.EventFileLoader(str(file)).Load():
             for value in event.summary.value:
-                assert (event.step, value.tag) not in found, "logged twice"
-                found[event.step, value.tag] = value.tensor.float_val[0]
-    assert {place: figure for place, figure in found.items() if place[1] == "train/loss"} == {
+                assert (event.step, value.tag) not in figures, "logged twice"
+                figures[event.step, value.tag] = value.tensor.float_val[0]
+    assert {place: figure for place, figure in figures.items() if place[1] == "train/loss"} == {
         (1, "train/loss"): 1.0, (2, "train/loss"): 0.5
     }  # fmt: skip

@@ -43,8 +43,8 @@ async def test_a_reward_that_float32_cannot_square_is_masked_for_that_reason(val
     outcomes = await run(f)
     assert [(outcome.reward, outcome.status) for outcome in outcomes] == [(None, "masked")] * 3
     assert "finite" not in outcomes[0].reason
-    said = "too large" if isinstance(value, int) else f"returned {value:g}; expected a number from -1e+15 to 1e+15"
-    assert said in outcomes[0].reason
+    problem = "too large" if isinstance(value, int) else f"returned {value:g}; expected a number from -1e+15 to 1e+15"
+    assert problem in outcomes[0].reason
 
 
 async def test_the_largest_reward_is_one() -> None:

@@ -44,8 +44,8 @@ class Scripted:
     def __init__(self, model: InferenceModel, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: list[GenerateRequest] = []
         self.free = asyncio.Event()
-        tokenizer, said = model.renderer.tokenizer, canonical_json({"result": "PASS"}).decode()
-        self.ids = [*tokenizer.encode(said), tokenizer.eos_token_ids[0]]
+        tokenizer, reply = model.renderer.tokenizer, canonical_json({"result": "PASS"}).decode()
+        self.ids = [*tokenizer.encode(reply), tokenizer.eos_token_ids[0]]
         monkeypatch.setattr(model.engine, "generate", self.generate)
 
     async def generate(self, request: GenerateRequest, *, epoch: int = 0) -> list[Completion]:
@@ -137,5 +137,5 @@ async def test_an_answer_keeps_to_what_the_context_has_left(
     room = [4096 - len(request.prompts[0]) for request in engine.asked]
     assert room[0] < 2048 < room[1]
     assert [request.sampling.max_new_tokens for request in engine.asked] == [room[0], 2048, room[2]]
-    said = [record.getMessage() for record in caplog.records if "no room" in record.getMessage()]
-    assert len(said) == 1 and "'judge' may answer with 2048 tokens" in said[0]
+    messages = [record.getMessage() for record in caplog.records if "no room" in record.getMessage()]
+    assert len(messages) == 1 and "'judge' may answer with 2048 tokens" in messages[0]

@@ -28,7 +28,7 @@ from bench.gpu.setting import (
 from engine.backends.protocol import Objective
 from engine.backends.torch.attention import PackedLayout
 from engine.backends.torch.causal_lm import CausalLM
-from engine.backends.torch.packing import Fan
+from engine.backends.torch.packing import PrefixGroup
 from engine.backends.torch.trainer import TorchTrainer
 from engine.backends.weight_files.digests import digest_tensors
 from engine.losses.likelihood import CrossEntropySpec
@@ -147,21 +147,21 @@ def packing(setting: Setting) -> Iterator[Row]:
 def _equal(setting: Setting, kernel: Any) -> Iterator[Row]:
     """Both in bfloat16 against SDPA in float32: the kernel may be off by at most twice what SDPA is."""
     scale = 1 if setting.smoke else 16
-    fans = [
-        Fan(0, 20 * scale),
-        Fan(20 * scale, 8 * scale, ((28 * scale, 5), (28 * scale + 5, 9 * scale), (37 * scale + 5, 3 * scale))),
-        Fan(40 * scale + 5, 7),
+    groups = [
+        PrefixGroup(0, 20 * scale),
+        PrefixGroup(20 * scale, 8 * scale, ((28 * scale, 5), (28 * scale + 5, 9 * scale), (37 * scale + 5, 3 * scale))),
+        PrefixGroup(40 * scale + 5, 7),
     ]
     generator = torch.Generator(device=setting.device).manual_seed(0)
     inputs = [
-        torch.randn(1, heads, fans[-1].start + 7, 64, device=setting.device, generator=generator)
+        torch.randn(1, heads, groups[-1].start + 7, 64, device=setting.device, generator=generator)
         for heads in (14, 2, 2)
     ]
 
     def run(dtype: torch.dtype, chosen: Any) -> list[Tensor]:
         leaves = [x.to(dtype).requires_grad_() for x in inputs]
         with attention_by(None):
-            out = PackedLayout(fans, device=setting.device, kernel=chosen).attend(0, *leaves, 0.125)
+            out = PackedLayout(groups, device=setting.device, kernel=chosen).attend(0, *leaves, 0.125)
         return [out, *torch.autograd.grad(out.float().square().sum(), leaves)]
 
     exact, plain, found = run(torch.float32, None), run(torch.bfloat16, None), run(torch.bfloat16, kernel)

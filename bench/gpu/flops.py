@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from engine.backends.torch.packing import Fan, Packable, micro_batches, pack
+from engine.backends.torch.packing import Packable, PrefixGroup, micro_batches, pack
 from engine.memory_plan.shape import ModelShape
 
 NOMINAL = {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12}
@@ -43,18 +43,18 @@ def work_of(samples: Sequence[Packable], *, max_tokens: int) -> Work:
     packed = [pack(row, device=torch.device("cpu")) for row in rows]
     return Work(
         tokens=sum(len(row.token_ids_T) for row in packed),
-        pairs=sum(pairs_of(row.fans) for row in packed),
+        pairs=sum(pairs_of(row.groups) for row in packed),
         trained=sum(len(row.source_N) for row in packed),
     )
 
 
-def pairs_of(fans: Iterable[Fan]) -> int:
+def pairs_of(groups: Iterable[PrefixGroup]) -> int:
     """A token attends to itself and what is before it in its segment; a branch's to the prompt too."""
 
     def causal(length: int) -> int:
         return length * (length + 1) // 2
 
-    return sum(causal(f.prefix) + sum(n * f.prefix + causal(n) for _, n in f.branches) for f in fans)
+    return sum(causal(f.prefix) + sum(n * f.prefix + causal(n) for _, n in f.branches) for f in groups)
 
 
 def forward_flops(shape: ModelShape, work: Work) -> float:

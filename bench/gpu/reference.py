@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from engine.backends.torch.varlen import Pairs
+from engine.backends.torch.varlen import VarlenPairs
 from engine.models.samples import Sample
 
 Grads = dict[str, Tensor]
@@ -71,9 +71,9 @@ def distance(found: Grads, expected: Grads) -> float:
 
 
 def attention_by_pairs(
-    query_THD: Tensor, key_MKD: Tensor, value_MKD: Tensor, pairs: Pairs, scale: float
+    query_THD: Tensor, key_MKD: Tensor, value_MKD: Tensor, pairs: VarlenPairs, scale: float
 ) -> Tensor:
-    """What a variable-length kernel means (engine.backends.torch.varlen.Varlen), one pair at a time, on any device."""
+    """The definition of engine.backends.torch.varlen.VarlenKernel, one pair at a time, on any device."""
     out, groups = [], query_THD.shape[1] // key_MKD.shape[1]
     spans = zip(pairwise(pairs.starts_q.tolist()), pairwise(pairs.starts_k.tolist()), strict=True)
     for (q, q_end), (k, k_end) in spans:

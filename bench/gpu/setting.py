@@ -228,7 +228,7 @@ def peak_gib(device: torch.device) -> float | None:
 
 
 @contextmanager
-def attention_by(kernel: varlen.Varlen | None) -> Iterator[None]:
+def attention_by(kernel: varlen.VarlenKernel | None) -> Iterator[None]:
     """Packed rows attend by this kernel, or by SDPA for None, whatever the device has."""
     found = varlen.find_varlen
     varlen.find_varlen = lambda query: kernel  # type: ignore[assignment]
@@ -238,7 +238,7 @@ def attention_by(kernel: varlen.Varlen | None) -> Iterator[None]:
         varlen.find_varlen = found
 
 
-def kernel_for(setting: Setting) -> varlen.Varlen | None:
+def kernel_for(setting: Setting) -> varlen.VarlenKernel | None:
     """The device's kernel; on the CPU the definition of one, so that the part runs."""
     from bench.gpu.reference import attention_by_pairs
 

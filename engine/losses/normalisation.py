@@ -1,4 +1,7 @@
-"""How token losses become one number, whatever the micro-batching. Axes: N trained token · S sequence."""
+"""Normalisation: how the losses of tokens become one number, independent of the micro-batches.
+
+Axes: N trained token · S sequence
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,13 @@ def token_weights(
     total_sequences: int,
     constant: float | None = None,
 ) -> Tensor:
-    """Weight of each trained token (N,), float64, so that the loss is Σ value·weight over *all* micro-batches.
+    """Weight of each trained token (N,), in float64, with which the loss is Σ value·weight over *all* micro-batches.
 
-    token_mean: 1 / tokens of the minibatch · sequence_mean: 1 / (sequences · own length) · token_sum: 1 ·
-    constant: 1 / (sequences · constant)  (Dr. GRPO, arXiv:2503.20783). The totals are those of the whole minibatch.
+    token_mean: 1 / total_tokens. sequence_mean: 1 / (total_sequences · length of the token's sequence). token_sum: 1.
+    constant: 1 / (total_sequences · constant), as Dr. GRPO (arXiv:2503.20783) divides. The totals are those of the
+    whole minibatch.
 
-    Raises ValueError when the totals are smaller than what this micro-batch alone holds, or the constant is missing.
+    Raises ValueError when the totals are smaller than those of this micro-batch alone, or the constant is missing.
     """
     if total_tokens < max(1, sum(lengths_S)) or total_sequences < max(1, len(lengths_S)):
         raise ValueError(
@@ -31,6 +35,7 @@ def token_weights(
             f"{sum(lengths_S)} and {len(lengths_S)}; give the totals of the whole minibatch"
         )
     lengths = torch.tensor(list(lengths_S), dtype=torch.long)
+    # each token has the weight of its sequence
     if norm == "token_mean":
         weights_S = torch.full((len(lengths),), 1 / total_tokens, dtype=torch.float64)
     elif norm == "sequence_mean":

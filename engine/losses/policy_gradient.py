@@ -73,11 +73,13 @@ class BasePolicyGradientSpec(NormalisedLossSpec):
     ) -> TokenLoss:
         """Adds to the policy's loss: truncated importance weights on it, then the KL term, then the entropy bonus."""
         logprobs_N = inputs.require("logprobs_N")
+        # truncated importance weights, on the policy's part only
         if self.importance_cap is not None:
             log_weight_N = inputs.require("old_N") - inputs.require("sampler_N")
             weight_N = log_weight_N.exp().clamp(max=self.importance_cap)
             values_N = values_N * weight_N
             sums["importance_weight_sum"] = weight_N.sum()
+        # the KL term; with beta 0 it is only a metric
         if self.kl_beta > 0 or inputs.reference_N is not None:
             kl_N = KL_ESTIMATORS[self.kl_estimator](logprobs_N, inputs.require("reference_N"))
             sums["kl_sum"] = kl_N.detach().sum()

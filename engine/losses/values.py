@@ -41,6 +41,7 @@ class TrustRegionMSESpec(NormalisedLossSpec):
         by more than c. Unlike baselines, without the factor 1/2.
         """
         values_N, returns_N, old_N = (inputs.require(name) for name in ("values_N", "returns_N", "old_values_N"))
+        # the larger of the two errors counts, so clipping never lowers the loss
         clipped_values_N = values_N.clamp(old_N - self.clip, old_N + self.clip)
         free_N = (values_N - returns_N).square()
         clipped_N = (clipped_values_N - returns_N).square()

@@ -13,7 +13,7 @@ from bench.gpu.flops import Work, hardware_flops, model_flops, nominal_peak, pai
 from bench.gpu.rows import Row, row_of, table
 from bench.gpu.run import LIMITS, cannot_run, rows_of, run_part, run_parts
 from bench.gpu.setting import CONFIGS, grpo_samples, module_of, setting_of, sft_samples
-from engine.backends.torch.packing import Fan, pack
+from engine.backends.torch.packing import PrefixGroup, pack
 from engine.memory_plan.shape import shape_of
 
 QUICK = ["device", "correct", "packing", "train-small", "sampler", "sync", "determinism", "checkpoint"]
@@ -63,8 +63,8 @@ def test_six_flops_per_parameter_and_token_and_eight_with_recomputing() -> None:
 
 def test_pairs_by_hand() -> None:
     # 3 tokens: 1 + 2 + 3; a prompt of 2 (1 + 2) with branches of 1 (2 + 1) and 2 (2 + 2 + 1 + 2)
-    assert pairs_of([Fan(0, 3)]) == 6
-    assert pairs_of([Fan(0, 2, ((2, 1), (3, 2)))]) == 3 + 3 + 7
+    assert pairs_of([PrefixGroup(0, 3)]) == 6
+    assert pairs_of([PrefixGroup(0, 2, ((2, 1), (3, 2)))]) == 3 + 3 + 7
 
 
 def test_work_is_what_the_trainer_packs() -> None:

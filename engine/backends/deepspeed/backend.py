@@ -1,4 +1,5 @@
-"""The trainer `deepspeed` as the engine's process sees it: proxies of what a group of ranks holds."""
+"""The trainer `deepspeed` in the engine's process: it starts a group of ranks, and its trainers forward each call to
+them."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ from engine.backends.deepspeed.meta_model import open_meta_model, probe, streame
 from engine.backends.deepspeed.options import ZeroOptions
 from engine.backends.protocol import Objective, UpdateReport
 from engine.backends.torch.backend import TorchBackend
+from engine.backends.torch.batch_checks import check_gives
 from engine.backends.torch.loading import check_has_language_head
-from engine.backends.torch.updates import check_gives
 from engine.cluster.inventory import gpu_count
 from engine.cluster.placement import SHARED_GPU, Placement
 from engine.cluster.rank_group import RankGroup
@@ -34,55 +35,67 @@ from engine.specs.sampler import VllmSpec
 from engine.specs.trainer import DeepSpeedSpec, layout_name
 from storage.chain.records import Numerics, OptimizerSpec
 
-TARGET = "engine.backends.deepspeed.ranks:RankTrainers"
+RANK_CLASS = "engine.backends.deepspeed.ranks:RankTrainers"
 
 
 class DeepSpeedBackend:
-    """Implements engine.backends.protocol.TrainerBackend. The ranks start with the first model."""
+    """Implements engine.backends.protocol.TrainerBackend. The ranks start when the first model is loaded."""
 
     def __init__(self, spec: LocalEngineSpec) -> None:
-        """Raises BadSpec for what this trainer does not do."""
+        """Raises BadSpec for settings that this trainer does not support."""
         if not isinstance(spec.trainer, DeepSpeedSpec):
-            raise BadSpec(f"engine.trainer is {spec.trainer.kind!r}; the deepspeed backend was asked for")
+            raise BadSpec(
+                f"engine.trainer.kind is {spec.trainer.kind!r}, and the deepspeed backend was requested; set "
+                "engine.trainer.kind='deepspeed'"
+            )
+        # the device and the precision, which are those of the torch backend
         self.spec, self.trainer_spec = spec, spec.trainer
-        self._here = TorchBackend(spec)  # what this machine's device is and can do
-        self.device, self.compute_dtype = self._here.device, self._here.compute_dtype
-        self.master_dtype = self._here.master_dtype
+        self._torch_backend = TorchBackend(spec)  # for what this machine's device is and can do
+        self.device, self.compute_dtype = self._torch_backend.device, self._torch_backend.compute_dtype
+        self.master_dtype = self._torch_backend.master_dtype
         if self.compute_dtype == torch.float64 and spec.trainer.zero_stage != 0:
             raise BadSpec(
                 f"compute_dtype='float64' was given, and DeepSpeed keeps float32 masters in zero_stage="
                 f"{spec.trainer.zero_stage}; set zero_stage=0, or compute_dtype='float32'"
             )
+        # the ranks, which have no process yet
         self.ranks = spec.ranks(gpu_count(spec.cluster) if self.device.type == "cuda" else 0)
         if self.ranks % spec.trainer.sequence_parallel:
             raise BadSpec(
-                f"trainer.sequence_parallel={spec.trainer.sequence_parallel} does not divide {self.ranks} ranks"
+                f"trainer.sequence_parallel={spec.trainer.sequence_parallel} does not divide {self.ranks} ranks; give "
+                "a divisor of the number of ranks"
             )
         self.threads = _threads_per_rank(spec, self.ranks)
+        self.group = self._new_group(spec.trainer)
+        self._numbers = itertools.count(1)
+        # trainers are dropped by the garbage collector in any thread, and freed by the thread that calls the ranks
+        self._dropped: list[tuple[int, int]] = []
+        """(start number of the group, trainer number) of trainers that the ranks may free."""
+        self._reduced_max_tokens: dict[int, int] = {}
+        """Requested packed tokens per forward pass -> the smaller number that is used after an out-of-memory error."""
+
+    def _new_group(self, trainer: DeepSpeedSpec) -> RankGroup:
+        """The group of ranks, not started."""
         options = ZeroOptions(
-            trainer=spec.trainer,
+            trainer=trainer,
             compute_dtype=str(self.compute_dtype).removeprefix("torch."),  # type: ignore[arg-type]
             device=self.device.type,  # type: ignore[arg-type]
             threads=self.threads,
         )
-        shares_gpus = isinstance(spec.sampler, VllmSpec) and spec.sampler.placement == "beside"
-        self.group = RankGroup(
-            TARGET,
+        shares_gpus = isinstance(self.spec.sampler, VllmSpec) and self.spec.sampler.placement == "beside"
+        return RankGroup(
+            RANK_CLASS,
             options.model_dump(mode="json"),
             ranks=self.ranks,
-            start_seconds=spec.trainer.start_seconds,
-            hang_seconds=spec.trainer.hang_seconds,
-            cluster=spec.cluster,
+            start_seconds=trainer.start_seconds,
+            hang_seconds=trainer.hang_seconds,
+            cluster=self.spec.cluster,
             gpus=1.0 if self.device.type == "cuda" else 0.0,
             gpu_share=SHARED_GPU if shares_gpus else 1.0,
             environment={"OMP_NUM_THREADS": str(self.threads)},
         )
-        self._numbers = itertools.count(1)
-        self._dropped: list[tuple[int, int]] = []
-        self._fits: dict[int, int] = {}
-        """Packed tokens that were asked for -> what a group survives, where it did not survive those."""
 
-    # -- what it is -------------------------------------------------------------------------------------------
+    # -- properties of the backend ----------------------------------------------------------------------------
 
     @property
     def devices(self) -> int:
@@ -93,26 +106,27 @@ class DeepSpeedBackend:
         return self.group.actor_count()
 
     def reserve(self) -> Placement:
-        """The bundles of the ranks, for replicas of vLLM that share their GPUs. Raises as `RankGroup.reserve`."""
+        """The placement of the ranks, for vLLM replicas that share their GPUs. Raises as `RankGroup.reserve`."""
         return self.group.reserve()
 
     def numerics(self) -> Numerics:
-        here = self._here.numerics()
-        return here.model_copy(
+        local = self._torch_backend.numerics()
+        return local.model_copy(
             update={
                 "backend": "deepspeed",
                 "layout": layout_name(self.trainer_spec, self.ranks),
                 "threads": self.threads,
-                "versions": {**here.versions, "deepspeed": version("deepspeed")},
+                "versions": {**local.versions, "deepspeed": version("deepspeed")},
             }
         )
 
     def prepare_thread(self) -> None:
-        self._here.prepare_thread()
+        self._torch_backend.prepare_thread()
 
     @contextmanager
     def threads_of(self, numerics: Numerics) -> Iterator[None]:
-        """Computes with the thread count of a committed step, on every rank."""
+        """Within this context, every rank computes with the thread count of a committed step."""
+        # the common case costs no call to the ranks
         if numerics.threads == self.threads:
             yield
             return
@@ -124,29 +138,32 @@ class DeepSpeedBackend:
                 self.group.call("set_threads", self.threads)
 
     def memory_bytes(self) -> int:
-        """Of the devices of all ranks; on the CPU, of all machines."""
+        """Bytes that weights, moments and gradients may take on the devices of all ranks. On the CPU, on all
+        machines."""
         if self.spec.memory_gib != "auto":
             return int(self.spec.memory_gib * (1 << 30))
         return self.devices * machine.memory_bytes(self.device)
 
     def operations_per_second(self) -> float:
-        """Of all ranks together, if their machines are like this one."""
-        return self.devices * self._here.operations_per_second()
+        """Of all ranks together, if all their machines are like this one."""
+        return self.devices * self._torch_backend.operations_per_second()
 
     # -- trainers ---------------------------------------------------------------------------------------------
 
     def load(self, folder: Path, *, head: Head = "lm", init_seed: int = 0) -> DeepSpeedTrainer:
-        """Every rank reads its part of the folder, which all nodes must see."""
+        """Loads a model. Every rank reads its part of the folder, so all nodes must have access to it."""
         if head == "lm":
             check_has_language_head(folder)
         start_number = self.group.start()
-        self.sweep()
+        self.free_dropped()
         number = next(self._numbers)
         info = self.group.call_unless_restarted(start_number, "load", number, folder, head, init_seed)
         return DeepSpeedTrainer(self, number, start_number, info)
 
     def try_load(self, folder: Path) -> None:
-        """In this process, on the CPU, a module's weights at a time: the ranks keep what they hold."""
+        """Raises BadModelFolder for a folder that `load` would refuse.
+
+        It runs in this process, on the CPU, with the weights of one module at a time. The ranks keep their models."""
         dtype = self.master_dtype
         meta_model = open_meta_model(folder, dtype=dtype, parameter_dtype=dtype, device=torch.device("cpu"))
         if not meta_model.probed:
@@ -154,8 +171,9 @@ class DeepSpeedBackend:
                 probe(meta_model.model, folder)
 
     def load_base(self, folder: Path, *, key: str = "") -> NoReturn:
+        """Raises BadSpec: LoRA runs on the torch trainer."""
         raise BadSpec(
-            f"LoRA on {key or folder.name} was asked for with engine.trainer.kind='deepspeed'; LoRA runs on the torch "
+            f"LoRA on {key or folder.name} was requested with engine.trainer.kind='deepspeed'; LoRA runs on the torch "
             "trainer: set engine.trainer.kind='torch', or train the whole model"
         )
 
@@ -166,7 +184,7 @@ class DeepSpeedBackend:
         self.load_base(Path(str(base)))
 
     def states(self, info: dict[str, Any]) -> PlacedStates:
-        """Bytes of a loaded model; `info` is what the ranks said of it."""
+        """Bytes of a loaded model's states. `info` is what the ranks' `load` returned."""
         return zero_state_bytes(
             self.trainer_spec,
             parameters=info["parameters"],
@@ -177,35 +195,38 @@ class DeepSpeedBackend:
         )
 
     def drop(self, start_number: int, number: int) -> None:
-        """The proxy is gone: its ranks let go of the model before the next call. Any thread may say so."""
+        """Marks a trainer for release: the ranks free its model before the next call. May be called in any thread."""
         self._dropped.append((start_number, number))
 
-    def sweep(self) -> None:
+    def free_dropped(self) -> None:
+        """Has the ranks free the models that were dropped."""
         while self._dropped:
             start_number, number = self._dropped.pop()
             if self.group.alive and start_number == self.group.start_number:
                 self.group.call_unless_restarted(start_number, "free", number)
 
-    def fitting(self, max_tokens: int) -> int:
-        """Packed tokens per forward, as far as is known."""
-        return self._fits.get(max_tokens, max_tokens)
+    def max_tokens_that_fit(self, max_tokens: int) -> int:
+        """Packed tokens per forward pass to use for a request of `max_tokens`, given the errors so far."""
+        return self._reduced_max_tokens.get(max_tokens, max_tokens)
 
-    def ran_out_of_memory(self, asked: int, error: WorkerDied) -> None:
-        """A group ended because a pass did not fit. Raises OutOfMemory when half of `asked` did not do either."""
-        if asked in self._fits:
+    def reduce_max_tokens(self, max_tokens: int, error: WorkerDied) -> None:
+        """Halves the tokens per forward pass after a group ended because a pass did not fit. Raises OutOfMemory if they
+        were halved before."""
+        if max_tokens in self._reduced_max_tokens:
             raise OutOfMemory(
-                f"a pass of at most {self._fits[asked]} packed tokens does not fit a rank's {self.device.type} memory; "
-                f"lower max_tokens_per_forward (max_batch_size, now {asked}), set "
+                f"a pass of at most {self._reduced_max_tokens[max_tokens]} packed tokens does not fit a rank's "
+                f"{self.device.type} memory; lower max_tokens_per_forward (max_batch_size, now {max_tokens}), set "
                 "trainer.activation_checkpointing='recompute', or split more (zero_stage=3, offload, more ranks)"
             ) from error
-        self._fits[asked] = max(1, asked // 2)
+        self._reduced_max_tokens[max_tokens] = max(1, max_tokens // 2)
 
     def close(self) -> None:
         self.group.close()
 
 
 class DeepSpeedTrainer:
-    """Implements engine.backends.protocol.Trainer: a number that the ranks of one start know."""
+    """Implements engine.backends.protocol.Trainer by calls to the ranks, which know the trainer by its number. The
+    trainer is lost when its group of ranks ends."""
 
     def __init__(self, backend: DeepSpeedBackend, number: int, start_number: int, info: dict[str, Any]) -> None:
         self._backend, self._number, self._start_number = backend, number, start_number
@@ -213,16 +234,18 @@ class DeepSpeedTrainer:
         weakref.finalize(self, backend.drop, start_number, number)
 
     def _call(self, method: str, *args: Any) -> Any:
-        self._backend.sweep()
+        self._backend.free_dropped()
         return self._backend.group.call_unless_restarted(self._start_number, method, self._number, *args)
 
     def _call_within_memory(self, method: str, *args: Any, max_tokens: int) -> Any:
-        """WorkerDied of a rank without memory is remembered: the engine's next try is a smaller one."""
+        """Calls with the tokens per forward pass that fit. If a rank runs out of memory, the engine's next try uses
+        fewer."""
         try:
-            return self._call(method, *args, self._backend.fitting(max_tokens))
+            return self._call(method, *args, self._backend.max_tokens_that_fit(max_tokens))
         except WorkerDied as error:
+            # the error ended the group; what is remembered here outlives it
             if OUT_OF_MEMORY_MARK in str(error):
-                self._backend.ran_out_of_memory(max_tokens, error)
+                self._backend.reduce_max_tokens(max_tokens, error)
             raise
 
     @property
@@ -265,7 +288,7 @@ class DeepSpeedTrainer:
         return self._call("weights_digest")
 
     def write_checkpoint(self, folder: Path) -> dict[str, Path]:
-        """All ranks write into `folder`, which all nodes must see."""
+        """All ranks write into `folder`, so all nodes must have access to it."""
         return {name: folder / name for name in self._call("write_checkpoint", folder)}
 
     def read_checkpoint(self, files: dict[str, Path], *, optimizer: bool) -> None:
@@ -281,12 +304,12 @@ class DeepSpeedTrainer:
         self._call("write_config", folder)
 
     def stage_weights(self, folder: Path, *, dtype: torch.dtype) -> list[Path]:
-        """A file per rank at least, written at the same time."""
+        """At least one file per rank, so that the ranks write at the same time."""
         names = self._call("stage_weights", folder, dtype)
         return [folder / name for name in names if name.endswith(".safetensors")]
 
     def nbytes(self, *, training: bool = True) -> int:
-        """Over the devices of all ranks, as `TrainerBackend.memory_bytes` counts them."""
+        """Bytes on the devices of all ranks, as `TrainerBackend.memory_bytes` counts them."""
         return self._states.device.nbytes(training=training)
 
     @property

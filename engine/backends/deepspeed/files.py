@@ -1,14 +1,14 @@
-"""Checkpoints and model folders, written by all ranks at once, a tensor at a time.
+"""Checkpoints and model folders, written by all ranks at the same time, one tensor after another.
 
-A checkpoint is written without the ranks talking: each its own pieces (engine.backends.weight_files.pieces has the
-layout). A folder of whole tensors is gathered, each file on the rank that writes it, so that a rank holds one tensor
-more than it did before.
+For a checkpoint, the ranks exchange nothing: each writes its own pieces (engine.backends.weight_files.pieces describes
+the layout). For a folder of whole tensors, each tensor is gathered on the rank that writes its file, so a rank holds
+one tensor more than before.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -31,33 +31,39 @@ from engine.backends.weight_files.pieces import (
     piece_name,
     shapes_metadata,
 )
-from engine.backends.weight_files.tensor_files import TensorWriter, check_shapes, file_order
+from engine.backends.weight_files.tensor_files import Layouts, TensorWriter, check_shapes, file_order
 from engine.cluster.rank_progress import report_progress
 from engine.errors import BadSpec
 
 SHARD_BYTES = 5_000_000_000
-"""Largest file of a model folder, unless one tensor alone is larger: what `save_pretrained` does."""
+"""Largest file of a model folder, unless a single tensor is larger; the same as `save_pretrained` uses."""
+INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
-class State:
-    """What a model's files hold."""
+class ShardedState:
+    """The contents of a model's files, as this rank holds its part of them."""
 
     shards: Shards
     buffers: Mapping[str, Tensor]
-    """Persistent ones, equal on every rank."""
+    """The persistent buffers, which are equal on every rank."""
     exported: Mapping[str, str]
-    """Names that `save_pretrained` gives -> names here."""
+    """Names that `save_pretrained` gives -> names in the model."""
     trained: Mapping[str, str]
-    """Names here -> those of the moments, as `named_parameters` gives them: a tied head is the embedding there."""
+    """Names in the model -> names of the moments, which are those of `named_parameters`: there, a tied head has the
+    embedding's name."""
     device: torch.device
     master_dtype: torch.dtype
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.buffers[name].shape) if name in self.buffers else self.shards.shapes[name]
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of all weights: parameters, then buffers."""
+        return {name: self.shape(name) for name in [*self.shards.shapes, *self.buffers]}
+
     def assemble(self, name: str, *, on: int) -> Tensor | None:
-        """On rank `on`, the whole tensor; every rank calls it."""
+        """The whole tensor on rank `on`, None on the others. Every rank calls it."""
         if name in self.buffers:
             return self.buffers[name] if dist.get_rank() == on else None
         return self.shards.assemble(name, on=on, device=self.device)
@@ -66,26 +72,41 @@ class State:
 # -- checkpoints --------------------------------------------------------------------------------------------------
 
 
-def write_checkpoint(state: State, folder: Path) -> list[str]:
-    """This rank's files; returns those of all ranks, sorted."""
+def write_checkpoint(state: ShardedState, folder: Path) -> list[str]:
+    """Writes this rank's files; returns the names of the files of all ranks, sorted."""
     folder.mkdir(parents=True, exist_ok=True)
     shards, rank, world_size = state.shards, dist.get_rank(), dist.get_world_size()
     owned = shards.owned()
-    weights = {piece_name(piece.name, piece.start): piece.of(piece.flat) for piece in owned}
+
+    # the weights; rank 0 also writes the buffers
+    tensors = {piece_name(piece.name, piece.start): piece.of(piece.flat) for piece in owned}
+    if rank == 0:
+        tensors |= state.buffers
     shapes = {piece.name: shards.shapes[piece.name] for piece in owned}
-    whole = dict(state.buffers) if rank == 0 else {}
-    _write(folder / part_file(WEIGHTS, rank, world_size), weights | whole, shapes)
-    if shards.has_moments:
-        moments = {
-            piece_name(f"{moment}.{state.trained[piece.name]}", piece.start): shards.moment(piece, moment)
-            for piece in owned
-            for moment in MOMENTS
-        }
-        steps = {f"step.{state.trained[piece.name]}": shards.step for piece in owned if piece.start == 0}
-        of_moments = {f"{moment}.{state.trained[name]}": shape for name, shape in shapes.items() for moment in MOMENTS}
-        _write(folder / part_file(OPTIMIZER, rank, world_size), moments | steps, of_moments)
-    kinds = [WEIGHTS, OPTIMIZER] if shards.has_moments else [WEIGHTS]
-    return sorted(part_file(kind, rank, world_size) for kind in kinds for rank in range(world_size))
+    _write(folder / part_file(WEIGHTS, rank, world_size), tensors, shapes)
+
+    if not shards.has_moments:
+        return _files_of_all_ranks(WEIGHTS)
+
+    # the moments and step counts
+    tensors = {}
+    for piece in owned:
+        trained_name = state.trained[piece.name]
+        for moment in MOMENTS:
+            tensors[piece_name(f"{moment}.{trained_name}", piece.start)] = shards.moment(piece, moment)
+        if piece.start == 0:
+            tensors[f"step.{trained_name}"] = shards.step
+    trained_shapes = {state.trained[name]: shape for name, shape in shapes.items()}
+    shapes_of_moments: dict[str, tuple[int, ...]] = {}
+    for moment in MOMENTS:
+        shapes_of_moments |= {f"{moment}.{name}": shape for name, shape in trained_shapes.items()}
+    _write(folder / part_file(OPTIMIZER, rank, world_size), tensors, shapes_of_moments)
+    return sorted(_files_of_all_ranks(WEIGHTS) + _files_of_all_ranks(OPTIMIZER))
+
+
+def _files_of_all_ranks(kind: str) -> list[str]:
+    world_size = dist.get_world_size()
+    return [part_file(kind, rank, world_size) for rank in range(world_size)]
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -97,33 +118,41 @@ def _write(path: Path, tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple
 
 
 @torch.no_grad()
-def read_checkpoint(state: State, files: Mapping[str, Path], *, optimizer: bool) -> None:
-    """Into this rank's pieces, whoever wrote the files. BadSpec leaves everything as it was."""
+def read_checkpoint(state: ShardedState, files: Mapping[str, Path], *, optimizer: bool) -> None:
+    """Reads the files of any trainer's checkpoint into this rank's pieces. After a BadSpec, everything is as it was."""
     shards = state.shards
-    given = open_checkpoint(files)
-    shapes = {**shards.shapes, **{name: tuple(buffer.shape) for name, buffer in state.buffers.items()}}
-    check_shapes(given.weights.shapes(), shapes, "checkpoint")
-    moments = given.moments if optimizer else None
+
+    # check everything before anything changes
+    checkpoint = open_checkpoint(files)
+    check_shapes(checkpoint.weights.shapes(), state.shapes(), "checkpoint")
+    moments = checkpoint.moments if optimizer else None
     if moments is not None:
         trained = {state.trained[name]: shape for name, shape in shards.shapes.items()}
         check_shapes(moments.shapes(), moment_shapes(trained, MOMENTS), "optimizer's checkpoint")
         steps = {float(moments.read(f"step.{name}")) for name in trained}
         if len(steps) > 1:
-            raise BadSpec(f"the checkpoint's weights were updated {sorted(steps)} times; ZeRO keeps one count for all")
-    fill(state, given.weights)
-    shards.forget_moments()
+            raise BadSpec(
+                f"the checkpoint's weights were updated {sorted(steps)} times, and ZeRO keeps one count for all; give "
+                "a checkpoint whose weights were all trained together"
+            )
+
+    # the weights, then zero moments that the checkpoint's overwrite
+    fill(state, checkpoint.weights)
+    shards.drop_moments()
     if moments is not None:
-        shards.make_moments(steps.pop())
+        shards.create_moments(steps.pop())
         for piece in shards.pieces:
             for moment in MOMENTS:
-                key = f"{moment}.{state.trained[piece.name]}"
-                moments.read_into(key, shards.moment(piece, moment), start=piece.start)
+                name = f"{moment}.{state.trained[piece.name]}"
+                moments.read_into(name, shards.moment(piece, moment), start=piece.start)
             report_progress()
 
 
 @torch.no_grad()
-def fill(state: State, weights: WeightSource) -> None:
-    """Reads this rank's pieces, no more, and brings the weights that compute to them. Every rank calls it."""
+def fill(state: ShardedState, weights: WeightSource) -> None:
+    """Reads this rank's pieces into the master weights, and copies them to the weights that compute. Every rank calls
+    it."""
+    # a piece is read into its place in the master weights, without a copy
     for piece in state.shards.pieces:
         weights.read_into(piece.name, piece.of(piece.flat), start=piece.start)
         report_progress()
@@ -135,81 +164,102 @@ def fill(state: State, weights: WeightSource) -> None:
 # -- digests ------------------------------------------------------------------------------------------------------
 
 
-def weights_digest(state: State) -> tuple[str, dict[str, str]]:
-    """The torch trainer's digest of the same weights, on every rank; the ranks share the hashing."""
-    mine = {}
+def weights_digest(state: ShardedState) -> tuple[str, dict[str, str]]:
+    """The digest that the torch trainer computes of the same weights, on every rank. The ranks share the hashing."""
+    world_size = dist.get_world_size()
     names = sorted([*state.shards.shapes, *state.buffers])
+    digests: dict[str, str] = {}
     for index, name in enumerate(names):
-        tensor = state.assemble(name, on=index % dist.get_world_size())
+        tensor = state.assemble(name, on=index % world_size)
         if tensor is not None:
-            mine[name] = digest_tensor(tensor)
+            digests[name] = digest_tensor(tensor)
         report_progress()
-    gathered: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, mine)
-    found = {name: digest for part in gathered for name, digest in part.items()}
-    return combine_digests({name: found[name] for name in names})
+    # every rank gets the digests that the others computed
+    gathered: list[dict[str, str]] = [{} for _ in range(world_size)]
+    dist.all_gather_object(gathered, digests)
+    for rank_digests in gathered:
+        digests |= rank_digests
+    return combine_digests({name: digests[name] for name in names})
 
 
 # -- model folders ------------------------------------------------------------------------------------------------
 
 
-def write_folder(state: State, folder: Path, *, dtype: torch.dtype | None = None, spread: bool = False) -> list[str]:
-    """Every exported weight, floating ones in `dtype` (None: in master precision), as `save_pretrained` lays them out.
-    With `spread` there is a file for every rank at least. Returns the files' names, sorted."""
+def write_folder(
+    state: ShardedState, folder: Path, *, dtype: torch.dtype | None = None, file_per_rank: bool = False
+) -> list[str]:
+    """Writes every exported weight, floating ones in `dtype` (None: in master precision), in the layout of
+    `save_pretrained`. With `file_per_rank` there is at least one file per rank. Returns the names of the files, sorted.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    layouts = {name: (_dtype_of(state, own, dtype), state.shape(own)) for name, own in state.exported.items()}
+    layouts = {name: _layout(state, source, dtype) for name, source in state.exported.items()}
+    # the same split into files on every rank
     total = sum(_nbytes(layout) for layout in layouts.values())
     world_size, rank = dist.get_world_size(), dist.get_rank()
-    parts = _split(layouts, min(SHARD_BYTES, -(-total // world_size)) if spread else SHARD_BYTES)
-    names = [
-        "model.safetensors" if len(parts) == 1 else f"model-{index:05d}-of-{len(parts):05d}.safetensors"
-        for index in range(1, len(parts) + 1)
-    ]
+    limit = min(SHARD_BYTES, -(-total // world_size)) if file_per_rank else SHARD_BYTES
+    parts = _split(layouts, limit)
+    names = _file_names(len(parts))
+
+    # each batch has one file per rank; the ranks write at the same time
     for begin in range(0, len(parts), world_size):
         batch = parts[begin : begin + world_size]
         with ExitStack() as open_files:
             if rank < len(batch):
-                mine = {name: layouts[name] for name in batch[rank]}
+                own_layouts = {name: layouts[name] for name in batch[rank]}
                 path = folder / names[begin + rank]
-                writer = open_files.enter_context(TensorWriter(path, mine, metadata={"format": "pt"}))
-            for row in zip_longest(*batch):  # turn about, so that the ranks write at the same time
+                writer = open_files.enter_context(TensorWriter(path, own_layouts, metadata={"format": "pt"}))
+            # the ranks take turns tensor by tensor, so that none waits for a whole file of another
+            for row in zip_longest(*batch):
                 for owner, name in enumerate(row):
                     tensor = None if name is None else state.assemble(state.exported[name], on=owner)
                     if tensor is not None:
                         writer.write(tensor)
                     report_progress()
+
     if len(parts) > 1:
-        names.append("model.safetensors.index.json")
         if rank == 0:
-            weight_map = {name: file for file, part in zip(names, parts, strict=False) for name in part}
-            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-            (folder / names[-1]).write_text(json.dumps(index, indent=2) + "\n")
+            _write_index(folder, names, parts, total)
+        names.append(INDEX)
     dist.barrier()
     return sorted(names)
 
 
-def _dtype_of(state: State, own: str, dtype: torch.dtype | None) -> torch.dtype:
-    stored = state.buffers[own].dtype if own in state.buffers else state.master_dtype
-    return dtype if dtype is not None and stored.is_floating_point else stored
+def _file_names(count: int) -> list[str]:
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{index:05d}-of-{count:05d}.safetensors" for index in range(1, count + 1)]
+
+
+def _write_index(folder: Path, names: Sequence[str], parts: Sequence[Sequence[str]], total: int) -> None:
+    weight_map: dict[str, str] = {}
+    for file, part in zip(names, parts, strict=True):
+        weight_map |= dict.fromkeys(part, file)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _layout(state: ShardedState, name: str, dtype: torch.dtype | None) -> tuple[torch.dtype, tuple[int, ...]]:
+    """(dtype, shape) in which a weight is written."""
+    current = state.buffers[name].dtype if name in state.buffers else state.master_dtype
+    stored = dtype if dtype is not None and current.is_floating_point else current
+    return stored, state.shape(name)
 
 
 def _nbytes(layout: tuple[torch.dtype, tuple[int, ...]]) -> int:
-    return prod(layout[1]) * layout[0].itemsize
+    dtype, shape = layout
+    return prod(shape) * dtype.itemsize
 
 
-def _split(layouts: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], most: int) -> list[Sequence[str]]:
-    """The names of each file, in their order there."""
+def _split(layouts: Layouts, limit: int) -> list[Sequence[str]]:
+    """The names of each file's tensors, in their order in the file. A file has at most `limit` bytes of tensors, unless
+    a single tensor is larger."""
     parts: list[list[str]] = [[]]
     used = 0
     for name in sorted(layouts):
-        size = _nbytes(layouts[name])
-        if parts[-1] and used + size > most:
+        nbytes = _nbytes(layouts[name])
+        if parts[-1] and used + nbytes > limit:
             parts.append([])
             used = 0
         parts[-1].append(name)
-        used += size
+        used += nbytes
     return [file_order({name: layouts[name] for name in part}) for part in parts]
-
-
-def sorted_paths(folder: Path, names: Iterable[str]) -> dict[str, Path]:
-    return {name: folder / name for name in sorted(names)}

@@ -1,5 +1,7 @@
-"""Bytes of a model in training, by ZeRO stage (arXiv:1910.02054, figure 1), and where they lie. No torch: the memory
-plan (engine.memory_plan.trainer) and the backend both count with this."""
+"""Bytes of a model in training, by ZeRO stage (arXiv:1910.02054, figure 1), and the memory that holds them.
+
+This module does not import torch: the memory plan (engine.memory_plan.trainer) and the backend both use it.
+"""
 
 from __future__ import annotations
 
@@ -12,61 +14,76 @@ MOMENTS_PER_WEIGHT = 2
 
 @dataclass(frozen=True, slots=True)
 class ZeroStateBytes:
-    """Of one policy, over all ranks, in one kind of memory."""
+    """Bytes of one policy's states in one kind of memory, over all ranks."""
 
     weights: int = 0
-    """That compute, and buffers."""
+    """Bytes of the weights that compute, and of buffers."""
     masters: int = 0
-    """Where they are others than `weights`."""
+    """Bytes of the master weights, where these are not the weights that compute."""
     gradients: int = 0
-    """At their peak, in an update."""
+    """Bytes of the gradients at their peak in an update."""
     standing: int = 0
-    """Of `gradients`, what is held from the start on, trained or not: DeepSpeed's own buffers."""
+    """Part of `gradients` that is allocated from the start on, whether the policy is trained or not: DeepSpeed's
+    buffers."""
     moments: int = 0
+    """Bytes of AdamW's two moments."""
 
     def nbytes(self, *, training: bool = True) -> int:
-        return self.weights + self.masters + (self.gradients + self.moments if training else self.standing)
+        """The sum: with `training`, at the peak of an update; without, for a policy that is only read."""
+        variable = self.gradients + self.moments if training else self.standing
+        return self.weights + self.masters + variable
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedStates:
+    """The states in the memory of the devices, and those that are offloaded to the machines' memory."""
+
     device: ZeroStateBytes
     host: ZeroStateBytes
-    """What is offloaded to the machines' memory."""
 
 
 def zero_state_bytes(
     spec: DeepSpeedSpec, *, parameters: int, buffers: int, ranks: int, compute_bytes: int, master_bytes: int
 ) -> PlacedStates:
-    """`ranks` of all nodes; `compute_bytes` and `master_bytes` per number, `buffers` in bytes."""
-    stage, lower, everywhere = spec.zero_stage, compute_bytes != master_bytes, ranks * buffers
-    masters = parameters * master_bytes
+    """The states of a model with this many parameters. `ranks` are those of all nodes; `compute_bytes` and
+    `master_bytes` are bytes per number, `buffers` is in bytes."""
+    stage, lower = spec.zero_stage, compute_bytes != master_bytes
+    masters, all_buffers = parameters * master_bytes, ranks * buffers
     if stage == 0:
-        whole = ranks * masters
-        device = ZeroStateBytes(weights=whole + everywhere, gradients=whole, moments=MOMENTS_PER_WEIGHT * whole)
+        replicas = ranks * masters
+        moments = MOMENTS_PER_WEIGHT * replicas
+        device = ZeroStateBytes(weights=replicas + all_buffers, gradients=replicas, moments=moments)
         return PlacedStates(device, ZeroStateBytes())
-    away = spec.offload_optimizer == "cpu"
+
+    # weights that compute
     computing = (1 if stage == 3 else ranks) * parameters * compute_bytes
-    # stage 1: a whole gradient on every rank until the step; in bfloat16 added up beside it in the masters' precision,
-    # where nothing is offloaded in a buffer that is always there
-    added_up = ranks * parameters * master_bytes if stage == 1 and lower else 0
-    whole = ranks * parameters * compute_bytes + added_up if stage == 1 else 0
-    # offloaded, the masters have a gradient of their own, beside that in which micro-batches add up: in stages 1 and 2
-    # DeepSpeed keeps that one on the device unless it has the weights' precision
-    in_host = away and (stage == 3 or not lower)
-    shares = 0 if in_host or (stage == 1 and not away) else masters
-    on_device = ZeroStateBytes(
-        weights=(computing if spec.offload_parameters == "none" else 0) + everywhere,
-        masters=0 if away else masters,
-        gradients=whole + shares,
-        standing=0 if away else {1: added_up, 2: 0, 3: masters}[stage],
-        moments=0 if away else MOMENTS_PER_WEIGHT * masters,
+    weights_on_host = 0 if spec.offload_parameters == "none" else computing
+    weights_on_device = computing - weights_on_host + all_buffers
+
+    # stage 1 holds a whole gradient on every rank until the step; in bfloat16, micro-batches add up in a second one, in
+    # the masters' precision
+    added_up = ranks * masters if stage == 1 and lower else 0
+    whole_gradients = ranks * parameters * compute_bytes + added_up if stage == 1 else 0
+
+    if spec.offload_optimizer != "cpu":
+        device = ZeroStateBytes(
+            weights=weights_on_device,
+            masters=masters,
+            gradients=whole_gradients + (0 if stage == 1 else masters),
+            standing={1: added_up, 2: 0, 3: masters}[stage],
+            moments=MOMENTS_PER_WEIGHT * masters,
+        )
+        return PlacedStates(device, ZeroStateBytes(weights=weights_on_host))
+
+    # the offloaded masters have a gradient of their own; the gradient in which micro-batches add up is another one, and
+    # in stages 1 and 2 DeepSpeed keeps it on the device unless it has the weights' precision
+    sums_on_host = stage == 3 or not lower
+    device = ZeroStateBytes(weights=weights_on_device, gradients=whole_gradients + (0 if sums_on_host else masters))
+    host = ZeroStateBytes(
+        weights=weights_on_host,
+        masters=masters,
+        gradients=(2 if sums_on_host else 1) * masters,
+        standing=(2 if stage == 3 else 1) * masters,
+        moments=MOMENTS_PER_WEIGHT * masters,
     )
-    offloaded = ZeroStateBytes(
-        weights=0 if spec.offload_parameters == "none" else computing,
-        masters=masters if away else 0,
-        gradients=(2 if in_host else 1) * masters if away else 0,
-        standing=(2 * masters if stage == 3 else masters) if away else 0,
-        moments=MOMENTS_PER_WEIGHT * masters if away else 0,
-    )
-    return PlacedStates(on_device, offloaded)
+    return PlacedStates(device, host)

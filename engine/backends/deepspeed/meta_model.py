@@ -85,6 +85,7 @@ def open_meta_model(
             "engine.trainer.kind='torch'"
         )
     register_attention()
+    # without reading weights if possible, otherwise by way of transformers
     meta_model = None if dtype == torch.float64 else _open_files(folder, dtype, head_seed)
     if meta_model is None:
         meta_model = _load_whole(folder, dtype, head_seed)
@@ -104,6 +105,7 @@ def probe(model: CausalLM, folder: Path) -> None:
 def streamed_weights(meta_model: MetaModel) -> Iterator[None]:
     """Within this context the model computes: the weights of each module are read when it is called, and dropped
     afterwards."""
+    # parameters are found by identity, because hooks get modules, not names
     names = {id(tensor): name for name, tensor in meta_model.model.named_weights()}
     empty = {id(parameter): parameter.data for parameter in meta_model.model.module.parameters()}
 
@@ -117,6 +119,7 @@ def streamed_weights(meta_model: MetaModel) -> Iterator[None]:
         for parameter in module.parameters(recurse=False):
             parameter.data = empty[id(parameter)]
 
+    # modules that have parameters of their own, not only through their children
     handles = []
     for module in meta_model.model.module.modules():
         if any(True for _ in module.parameters(recurse=False)):
@@ -149,6 +152,7 @@ def _open_files(folder: Path, dtype: torch.dtype, head_seed: int | None) -> Meta
         model = _build(folder, dtype, scalar=head_seed is not None or is_scalar(folder))
     except Exception:  # noqa: BLE001 - the boundary to transformers: `load_model` says what is wrong with the folder
         return None
+    # a buffer that the model makes with torch.empty has no values without a file
     if any(buffer.is_meta for buffer in model.module.buffers()):
         return None
     new_weights: dict[str, Tensor] = {}
@@ -184,9 +188,11 @@ def _build(folder: Path, dtype: torch.dtype, *, scalar: bool) -> CausalLM:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    # a causal model that gets a scalar head
     if scalar and not is_scalar(folder):
         config.num_labels = 1
     auto = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
+    # without memory for weights
     with _EmptyIsMeta():
         module: Any = auto.from_config(config, dtype=dtype, attn_implementation="eager", trust_remote_code=False)
     if (folder / "generation_config.json").is_file() and module.can_generate():
@@ -239,6 +245,7 @@ def _names_in_files(
         if len(stored_names) != 1 or stored[stored_names[0]] != shape:
             return None
         names[name] = stored_names[0]
+    # no tensor of the files may be left over
     unused = set(stored) - set(names.values())
     if new_weights:
         unused = {name for name in unused if name.startswith(f"{model.module.base_model_prefix}.")}

@@ -1,4 +1,4 @@
-"""What a rank needs to know, as plain data that crosses to its process, and DeepSpeed's configuration from it."""
+"""Options of a rank, as plain data that is sent to its process, and DeepSpeed's configuration from them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 
 class ZeroOptions(Frozen):
-    """Equal on all ranks."""
+    """Options of a rank. They are equal on all ranks."""
 
     trainer: DeepSpeedSpec
     compute_dtype: Literal["float32", "bfloat16", "float64"]
@@ -31,12 +31,29 @@ class ZeroOptions(Frozen):
 
 
 def deepspeed_config(options: ZeroOptions, *, parameters: int) -> dict[str, Any]:
-    """`parameters`: elements of the model, which no bucket needs to exceed."""
+    """DeepSpeed's configuration. `parameters` is the model's number of elements, which no bucket needs to exceed."""
     spec = options.trainer
+    lower = options.compute_dtype == "bfloat16"
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,  # the trainer says when an update ends
+        "gradient_clipping": 1.0,  # every update sets its own
+        "steps_per_print": 1 << 30,
+        "zero_optimization": _zero_config(spec, options, parameters),
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW needs no compiler on the machine
+        "bf16": {"enabled": lower, "check_grad_overflow": lower},
+        "data_types": {"grad_accum_dtype": "fp32"},
+    }
+
+
+def _zero_config(spec: DeepSpeedSpec, options: ZeroOptions, parameters: int) -> dict[str, Any]:
     bucket = max(1, min(spec.bucket_mib * (1 << 20) // options.dtype.itemsize, parameters))
     zero: dict[str, Any] = {
         "stage": spec.zero_stage,
-        "overlap_comm": False,  # with boundaries of our own DeepSpeed overlaps in stage 2 only, at twice the buckets
+        # as the trainer ends updates itself, DeepSpeed can overlap in stage 2 only, at twice the buckets
+        "overlap_comm": False,
         "contiguous_gradients": True,
         "round_robin_gradients": False,
         "reduce_bucket_size": bucket,
@@ -51,16 +68,4 @@ def deepspeed_config(options: ZeroOptions, *, parameters: int) -> dict[str, Any]
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": pin}
     if spec.offload_parameters == "cpu":
         zero["offload_param"] = {"device": "cpu", "pin_memory": pin}
-    lower = options.compute_dtype == "bfloat16"
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "managed_gradient_accumulation": False,  # an update ends where we say, not after so many passes
-        "gradient_clipping": 1.0,  # every update sets its own
-        "steps_per_print": 1 << 30,
-        "zero_optimization": zero,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW needs no compiler on the machine
-        "bf16": {"enabled": lower, "check_grad_overflow": lower},
-        "data_types": {"grad_accum_dtype": "fp32"},
-    }
+    return zero

@@ -1,4 +1,7 @@
-"""What every rank process builds: the trainers of this group, by number. Only rank processes import this module."""
+"""The object that every rank process creates: it holds this rank's part of the group's trainers, by number.
+
+Only rank processes import this module.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +26,13 @@ from storage.chain.records import OptimizerSpec
 
 
 class RankTrainers:
-    """Methods are called on all ranks at once (engine.cluster.rank_group). Paths are seen by every rank."""
+    """The trainers of a group, on one rank. Each method is called on all ranks at once (engine.cluster.rank_group). All
+    ranks must have access to the paths."""
 
     def __init__(self, options: Mapping[str, Any], rank: int, world_size: int) -> None:
-        """`options` is a dumped ZeroOptions. torch.distributed is up already."""
+        """`options` is a dumped ZeroOptions. torch.distributed must be initialised."""
         self._options = ZeroOptions.model_validate(options)
-        # Ray shows each rank its own GPU only
+        # Ray shows each rank only its own GPU
         self._device = torch.device("cuda", 0) if self._options.device == "cuda" else torch.device("cpu")
         torch.set_num_threads(self._options.threads)
         _prepare_deepspeed(self._options.device)
@@ -36,16 +40,22 @@ class RankTrainers:
         self._sequences: dict[int, SequenceGroup] = {}
 
     def load(self, number: int, folder: Path, head: Head = "lm", init_seed: int = 0) -> dict[str, Any]:
-        """Loads a model as trainer `number`; what the engine wants to know of it."""
-        from engine.backends.deepspeed.trainer import ZeroTrainer
+        """Loads a model as trainer `number`; returns the facts that `DeepSpeedTrainer` keeps about it."""
+        from engine.backends.deepspeed.trainer import ZeroTrainer  # after _prepare_deepspeed
 
+        # process groups are created once per size, by all ranks at the same time
         size = self._options.trainer.sequence_parallel
         if size > 1 and size not in self._sequences:
             self._sequences[size] = SequenceGroup(size)
-        drawn = init_seed if head == "scalar" and not is_scalar(folder) else None
-        sequence = self._sequences.get(size)
-        trainer = ZeroTrainer(folder, self._options, device=self._device, sequence=sequence, head_seed=drawn)
+        trainer = ZeroTrainer(
+            folder,
+            self._options,
+            device=self._device,
+            sequence=self._sequences.get(size),
+            head_seed=init_seed if head == "scalar" and not is_scalar(folder) else None,
+        )
         self._trainers[number] = trainer
+        # shapes are those of the whole parameters, so the facts are equal on all ranks
         shapes = trainer.state.shards.shapes
         return {
             "parameters": sum(torch.Size(shape).numel() for shape in shapes.values()),
@@ -54,15 +64,18 @@ class RankTrainers:
         }
 
     def free(self, number: int) -> None:
+        """Frees the trainer's memory. A number that is not loaded is ignored."""
         trainer = self._trainers.pop(number, None)
         if trainer is not None:
             trainer.close()
+            # objects in reference cycles are freed by a collection only
             del trainer
             gc.collect()
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
 
-    def _of(self, number: int) -> Any:
+    def trainer(self, number: int) -> Any:
+        """This rank's part of the trainer. Raises BadSpec if it was freed."""
         try:
             return self._trainers[number]
         except KeyError:
@@ -79,39 +92,36 @@ class RankTrainers:
         optimizer: OptimizerSpec,
         max_tokens: int,
     ) -> UpdateReport:
-        return self._of(number).update(samples, objective, optimizer, max_tokens=max_tokens)
+        return self.trainer(number).update(samples, objective, optimizer, max_tokens=max_tokens)
 
     def logprobs(
         self, number: int, sequences: Sequence[TokenSequence], temperature: float, max_tokens: int
     ) -> list[list[float]]:
-        return self._of(number).logprobs(sequences, temperature=temperature, max_tokens=max_tokens)
+        return self.trainer(number).logprobs(sequences, temperature=temperature, max_tokens=max_tokens)
 
     def values(self, number: int, sequences: Sequence[TokenSequence], max_tokens: int) -> list[list[float]]:
-        return self._of(number).values(sequences, max_tokens=max_tokens)
+        return self.trainer(number).values(sequences, max_tokens=max_tokens)
 
     def reset_optimizer(self, number: int) -> None:
-        self._of(number).reset_optimizer()
+        self.trainer(number).reset_optimizer()
 
     def weights_digest(self, number: int) -> tuple[str, dict[str, str]]:
-        return self._of(number).weights_digest()
+        return self.trainer(number).weights_digest()
 
     def write_checkpoint(self, number: int, folder: Path) -> list[str]:
-        return self._of(number).write_checkpoint(folder)
+        return self.trainer(number).write_checkpoint(folder)
 
     def read_checkpoint(self, number: int, files: Mapping[str, Path], optimizer: bool) -> None:
-        self._of(number).read_checkpoint(files, optimizer=optimizer)
+        self.trainer(number).read_checkpoint(files, optimizer=optimizer)
 
     def export(self, number: int, folder: Path) -> list[str]:
-        return self._of(number).export(folder)
+        return self.trainer(number).export(folder)
 
     def stage_weights(self, number: int, folder: Path, dtype: torch.dtype) -> list[str]:
-        return self._of(number).stage_weights(folder, dtype=dtype)
+        return self.trainer(number).stage_weights(folder, dtype=dtype)
 
     def write_config(self, number: int, folder: Path) -> list[str]:
-        return self._of(number).write_config(folder)
-
-    def holds(self, number: int) -> dict[str, int]:
-        return self._of(number).holds()
+        return self.trainer(number).write_config(folder)
 
     def close(self) -> None:
         for number in list(self._trainers):
@@ -119,15 +129,17 @@ class RankTrainers:
 
 
 def _prepare_deepspeed(device: str) -> None:
+    """Imports and initialises DeepSpeed without its messages, and without compilation."""
     if device == "cpu":
-        os.environ["DS_ACCELERATOR"] = "cpu"  # else it looks for one, and finds whatever is installed
-    # torch's own names of collectives, which DeepSpeed calls by the older ones: nothing that a person could act on
+        os.environ["DS_ACCELERATOR"] = "cpu"  # otherwise DeepSpeed searches for an accelerator
+    # DeepSpeed calls collectives by older names of torch's; users can do nothing about the warnings
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     import deepspeed
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    # it would compile an extension when it starts; gloo and NCCL need none, and a rank may have no compiler
+    # DeepSpeed would compile this extension when it starts; gloo and NCCL do not need it, and a machine may have no
+    # compiler
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.utils.logger.setLevel("WARNING")
     deepspeed.init_distributed()

@@ -1,8 +1,8 @@
-"""One policy on all ranks, as each rank holds its part of it: the rank side of `engine.backends.protocol.Trainer`.
+"""The rank side of `engine.backends.protocol.Trainer`: each rank holds its part of one policy.
 
-Every method is called by every rank with equal arguments, and either returns or raises the same on all of them. Where
-that cannot be, because a rank fails in the middle of an exchange with the others, its process ends and the group with
-it: the engine starts the group again.
+Every method is called by every rank with equal arguments, and either returns on all of them, or raises the same error
+on all of them. Where this is impossible, because a rank fails in the middle of an exchange with the others, its process
+ends and the group with it. The engine then starts the group again.
 """
 
 from __future__ import annotations
@@ -15,28 +15,26 @@ import torch
 import torch.distributed as dist
 
 from engine.backends.deepspeed import OUT_OF_MEMORY_MARK, files
-from engine.backends.deepspeed.gradients import Gradients, make_gradients
 from engine.backends.deepspeed.meta_model import open_meta_model, probe
-from engine.backends.deepspeed.model import RankModel, fuse_kernels
 from engine.backends.deepspeed.options import ZeroOptions
-from engine.backends.deepspeed.passes import EMPTY_PASS, deal
+from engine.backends.deepspeed.passes import EMPTY_PASS, distribute
+from engine.backends.deepspeed.rank_model import RankModel, fuse_kernels
+from engine.backends.deepspeed.sharded_model import ShardedModel, shard_model
+from engine.backends.deepspeed.shards import Shards
 from engine.backends.deepspeed.ulysses import SequenceGroup
 from engine.backends.protocol import Objective, UpdateReport
+from engine.backends.torch.batch_checks import check_gives, check_loss_fits_head, check_sequences, validate_batch
+from engine.backends.torch.causal_lm import CausalLM
+from engine.backends.torch.out_of_memory import is_out_of_memory, retry_with_half
 from engine.backends.torch.packing import Packable, Packed, pack
 from engine.backends.torch.updates import (
     Accumulated,
     Totals,
-    check_gives,
-    check_reads,
-    check_sequences,
-    is_out_of_memory,
-    metrics_of,
+    count_totals,
+    has_gradient,
     micro_batch_loss,
-    per_sequence,
-    split_once,
-    totals_of,
-    validate_batch,
-    without_gradient,
+    split_by_sequence,
+    update_metrics,
 )
 from engine.cluster.rank_progress import RankFailed, is_peer_loss, report_progress
 from engine.errors import BadModelFolder, NonFiniteGradient, PermanentEngineError
@@ -47,7 +45,7 @@ from storage.chain.records import OptimizerSpec
 
 
 class ZeroTrainer:
-    """Keeps this rank's part of the model of `folder`, and reads no more of it."""
+    """This rank's part of one policy. It reads no more of the model's folder than this part."""
 
     def __init__(
         self,
@@ -58,179 +56,202 @@ class ZeroTrainer:
         sequence: SequenceGroup | None = None,
         head_seed: int | None = None,
     ) -> None:
-        """`sequence`: the ranks that share each packed row; None when none do. `head_seed`: see `open_meta_model`."""
+        """`sequence` is the group of ranks that share each packed row; None without sequence parallelism. For
+        `head_seed`, see `open_meta_model`."""
         self._device, self._stage = device, options.trainer.zero_stage
         self._ranks, self._sequence = dist.get_world_size(), sequence
-        shared = 1 if sequence is None else sequence.size
-        self._readers, self._reader = self._ranks // shared, dist.get_rank() // shared
-        """How many groups of ranks take micro-batches of their own, and which this one's is."""
-        master = options.master_dtype
-        held = master if self._stage == 0 else options.dtype
-        meta_model = open_meta_model(folder, dtype=master, parameter_dtype=held, device=device, head_seed=head_seed)
+        sharing = 1 if sequence is None else sequence.size
+        self._groups, self._group = self._ranks // sharing, dist.get_rank() // sharing
+        """Number of groups of ranks that take different micro-batches, and this rank's group."""
+
+        # the model, without its weights
+        master_dtype = options.master_dtype
+        parameter_dtype = master_dtype if self._stage == 0 else options.dtype
+        meta_model = open_meta_model(
+            folder, dtype=master_dtype, parameter_dtype=parameter_dtype, device=device, head_seed=head_seed
+        )
         loaded = meta_model.model
         self.module: Any = loaded.module
         fuse_kernels(self.module, options.trainer.liger, device)
         if sequence is not None:
             sequence.check(self.module.config)
-        buffers = {name: b for name, b in loaded.named_weights() if not isinstance(b, torch.nn.Parameter)}
-        own = {id(tensor): name for name, tensor in loaded.named_weights()}
-        trained = {own[id(parameter)]: name for name, parameter in loaded.module.named_parameters()}
-        exported = {name: own[id(tensor)] for name, tensor in loaded.exported_weights()}
-        self.gradients: Gradients = make_gradients(loaded, options, device, sequence)
-        self.model = self.gradients.model
-        self.state = files.State(
-            shards=self.gradients.shards,
+
+        # its names, before DeepSpeed changes the parameters
+        buffers, exported, trained = _names_of(loaded)
+        self.sharded: ShardedModel = shard_model(loaded, options, device, sequence)
+        self.model = self.sharded.model
+        self.state = files.ShardedState(
+            shards=self.sharded.shards,
             buffers={name: self.module.get_buffer(name) for name in buffers},
             exported=exported,
             trained=trained,
             device=device,
-            master_dtype=master,
+            master_dtype=master_dtype,
         )
+
+        # its weights
         files.fill(self.state, meta_model.weights)
         if not meta_model.probed:
             self._probe(folder)
 
     @torch.no_grad()
     def _probe(self, folder: Path) -> None:
-        """Raises BadModelFolder on all ranks alike for an architecture that packs wrongly."""
-        mine: list[str] = []
+        """Raises BadModelFolder, on all ranks alike, for an architecture that packed attention does not reproduce."""
+        messages: list[str] = []
 
         def compare(model: RankModel) -> torch.Tensor:
             try:
                 probe(model, folder)
-            except BadModelFolder as error:  # once the ranks have exchanged what they had to
-                mine.append(str(error))
+            except BadModelFolder as error:  # raised below, after the ranks have exchanged what they had to
+                messages.append(str(error))
             return torch.zeros((), device=self._device)
 
-        self.gradients.ask(compare)
-        for said in _gather(mine):
-            if said:
-                raise BadModelFolder(said[0])
+        self.sharded.evaluate(compare)
+        for rank_messages in _gather(messages):
+            if rank_messages:
+                raise BadModelFolder(rank_messages[0])
 
     @property
-    def shards(self) -> Any:
-        return self.gradients.shards
+    def shards(self) -> Shards:
+        return self.sharded.shards
 
     # -- gradient ---------------------------------------------------------------------------------------------
 
     def update(
         self, samples: Sequence[Sample], objective: Objective, optimizer: OptimizerSpec, *, max_tokens: int
     ) -> UpdateReport:
-        check_reads(objective.loss, scalar=self.model.scalar, name=type(self.module).__name__)
+        # checks, before anything changes
+        check_loss_fits_head(objective.loss, scalar=self.model.scalar, name=type(self.module).__name__)
         self._check_sequences(samples)
-        totals = totals_of(samples)
-        taught = [sample for sample in samples if not without_gradient(sample, objective)]
-        validate_batch(taught, objective)
+        totals = count_totals(samples)
+        with_gradient = [sample for sample in samples if has_gradient(sample, objective)]
+        validate_batch(with_gradient, objective)
 
+        # gradients, summed over micro-batches
         def accumulate(max_tokens: int) -> Accumulated:
-            return self._accumulate(taught, objective, totals, max_tokens)
+            return self._accumulate(with_gradient, objective, totals, max_tokens)
 
-        found = split_once(
+        accumulated = retry_with_half(
             accumulate,
-            taught,
+            with_gradient,
             max_tokens,
             device=self._device,
-            forget=self.gradients.forget,
+            drop_gradients=self.sharded.drop_gradients,
             whole_groups=objective.loss.pairwise,
         )
-        norm, moved = self.gradients.step(optimizer)
-        report = UpdateReport(
-            metrics=metrics_of(found.sums, passed=taught, totals=totals, grad_norm=norm),
-            skipped=not moved,
-            micro_batches=found.micro_batches,
-            max_tokens=found.max_tokens,
-        )
+
+        # the step
+        norm, moved = self.sharded.step(optimizer)
         if not moved and not objective.skip_non_finite:
             raise NonFiniteGradient(f"the gradient norm of {len(samples)} samples is {norm}")
-        return report
+        return UpdateReport(
+            metrics=update_metrics(accumulated.sums, passed=with_gradient, totals=totals, grad_norm=norm),
+            skipped=not moved,
+            micro_batches=accumulated.micro_batches,
+            max_tokens=accumulated.max_tokens,
+        )
 
     def _accumulate(
-        self, taught: Sequence[Sample], objective: Objective, totals: Totals, max_tokens: int
+        self, samples: Sequence[Sample], objective: Objective, totals: Totals, max_tokens: int
     ) -> Accumulated:
-        passes = deal(
-            taught, max_tokens=max_tokens, ranks=self._readers, whole_groups=objective.loss.pairwise
+        """Runs all passes; returns the sums over all ranks."""
+        passes = distribute(
+            samples, max_tokens=max_tokens, ranks=self._groups, whole_groups=objective.loss.pairwise
         )
-        mine = Accumulated(max_tokens)
+        rank_sums = Accumulated(max_tokens)
 
         def run() -> None:
             for row in passes:
-                self._pass(row[self._reader], taught, objective, totals, mine)
+                self._pass(row[self._group], samples, objective, totals, rank_sums)
                 report_progress()
 
-        self._together(run, recovers=self.gradients.recovers)
-        whole = Accumulated(max_tokens, micro_batches=sum(batch is not None for row in passes for batch in row))
-        whole.sums["loss"] = 0.0
-        for sums in _gather(dict(mine.sums)):
+        # all ranks have the same number of passes, and end them together
+        self._together(run, exchanges_nothing=self.sharded.exchanges_nothing)
+        accumulated = Accumulated(max_tokens)
+        for row in passes:
+            accumulated.micro_batches += sum(indices is not None for indices in row)
+        # sums over the ranks, in the order of the ranks, so that each rank has the same numbers
+        accumulated.sums["loss"] = 0.0
+        for sums in _gather(dict(rank_sums.sums)):
             for name, value in sums.items():
-                whole.sums[name] += value
-        return whole
+                accumulated.sums[name] += value
+        return accumulated
 
     def _pass(
         self,
         indices: list[int] | None,
-        taught: Sequence[Sample],
+        samples: Sequence[Sample],
         objective: Objective,
         totals: Totals,
-        mine: Accumulated,
+        rank_sums: Accumulated,
     ) -> None:
+        """Forward and backward of one micro-batch, or of an empty pass."""
+
         def forward(packed: Packed) -> Outputs:
-            if objective.loss.needs_entropy:
-                both = self.gradients.ask(
-                    lambda model: torch.stack(
-                        model.logprobs_and_entropy(packed, temperature=objective.temperature)
-                    )
-                )
-                return Outputs(logprobs_N=both[0], entropy_N=both[1])
-            if objective.loss.reads == "values":
-                return Outputs(values_N=self.gradients.ask(lambda model: model.values(packed)))
-            return Outputs(logprobs_N=self.gradients.logprobs(packed, objective.temperature))
+            return self._forward(packed, objective)
 
-        if indices is None:  # the others gather weights now: a gradient of zeros takes part
-            self.gradients.backward(0.0 * forward(pack([EMPTY_PASS], device=self._device)).any_N.sum())
+        if indices is None:  # other ranks gather weights now: this rank takes part with a gradient of zeros
+            outputs = forward(pack([EMPTY_PASS], device=self._device))
+            self.sharded.backward(0.0 * outputs.any_N.sum())
             return
-        samples = [taught[i] for i in indices]
-        loss, sums = micro_batch_loss(forward, samples, objective, totals, device=self._device)
-        self.gradients.backward(loss)
+        micro_batch = [samples[index] for index in indices]
+        loss, sums = micro_batch_loss(forward, micro_batch, objective, totals, device=self._device)
+        self.sharded.backward(loss)
         if self._sequence is not None and self._sequence.rank > 0:
-            return  # the same numbers, which the first of them counts
-        mine.sums["loss"] += loss.item()
-        for name, value in sums.items():
-            mine.sums[name] += float(value)
+            return  # the first rank of the sequence group counts the numbers, which are the same on all of them
+        rank_sums.add(loss, sums)
 
-    def _together(self, run: Callable[[], None], *, recovers: bool) -> None:
-        """Runs it; a rank that fails makes all of them raise, or ends the group where the others may be waiting for it
-        in the middle of `run`. Out of memory is out of memory on all of them."""
-        mine: Exception | None = None
+    def _forward(self, packed: Packed, objective: Objective) -> Outputs:
+        if objective.loss.needs_entropy:
+
+            def logprobs_and_entropy(model: RankModel) -> torch.Tensor:
+                return torch.stack(model.logprobs_and_entropy(packed, temperature=objective.temperature))
+
+            both_2N = self.sharded.evaluate(logprobs_and_entropy)
+            return Outputs(logprobs_N=both_2N[0], entropy_N=both_2N[1])
+        if objective.loss.reads == "values":
+            return Outputs(values_N=self.sharded.evaluate(lambda model: model.values(packed)))
+        return Outputs(logprobs_N=self.sharded.logprobs(packed, objective.temperature))
+
+    def _together(self, run: Callable[[], None], *, exchanges_nothing: bool) -> None:
+        """Runs `run` on this rank. If it fails on a rank, all ranks raise, if `exchanges_nothing`; otherwise the others
+        may be waiting for that rank in the middle of `run`, and the group ends. If all failures are out of memory,
+        every rank raises OutOfMemoryError."""
+        failure: Exception | None = None
         try:
             run()
-        except Exception as error:  # noqa: BLE001 - the boundary between a rank and the others, who wait for it
-            mine = error.with_traceback(None)  # which holds the tensors of the forward that failed
-        if mine is not None and not recovers and self._ranks > 1:
-            short_of_memory = isinstance(mine, RuntimeError) and is_out_of_memory(mine)
-            reason = f"{OUT_OF_MEMORY_MARK}: {mine}" if short_of_memory else f"a pass failed: {mine!r}"
-            raise RankFailed(reason, is_cause=not is_peer_loss(mine))
-        failures = [(rank, error) for rank, error in enumerate(_gather(_described(mine))) if error is not None]
+        except Exception as error:  # noqa: BLE001 - the boundary between a rank and the others, which wait for it
+            failure = error.with_traceback(None)  # the traceback holds the tensors of the forward pass that failed
+        if failure is not None and not exchanges_nothing and self._ranks > 1:
+            short_of_memory = isinstance(failure, RuntimeError) and is_out_of_memory(failure)
+            reason = f"{OUT_OF_MEMORY_MARK}: {failure}" if short_of_memory else f"a pass failed: {failure!r}"
+            raise RankFailed(reason, is_cause=not is_peer_loss(failure))
+        # no rank waits for another one here: each tells the others whether it failed
+        described = enumerate(_gather(_describe(failure)))
+        failures = [(rank, description) for rank, description in described if description is not None]
+        # only memory ran out: all ranks try again with half the tokens
         if failures and all(short_of_memory for _, (_, short_of_memory) in failures):
-            raise torch.OutOfMemoryError(f"rank {failures[0][0]}: {failures[0][1][0]}")
-        for rank, (said, short_of_memory) in failures:
+            rank, (message, _) = failures[0]
+            raise torch.OutOfMemoryError(f"rank {rank}: {message}")
+        for rank, (message, short_of_memory) in failures:
             if not short_of_memory:
-                raise PermanentEngineError(f"rank {rank}: {said}") from mine
+                raise PermanentEngineError(f"rank {rank}: {message}") from failure
 
     # -- reading ----------------------------------------------------------------------------------------------
 
     def logprobs(
         self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int
     ) -> list[list[float]]:
-        """Nats of every trained token, per sequence, in the order given."""
+        """Logprobs of every trained token in nats, per sequence, in the order of the sequences."""
         check_gives("logprobs", scalar=self.model.scalar, name=type(self.module).__name__)
-        return self._read(sequences, lambda packed: self.gradients.logprobs(packed, temperature), max_tokens)
+        return self._read(sequences, lambda packed: self.sharded.logprobs(packed, temperature), max_tokens)
 
     def values(self, sequences: Sequence[TokenSequence], *, max_tokens: int) -> list[list[float]]:
-        """The scalar head's number before every trained token, per sequence, in the order given."""
+        """The scalar head's number before every trained token, per sequence, in the order of the sequences."""
         check_gives("values", scalar=self.model.scalar, name=type(self.module).__name__)
 
         def forward(packed: Packed) -> torch.Tensor:
-            return self.gradients.ask(lambda model: model.values(packed))
+            return self.sharded.evaluate(lambda model: model.values(packed))
 
         return self._read(sequences, forward, max_tokens)
 
@@ -238,25 +259,29 @@ class ZeroTrainer:
     def _read(
         self, sequences: Sequence[TokenSequence], forward: Callable[[Packed], torch.Tensor], max_tokens: int
     ) -> list[list[float]]:
-        self._check_sequences(sequences)  # here, on all ranks alike, not in the middle of a pass
+        self._check_sequences(sequences)  # here, where all ranks raise alike, and not in the middle of a pass
 
         def run(max_tokens: int) -> list[list[float]]:
-            passes = deal(sequences, max_tokens=max_tokens, ranks=self._readers)
-            mine: dict[int, list[float]] = {}
+            passes = distribute(sequences, max_tokens=max_tokens, ranks=self._groups)
+            values: dict[int, list[float]] = {}
 
             def compute() -> None:
                 for row in passes:
-                    indices = row[self._reader]
-                    chosen: list[Packable] = [EMPTY_PASS] if indices is None else [sequences[i] for i in indices]
-                    packed = pack(chosen, device=self._device)
-                    mine.update(zip(indices or [], per_sequence(forward(packed), packed), strict=False))
+                    indices = row[self._group]
+                    if indices is None:
+                        forward(pack([EMPTY_PASS], device=self._device))
+                    else:
+                        packed = pack([sequences[index] for index in indices], device=self._device)
+                        values.update(zip(indices, split_by_sequence(forward(packed), packed), strict=True))
                     report_progress()
 
-            self._together(compute, recovers=self._stage != 3 and self._sequence is None)
-            found = {index: values for part in _gather(mine) for index, values in part.items()}
-            return [found[index] for index in range(len(sequences))]
+            self._together(compute, exchanges_nothing=self._stage != 3 and self._sequence is None)
+            # every rank returns the values of all sequences
+            for rank_values in _gather(dict(values)):
+                values.update(rank_values)
+            return [values[index] for index in range(len(sequences))]
 
-        return split_once(run, sequences, max_tokens, device=self._device, forget=lambda: None)
+        return retry_with_half(run, sequences, max_tokens, device=self._device, drop_gradients=lambda: None)
 
     def _check_sequences(self, sequences: Sequence[Packable]) -> None:
         check_sequences(sequences, vocab_size=self.model.vocab_size, context_length=self.model.context_length)
@@ -264,7 +289,7 @@ class ZeroTrainer:
     # -- state ------------------------------------------------------------------------------------------------
 
     def reset_optimizer(self) -> None:
-        self.shards.forget_moments()
+        self.shards.drop_moments()
 
     def weights_digest(self) -> tuple[str, dict[str, str]]:
         return files.weights_digest(self.state)
@@ -274,12 +299,13 @@ class ZeroTrainer:
         dist.barrier()
         return names
 
-    def read_checkpoint(self, given: Mapping[str, Path], *, optimizer: bool) -> None:
-        files.read_checkpoint(self.state, given, optimizer=optimizer)
+    def read_checkpoint(self, paths: Mapping[str, Path], *, optimizer: bool) -> None:
+        files.read_checkpoint(self.state, paths, optimizer=optimizer)
 
     def write_config(self, folder: Path) -> list[str]:
-        """On rank 0; the names of its files."""
+        """Writes the configs on rank 0; returns the names of the new files there."""
         folder.mkdir(parents=True, exist_ok=True)
+        # only the new files are reported, whatever else the folder contains
         before = set(folder.iterdir())
         if dist.get_rank() == 0:
             self.module.config.save_pretrained(folder)
@@ -288,7 +314,7 @@ class ZeroTrainer:
         return sorted(path.name for path in set(folder.iterdir()) - before)
 
     def stage_weights(self, folder: Path, *, dtype: torch.dtype) -> list[str]:
-        return files.write_folder(self.state, folder, dtype=dtype, spread=True)
+        return files.write_folder(self.state, folder, dtype=dtype, file_per_rank=True)
 
     def export(self, folder: Path) -> list[str]:
         names = files.write_folder(self.state, folder)
@@ -296,26 +322,35 @@ class ZeroTrainer:
         dist.barrier()
         return sorted({*names, *(path.name for path in folder.glob("*config.json"))})
 
-    def holds(self) -> dict[str, int]:
-        """Bytes of master weights and of moments that this rank holds now."""
-        return {"masters": self.shards.nbytes(), "moments": self.shards.moments_nbytes()}
-
     def close(self) -> None:
-        """Drops everything, DeepSpeed's hooks and buffers included."""
-        engine = getattr(self.gradients, "_engine", None)
+        """Drops everything, including DeepSpeed's hooks and buffers."""
+        engine = getattr(self.sharded, "_engine", None)
         if engine is not None:
             engine.destroy()
 
 
-def _described(error: Exception | None) -> tuple[str, bool] | None:
-    """(what it says, whether memory ran out)."""
+def _names_of(model: CausalLM) -> tuple[list[str], dict[str, str], dict[str, str]]:
+    """(names of the persistent buffers, `ShardedState.exported`, `ShardedState.trained`)."""
+    buffers: list[str] = []
+    names: dict[int, str] = {}
+    for name, tensor in model.named_weights():
+        names[id(tensor)] = name
+        if not isinstance(tensor, torch.nn.Parameter):
+            buffers.append(name)
+    exported = {name: names[id(tensor)] for name, tensor in model.exported_weights()}
+    trained = {names[id(parameter)]: name for name, parameter in model.module.named_parameters()}
+    return buffers, exported, trained
+
+
+def _describe(error: Exception | None) -> tuple[str, bool] | None:
+    """(first line of the message, whether memory ran out); None without an error."""
     if error is None:
         return None
     return str(error).splitlines()[0], isinstance(error, RuntimeError) and is_out_of_memory(error)
 
 
 def _gather(value: Any) -> list[Any]:
-    """Everyone's `value`, by rank."""
+    """The `value` of every rank, by rank."""
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, value)
     return gathered

@@ -1,11 +1,11 @@
 """Ulysses sequence parallelism (arXiv:2309.14509): several ranks share one packed row.
 
-Each rank computes a run of the row's tokens. Around attention the ranks exchange tokens for heads: there each has the
-whole row and a part of the heads, so a layout attends as it does on one rank. The row is padded to a multiple of the
-ranks; padding is cut off before attention and has no loss.
+Each rank computes a run of the row's tokens. Around attention, the ranks exchange tokens for heads: there each rank has
+the whole row and a part of the heads, so a layout attends as it does on one rank. The row is padded to a multiple of
+the number of ranks; padding is cut off before attention and has no loss.
 
-Axes: S rank of the sequence · C token of one rank's run · T packed token · N trained token · H query head · K key head
-· X heads of one rank, queries then keys then values · D head dimension
+Axes: S rank of the sequence group · C token of one rank's run · T packed token · N trained token · n trained token of
+one rank's run · H query head · K key head · X heads of one rank (queries, then keys, then values) · D head dimension
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from engine.errors import BadSpec
 
 
 class SequenceGroup:
-    """The ranks that share this rank's sequences: neighbours. Every rank makes one, at the same time."""
+    """The neighbouring ranks that share this rank's sequences. Every rank creates one, at the same time."""
 
     def __init__(self, size: int) -> None:
         self.size, self.rank = size, dist.get_rank() % size
@@ -42,28 +42,34 @@ class SequenceGroup:
             )
 
     def run(self, row_T: Tensor) -> Tensor:
-        """This rank's part (C,) of a row, padded with zeros."""
-        length = -(-len(row_T) // self.size)
+        """This rank's run (C,) of a row, padded with zeros."""
+        length = self._run_length(len(row_T))
         padded = pad(row_T, (0, length * self.size - len(row_T)))
         return padded[self.rank * length : (self.rank + 1) * length]
 
-    def own(self, source_N: Tensor, *, row: int) -> tuple[Tensor, Tensor]:
-        """Of the positions in a row of `row` tokens: the indices of those in this rank's run, and where they are in
-        it."""
-        length = -(-row // self.size)
-        index_N = (source_N // length == self.rank).nonzero().squeeze(1)
-        return index_N, source_N[index_N] - self.rank * length
+    def within_run(self, source_N: Tensor, *, row: int) -> tuple[Tensor, Tensor]:
+        """For positions in a row of `row` tokens: (indices of the positions in this rank's run, their positions within
+        the run), both (n,)."""
+        length = self._run_length(row)
+        index_n = (source_N // length == self.rank).nonzero().squeeze(1)
+        return index_n, source_N[index_n] - self.rank * length
 
-    def gather(self, own_values: Tensor, index_N: Tensor, *, total: int) -> Tensor:
-        """(N, …) the values of all ranks; the gradient is of the own ones only, so that it adds up over the ranks."""
-        zeros_N = own_values.detach().new_zeros(total, *own_values.shape[1:])
-        values_N = zeros_N.index_copy(0, index_N, own_values.detach())
+    def gather(self, values_n: Tensor, index_n: Tensor, *, total: int) -> Tensor:
+        """(N, …): the values of all ranks. Only this rank's values have a gradient, so gradients add up over the
+        ranks."""
+        # the ranks' values are at different places, so their sum has each of them
+        zeros_N = values_n.detach().new_zeros(total, *values_n.shape[1:])
+        values_N = zeros_N.index_copy(0, index_n, values_n.detach())
         dist.all_reduce(values_N, group=self.group)
-        return values_N.index_copy(0, index_N, own_values)
+        return values_N.index_copy(0, index_n, values_n)
+
+    def _run_length(self, row: int) -> int:
+        return -(-row // self.size)
 
 
 class _Exchange(torch.autograd.Function):
-    """(S, …): part s goes to rank s; comes back with the parts that the ranks had for this one. Its own transpose."""
+    """Sends part s of (S, …) to rank s, and returns the parts that the ranks sent to this one. It is its own
+    transpose."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: Any) -> Tensor:
@@ -78,21 +84,26 @@ class _Exchange(torch.autograd.Function):
 
 
 class UlyssesLayout:
-    """A layout of the whole row, for ranks that each have a run of it."""
+    """A layout of the whole row, on ranks that each have a run of it."""
 
     def __init__(self, whole: Layout, sequence: SequenceGroup, *, row: int) -> None:
+        """`whole` is the layout of the row of `row` tokens."""
         self.longest = whole.longest
         self._whole, self._sequence, self._row = whole, sequence, row
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """(1, H, C, D), (1, K, C, D) twice -> (1, C, H, D)."""
         size, group = self._sequence.size, self._sequence.group
-        # queries, keys and values in one exchange: one collective per layer has one order on all ranks
+
+        # tokens for heads, with queries, keys and values in one exchange: one collective per layer has the same order
+        # on all ranks
         parts_SXCD = torch.cat([x[0].unflatten(0, (size, -1)) for x in (query, key, value)], dim=1)
         row_XTD = _Exchange.apply(parts_SXCD, group).transpose(0, 1).flatten(1, 2)[:, : self._row]
         heads, key_heads = query.shape[1] // size, key.shape[1] // size
-        own_query, own_key, own_value = (x.unsqueeze(0) for x in row_XTD.split([heads, key_heads, key_heads]))
-        out_THD = self._whole.attend(layer, own_query, own_key, own_value, scale)[0]
+        row_query, row_key, row_value = (x.unsqueeze(0) for x in row_XTD.split([heads, key_heads, key_heads]))
+        out_THD = self._whole.attend(layer, row_query, row_key, row_value, scale)[0]
+
+        # heads for tokens
         length = query.shape[2]
         padded_SCHD = pad(out_THD, (0, 0, 0, 0, 0, size * length - self._row)).unflatten(0, (size, length))
         return _Exchange.apply(padded_SCHD, group).transpose(0, 1).flatten(1, 2).unsqueeze(0)

@@ -1,4 +1,4 @@
-"""The torch backend: trainers in this process."""
+"""The backend of `trainer.kind = "torch"`: trainers in the engine's process."""
 
 from __future__ import annotations
 
@@ -22,26 +22,28 @@ from engine.specs.adapters import Head, LoraSpec
 from engine.specs.engine import LocalEngineSpec
 from storage.chain.records import Numerics
 
+COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
 
 class TorchBackend:
-    """Implements engine.backends.protocol.TrainerBackend for `trainer.kind = "torch"`."""
+    """Implements engine.backends.protocol.TrainerBackend."""
 
     def __init__(self, spec: LocalEngineSpec) -> None:
         self.spec = spec
         self.threads = cpu_threads(fixed=spec.deterministic) if spec.threads == "auto" else spec.threads
         cuda = spec.device == "cuda" or (spec.device == "auto" and torch.cuda.is_available())
         self.device = torch.device("cuda" if cuda else "cpu")
-        if not cuda:  # transformers imports an installed DeepSpeed when it saves, which complains where it finds no GPU
+        if not cuda:
+            # transformers imports an installed DeepSpeed when it saves, and DeepSpeed logs errors if it finds no GPU
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         self.compute_dtype = self._compute_dtype()
         self.master_dtype = torch.float64 if self.compute_dtype == torch.float64 else torch.float32
 
     def _compute_dtype(self) -> torch.dtype:
         if self.spec.compute_dtype != "auto":
-            return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}[
-                self.spec.compute_dtype
-            ]
-        return torch.bfloat16 if not self.spec.deterministic and has_native_bfloat16(self.device) else torch.float32
+            return COMPUTE_DTYPES[self.spec.compute_dtype]
+        lower = not self.spec.deterministic and has_native_bfloat16(self.device)
+        return torch.bfloat16 if lower else torch.float32
 
     @property
     def actors(self) -> ActorCount:
@@ -62,18 +64,20 @@ class TorchBackend:
         )
 
     def prepare_thread(self) -> None:
-        """Called once in the thread that computes: the thread count is a setting of the calling thread."""
+        """Sets the thread count, which is a setting of the calling thread. It is called once, in the thread that
+        computes."""
         torch.set_num_threads(self.threads)
         if self.spec.deterministic and self.device.type == "cuda":
-            # strict: with warn_only, the gradient of attention in float32 stays a sum in any order
+            # strict: with warn_only, the gradient of attention in float32 would still be summed in any order
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
-        disable_progress_bar()  # transformers' own bars would break into the progress a person watches
+        disable_progress_bar()  # transformers' progress bars would be mixed into the engine's own output
 
     @staticmethod
     @contextlib.contextmanager
     def threads_of(numerics: Numerics) -> Iterator[None]:
-        """Computes with the thread count of a committed step: "auto" may have chosen another one since."""
+        """Within this context, torch computes with the thread count of a committed step. "auto" may have chosen another
+        one since."""
         before = torch.get_num_threads()
         torch.set_num_threads(numerics.threads)
         try:
@@ -82,9 +86,10 @@ class TorchBackend:
             torch.set_num_threads(before)
 
     def memory_bytes(self) -> int:
-        """What weights, moments and gradients may fill."""
-        given = self.spec.memory_gib
-        return machine.memory_bytes(self.device) if given == "auto" else int(given * (1 << 30))
+        """Bytes that weights, moments and gradients may take."""
+        if self.spec.memory_gib == "auto":
+            return machine.memory_bytes(self.device)
+        return int(self.spec.memory_gib * (1 << 30))
 
     def operations_per_second(self) -> float:
         return machine.operations_per_second(self.device, self.compute_dtype)
@@ -102,12 +107,13 @@ class TorchBackend:
         return TorchTrainer(model)
 
     def try_load(self, folder: Path) -> None:
-        """Raises BadModelFolder for a folder that `load` would refuse. In this machine's memory, not the device's."""
+        """Raises BadModelFolder for a folder that `load` would refuse. It uses this machine's memory, not the device's.
+        """
         self._load_on_cpu(folder)
 
     def load_base(self, folder: Path, *, key: str = "") -> SharedBase:
-        """A frozen model that adapters share; `key` is its registry key, for what adapters export."""
-        # on the CPU first: the device never holds the part in master precision that is computed in a lower one
+        """A frozen model that adapters share. `key` is its registry key, which exported adapters name."""
+        # loaded on the CPU, so that the device only gets the linear layers in compute precision
         return SharedBase(self._load_on_cpu(folder), device=self.device, key=key)
 
     def _load_on_cpu(self, folder: Path) -> CausalLM:
@@ -117,26 +123,30 @@ class TorchBackend:
 
     @staticmethod
     def adapter(base: SharedBase, spec: LoraSpec, *, init_seed: int) -> AdapterTrainer:
-        """A new adapter on `base`, which it leaves as it is: until its first update it computes what the base does."""
+        """A new adapter on `base`, which it does not change. Before its first update, it computes what the base
+        computes."""
         return AdapterTrainer(base, spec, init_seed=init_seed)
 
     @staticmethod
     def adapter_off(base: SharedBase) -> AdapterOff:
-        """The base itself as a policy that is only read."""
+        """The base itself, as a policy that is only read."""
         return AdapterOff(base)
 
     def close(self) -> None:
-        """Weights go with the slots that hold them."""
+        """Does nothing: weights are freed with the trainers that hold them."""
 
 
 def cpu_threads(*, fixed: bool = False) -> int:
-    """All cores when the machine is idle, else one: under contention, two OpenMP threads are slower than one.
-    `fixed` does not look at the load: the bits of a sum may depend on how many threads shared it."""
+    """All cores when the machine is idle, else one: under contention, two OpenMP threads are slower than one. With
+    `fixed`, all cores whatever the load, because the bits of a sum may depend on the number of threads."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    return cores if fixed or os.getloadavg()[0] < 0.5 * cores else 1
+    if fixed or os.getloadavg()[0] < 0.5 * cores:
+        return cores
+    return 1
 
 
 def has_native_bfloat16(device: torch.device) -> bool:
+    """Whether the device computes in bfloat16 without emulation."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     try:

@@ -101,7 +101,7 @@ class CausalLM:
 
     def packed_hidden(self, packed: Packed) -> Tensor:
         """Hidden states (T, H) of a packed row."""
-        layout = PackedLayout(packed.fans, device=self.device)
+        layout = PackedLayout(packed.groups, device=self.device)
         token_ids_1T, positions_1T = packed.token_ids_T.unsqueeze(0), packed.positions_T.unsqueeze(0)
         return self.hidden(token_ids_1T, positions_1T, layout, packed.images)[0]
 
@@ -170,6 +170,7 @@ class CausalLM:
     def exported_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The same weights under the names that `save_pretrained` gives them: a head that is tied to the embedding has
         the embedding's name."""
+        # save_pretrained leaves out the head's name if head and embedding are one tensor
         tied = {id(self.head.weight)} if self.head.weight is self._embedding() else set()
         heads = {f"{name}.weight" for name, module in self.module.named_modules() if module is self.head}
         seen: set[int] = set()

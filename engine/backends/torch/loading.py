@@ -39,6 +39,7 @@ def load_model(folder: Path, *, dtype: torch.dtype, compute_dtype: torch.dtype, 
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
+    # each branch: the module, its class, and probes of its packed forward pass
     model: CausalLM
     if is_scalar(folder):
         module = _load_module(AutoModelForSequenceClassification, folder, dtype=dtype, device=device)
@@ -86,6 +87,7 @@ def _load_module(auto: Any, folder: Path, *, dtype: torch.dtype, device: torch.d
     """The module that `auto` (a transformers AutoModelFor… class) reads from the folder, on `device`.
 
     Raises BadModelFolder for tensors that are missing, unexpected or broken."""
+    # checks without memory for weights
     check_model_folder(folder)
     register_attention()
     try:
@@ -105,6 +107,7 @@ def _load_module(auto: Any, folder: Path, *, dtype: torch.dtype, device: torch.d
         raise
     except Exception as error:  # the boundary to transformers: a broken file may raise any type of exception
         raise BadModelFolder(f"{folder} does not load as a causal language model: {error}") from error
+    # transformers only warns of weights that are missing or left over; here they are errors
     module, report = loaded
     _check_loading_report(report, folder)
     module.to(device)
@@ -133,9 +136,11 @@ def _check_shapes(auto: Any, folder: Path) -> None:
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if getattr(config, "quantization_config", None) is not None:
         return
+    # shapes by config.json, without memory for weights
     with torch.device("meta"):
         module = auto.from_config(config, attn_implementation="eager", trust_remote_code=False)
     expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    # shapes by the files, from their headers
     stored: dict[str, tuple[int, ...]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         stored |= shapes_of(path)

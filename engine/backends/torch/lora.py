@@ -1,9 +1,10 @@
-"""LoRA (arXiv:2106.09685) as linear layers that take their low-rank pair for the time of a call.
+"""LoRA (arXiv:2106.09685): linear layers that add a low-rank pair of matrices for the time of a call.
 
-The layers replace a model's own under the same names and with the same weights, so everything else about the model
-(packing, head, digests, export) stays as it was, and a layer without a pair computes exactly what it did before.
-Pairs are not part of the module: many adapters share one base, and the switch is an attribute. Names, shapes, scale
-and the distribution of A are peft's; peft itself wraps the whole model in another one, which hides the decoder.
+The layers replace a model's own under the same names and with the same weights. So everything else about the model
+(packing, head, digests, export) stays as it was, and a layer without a pair computes exactly what it did before. Pairs
+are not part of the module: many adapters share one base model, and an attribute of the layer says which is in use.
+Names, shapes, scale and the distribution of A are peft's. peft itself wraps the whole model in another one, which hides
+the decoder.
 
 Axes: I input feature · O output feature · R rank
 """
@@ -34,14 +35,14 @@ ADAPTER_FILE, ADAPTER_CONFIG_FILE = "adapter_model.safetensors", "adapter_config
 
 @dataclass(frozen=True, slots=True)
 class LoraPair:
-    """What one adapter adds to one layer: scale * B @ A."""
+    """The matrices of one adapter for one layer, whose weight becomes W + scale * B @ A."""
 
     a_RI: Tensor
     b_OR: Tensor
     scale: float
 
     def delta(self) -> Tensor:
-        """(O, I) in the pair's dtype."""
+        """scale * B @ A (O, I), in the pair's dtype."""
         return self.scale * (self.b_OR.detach() @ self.a_RI.detach())
 
 
@@ -49,7 +50,7 @@ class LoraLinear(nn.Linear):
     """A linear layer with a frozen weight and, during a call, the pair of the adapter in use."""
 
     def __init__(self, original: nn.Linear) -> None:
-        nn.Module.__init__(self)  # nn.Linear's own would allocate a second weight
+        nn.Module.__init__(self)  # nn.Linear.__init__ would allocate a second weight
         self.in_features, self.out_features = original.in_features, original.out_features
         self.weight, self.bias = original.weight, original.bias
         self.pair: LoraPair | None = None
@@ -61,29 +62,30 @@ class LoraLinear(nn.Linear):
         return output + self.pair.scale * linear(linear(input, self.pair.a_RI), self.pair.b_OR)
 
 
-Pairs = Mapping[str, LoraPair]
-"""By the name of the layer, in the order of the names."""
+LoraPairs = Mapping[str, LoraPair]
+"""The pairs of an adapter, by the name of the layer, sorted by name."""
 
 
 def replace_linears(model: CausalLM) -> dict[str, LoraLinear]:
-    """Puts a LoraLinear in the place of every linear layer but the head; returns them by name, sorted."""
-    found = {}
+    """Replaces every linear layer but the head by a LoraLinear; returns the new layers by name, sorted."""
+    layers = {}
     for name, child in sorted(model.module.named_modules()):
         if type(child) is nn.Linear and child is not model.head:
-            parent, _, own = name.rpartition(".")
-            found[name] = LoraLinear(child)
-            setattr(model.module.get_submodule(parent), own, found[name])
-    return found
+            parent, _, attribute = name.rpartition(".")
+            layers[name] = LoraLinear(child)
+            setattr(model.module.get_submodule(parent), attribute, layers[name])
+    return layers
 
 
 def lora_layers(module: nn.Module) -> dict[str, LoraLinear]:
-    """The replaced layers of a module, or of a copy of it, by name, sorted."""
+    """The LoraLinear layers of a module, or of a copy of it, by name, sorted."""
     return {name: child for name, child in sorted(module.named_modules()) if isinstance(child, LoraLinear)}
 
 
 @contextmanager
-def using(layers: Mapping[str, LoraLinear], pairs: Pairs) -> Iterator[None]:
-    """The layers compute with these pairs, and afterwards, whatever happens, with those they had before."""
+def using(layers: Mapping[str, LoraLinear], pairs: LoraPairs) -> Iterator[None]:
+    """Within this context the layers compute with these pairs. Afterwards, also after an error, they have their former
+    pairs again."""
     before = {name: layer.pair for name, layer in layers.items()}
     try:
         for name, layer in layers.items():
@@ -101,36 +103,48 @@ def target_layers(model: CausalLM, layers: Mapping[str, LoraLinear], spec: LoraS
         BadSpec: a name matches no linear layer, or only the language head, or the model has no linear layers.
     """
     if not layers:
-        raise BadSpec("the model has no plain linear layers besides its head, so LoRA has nothing to adapt")
+        raise BadSpec(
+            "the model has no plain linear layers besides its head, so LoRA has nothing to adapt; train the whole model"
+        )
     if spec.target_modules == ALL_LINEAR:
         return dict(layers)
+    # every name must match a layer, and the error names the first that does not
     for target in spec.target_modules:
-        if not any(_names(target, name) for name in layers):
-            is_head = any(_names(target, name) for name, m in model.module.named_modules() if m is model.head)
+        if not any(_matches(target, name) for name in layers):
+            heads = [name for name, module in model.module.named_modules() if module is model.head]
+            is_head = any(_matches(target, name) for name in heads)
+            reason = "the language head, which is not adapted" if is_head else "no linear layer of the model"
             raise BadSpec(
-                f"target_modules names {target!r}, which is "
-                + ("the language head, which is not adapted" if is_head else "no linear layer of the model")
-                + f"; expected 'all-linear' or some of {', '.join(short_names(layers))}"
+                f"target_modules names {target!r}, which is {reason}; expected 'all-linear' or some of "
+                f"{', '.join(short_names(layers))}"
             )
-    return {n: layer for n, layer in layers.items() if any(_names(target, n) for target in spec.target_modules)}
+    # in the order of the layers, which is that of their names
+    targets = {}
+    for name, layer in layers.items():
+        if any(_matches(target, name) for target in spec.target_modules):
+            targets[name] = layer
+    return targets
 
 
-def _names(target: str, layer: str) -> bool:
+def _matches(target: str, layer: str) -> bool:
     return layer == target or layer.endswith("." + target)
 
 
 def short_names(layers: Mapping[str, Any]) -> list[str]:
-    """The last parts of the layers' names, each once: what peft lists."""
+    """The last parts of the layers' names, each once, as peft lists them."""
     return sorted({name.rpartition(".")[2] for name in layers})
 
 
 def new_pairs(
     targets: Mapping[str, LoraLinear], spec: LoraSpec, *, init_seed: int, dtype: torch.dtype
 ) -> dict[str, LoraPair]:
-    """A uniform in +-1/sqrt(I), which is peft's kaiming_uniform_(a=sqrt(5)), each layer from a generator of its own,
-    on the CPU in float32 whatever the device and dtype; B zero."""
+    """Pairs of a new adapter. A is uniform in ±1/sqrt(I), which is peft's kaiming_uniform_(a=sqrt(5)); B is zero.
+
+    Each A is drawn from a generator of its own, on the CPU in float32, whatever the device and dtype.
+    """
     pairs = {}
     for name, layer in targets.items():
+        # the seed depends on the layer's name, so a layer's A does not depend on which others are adapted
         seed = hashlib.sha256(f"{init_seed} {name}.{A_NAME}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(seed[:8], "big") >> 1)
         bound = 1 / sqrt(layer.in_features)
@@ -144,23 +158,24 @@ def new_pairs(
     return pairs
 
 
-def copy_pairs(pairs: Pairs, dtype: torch.dtype) -> dict[str, LoraPair]:
+def copy_pairs(pairs: LoraPairs, dtype: torch.dtype) -> dict[str, LoraPair]:
     """Copies without gradients, for a sampler in another precision."""
-    return {
-        name: LoraPair(pair.a_RI.detach().to(dtype, copy=True), pair.b_OR.detach().to(dtype, copy=True), pair.scale)
-        for name, pair in pairs.items()
-    }
+    copies = {}
+    for name, pair in pairs.items():
+        a_RI, b_OR = pair.a_RI.detach().to(dtype, copy=True), pair.b_OR.detach().to(dtype, copy=True)
+        copies[name] = LoraPair(a_RI, b_OR, pair.scale)
+    return copies
 
 
-def pair_tensors(pairs: Pairs) -> Iterator[tuple[str, Any]]:
-    """A and B of every layer, sorted by name."""
+def pair_tensors(pairs: LoraPairs) -> Iterator[tuple[str, Any]]:
+    """(name, tensor) of A and B of every layer, sorted by name."""
     for name, pair in pairs.items():
         yield f"{name}.{A_NAME}", pair.a_RI
         yield f"{name}.{B_NAME}", pair.b_OR
 
 
-def peft_config(spec: LoraSpec, pairs: Pairs, base_model: str) -> str:
-    """adapter_config.json."""
+def peft_config(spec: LoraSpec, pairs: LoraPairs, base_model: str) -> str:
+    """The text of adapter_config.json."""
     fields = {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if spec.head == "scalar" else "CAUSAL_LM",

@@ -1,10 +1,10 @@
-"""Packing: samples laid out in one row without padding, a shared prompt computed once.
+"""Packing: samples laid out in one row without padding, in which a shared prompt is computed once.
 
-A row is a list of *segments*. A plain segment attends to itself, causally. The completions of one group form a
-*fan*: the prompt stands once, and every branch attends to the prompt and, causally, to itself. No token of one
-sample is ever visible to another sample's tokens (the shared prompt belongs to all of its group).
+A row consists of *prefix groups*. The completions of one prompt form a group: the prompt stands once, and each branch
+attends to the prompt and, causally, to itself. A single sequence is a group without branches, which attends to itself
+causally. No token of one sample is visible to another sample's tokens, except the shared prompt of their group.
 
-Axes: T packed token · N trained token · S sequence · G branch of a fan · Q longest branch of a fan
+Axes: T packed token · N trained token · S sequence
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ from engine.models.images import Images, PlacedImage, common_prefix_length
 
 
 class Packable(Protocol):
-    """What packing reads: engine.models.samples.Sample and engine.protocol.TokenSequence both have it."""
+    """The attributes that packing reads. engine.models.samples.Sample and engine.protocol.TokenSequence have them."""
 
     @property
     def token_ids(self) -> list[int]: ...
     @property
-    def weights(self) -> list[float]: ...
+    def weights(self) -> list[float]:
+        """The loss mask: tokens with a weight above 0 are trained."""
+        ...
+
     @property
     def group(self) -> str: ...
     @property
@@ -35,8 +38,9 @@ class Packable(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Fan:
-    """A prompt at [start, start + prefix) and the branches after it; a plain segment is a fan without branches."""
+class PrefixGroup:
+    """A prompt at [start, start + prefix) of the packed row, and the branches after it. A single sequence has no
+    branches, and is the prefix."""
 
     start: int
     prefix: int
@@ -50,53 +54,41 @@ class Fan:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """One packed forward. The logits at `source_N` predict `target_N`, trained tokens in the order of the samples."""
+    """The inputs of one packed forward pass. The logits at the positions `source_N` predict the tokens `target_N`,
+    which are the trained tokens in the order of the samples."""
 
     token_ids_T: Tensor
     positions_T: Tensor
-    fans: tuple[Fan, ...]
+    groups: tuple[PrefixGroup, ...]
     source_N: Tensor
     target_N: Tensor
     trained_S: tuple[int, ...]
+    """Number of trained tokens of each sequence."""
     images: Images = ()
-    """Those of all samples, placed in the packed row."""
+    """The images of all samples, placed in the packed row."""
 
 
-def shared_prefix(samples: Sequence[Packable]) -> int:
-    """Tokens that all samples begin with and none trains, images included, leaving each at least one token of its
-    own."""
-    shared = _shared_tokens(samples)
-    if not any(sample.images for sample in samples):
-        return shared
-    return common_prefix_length([sample.images for sample in samples], shared)
-
-
-def _shared_tokens(samples: Sequence[Packable]) -> int:
-    shortest = min(len(sample.token_ids) for sample in samples) - 1
-    first = samples[0]
-    for position in range(shortest):
-        token = first.token_ids[position]
-        if any(s.token_ids[position] != token or s.weights[position] > 0 for s in samples):
-            return position
-    return max(shortest, 0)
+# -- micro-batches ---------------------------------------------------------------------------------------------
 
 
 def micro_batches(
     samples: Sequence[Packable], *, max_tokens: int, whole_groups: bool = False
 ) -> list[list[int]]:
-    """Indices of the samples of each packed forward, at most `max_tokens` packed tokens each.
+    """Indices of the samples of each packed forward pass, which has at most `max_tokens` packed tokens.
 
-    Samples of a group are kept together where they fit, so that their prompt is computed once; with `whole_groups`
-    always, because their loss is one (a pair).
+    Samples of a group stay together where they fit, so that their prompt is computed once. With `whole_groups` they
+    always do, because the loss is one of the group (a pair).
 
     Raises:
-        SampleTooLong: one sample alone, or a group that must stay whole, is longer than `max_tokens`.
+        SampleTooLong: a sample, or with `whole_groups` a group, has more than `max_tokens` tokens.
     """
-    order = sorted(range(len(samples)), key=lambda i: (samples[i].group, i))
-    chosen: list[list[int]] = []
+    # members of a group become neighbours; samples without a group come first
+    order = sorted(range(len(samples)), key=lambda index: (samples[index].group, index))
+    batches: list[list[int]] = []
     current: list[int] = []
     used = 0
-    for _, members in groupby(order, key=lambda i: samples[i].group or f"#{i}"):
+    for _, members in groupby(order, key=lambda index: _group_key(samples, index)):
+        # a run stays together; several runs may share a micro-batch
         runs = _split_group(list(members), samples, max_tokens)
         if whole_groups and len(runs) > 1:
             raise SampleTooLong(
@@ -104,17 +96,33 @@ def micro_batches(
                 f"one packed forward takes ({max_tokens}); raise max_tokens_per_forward (max_batch_size), or shorten "
                 "or drop the pair"
             )
-        for index in runs:
-            cost = _packed_length([samples[i] for i in index])
-            if current and used + cost > max_tokens:
-                chosen.append(current)
+        for run in runs:
+            length = _packed_length([samples[index] for index in run])
+            if current and used + length > max_tokens:
+                batches.append(current)
                 current, used = [], 0
-            current, used = current + index, used + cost
-    return [*chosen, current] if current else chosen
+            current += run
+            used += length
+    return [*batches, current] if current else batches
+
+
+def longest_unit(samples: Sequence[Packable], *, whole_groups: bool) -> int:
+    """The smallest `max_tokens` that `micro_batches` accepts: packed tokens of the longest sample, or of the longest
+    group. 0 without samples."""
+    units: dict[str, list[Packable]] = {}
+    for index, sample in enumerate(samples):
+        key = _group_key(samples, index) if whole_groups else f"#{index}"
+        units.setdefault(key, []).append(sample)
+    return max((_packed_length(unit) for unit in units.values()), default=0)
+
+
+def _group_key(samples: Sequence[Packable], index: int) -> str:
+    """Samples with the same key belong together. A sample without a group has a key of its own."""
+    return samples[index].group or f"#{index}"
 
 
 def _split_group(members: list[int], samples: Sequence[Packable], max_tokens: int) -> list[list[int]]:
-    """The members of one group in runs that fit one forward."""
+    """The members of one group, in runs that fit one forward pass."""
     runs: list[list[int]] = [[]]
     for index in members:
         length = len(samples[index].token_ids)
@@ -124,7 +132,8 @@ def _split_group(members: list[int], samples: Sequence[Packable], max_tokens: in
                 f"a sequence {f'of the group {group!r} ' if group else ''}has {length} tokens, and one packed forward "
                 f"takes {max_tokens}; raise max_tokens_per_forward (max_batch_size), or shorten or drop the sequence"
             )
-        if runs[-1] and _packed_length([samples[i] for i in [*runs[-1], index]]) > max_tokens:
+        longer_run = [samples[member] for member in [*runs[-1], index]]
+        if runs[-1] and _packed_length(longer_run) > max_tokens:
             runs.append([])
         runs[-1].append(index)
     return runs
@@ -137,61 +146,90 @@ def _packed_length(samples: Sequence[Packable]) -> int:
     return prefix + sum(len(sample.token_ids) - prefix for sample in samples)
 
 
-def longest_unit(samples: Sequence[Packable], *, whole_groups: bool) -> int:
-    """The least `max_tokens` that `micro_batches` takes: packed tokens of the longest sample, or of the longest group.
-    0 without samples."""
-    units: dict[str, list[Packable]] = {}
-    for index, sample in enumerate(samples):
-        units.setdefault(sample.group if whole_groups and sample.group else f"#{index}", []).append(sample)
-    return max((_packed_length(unit) for unit in units.values()), default=0)
+def shared_prefix(samples: Sequence[Packable]) -> int:
+    """Number of tokens that all samples begin with and none trains, images included. Each sample keeps at least one
+    token of its own."""
+    shared = _shared_tokens(samples)
+    if not any(sample.images for sample in samples):
+        return shared
+    return common_prefix_length([sample.images for sample in samples], shared)
+
+
+def _shared_tokens(samples: Sequence[Packable]) -> int:
+    shortest = min(len(sample.token_ids) for sample in samples) - 1
+    first = samples[0]
+    for position in range(shortest):
+        token = first.token_ids[position]
+        if any(sample.token_ids[position] != token or sample.weights[position] > 0 for sample in samples):
+            return position
+    return max(shortest, 0)
+
+
+# -- the packed row --------------------------------------------------------------------------------------------
 
 
 def pack(samples: Sequence[Packable], *, device: torch.device) -> Packed:
-    """Lays out the samples of one micro-batch; neighbours of one group share their prompt."""
+    """Lays out the samples of one micro-batch. Neighbours of one group share their prompt."""
     tokens: list[int] = []
     positions: list[int] = []
-    fans: list[Fan] = []
+    groups: list[PrefixGroup] = []
     sources: list[int] = []
     targets: list[int] = []
     images: list[PlacedImage] = []
-    for _, members in groupby(range(len(samples)), key=lambda i: samples[i].group or f"#{i}"):
-        rows = [samples[i] for i in members]
-        fan = _lay_out(rows, tokens, positions)
-        fans.append(fan)
-        if fan.branches:
-            images += _moved([image for image in rows[0].images if image.start < fan.prefix], fan.start)
-        for row, (start, _) in zip(rows, fan.branches or ((fan.start, fan.prefix),), strict=True):
-            prefix = fan.prefix if fan.branches else 0
+    for _, members in groupby(range(len(samples)), key=lambda index: _group_key(samples, index)):
+        rows = [samples[index] for index in members]
+        group = _lay_out(rows, tokens, positions)
+        groups.append(group)
+        if group.branches:
+            in_prompt = [image for image in rows[0].images if image.start < group.prefix]
+            images += _moved(in_prompt, group.start)
+        # each row's own tokens: the whole sequence, or its branch after the shared prompt
+        prefix = group.prefix if group.branches else 0
+        own_parts = group.branches or ((group.start, group.prefix),)
+        for row, (start, _) in zip(rows, own_parts, strict=True):
             images += _moved(row.images, start, after=prefix)
             for position, weight in enumerate(row.weights):
                 if weight > 0:
-                    offset = position - prefix
-                    sources.append(start + offset - 1 if offset > 0 else fan.start + prefix - 1)
+                    sources.append(_source_of(position - prefix, start, group))
                     targets.append(row.token_ids[position])
-    as_tensor = lambda values: torch.tensor(values, dtype=torch.long, device=device)  # noqa: E731
+
+    def as_tensor(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.long, device=device)
+
     return Packed(
         token_ids_T=as_tensor(tokens),
         positions_T=as_tensor(positions),
-        fans=tuple(fans),
+        groups=tuple(groups),
         source_N=as_tensor(sources),
         target_N=as_tensor(targets),
-        trained_S=tuple(sum(w > 0 for w in sample.weights) for sample in samples),
+        trained_S=tuple(_trained_tokens(sample) for sample in samples),
         images=tuple(images),
     )
 
 
+def _source_of(offset: int, start: int, group: PrefixGroup) -> int:
+    """Place in the packed row of the token before the one at `offset` of a part that begins at `start`. The token
+    before a branch is the last one of the prompt."""
+    return start + offset - 1 if offset > 0 else group.start + group.prefix - 1
+
+
+def _trained_tokens(sample: Packable) -> int:
+    return sum(weight > 0 for weight in sample.weights)
+
+
 def _moved(images: Iterable[PlacedImage], start: int, *, after: int = 0) -> list[PlacedImage]:
-    """The images from token `after` of a sequence on, whose token `after` stands at `start` of the packed row."""
+    """The images of a sequence from its token `after` on, placed in the packed row, where that token is at `start`."""
     return [replace(image, start=start + image.start - after) for image in images if image.start >= after]
 
 
-def _lay_out(rows: list[Packable], tokens: list[int], positions: list[int]) -> Fan:
+def _lay_out(rows: list[Packable], tokens: list[int], positions: list[int]) -> PrefixGroup:
     """Appends one group to the packed row."""
     start = len(tokens)
     if len(rows) == 1:
+        length = len(rows[0].token_ids)
         tokens += rows[0].token_ids
-        positions += range(len(rows[0].token_ids))
-        return Fan(start, len(rows[0].token_ids))
+        positions += range(length)
+        return PrefixGroup(start, length)
     prefix = shared_prefix(rows)
     tokens += rows[0].token_ids[:prefix]
     positions += range(prefix)
@@ -200,4 +238,4 @@ def _lay_out(rows: list[Packable], tokens: list[int], positions: list[int]) -> F
         branches.append((len(tokens), len(row.token_ids) - prefix))
         tokens += row.token_ids[prefix:]
         positions += range(prefix, len(row.token_ids))
-    return Fan(start, prefix, tuple(branches))
+    return PrefixGroup(start, prefix, tuple(branches))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.backends.torch.attention import IMPLEMENTATION, PackedLayout
 from engine.backends.torch.causal_lm import CausalLM
-from engine.backends.torch.packing import Fan
+from engine.backends.torch.packing import PrefixGroup
 from engine.backends.torch.vision_lm import VisionLM
 from engine.errors import BadModelFolder
 from engine.models.images import Images, PlacedImage
@@ -46,6 +46,7 @@ def probe_scalar_forward(model: CausalLM, folder: Path) -> None:
     the last token."""
     token_ids_T = _probe_tokens(model)
     module: Any = model.module
+    # without a padding token, the model's own forward scores the last position
     pad, module.config.pad_token_id = module.config.pad_token_id, None
     module.set_attn_implementation("eager")
     expected_1 = module(input_ids=token_ids_T.unsqueeze(0), use_cache=False).logits[0].float()
@@ -70,6 +71,7 @@ def probe_image(model: VisionLM, folder: Path) -> None:
             f"{folder}: an image takes {count} tokens, more than the context of {model.context_length} has room for; "
             "use a model with a longer context"
         )
+    # one image between text tokens
     encoded = io.BytesIO()
     Image.linear_gradient("L").save(encoded, format="PNG")
     image = PlacedImage(2, count, encoded.getvalue())
@@ -97,7 +99,7 @@ def _packed_hidden(model: CausalLM, token_ids_T: Tensor, images: Images = ()) ->
 def _layout_hidden(model: CausalLM, token_ids_T: Tensor, images: Images = ()) -> Tensor:
     """Hidden states (1, T, H) of one packed sequence."""
     length = len(token_ids_T)
-    layout = PackedLayout([Fan(0, length)], device=model.device)
+    layout = PackedLayout([PrefixGroup(0, length)], device=model.device)
     positions_T = torch.arange(length, device=model.device)
     return model.hidden(token_ids_T.unsqueeze(0), positions_T.unsqueeze(0), layout, images)
 

@@ -1,12 +1,12 @@
 """One frozen base model in memory, and the policies that are adapters on it.
 
-What the base holds: every weight once. Where compute is in a lower precision than the master weights, linear layers
-are held in the compute dtype only, since autocast would round exactly these on every call; embeddings and norms stay
-in the master dtype, so that the residual stream does. Policy 0 of an adapter therefore equals the fully trained
-model's policy 0 to the bit, in float32 and under bfloat16 autocast alike. Adapters are in the master dtype.
+The base holds every weight once. Where the compute precision is lower than the master precision, linear layers are held
+in the compute dtype only, because autocast would round exactly these on every call. Embeddings and norms stay in the
+master dtype, so that the residual stream does. So policy 0 of an adapter is equal to policy 0 of the fully trained
+model, bit for bit, in float32 and under bfloat16 autocast. Adapters are in the master dtype.
 
-A sampler in a lower precision shares the linear layers and adds one copy of the rest per base, whatever the number of
-adapters, and a copy of its adapter.
+A sampler in a lower precision shares the linear layers. It adds one copy of the other weights per base, whatever the
+number of adapters, and a copy of its adapter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from engine.backends.torch.lora import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_FILE,
     PEFT_PREFIX,
-    Pairs,
+    LoraPairs,
     new_pairs,
     pair_tensors,
     peft_config,
@@ -43,29 +43,33 @@ from engine.specs.adapters import LoraSpec
 
 
 class SharedBase:
-    """Takes over a freshly loaded model: freezes it, lets its linear layers take adapters, moves it to `device`.
+    """A frozen model whose linear layers take adapters. It takes over a freshly loaded model, and moves it to `device`.
 
-    `digest` is the weights' digest as loaded, equal to that of a full trainer before its first update."""
+    `digest` is the digest of the weights as loaded, equal to that of a full trainer before its first update."""
 
     def __init__(self, model: CausalLM, *, device: torch.device, key: str = "") -> None:
         self.key = key
         self.digest, self.digests = digest_tensors(model.named_weights())
-        self._score = copy.deepcopy(model.head) if model.scalar else None  # before it is lowered
+        self._score = copy.deepcopy(model.head) if model.scalar else None  # in master precision
+        # linear layers become LoraLinear first, so that the frozen copy for samplers has them too
         self.layers = replace_linears(model)
         module = model.module.requires_grad_(False)
         _lower_linears(module, model.compute_dtype)
-        self.model = model.with_module(module.to(device), compute_dtype=model.compute_dtype, master_dtype=model.dtype)
+        self.model = model.with_module(
+            module.to(device), compute_dtype=model.compute_dtype, master_dtype=model.dtype
+        )
         self._sampling: CausalLM | None = None
 
     def scalar_model(self, *, init_seed: int) -> ScalarLM:
-        """The base's decoder under a scalar head of its own: a copy of the base's, or a new one as `init_seed` draws
-        it. Raises BadModelFolder for an architecture that has none."""
+        """The base's decoder under a scalar head of its own: a copy of the base's scalar head, or else a new head from
+        `init_seed`. Raises BadModelFolder for an architecture that has no scalar model."""
         head = new_head(self.model, init_seed) if self._score is None else copy.deepcopy(self._score)
         head.to(self.model.device).requires_grad_(True)
         return with_scalar_head(self.model, head, self.key or "the base model")
 
     def sampling_model(self) -> CausalLM:
-        """The base in the compute dtype throughout, as samplers use it: itself, or the one copy."""
+        """The base with all weights in the compute dtype, for samplers: the base itself, or a copy that all samplers
+        share."""
         if self.model.compute_dtype == self.model.dtype:
             return self.model
         if self._sampling is None:
@@ -74,15 +78,21 @@ class SharedBase:
         return self._sampling
 
     def nbytes(self) -> int:
-        """Bytes of the weights held now, each once: the base's own and, once there is a sampler, what its copy adds."""
+        """Bytes of the weights in memory now, each counted once: those of the base, and those that the samplers' copy
+        adds."""
         models = [self.model] if self._sampling is None else [self.model, self._sampling]
-        held = {t.data_ptr(): t.nbytes for model in models for _, t in model.named_weights()}
-        return sum(held.values())
+        sizes: dict[int, int] = {}
+        for model in models:
+            sizes |= {tensor.data_ptr(): tensor.nbytes for _, tensor in model.named_weights()}
+        return sum(sizes.values())
 
 
 def _lower_linears(module: nn.Module, dtype: torch.dtype) -> None:
-    """Linear layers in `dtype`, but for weights that another kind of layer shares (a tied head)."""
-    shared = {id(p) for m in module.modules() if not isinstance(m, nn.Linear) for p in m.parameters(recurse=False)}
+    """Casts linear layers to `dtype`, except weights that a layer of another kind shares (a tied head)."""
+    shared: set[int] = set()
+    for child in module.modules():
+        if not isinstance(child, nn.Linear):
+            shared |= {id(parameter) for parameter in child.parameters(recurse=False)}
     for child in module.modules():
         if isinstance(child, nn.Linear):
             for parameter in child.parameters(recurse=False):
@@ -91,9 +101,9 @@ def _lower_linears(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 class SharedTrainer(TorchTrainer):
-    """A policy on a shared base: its pairs are in the base's layers for the time of each call."""
+    """A policy on a shared base. During each call, its pairs are in the base's layers."""
 
-    def __init__(self, base: SharedBase, pairs: Pairs) -> None:
+    def __init__(self, base: SharedBase, pairs: LoraPairs) -> None:
         super().__init__(base.model)
         self.base, self.pairs = base, pairs
 
@@ -108,10 +118,11 @@ class SharedTrainer(TorchTrainer):
 
     @torch.no_grad()
     def export_merged(self, folder: Path) -> dict[str, Path]:
-        """W + scale * B @ A of every layer, in the master dtype, as a fully trained model is exported. Takes memory for
-        one whole model while it writes."""
+        """Writes W + scale * B @ A of every layer, in the master dtype, in the format of a fully trained model. While
+        it writes, it takes the memory of one whole model."""
         folder.mkdir(parents=True, exist_ok=True)
         module: Any = self.model.module
+        # the module's own weights stay as they are: the sum is computed in a copy
         state = {name: tensor.to(self.model.dtype) for name, tensor in module.state_dict().items()}
         for name, pair in self.pairs.items():
             weight = f"{name}.weight"
@@ -121,8 +132,8 @@ class SharedTrainer(TorchTrainer):
 
 
 class AdapterTrainer(SharedTrainer):
-    """Trains one LoRA adapter, and a scalar head where the spec asks for one. Checkpoints and digests hold these only;
-    the digest names the base's."""
+    """Trains one LoRA adapter, and a scalar head if the spec has one. Checkpoints and digests contain only these; the
+    digest includes the base's digest."""
 
     def __init__(self, base: SharedBase, spec: LoraSpec, *, init_seed: int) -> None:
         targets = target_layers(base.model, base.layers, spec)
@@ -134,7 +145,7 @@ class AdapterTrainer(SharedTrainer):
             raise BadSpec(scalar_head_message(base.key or "the base model"))
 
     def trained(self) -> list[tuple[str, nn.Parameter]]:
-        """With a scalar head, that too: it is the adapter's own."""
+        """The pairs, and the adapter's scalar head if it has one."""
         if not self.scalar:
             return super().trained()
         head = [(f"{HEAD_NAME}.{name}", parameter) for name, parameter in self.model.head.named_parameters()]
@@ -144,7 +155,7 @@ class AdapterTrainer(SharedTrainer):
         return digest_tensors(self.weights(), base=self.base.digest)
 
     def export(self, folder: Path) -> dict[str, Path]:
-        """A peft adapter folder, which names the base by its registry key."""
+        """Writes a peft adapter folder, which names the base by its registry key."""
         folder.mkdir(parents=True, exist_ok=True)
         files = {name: folder / name for name in (ADAPTER_CONFIG_FILE, ADAPTER_FILE)}
         write_tensors(files[ADAPTER_FILE], ((PEFT_PREFIX + name, tensor) for name, tensor in self.weights()))
@@ -153,7 +164,8 @@ class AdapterTrainer(SharedTrainer):
 
 
 class AdapterOff(SharedTrainer):
-    """The base itself, read only: logprobs, digest and export. Everything that would change or save it is refused."""
+    """The base itself, which can only be read: logprobs, digest and export. Every call that would change or save it
+    raises BadSpec."""
 
     def __init__(self, base: SharedBase) -> None:
         super().__init__(base, {})
@@ -162,10 +174,10 @@ class AdapterOff(SharedTrainer):
         return self.base.digest, self.base.digests
 
     def update(self, *_: Any, **__: Any) -> NoReturn:
-        raise BadSpec("the frozen base of adapters was asked for an update; train an adapter on it instead")
+        raise BadSpec("the frozen base of adapters cannot be updated; train an adapter on it instead")
 
     def write_checkpoint(self, folder: Path) -> NoReturn:
-        raise BadSpec("the frozen base of adapters needs no checkpoint: it is a registered model")
+        raise BadSpec("the frozen base of adapters has no checkpoint; it is a registered model: use that")
 
     def read_checkpoint(self, files: dict[str, Path], *, optimizer: bool) -> NoReturn:
-        raise BadSpec("a checkpoint was to be read into the frozen base of adapters; read it into an adapter")
+        raise BadSpec("a checkpoint cannot be read into the frozen base of adapters; read it into an adapter")

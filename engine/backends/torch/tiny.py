@@ -1,6 +1,7 @@
-"""A tiny model of a real architecture, built offline in under a second: what tests and the quickest demo train.
+"""A tiny model of a real architecture, built offline in under a second, for tests and the demo.
 
-Random weights, a byte-level tokenizer (every UTF-8 text round-trips), a ChatML template. Equal seeds, equal bytes.
+It has random weights, a byte-level tokenizer (every UTF-8 text decodes to itself) and a ChatML template. Equal seeds
+give equal bytes.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ CHAT_TEMPLATE = (
 def build_tiny_model(folder: Path, *, seed: int, hidden: int = 128, layers: int = 4) -> Path:
     """Writes a plain Hugging Face folder (Llama, about a million float32 parameters by default) and returns it.
 
-    `hidden` is a multiple of 64: pairs of query heads of 32 share a key-value head. The global random state is left
-    as it was. Raises ValueError on another `hidden`, or on fewer layers than one.
+    `hidden` must be a multiple of 64: pairs of query heads of size 32 share a key-value head. The global random state
+    does not change. Raises ValueError for another `hidden`, or without layers.
     """
     if hidden < 2 * HEAD_SIZE or hidden % (2 * HEAD_SIZE) or layers < 1:
         raise ValueError(
-            f"hidden={hidden}, layers={layers}: expected hidden a multiple of {2 * HEAD_SIZE} and at least one layer"
+            f"hidden={hidden}, layers={layers} was given; give a hidden that is a multiple of {2 * HEAD_SIZE}, and at "
+            "least one layer"
         )
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = byte_tokenizer()
@@ -54,6 +56,7 @@ def build_tiny_model(folder: Path, *, seed: int, hidden: int = 128, layers: int 
         pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
     )
+    # the weights, drawn without a change of the global random state
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
@@ -64,13 +67,14 @@ def build_tiny_model(folder: Path, *, seed: int, hidden: int = 128, layers: int 
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One id per byte after the three specials; no merges, so 259 ids, and any text decodes to itself."""
+    """A tokenizer with three special tokens, then one id per byte: 259 ids, no merges. Any text decodes to itself."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate([PAD, START, END, *alphabet])}
     tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (PAD, START, END)])
+    special_tokens = [AddedToken(token, special=True, normalized=False) for token in (PAD, START, END)]
+    tokenizer.add_special_tokens(special_tokens)
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=START,

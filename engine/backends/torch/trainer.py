@@ -1,4 +1,4 @@
-"""The torch trainer: packed forwards, AdamW on master weights, one process, CPU or one GPU."""
+"""The torch trainer: packed forward passes and AdamW on master weights, in one process, on the CPU or one GPU."""
 
 from __future__ import annotations
 
@@ -12,25 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from engine.backends.protocol import Objective, UpdateReport
+from engine.backends.torch.batch_checks import check_gives, check_loss_fits_head, check_sequences, validate_batch
 from engine.backends.torch.causal_lm import CausalLM
+from engine.backends.torch.out_of_memory import is_out_of_memory, retry_with_half
 from engine.backends.torch.packing import Packable, Packed, micro_batches, pack
 from engine.backends.torch.updates import (
     Accumulated,
     Totals,
     adamw_groups,
-    check_gives,
-    check_reads,
-    check_sequences,
-    forward_of,
-    is_out_of_memory,
-    metrics_of,
+    count_totals,
+    has_gradient,
+    make_forward,
     micro_batch_loss,
-    per_sequence,
     set_adamw,
-    split_once,
-    totals_of,
-    validate_batch,
-    without_gradient,
+    split_by_sequence,
+    update_metrics,
 )
 from engine.backends.weight_files.digests import digest_tensors
 from engine.backends.weight_files.pieces import moment_shapes, open_checkpoint
@@ -49,7 +45,7 @@ T = TypeVar("T")
 
 
 class TorchTrainer:
-    """Implements engine.backends.protocol.Trainer on one `CausalLM`, all of whose weights it trains and owns."""
+    """Implements engine.backends.protocol.Trainer for one `CausalLM`. It trains and owns all of the model's weights."""
 
     def __init__(self, model: CausalLM) -> None:
         self.model = model
@@ -62,21 +58,23 @@ class TorchTrainer:
         return [(name, p) for name, p in self.model.module.named_parameters() if p.requires_grad]
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
-        """What a checkpoint holds, sorted by name: weights that this trainer alone owns."""
+        """The weights in a checkpoint, sorted by name: those that only this trainer owns."""
         return self.model.named_weights()
 
     def in_use(self) -> AbstractContextManager[object]:
-        """Around every forward: the model computes with this trainer's weights."""
+        """A context within which the model computes with this trainer's weights."""
         return nullcontext()
 
     def nbytes(self, *, training: bool = True) -> int:
-        """Bytes of the weights it alone owns; with `training` also one gradient and two moments per trained weight,
-        which is their peak in an update, held now or not. Without: the moments that are held now. Activations,
-        buffers that no file holds and a sampler's copy are not in it."""
-        held = sum(tensor.nbytes for _, tensor in self.weights())
+        """Bytes of the weights that only this trainer owns, plus gradients or moments.
+
+        With `training`: one gradient and two moments per trained weight, the peak of an update, whether they are
+        allocated now or not. Without: the moments that are allocated now. Activations, buffers that are in no file, and
+        a sampler's copy are not included."""
+        weights = sum(tensor.nbytes for _, tensor in self.weights())
         if training:
-            return held + 3 * sum(parameter.nbytes for _, parameter in self.trained())
-        return held + sum(tensor.nbytes for tensor in self._moments().values())
+            return weights + 3 * sum(parameter.nbytes for _, parameter in self.trained())
+        return weights + sum(tensor.nbytes for tensor in self._moments().values())
 
     @property
     def weights_nbytes(self) -> int:
@@ -105,42 +103,49 @@ class TorchTrainer:
         max_tokens: int,
         on_micro_batch: Callable[[], None] = lambda: None,
     ) -> UpdateReport:
-        check_reads(objective.loss, scalar=self.model.scalar, name=type(self.model.module).__name__)
+        # checks, before anything changes
+        loss = objective.loss
+        check_loss_fits_head(loss, scalar=self.model.scalar, name=type(self.model.module).__name__)
         self._check(samples)
-        totals = totals_of(samples)
+        totals = count_totals(samples)
         adamw = self._adamw(optimizer)
         adamw.zero_grad(set_to_none=True)
-        taught = [sample for sample in samples if not without_gradient(sample, objective)]
-        validate_batch(taught, objective)
+        with_gradient = [sample for sample in samples if has_gradient(sample, objective)]
+        validate_batch(with_gradient, objective)
 
+        # gradients, summed over micro-batches
         def accumulate(max_tokens: int) -> Accumulated:
-            found = Accumulated(max_tokens)
-            for indices in micro_batches(taught, max_tokens=max_tokens, whole_groups=objective.loss.pairwise):
-                self._backward([taught[i] for i in indices], objective, totals, found.sums)
-                found.micro_batches += 1
+            accumulated = Accumulated(max_tokens)
+            for indices in micro_batches(with_gradient, max_tokens=max_tokens, whole_groups=loss.pairwise):
+                self._backward([with_gradient[index] for index in indices], objective, totals, accumulated)
+                accumulated.micro_batches += 1
                 on_micro_batch()
-            return found
+            return accumulated
 
         with self.in_use():
-            found = self._split_once(accumulate, taught, max_tokens, whole_groups=objective.loss.pairwise)
-        report = UpdateReport(micro_batches=found.micro_batches, max_tokens=found.max_tokens)
+            accumulated = self._retry_with_half(accumulate, with_gradient, max_tokens, whole_groups=loss.pairwise)
+
+        # the step, unless the gradient is not finite
         parameters = [parameter for _, parameter in self.trained()]
         for parameter in parameters:
-            if parameter.grad is None:  # no sample had a gradient: it is zero, and the moments still act
+            if parameter.grad is None:  # no sample had a gradient: it is zero, and the moments still have an effect
                 parameter.grad = torch.zeros_like(parameter)
         norm = float(nn.utils.clip_grad_norm_(parameters, optimizer.max_grad_norm))
-        report.metrics = metrics_of(found.sums, passed=taught, totals=totals, grad_norm=norm)
-        if not isfinite(norm):
-            report.skipped = True
-            if not objective.skip_non_finite:
-                raise NonFiniteGradient(f"the gradient norm of {len(samples)} samples is {norm}")
-        else:
+        if isfinite(norm):
             self._step(adamw)
+        elif not objective.skip_non_finite:
+            raise NonFiniteGradient(f"the gradient norm of {len(samples)} samples is {norm}")
         adamw.zero_grad(set_to_none=True)
-        return report
+        return UpdateReport(
+            metrics=update_metrics(accumulated.sums, passed=with_gradient, totals=totals, grad_norm=norm),
+            skipped=not isfinite(norm),
+            micro_batches=accumulated.micro_batches,
+            max_tokens=accumulated.max_tokens,
+        )
 
     def _step(self, adamw: torch.optim.AdamW) -> None:
-        """The first one makes the moments, which no smaller micro-batch would make room for."""
+        """Steps the optimizer. The first step allocates the moments, and smaller micro-batches would not make room for
+        them."""
         try:
             adamw.step()
         except RuntimeError as error:
@@ -152,7 +157,7 @@ class TorchTrainer:
                 f"{str(error).splitlines()[0]}. Train a smaller model or a LoRA adapter, or use a larger device"
             ) from None
 
-    def _split_once(
+    def _retry_with_half(
         self,
         run: Callable[[int], T],
         sequences: Sequence[Packable],
@@ -160,29 +165,33 @@ class TorchTrainer:
         *,
         whole_groups: bool = False,
     ) -> T:
-        def forget() -> None:
+        def drop_gradients() -> None:
             for _, parameter in self.trained():
                 parameter.grad = None
 
-        device = self.model.device
-        return split_once(run, sequences, max_tokens, device=device, forget=forget, whole_groups=whole_groups)
+        return retry_with_half(
+            run,
+            sequences,
+            max_tokens,
+            device=self.model.device,
+            drop_gradients=drop_gradients,
+            whole_groups=whole_groups,
+        )
 
     def _backward(
-        self, samples: Sequence[Sample], objective: Objective, totals: Totals, sums: dict[str, float]
+        self, samples: Sequence[Sample], objective: Objective, totals: Totals, accumulated: Accumulated
     ) -> None:
-        forward = forward_of(self.model, objective)
-        loss, found = micro_batch_loss(forward, samples, objective, totals, device=self.model.device)
+        forward = make_forward(self.model, objective)
+        loss, sums = micro_batch_loss(forward, samples, objective, totals, device=self.model.device)
         loss.backward()
-        sums["loss"] += loss.item()
-        for name, value in found.items():
-            sums[name] += float(value)
+        accumulated.add(loss, sums)
 
     def _adamw(self, spec: OptimizerSpec) -> torch.optim.AdamW:
+        """The optimizer, created if there is none, with the settings of this step."""
         if self._optimizer is None:
-            self._optimizer = torch.optim.AdamW(
-                adamw_groups([parameter for _, parameter in self.trained()]), fused=True
-            )
-        set_adamw(self._optimizer.param_groups, spec, decayed=lambda index: index == 0)
+            parameters = [parameter for _, parameter in self.trained()]
+            self._optimizer = torch.optim.AdamW(adamw_groups(parameters), fused=True)
+        set_adamw(self._optimizer.param_groups, spec)
         return self._optimizer
 
     # -- reading ----------------------------------------------------------------------------------------------
@@ -190,12 +199,12 @@ class TorchTrainer:
     def logprobs(
         self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int
     ) -> list[list[float]]:
-        """Nats of every trained token, per sequence, in the order given."""
+        """Logprobs of every trained token in nats, per sequence, in the order of the sequences."""
         check_gives("logprobs", scalar=self.scalar, name=type(self.model.module).__name__)
         return self._read(sequences, lambda packed: self.model.logprobs(packed, temperature=temperature), max_tokens)
 
     def values(self, sequences: Sequence[TokenSequence], *, max_tokens: int) -> list[list[float]]:
-        """The scalar head's number before every trained token, per sequence, in the order given."""
+        """The scalar head's number before every trained token, per sequence, in the order of the sequences."""
         check_gives("values", scalar=self.scalar, name=type(self.model.module).__name__)
         return self._read(sequences, self.model.values, max_tokens)
 
@@ -206,15 +215,15 @@ class TorchTrainer:
         self._check(sequences)
 
         def run(max_tokens: int) -> list[list[float]]:
-            found: list[list[float]] = [[] for _ in sequences]
+            values: list[list[float]] = [[] for _ in sequences]
             for indices in micro_batches(sequences, max_tokens=max_tokens):
-                packed = pack([sequences[i] for i in indices], device=self.model.device)
-                for index, part in zip(indices, per_sequence(forward(packed), packed), strict=True):
-                    found[index] = part
-            return found
+                packed = pack([sequences[index] for index in indices], device=self.model.device)
+                for index, sequence_values in zip(indices, split_by_sequence(forward(packed), packed), strict=True):
+                    values[index] = sequence_values
+            return values
 
         with self.in_use():
-            return self._split_once(run, sequences, max_tokens)
+            return self._retry_with_half(run, sequences, max_tokens)
 
     def _check(self, sequences: Sequence[Packable]) -> None:
         check_sequences(
@@ -230,7 +239,7 @@ class TorchTrainer:
         return digest_tensors(self.model.named_weights())
 
     def write_checkpoint(self, folder: Path) -> dict[str, Path]:
-        """Weights, and moments where there are some; in memory no more than one tensor besides them."""
+        """Writes the weights, and the moments if there are any. It takes no more memory than one tensor."""
         folder.mkdir(parents=True, exist_ok=True)
         files = {WEIGHTS_FILE: folder / WEIGHTS_FILE}
         write_tensors(files[WEIGHTS_FILE], self.weights())
@@ -241,38 +250,42 @@ class TorchTrainer:
         return files
 
     def _moments(self) -> dict[str, Tensor]:
-        """AdamW's own tensors: `step.NAME`, `exp_avg.NAME`, `exp_avg_sq.NAME`; none before the first update."""
+        """AdamW's own tensors: `step.NAME`, `exp_avg.NAME`, `exp_avg_sq.NAME`. Empty before the first update."""
         if self._optimizer is None:
             return {}
-        return {
-            f"{moment}.{name}": value
-            for name, parameter in self.trained()
-            for moment, value in self._optimizer.state.get(parameter, {}).items()
-        }
+        moments: dict[str, Tensor] = {}
+        for name, parameter in self.trained():
+            state = self._optimizer.state.get(parameter, {})
+            moments |= {f"{moment}.{name}": value for moment, value in state.items()}
+        return moments
 
     def read_checkpoint(self, files: dict[str, Path], *, optimizer: bool) -> None:
-        """Copies the files into the weights in place, and makes the moments. BadSpec leaves both as they were."""
-        mine = dict(self.weights())
-        given = open_checkpoint(files)
-        check_shapes(given.weights.shapes(), _shapes(mine), "checkpoint")
-        moments = given.moments if optimizer else None
+        """Copies the files into the weights in place, and creates the moments. After a BadSpec, both are as they were.
+        """
+        # check everything before anything changes
+        weights = dict(self.weights())
+        checkpoint = open_checkpoint(files)
+        check_shapes(checkpoint.weights.shapes(), _shapes(weights), "checkpoint")
+        moments = checkpoint.moments if optimizer else None
         if moments is not None:
             expected = moment_shapes(_shapes(self.trained()), MOMENTS)
             check_shapes(moments.shapes(), expected, "optimizer's checkpoint")
-        for name, tensor in mine.items():
-            given.weights.read_into(name, tensor)
+
+        for name, tensor in weights.items():
+            checkpoint.weights.read_into(name, tensor)
         self.reset_optimizer()
         if moments is not None:
             for key in moments.shapes():
                 moments.read_into(key, self._new_moment(key))
 
     def _new_moment(self, key: str) -> Tensor:
+        """An uninitialised tensor in AdamW's state, for the moment or step count that a checkpoint names `key`."""
         moment, name = key.split(".", 1)
         parameter = dict(self.trained())[name]
-        like = parameter.detach()
-        made = torch.empty_like(like) if moment in MOMENTS else torch.empty((), device=like.device)
-        self._adamw(OptimizerSpec(lr=0.0)).state[parameter][moment] = made
-        return made
+        weight = parameter.detach()
+        tensor = torch.empty_like(weight) if moment in MOMENTS else torch.empty((), device=weight.device)
+        self._adamw(OptimizerSpec(lr=0.0)).state[parameter][moment] = tensor
+        return tensor
 
     def write_config(self, folder: Path) -> None:
         module: Any = self.model.module
@@ -281,7 +294,7 @@ class TorchTrainer:
             module.generation_config.save_pretrained(folder)
 
     def stage_weights(self, folder: Path, *, dtype: torch.dtype) -> list[Path]:
-        """The model's own weights; an adapter in use is not merged into them."""
+        """Writes the model's own weights. An adapter in use is not merged into them."""
         path = folder / STAGED_FILE
         write_tensors(path, self.model.exported_weights(), floating=dtype)
         return [path]

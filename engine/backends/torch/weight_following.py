@@ -1,6 +1,5 @@
-"""Samplers in the engine's own process, and how each follows its trainer: by sharing its weights, by a copy in the
-compute precision, by the adapter on a shared base, or by staged files where the trainer lives in other processes.
-"""
+"""Samplers in the engine's process, by how each gets its trainer's weights: it shares them, copies them to the compute
+precision, applies the adapter on a shared base, or reads staged files if the trainer is in other processes."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from transformers import GenerationConfig
 from engine.backends.protocol import Sampler, Trainer
 from engine.backends.torch.attention import IMPLEMENTATION, register_attention
 from engine.backends.torch.causal_lm import CausalLM, frozen_copy
-from engine.backends.torch.lora import Pairs, copy_pairs, lora_layers, using
+from engine.backends.torch.lora import LoraPairs, copy_pairs, lora_layers, using
 from engine.backends.torch.sampler import TorchSampler
 from engine.backends.torch.shared_base import SharedTrainer
 from engine.backends.torch.trainer import TorchTrainer
@@ -27,7 +26,7 @@ from engine.specs.engine import LocalEngineSpec
 
 
 class TorchSamplers:
-    """Implements engine.backends.protocol.SamplerBackend: one sampler per trainer."""
+    """Implements engine.backends.protocol.SamplerBackend, with one sampler per trainer."""
 
     def __init__(self, spec: LocalEngineSpec, *, compute_dtype: torch.dtype, device: torch.device) -> None:
         self.compute_dtype, self.device = compute_dtype, device
@@ -47,7 +46,7 @@ class TorchSamplers:
 
     def new_bytes(self, trainer: Trainer) -> int:
         if isinstance(trainer, SharedTrainer):
-            return 0  # the base's one copy is counted with the base
+            return 0  # the copy that all samplers of a base share is counted with the base
         if isinstance(trainer, TorchTrainer):
             if self.compute_dtype == trainer.model.dtype:
                 return 0
@@ -57,7 +56,7 @@ class TorchSamplers:
     def sampler(self, trainer: Trainer, *, tensor_parallel: int | None = None) -> Sampler:
         if tensor_parallel not in (None, 1):
             raise BadSpec(
-                f"tp({tensor_parallel}) was asked for, but the torch sampler runs on one device; "
+                f"tp({tensor_parallel}) was given, but the torch sampler runs on one device; "
                 "use engine.sampler.kind='vllm', or leave tp out"
             )
         if isinstance(trainer, SharedTrainer):
@@ -67,19 +66,19 @@ class TorchSamplers:
         return MirrorSampler(trainer, self.compute_dtype, self.device, **self._limits)
 
     def offload_for_training(self) -> None:
-        """Nothing to give back: what is held is the trainer's, or small beside it."""
+        """Does nothing: the weights in memory are the trainer's, or few compared with them."""
 
     def close(self) -> None:
-        """Nothing outlives the slots."""
+        """Does nothing: samplers are freed with the policies that use them."""
 
 
 class FollowingSampler(TorchSampler):
-    """Over the trainer's own weights, or over one copy of them in the compute precision."""
+    """Samples with the trainer's own weights, or with a copy of them in the compute precision."""
 
     def __init__(self, trainer: TorchTrainer, compute_dtype: torch.dtype, **limits: int) -> None:
         model = trainer.model
-        self._owns = compute_dtype != model.dtype
-        if self._owns:
+        self._has_copy = compute_dtype != model.dtype
+        if self._has_copy:
             model = model.with_module(frozen_copy(model.module, compute_dtype), compute_dtype=compute_dtype)
         super().__init__(model, **limits)
 
@@ -87,6 +86,7 @@ class FollowingSampler(TorchSampler):
         self.holds = None
         if not isinstance(trainer, TorchTrainer) or isinstance(trainer, SharedTrainer):
             raise BadSpec("a sampler over a whole model can only follow a trainer of one; make a new sampler")
+        # a copy is compared first, so that a failed sync changes no weight
         if self.model is not trainer.model:
             source, target = dict(trainer.model.named_weights()), dict(self.model.named_weights())
             check_shapes(_shapes(source), _shapes(target), "trainer")
@@ -96,25 +96,27 @@ class FollowingSampler(TorchSampler):
         self.holds = state
 
     def nbytes(self) -> int:
-        return _nbytes(self.model) if self._owns else 0
+        return _nbytes(self.model) if self._has_copy else 0
 
 
 class AdapterSampler(TorchSampler):
-    """Over a shared base with exactly one adapter, that of the trainer it was last synced with."""
+    """Samples with a shared base and one adapter: that of the trainer it was last synced with."""
 
     def __init__(self, trainer: SharedTrainer, **limits: int) -> None:
         super().__init__(trainer.base.sampling_model(), **limits)
         self.base = trainer.base
-        self.pairs: Pairs = {}
+        self.pairs: LoraPairs = {}
         self._layers = lora_layers(self.model.module)
 
     def sync(self, trainer: Trainer, state: str) -> None:
-        """Raises BadSpec unless both stand on one shared base."""
+        """Raises BadSpec unless the trainer is on this sampler's base."""
         self.holds = None
         if not isinstance(trainer, SharedTrainer) or trainer.base is not self.base:
             raise BadSpec("a sampler can only follow a trainer on the base it was made for; make a new sampler")
-        shares = self.model is trainer.model  # in the master precision the trainer's own matrices are used
-        self.pairs = trainer.pairs if shares else copy_pairs(trainer.pairs, self.model.dtype)
+        if self.model is trainer.model:  # in the master precision, the trainer's own matrices are used
+            self.pairs = trainer.pairs
+        else:
+            self.pairs = copy_pairs(trainer.pairs, self.model.dtype)
         self.holds = state
 
     def sample(self, *args: Any, **kwargs: Any) -> list[Completion]:
@@ -126,22 +128,26 @@ class AdapterSampler(TorchSampler):
 
 
 class MirrorSampler(TorchSampler):
-    """A model of its own in the compute precision, filled from the files that a trainer elsewhere stages."""
+    """Samples with a model of its own in the compute precision, whose weights come from the files that a trainer in
+    other processes stages."""
 
     def __init__(self, trainer: Trainer, compute_dtype: torch.dtype, device: torch.device, **limits: int) -> None:
         with tempfile.TemporaryDirectory(prefix="ostinato-config-") as folder:
             trainer.write_config(Path(folder))
-            super().__init__(_empty_model(Path(folder), compute_dtype, device), **limits)
+            super().__init__(_uninitialised_model(Path(folder), compute_dtype, device), **limits)
 
     def sync(self, trainer: Trainer, state: str) -> None:
-        """Raises SamplerOutOfSync when what was staged is not the model's weights, one of each."""
+        """Raises SamplerOutOfSync if the staged tensors are not exactly the model's weights."""
         self.holds = None
+        # names are those of `save_pretrained`, which the staged files have
         target = dict(self.model.exported_weights())
         with staging_folder(trainer.weights_nbytes) as folder:
             files = trainer.stage_weights(folder, dtype=self.model.dtype)
-            shapes = [item for path in files for item in shapes_of(path).items()]
+            shapes: dict[str, tuple[int, ...]] = {}
+            for path in files:
+                shapes |= shapes_of(path)
             try:
-                check_shapes(dict(shapes), _shapes(target), "set of staged weights")
+                check_shapes(shapes, _shapes(target), "set of staged weights")
             except BadSpec as error:
                 raise SamplerOutOfSync(f"{error} (policy state {state[:12]})") from error
             for path in files:
@@ -156,8 +162,8 @@ def _nbytes(model: CausalLM) -> int:
     return sum(tensor.nbytes for _, tensor in model.named_weights())
 
 
-def _empty_model(folder: Path, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    """A model of that config whose weights mean nothing yet."""
+def _uninitialised_model(folder: Path, dtype: torch.dtype, device: torch.device) -> CausalLM:
+    """A model of the folder's config, whose weights have no meaning yet."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     register_attention()

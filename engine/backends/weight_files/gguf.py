@@ -1,4 +1,4 @@
-"""A GGUF file as a plain Hugging Face folder: for weights that come quantised."""
+"""Conversion of a GGUF file, whose weights are quantised, to a plain Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from engine.errors import BadModelFolder
 
 
 def convert_gguf(gguf: Path, folder: Path) -> Path:
-    """Writes `folder` with config, tokenizer and dequantised bfloat16 safetensors. The folder appears whole or not.
+    """Writes `folder` with config, tokenizer and dequantised bfloat16 safetensors. The folder appears whole or not at
+    all.
 
     Raises:
-        BadModelFolder: there is no such file.
+        BadModelFolder: `gguf` is not a file.
     """
     if not gguf.is_file():
         raise BadModelFolder(f"{gguf} is not a file; give a GGUF file")
@@ -23,7 +24,7 @@ def convert_gguf(gguf: Path, folder: Path) -> Path:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    # without `dequantize` the model loads but refuses to be saved (transformers 5.19)
+    # without `dequantize` the model loads, but refuses to be saved (transformers 5.19)
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent,
         gguf_file=gguf.name,
@@ -31,8 +32,9 @@ def convert_gguf(gguf: Path, folder: Path) -> Path:
         quantization_config=GgufConfig(dequantize=True),
     )
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    model.config._name_or_path = ""  # the config would contain a path of this machine
+    # written under another name first, so that a folder of this name is always complete
     partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
-    model.config._name_or_path = ""  # the file carries the path of whoever made it
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     shutil.rmtree(folder, ignore_errors=True)

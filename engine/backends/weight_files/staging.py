@@ -1,4 +1,4 @@
-"""Where weights wait on their way from one process to another: shared memory where there is room for them."""
+"""Temporary folders for weights on their way from one process to another, in shared memory if it has enough room."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
 SPARE = 1.25
-"""Room asked for, in units of what is to be staged: other processes stage there too."""
+"""Free space that is required, as a multiple of the bytes to be staged: other processes stage there too."""
 
 
 @contextlib.contextmanager
-def staging_folder(need: int, *, inside: Path | None = None) -> Iterator[Path]:
-    """A new folder for `need` bytes of files, gone afterwards: `inside` if given, else in shared memory if it holds
-    them, else where temporary files go."""
-    parent = inside or (SHARED_MEMORY if _has_room(SHARED_MEMORY, need) else None)
+def staging_folder(nbytes: int, *, inside: Path | None = None) -> Iterator[Path]:
+    """A new folder for `nbytes` of files, deleted afterwards. It is created inside `inside` if that is given, else in
+    shared memory if there is room, else in the system's folder for temporary files."""
+    parent = inside or (SHARED_MEMORY if _has_room(SHARED_MEMORY, nbytes) else None)
     folder = Path(tempfile.mkdtemp(prefix="ostinato-weights-", dir=parent))
     try:
         yield folder
@@ -25,8 +25,8 @@ def staging_folder(need: int, *, inside: Path | None = None) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _has_room(folder: Path, need: int) -> bool:
+def _has_room(folder: Path, nbytes: int) -> bool:
     try:
-        return shutil.disk_usage(folder).free >= SPARE * need
-    except OSError:  # no such file system on this machine
+        return shutil.disk_usage(folder).free >= SPARE * nbytes
+    except OSError:  # this machine has no such file system
         return False

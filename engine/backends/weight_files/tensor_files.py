@@ -1,6 +1,6 @@
-"""Safetensors files written and read one tensor at a time: memory beyond the model itself stays at one tensor.
+"""Safetensors files, written and read one tensor at a time, so that at most one tensor is in memory besides the model.
 
-The bytes are those of `safetensors.torch.save_file`; any safetensors reader opens them.
+The bytes are those of `safetensors.torch.save_file`, and any safetensors reader opens them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torch import Tensor
 from engine.errors import BadSpec
 
 REOPEN_BYTES = 64 << 20
-"""A reader maps the file; after this much it maps anew, so that what was read leaves the process."""
+"""A reader maps the file into memory. After this many bytes it maps it again, so that the pages that were read are
+released."""
 
 _DTYPES = {
     torch.float64: "F64",
@@ -34,46 +35,52 @@ _DTYPES = {
 }
 DTYPES_BY_CODE = {code: dtype for dtype, code in _DTYPES.items()}
 _RANK = {name: rank for rank, name in enumerate(["I64", "F64", "F32", "I32", "BF16", "F16", "I16", "I8", "U8", "BOOL"])}
-"""The order in a file: wide elements first, so that each tensor is aligned; then by name."""
+"""Order of the dtypes in a file: wide elements first, so that each tensor is aligned. Within a dtype, tensors are
+sorted by name."""
 
 
 def write_tensors(
     path: Path, tensors: Iterable[tuple[str, Tensor]], *, floating: torch.dtype | None = None
 ) -> None:
-    """Writes the tensors as they are now, floating ones in `floating` if it is given. Equal names and values give equal
-    bytes, in whatever order they come. A cast tensor lives as long as it is written.
+    """Writes the tensors, floating ones cast to `floating` if it is given. Equal names and values give equal bytes, in
+    whatever order they come. A cast copy is released once it is written.
 
     Raises:
-        BadSpec: a name twice, or a dtype that the format lacks.
+        BadSpec: a name comes twice, or the format does not have a tensor's dtype.
     """
-    named = dict[str, Tensor]()
+    # tensors are collected first, because the header comes before their bytes
+    by_name = dict[str, Tensor]()
     dtypes = dict[str, torch.dtype]()
     for name, tensor in tensors:
         dtype = floating if floating is not None and tensor.is_floating_point() else tensor.dtype
-        if name in named or dtype not in _DTYPES:
-            what = "is given twice" if name in named else f"is of {dtype}, which safetensors files lack"
-            raise BadSpec(f"tensor {name!r} {what}")
-        named[name], dtypes[name] = tensor, dtype
-    with TensorWriter(path, {name: (dtypes[name], tuple(named[name].shape)) for name in named}) as writer:
+        if name in by_name:
+            raise BadSpec(f"tensor {name!r} is given twice; give each name once")
+        if dtype not in _DTYPES:
+            raise BadSpec(f"tensor {name!r} is of {dtype}, which safetensors files lack; cast it first")
+        by_name[name], dtypes[name] = tensor, dtype
+    layouts = {name: (dtypes[name], tuple(by_name[name].shape)) for name in by_name}
+    with TensorWriter(path, layouts) as writer:
         for name in writer.order:
-            writer.write(named[name])
+            writer.write(by_name[name])
 
 
 Layouts = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-"""(dtype, shape) by name."""
+"""(dtype, shape) of each tensor by name."""
 
 
 def file_order(layouts: Layouts) -> list[str]:
-    """The names in the order of their bytes in a file."""
+    """The names in the order in which a file has their bytes."""
     return sorted(layouts, key=lambda name: (_RANK[_DTYPES[layouts[name][0]]], name))
 
 
 class TensorWriter:
-    """A file whose tensors come one after another, in `order`, and are not held."""
+    """Writes a file whose tensors are given one after another, in `order`. It keeps none of them."""
 
     def __init__(self, path: Path, layouts: Layouts, *, metadata: Mapping[str, str] | None = None) -> None:
+        """Writes the header of a file with these tensors."""
         self.order = file_order(layouts)
         self._layouts, self._written = layouts, 0
+        # the header lists the tensors in the order of their bytes
         header, end = dict[str, object](), 0
         if metadata:
             header["__metadata__"] = dict(metadata)
@@ -82,15 +89,17 @@ class TensorWriter:
             start, end = end, end + prod(shape) * dtype.itemsize
             header[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        # padded, so that the first tensor is aligned to 8 bytes
         text += b" " * (-len(text) % 8)
         self._file = open(path, "wb")  # noqa: SIM115 - closed by __exit__
         self._file.write(len(text).to_bytes(8, "little") + text)
 
     def write(self, tensor: Tensor) -> None:
-        """The next of `order`, cast to the dtype that it was announced with."""
-        dtype, shape = self._layouts[self.order[self._written]]
+        """Writes the next tensor of `order`, cast to the dtype in the header."""
+        name = self.order[self._written]
+        dtype, shape = self._layouts[name]
         if tuple(tensor.shape) != shape:
-            raise ValueError(f"{self.order[self._written]} was announced as {shape} and is {tuple(tensor.shape)}")
+            raise ValueError(f"{name} was announced with the shape {shape} and has {tuple(tensor.shape)}")
         self._file.write(tensor_bytes(tensor.detach().to(dtype)))
         self._written += 1
 
@@ -100,34 +109,35 @@ class TensorWriter:
     def __exit__(self, kind: object, *_: object) -> None:
         self._file.close()
         if kind is None and self._written != len(self.order):
-            raise ValueError(f"{len(self.order)} tensors were announced and {self._written} written")
+            raise ValueError(f"{len(self.order)} tensors were announced and {self._written} were written")
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The tensor's bytes in row-major order; copied only where the tensor is not contiguous or not on the CPU."""
+    """The tensor's bytes in row-major order. They are copied only if the tensor is not contiguous or not on the CPU."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return flat.numpy().data
 
 
 def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the file, on the CPU, in the file's order. A tensor is a view of the file: copy what is kept.
+    """Yields every tensor of the file, on the CPU, in the file's order. A tensor is a view of the file: copy what you
+    keep.
 
     Raises:
         BadSpec: not a whole safetensors file.
     """
     names = list(shapes_of(path))
     while names:
-        taken = 0
+        nbytes = 0
         with safe_open(path, framework="pt") as file:
-            while names and taken < REOPEN_BYTES:
+            while names and nbytes < REOPEN_BYTES:
                 tensor = file.get_tensor(names[0])
-                taken += tensor.numel() * tensor.element_size()
+                nbytes += tensor.numel() * tensor.element_size()
                 yield names.pop(0), tensor
                 del tensor
 
 
 def shapes_of(path: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes by name, in the file's order, without reading a tensor. Raises BadSpec on what is no safetensors file."""
+    """Shapes by name, in the file's order. No tensor is read. Raises BadSpec if it is not a safetensors file."""
     try:
         with safe_open(path, framework="pt") as file:
             return {name: tuple(file.get_slice(name).get_shape()) for name in file.offset_keys()}
@@ -135,18 +145,18 @@ def shapes_of(path: Path) -> dict[str, tuple[int, ...]]:
         raise BadSpec(f"{path.name} is not a whole safetensors file: {error}") from error
 
 
-def check_shapes(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], what: str) -> None:
-    """Raises BadSpec naming the first tensor (by name) that is missing, unknown or of another shape."""
-    for name in sorted(found.keys() | expected.keys()):
-        if found.get(name) != expected.get(name):
+def check_shapes(stored: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], what: str) -> None:
+    """Raises BadSpec that names the first tensor (by name) that is missing, unknown or of another shape."""
+    for name in sorted(stored.keys() | expected.keys()):
+        if stored.get(name) != expected.get(name):
             raise BadSpec(
                 f"the {what} does not fit the model: first differing tensor {name}, in the file "
-                f"{found.get(name, 'missing')}, in the model {expected.get(name, 'missing')}"
+                f"{stored.get(name, 'missing')}, in the model {expected.get(name, 'missing')}"
             )
 
 
 @torch.no_grad()
-def read_into(path: Path, place_of: Callable[[str], Tensor]) -> None:
-    """Copies every tensor of the file into the tensor that `place_of` gives for its name."""
+def read_into(path: Path, target_of: Callable[[str], Tensor]) -> None:
+    """Copies every tensor of the file into the tensor that `target_of` returns for its name."""
     for name, tensor in read_tensors(path):
-        place_of(name).copy_(tensor)
+        target_of(name).copy_(tensor)

@@ -1,4 +1,4 @@
-"""Groups of ranks that the tests of a file share, and trainers in them beside the torch trainer."""
+"""Groups of ranks that the tests of a file share, and trainers in them to compare with the torch trainer."""
 
 from __future__ import annotations
 
@@ -79,18 +79,18 @@ def one_rank() -> Iterator[RankGroup]:
 
 @pytest.fixture
 def on_ranks(tmp_path: Path) -> Iterator[Callable[..., OnRanks]]:
-    made: list[OnRanks] = []
+    loaded: list[OnRanks] = []
 
     def load(
         group: RankGroup, folder: Path, *, dtype: str = "float32", head: str = "lm", init_seed: int = 0, **spec: Any
     ) -> OnRanks:
         trainer = OnRanks(group, next(NUMBERS), tmp_path)
         trainer.call("load_with", lab_options(dtype, **spec), folder, head, init_seed)
-        made.append(trainer)
+        loaded.append(trainer)
         return trainer
 
     yield load
-    for trainer in made:
+    for trainer in loaded:
         if trainer.group.alive:
             trainer.call("free")
 
@@ -137,8 +137,8 @@ def same_bytes(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     )
 
 
-def assert_weights_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, updates: int = 3) -> None:
+def assert_weights_close(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, updates: int = 3) -> None:
     """Both were updated at most so often by an AdamW whose eps is its rate, with sums in another order."""
-    assert found.keys() == expected.keys()
-    worst = max((found[name] - expected[name]).abs().max().item() for name in expected)
+    assert weights.keys() == expected.keys()
+    worst = max((weights[name] - expected[name]).abs().max().item() for name in expected)
     assert worst <= updates * 2 * GRADIENT_TOLERANCE

@@ -53,7 +53,7 @@ class Lab(RankTrainers):
 
     def facts(self, number: int) -> list[dict[str, Any]]:
         """Of each rank: the dtypes and elements of its masters and moments, and the dtype that computes."""
-        trainer = self._of(number)
+        trainer = self.trainer(number)
         pieces = trainer.shards.pieces
         moments = [trainer.shards.moment(p, "exp_avg").dtype for p in pieces] if trainer.shards.has_moments else []
         mine = {
@@ -62,9 +62,9 @@ class Lab(RankTrainers):
             "moments": {str(dtype) for dtype in moments},
             "computes": str(trainer.model.dtype),
         }
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, mine)
-        return found
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, mine)
+        return gathered
 
     def load_counting(self, number: int, options: Mapping[str, Any], folder: Path) -> list[tuple[int, int]]:
         """Of each rank: the elements that it read from files while it loaded, and the most that one read filled."""
@@ -80,9 +80,9 @@ class Lab(RankTrainers):
             self.load_with(number, options, folder)
         finally:
             StoredTensors.read_into = whole  # type: ignore[method-assign]
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, (sum(read), max(read)))
-        return found
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, (sum(read), max(read)))
+        return gathered
 
     def load_attending_wrongly(self, number: int, options: Mapping[str, Any], folder: Path) -> None:
         with wrong_attention():
@@ -93,9 +93,9 @@ class Lab(RankTrainers):
     ) -> tuple[float, float]:
         """One step on the mean square of (value - target) over trained tokens; the ranks take turns at the samples.
         (loss, norm of the gradient)."""
-        gradients, rank, ranks = self._of(number).gradients, dist.get_rank(), dist.get_world_size()
+        gradients, rank, ranks = self.trainer(number).sharded, dist.get_rank(), dist.get_world_size()
         packed = pack(samples[rank::ranks], device=torch.device("cpu"))
-        values_N = gradients.ask(lambda model: model.values(packed))
+        values_N = gradients.evaluate(lambda model: model.values(packed))
         targets_N = torch.tensor([t for s, t in zip(samples, targets, strict=True) for _ in range(s.trained)])
         own_N = torch.tensor([i % ranks == rank for i, s in enumerate(samples) for _ in range(s.trained)])
         loss = (values_N - targets_N[own_N]).square().sum() / len(targets_N)
@@ -114,7 +114,7 @@ class Lab(RankTrainers):
             nonlocal runs
             runs += 1
 
-        layer = self._of(number).module.model.layers[0].mlp
+        layer = self.trainer(number).module.model.layers[0].mlp
         handle = layer.register_forward_pre_hook(count)  # computing again ends as soon as it has what it needs
         try:
             self.update(number, *args)
@@ -124,30 +124,30 @@ class Lab(RankTrainers):
 
     def update_small(self, number: int, room: int, failing_rank: int, *args: Any) -> Any:
         """An update during which one rank has memory for passes of `room` packed tokens only."""
-        trainer = self._of(number)
-        whole = trainer.gradients.logprobs
+        trainer = self.trainer(number)
+        whole = trainer.sharded.logprobs
 
         def small(packed: Any, temperature: float) -> torch.Tensor:
             if dist.get_rank() == failing_rank and len(packed.token_ids_T) > room:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
             return whole(packed, temperature)
 
-        trainer.gradients.logprobs = small
+        trainer.sharded.logprobs = small
         try:
             return self.update(number, *args)
         finally:
-            trainer.gradients.logprobs = whole
+            trainer.sharded.logprobs = whole
 
     def update_and_die(self, number: int, *args: Any) -> None:
         """Rank 1 dies by itself, as by `kill -9`, in the middle of an update."""
-        trainer = self._of(number)
-        whole = trainer.gradients.backward
+        trainer = self.trainer(number)
+        whole = trainer.sharded.backward
 
         def die(loss: torch.Tensor) -> None:
             if dist.get_rank() == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             whole(loss)
 
-        trainer.gradients.backward = die
+        trainer.sharded.backward = die
         report_progress()
         self.update(number, *args)

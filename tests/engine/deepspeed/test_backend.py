@@ -10,7 +10,7 @@ import torch
 
 from engine.backends.deepspeed.backend import DeepSpeedBackend, layout_name
 from engine.backends.deepspeed.memory import ZeroStateBytes, zero_state_bytes
-from engine.backends.deepspeed.passes import deal
+from engine.backends.deepspeed.passes import distribute
 from engine.errors import BadSpec, OutOfMemory, WorkerDied
 from engine.models.samples import Sample
 from engine.specs.adapters import LoraSpec
@@ -31,16 +31,16 @@ def test_numerics_name_the_layout() -> None:
 
 
 def test_what_it_does_not_do_is_refused_before_any_rank_starts() -> None:
-    made = backend(ranks=2)
+    trainers = backend(ranks=2)
     with pytest.raises(BadSpec, match="LoRA runs on the torch trainer"):
-        made.load_base(Path("model"))
+        trainers.load_base(Path("model"))
     with pytest.raises(BadSpec, match="LoRA runs on the torch trainer"):
-        made.adapter(None, LoraSpec(), init_seed=0)
+        trainers.adapter(None, LoraSpec(), init_seed=0)
     with pytest.raises(BadSpec, match="float64"):
         backend("float64", zero_stage=2)
     with pytest.raises(BadSpec, match="does not divide 1 ranks"):
         backend(sequence_parallel=2)  # one rank, where there is no GPU
-    assert made.group.pids == {}
+    assert trainers.group.pids == {}
 
 
 @pytest.mark.parametrize(
@@ -103,12 +103,12 @@ def test_gradients_of_an_offloaded_optimizer(stage: int, dtype_bytes: int, devic
 
 
 def test_a_pass_that_killed_a_rank_is_halved_once() -> None:
-    made = backend(ranks=2)
-    assert made.fitting(8192) == 8192
-    made.ran_out_of_memory(8192, WorkerDied("gone"))
-    assert (made.fitting(8192), made.fitting(4000)) == (4096, 4000)
+    trainers = backend(ranks=2)
+    assert trainers.max_tokens_that_fit(8192) == 8192
+    trainers.reduce_max_tokens(8192, WorkerDied("gone"))
+    assert (trainers.max_tokens_that_fit(8192), trainers.max_tokens_that_fit(4000)) == (4096, 4000)
     with pytest.raises(OutOfMemory, match="4096 packed tokens"):
-        made.ran_out_of_memory(8192, WorkerDied("gone"))
+        trainers.reduce_max_tokens(8192, WorkerDied("gone"))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
@@ -116,19 +116,19 @@ def test_a_pass_that_killed_a_rank_is_halved_once() -> None:
 def test_every_sample_is_dealt_once_and_every_rank_runs_every_pass(ranks: int, count: int) -> None:
     random = Random(ranks * 100 + count)
     samples = [Sample([1] * n, [0.0] + [1.0] * (n - 1)) for n in (random.randrange(2, 40) for _ in range(count))]
-    passes = deal(samples, max_tokens=64, ranks=ranks)
+    passes = distribute(samples, max_tokens=64, ranks=ranks)
     assert passes and all(len(row) == ranks for row in passes)
     dealt = sorted(index for row in passes for batch in row if batch for index in batch)
     assert dealt == list(range(count))
     for row in passes:
         assert all(sum(len(samples[i].token_ids) for i in batch) <= 64 for batch in row if batch)
-    if count >= ranks:  # nobody waits in the first pass where there is work for all
+    if count >= ranks:  # every rank has work in the first pass
         assert all(passes[0]) or sum(len(s.token_ids) for s in samples) < ranks * 40
 
 
 def test_a_batch_that_fits_one_pass_is_shared_by_all_ranks() -> None:
     samples = [Sample([1] * 10, [0.0] + [1.0] * 9) for _ in range(8)]
-    assert [len(batch or []) for batch in deal(samples, max_tokens=4096, ranks=4)[0]] == [2, 2, 2, 2]
+    assert [len(batch or []) for batch in distribute(samples, max_tokens=4096, ranks=4)[0]] == [2, 2, 2, 2]
 
 
 @pytest.mark.parametrize(
@@ -143,11 +143,11 @@ def test_an_uneven_batch_needs_no_further_pass(
     lengths: tuple[int, ...], max_tokens: int, expected: list[list[int]]
 ) -> None:
     samples = [Sample([1] * n, [0.0] + [1.0] * (n - 1)) for n in lengths]
-    passes = deal(samples, max_tokens=max_tokens, ranks=2)
-    found = [sorted((sum(lengths[i] for i in batch or []) for batch in row), reverse=True) for row in passes]
-    assert found == expected
+    passes = distribute(samples, max_tokens=max_tokens, ranks=2)
+    lengths_by_pass = [sorted((sum(lengths[i] for i in batch or []) for batch in row), reverse=True) for row in passes]
+    assert lengths_by_pass == expected
 
 
 def test_staged_dtypes_are_torch_s() -> None:
-    made = backend("bfloat16", ranks=1, zero_stage=3)
-    assert (made.compute_dtype, made.master_dtype) == (torch.bfloat16, torch.float32)
+    trainers = backend("bfloat16", ranks=1, zero_stage=3)
+    assert (trainers.compute_dtype, trainers.master_dtype) == (torch.bfloat16, torch.float32)

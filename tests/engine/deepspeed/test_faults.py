@@ -66,8 +66,8 @@ def test_a_gradient_that_is_no_number_moves_nothing(
     # nothing of it is left for the next update
     clean = on_ranks(two_ranks, tiny_folder, dtype=dtype, **spec)
     clean.update(some_samples(), GRPO, ADAMW, 30)
-    for one in (trainer, clean):
-        assert not one.update(some_samples(), GRPO, ADAMW, 30).skipped
+    for each in (trainer, clean):
+        assert not each.update(some_samples(), GRPO, ADAMW, 30).skipped
     assert trainer.digest() == clean.digest()
 
 
@@ -81,8 +81,8 @@ def test_memory_that_does_not_do_on_one_rank_halves_the_passes_of_all(
     report = trainer.call("update_small", 25, 1, samples, CE, ADAMW, 40)
     assert (report.max_tokens, report.micro_batches) == (20, 4)
     reference.update(samples, CE, ADAMW, max_tokens=40)
-    found = state_of(trainer.checkpoint())
-    assert_weights_close({name: found[name] for name, _ in reference.weights()}, dict(reference.weights()))
+    weights = state_of(trainer.checkpoint())
+    assert_weights_close({name: weights[name] for name, _ in reference.weights()}, dict(reference.weights()))
     before = trainer.digest()
     with pytest.raises(OutOfMemory, match="rank 0"):
         trainer.call("update_small", 9, 0, samples, CE, ADAMW, 40)

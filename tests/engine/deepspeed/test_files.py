@@ -61,8 +61,8 @@ def test_zero_3_on_two_ranks_and_the_torch_trainer_read_each_other(
     assert float(state_of(newer)["step.model.norm.weight"]) == 2.0
     # what was read is what computes and what is updated
     for _ in range(2):
-        found = trainer.update(some_samples(), CE, ADAMW, 30).metrics
-        assert found == pytest.approx(reference.update(some_samples(), CE, ADAMW, max_tokens=30).metrics, rel=1e-4)
+        metrics = trainer.update(some_samples(), CE, ADAMW, 30).metrics
+        assert metrics == pytest.approx(reference.update(some_samples(), CE, ADAMW, max_tokens=30).metrics, rel=1e-4)
     left, right = state_of(trainer.checkpoint()), state_of(reference.write_checkpoint(tmp_path / "last"))
     assert_weights_close(left, right)
 
@@ -76,16 +76,16 @@ def test_every_layout_reads_every_other(
     first = on_ranks(two_ranks, tiny_folder, zero_stage=2, dtype=dtype)
     first.update(some_samples(), CE, ADAMW, 30)
     files = first.checkpoint()
-    wanted, digest = state_of(files), first.digest()
+    expected, digest = state_of(files), first.digest()
     two, one = two_ranks, one_rank
     for group, stage in [(two, 3), (one, 2), (two, 1), (two, 0), (one, 3), (two, 2), (one, 1)]:
         trainer = on_ranks(group, tiny_folder, zero_stage=stage, dtype=dtype)
         files = moved(trainer, files)
-        assert same_bytes(state_of(files), wanted), stage
+        assert same_bytes(state_of(files), expected), stage
         assert trainer.digest() == digest
     reference = torch_trainer(tiny_folder)
     reference.read_checkpoint(files, optimizer=True)
-    assert same_bytes(state_of(reference.write_checkpoint(tmp_path / "torch")), wanted)
+    assert same_bytes(state_of(reference.write_checkpoint(tmp_path / "torch")), expected)
 
 
 @pytest.mark.slow
@@ -123,17 +123,19 @@ def test_an_export_is_a_plain_folder(
     assert names == sorted(path.name for path in (tmp_path / "export").iterdir())
     assert {"config.json", "generation_config.json", "model.safetensors"} == set(names)
     assert torch_trainer(tmp_path / "export").weights_digest()[0] == trainer.digest()
-    own = AutoModelForCausalLM.from_pretrained(tiny_folder)
-    own.save_pretrained(tmp_path / "own")
-    stored = load_file(tmp_path / "own" / "model.safetensors")
+    plain = AutoModelForCausalLM.from_pretrained(tiny_folder)
+    plain.save_pretrained(tmp_path / "plain")
+    stored = load_file(tmp_path / "plain" / "model.safetensors")
     assert load_file(tmp_path / "export" / "model.safetensors").keys() == stored.keys()
     staged = trainer.call("stage_weights", tmp_path / "staged", torch.bfloat16)
     files = [tmp_path / "staged" / name for name in staged if name.endswith(".safetensors")]
     assert len(files) >= 2  # both ranks write
-    found = {name: tensor for path in files for name, tensor in load_file(path).items()}
+    staged_tensors: dict[str, torch.Tensor] = {}
+    for path in files:
+        staged_tensors |= load_file(path)
     exported = load_file(tmp_path / "export" / "model.safetensors")
-    assert {name: tensor.to(torch.bfloat16) for name, tensor in exported.items()}.keys() == found.keys()
-    assert all(torch.equal(tensor.to(torch.bfloat16), found[name]) for name, tensor in exported.items())
+    assert {name: tensor.to(torch.bfloat16) for name, tensor in exported.items()}.keys() == staged_tensors.keys()
+    assert all(torch.equal(tensor.to(torch.bfloat16), staged_tensors[name]) for name, tensor in exported.items())
 
 
 def test_a_folder_of_many_files_loads(

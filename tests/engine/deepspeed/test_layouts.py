@@ -57,12 +57,12 @@ def three_updates(
     trainer: OnRanks, expected: Expected, max_tokens: int
 ) -> None:
     objective, metrics, reference = expected
-    for wanted in metrics:
+    for expected_metrics in metrics:
         report = trainer.update(some_samples(), objective, ADAMW, max_tokens)
         assert not report.skipped and report.max_tokens == max_tokens
-        assert report.metrics.keys() == wanted.keys()
-        assert report.metrics["loss"] == pytest.approx(wanted["loss"], abs=VALUE_TOLERANCE)
-        assert report.metrics == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+        assert report.metrics.keys() == expected_metrics.keys()
+        assert report.metrics["loss"] == pytest.approx(expected_metrics["loss"], abs=VALUE_TOLERANCE)
+        assert report.metrics == pytest.approx(expected_metrics, rel=1e-4, abs=1e-5)
     assert_equal_weights(trainer, reference)
 
 
@@ -99,11 +99,11 @@ def test_ranks_without_work_take_part(stage: int, two_ranks: RankGroup, on_ranks
     grpo = Objective(GRPOSpec(kl_beta=0.0))
     silent = [replace(sample, advantages=[0.0] * sample.trained) for sample in some_samples()]
     for samples, micro_batches in ((some_samples([20]), 1), (some_samples([20, 19, 18]), 3), (silent, 0)):
-        wanted = reference.update(samples, grpo, ADAMW, max_tokens=20 if samples is not silent else WHOLE)
-        found = trainer.update(samples, grpo, ADAMW, 20 if samples is not silent else WHOLE)
+        expected = reference.update(samples, grpo, ADAMW, max_tokens=20 if samples is not silent else WHOLE)
+        report = trainer.update(samples, grpo, ADAMW, 20 if samples is not silent else WHOLE)
         if samples is silent:
-            assert found.micro_batches == micro_batches and found.metrics["loss"] == 0.0
-        assert found.metrics["grad_norm"] == pytest.approx(wanted.metrics["grad_norm"], rel=1e-4, abs=1e-7)
+            assert report.micro_batches == micro_batches and report.metrics["loss"] == 0.0
+        assert report.metrics["grad_norm"] == pytest.approx(expected.metrics["grad_norm"], rel=1e-4, abs=1e-7)
     assert_equal_weights(trainer, reference)
 
 
@@ -117,9 +117,9 @@ def test_the_gradient_is_clipped_by_its_global_norm(
     reference, trainer = torch_trainer(tiny_folder), on_ranks(two_ranks, tiny_folder, zero_stage=stage)
     objective = Objective(CrossEntropySpec())
     for optimizer in (clipped, OptimizerSpec(lr=1e-3, max_grad_norm=1e6, eps=1e-3)):
-        wanted = reference.update(some_samples(), objective, optimizer, max_tokens=SPLIT)
-        found = trainer.update(some_samples(), objective, optimizer, SPLIT)
-        assert found.metrics["grad_norm"] == pytest.approx(wanted.metrics["grad_norm"], rel=1e-4)
+        expected = reference.update(some_samples(), objective, optimizer, max_tokens=SPLIT)
+        report = trainer.update(some_samples(), objective, optimizer, SPLIT)
+        assert report.metrics["grad_norm"] == pytest.approx(expected.metrics["grad_norm"], rel=1e-4)
     assert_equal_weights(trainer, reference)
 
 
@@ -129,12 +129,12 @@ def test_logprobs_are_those_of_the_torch_trainer(
     stage: int, two_ranks: RankGroup, on_ranks: Load, tiny_folder: Path
 ) -> None:
     sequences = [TokenSequence(token_ids=s.token_ids, weights=s.weights) for s in some_samples([9, 31, 12])]
-    wanted = torch_trainer(tiny_folder).logprobs(sequences, temperature=0.8, max_tokens=WHOLE)
+    expected = torch_trainer(tiny_folder).logprobs(sequences, temperature=0.8, max_tokens=WHOLE)
     trainer = on_ranks(two_ranks, tiny_folder, zero_stage=stage)
     for max_tokens in (31, WHOLE):
-        found = trainer.call("logprobs", sequences, 0.8, max_tokens)
-        assert [len(values) for values in found] == [len(values) for values in wanted]
-        for left, right in zip(found, wanted, strict=True):
+        values_by_sequence = trainer.call("logprobs", sequences, 0.8, max_tokens)
+        assert [len(values) for values in values_by_sequence] == [len(values) for values in expected]
+        for left, right in zip(values_by_sequence, expected, strict=True):
             assert left == pytest.approx(right, abs=VALUE_TOLERANCE)
 
 
@@ -169,10 +169,10 @@ def test_bfloat16_computes_on_float32_masters(
     assert trainer.digest() == reference.weights_digest()[0]  # masters are not made of rounded weights
     tiny = OptimizerSpec(lr=1e-6)  # far below what bfloat16 weights of 0.02 would notice
     objective = Objective(CrossEntropySpec())
-    wanted, found = reference.update(some_samples(), objective, tiny, max_tokens=WHOLE), None
+    expected = reference.update(some_samples(), objective, tiny, max_tokens=WHOLE)
     before = whole(open_checkpoint(trainer.checkpoint()).weights)
-    found = trainer.update(some_samples(), objective, tiny, WHOLE)
-    assert found.metrics["loss"] == pytest.approx(wanted.metrics["loss"], abs=5e-3)
+    report = trainer.update(some_samples(), objective, tiny, WHOLE)
+    assert report.metrics["loss"] == pytest.approx(expected.metrics["loss"], abs=5e-3)
     after = whole(open_checkpoint(trainer.checkpoint()).weights)
     moved = (after["lm_head.weight"] - before["lm_head.weight"]).abs().max().item()
     assert 0.9e-6 < moved < 1.1e-6  # the first step of AdamW moves by its rate
@@ -199,12 +199,12 @@ def test_what_a_rank_would_refuse_is_refused_by_all(two_ranks: RankGroup, on_ran
     """A rank that raises alone would leave the other one waiting for it."""
     trainer = on_ranks(two_ranks, tiny_folder, zero_stage=3)
     before = trainer.digest()
-    one, other = some_samples([20, 19])
+    long, other = some_samples([20, 19])
     bare = Sample(other.token_ids, other.weights, advantages=other.advantages)
     with pytest.raises(BadSpec, match="some samples of the batch have old_logprobs"):
-        trainer.update([one, bare], LOSSES["grpo"], ADAMW, 20)
+        trainer.update([long, bare], LOSSES["grpo"], ADAMW, 20)
     with pytest.raises(BadSpec, match="needs old logprobs"):
         trainer.update([bare], LOSSES["grpo"], ADAMW, 20)
     with pytest.raises(SampleTooLong):
-        trainer.update([one, other], LOSSES["grpo"], ADAMW, 19)
+        trainer.update([long, other], LOSSES["grpo"], ADAMW, 19)
     assert trainer.digest() == before

@@ -32,11 +32,11 @@ def meta_model_of(folder: Path) -> MetaModel:
 
 
 def read_all(meta_model: MetaModel) -> dict[str, torch.Tensor]:
-    found = {}
+    weights = {}
     for name, tensor in meta_model.model.named_weights():
-        found[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
-        meta_model.weights.read_into(name, found[name])
-    return found
+        weights[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        meta_model.weights.read_into(name, weights[name])
+    return weights
 
 
 def variant(kind: str, tiny_folder: Path, folder: Path) -> Path:
@@ -50,7 +50,7 @@ def variant(kind: str, tiny_folder: Path, folder: Path) -> Path:
         assert len(list(folder.glob("*.safetensors"))) > 1
         return folder
     model.to(torch.bfloat16 if kind == "bfloat16" else torch.float32).save_pretrained(folder)
-    if kind == "a file beside":
+    if kind == "another file":
         save_file({"other": torch.zeros(2)}, folder / "consolidated.safetensors")
     return folder
 
@@ -60,7 +60,7 @@ def test_a_vision_language_model_is_refused(vision_folder: Path) -> None:
         meta_model_of(vision_folder)
 
 
-@pytest.mark.parametrize("kind", ["plain", "tied", "many files", "bfloat16", "a file beside"])
+@pytest.mark.parametrize("kind", ["plain", "tied", "many files", "bfloat16", "another file"])
 def test_a_meta_model_is_the_loaded_one_without_its_weights(kind: str, tiny_folder: Path, tmp_path: Path) -> None:
     folder = variant(kind, tiny_folder, tmp_path / "model")
     meta_model = meta_model_of(folder)
@@ -70,8 +70,8 @@ def test_a_meta_model_is_the_loaded_one_without_its_weights(kind: str, tiny_fold
     sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
     assert set(sizes.values()) == {4}  # one float32 each
     assert digest_tensors(read_all(meta_model).items()) == digest_tensors(loaded.named_weights())
-    own, theirs = dict(meta_model.model.module.named_buffers()), dict(loaded.module.named_buffers())
-    assert own.keys() == theirs.keys() and all(torch.equal(own[name], theirs[name]) for name in own)
+    buffers, expected = dict(meta_model.model.module.named_buffers()), dict(loaded.module.named_buffers())
+    assert buffers.keys() == expected.keys() and all(torch.equal(buffers[name], expected[name]) for name in buffers)
     assert [name for name, _ in meta_model.model.exported_weights()] == [name for name, _ in loaded.exported_weights()]
     for config in ("config", "generation_config"):  # what an export writes
         without_weights, whole = getattr(meta_model.model.module, config), getattr(loaded.module, config)

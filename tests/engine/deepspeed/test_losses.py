@@ -52,10 +52,10 @@ def test_every_loss_trains_on_two_ranks_as_on_one(
         if loss.reads != reads:
             continue
         objective = Objective(loss, 1.0 if scalar else 0.8)
-        wanted = reference.update(samples, objective, ADAMW, max_tokens=MAX_TOKENS)
-        found = trainer.update(samples, objective, ADAMW, MAX_TOKENS)
-        assert found.metrics == pytest.approx(wanted.metrics, rel=1e-4, abs=1e-5), name
-        assert loss.needs_entropy == ("entropy_mean" in found.metrics), name
+        expected = reference.update(samples, objective, ADAMW, max_tokens=MAX_TOKENS)
+        report = trainer.update(samples, objective, ADAMW, MAX_TOKENS)
+        assert report.metrics == pytest.approx(expected.metrics, rel=1e-4, abs=1e-5), name
+        assert loss.needs_entropy == ("entropy_mean" in report.metrics), name
     weights = whole(open_checkpoint(trainer.checkpoint()).weights)
     assert_weights_close(weights, dict(reference.weights()), updates=len(SPECS))
 

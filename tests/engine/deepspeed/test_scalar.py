@@ -53,13 +53,13 @@ def load_scalar(folder: Path) -> ScalarLM:
 def test_values_are_the_model_s_own_scores(scalar_folder: Path) -> None:
     """Its own score of a sequence is that of the last token; packed beside another sequence it stays the same."""
     model, samples = load_scalar(scalar_folder), some_samples([9, 14])
-    own = AutoModelForSequenceClassification.from_pretrained(scalar_folder)
-    own.config.pad_token_id = None
+    reference = AutoModelForSequenceClassification.from_pretrained(scalar_folder)
+    reference.config.pad_token_id = None
     with torch.no_grad():
         values_N = model.values(pack(samples, device=CPU)).split([s.trained for s in samples])
         for sample, value in zip(samples, values_N, strict=True):
             before_last = torch.tensor([sample.token_ids[:-1]])
-            assert value[-1].item() == pytest.approx(own(input_ids=before_last).logits.item(), abs=1e-5)
+            assert value[-1].item() == pytest.approx(reference(input_ids=before_last).logits.item(), abs=1e-5)
 
 
 def test_a_scalar_head_needs_one_number(tiny_folder: Path, tmp_path: Path) -> None:
@@ -78,8 +78,8 @@ def test_a_scalar_head_goes_through_zero(
     assert "score.weight" in parts and trainer.digest() == digest
     trainer.call("export", tmp_path / "export")
     assert digest_tensors(load_scalar(tmp_path / "export").named_weights())[0] == digest
-    own = dict(load_scalar(scalar_folder).named_weights())
-    assert all(torch.equal(tensor, own[name]) for name, tensor in state_of(trainer.checkpoint()).items())
+    stored = dict(load_scalar(scalar_folder).named_weights())
+    assert all(torch.equal(tensor, stored[name]) for name, tensor in state_of(trainer.checkpoint()).items())
     with pytest.raises(BadSpec, match="one number per token"):
         trainer.update(some_samples(), Objective(CrossEntropySpec()), OptimizerSpec(lr=1e-3), 30)
 
@@ -99,13 +99,13 @@ def test_a_new_head_is_drawn_and_the_decoder_alone_is_read(tied: bool, tiny_fold
     folder = tiny_folder if tied else untied(tiny_folder, tmp_path / "untied")
     meta_model = open_meta_model(folder, dtype=torch.float32, parameter_dtype=torch.float32, device=CPU, head_seed=7)
     assert not meta_model.probed  # read from the files, not by way of transformers
-    found = {name: torch.empty(tensor.shape) for name, tensor in meta_model.model.named_weights()}
-    for name, tensor in found.items():
+    weights = {name: torch.empty(tensor.shape) for name, tensor in meta_model.model.named_weights()}
+    for name, tensor in weights.items():
         half = tensor.numel() // 2  # in two pieces, as ranks read it
         meta_model.weights.read_into(name, tensor.view(-1)[:half])
         meta_model.weights.read_into(name, tensor.view(-1)[half:], start=half)
     whole = new_trainer(folder).weights_digest()
-    assert digest_tensors(sorted(found.items())) == whole
+    assert digest_tensors(sorted(weights.items())) == whole
     with streamed_weights(meta_model):
         probe(meta_model.model, folder)
     meta_model.model.module.config.save_pretrained(tmp_path / "config")
@@ -141,10 +141,10 @@ def test_a_language_model_gets_the_torch_trainer_s_head_on_ranks(
     ]
     optimizer = OptimizerSpec(lr=1e-4, eps=1e-3)
     for samples, objective in ((fitted, Objective(MSESpec())), (ends, Objective(RankingSpec()))):
-        one = trainer.update(samples, objective, optimizer, 30)
+        report = trainer.update(samples, objective, optimizer, 30)
         other = reference.update(samples, objective, optimizer, max_tokens=30)
-        assert one.metrics["loss"] == pytest.approx(other.metrics["loss"], abs=VALUE_TOLERANCE)
-        assert one.metrics["grad_norm"] == pytest.approx(other.metrics["grad_norm"], rel=1e-3)
+        assert report.metrics["loss"] == pytest.approx(other.metrics["loss"], abs=VALUE_TOLERANCE)
+        assert report.metrics["grad_norm"] == pytest.approx(other.metrics["grad_norm"], rel=1e-3)
     assert gap() <= 1e-3
     with pytest.raises(BadSpec, match="no logprobs"):
         trainer.call("logprobs", scored, 1.0, 30)
@@ -171,7 +171,7 @@ def test_values_train_on_two_ranks_as_on_one(
     model, optimizer = reference.model, OptimizerSpec(lr=1e-3, eps=1e-3, max_grad_norm=0.5)
     assert isinstance(model, ScalarLM)
     adamw = torch.optim.AdamW(adamw_groups(list(model.module.parameters())))
-    set_adamw(adamw.param_groups, optimizer, decayed=lambda index: index == 0)
+    set_adamw(adamw.param_groups, optimizer)
     for _ in range(2):
         adamw.zero_grad()
         loss = (model.values(pack(samples, device=CPU)) - targets_N).square().mean()

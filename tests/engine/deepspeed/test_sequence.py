@@ -49,10 +49,10 @@ def test_ranks_that_share_rows_train_as_the_torch_trainer_does(
         (some_samples([11]), grpo),
         ([late], Objective(CrossEntropySpec())),
     ):
-        wanted = reference.update(samples, objective, ADAMW, max_tokens=30)
-        found = trainer.update(samples, objective, ADAMW, 30)
-        assert found.micro_batches == wanted.micro_batches
-        assert found.metrics == pytest.approx(wanted.metrics, rel=1e-4, abs=1e-5)
+        expected = reference.update(samples, objective, ADAMW, max_tokens=30)
+        report = trainer.update(samples, objective, ADAMW, 30)
+        assert report.micro_batches == expected.micro_batches
+        assert report.metrics == pytest.approx(expected.metrics, rel=1e-4, abs=1e-5)
     weights = whole(open_checkpoint(trainer.checkpoint()).weights)
     assert_weights_close(weights, dict(reference.weights()))
     sequences = [TokenSequence(token_ids=s.token_ids, weights=s.weights) for s in [*some_samples([9, 31]), late]]
@@ -73,9 +73,9 @@ def test_two_groups_of_two_ranks(on_ranks: Load, tiny_folder: Path) -> None:
         reference = torch_trainer(tiny_folder)
         trainer = on_ranks(group, tiny_folder, sequence_parallel=2, zero_stage=2)
         for _ in range(2):
-            wanted = reference.update(some_samples(), Objective(CrossEntropySpec()), ADAMW, max_tokens=30)
-            found = trainer.update(some_samples(), Objective(CrossEntropySpec()), ADAMW, 30)
-            assert found.metrics == pytest.approx(wanted.metrics, rel=1e-4, abs=1e-5)
+            expected = reference.update(some_samples(), Objective(CrossEntropySpec()), ADAMW, max_tokens=30)
+            report = trainer.update(some_samples(), Objective(CrossEntropySpec()), ADAMW, 30)
+            assert report.metrics == pytest.approx(expected.metrics, rel=1e-4, abs=1e-5)
         weights = whole(open_checkpoint(trainer.checkpoint()).weights)
         assert_weights_close(weights, dict(reference.weights()))
         with pytest.raises(BadSpec, match="does not divide the model's 4 attention heads and 2 key heads"):

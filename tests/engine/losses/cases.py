@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.backends.protocol import Objective
 from engine.backends.torch.packing import Packed
-from engine.backends.torch.updates import micro_batch_loss, totals_of
+from engine.backends.torch.updates import count_totals, micro_batch_loss
 from engine.losses.inputs import Outputs
 from engine.losses.likelihood import CrossEntropySpec, TangentsSpec
 from engine.losses.pairs import DPOSpec, RankingSpec
@@ -96,7 +96,7 @@ def sample(prompt: list[int], weights: list[float], group: str, **columns: Any) 
 def samples_near(outputs_of: Callable[[Sample], list[float]], *, scalar: bool) -> list[Sample]:
     """Three pairs with every column a loss reads, at set distances from what a model gives for the trained tokens."""
     places = {numbers: cycle(numbers) for numbers in _USED}
-    found, seen = [], set()
+    samples, seen = [], set()
     for prompt, weights, group in SHAPES:
         now = outputs_of(sample(prompt, weights, group))
         away = {numbers: list(islice(place, len(now))) for numbers, place in places.items()}
@@ -115,9 +115,9 @@ def samples_near(outputs_of: Callable[[Sample], list[float]], *, scalar: bool) -
             "advantages": away[_ADVANTAGES],
             "tangents": away[_TANGENTS],
         }  # fmt: skip
-        found.append(sample(prompt, weights, group, preferred=group in seen, **columns))
+        samples.append(sample(prompt, weights, group, preferred=group in seen, **columns))
         seen.add(group)
-    return found
+    return samples
 
 
 _USED = (
@@ -131,4 +131,4 @@ def loss_of(spec: LossSpec, samples: list[Sample], outputs: Outputs) -> Tensor:
     def given(_: Packed) -> Outputs:
         return outputs
 
-    return micro_batch_loss(given, samples, Objective(spec), totals_of(samples), device=torch.device("cpu"))[0]
+    return micro_batch_loss(given, samples, Objective(spec), count_totals(samples), device=torch.device("cpu"))[0]

@@ -161,12 +161,12 @@ def _policy(spec: Any, samples: Sequence[Sample], outs: Sequence[Out]) -> Tensor
 
 
 def _pairs(samples: Sequence[Sample], numbers: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    found = []
+    pairs = []
     for group in sorted({s.group for s in samples}):
         (good,) = (n for s, n in zip(samples, numbers, strict=True) if s.group == group and s.preferred)
         (bad,) = (n for s, n in zip(samples, numbers, strict=True) if s.group == group and not s.preferred)
-        found.append((good, bad))
-    return found
+        pairs.append((good, bad))
+    return pairs
 
 
 def _dpo(spec: Any, samples: Sequence[Sample], outs: Sequence[Out]) -> Tensor:

@@ -29,12 +29,12 @@ def test_every_loss_is_tested() -> None:
 @pytest.fixture(scope="module", params=[torch.float64, torch.float32], ids=["float64", "float32"])
 def pair(request: pytest.FixtureRequest, small_folder: Path, small_scalar_folder: Path) -> dict:
     """What the loss reads -> (plain model, trainer, samples)."""
-    found = {}
+    setups = {}
     for reads, folder in (("logprobs", small_folder), ("values", small_scalar_folder)):
         plain = Plain(folder, request.param, scalar=reads == "values")
         samples = samples_near(plain.numbers, scalar=plain.scalar)
-        found[reads] = (plain, TorchTrainer(load(folder, request.param)), samples, WITHIN[request.param])
-    return found
+        setups[reads] = (plain, TorchTrainer(load(folder, request.param)), samples, WITHIN[request.param])
+    return setups
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
@@ -44,8 +44,8 @@ def test_the_gradient_is_that_of_the_formula(pair: dict, spec: LossSpec) -> None
     loss, expected = plain.loss_and_gradient(spec, samples, temperature)
     least = longest_unit(samples, whole_groups=spec.pairwise)
     for max_tokens, least_micro_batches in ((WHOLE, 1), (least, 3)):
-        report, found = update(trainer, samples, Objective(spec, temperature), max_tokens=max_tokens)
+        report, gradient = update(trainer, samples, Objective(spec, temperature), max_tokens=max_tokens)
         assert report.micro_batches >= least_micro_batches
-        assert distance(found, expected) <= within
+        assert distance(gradient, expected) <= within
         # gains and losses of size 1 may cancel each other, their rounding errors do not
         assert report.metrics["loss"] == pytest.approx(loss, rel=within, abs=within)

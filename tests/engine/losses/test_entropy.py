@@ -48,10 +48,10 @@ def test_chunks_change_neither_them_nor_the_gradient(exact: CausalLM, monkeypatc
     monkeypatch.setattr(causal_lm, "CHUNK_ELEMENTS", 5 * exact.vocab_size)
     parts = both(exact, 0.7)
     assert len(calls) == -(-sum(s.trained for s in SAMPLES) // 5)
-    for found, wanted in zip(parts, whole, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-13)
-    for found, wanted in zip(gradient(parts), expected, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-13)
+    for actual, expected_N in zip(parts, whole, strict=True):
+        torch.testing.assert_close(actual, expected_N, rtol=1e-13, atol=1e-13)
+    for actual, expected_grad in zip(gradient(parts), expected, strict=True):
+        torch.testing.assert_close(actual, expected_grad, rtol=1e-11, atol=1e-13)
 
 
 def test_bounds(exact: CausalLM) -> None:
@@ -63,10 +63,10 @@ def test_bounds(exact: CausalLM) -> None:
 
 
 def test_a_sample_of_its_own(exact: CausalLM) -> None:
-    """What stands beside it in the row changes nothing."""
+    """The entropy of a sample does not depend on the other samples of the packed row."""
     alone = exact.logprobs_and_entropy(pack([Sample([40, 31, 50], [0, 1.0, 1.0])], device=CPU))
-    beside = exact.logprobs_and_entropy(
+    packed = exact.logprobs_and_entropy(
         pack([Sample([9, 9, 9], [0, 0, 1.0]), Sample([40, 31, 50], [0, 1.0, 1.0])], device=CPU)
     )
-    for one, other in zip(alone, beside, strict=True):
-        torch.testing.assert_close(one, other[1:], rtol=1e-12, atol=1e-12)
+    for alone_N, packed_N in zip(alone, packed, strict=True):
+        torch.testing.assert_close(alone_N, packed_N[1:], rtol=1e-12, atol=1e-12)

@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.backends.protocol import Objective
 from engine.backends.torch.causal_lm import CausalLM
 from engine.backends.torch.packing import pack
-from engine.backends.torch.updates import forward_of, micro_batch_loss, totals_of
+from engine.backends.torch.updates import count_totals, make_forward, micro_batch_loss
 from engine.losses.inputs import Outputs
 from engine.losses.spec import LossSpec
 from engine.models.samples import Sample
@@ -52,7 +52,7 @@ def differences(spec: LossSpec, samples: list[Sample], outputs: Outputs, leaf_N:
 def ratios_held(samples: list[Sample], index: int, step: float) -> list[Sample]:
     """The old and the sampler's logprob of a token move with its own: ratio and importance weight stay, as CISPO, whose
     weights have no gradient, wants them to."""
-    found = []
+    moved = []
     for s in samples:
         steps = [step * (place == index) for place in range(s.trained)]
         index -= s.trained
@@ -60,8 +60,8 @@ def ratios_held(samples: list[Sample], index: int, step: float) -> list[Sample]:
             name: [value + move for value, move in zip(getattr(s, name), steps, strict=True)]
             for name in ("old_logprobs", "sampler_logprobs")
         }
-        found.append(replace(s, **columns))
-    return found
+        moved.append(replace(s, **columns))
+    return moved
 
 
 def grad_of(leaf_N: Tensor) -> list[float]:
@@ -87,10 +87,10 @@ def test_of_the_model_s_weights(spec: LossSpec, exact: CausalLM, exact_scalar: C
     model = exact_scalar if spec.reads == "values" else exact
     temperature = 1.0 if model.scalar else 0.7
     samples = near(model, temperature)
-    objective, totals = Objective(spec, temperature), totals_of(samples)
+    objective, totals = Objective(spec, temperature), count_totals(samples)
 
     def loss() -> Tensor:
-        return micro_batch_loss(forward_of(model, objective), samples, objective, totals, device=CPU)[0]
+        return micro_batch_loss(make_forward(model, objective), samples, objective, totals, device=CPU)[0]
 
     parameters = list(model.module.parameters())
     gradient = torch.autograd.grad(loss(), parameters)
@@ -109,8 +109,8 @@ def near(model: CausalLM, temperature: float) -> list[Sample]:
     def numbers(bare: Sample) -> list[float]:
         packed = pack([bare], device=CPU)
         with torch.no_grad():
-            found = model.values(packed) if model.scalar else model.logprobs(packed, temperature=temperature)
-        return found.tolist()
+            output_N = model.values(packed) if model.scalar else model.logprobs(packed, temperature=temperature)
+        return output_N.tolist()
 
     return samples_near(numbers, scalar=model.scalar)
 

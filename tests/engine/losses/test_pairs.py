@@ -19,9 +19,9 @@ def f64(*values: float) -> Tensor:
 
 
 def pair_loss(inputs: LossInputs, spec: DPOSpec | RankingSpec) -> PairLoss:
-    found = spec.compute(inputs)
-    assert isinstance(found, PairLoss)
-    return found
+    loss = spec.compute(inputs)
+    assert isinstance(loss, PairLoss)
+    return loss
 
 
 def one_pair(logprobs_N: Tensor, reference_N: Tensor) -> LossInputs:
@@ -50,25 +50,25 @@ def one_pair(logprobs_N: Tensor, reference_N: Tensor) -> LossInputs:
 def test_golden_dpo(options: dict[str, Any], value: float, slope: float) -> None:
     """Every token of the preferred sample has the slope of the margin, every one of the other its negative."""
     logprobs_N = f64(-5.5, -6.5, -2.0, -3.0, -5.0).requires_grad_()
-    found = pair_loss(one_pair(logprobs_N, f64(-5.0, -6.5, -1.0, -4.0, -6.0)), DPOSpec(**options))
-    found.values_P.sum().backward()
-    assert found.values_P.tolist() == pytest.approx([value], abs=5.1e-9)
+    loss = pair_loss(one_pair(logprobs_N, f64(-5.0, -6.5, -1.0, -4.0, -6.0)), DPOSpec(**options))
+    loss.values_P.sum().backward()
+    assert loss.values_P.tolist() == pytest.approx([value], abs=5.1e-9)
     assert logprobs_N.grad.tolist() == pytest.approx([-slope, -slope, slope, slope, slope], abs=1e-8)
 
 
 @pytest.mark.parametrize("spec", [DPOSpec(), DPOSpec(variant="cdpo", label_smoothing=0.2)], ids=["sigmoid", "cdpo"])
 def test_at_the_reference_it_is_ln_2(spec: DPOSpec) -> None:
     same = f64(-1.0, -2.5, -0.3, -4.0, -0.2)
-    found = pair_loss(one_pair(same, same), spec)
-    assert found.values_P.tolist() == pytest.approx([log(2)], abs=1e-15)
-    assert float(found.sums["reward_margin_per_pair"]) == 0
-    assert float(found.sums["accuracy_per_pair"]) == 0  # a tie is not right
+    loss = pair_loss(one_pair(same, same), spec)
+    assert loss.values_P.tolist() == pytest.approx([log(2)], abs=1e-15)
+    assert float(loss.sums["reward_margin_per_pair"]) == 0
+    assert float(loss.sums["accuracy_per_pair"]) == 0  # a tie is not right
 
 
 def test_rewards_are_the_implicit_ones() -> None:
     # β (L - Lref): 0.1 · (-10 + 11) and 0.1 · (-12 + 11.5)
-    found = pair_loss(one_pair(f64(-5.5, -6.5, -2, -3, -5), f64(-5, -6.5, -1, -4, -6)), DPOSpec(beta=0.1))
-    sums = {name: float(value) for name, value in found.sums.items()}
+    loss = pair_loss(one_pair(f64(-5.5, -6.5, -2, -3, -5), f64(-5, -6.5, -1, -4, -6)), DPOSpec(beta=0.1))
+    sums = {name: float(value) for name, value in loss.sums.items()}
     assert sums == pytest.approx(
         {
             "reward_chosen_per_pair": 0.1,
@@ -98,9 +98,9 @@ def test_ranking_by_hand() -> None:
         preferred_P=torch.tensor([0, 3]),
         dispreferred_P=torch.tensor([1, 2]),
     )
-    found = pair_loss(inputs, RankingSpec())
-    found.values_P.sum().backward()
-    assert found.values_P.tolist() == pytest.approx([0.31326169, 2.12692801], abs=1e-8)
+    loss = pair_loss(inputs, RankingSpec())
+    loss.values_P.sum().backward()
+    assert loss.values_P.tolist() == pytest.approx([0.31326169, 2.12692801], abs=1e-8)
     assert scores_S.grad.tolist() == pytest.approx([-0.26894142, 0.26894142, 0.88079708, -0.88079708], abs=1e-8)
-    sums = {name: float(value) for name, value in found.sums.items()}
+    sums = {name: float(value) for name, value in loss.sums.items()}
     assert sums == {"score_chosen_per_pair": 1.5, "score_rejected_per_pair": 2.5, "accuracy_per_pair": 1.0}

@@ -45,9 +45,9 @@ def one_token(logprob: Tensor, old: float, advantage: float, **columns: Tensor) 
 
 
 def token_loss(inputs: LossInputs, spec: PolicySpec) -> TokenLoss:
-    found = spec.compute(inputs)
-    assert isinstance(found, TokenLoss)
-    return found
+    loss = spec.compute(inputs)
+    assert isinstance(loss, TokenLoss)
+    return loss
 
 
 def loss_and_gradient(spec: PolicySpec) -> tuple[float, list[float]]:
@@ -96,9 +96,9 @@ GOLDEN = {
 
 @pytest.mark.parametrize(("spec", "value", "gradient"), GOLDEN.values(), ids=GOLDEN.keys())
 def test_golden_values_and_gradients(spec: PolicySpec, value: float, gradient: list[float]) -> None:
-    loss, found = loss_and_gradient(spec)
+    loss, actual = loss_and_gradient(spec)
     assert loss == pytest.approx(value, abs=5.1e-9)  # all of the digits that the notes give
-    assert found == pytest.approx(gradient, abs=5.1e-7)
+    assert actual == pytest.approx(gradient, abs=5.1e-7)
 
 
 @pytest.mark.parametrize(
@@ -147,24 +147,24 @@ def test_a_kl_term_under_the_ratio(spec: PolicySpec, values: list[float]) -> Non
         assert logprobs_N.grad.tolist() == pytest.approx([0.5 * slope for slope in slopes], abs=5.1e-9)
 
 
-def test_under_the_ratio_the_expected_kl_term_is_the_kl_divergence_and_so_is_its_gradient() -> None:
+def test_the_kl_term_under_the_ratio_and_its_gradient_are_unbiased() -> None:
     """Over a vocabulary of four: the mean of a token's loss under the old policy, of which samples are drawn."""
     logits_V = f64(0.3, -0.5, 1.2, 0.1).requires_grad_()
     old_V, reference_V = f64(0.1, 0.4, 0.3, 0.2), f64(0.25, 0.25, 0.3, 0.2)
     log_p_V = logits_V.log_softmax(0)
     divergence = (log_p_V.exp() * (log_p_V - reference_V.log())).sum()
     (exact_V,) = torch.autograd.grad(divergence, logits_V, retain_graph=True)
-    found = {}
+    by_weighting = {}
     for weighted in (True, False):
         inputs = LossInputs(
             Outputs(log_p_V), (4,), old_N=old_V.log(), reference_N=reference_V.log(), advantages_N=torch.zeros(4),
         )  # fmt: skip
         token = token_loss(inputs, GRPOSpec(kl_beta=1.0, kl_importance=weighted))
         mean = (old_V * token.values_N).sum()
-        found[weighted] = mean.item(), torch.autograd.grad(mean, logits_V, retain_graph=True)[0].tolist()
-    assert found[True][0] == pytest.approx(divergence.item(), rel=1e-12)
-    assert found[True][1] == pytest.approx(exact_V.tolist(), rel=1e-12)
-    assert found[False][1] != pytest.approx(exact_V.tolist(), rel=0.1)  # the plain term's is another direction
+        by_weighting[weighted] = mean.item(), torch.autograd.grad(mean, logits_V, retain_graph=True)[0].tolist()
+    assert by_weighting[True][0] == pytest.approx(divergence.item(), rel=1e-12)
+    assert by_weighting[True][1] == pytest.approx(exact_V.tolist(), rel=1e-12)
+    assert by_weighting[False][1] != pytest.approx(exact_V.tolist(), rel=0.1)  # the plain term's is another direction
 
 
 def test_kl_without_a_reference_is_refused() -> None:

@@ -33,7 +33,7 @@ MANY = settings(max_examples=60, deadline=None)
 def minibatches(draw: st.DrawFn, *, scalar: bool) -> list[Sample]:
     """One to three pairs with a common beginning, of one to six trained tokens each with gaps between them."""
     number = st.floats(-1.5, 1.5).map(lambda x: round(x, 3))
-    found = []
+    samples = []
     for pair in range(draw(st.integers(1, 3))):
         prompt = draw(st.lists(st.integers(3, 40), min_size=1, max_size=4))
         for preferred in draw(st.permutations([True, False])):
@@ -50,8 +50,8 @@ def minibatches(draw: st.DrawFn, *, scalar: bool) -> list[Sample]:
                 columns |= {f"{name}_logprobs": column(around=-5.5) for name in ("old", "reference", "sampler")}
             ids = prompt + [token for token, _ in tail]
             weights = [0.0] * len(prompt) + [float(taught) for _, taught in tail]
-            found.append(Sample(ids, weights, f"pair-{pair}", preferred=preferred, **columns))
-    return found
+            samples.append(Sample(ids, weights, f"pair-{pair}", preferred=preferred, **columns))
+    return samples
 
 
 def reordered(samples: list[Sample], data: st.DataObject) -> list[Sample]:
@@ -60,11 +60,11 @@ def reordered(samples: list[Sample], data: st.DataObject) -> list[Sample]:
 
 def padded(samples: list[Sample], data: st.DataObject) -> list[Sample]:
     """Tokens after the last trained one, which nothing trained attends to."""
-    found = []
+    longer = []
     for s in samples:
         extra = data.draw(st.lists(st.integers(3, 40), max_size=4))
-        found.append(replace(s, token_ids=s.token_ids + extra, weights=s.weights + [0.0] * len(extra)))
-    return found
+        longer.append(replace(s, token_ids=s.token_ids + extra, weights=s.weights + [0.0] * len(extra)))
+    return longer
 
 
 def ungrouped(samples: list[Sample], data: st.DataObject) -> list[Sample]:
@@ -84,14 +84,14 @@ def test_nothing_depends_on(change: str, data: st.DataObject, exact: CausalLM, e
     spec = SPECS[name]
     trainer = TorchTrainer(exact_scalar if spec.reads == "values" else exact)
     samples = data.draw(minibatches(scalar=trainer.model.scalar))
-    loss, expected = loss_and_gradient(trainer, samples, spec, WHOLE)
+    expected_loss, expected = loss_and_gradient(trainer, samples, spec, WHOLE)
     if not (change == "grouping" and spec.pairwise):
         samples = CHANGES[change](samples, data)
     least = longest_unit(samples, whole_groups=spec.pairwise)
     most = sum(len(s.token_ids) for s in samples)
-    found_loss, found = loss_and_gradient(trainer, samples, spec, data.draw(st.integers(least, max(least, most))))
-    assert distance(found, expected) <= EXACTLY
-    assert found_loss == pytest.approx(loss, rel=EXACTLY, abs=EXACTLY)
+    loss, gradient = loss_and_gradient(trainer, samples, spec, data.draw(st.integers(least, max(least, most))))
+    assert distance(gradient, expected) <= EXACTLY
+    assert loss == pytest.approx(expected_loss, rel=EXACTLY, abs=EXACTLY)
 
 
 def loss_and_gradient(
@@ -111,11 +111,11 @@ def test_a_mask_of_zeros_teaches_nothing(spec: LossSpec, exact: CausalLM, exact_
     samples = samples_near(lambda bare: [-5.0] * bare.trained, scalar=trainer.model.scalar)
     columns = {name: [] for name in PER_TOKEN_COLUMNS if getattr(samples[0], name) is not None}
     blank = Sample([1, 2, 3], [0.0] * 3, "a", **columns)
-    loss, expected = loss_and_gradient(trainer, samples, spec, WHOLE)
-    found_loss, found = loss_and_gradient(trainer, [blank, *samples], spec, WHOLE)
+    expected_loss, expected = loss_and_gradient(trainer, samples, spec, WHOLE)
+    loss, gradient = loss_and_gradient(trainer, [blank, *samples], spec, WHOLE)
     share = len(samples) / (len(samples) + 1) if getattr(spec, "norm", "") in ("sequence_mean", "constant") else 1
-    assert distance(found, {name: share * grad for name, grad in expected.items()}) <= EXACTLY
-    assert found_loss == pytest.approx(share * loss, rel=EXACTLY)
+    assert distance(gradient, {name: share * grad for name, grad in expected.items()}) <= EXACTLY
+    assert loss == pytest.approx(share * expected_loss, rel=EXACTLY)
     with pytest.raises(BadSpec, match="no token of the minibatch is trained"):
         update(trainer, [blank], Objective(spec))
 
@@ -133,11 +133,11 @@ def test_equal_rewards_leave_the_kl_and_the_entropy_alone(spec: Any, exact: Caus
     trainer = TorchTrainer(exact)
     samples = samples_near(lambda bare: [-5.0] * bare.trained, scalar=False)
     flat = [replace(s, advantages=[0.0] * s.trained) for s in samples]
-    _, found = loss_and_gradient(trainer, flat, spec, WHOLE)
+    _, gradient = loss_and_gradient(trainer, flat, spec, WHOLE)
     moved = [replace(s, old_logprobs=[x - 0.9 for x in s.old_logprobs or ()]) for s in flat]
     _, same = loss_and_gradient(trainer, moved, spec, WHOLE)
-    assert (distance(same, found) <= EXACTLY) is not spec.kl_importance
-    assert any(grad.any() for grad in found.values()) == (spec.kl_beta > 0 or spec.entropy_coef > 0)
+    assert (distance(same, gradient) <= EXACTLY) is not spec.kl_importance
+    assert any(grad.any() for grad in gradient.values()) == (spec.kl_beta > 0 or spec.entropy_coef > 0)
 
 
 EXTREME = st.floats(-50, 50)
@@ -165,10 +165,10 @@ def test_ratios_of_fifty_nats_stay_finite(
         sampler_N=-60 - old - sampler,
         advantages_N=advantages,
     )
-    found = spec.compute(inputs)
-    assert not isinstance(found, PairLoss)
-    found.values_N.sum().backward()
-    for numbers in (found.values_N, logprobs_N.grad, *found.sums.values()):
+    loss = spec.compute(inputs)
+    assert not isinstance(loss, PairLoss)
+    loss.values_N.sum().backward()
+    for numbers in (loss.values_N, logprobs_N.grad, *loss.sums.values()):
         assert numbers.isfinite().all()
 
 

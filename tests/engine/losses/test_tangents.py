@@ -53,8 +53,8 @@ def test_with_a_loss_s_own_gradient_they_are_that_loss(exact: CausalLM, spec: Lo
     _, expected = update(trainer, samples, Objective(spec))
     taught, _ = with_tangents(trainer, samples, lambda logprobs_N: loss_of(spec, samples, Outputs(logprobs_N)))
     for max_tokens in (WHOLE, longest_unit(samples, whole_groups=False)):
-        _, found = update(trainer, taught, Objective(TangentsSpec()), max_tokens=max_tokens)
-        assert distance(found, expected) <= 1e-10
+        _, gradient = update(trainer, taught, Objective(TangentsSpec()), max_tokens=max_tokens)
+        assert distance(gradient, expected) <= 1e-10
 
 
 def test_an_optimizer_step_descends_the_loss(small_folder: Path) -> None:
@@ -69,7 +69,7 @@ def test_an_optimizer_step_descends_the_loss(small_folder: Path) -> None:
         trainer = TorchTrainer(load(small_folder, torch.float64))
         taught, before = with_tangents(trainer, samples, loss)
         assert all(tangent < 0 for s in taught for tangent in s.tangents or ())
-        asked = [replace(s, tangents=[sign * tangent for tangent in s.tangents or ()]) for s in taught]
-        trainer.update(asked, Objective(TangentsSpec()), OptimizerSpec(lr=1e-3, weight_decay=0.0), max_tokens=WHOLE)
+        signed = [replace(s, tangents=[sign * tangent for tangent in s.tangents or ()]) for s in taught]
+        trainer.update(signed, Objective(TangentsSpec()), OptimizerSpec(lr=1e-3, weight_decay=0.0), max_tokens=WHOLE)
         _, after = with_tangents(trainer, samples, loss)
         assert (after < before) == (sign == 1)

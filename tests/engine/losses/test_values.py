@@ -21,19 +21,19 @@ def value_loss(
         returns_N=torch.tensor(returns, **f64),
         old_values_N=torch.tensor(old, **f64),
     )
-    found = spec.compute(inputs)
-    assert isinstance(found, TokenLoss)
-    return found
+    loss = spec.compute(inputs)
+    assert isinstance(loss, TokenLoss)
+    return loss
 
 
 def test_mse() -> None:
     values_N = torch.tensor([1.0, -0.5], dtype=torch.float64, requires_grad=True)
-    found = value_loss(values_N, [3.0, -1.0], [0.0, 0.0], MSESpec())
-    found.values_N.sum().backward()
-    assert found.values_N.tolist() == [4.0, 0.25]
+    loss = value_loss(values_N, [3.0, -1.0], [0.0, 0.0], MSESpec())
+    loss.values_N.sum().backward()
+    assert loss.values_N.tolist() == [4.0, 0.25]
     assert values_N.grad.tolist() == [-4.0, 1.0]
-    assert {name: float(value) for name, value in found.sums.items()} == {"value_sum": 0.5, "return_sum": 2.0}
-    assert not any(value.requires_grad for value in found.sums.values())
+    assert {name: float(value) for name, value in loss.sums.items()} == {"value_sum": 0.5, "return_sum": 2.0}
+    assert not any(value.requires_grad for value in loss.sums.values())
 
 
 @pytest.mark.parametrize(
@@ -52,8 +52,8 @@ def test_mse() -> None:
 )
 def test_the_trust_region(value: float, target: float, loss: float, slope: float, clipped: int) -> None:
     values_N = torch.tensor([value], dtype=torch.float64, requires_grad=True)
-    found = value_loss(values_N, [target], [0.0], TrustRegionMSESpec(clip=0.2))
-    found.values_N.sum().backward()
-    assert found.values_N.item() == pytest.approx(loss)
+    token_loss = value_loss(values_N, [target], [0.0], TrustRegionMSESpec(clip=0.2))
+    token_loss.values_N.sum().backward()
+    assert token_loss.values_N.item() == pytest.approx(loss)
     assert values_N.grad.item() == pytest.approx(slope)
-    assert found.sums["clip_fraction_sum"].item() == clipped
+    assert token_loss.sums["clip_fraction_sum"].item() == clipped

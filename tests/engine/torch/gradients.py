@@ -49,10 +49,10 @@ def update(
     return report, caught
 
 
-def distance(found: Grads, expected: Grads) -> float:
+def distance(gradient: Grads, expected: Grads) -> float:
     """Relative L2 distance of the whole gradients; the distance itself from a gradient of zeros."""
-    assert found.keys() == expected.keys()
-    gap = math.sqrt(sum((found[name] - expected[name]).double().square().sum().item() for name in expected))
+    assert gradient.keys() == expected.keys()
+    gap = math.sqrt(sum((gradient[name] - expected[name]).double().square().sum().item() for name in expected))
     return gap / (norm_of(expected) or 1.0)
 
 

@@ -45,8 +45,8 @@ SEQUENCES = [
 
 @pytest.mark.parametrize("max_tokens", [7, 12, 1000])
 def test_packed_logprobs_are_those_of_each_sequence_alone(model: CausalLM, max_tokens: int) -> None:
-    found = TorchTrainer(model).logprobs(SEQUENCES, temperature=1.0, max_tokens=max_tokens)
-    for sequence, values in zip(SEQUENCES, found, strict=True):
+    logprobs = TorchTrainer(model).logprobs(SEQUENCES, temperature=1.0, max_tokens=max_tokens)
+    for sequence, values in zip(SEQUENCES, logprobs, strict=True):
         alone = own_logprobs(model, sequence.token_ids)
         expected = [alone[i - 1].item() for i, weight in enumerate(sequence.weights) if weight > 0]
         assert values == pytest.approx(expected, abs=1e-12)

@@ -48,11 +48,12 @@ async def test_the_engine_follows_a_larger_max_batch_size(tmp_path: Path, tiny_f
     model.train_language_modelling(long)
     assert (await model.optim_step(1e-3))["tokens"] == 151  # and the end of the turn
 
-    own = await builder.spawn_train("other")  # the engine's own limit stands for a model that asks for none
+    # a model without a limit of its own has the engine's
+    limited_by_engine = await builder.spawn_train("other")
     with pytest.raises(SampleTooLong, match="64"):
-        own.train_language_modelling(long)
+        limited_by_engine.train_language_modelling(long)
     with pytest.raises(SampleTooLong, match="64"):
-        await own.logprobs_per_token(tokenized)
+        await limited_by_engine.logprobs_per_token(tokenized)
 
 
 async def test_forward_passes_are_packed_within_max_batch_size(tmp_path: Path, tiny_folder: Path) -> None:

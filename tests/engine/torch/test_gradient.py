@@ -58,7 +58,7 @@ def sample(prompt: list[int], weights: list[float], group: str, **columns: Any) 
     return Sample([*prompt, *range(first, first + len(weights))], [0.0] * len(prompt) + weights, group, **columns)
 
 
-def samples_from_table(module: nn.Module) -> list[Sample]:
+def samples_near(module: nn.Module) -> list[Sample]:
     """Two groups that share prompts and two samples alone, of unequal lengths, one with a gap of untrained tokens."""
     shapes: list[tuple[list[int], list[float], str]] = [
         ([10, 11, 12, 13], [1.0] * 6, "a"),
@@ -70,7 +70,7 @@ def samples_from_table(module: nn.Module) -> list[Sample]:
         ([40], [1.0] * 2, ""),
     ]
     random = Random(0)
-    found = []
+    rows = []
     for prompt, weights, group in shapes:
         bare = sample(prompt, weights, group)
         near = [value.item() for value in trained_logprobs(module, bare)]
@@ -78,8 +78,8 @@ def samples_from_table(module: nn.Module) -> list[Sample]:
             name: [value + random.uniform(-0.4, 0.4) for value in near]  # e^0.4 = 1.49: some ratios are clipped
             for name in ("old_logprobs", "reference_logprobs")
         }
-        found.append(sample(prompt, weights, group, advantages=[random.gauss(0, 1) for _ in near], **noisy))
-    return found
+        rows.append(sample(prompt, weights, group, advantages=[random.gauss(0, 1) for _ in near], **noisy))
+    return rows
 
 
 # -- the reference: one plain forward per sample, formulas as in the papers ------------------------------------
@@ -145,7 +145,7 @@ def plain(model: CausalLM) -> Iterator[nn.Module]:
 @pytest.fixture(scope="module")
 def samples(model: CausalLM) -> list[Sample]:
     with plain(model) as module, torch.no_grad():
-        return samples_from_table(module)
+        return samples_near(module)
 
 
 CE = Objective(CrossEntropySpec())
@@ -157,10 +157,10 @@ def test_micro_batches_change_neither_loss_nor_gradient(
     model: CausalLM, samples: list[Sample], objective: Objective
 ) -> None:
     whole, expected = update(TorchTrainer(model), samples, objective, max_tokens=WHOLE)
-    split, found = update(TorchTrainer(model), samples, objective, max_tokens=SPLIT)
+    split, gradient = update(TorchTrainer(model), samples, objective, max_tokens=SPLIT)
     assert whole.micro_batches == 1
     assert split.micro_batches >= 4
-    assert distance(found, expected) <= RELATIVE[model.dtype]
+    assert distance(gradient, expected) <= RELATIVE[model.dtype]
     assert split.metrics == pytest.approx(whole.metrics, rel=10 * RELATIVE[model.dtype])
 
 
@@ -177,8 +177,8 @@ def test_the_gradient_is_that_of_the_definition(
 ) -> None:
     with plain(model) as module:
         expected_loss, expected = reference(module, samples, loss)
-    report, found = update(TorchTrainer(model), samples, objective, max_tokens=max_tokens)
-    assert distance(found, expected) <= RELATIVE[model.dtype]
+    report, gradient = update(TorchTrainer(model), samples, objective, max_tokens=max_tokens)
+    assert distance(gradient, expected) <= RELATIVE[model.dtype]
     assert report.metrics["loss"] == pytest.approx(expected_loss, rel=RELATIVE[model.dtype])
     assert report.metrics["grad_norm"] == pytest.approx(norm_of(expected), rel=RELATIVE[model.dtype])
     assert report.metrics["tokens"] == 32  # 6 + 3 + 1 + 3 + 10 + 7 + 2
@@ -186,12 +186,12 @@ def test_the_gradient_is_that_of_the_definition(
 
 def test_the_gradient_is_that_of_plain_transformers(tiny_folder: Path) -> None:
     """Another load of the folder, with nothing of the engine in it."""
-    own = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32, attn_implementation="eager").eval()
+    module = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
-        samples = samples_from_table(own)
-    _, expected = reference(own, samples, grpo)
-    _, found = update(TorchTrainer(load(tiny_folder, torch.float32)), samples, GRPO, max_tokens=SPLIT)
-    assert distance(found, expected) <= 1e-5
+        samples = samples_near(module)
+    _, expected = reference(module, samples, grpo)
+    _, gradient = update(TorchTrainer(load(tiny_folder, torch.float32)), samples, GRPO, max_tokens=SPLIT)
+    assert distance(gradient, expected) <= 1e-5
 
 
 @pytest.mark.parametrize("norm", ["token_mean", "sequence_mean", "token_sum", "constant"])
@@ -200,15 +200,15 @@ def test_each_norm_gives_its_gradient_at_any_temperature(exact: CausalLM, norm: 
     spec = GRPOSpec(clip_low=CLIP, clip_high=CLIP, kl_beta=BETA, norm=norm, norm_constant=constant)
     with plain(exact) as module:
         with torch.no_grad():
-            samples = samples_from_table(module)
+            samples = samples_near(module)
         expected_loss, expected = reference(
             module, samples, grpo, norm=norm, constant=constant or 1.0, temperature=0.7
         )
     for max_tokens in (WHOLE, SPLIT):
-        report, found = update(
+        report, gradient = update(
             TorchTrainer(exact), samples, Objective(spec, temperature=0.7), max_tokens=max_tokens
         )
-        assert distance(found, expected) <= 1e-10
+        assert distance(gradient, expected) <= 1e-10
         assert report.metrics["loss"] == pytest.approx(expected_loss, rel=1e-10)
 
 
@@ -255,8 +255,8 @@ def with_advantages(sample: Sample, advantages: list[float]) -> Sample:
 def partly_flat(exact: CausalLM) -> list[Sample]:
     """Group b had equal rewards: its advantages are 0."""
     with plain(exact) as module, torch.no_grad():
-        made = samples_from_table(module)
-    return [with_advantages(s, [0.0] * s.trained) if s.group == "b" else s for s in made]
+        samples = samples_near(module)
+    return [with_advantages(s, [0.0] * s.trained) if s.group == "b" else s for s in samples]
 
 
 @pytest.mark.parametrize("norm", ["token_mean", "sequence_mean"])
@@ -266,8 +266,8 @@ def test_samples_without_advantage_cost_no_pass_and_change_nothing(
     with plain(exact) as module:
         expected_loss, expected = reference(module, partly_flat, lambda l_N, s: grpo(l_N, s, beta=0), norm=norm)
     free = Objective(GRPOSpec(clip_low=CLIP, clip_high=CLIP, kl_beta=0, norm=norm))
-    report, found = update(TorchTrainer(exact), partly_flat, free, max_tokens=SPLIT)
-    assert distance(found, expected) <= 1e-10
+    report, gradient = update(TorchTrainer(exact), partly_flat, free, max_tokens=SPLIT)
+    assert distance(gradient, expected) <= 1e-10
     assert report.metrics["loss"] == pytest.approx(expected_loss, rel=1e-10)
     assert report.metrics["tokens"] == 32
     pulled, _ = update(TorchTrainer(exact), partly_flat, GRPO, max_tokens=SPLIT)
@@ -277,8 +277,8 @@ def test_samples_without_advantage_cost_no_pass_and_change_nothing(
 def test_the_kl_term_pulls_on_samples_without_advantage(exact: CausalLM, partly_flat: list[Sample]) -> None:
     with plain(exact) as module:
         _, expected = reference(module, partly_flat, grpo)
-    _, found = update(TorchTrainer(exact), partly_flat, GRPO, max_tokens=SPLIT)
-    assert distance(found, expected) <= 1e-10
+    _, gradient = update(TorchTrainer(exact), partly_flat, GRPO, max_tokens=SPLIT)
+    assert distance(gradient, expected) <= 1e-10
 
 
 def test_the_mean_ratio_is_one_on_policy_whatever_was_left_out(exact: CausalLM, partly_flat: list[Sample]) -> None:
@@ -367,8 +367,8 @@ def test_no_gradient_of_one_update_is_left_for_the_next(exact: CausalLM) -> None
     one, other = Sample([1, 2, 3], [0.0, 1.0, 1.0]), Sample([4, 5], [0.0, 1.0])
     _, expected = update(trainer, [other], CE)
     update(trainer, [one], CE)
-    _, found = update(trainer, [other], CE)
-    assert distance(found, expected) == 0
+    _, gradient = update(trainer, [other], CE)
+    assert distance(gradient, expected) == 0
 
 
 def test_a_gradient_that_is_not_finite_is_an_error_or_skipped(tiny_folder: Path) -> None:

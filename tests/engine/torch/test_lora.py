@@ -106,11 +106,11 @@ def test_policy_0_of_a_model_with_biases_and_a_head_of_its_own(tmp_path: Path, d
     config = Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        made = Qwen2ForCausalLM(config)
-        for name, parameter in made.named_parameters():
+        qwen = Qwen2ForCausalLM(config)
+        for name, parameter in qwen.named_parameters():
             if name.endswith("bias"):
                 nn.init.normal_(parameter)
-    made.save_pretrained(tmp_path / "qwen")
+    qwen.save_pretrained(tmp_path / "qwen")
     engine = backend(dtype)
     base = engine.load_base(tmp_path / "qwen")
     assert logprobs(engine.adapter(base, LORA, init_seed=0)) == logprobs(engine.load(tmp_path / "qwen"))
@@ -173,8 +173,8 @@ def peft_model(module: nn.Module, spec: LoraSpec, adapter: AdapterTrainer) -> nn
 
 
 def peft_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    found = {name: p for name, p in module.named_parameters() if "lora_" in name}
-    return {n.removeprefix("base_model.model.").replace(".default", ""): p for n, p in found.items()}
+    adapted = {name: p for name, p in module.named_parameters() if "lora_" in name}
+    return {n.removeprefix("base_model.model.").replace(".default", ""): p for n, p in adapted.items()}
 
 
 @contextmanager
@@ -212,12 +212,12 @@ def test_the_gradient_is_pefts(tiny_folder: Path, spec: LoraSpec, max_tokens: in
         nats.append(all_T.squeeze(1)[torch.tensor(sample.weights[1:]) > 0])
     loss = -torch.cat(nats).mean()
     loss.backward()
-    with caught_gradients(adapter) as found:
+    with caught_gradients(adapter) as gradients:
         report = adapter.update(batch, CE, OptimizerSpec(lr=0, max_grad_norm=1e9), max_tokens=max_tokens)
     assert report.metrics["loss"] == pytest.approx(loss.item(), rel=1e-12)
     expected = {name: p.grad for name, p in peft_parameters(theirs).items()}
-    assert found.keys() == expected.keys()
-    for name, gradient in found.items():
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
         assert expected[name] is not None and expected[name].abs().max() > 1e-6
         torch.testing.assert_close(gradient, expected[name], rtol=1e-8, atol=1e-12)
 
@@ -246,9 +246,9 @@ def test_peft_loads_the_export_and_transformers_the_merged_one(
     assert (loaded - untrained).abs().max() > 0.1
     assert (loaded - together).abs().max() <= 1e-5
     token = TokenSequence(ids[0].tolist(), [0.0] + [1.0] * 6, "")
-    own = torch.tensor(adapter.logprobs([token], temperature=1.0, max_tokens=WHOLE)[0])
+    logprobs_of_adapter = torch.tensor(adapter.logprobs([token], temperature=1.0, max_tokens=WHOLE)[0])
     expected = loaded[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
-    assert (own - expected).abs().max() <= 1e-5
+    assert (logprobs_of_adapter - expected).abs().max() <= 1e-5
 
 
 # -- many adapters on one base ---------------------------------------------------------------------------------
@@ -264,12 +264,12 @@ def test_adapters_trained_in_turn_are_those_trained_alone(base: SharedBase, tiny
             logprobs(together[index - 1])
     assert logprobs(off) == untouched
     assert all(torch.equal(tensor, weights[name]) for name, tensor in base.model.module.state_dict().items())
-    found = [logprobs(adapter) for adapter in together]
-    assert len({str(values) for values in [*found, untouched]}) == 4
+    after = [logprobs(adapter) for adapter in together]
+    assert len({str(values) for values in [*after, untouched]}) == 4
     for index, (spec, adapter) in enumerate(zip(SPECS, together, strict=True)):
         alone = backend().adapter(backend().load_base(tiny_folder), spec, init_seed=index)
         train(alone, 20 * index, updates=3)
-        assert logprobs(alone) == found[index]
+        assert logprobs(alone) == after[index]
         assert alone.weights_digest() == adapter.weights_digest()
         assert state_of(alone, tmp_path / f"alone-{index}") == state_of(adapter, tmp_path / f"together-{index}")
 
@@ -317,7 +317,7 @@ def test_the_base_itself_is_only_read(base: SharedBase, tmp_path: Path) -> None:
 def live_tensor_bytes() -> int:
     """Of every tensor that Python can reach in this process, each storage once."""
     gc.collect()
-    tensors = [found for found in gc.get_objects() if isinstance(found, Tensor)]
+    tensors = [candidate for candidate in gc.get_objects() if isinstance(candidate, Tensor)]
     tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 

@@ -38,18 +38,18 @@ def test_each_sampler_draws_from_its_own_adapter(tiny_folder: Path, dtype: str, 
     samplers = [sampler_for(trainer) for trainer in trainers]
     drawn = [sampler.sample(PROMPTS, SEEDS, DRAW) for sampler in samplers]
     assert [sampler.sample(PROMPTS, SEEDS, DRAW) for sampler in reversed(samplers)] == drawn[::-1]
-    assert len({str(found) for found in drawn}) == 4
-    for found in drawn:
-        own = [
+    assert len({str(completions) for completions in drawn}) == 4
+    for completions in drawn:
+        sequences = [
             TokenSequence([*prompt, *c.token_ids], [0.0] * len(prompt) + [1.0] * len(c.token_ids), "")
-            for prompt, c in zip(PROMPTS, found, strict=True)
+            for prompt, c in zip(PROMPTS, completions, strict=True)
         ]
-        nats = torch.tensor([value for c in found for value in c.logprobs])
-        gaps = [
-            (torch.cat([*map(torch.tensor, t.logprobs(own, temperature=1.0, max_tokens=WHOLE))]) - nats).abs().max()
-            for t in trainers
-        ]
-        assert [gap <= tolerance for gap in gaps] == [other is found for other in drawn]
+        nats = torch.tensor([value for c in completions for value in c.logprobs])
+        gaps = []
+        for trainer in trainers:
+            logprobs = trainer.logprobs(sequences, temperature=1.0, max_tokens=WHOLE)
+            gaps.append((torch.cat([torch.tensor(values) for values in logprobs]) - nats).abs().max())
+        assert [gap <= tolerance for gap in gaps] == [other is completions for other in drawn]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -95,19 +95,19 @@ def test_a_lower_precision_copy_keeps_the_rotary_frequencies(tiny_folder: Path) 
 
 
 def test_a_restored_adapter_goes_on_as_if_it_had_never_stopped(base: SharedBase, tmp_path: Path) -> None:
-    kept, restored = (backend().adapter(base, LORA, init_seed=seed) for seed in (0, 9))
-    train(kept, 60, updates=2)
-    files = kept.write_checkpoint(tmp_path / "checkpoint")
-    assert sum(path.stat().st_size for path in files.values()) < 4 * kept.nbytes(training=False) / 3
+    trained, restored = (backend().adapter(base, LORA, init_seed=seed) for seed in (0, 9))
+    train(trained, 60, updates=2)
+    files = trained.write_checkpoint(tmp_path / "checkpoint")
+    assert sum(path.stat().st_size for path in files.values()) < 4 * trained.nbytes(training=False) / 3
     restored.read_checkpoint(files, optimizer=True)
-    assert restored.weights_digest() == kept.weights_digest()
-    for adapter in (kept, restored):
+    assert restored.weights_digest() == trained.weights_digest()
+    for adapter in (trained, restored):
         train(adapter, 80, updates=2)
-    assert state_of(restored, tmp_path / "restored") == state_of(kept, tmp_path / "kept")
+    assert state_of(restored, tmp_path / "restored") == state_of(trained, tmp_path / "trained")
     fresh = backend().adapter(base, LORA, init_seed=9)
     fresh.read_checkpoint(files, optimizer=False)
     train(fresh, 80, updates=2)
-    assert fresh.weights_digest() != kept.weights_digest()  # its moments began anew
+    assert fresh.weights_digest() != trained.weights_digest()  # its moments began anew
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.backends.torch.packing import Fan, micro_batches, pack, shared_prefix
+from engine.backends.torch.packing import PrefixGroup, micro_batches, pack, shared_prefix
 from engine.errors import SampleTooLong
 from engine.protocol import TokenSequence
 
@@ -20,7 +20,7 @@ def test_a_group_shares_its_prompt() -> None:
     packed = pack([sequence([5, 6, 7], [8, 9], "g"), sequence([5, 6, 7], [1], "g")], device=CPU)
     assert packed.token_ids_T.tolist() == [5, 6, 7, 8, 9, 1]
     assert packed.positions_T.tolist() == [0, 1, 2, 3, 4, 3]
-    assert packed.fans == (Fan(0, 3, ((3, 2), (5, 1))),)
+    assert packed.groups == (PrefixGroup(0, 3, ((3, 2), (5, 1))),)
     # the first token of each branch is predicted from the prompt's last, at row position 2
     assert packed.source_N.tolist() == [2, 3, 2]
     assert packed.target_N.tolist() == [8, 9, 1]
@@ -30,7 +30,7 @@ def test_a_group_shares_its_prompt() -> None:
 def test_samples_of_no_group_stand_alone() -> None:
     packed = pack([sequence([5, 6], [7]), sequence([5, 6], [8])], device=CPU)
     assert packed.token_ids_T.tolist() == [5, 6, 7, 5, 6, 8]
-    assert packed.fans == (Fan(0, 3), Fan(3, 3))
+    assert packed.groups == (PrefixGroup(0, 3), PrefixGroup(3, 3))
     assert packed.source_N.tolist() == [1, 4]
 
 

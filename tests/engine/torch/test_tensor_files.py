@@ -29,8 +29,8 @@ DTYPES = [
 @pytest.fixture
 def tensors() -> dict[str, Tensor]:
     """Every dtype, twice, odd sizes, a scalar, an empty one, and names that sort or encode unusually."""
-    made = {f"{turn}.{dtype}": (torch.arange(7) % 2).to(dtype) for turn in "ba" for dtype in DTYPES}
-    return made | {
+    tensors = {f"{turn}.{dtype}": (torch.arange(7) % 2).to(dtype) for turn in "ba" for dtype in DTYPES}
+    return tensors | {
         "scalar": torch.tensor(2.5),
         "empty": torch.zeros(0, 3),
         "matrix": torch.randn(5, 3, generator=torch.Generator().manual_seed(0)),
@@ -54,10 +54,10 @@ def test_what_was_written_is_read(
     turned = torch.randn(4, 6, generator=torch.Generator().manual_seed(1)).T
     tensors |= {"not contiguous": turned, "a part": turned[1:3]}
     write_tensors(tmp_path / "file", tensors.items())
-    for found in (dict(read_tensors(tmp_path / "file")), load_file(tmp_path / "file")):
-        assert found.keys() == tensors.keys()
-        assert all(found[n].dtype == t.dtype and torch.equal(found[n], t) for n, t in tensors.items())
-    assert shapes_of(tmp_path / "file") == {name: tuple(tensor.shape) for name, tensor in found.items()}
+    for stored in (dict(read_tensors(tmp_path / "file")), load_file(tmp_path / "file")):
+        assert stored.keys() == tensors.keys()
+        assert all(stored[n].dtype == t.dtype and torch.equal(stored[n], t) for n, t in tensors.items())
+    assert shapes_of(tmp_path / "file") == {name: tuple(tensor.shape) for name, tensor in stored.items()}
 
 
 def test_no_tensors_are_a_file_too(tmp_path: Path) -> None:
@@ -110,25 +110,25 @@ def state_of(trainer: TorchTrainer, folder: Path) -> dict[str, bytes]:
 def test_a_restored_trainer_goes_on_as_if_it_had_never_stopped(
     make: Callable[[], TorchTrainer], tmp_path: Path
 ) -> None:
-    kept, restored = make(), make()
+    trained, restored = make(), make()
     for first in (1, 2):
-        train(kept, first)
-    files = kept.write_checkpoint(tmp_path / "checkpoint")
+        train(trained, first)
+    files = trained.write_checkpoint(tmp_path / "checkpoint")
     assert sorted(files) == ["optimizer.safetensors", "weights.safetensors"]
     places = [tensor.data_ptr() for _, tensor in restored.weights()]
     restored.read_checkpoint(files, optimizer=True)
     assert [tensor.data_ptr() for _, tensor in restored.weights()] == places
     for path in files.values():
         path.unlink()  # nothing of the file may still be mapped in
-    assert restored.nbytes(training=False) == kept.nbytes(training=False)
-    for trainer in (kept, restored):
+    assert restored.nbytes(training=False) == trained.nbytes(training=False)
+    for trainer in (trained, restored):
         train(trainer, 3)
-    assert state_of(restored, tmp_path / "restored") == state_of(kept, tmp_path / "kept")
+    assert state_of(restored, tmp_path / "restored") == state_of(trained, tmp_path / "trained")
 
 
 def test_a_tied_head_is_in_the_file_once(make: Callable[[], TorchTrainer], tmp_path: Path) -> None:
-    found = load_file(make().write_checkpoint(tmp_path)["weights.safetensors"])
-    assert len([name for name in found if "lm_head" in name or "embed_tokens" in name]) == 1
+    weights = load_file(make().write_checkpoint(tmp_path)["weights.safetensors"])
+    assert len([name for name in weights if "lm_head" in name or "embed_tokens" in name]) == 1
 
 
 def drop(tensors: dict[str, Tensor], name: str) -> None:

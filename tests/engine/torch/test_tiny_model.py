@@ -52,8 +52,8 @@ def test_every_text_round_trips_one_token_per_byte(tiny_folder: Path, text: str)
 def test_the_template_marks_what_the_assistant_wrote(tiny_folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
-    found = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-    marked = [i for i, mask in zip(found["input_ids"], found["assistant_masks"], strict=True) if mask]
+    encoded = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    marked = [i for i, mask in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if mask]
     assert tokenizer.decode(marked) == "yo<|im_end|>"
 
 

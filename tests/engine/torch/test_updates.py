@@ -15,13 +15,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.backends.deepspeed.passes import deal
+from engine.backends.deepspeed.passes import distribute
 from engine.backends.protocol import Objective, UpdateReport
+from engine.backends.torch.batch_checks import check_pairs, validate_batch
 from engine.backends.torch.causal_lm import CausalLM
 from engine.backends.torch.loading import load_model
 from engine.backends.torch.packing import longest_unit, micro_batches
 from engine.backends.torch.trainer import TorchTrainer
-from engine.backends.torch.updates import check_pairs, metrics_of, totals_of, validate_batch, without_gradient
+from engine.backends.torch.updates import count_totals, has_gradient, update_metrics
 from engine.errors import BadSpec, OutOfMemory, SampleTooLong
 from engine.local.apply import apply_request
 from engine.losses.likelihood import CrossEntropySpec
@@ -111,9 +112,9 @@ def test_a_column_that_the_loss_lacks_is_refused_before_any_pass(model: CausalLM
     flat = [sample("a", None, advantages=[1.0] * 3)]
     with pytest.raises(BadSpec, match="the loss needs old logprobs"):
         update(model, flat, FREE)
-    said = Objective(GRPOSpec(kl_beta=0.0, importance_cap=2.0))
+    capped = Objective(GRPOSpec(kl_beta=0.0, importance_cap=2.0))
     with pytest.raises(BadSpec, match="the loss needs the sampler's logprobs"):
-        update(model, [replace(flat[0], old_logprobs=[-5.0] * 3)], said)
+        update(model, [replace(flat[0], old_logprobs=[-5.0] * 3)], capped)
 
 
 @pytest.mark.parametrize("loss", [RankingSpec()], ids=["ranking"])
@@ -140,25 +141,26 @@ def test_a_pair_too_long_for_a_forward_is_named(model: CausalLM, no_pass: None) 
 @st.composite
 def batches_of_pairs(draw: st.DrawFn) -> list[Sample]:
     """Pairs in any order, with equal or unlike prompts."""
-    found = []
+    samples = []
     for number in range(draw(st.integers(1, 8))):
         shared = draw(st.lists(st.integers(3, 5), min_size=1, max_size=6))
         for preferred in (True, False):
             ids = shared + draw(st.lists(st.integers(3, 9), min_size=1, max_size=8))
             weights = [0.0] * len(shared) + [1.0] * (len(ids) - len(shared))
-            found.append(Sample(ids, weights, f"pair-{number}", preferred=preferred))
-    return draw(st.permutations(found))
+            samples.append(Sample(ids, weights, f"pair-{number}", preferred=preferred))
+    return draw(st.permutations(samples))
 
 
 @settings(max_examples=100, deadline=None)
 @given(batches_of_pairs(), st.integers(0, 40), st.integers(1, 4))
 def test_pairs_share_their_micro_batch_and_their_rank(samples: list[Sample], room: int, ranks: int) -> None:
     max_tokens = longest_unit(samples, whole_groups=True) + room
-    dealt = [batch for row in deal(samples, max_tokens=max_tokens, ranks=ranks, whole_groups=True) for batch in row]
-    for batches in (micro_batches(samples, max_tokens=max_tokens, whole_groups=True), [b for b in dealt if b]):
-        assert sorted(i for batch in batches for i in batch) == list(range(len(samples)))
+    passes = distribute(samples, max_tokens=max_tokens, ranks=ranks, whole_groups=True)
+    of_ranks = [batch for row in passes for batch in row if batch]
+    for batches in (micro_batches(samples, max_tokens=max_tokens, whole_groups=True), of_ranks):
+        assert sorted(index for batch in batches for index in batch) == list(range(len(samples)))
         for batch in batches:
-            check_pairs([samples[i] for i in batch])
+            check_pairs([samples[index] for index in batch])
     with pytest.raises(SampleTooLong):
         micro_batches(samples, max_tokens=longest_unit(samples, whole_groups=True) - 1, whole_groups=True)
 
@@ -205,8 +207,8 @@ def test_a_batch_table_of_pairs_reaches_the_trainer_as_pairs(tmp_path: Path) -> 
             for i, s in enumerate(samples)
         ]  # fmt: skip
         table = pa.Table.from_pylist(rows, schema=SCHEMAS["batch"])
-        made = Provenance(code_version="abc", config_digest="0" * 64, seed=7)
-        batch = commit_table(store, f"b{len(samples)}", table, kind="batch", provenance=made)
+        provenance = Provenance(code_version="abc", config_digest="0" * 64, seed=7)
+        batch = commit_table(store, f"b{len(samples)}", table, kind="batch", provenance=provenance)
         request = StepRequest(
             parent=parent,
             batch=batch,
@@ -259,12 +261,12 @@ def test_memory_that_fails_never_splits_a_pair(
 
 def test_what_costs_no_pass() -> None:
     flat = sample("a", None, advantages=[0.0] * 3)
-    assert without_gradient(flat, FREE)
-    assert without_gradient(replace(flat, weights=[0.0] * 4, advantages=[], reference_logprobs=[]), FREE)
+    assert not has_gradient(flat, FREE)
+    assert not has_gradient(replace(flat, weights=[0.0] * 4, advantages=[], reference_logprobs=[]), FREE)
     for loss in (GRPOSpec(kl_beta=0.1), GRPOSpec(kl_beta=0.0, entropy_coef=0.1), CrossEntropySpec()):
-        assert not without_gradient(flat, Objective(loss))
-    assert not without_gradient(replace(flat, advantages=[0.0, 0.0, float("nan")]), FREE)  # it must not pass unseen
-    assert not without_gradient(NONE, DPO)  # the pair is refused instead
+        assert has_gradient(flat, Objective(loss))
+    assert has_gradient(replace(flat, advantages=[0.0, 0.0, float("nan")]), FREE)  # it must not pass unseen
+    assert has_gradient(NONE, DPO)  # the pair is refused instead
 
 
 def test_a_rehearsal_of_nothing_and_of_what_is_right_says_nothing() -> None:
@@ -274,11 +276,11 @@ def test_a_rehearsal_of_nothing_and_of_what_is_right_says_nothing() -> None:
 
 def test_means_are_over_tokens_and_over_pairs() -> None:
     samples = [*pair("a", 3, 5), *pair("b", 2, 2)]  # 2 + 4 + 1 + 1 trained tokens
-    totals = totals_of(samples)
+    totals = count_totals(samples)
     assert (totals.tokens, totals.sequences, totals.groups) == (8, 4, 2)
     sums = {"kl_sum": 4.0, "accuracy_per_pair": 1.0, "loss": 0.25}
-    found = metrics_of(sums, passed=samples, totals=totals, grad_norm=2.0)
-    assert found == {"kl_mean": 0.5, "accuracy_mean": 0.5, "loss": 0.25, "grad_norm": 2.0, "tokens": 8.0}
+    metrics = update_metrics(sums, passed=samples, totals=totals, grad_norm=2.0)
+    assert metrics == {"kl_mean": 0.5, "accuracy_mean": 0.5, "loss": 0.25, "grad_norm": 2.0, "tokens": 8.0}
 
 
 def test_the_first_loss_of_dpo_is_ln_2(model: CausalLM) -> None:

@@ -21,29 +21,34 @@ from engine.backends.torch import varlen
 from engine.backends.torch.attention import PackedLayout, PrefillLayout
 from engine.backends.torch.causal_lm import CausalLM
 from engine.backends.torch.loading import load_model
-from engine.backends.torch.packing import Fan, pack
+from engine.backends.torch.packing import PrefixGroup, pack
 from engine.errors import BadSpec
 from engine.protocol import TokenSequence
 
 CPU = torch.device("cpu")
-FANS = {
-    "one segment": [Fan(0, 5)],
-    "segments of equal and other lengths": [Fan(0, 3), Fan(3, 4), Fan(7, 3), Fan(10, 1)],
-    "one fan": [Fan(0, 4, ((4, 1), (5, 3)))],
-    "fans of two and three branches, between segments": [
-        Fan(0, 2),
-        Fan(2, 3, ((5, 2), (7, 1), (8, 4))),
-        Fan(12, 1),
-        Fan(13, 2, ((15, 3), (18, 3))),
-        Fan(21, 4),
+LAYOUTS = {
+    "one segment": [PrefixGroup(0, 5)],
+    "segments of equal and other lengths": [
+        PrefixGroup(0, 3),
+        PrefixGroup(3, 4),
+        PrefixGroup(7, 3),
+        PrefixGroup(10, 1),
     ],
-    "branches without a prompt": [Fan(0, 0, ((0, 2), (2, 3)))],
-    "a fan of one branch": [Fan(0, 2, ((2, 2),))],
+    "one group with branches": [PrefixGroup(0, 4, ((4, 1), (5, 3)))],
+    "groups of two and three branches, between segments": [
+        PrefixGroup(0, 2),
+        PrefixGroup(2, 3, ((5, 2), (7, 1), (8, 4))),
+        PrefixGroup(12, 1),
+        PrefixGroup(13, 2, ((15, 3), (18, 3))),
+        PrefixGroup(21, 4),
+    ],
+    "branches without a prompt": [PrefixGroup(0, 0, ((0, 2), (2, 3)))],
+    "a group of one branch": [PrefixGroup(0, 2, ((2, 2),))],
 }
 
 
 def by_definition(
-    query_THD: Tensor, key_MKD: Tensor, value_MKD: Tensor, pairs: varlen.Pairs, scale: float, *, last: bool = True
+    query_THD: Tensor, key_MKD: Tensor, value_MKD: Tensor, pairs: varlen.VarlenPairs, scale: float, *, last: bool = True
 ) -> Tensor:
     """Pair s attends from queries starts_q[s]: to keys starts_k[s]:, query i to keys up to i + (keys - queries)."""
     assert pairs.starts_q.dtype == pairs.starts_k.dtype == torch.int32
@@ -64,9 +69,9 @@ def by_definition(
     return torch.cat(out)
 
 
-def rows(fans: list[Fan], key_heads: int) -> list[Tensor]:
+def rows(groups: list[PrefixGroup], key_heads: int) -> list[Tensor]:
     """Query, key, value as a decoder hands them over: (1, heads, T, D), the queries not contiguous."""
-    tokens = sum(fan.tokens for fan in fans)
+    tokens = sum(group.tokens for group in groups)
     generator = torch.Generator().manual_seed(0)
 
     def random(heads: int) -> Tensor:
@@ -76,29 +81,29 @@ def rows(fans: list[Fan], key_heads: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("key_heads", [4, 2, 1])
-@pytest.mark.parametrize("fans", FANS.values(), ids=FANS)
-def test_values_and_gradients_are_those_of_the_sdpa_path(fans: list[Fan], key_heads: int) -> None:
-    def run(kernel: varlen.Varlen | None) -> list[Tensor]:
-        inputs = rows(fans, key_heads)
-        out = PackedLayout(fans, device=CPU, kernel=kernel).attend(0, *inputs, 0.3)
+@pytest.mark.parametrize("groups", LAYOUTS.values(), ids=LAYOUTS)
+def test_values_and_gradients_are_those_of_the_sdpa_path(groups: list[PrefixGroup], key_heads: int) -> None:
+    def run(kernel: varlen.VarlenKernel | None) -> list[Tensor]:
+        inputs = rows(groups, key_heads)
+        out = PackedLayout(groups, device=CPU, kernel=kernel).attend(0, *inputs, 0.3)
         torch.manual_seed(1)
         return [out, *torch.autograd.grad((out * torch.randn_like(out)).sum(), inputs)]
 
-    for found, expected in zip(run(by_definition), run(None), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    for actual, expected in zip(run(by_definition), run(None), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_the_gradient_of_a_shared_prompt_is_summed_in_float32() -> None:
     """A key of which 600 branches take 1 each: bfloat16 cannot count beyond 256."""
     branches = 600
-    fan = Fan(0, 1, tuple((1 + place, 1) for place in range(branches)))
+    group = PrefixGroup(0, 1, tuple((1 + place, 1) for place in range(branches)))
     keys = torch.ones(1 + branches, 1, 1, dtype=torch.bfloat16, requires_grad=True)
 
-    def sum_of_keys(q: Tensor, key_MKD: Tensor, v: Tensor, pairs: varlen.Pairs, scale: float) -> Tensor:
+    def sum_of_keys(q: Tensor, key_MKD: Tensor, v: Tensor, pairs: varlen.VarlenPairs, scale: float) -> Tensor:
         return key_MKD.sum(dtype=torch.float32)
 
-    found = varlen.VarlenAttention([fan], device=CPU, kernel=sum_of_keys).attend(keys.detach(), keys, keys, 1.0)
-    (gradient,) = torch.autograd.grad(found, keys)
+    output = varlen.VarlenAttention([group], device=CPU, kernel=sum_of_keys).attend(keys.detach(), keys, keys, 1.0)
+    (gradient,) = torch.autograd.grad(output, keys)
     assert gradient.flatten().tolist() == [600.0, *[1.0] * branches]  # 601 copies; bfloat16 rounds 601 to 600
 
 
@@ -132,30 +137,30 @@ def test_a_whole_model_computes_the_same_with_the_kernel_that_was_found(
         return by_definition(*args)
 
     monkeypatch.setattr(varlen, "find_varlen", lambda query: kernel)
-    for found, wanted in zip(run(), expected, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-12)
+    for actual, sdpa_values in zip(run(), expected, strict=True):
+        torch.testing.assert_close(actual, sdpa_values, rtol=1e-11, atol=1e-12)
     layers = model.module.config.num_hidden_layers
     assert used == [(16, 4, 32)] * layers  # 4 + 2 + 3 tokens of group a, 4 of b, 3 alone: each once, in one call
 
 
 def test_a_prefill_keeps_its_keys_in_packed_order() -> None:
-    fans = FANS["one fan"]
-    query, key, value = (x.detach() for x in rows(fans, 2))
-    layout = PrefillLayout(fans, device=CPU)
+    groups = LAYOUTS["one group with branches"]
+    query, key, value = (x.detach() for x in rows(groups, 2))
+    layout = PrefillLayout(groups, device=CPU)
     layout._kernel = by_definition
     layout.attend(3, query, key, value, 0.3)
-    assert torch.equal(layout.kept[3][0], key[0])
-    assert torch.equal(layout.kept[3][1], value[0])
+    assert torch.equal(layout.keys_and_values[3][0], key[0])
+    assert torch.equal(layout.keys_and_values[3][1], value[0])
 
 
 @pytest.mark.parametrize("argument", [{"sliding_window": 3}, {"softcap": 5.0}])
 def test_what_packing_does_not_support_is_refused_with_a_kernel_too(argument: dict[str, Any]) -> None:
     from engine.backends.torch.attention import _attend
 
-    fans = FANS["one segment"]
-    layout = PackedLayout(fans, device=CPU, kernel=by_definition)
+    groups = LAYOUTS["one segment"]
+    layout = PackedLayout(groups, device=CPU, kernel=by_definition)
     with pytest.raises(BadSpec, match="packed attention does not support"):
-        _attend(torch.nn.Module(), *rows(fans, 2), None, layout=layout, **argument)
+        _attend(torch.nn.Module(), *rows(groups, 2), None, layout=layout, **argument)
 
 
 # -- which kernel ----------------------------------------------------------------------------------------------
@@ -181,7 +186,7 @@ def torch_2_13(
     if not enable_gqa and query.shape[1] != key.shape[1]:
         raise ValueError("try setting enable_gqa=True")
     assert window_size == (-1, 0)
-    return by_definition(query, key, value, varlen.Pairs(cu_seq_q, cu_seq_k, max_q, max_k), scale)
+    return by_definition(query, key, value, varlen.VarlenPairs(cu_seq_q, cu_seq_k, max_q, max_k), scale)
 
 
 def torch_2_11(
@@ -189,7 +194,7 @@ def torch_2_11(
     return_aux: Any = None, scale: Any = None, window_size: Any = (-1, -1),
 ) -> Any:  # fmt: skip
     assert window_size == (-1, 0)
-    return by_definition(query, key, value, varlen.Pairs(cu_seq_q, cu_seq_k, max_q, max_k), scale)
+    return by_definition(query, key, value, varlen.VarlenPairs(cu_seq_q, cu_seq_k, max_q, max_k), scale)
 
 
 def torch_2_10(
@@ -201,12 +206,12 @@ def torch_2_10(
 
 @pytest.mark.parametrize("varlen_attn", [torch_2_13, torch_2_11])
 def test_each_version_of_torchs_function_is_called_as_it_wants(varlen_attn: Callable[..., Any]) -> None:
-    fans = FANS["fans of two and three branches, between segments"]
+    groups = LAYOUTS["groups of two and three branches, between segments"]
     kernel = varlen.adapt_torch_varlen(varlen_attn)
-    inputs = rows(fans, 2)
-    found = PackedLayout(fans, device=CPU, kernel=kernel).attend(0, *inputs, 0.3)
-    expected = PackedLayout(fans, device=CPU).attend(0, *inputs, 0.3)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    inputs = rows(groups, 2)
+    actual = PackedLayout(groups, device=CPU, kernel=kernel).attend(0, *inputs, 0.3)
+    expected = PackedLayout(groups, device=CPU).attend(0, *inputs, 0.3)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_a_version_without_a_scale_is_not_used() -> None:

@@ -29,7 +29,7 @@ F32 = {"dtype": torch.float32, "compute_dtype": torch.float32, "device": CPU}
 IMAGE = {"type": "image"}
 
 
-def said(text: str) -> dict[str, object]:
+def user_turn(text: str) -> dict[str, object]:
     return {"role": "user", "content": [IMAGE, {"type": "text", "text": text}]}
 
 
@@ -47,7 +47,7 @@ def sequence(
     folder: Path, text: str, answer: list[int], image: bytes | None, *, group: str = ""
 ) -> TokenSequence:
     """One image and some text, then the answer, which is trained."""
-    content = said(text) if image is not None else {"role": "user", "content": [{"type": "text", "text": text}]}
+    content = user_turn(text) if image is not None else {"role": "user", "content": [{"type": "text", "text": text}]}
     prompt = plain_inputs(folder, [content], [image] if image is not None else [], prompt=True)[0][0].tolist()
     token = plain_model_image_token(folder)
     images = (PlacedImage(prompt.index(token), TOKENS, image),) if image is not None else ()
@@ -65,12 +65,12 @@ def plain_logprobs(module: torch.nn.Module, row: TokenSequence, pixels: torch.Te
     """Of the trained tokens, alone and unpacked; with gradient where gradients are on."""
     ids = torch.tensor([row.token_ids])
     logits_TV = module(input_ids=ids, pixel_values=pixels, use_cache=False).logits[0, :-1].log_softmax(-1)
-    found = logits_TV.gather(1, ids[0, 1:].unsqueeze(1)).squeeze(1)
-    return found[torch.tensor(row.weights[1:]) > 0]
+    logprobs = logits_TV.gather(1, ids[0, 1:].unsqueeze(1)).squeeze(1)
+    return logprobs[torch.tensor(row.weights[1:]) > 0]
 
 
 def plain_pixels(folder: Path, image: bytes) -> torch.Tensor:
-    return plain_inputs(folder, [said("")], [image])[1]
+    return plain_inputs(folder, [user_turn("")], [image])[1]
 
 
 def rows(folder: Path) -> list[TokenSequence]:
@@ -86,9 +86,9 @@ def rows(folder: Path) -> list[TokenSequence]:
 
 @torch.no_grad()
 def test_logprobs_are_those_of_transformers_alone_and_packed(vision_folder: Path, trainer: TorchTrainer) -> None:
-    found = trainer.logprobs(rows(vision_folder), temperature=1.0, max_tokens=4096)
+    by_row = trainer.logprobs(rows(vision_folder), temperature=1.0, max_tokens=4096)
     module = plain_model(vision_folder)
-    for row, logprobs in zip(rows(vision_folder), found, strict=True):
+    for row, logprobs in zip(rows(vision_folder), by_row, strict=True):
         pixels = plain_pixels(vision_folder, row.images[0].data) if row.images else None
         expected = plain_logprobs(module, row, pixels)
         torch.testing.assert_close(torch.tensor(logprobs), expected, rtol=1e-5, atol=1e-6)
@@ -118,21 +118,21 @@ def test_the_gradient_is_that_of_autograd_through_transformers(vision_folder: Pa
 
 
 def test_greedy_completions_are_those_of_transformers(vision_folder: Path, model: CausalLM) -> None:
-    asked = (("what?", RED), ("what?", BLUE), ("so", None))
-    prompts = [sequence(vision_folder, text, [], image) for text, image in asked]
+    questions = (("what?", RED), ("what?", BLUE), ("so", None))
+    prompts = [sequence(vision_folder, text, [], image) for text, image in questions]
     params = SamplingParams(temperature=0, max_new_tokens=8)
-    found = TorchSampler(model).sample(
+    completions = TorchSampler(model).sample(
         [p.token_ids for p in prompts], [0, 1, 2], params, images=[p.images for p in prompts]
     )
     module = plain_model(vision_folder)
-    for prompt, completion in zip(prompts, found, strict=True):
-        given = {"pixel_values": plain_pixels(vision_folder, prompt.images[0].data)} if prompt.images else {}
+    for prompt, completion in zip(prompts, completions, strict=True):
+        pixels = {"pixel_values": plain_pixels(vision_folder, prompt.images[0].data)} if prompt.images else {}
         ids = torch.tensor([prompt.token_ids])
         whole = module.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=8, **given
+            input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=8, **pixels
         )
         assert completion.token_ids == whole[0, len(prompt.token_ids) :].tolist()
-    assert found[0].token_ids != found[1].token_ids  # else nothing of the image was read
+    assert completions[0].token_ids != completions[1].token_ids  # else nothing of the image was read
 
 
 def test_completions_do_not_depend_on_what_they_were_drawn_with(vision_folder: Path, model: CausalLM) -> None:
@@ -165,8 +165,8 @@ def test_a_drawn_image_token_is_a_token_like_any_other(vision_folder: Path, trai
     """A model may sample the id of its placeholder; no image stands there."""
     token = plain_model_image_token(vision_folder)
     row = sequence(vision_folder, "what?", [80, token, 81], RED)
-    (found,) = trainer.logprobs([row], temperature=1.0, max_tokens=4096)
-    assert len(found) == 3
+    (logprobs,) = trainer.logprobs([row], temperature=1.0, max_tokens=4096)
+    assert len(logprobs) == 3
 
 
 # -- refused -----------------------------------------------------------------------------------------------------
@@ -182,17 +182,17 @@ def test_a_text_model_refuses_images(tiny_folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("image", "said"),
+    ("image", "message"),
     [
         (PlacedImage(0, TOKENS, RED), "not the model's image token"),
         (PlacedImage(0, TOKENS + 1, RED), "5 placeholder tokens"),
     ],
 )
 def test_an_image_in_the_wrong_place_is_refused(
-    vision_folder: Path, trainer: TorchTrainer, image: PlacedImage, said: str
+    vision_folder: Path, trainer: TorchTrainer, image: PlacedImage, message: str
 ) -> None:
     row = sequence(vision_folder, "what?", [80], RED)
-    with pytest.raises(BadSpec, match=said):
+    with pytest.raises(BadSpec, match=message):
         trainer.logprobs([TokenSequence(row.token_ids, row.weights, "", (image,))], temperature=1.0, max_tokens=64)
 
 

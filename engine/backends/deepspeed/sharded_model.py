@@ -1,6 +1,8 @@
-"""Forward, backward and step over all ranks: DeepSpeed's engine for ZeRO 1 to 3, plain data parallelism for stage 0.
+"""Forward, backward and step of one model over all ranks: DeepSpeed's engine for ZeRO 1 to 3, plain data parallelism
+for stage 0.
 
-Gradients are *summed* over the ranks: the loss of each rank is its part of the whole minibatch's, already normalised.
+Gradients are *summed* over the ranks, because the loss of each rank is its part of the whole minibatch's loss and is
+normalised already.
 """
 
 from __future__ import annotations
@@ -15,9 +17,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors
 
-from engine.backends.deepspeed.model import Asked, RankModel
 from engine.backends.deepspeed.options import ZeroOptions, deepspeed_config
-from engine.backends.deepspeed.shards import OneAtATime, Shards, laid_out_once, replicated_shards, zero_shards
+from engine.backends.deepspeed.rank_model import EvaluatedModule, RankModel
+from engine.backends.deepspeed.shards import (
+    AllocatedOneByOne,
+    Shards,
+    flattened_without_copies,
+    replicated_shards,
+    zero_shards,
+)
 from engine.backends.deepspeed.ulysses import SequenceGroup
 from engine.backends.torch.causal_lm import CausalLM
 from engine.backends.torch.packing import Packed
@@ -25,61 +33,66 @@ from engine.backends.torch.updates import adamw_groups, set_adamw
 from storage.chain.records import OptimizerSpec
 
 
-class Gradients(Protocol):
-    """One model on all ranks. Every method is called by every rank."""
+class ShardedModel(Protocol):
+    """One model on all ranks, with its gradients and its optimizer. Every method is called by every rank."""
 
     model: RankModel
     shards: Shards
-    recovers: bool
-    """Whether a pass that failed on one rank leaves the others free: they exchange nothing within a pass."""
+    exchanges_nothing: bool
+    """Whether the ranks exchange nothing within a forward or backward pass. A pass that failed on one rank then leaves
+    the other ranks able to go on."""
 
-    def ask(self, ask: Callable[[RankModel], Tensor]) -> Tensor:
-        """What it computes of the model, in one forward."""
+    def evaluate(self, function: Callable[[RankModel], Tensor]) -> Tensor:
+        """`function` of the model, computed in one forward pass."""
         ...
 
     def logprobs(self, packed: Packed, temperature: float) -> Tensor:
-        """(N,) nats, with gradient where gradients are on."""
+        """Logprobs of the trained tokens (N,), in nats, with gradient where gradients are on."""
         ...
 
     def backward(self, loss: Tensor) -> None:
-        """Adds the gradient of `loss`, a scalar, which counts beside those of the other ranks."""
+        """Adds the gradient of a scalar loss. The gradients of all ranks add up."""
         ...
 
     def step(self, optimizer: OptimizerSpec) -> tuple[float, bool]:
-        """(norm of the whole gradient, whether the weights moved); they do not when the norm is not finite. Gradients
-        are gone afterwards."""
+        """Takes one optimizer step; returns (norm of the whole gradient, whether the weights moved). The weights do not
+        move if the norm is not finite. The gradients are dropped afterwards."""
         ...
 
-    def forget(self) -> None:
+    def drop_gradients(self) -> None:
         """Drops the gradients of an update that failed."""
         ...
 
 
-def make_gradients(
+def shard_model(
     loaded: CausalLM, options: ZeroOptions, device: torch.device, sequence: SequenceGroup | None
-) -> Gradients:
-    """Takes over a model without weights, in master precision for stage 0 and in that of compute else; its weights
-    are to be filled through `shards`. `sequence`: the ranks that compute each row together."""
-    return (Replicas if options.trainer.zero_stage == 0 else ZeroGradients)(loaded, options, device, sequence)
+) -> ShardedModel:
+    """Takes over the model of a meta model: in master precision for stage 0, in compute precision for the other stages.
+    Its weights are then to be filled through `shards`. `sequence` is the group of ranks that compute each row together.
+    """
+    if options.trainer.zero_stage == 0:
+        return ReplicatedModel(loaded, options, device, sequence)
+    return ZeroModel(loaded, options, device, sequence)
 
 
-def _adamw(module: nn.Module) -> torch.optim.AdamW:
+def _new_adamw(module: nn.Module) -> torch.optim.AdamW:
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     return torch.optim.AdamW(adamw_groups(parameters), fused=True)
 
 
-def _set(adamw: torch.optim.Optimizer, spec: OptimizerSpec) -> None:
-    set_adamw(adamw.param_groups, spec, decayed=lambda index: index == 0)
+def _named_parameters(model: CausalLM) -> dict[str, nn.Parameter]:
+    return {name: weight for name, weight in model.named_weights() if isinstance(weight, nn.Parameter)}
 
 
-class Replicas:
-    """Stage 0: every rank holds everything in master precision, computes as the torch trainer does, and sums gradients
-    once per update."""
+class ReplicatedModel:
+    """Stage 0: every rank holds everything in master precision, computes as the torch trainer does, and sums the
+    gradients over the ranks once per update."""
 
     def __init__(
         self, loaded: CausalLM, options: ZeroOptions, device: torch.device, sequence: SequenceGroup | None
     ) -> None:
-        self.recovers = sequence is None
+        self.exchanges_nothing = sequence is None
+        # all weights are allocated, and filled later through the shards
         module = loaded.module.to(device)
         for parameter in module.parameters():
             parameter.data = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
@@ -91,14 +104,14 @@ class Replicas:
             checkpointing=options.trainer.activation_checkpointing,
             sequence=sequence,
         )
-        self._adamw = _adamw(module)
-        named = {name: p for name, p in loaded.named_weights() if isinstance(p, nn.Parameter)}
+        self._adamw = _new_adamw(module)
+        named = _named_parameters(loaded)
         self.shards = replicated_shards(named, self._adamw)
         self._parameters = list(named.values())
         self._bucket_bytes = options.trainer.bucket_mib << 20
 
-    def ask(self, ask: Callable[[RankModel], Tensor]) -> Tensor:
-        return ask(self.model)
+    def evaluate(self, function: Callable[[RankModel], Tensor]) -> Tensor:
+        return function(self.model)
 
     def logprobs(self, packed: Packed, temperature: float) -> Tensor:
         return self.model.logprobs(packed, temperature=temperature)
@@ -108,22 +121,29 @@ class Replicas:
 
     def step(self, optimizer: OptimizerSpec) -> tuple[float, bool]:
         for parameter in self._parameters:
+            # a rank may have had empty passes only
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         if dist.get_world_size() > 1:
-            for bucket in self._buckets():
-                flat = torch.cat([gradient.view(-1) for gradient in bucket])
-                dist.all_reduce(flat)
-                for gradient, part in zip(bucket, flat.split([one.numel() for one in bucket]), strict=True):
-                    gradient.view(-1).copy_(part)
+            self._sum_over_ranks()
+        # every rank has the same gradient now, and takes the same step
         norm = float(nn.utils.clip_grad_norm_(self._parameters, optimizer.max_grad_norm))
         if isfinite(norm):
-            _set(self._adamw, optimizer)
+            set_adamw(self._adamw.param_groups, optimizer)
             self._adamw.step()
-        self.forget()
+        self.drop_gradients()
         return norm, isfinite(norm)
 
+    def _sum_over_ranks(self) -> None:
+        for bucket in self._buckets():
+            flat = torch.cat([gradient.view(-1) for gradient in bucket])
+            dist.all_reduce(flat)
+            sizes = [gradient.numel() for gradient in bucket]
+            for gradient, part in zip(bucket, flat.split(sizes), strict=True):
+                gradient.view(-1).copy_(part)
+
     def _buckets(self) -> Iterator[list[Tensor]]:
+        """All gradients, in lists of at least `_bucket_bytes`."""
         bucket: list[Tensor] = []
         for parameter in self._parameters:
             assert parameter.grad is not None
@@ -134,13 +154,13 @@ class Replicas:
         if bucket:
             yield bucket
 
-    def forget(self) -> None:
+    def drop_gradients(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
 
 
-class ZeroGradients:
-    """Stages 1, 2 and 3. In bfloat16 the weights that compute are bfloat16, and their masters float32."""
+class ZeroModel:
+    """Stages 1, 2 and 3. With bfloat16, the weights that compute are bfloat16 and their master weights float32."""
 
     def __init__(
         self, loaded: CausalLM, options: ZeroOptions, device: torch.device, sequence: SequenceGroup | None
@@ -148,23 +168,28 @@ class ZeroGradients:
         import deepspeed
 
         stage = options.trainer.zero_stage
-        # 2 and 3 exchange gradients and weights in the middle of a pass
-        self.recovers = stage == 1 and sequence is None
+        # stages 2 and 3 exchange gradients and weights in the middle of a pass
+        self.exchanges_nothing = stage == 1 and sequence is None
         module = loaded.module
-        named = {name: p for name, p in loaded.named_weights() if isinstance(p, nn.Parameter)}
+        named = _named_parameters(loaded)
         shapes = {name: tuple(parameter.shape) for name, parameter in named.items()}
-        self._adamw = _adamw(module)  # now: a parameter that ZeRO 3 took over has lost its dimensions
-        wrapped = Asked(module)
+        # before ZeRO 3 takes the parameters over: afterwards they have lost their dimensions
+        self._adamw = _new_adamw(module)
+        evaluated = EvaluatedModule(module)
         config = deepspeed_config(options, parameters=sum(p.numel() for p in module.parameters()))
-        if stage == 3:  # nothing ever holds the model whole
-            deepspeed.zero.Init(module=OneAtATime(module, device), config_dict_or_path=config, dtype=options.dtype)
+
+        # hand the model over to DeepSpeed; at no time does a rank hold all of its weights in stage 3
+        if stage == 3:
+            one_by_one = AllocatedOneByOne(module, device)
+            deepspeed.zero.Init(module=one_by_one, config_dict_or_path=config, dtype=options.dtype)
             for buffer in module.buffers():
                 buffer.data = buffer.data.to(device)
-        with nullcontext() if stage == 3 else laid_out_once(module):
-            self._engine, *_ = deepspeed.initialize(model=wrapped, optimizer=self._adamw, config=config)
+        with nullcontext() if stage == 3 else flattened_without_copies(module):
+            self._engine, *_ = deepspeed.initialize(model=evaluated, optimizer=self._adamw, config=config)
         self._optimizer: Any = self._engine.optimizer
         self._optimizer.flatten = _flatten_dense_tensors  # for gradients, which are many and small
-        self.model = wrapped.model = RankModel(
+
+        self.model = evaluated.model = RankModel(
             module,
             compute_dtype=options.dtype,
             master_dtype=options.dtype,
@@ -174,27 +199,28 @@ class ZeroGradients:
         )
         self.shards = zero_shards(self._engine, named, shapes)
 
-    def ask(self, ask: Callable[[RankModel], Tensor]) -> Tensor:
-        return self._engine(ask)
+    def evaluate(self, function: Callable[[RankModel], Tensor]) -> Tensor:
+        return self._engine(function)
 
     def logprobs(self, packed: Packed, temperature: float) -> Tensor:
-        return self.ask(lambda model: model.logprobs(packed, temperature=temperature))
+        return self.evaluate(lambda model: model.logprobs(packed, temperature=temperature))
 
     def backward(self, loss: Tensor) -> None:
         # DeepSpeed averages over the ranks
         self._engine.backward(loss * dist.get_world_size(), scale_wrt_gas=False)
 
     def step(self, optimizer: OptimizerSpec) -> tuple[float, bool]:
-        _set(self._adamw, optimizer)
+        set_adamw(self._adamw.param_groups, optimizer)
+        # DeepSpeed clips, and skips the step if the norm is not finite
         self._optimizer.clip_grad = optimizer.max_grad_norm
         self._engine.step()
         norm = float(self._engine.get_global_grad_norm())
         moved = bool(self._engine.was_step_applied())
         if not moved:
-            self.forget()  # in stage 2 with offload DeepSpeed would add the next gradient to this one
+            self.drop_gradients()  # in stage 2 with offload, DeepSpeed would add the next gradient to this one
         return norm, moved and isfinite(norm)
 
-    def forget(self) -> None:
+    def drop_gradients(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
         for parameter in self._engine.module.parameters():
             parameter.grad = parameter.grad_accum = None  # type: ignore[attr-defined]

@@ -1,0 +1,161 @@
+"""The model on one rank: activation checkpointing, sequence parallelism, fused kernels, and the module that DeepSpeed
+wraps.
+
+Everything is computed by the modules' own forwards, because ZeRO 3 gathers a module's weights when it is called.
+
+Axes: B row · T packed token · C token of one rank's run · N trained token · n trained token of one rank's run
+· H hidden
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.backends.deepspeed.ulysses import SequenceGroup, UlyssesLayout
+from engine.backends.torch.attention import Layout, PackedLayout
+from engine.backends.torch.causal_lm import CausalLM
+from engine.backends.torch.packing import Packed
+from engine.backends.torch.scalar_lm import values_of
+from engine.errors import BadSpec
+from engine.models.images import Images
+
+
+class RankModel(CausalLM):
+    """A `CausalLM` or a scalar model whose activations may be recomputed in the backward pass, or wait in the machine's
+    memory until then."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        compute_dtype: torch.dtype,
+        master_dtype: torch.dtype,
+        device: torch.device,
+        checkpointing: str,
+        sequence: SequenceGroup | None = None,
+    ) -> None:
+        """`sequence` is the group of ranks that compute each row together."""
+        super().__init__(module, compute_dtype=compute_dtype, master_dtype=master_dtype)
+        self._sequence = sequence
+        self.scalar = self.head is None
+        """Whether the head gives one number per token instead of logits."""
+        if self.scalar:
+            self.head = module.score  # type: ignore[assignment]
+        self.device = device  # not the device of the first parameter, which may be offloaded
+        # both kinds of checkpointing recompute the layers; "offload" also moves their inputs
+        self._offload = checkpointing == "offload"
+        if checkpointing != "none":
+            _checkpoint_layers(module)
+
+    @property
+    def vocab_size(self) -> int:
+        if self.scalar:
+            return int(self.module.config.vocab_size)  # type: ignore[union-attr, arg-type]
+        return super().vocab_size
+
+    def hidden(self, token_ids_BT: Tensor, positions_BT: Tensor, layout: Layout, images: Images = ()) -> Tensor:
+        with self._offloaded_activations():
+            return super().hidden(token_ids_BT, positions_BT, layout, images)
+
+    def logprobs(self, packed: Packed, *, temperature: float = 1.0) -> Tensor:
+        """Logprobs of all trained tokens (N,). Those that other ranks compute come without gradient."""
+
+        def head(hidden_nH: Tensor, target_n: Tensor) -> Tensor:
+            return self._token_logprobs(hidden_nH, target_n, temperature)
+
+        return self._at_sources(packed, head)
+
+    def logprobs_and_entropy(self, packed: Packed, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Logprobs and entropies of all trained tokens, (N,) each. Those that other ranks compute come without
+        gradient."""
+
+        def head(hidden_nH: Tensor, target_n: Tensor) -> Tensor:
+            return self._in_chunks(partial(self._logprob_and_entropy, temperature), hidden_nH, target_n)
+
+        both_N2 = self._at_sources(packed, head)
+        return both_N2[:, 0], both_N2[:, 1]
+
+    def values(self, packed: Packed) -> Tensor:
+        """A scalar head's numbers (N,), as `ScalarLM.values`. Those that other ranks compute come without gradient."""
+        return self._at_sources(packed, lambda hidden_nH, _target_n: values_of(self.head, hidden_nH))
+
+    def _at_sources(self, packed: Packed, head: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """`head` of the hidden states before the trained tokens and of those tokens: (N, …) over all ranks of the
+        sequence group. It is called with (n, H) and (n,)."""
+        if self._sequence is None:
+            with self.autocast():
+                hidden_TH = self.packed_hidden(packed)
+                return head(hidden_TH.index_select(0, packed.source_N), packed.target_N)
+
+        # this rank computes a run of the row, and the trained tokens in it
+        row = len(packed.token_ids_T)
+        layout = UlyssesLayout(PackedLayout(packed.groups, device=self.device), self._sequence, row=row)
+        index_n, source_n = self._sequence.within_run(packed.source_N, row=row)
+        with self.autocast():
+            token_ids_C = self._sequence.run(packed.token_ids_T)
+            positions_C = self._sequence.run(packed.positions_T)
+            hidden_CH = self.hidden(token_ids_C.unsqueeze(0), positions_C.unsqueeze(0), layout, packed.images)[0]
+            values_n = head(hidden_CH.index_select(0, source_n), packed.target_N[index_n])
+            return self._sequence.gather(values_n, index_n, total=len(packed.source_N))
+
+    def _offloaded_activations(self) -> AbstractContextManager[Any]:
+        """A context that saves activations in the machine's memory, if they are to be offloaded."""
+        if not self._offload or not torch.is_grad_enabled():
+            return nullcontext()
+        return torch.autograd.graph.save_on_cpu(pin_memory=self.device.type == "cuda")
+
+
+def _checkpoint_layers(module: nn.Module) -> None:
+    """Makes each decoder layer keep only its input, and run again in the backward pass."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    module.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    layers = [layer for layer in module.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    if not layers:
+        raise BadSpec(
+            f"{type(module).__name__} has no layers that can be computed again; set activation_checkpointing='none'"
+        )
+    for layer in layers:
+        # layers are checkpointed in training mode only; the modules inside stay in eval mode, without dropout
+        layer.training = True
+
+
+def fuse_kernels(module: nn.Module, liger: bool | str, device: torch.device) -> None:
+    """Puts Liger's fused kernels into the module. "auto" does so if they are installed and the device is a GPU.
+
+    Raises BadSpec where they are required (`liger` is True) and cannot run."""
+    # "auto" is silent where the kernels cannot run, True is an error there
+    installed = find_spec("liger_kernel") is not None
+    if liger is False or (liger == "auto" and not (installed and device.type == "cuda")):
+        return
+    if not installed or device.type != "cuda":
+        raise BadSpec(
+            f"trainer.liger=true needs the package liger-kernel ({'installed' if installed else 'not installed'}) and "
+            f"a GPU (the device is {device.type}); install it, or set trainer.liger='auto'"
+        )
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    # the head stays ours: it computes logits in chunks, and applies the temperature
+    _apply_liger_kernel_to_instance(model=module, cross_entropy=False, fused_linear_cross_entropy=False)
+
+
+class EvaluatedModule(nn.Module):
+    """A module whose forward(function) is function(model). DeepSpeed hooks into one forward: logprobs, entropies and
+    values all pass through it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.inner = module
+        self.model: RankModel | None = None
+        """Set once DeepSpeed has taken the weights over."""
+
+    def forward(self, function: Callable[[RankModel], Tensor]) -> Tensor:
+        assert self.model is not None
+        return function(self.model)

@@ -4,7 +4,6 @@ them."""
 from __future__ import annotations
 
 import itertools
-import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from engine.backends.deepspeed.memory import PlacedStates, zero_state_bytes
 from engine.backends.deepspeed.meta_model import open_meta_model, probe, streamed_weights
 from engine.backends.deepspeed.options import ZeroOptions
 from engine.backends.protocol import Objective, UpdateReport
-from engine.backends.torch.backend import TorchBackend
+from engine.backends.torch.backend import TorchBackend, available_cores
 from engine.backends.torch.batch_checks import check_gives
 from engine.backends.torch.loading import check_has_language_head
 from engine.cluster.inventory import gpu_count
@@ -321,5 +320,4 @@ class DeepSpeedTrainer:
 def _threads_per_rank(spec: LocalEngineSpec, ranks: int) -> int:
     if spec.threads != "auto":
         return spec.threads
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    return max(1, cores // ranks)
+    return max(1, available_cores() // ranks)

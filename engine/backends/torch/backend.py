@@ -136,10 +136,15 @@ class TorchBackend:
         """Does nothing: weights are freed with the trainers that hold them."""
 
 
+def available_cores() -> int:
+    """Number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+
+
 def cpu_threads(*, fixed: bool = False) -> int:
     """All cores when the machine is idle, else one: under contention, two OpenMP threads are slower than one. With
     `fixed`, all cores whatever the load, because the bits of a sum may depend on the number of threads."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    cores = available_cores()
     if fixed or os.getloadavg()[0] < 0.5 * cores:
         return cores
     return 1

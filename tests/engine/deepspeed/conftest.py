@@ -28,10 +28,11 @@ ADAMW = OptimizerSpec(lr=1e-3, weight_decay=0.1, eps=1e-3)
 """AdamW for comparing layouts. AdamW divides a gradient g by |g| + eps. With the default eps of 1e-8, the rounding
 error of a tiny gradient can reverse its update. With eps = lr, an error moves a weight by twice that error at most."""
 VALUE_TOLERANCE = rounding(terms=2_000, size=6.0)
-"""Of a logprob, a mean loss or a scalar of the tiny model. Logprobs are near -ln(259) = -5.6 and follow from sums of at
-most 512 terms in each of 4 layers."""
+"""Tolerance of a logprob, a mean loss or a value of the tiny model. Logprobs are near -ln(259) = -5.6 and follow
+from sums of at most 512 terms in each of 4 layers."""
 GRADIENT_TOLERANCE = rounding(terms=2_000, size=ADAMW.max_grad_norm)
-"""Of one entry of the clipped gradient: a sum over about 90 tokens of what follows from the same sums."""
+"""Tolerance of one entry of the clipped gradient, which is a sum over about 90 tokens of what follows from the same
+sums."""
 
 
 @dataclass
@@ -41,7 +42,7 @@ class OnRanks:
     group: RankGroup
     number: int
     folder: Path
-    """For its files."""
+    """Folder for the files that this trainer writes."""
 
     def call(self, method: str, *args: Any) -> Any:
         return self.group.call(method, self.number, *args)
@@ -138,7 +139,7 @@ def same_bytes(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 
 
 def assert_weights_close(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, updates: int = 3) -> None:
-    """Both were updated at most so often by an AdamW whose eps is its rate, with sums in another order."""
+    """Compares weights after at most `updates` updates by ADAMW, whose gradients were summed in different orders."""
     assert weights.keys() == expected.keys()
     worst = max((weights[name] - expected[name]).abs().max().item() for name in expected)
     assert worst <= updates * 2 * GRADIENT_TOLERANCE

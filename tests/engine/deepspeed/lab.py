@@ -33,7 +33,7 @@ def lab_options(dtype: str = "float32", **spec: Any) -> dict[str, Any]:
 
 @contextmanager
 def wrong_attention() -> Iterator[None]:
-    """Within it packed rows get a tenth of what they attend to."""
+    """Within this context, attention over packed rows returns a tenth of the right output."""
     right = PackedLayout.attend
     PackedLayout.attend = lambda *args: 0.1 * right(*args)  # type: ignore[method-assign]
     try:
@@ -43,7 +43,7 @@ def wrong_attention() -> Iterator[None]:
 
 
 class Lab(RankTrainers):
-    """`RankTrainers` whose next load has other options, with a look inside."""
+    """`RankTrainers` that can load with other options, and report what a rank holds."""
 
     def load_with(
         self, number: int, options: Mapping[str, Any], folder: Path, head: Head = "lm", init_seed: int = 0
@@ -52,7 +52,7 @@ class Lab(RankTrainers):
         return self.load(number, folder, head, init_seed)
 
     def facts(self, number: int) -> list[dict[str, Any]]:
-        """Of each rank: the dtypes and elements of its masters and moments, and the dtype that computes."""
+        """For each rank: dtypes and number of elements of its masters and moments, and the compute dtype."""
         trainer = self.trainer(number)
         pieces = trainer.shards.pieces
         moments = [trainer.shards.moment(p, "exp_avg").dtype for p in pieces] if trainer.shards.has_moments else []
@@ -67,7 +67,7 @@ class Lab(RankTrainers):
         return gathered
 
     def load_counting(self, number: int, options: Mapping[str, Any], folder: Path) -> list[tuple[int, int]]:
-        """Of each rank: the elements that it read from files while it loaded, and the most that one read filled."""
+        """For each rank: (number of elements that it read from files to load, largest number in one read)."""
         read: list[int] = []
         whole = StoredTensors.read_into
 
@@ -107,7 +107,7 @@ class Lab(RankTrainers):
         return float(total), norm
 
     def runs_of_layers(self, number: int, *args: Any) -> int:
-        """How often the first decoder layer ran on this rank during one update."""
+        """Number of times that the first decoder layer ran on this rank during one update."""
         runs = 0
 
         def count(*_: Any) -> None:

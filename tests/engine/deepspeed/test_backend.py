@@ -1,4 +1,5 @@
-"""What the engine's process decides without any rank: sizes, names, refusals, and who takes which micro-batch."""
+"""Decisions of the engine's process that need no rank: sizes, names, refusals, and the distribution of
+micro-batches."""
 
 from __future__ import annotations
 

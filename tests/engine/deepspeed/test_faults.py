@@ -1,4 +1,4 @@
-"""What goes wrong in an update: gradients that are no numbers, memory that does not do on a rank, a rank that dies."""
+"""Failures in an update: gradients that are not finite, a rank that runs out of memory, a rank that dies."""
 
 from __future__ import annotations
 
@@ -92,7 +92,8 @@ def test_memory_that_does_not_do_on_one_rank_halves_the_passes_of_all(
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_rank_that_the_others_wait_for_ends_the_group(stage: int, on_ranks: Load, tiny_folder: Path) -> None:
-    """In ZeRO 2 and 3 it cannot tell the others, who exchange gradients by then; the engine starts the group again."""
+    """In ZeRO 2 and 3 a rank cannot tell the others, which are exchanging gradients. The engine starts the group
+    again."""
     group = make_group(2)
     try:
         trainer = on_ranks(group, tiny_folder, zero_stage=stage)

@@ -72,7 +72,7 @@ def test_zero_3_on_two_ranks_and_the_torch_trainer_read_each_other(
 def test_every_layout_reads_every_other(
     dtype: str, one_rank: RankGroup, two_ranks: RankGroup, on_ranks: Load, tiny_folder: Path, tmp_path: Path
 ) -> None:
-    """Round the houses: each layout reads what the one before it wrote. Nothing is lost on the way."""
+    """Each layout reads what the one before it wrote, and nothing is lost."""
     first = on_ranks(two_ranks, tiny_folder, zero_stage=2, dtype=dtype)
     first.update(some_samples(), CE, ADAMW, 30)
     files = first.checkpoint()
@@ -154,7 +154,7 @@ def test_a_folder_of_many_files_loads(
 
 
 def write_pieces(folder: Path, cuts: list[tuple[int, int]], *, elements: int = 12) -> list[Path]:
-    """A (3, 4) tensor 0, 1, 2, … in these ranges, a file each."""
+    """Writes the (3, 4) tensor 0, 1, 2, … in pieces of these ranges, one file per piece."""
     paths = []
     for rank, (start, end) in enumerate(cuts):
         paths.append(folder / part_file("weights", rank, len(cuts)))

@@ -94,7 +94,7 @@ def test_every_layout_trains_as_the_torch_trainer_does(
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_ranks_without_work_take_part(stage: int, two_ranks: RankGroup, on_ranks: Load, tiny_folder: Path) -> None:
-    """One sample on two ranks; three micro-batches on two ranks; then no sample that teaches anything."""
+    """One sample on two ranks, three micro-batches on two ranks, and a batch in which no sample has a gradient."""
     reference, trainer = torch_trainer(tiny_folder), on_ranks(two_ranks, tiny_folder, zero_stage=stage)
     grpo = Objective(GRPOSpec(kl_beta=0.0))
     silent = [replace(sample, advantages=[0.0] * sample.trained) for sample in some_samples()]
@@ -112,7 +112,7 @@ def test_ranks_without_work_take_part(stage: int, two_ranks: RankGroup, on_ranks
 def test_the_gradient_is_clipped_by_its_global_norm(
     stage: int, two_ranks: RankGroup, on_ranks: Load, tiny_folder: Path
 ) -> None:
-    """eps beside which the clipped gradient counts: AdamW alone would hide a wrong scale."""
+    """An eps at which the size of the clipped gradient has an effect: otherwise AdamW would hide a wrong scale."""
     clipped = OptimizerSpec(lr=1e-3, max_grad_norm=0.01, eps=1e-3)
     reference, trainer = torch_trainer(tiny_folder), on_ranks(two_ranks, tiny_folder, zero_stage=stage)
     objective = Objective(CrossEntropySpec())

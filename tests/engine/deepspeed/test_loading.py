@@ -40,7 +40,7 @@ def read_all(meta_model: MetaModel) -> dict[str, torch.Tensor]:
 
 
 def variant(kind: str, tiny_folder: Path, folder: Path) -> Path:
-    """A copy of the tiny model that says the same in other files."""
+    """A copy of the tiny model in other files."""
     model: Any = AutoModelForCausalLM.from_pretrained(tiny_folder)
     if kind == "tied":
         model.config.tie_word_embeddings = True
@@ -85,7 +85,7 @@ def test_a_meta_model_is_the_loaded_one_without_its_weights(kind: str, tiny_fold
 
 
 def test_names_that_transformers_translates_are_read_by_it(tiny_folder: Path, tmp_path: Path) -> None:
-    """Both names of a tied tensor: the files say more than the model has."""
+    """The files have both names of a tied tensor, so they have more tensors than the model."""
     folder = variant("tied", tiny_folder, tmp_path / "model")
     stored = load_file(folder / "model.safetensors")
     embedding = stored["model.embed_tokens.weight"]
@@ -135,7 +135,7 @@ def test_a_folder_that_is_broken_is_refused_by_name(
 def test_an_architecture_that_packs_wrongly_is_refused(
     scalar: bool, two_ranks: RankGroup, tiny_folder: Path, tmp_path: Path
 ) -> None:
-    """By the engine's process, and by all ranks together: nothing hangs."""
+    """The engine's process raises, and all ranks raise together, so that none waits."""
     auto = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
     folder, model = tmp_path / "model", auto.from_pretrained(tiny_folder, **({"num_labels": 1} if scalar else {}))
     with torch.no_grad():

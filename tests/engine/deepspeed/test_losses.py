@@ -24,7 +24,7 @@ from tests.engine.losses.cases import SPECS, samples_near
 pytestmark = pytest.mark.slow
 ADAMW = OptimizerSpec(lr=1e-3, eps=1e-3, max_grad_norm=0.5)
 MAX_TOKENS = 22
-"""Of the longest pair, so that the ranks have a micro-batch each, and one waits in the last pass."""
+"""Tokens of the longest pair, so that each rank has one micro-batch per pass, and one rank waits in the last pass."""
 LAYOUTS = [{"zero_stage": 3}, {"zero_stage": 2}, {"zero_stage": 3, "sequence_parallel": 2}]
 Load = Callable[..., OnRanks]
 

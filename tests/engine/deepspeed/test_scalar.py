@@ -51,7 +51,8 @@ def load_scalar(folder: Path) -> ScalarLM:
 
 
 def test_values_are_the_model_s_own_scores(scalar_folder: Path) -> None:
-    """Its own score of a sequence is that of the last token; packed beside another sequence it stays the same."""
+    """transformers' score of a sequence is the value of its last token, also when it is packed with another
+    sequence."""
     model, samples = load_scalar(scalar_folder), some_samples([9, 14])
     reference = AutoModelForSequenceClassification.from_pretrained(scalar_folder)
     reference.config.pad_token_id = None
@@ -122,7 +123,7 @@ def new_trainer(folder: Path) -> TorchTrainer:
 def test_a_language_model_gets_the_torch_trainer_s_head_on_ranks(
     stage: int, two_ranks: RankGroup, on_ranks: Load, tiny_folder: Path, tmp_path: Path
 ) -> None:
-    """The same head, the same values; the steps on values, pairs too, are the torch trainer's within rounding."""
+    """Head and values are equal to the torch trainer's, and so are steps on values and on pairs, up to rounding."""
     trainer = on_ranks(two_ranks, tiny_folder, head="scalar", init_seed=7, zero_stage=stage)
     reference = new_trainer(tiny_folder)
     assert trainer.digest() == reference.weights_digest()[0]
@@ -164,7 +165,7 @@ def test_a_language_model_gets_the_torch_trainer_s_head_on_ranks(
 def test_values_train_on_two_ranks_as_on_one(
     spec: dict[str, object], two_ranks: RankGroup, on_ranks: Load, scalar_folder: Path, tmp_path: Path
 ) -> None:
-    """Loss and gradient over all trained tokens, whoever computes them; then files that either side reads."""
+    """Loss and gradient are those over the trained tokens of all ranks, and each side reads the other's files."""
     samples, targets = some_samples([9, 14, 11, 6]), [0.5, -1.0, 2.0, 0.25]
     targets_N = torch.tensor([t for s, t in zip(samples, targets, strict=True) for _ in range(s.trained)])
     trainer, reference = on_ranks(two_ranks, scalar_folder, **spec), TorchTrainer(load_scalar(scalar_folder))

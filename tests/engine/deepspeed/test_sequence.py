@@ -67,7 +67,7 @@ def test_ranks_that_share_rows_train_as_the_torch_trainer_does(
 
 @pytest.mark.slow
 def test_two_groups_of_two_ranks(on_ranks: Load, tiny_folder: Path) -> None:
-    """Four ranks: rows are dealt to pairs, and each pair shares its rows."""
+    """Of four ranks, each pair shares its rows, and rows are distributed over the pairs."""
     group = make_group(4)
     try:
         reference = torch_trainer(tiny_folder)

@@ -1,4 +1,4 @@
-"""Every loss in the variants that tests go through, and samples that suit all of them.
+"""The variants of every loss that the tests run, and samples with the columns that all of them read.
 
 `VARIANTS` has an entry for each kind of the spec union: tests that walk it fail on a kind that it does not know.
 """
@@ -75,7 +75,7 @@ SHAPES: list[tuple[list[int], list[float], str]] = [
     ([20, 21], [1.0] * 1, "b"),
     ([40, 31], [1.0] * 7, "c"),
 ]
-"""(prompt, weights after it, group): pairs in an order that is not theirs, one with unlike prompts."""
+"""(prompt, weights after it, group): three pairs whose samples are not neighbours. One pair has unequal prompts."""
 
 # e^gap stays clear of what is clipped at, 0.8, 0.9, 1.1, 1.2, 1.28 and 3; so do the caps and the values' trust region
 _FROM_OLD = (0.05, -0.1, 0.5, -0.4, 1.5, -0.02, -1.3, 0.3)
@@ -88,13 +88,14 @@ _VALUE_FROM_RETURN = (0.4, -0.7, 0.9, -0.2)
 
 
 def sample(prompt: list[int], weights: list[float], group: str, **columns: Any) -> Sample:
-    """Continues the prompt with tokens 100, 101, … of these weights."""
+    """A sample of the prompt and tokens 100, 101, … after it, which have these weights."""
     first = 100 + 7 * len(weights) + len(prompt)
     return Sample([*prompt, *range(first, first + len(weights))], [0.0] * len(prompt) + weights, group, **columns)
 
 
 def samples_near(outputs_of: Callable[[Sample], list[float]], *, scalar: bool) -> list[Sample]:
-    """Three pairs with every column a loss reads, at set distances from what a model gives for the trained tokens."""
+    """Three pairs with every column that a loss reads, at fixed distances from the model's outputs for the trained
+    tokens."""
     places = {numbers: cycle(numbers) for numbers in _USED}
     samples, seen = [], set()
     for prompt, weights, group in SHAPES:
@@ -126,7 +127,7 @@ _USED = (
 
 
 def loss_of(spec: LossSpec, samples: list[Sample], outputs: Outputs) -> Tensor:
-    """The engine's loss of a whole minibatch over given outputs, samples in the order of `samples`."""
+    """The engine's loss of a whole minibatch with these outputs, in the order of `samples`."""
 
     def given(_: Packed) -> Outputs:
         return outputs

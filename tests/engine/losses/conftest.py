@@ -36,7 +36,7 @@ def load(folder: Path, dtype: torch.dtype) -> CausalLM:
 
 @pytest.fixture(scope="package")
 def exact(small_folder: Path) -> CausalLM:
-    """In float64, never moved: updates of these tests have lr 0."""
+    """The model in float64. Its weights never change, because updates of these tests have lr 0."""
     return load(small_folder, torch.float64)
 
 

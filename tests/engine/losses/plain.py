@@ -24,7 +24,7 @@ EXACT = "tests_exact"
 
 @dataclass
 class Out:
-    """Of one sample's trained tokens."""
+    """The outputs for one sample's trained tokens."""
 
     logprobs: Tensor
     entropies: Tensor
@@ -94,7 +94,7 @@ def _attend(
 
 
 def normalised(spec: Any, values: Sequence[Tensor]) -> Tensor:
-    """Token losses of each sample -> one number."""
+    """The loss of a minibatch, from the token losses of each sample."""
     if spec.norm == "token_mean":
         return sum(v.sum() for v in values) / sum(len(v) for v in values)  # type: ignore[return-value]
     if spec.norm == "sequence_mean":
@@ -116,7 +116,8 @@ def _tangents(_: Any, samples: Sequence[Sample], outs: Sequence[Out]) -> Tensor:
 
 
 def _objective(spec: Any, ratio: Tensor, advantage: float) -> Tensor:
-    """The clipped surrogate of one token, by cases: a ratio that went further than it pays for gains nothing."""
+    """The clipped surrogate of one token, by cases: a ratio beyond its bound, on the side that the advantage
+    favours, gains nothing more."""
     if advantage >= 0:
         return advantage * (ratio if ratio < 1 + spec.clip_high else torch.full_like(ratio, 1 + spec.clip_high))
     bound = getattr(spec, "dual_clip", None) or math.inf

@@ -28,7 +28,7 @@ def test_every_loss_is_tested() -> None:
 
 @pytest.fixture(scope="module", params=[torch.float64, torch.float32], ids=["float64", "float32"])
 def pair(request: pytest.FixtureRequest, small_folder: Path, small_scalar_folder: Path) -> dict:
-    """What the loss reads -> (plain model, trainer, samples)."""
+    """What the loss reads -> (plain model, trainer, samples, tolerance)."""
     setups = {}
     for reads, folder in (("logprobs", small_folder), ("values", small_scalar_folder)):
         plain = Plain(folder, request.param, scalar=reads == "values")

@@ -55,7 +55,7 @@ def test_chunks_change_neither_them_nor_the_gradient(exact: CausalLM, monkeypatc
 
 
 def test_bounds(exact: CausalLM) -> None:
-    """From 0, of one certain token, to the log of the vocabulary, as the temperature rises."""
+    """As the temperature rises, the entropy rises from 0 (one certain token) to the log of the vocabulary's size."""
     cold, mild, hot = (both(exact, temperature)[1] for temperature in (1e-4, 1.0, 1e6))
     assert (cold >= 0).all() and (cold < mild).all() and (mild < hot).all()
     torch.testing.assert_close(hot, torch.full_like(hot, exact.vocab_size).log(), rtol=1e-9, atol=0)

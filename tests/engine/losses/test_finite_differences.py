@@ -20,12 +20,13 @@ from engine.models.samples import Sample
 from tests.engine.losses.cases import SPECS, loss_of, samples_near
 
 STEP = 1e-5
-"""Half the width of a difference: its own error is of the order of STEP²."""
+"""Half the width of a central difference, whose error is of the order of STEP²."""
 CPU = torch.device("cpu")
 
 
 def some_outputs(*, scalar: bool) -> tuple[list[Sample], Outputs]:
-    """Samples in which nothing is clipped at, and what a model might give for their trained tokens, as leaves."""
+    """Samples whose ratios are away from every clipping bound, and possible outputs for their trained tokens, as
+    leaves."""
 
     def numbers(bare: Sample) -> list[float]:
         return [-0.4 - 0.3 * (token % 7) for token, weight in zip(bare.token_ids, bare.weights, strict=True) if weight]
@@ -50,8 +51,8 @@ def differences(spec: LossSpec, samples: list[Sample], outputs: Outputs, leaf_N:
 
 
 def ratios_held(samples: list[Sample], index: int, step: float) -> list[Sample]:
-    """The old and the sampler's logprob of a token move with its own: ratio and importance weight stay, as CISPO, whose
-    weights have no gradient, wants them to."""
+    """The samples with the old and the sampler's logprob of one token moved by the same step as its own logprob. Ratio
+    and importance weight then stay constant, as CISPO requires, whose weights have no gradient."""
     moved = []
     for s in samples:
         steps = [step * (place == index) for place in range(s.trained)]
@@ -83,7 +84,7 @@ SLOPES = {name: spec for name, spec in SPECS.items() if spec.kind != "cispo"}
 
 @pytest.mark.parametrize("spec", SLOPES.values(), ids=SLOPES.keys())
 def test_of_the_model_s_weights(spec: LossSpec, exact: CausalLM, exact_scalar: CausalLM) -> None:
-    """Through real logits: along the gradient itself, and along a direction that has nothing to do with it."""
+    """The slope of the loss over a model's weights, along the gradient and along an unrelated direction."""
     model = exact_scalar if spec.reads == "values" else exact
     temperature = 1.0 if model.scalar else 0.7
     samples = near(model, temperature)
@@ -127,7 +128,7 @@ def moved(parameters: list[Tensor], unit: list[Tensor], step: float, loss: Calla
 
 
 def test_the_samples_are_clear_of_every_kink() -> None:
-    """Differences across a kink measure nothing: no ratio may be near a bound that some variant clips at."""
+    """No ratio may be near a bound that some variant clips at, because a difference across a kink is no slope."""
     samples, outputs = some_outputs(scalar=False)
     assert outputs.logprobs_N is not None
     parts = outputs.logprobs_N.detach().split([s.trained for s in samples])

@@ -1,4 +1,4 @@
-"""Token weights: by hand, and whatever the split into micro-batches."""
+"""Token weights: values by hand, and independence of the split into micro-batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses of pairs: golden values and gradients in float64, and by hand."""
+"""Losses of pairs: golden values and gradients in float64, and values by hand."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def pair_loss(inputs: LossInputs, spec: DPOSpec | RankingSpec) -> PairLoss:
 
 
 def one_pair(logprobs_N: Tensor, reference_N: Tensor) -> LossInputs:
-    """The other sample stands first, of two tokens; the preferred one has three."""
+    """A pair whose first sample, of two tokens, is not preferred; the preferred one has three tokens."""
     return LossInputs(
         Outputs(logprobs_N),
         (2, 3),
@@ -48,7 +48,7 @@ def one_pair(logprobs_N: Tensor, reference_N: Tensor) -> LossInputs:
     ids=["beta_0.1", "beta_0.05", "cdpo", "ipo"],
 )  # fmt: skip
 def test_golden_dpo(options: dict[str, Any], value: float, slope: float) -> None:
-    """Every token of the preferred sample has the slope of the margin, every one of the other its negative."""
+    """Every token of the preferred sample has the slope of the margin, and every token of the other its negative."""
     logprobs_N = f64(-5.5, -6.5, -2.0, -3.0, -5.0).requires_grad_()
     loss = pair_loss(one_pair(logprobs_N, f64(-5.0, -6.5, -1.0, -4.0, -6.0)), DPOSpec(**options))
     loss.values_P.sum().backward()

@@ -134,7 +134,7 @@ KL_GAPS = (0.2, -0.1, 0.1, 0.1, 0, 0.05)
     ids=["grpo", "cispo", "gspo"],
 )
 def test_a_kl_term_under_the_ratio(spec: PolicySpec, values: list[float]) -> None:
-    """Of tokens without advantages: nothing else is left of the loss."""
+    """Tokens have no advantage, so the loss is the KL term alone."""
     reference_N = NEW - f64(*KL_GAPS)
     logprobs_N = NEW.clone().requires_grad_()
     inputs = replace(fixture_inputs(logprobs_N, reference_N), advantages_N=torch.zeros(6, dtype=torch.float64))
@@ -148,7 +148,7 @@ def test_a_kl_term_under_the_ratio(spec: PolicySpec, values: list[float]) -> Non
 
 
 def test_the_kl_term_under_the_ratio_and_its_gradient_are_unbiased() -> None:
-    """Over a vocabulary of four: the mean of a token's loss under the old policy, of which samples are drawn."""
+    """Over a vocabulary of four, the mean of the token loss under the old policy is the KL divergence itself."""
     logits_V = f64(0.3, -0.5, 1.2, 0.1).requires_grad_()
     old_V, reference_V = f64(0.1, 0.4, 0.3, 0.2), f64(0.25, 0.25, 0.3, 0.2)
     log_p_V = logits_V.log_softmax(0)
@@ -216,7 +216,7 @@ def test_kl_is_zero_at_the_reference_and_positive_on_both_sides(name: str) -> No
 def test_one_token(
     spec: PolicySpec, gap: float, advantage: float, value: float, gradient: float, clipped: int
 ) -> None:
-    """A sequence of one token has one ratio, whose it is."""
+    """In a sequence of one token, the ratio of the sequence is that of the token."""
     logprob = f64(-1.0 + gap).requires_grad_()
     token = token_loss(one_token(logprob, -1.0, advantage), spec)
     token.values_N.sum().backward()

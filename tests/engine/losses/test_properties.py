@@ -1,5 +1,5 @@
-"""What must not change loss or gradient, over any minibatch, and what must stay finite; in float64, through the torch
-trainer's own forward and backward pass."""
+"""Properties of every loss over any minibatch: changes that leave loss and gradient as they are, and numbers that stay
+finite. They are tested in float64, through the torch trainer's forward and backward pass."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ MANY = settings(max_examples=60, deadline=None)
 
 @st.composite
 def minibatches(draw: st.DrawFn, *, scalar: bool) -> list[Sample]:
-    """One to three pairs with a common beginning, of one to six trained tokens each with gaps between them."""
+    """One to three pairs whose samples share a prompt. Each sample has one to six trained tokens, with gaps between
+    them."""
     number = st.floats(-1.5, 1.5).map(lambda x: round(x, 3))
     samples = []
     for pair in range(draw(st.integers(1, 3))):
@@ -59,7 +60,7 @@ def reordered(samples: list[Sample], data: st.DataObject) -> list[Sample]:
 
 
 def padded(samples: list[Sample], data: st.DataObject) -> list[Sample]:
-    """Tokens after the last trained one, which nothing trained attends to."""
+    """Appends tokens after the last trained one, to which no trained token attends."""
     longer = []
     for s in samples:
         extra = data.draw(st.lists(st.integers(3, 40), max_size=4))
@@ -68,7 +69,7 @@ def padded(samples: list[Sample], data: st.DataObject) -> list[Sample]:
 
 
 def ungrouped(samples: list[Sample], data: st.DataObject) -> list[Sample]:
-    """Prompts are computed once per sample: groups of one under names of their own, or none."""
+    """Gives each sample a group of its own, or none, so that every prompt is computed once per sample."""
     named = data.draw(st.booleans())
     return [replace(s, group=f"alone-{i}" if named else "") for i, s in enumerate(samples)]
 
@@ -106,7 +107,8 @@ PER_TOKEN = {name: spec for name, spec in SPECS.items() if not spec.pairwise}
 
 @pytest.mark.parametrize("spec", PER_TOKEN.values(), ids=PER_TOKEN.keys())
 def test_a_mask_of_zeros_teaches_nothing(spec: LossSpec, exact: CausalLM, exact_scalar: CausalLM) -> None:
-    """Beside others it changes only what is a mean over sequences, of which it is one; alone it is refused."""
+    """A sample without trained tokens counts as a sequence in a mean over sequences, and changes nothing else. A
+    minibatch of only such samples is refused."""
     trainer = TorchTrainer(exact_scalar if spec.reads == "values" else exact)
     samples = samples_near(lambda bare: [-5.0] * bare.trained, scalar=trainer.model.scalar)
     columns = {name: [] for name in PER_TOKEN_COLUMNS if getattr(samples[0], name) is not None}
@@ -128,8 +130,8 @@ POLICY = {name: spec for name, spec in SPECS.items() if hasattr(spec, "clip_low"
 
 @pytest.mark.parametrize("spec", POLICY.values(), ids=POLICY.keys())
 def test_equal_rewards_leave_the_kl_and_the_entropy_alone(spec: Any, exact: CausalLM) -> None:
-    """Advantages of zero: the policy's own part is gone, whatever the ratios are; with no other part all of it is. A KL
-    term under the ratio is what still has it."""
+    """With advantages of zero, the policy's part of the gradient is zero for any ratios. The rest does not depend on
+    the ratios, except a KL term that is multiplied by them."""
     trainer = TorchTrainer(exact)
     samples = samples_near(lambda bare: [-5.0] * bare.trained, scalar=False)
     flat = [replace(s, advantages=[0.0] * s.trained) for s in samples]
@@ -173,7 +175,7 @@ def test_ratios_of_fifty_nats_stay_finite(
 
 
 def test_an_extreme_ratio_reaches_the_weights_finite(exact: CausalLM) -> None:
-    """±50 nats on every token, for and against: the gradient of the model is finite, and an update is made."""
+    """With log-ratios of ±50 nats on every token, the gradient of the model is finite, and an update is made."""
     for gap in (50.0, -50.0):
         samples = samples_near(lambda bare: [-5.6] * bare.trained, scalar=False)
         far = [replace(s, old_logprobs=[-5.6 - gap] * s.trained) for s in samples]

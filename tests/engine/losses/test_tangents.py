@@ -1,4 +1,4 @@
-"""Tangents: d(loss)/d(logprob) of any loss per trained token, as an optimizer step descends it."""
+"""Tangents, which are d(loss)/d(logprob) of any loss per trained token: an optimizer step descends that loss."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def logprobs_of(trainer: TorchTrainer, *samples: Sample) -> list[list[float]]:
 def with_tangents(
     trainer: TorchTrainer, samples: list[Sample], loss: Callable[[Tensor], Tensor]
 ) -> tuple[list[Sample], float]:
-    """The samples with d(loss)/d(logprob) at the trainer's weights, as a user computes it with autograd; the loss."""
+    """(the samples with d(loss)/d(logprob) at the trainer's weights, computed with autograd as a user would; the
+    loss)."""
     flat = [value for row in logprobs_of(trainer, *samples) for value in row]
     logprobs_N = torch.tensor(flat, dtype=torch.float64, requires_grad=True)
     value = loss(logprobs_N)

@@ -1,4 +1,4 @@
-"""Gradients of a trainer's updates, caught where they are used: at the door of the optimizer."""
+"""Gradients of a trainer's updates, read when the optimizer is called."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from engine.models.samples import Sample
 from storage.chain.records import OptimizerSpec
 
 WHOLE = 4096
-"""Packed tokens that no test's minibatch has."""
+"""More packed tokens than any test's minibatch has."""
 NO_CLIP = 1e300
-"""A gradient norm that none has; lr 0 leaves the weights as they are."""
+"""An optimizer that neither clips (no gradient has this norm) nor moves the weights (lr 0)."""
 
 Grads = dict[str, Tensor]
 
@@ -31,7 +31,8 @@ def update(
     *,
     max_tokens: int = WHOLE,
 ) -> tuple[UpdateReport, Grads]:
-    """One update and the gradient that the optimizer was given; no gradient when it was not called."""
+    """(report of one update, gradient that the optimizer got). The gradient is empty when the optimizer was not
+    called."""
     names = {id(p): name for name, p in trainer.model.module.named_parameters()}
     caught: Grads = {}
 
@@ -50,7 +51,7 @@ def update(
 
 
 def distance(gradient: Grads, expected: Grads) -> float:
-    """Relative L2 distance of the whole gradients; the distance itself from a gradient of zeros."""
+    """Relative L2 distance of the whole gradients. If the expected one is zero, the absolute distance."""
     assert gradient.keys() == expected.keys()
     gap = math.sqrt(sum((gradient[name] - expected[name]).double().square().sum().item() for name in expected))
     return gap / (norm_of(expected) or 1.0)

@@ -1,4 +1,4 @@
-"""Packed attention and cached decoding give what the model's own forward gives, sample by sample."""
+"""Packed attention and cached decoding compute what the model's own forward pass computes for each sample alone."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from tests.engine.torch.gradients import WHOLE, Grads, distance, norm_of, update
 CPU = torch.device("cpu")
 CLIP, BETA = 0.2, 0.3
 SPLIT = 14
-"""Tokens of the longest sample, so that groups are torn apart."""
+"""Tokens of the longest sample, so that groups are split over micro-batches."""
 RELATIVE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
@@ -43,7 +43,7 @@ def load(folder: Path, dtype: torch.dtype) -> CausalLM:
 
 @pytest.fixture(scope="module", params=[torch.float64, torch.float32], ids=["float64", "float32"])
 def model(request: pytest.FixtureRequest, tiny_folder: Path) -> CausalLM:
-    """Never moved: every update of these tests has lr 0."""
+    """A model in float64. Its weights never change, because every update of these tests has lr 0."""
     return load(tiny_folder, request.param)
 
 
@@ -53,7 +53,7 @@ def exact(tiny_folder: Path) -> CausalLM:
 
 
 def sample(prompt: list[int], weights: list[float], group: str, **columns: Any) -> Sample:
-    """Continues the prompt with tokens 100, 101, … of these weights."""
+    """A sample of the prompt and tokens 100, 101, … after it, which have these weights."""
     first = 100 + 7 * len(weights) + len(prompt)
     return Sample([*prompt, *range(first, first + len(weights))], [0.0] * len(prompt) + weights, group, **columns)
 
@@ -185,7 +185,7 @@ def test_the_gradient_is_that_of_the_definition(
 
 
 def test_the_gradient_is_that_of_plain_transformers(tiny_folder: Path) -> None:
-    """Another load of the folder, with nothing of the engine in it."""
+    """The reference is the folder's model as transformers loads and runs it."""
     module = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         samples = samples_near(module)

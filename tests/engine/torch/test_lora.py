@@ -1,4 +1,5 @@
-"""Adapters on one base: peft's maths and files, independent of each other, and the base is never changed."""
+"""Adapters on one base: they compute and export what peft does, are independent of each other, and never change the
+base."""
 
 from __future__ import annotations
 
@@ -315,7 +316,7 @@ def test_the_base_itself_is_only_read(base: SharedBase, tmp_path: Path) -> None:
 
 
 def live_tensor_bytes() -> int:
-    """Of every tensor that Python can reach in this process, each storage once."""
+    """Bytes of all tensors that Python can reach in this process, each storage counted once."""
     gc.collect()
     tensors = [candidate for candidate in gc.get_objects() if isinstance(candidate, Tensor)]
     tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]

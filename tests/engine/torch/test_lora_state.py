@@ -1,4 +1,4 @@
-"""Samplers, checkpoints and digests of adapters: each is of one adapter alone."""
+"""Samplers, checkpoints and digests of adapters belong to one adapter each."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_sampler_of_another_base_is_refused(base: SharedBase, tiny_folder: Pat
 
 
 def test_a_lower_precision_copy_keeps_the_rotary_frequencies(tiny_folder: Path) -> None:
-    """In bfloat16 a frequency is off by up to 2^-9 of itself: at position 2000, radians."""
+    """In bfloat16, a rotary frequency has a relative error of up to 2^-9, which at position 2000 is several radians."""
     engine = backend("bfloat16")
     full = engine.load(tiny_folder)
     exact = dict(full.model.module.named_buffers())

@@ -1,4 +1,4 @@
-"""Packing is exact: no sample sees another, and a shared prompt changes nothing but the work."""
+"""Packing is exact: no sample attends to another, and a shared prompt changes the amount of computation only."""
 
 from __future__ import annotations
 

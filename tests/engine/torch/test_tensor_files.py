@@ -1,4 +1,5 @@
-"""Tensor files are safetensors' own bytes; a checkpoint goes into the weights in place, or leaves them alone."""
+"""Tensor files have the bytes of safetensors. A checkpoint is read into the weights in place, or does not change
+them."""
 
 from __future__ import annotations
 

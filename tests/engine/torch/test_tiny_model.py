@@ -1,4 +1,4 @@
-"""The tiny model: a folder any Hugging Face tool loads, equal for equal seeds."""
+"""The tiny model is a folder that Hugging Face tools load, with equal bytes for equal seeds."""
 
 from __future__ import annotations
 

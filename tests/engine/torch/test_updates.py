@@ -1,5 +1,5 @@
-"""Pairs stay pairs from the batch to the micro-batch, what is none is refused before any pass, and memory that fails
-splits none."""
+"""Pairs stay together from the batch to the micro-batch, also after an out-of-memory error. Groups that are not pairs
+are refused before any forward pass."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_pairs_share_their_minibatch(samples: list[Sample], size: int, epochs: i
 
 
 class Recorder:
-    """A trainer that writes down what it was given."""
+    """A trainer that records the arguments of its updates."""
 
     def __init__(self) -> None:
         self.seen: list[list[tuple[str, bool | None]]] = []
@@ -194,7 +194,7 @@ class Recorder:
 
 
 def test_a_batch_table_of_pairs_reaches_the_trainer_as_pairs(tmp_path: Path) -> None:
-    """A size counts pairs. A pair whose answer has no trained token is named, not torn apart."""
+    """The size of a minibatch counts pairs. The error of a pair with a sample without trained tokens names the pair."""
     store = open_store(str(tmp_path / "store"))
     parent = PolicyRef(run="r", stage="s", model="m", step=0, state="0" * 64)
 
@@ -234,7 +234,7 @@ def test_a_batch_table_of_pairs_reaches_the_trainer_as_pairs(tmp_path: Path) -> 
 def test_memory_that_fails_never_splits_a_pair(
     model: CausalLM, monkeypatch: pytest.MonkeyPatch, failures: int
 ) -> None:
-    """Half of the tokens would part a pair: the second try has room for the longest one, and is the last."""
+    """Where half of the tokens would split a pair, the second and last try has room for the longest pair."""
     samples = [*pair("a", 6, 8), *pair("b", 6, 8)]
     longest = longest_unit(samples, whole_groups=True)
     trainer, left = TorchTrainer(model), failures
@@ -284,7 +284,7 @@ def test_means_are_over_tokens_and_over_pairs() -> None:
 
 
 def test_the_first_loss_of_dpo_is_ln_2(model: CausalLM) -> None:
-    """Policy = reference, through the model, whatever the pairs."""
+    """The loss of a model that is its own reference, for any pairs."""
     from engine.protocol import TokenSequence
 
     pairs = [*pair("a", 3, 9), *pair("b", 5, 2), *pair("c", 4, 4)]

@@ -94,7 +94,7 @@ def test_values_and_gradients_are_those_of_the_sdpa_path(groups: list[PrefixGrou
 
 
 def test_the_gradient_of_a_shared_prompt_is_summed_in_float32() -> None:
-    """A key of which 600 branches take 1 each: bfloat16 cannot count beyond 256."""
+    """The gradient of one key is a sum of 1 over 600 branches, and bfloat16 cannot count beyond 256."""
     branches = 600
     group = PrefixGroup(0, 1, tuple((1 + place, 1) for place in range(branches)))
     keys = torch.ones(1 + branches, 1, 1, dtype=torch.bfloat16, requires_grad=True)

@@ -1,4 +1,4 @@
-"""A vision-language model through the packed forward is the model that transformers runs."""
+"""The packed forward pass of a vision-language model computes what transformers computes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def plain_model_image_token(folder: Path) -> int:
 
 
 def plain_logprobs(module: torch.nn.Module, row: TokenSequence, pixels: torch.Tensor | None) -> torch.Tensor:
-    """Of the trained tokens, alone and unpacked; with gradient where gradients are on."""
+    """Logprobs of the trained tokens of one sequence, unpacked, with gradient where gradients are on."""
     ids = torch.tensor([row.token_ids])
     logits_TV = module(input_ids=ids, pixel_values=pixels, use_cache=False).logits[0, :-1].log_softmax(-1)
     logprobs = logits_TV.gather(1, ids[0, 1:].unsqueeze(1)).squeeze(1)
@@ -74,7 +74,8 @@ def plain_pixels(folder: Path, image: bytes) -> torch.Tensor:
 
 
 def rows(folder: Path) -> list[TokenSequence]:
-    """Two answers to one image, the same question about another, a question without any, of unequal lengths."""
+    """Sequences of unequal lengths: two answers about one image, the same question about another image, and a question
+    without an image."""
     return [
         sequence(folder, "what?", [80, 81, 82], RED, group="a"),
         sequence(folder, "what?", [90], RED, group="a"),
@@ -162,7 +163,7 @@ def test_a_group_shares_its_images_and_no_more(vision_folder: Path) -> None:
 
 
 def test_a_drawn_image_token_is_a_token_like_any_other(vision_folder: Path, trainer: TorchTrainer) -> None:
-    """A model may sample the id of its placeholder; no image stands there."""
+    """A model may sample the id of its placeholder token, where there is no image."""
     token = plain_model_image_token(vision_folder)
     row = sequence(vision_folder, "what?", [80, token, 81], RED)
     (logprobs,) = trainer.logprobs([row], temperature=1.0, max_tokens=4096)
@@ -197,7 +198,7 @@ def test_an_image_in_the_wrong_place_is_refused(
 
 
 def encoded(width: int, height: int, file_format: str) -> bytes:
-    """A black picture: a few kB, whatever its size is."""
+    """An encoded black image, which takes a few kB at any size."""
     file = io.BytesIO()
     Image.new("1", (width, height)).save(file, format=file_format)
     return file.getvalue()

@@ -360,6 +360,7 @@ class LocalEngine:
         """Does not wait for other calls, except that the first `info` measures the device in the compute thread."""
         if self._speed is None:
             self._speed = await self._compute("", self.backend.operations_per_second)
+        identity = await asyncio.to_thread(store_id, self.store)  # creates the folder of a new store
         store_path = self.store.local_path("store")
         disk_free_bytes = None
         if store_path is not None:
@@ -367,7 +368,7 @@ class LocalEngine:
             disk_free_bytes = usage.free
         return EngineInfo(
             numerics=self.backend.numerics(),
-            store_id=await asyncio.to_thread(store_id, self.store),
+            store_id=identity,
             memory_bytes=self.loaded_policies.budget,
             memory_used_bytes=self.loaded_policies.used_bytes(),
             disk_free_bytes=disk_free_bytes,

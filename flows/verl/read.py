@@ -171,8 +171,9 @@ def _merge(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:
     merged = dict(lower)
     for name, value in upper.items():
         replaced = merged.get(name)
-        both_are_groups = isinstance(replaced, dict) and isinstance(value, dict)
-        merged[name] = _merge(replaced, value) if both_are_groups else value
+        if isinstance(replaced, dict) and isinstance(value, dict):
+            value = _merge(replaced, value)
+        merged[name] = value
     return merged
 
 

@@ -66,11 +66,10 @@ def resolve_restart_point(store: ObjectStore, text: str, *, run: str, stage: str
             return start
 
     # otherwise look among the named checkpoints of earlier stages, and of the runs that `text` may name
-    known = [
-        checkpoint
-        for checkpoint in named_checkpoints(store, run)
-        if stage_position(checkpoint.policy.stage) < stage_position(stage)
-    ]
+    known: list[NamedCheckpoint] = []
+    for checkpoint in named_checkpoints(store, run):
+        if stage_position(checkpoint.policy.stage) < stage_position(stage):
+            known.append(checkpoint)
     for other_run in _runs_in(text):
         if other_run != run:
             known += named_checkpoints(store, other_run)

@@ -155,17 +155,17 @@ def _draft_fork(store: ObjectStore, run: str, stage: str, step: int, code_versio
     if not 0 <= step <= longest:
         raise ObjectNotFound(f"stage {stage} of run {run!r} has no step {step}; it has steps 0 to {longest}")
     shared = {chain: chain.policy(min(step, head.step)) for chain, head in heads.items()}
-    rebased = tuple(
-        policy
-        for chain, policy in shared.items()
-        if policy in [rebase.policy for rebase in rebases_in_effect(chain, policy.step)]
-    )
+    # the policies among them at which the old run was rebased
+    rebased = []
+    for chain, policy in shared.items():
+        if any(rebase.policy == policy for rebase in rebases_in_effect(chain, policy.step)):
+            rebased.append(policy)
     return ForkInfo(
         run=run,
         stage=stage,
         step=step,
         shared=tuple(shared.values()),
-        rebased=rebased,
+        rebased=tuple(rebased),
         code_version=code_version,
         attempt=uuid4().hex,
         created=datetime.now(UTC).isoformat(),

@@ -14,7 +14,7 @@ from uuid import uuid4
 from storage.errors import CorruptArtifact, ObjectNotFound
 from storage.serialization import canonical_json
 from storage.store import keys
-from storage.store.objects import ObjectStore
+from storage.store.objects import ObjectStore, list_numbers
 
 
 def acquire_lease(store: ObjectStore, run: str, info: Mapping[str, Any]) -> int:
@@ -61,5 +61,4 @@ def lease_holder(store: ObjectStore, run: str, epoch: int) -> dict[str, Any]:
 
 def current_epoch(store: ObjectStore, run: str) -> int:
     """Returns the epoch in force, or 0 if the run has no lease yet."""
-    numbers = (keys.parse_number(info.key) for info in store.list(keys.leases_prefix(run)))
-    return max((number for number in numbers if number is not None), default=0)
+    return max(list_numbers(store, keys.leases_prefix(run)), default=0)

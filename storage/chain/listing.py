@@ -30,17 +30,14 @@ def has_objects(store: ObjectStore, run: str) -> bool:
 
 def all_chains(store: ObjectStore) -> list[Chain]:
     """Returns every chain of every run, sorted by run, stage and model."""
-    names = {keys.chain_of(info.key) for info in store.list(keys.runs_prefix())}
-    return [Chain(store, *name) for name in sorted(name for name in names if name is not None)]
+    return [Chain(store, *name) for name in sorted(_chain_names(store, keys.runs_prefix()))]
 
 
 def run_chains(store: ObjectStore, run: str) -> list[Chain]:
     """Returns the chains of a run in the order of its stages."""
-    # every chain has several objects: collect the distinct names
-    listed = {keys.chain_of(info.key) for info in store.list(keys.stages_prefix(run))}
-    names = [name for name in listed if name is not None]
-    names.sort(key=lambda name: (stage_position(name[1]), name))
-    return [Chain(store, *name) for name in names]
+    names = _chain_names(store, keys.stages_prefix(run))
+    names_in_order = sorted(names, key=lambda name: (stage_position(name[1]), name))
+    return [Chain(store, *name) for name in names_in_order]
 
 
 def stages_of(store: ObjectStore, run: str) -> list[str]:
@@ -59,3 +56,13 @@ def stored_checkpoint_steps(chain: Chain) -> list[int]:
     listed = chain.store.list(keys.checkpoints_prefix(chain.run, chain.stage, chain.model))
     steps = {keys.checkpoint_step(info.key) for info in listed}
     return sorted(step for step in steps if step is not None)
+
+
+def _chain_names(store: ObjectStore, prefix: str) -> set[tuple[str, str, str]]:
+    """Returns (run, stage, model) of every chain that has an object below the prefix."""
+    names = set()
+    for info in store.list(prefix):
+        name = keys.chain_of(info.key)
+        if name is not None:
+            names.add(name)
+    return names

@@ -61,21 +61,23 @@ def prune_checkpoints(
             value that is not finite, does not count.
 
     The checkpoint of a rebase in effect always stays. If another run or model of the store is damaged, so that the uses
-    of named checkpoints are unknown, all named checkpoints stay, with a warning. The manifest is deleted before the
-    data, so that a reader never follows it to deleted data.
-
-    Raises ValueError when no record has `metric`. The message lists the metrics of the records.
+    of named checkpoints are unknown, all named checkpoints stay, with a warning. Raises ValueError when no record has
+    `metric`. The message lists the metrics of the records.
     """
     chain = Chain.of(store, policy)
     # sort the checkpoints that may be deleted into unnamed ones and named ones beyond keep_named
     rebase_checkpoints = {rebase.checkpoint.key for rebase in rebases_in_effect(chain)}
-    manifests = {
-        step: manifest
-        for step, manifest in _read_checkpoints(store, policy).items()
-        if manifest.key not in rebase_checkpoints
-    }
-    named = sorted(step for step, manifest in manifests.items() if _is_named(store, manifest))
-    unnamed = sorted(manifests.keys() - set(named))
+    manifests: dict[int, Manifest] = {}
+    named: list[int] = []
+    unnamed: list[int] = []
+    for step, manifest in _read_checkpoints(store, policy).items():
+        if manifest.key in rebase_checkpoints:
+            continue
+        manifests[step] = manifest
+        if _is_named(store, manifest):
+            named.append(step)
+        else:
+            unnamed.append(step)
     old_named = [] if keep_named is None else named[: max(0, len(named) - keep_named)]
 
     # apply the rules
@@ -126,6 +128,7 @@ def _remove(store: ObjectStore, policy: PolicyRef, step: int, manifest: Manifest
     A process that rebases checks for the manifest after its commit. This function checks for the rebase after the
     manifest is deleted. So at least one of the two notices the other.
     """
+    # the manifest first, so that no reader follows it to deleted data
     key = keys.manifest_of_files(manifest.key)
     store.delete(key)
     chain = Chain.of(store, policy)

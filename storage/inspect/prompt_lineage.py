@@ -111,13 +111,7 @@ def _uses_in_step(store: ObjectStore, record: CommitRecord, ids: set[str]) -> li
     trained = {(row["group"], row["completion"]) for row in batch if row["group"] in ids}
     policy, step = record.policy.uri, record.policy.step
     if not inputs.rollouts:
-        return [
-            PromptUse(
-                policy=policy, step=step, prompt=prompt, completion=index, text=None, reward=None, status="given",
-                trained=True,
-            )
-            for prompt, index in sorted(trained)
-        ]  # fmt: skip
+        return [_use_of_given(policy, step, prompt, index) for prompt, index in sorted(trained)]
     # the sampled completions with their grades
     grades = {}
     for row in _read_rows_of(store, inputs.graded, ["prompt_id", "completion", "reward", "status"]):
@@ -140,6 +134,13 @@ def _uses_in_step(store: ObjectStore, record: CommitRecord, ids: set[str]) -> li
                 )
             )
     return uses
+
+
+def _use_of_given(policy: str, step: int, prompt: str, index: int) -> PromptUse:
+    """The use of a completion of the dataset, which is always trained on."""
+    return PromptUse(
+        policy=policy, step=step, prompt=prompt, completion=index, text=None, reward=None, status="given", trained=True
+    )
 
 
 def _read_rows_of(store: ObjectStore, refs: Iterable[ArtifactRef], columns: list[str]) -> Iterator[dict[str, Any]]:
@@ -171,8 +172,9 @@ def _descendants(store: ObjectStore, touched: set[str]) -> tuple[list[str], list
     # the stored checkpoints of the touched chains, in the order of their names
     checkpoints = []
     for chain in sorted(first_steps, key=lambda chain: (chain.run, chain.stage, chain.model)):
-        steps = [step for step in stored_checkpoint_steps(chain) if step >= first_steps[chain]]
-        checkpoints += [f"{chain.run}/{chain.stage}/{chain.model}@{step}" for step in steps]
+        for step in stored_checkpoint_steps(chain):
+            if step >= first_steps[chain]:
+                checkpoints.append(f"{chain.run}/{chain.stage}/{chain.model}@{step}")
     return checkpoints, [registered_key(model) for model, _ in models if model.key in touched_models]
 
 

@@ -17,7 +17,7 @@ from storage.errors import CorruptArtifact, InvalidKey, ObjectNotFound, VersionC
 from storage.serialization import canonical_json
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef, Provenance, digest_of, file_entries, find_artifact, publish_files
-from storage.store.objects import ObjectStore
+from storage.store.objects import ObjectStore, list_numbers
 
 LATEST = "latest"
 
@@ -140,8 +140,7 @@ def _claim(store: ObjectStore, name: str, version: str, sha256: str) -> None:
 
 
 def _log_numbers(store: ObjectStore, name: str, alias: str) -> list[int]:
-    numbers = (keys.parse_number(info.key) for info in store.list(keys.model_aliases_prefix(name, alias)))
-    return sorted(number for number in numbers if number is not None)
+    return list_numbers(store, keys.model_aliases_prefix(name, alias))
 
 
 def _versions_in_log(store: ObjectStore, name: str, alias: str) -> set[str]:

@@ -94,11 +94,10 @@ def _to_hub(repository: str, files: dict[str, Path], card: str, *, message: str)
     except ImportError as error:
         raise PushRefused("hf:// needs the package huggingface_hub; pip install huggingface_hub") from error
     api = HfApi()
-    operations = [
-        CommitOperationAdd(path_in_repo=name, path_or_fileobj=str(path))
-        for name, path in files.items()
-        if name != CARD
-    ]
+    operations = []
+    for name, path in files.items():
+        if name != CARD:
+            operations.append(CommitOperationAdd(path_in_repo=name, path_or_fileobj=str(path)))
     operations.append(CommitOperationAdd(path_in_repo=CARD, path_or_fileobj=card.encode()))
     # one commit, so that the repository is never incomplete
     try:

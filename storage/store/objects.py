@@ -15,10 +15,10 @@ from storage.errors import CorruptArtifact, ObjectNotFound, StorageFull, Transie
 from storage.store.backends.local import LocalBackend
 from storage.store.backends.memory import MemoryBackend
 from storage.store.backends.protocol import HIDDEN_PREFIX, Backend, Leftover, ObjectInfo, PutResult
-from storage.store.keys import validate_key, validate_name, validate_prefix
+from storage.store.keys import parse_number, validate_key, validate_name, validate_prefix
 from storage.store.retry import RetryPolicy, with_retries
 
-__all__ = ["Leftover", "ObjectInfo", "ObjectStore", "PutResult", "open_store", "read_json"]
+__all__ = ["Leftover", "ObjectInfo", "ObjectStore", "PutResult", "list_numbers", "open_store", "read_json"]
 
 
 Clock = Callable[[], float]
@@ -208,6 +208,16 @@ def _folder_of_url(text: str, parts: SplitResult) -> Path:
     if parts.netloc not in ("", "localhost"):
         raise UnsupportedFilesystem(f"{text!r} names a host; a folder is file:///absolute/path, or a plain path")
     return Path(unquote(parts.path))
+
+
+def list_numbers(store: ObjectStore, prefix: str) -> list[int]:
+    """Returns the number 42 of each key like <prefix>000042.json, ascending."""
+    numbers = []
+    for info in store.list(prefix):
+        number = parse_number(info.key)
+        if number is not None:
+            numbers.append(number)
+    return sorted(numbers)
 
 
 def read_json(store: ObjectStore, key: str) -> dict[str, Any] | None:

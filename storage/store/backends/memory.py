@@ -42,11 +42,11 @@ class MemoryBackend:
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         with _lock:
-            listed = [
-                ObjectInfo(path[len(self._root) :], file.getbuffer().nbytes, file.modified.timestamp())
-                for path, file in self._fs.store.items()
-                if path.startswith(self._root + prefix)
-            ]
+            listed = []
+            for path, file in self._fs.store.items():
+                if path.startswith(self._root + prefix):
+                    key = path.removeprefix(self._root)
+                    listed.append(ObjectInfo(key, file.getbuffer().nbytes, file.modified.timestamp()))
         yield from listed
 
     def put(self, key: str, data: bytes) -> None:

@@ -37,6 +37,7 @@ def canonical_json(obj: Any) -> bytes:
     """
     if isinstance(obj, BaseModel):
         obj = obj.model_dump(mode="json")
+    # these settings decide every digest: a change would make all stored digests invalid
     text = json.dumps(obj, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return text.encode("utf-8")
 

@@ -125,6 +125,7 @@ def _named_checkpoints_of(chain: Chain) -> Iterator[NamedCheckpoint]:
 
 def _runs_in(text: str) -> list[str]:
     """Returns the run keys with which a name `run/…` may begin. A run key has one or two segments."""
+    # the last segment is the name itself
     parts = text.split("/")[:-1]
     beginnings = ["/".join(parts[:count]) for count in (1, 2) if count <= len(parts)]
     return [run for run in beginnings if keys.is_run(run)]

@@ -124,6 +124,7 @@ class _Accounting:
 
     def _check_taken(self, manifests: list[Manifest]) -> None:
         prompts = sum(_count(manifest, "prompts") for manifest in manifests)
+        # a cursor that passed more rows than the shards have prompts has lost some
         for dataset in self.inputs.datasets:
             consumed = rows_consumed(self.record, dataset.rows or 0)
             if consumed is not None and consumed != prompts:
@@ -156,6 +157,7 @@ class _Accounting:
         return parent.state if model == parent.model else state
 
     def _check_trained(self, expected: Counter[CompletionId]) -> None:
+        # compare with multiplicity: a completion may be neither missing nor doubled
         batch = self._rows(self.inputs.batch, ["group", "completion"])
         trained = Counter((row["group"], row["completion"]) for row in batch)
         for verb, differing in (("lacks", expected - trained), ("has, and should not have,", trained - expected)):

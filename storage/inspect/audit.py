@@ -62,6 +62,7 @@ class _Audit:
         objects = list(self.store.list())
         self.findings.counts["objects"] = len(objects)
         self.sizes = {info.key: info.size for info in objects}
+        # checkpoints of rebases need another remedy than those of chains
         for info in objects:
             if keys.rebase_step(info.key) is not None:
                 with suppress(CorruptArtifact, ObjectNotFound):  # ChainAudit reports it
@@ -177,6 +178,7 @@ class _Audit:
     # -- leases, aliases and unreferenced objects ------------------------------------------------------------
 
     def _check_leases(self, objects: list[ObjectInfo]) -> None:
+        # epochs are numbered without gaps, since each put takes the next number
         epochs: dict[str, list[int]] = defaultdict(list)
         for info in objects:
             run, number = keys.run_of(info.key), keys.parse_number(info.key)

@@ -159,6 +159,7 @@ def policy_of_model(store: ObjectStore, model: ArtifactRef) -> PolicyRef | None:
 
     Raises ObjectNotFound if its run is gone.
     """
+    # an imported model has no policy among its parents
     uri = next((parent for parent in model.parents if parent.startswith("policy:")), None)
     if uri is None:
         return None
@@ -170,6 +171,7 @@ def last_policy_of_run(store: ObjectStore, run: str) -> PolicyRef:
     chains = run_chains(store, run) if keys.is_run(run) else []
     if not chains:
         raise ObjectNotFound(f"{run!r} is neither a registered model nor a run with a chain in {store.url}")
+    # the last stage may have several models: take the one with the most steps
     heads = [chain.head() for chain in chains if chain.stage == chains[-1].stage]
     return max(heads, key=lambda head: head.step)
 

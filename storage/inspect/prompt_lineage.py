@@ -57,6 +57,7 @@ class PromptReport(Frozen):
 def prompt_report(store: ObjectStore, lineage: Lineage, query: str) -> PromptReport:
     """Returns the steps of the lineage that used the prompt, and what descends from them. `query` is the id of the
     prompt or a part of its text."""
+    # the steps of the lineage that used a matching prompt
     records = list(lineage.records(store))
     ids = _matching_ids(store, records, query)
     uses: list[PromptUse] = []
@@ -66,6 +67,7 @@ def prompt_report(store: ObjectStore, lineage: Lineage, query: str) -> PromptRep
         if uses_in_step:
             uses += uses_in_step
             touched.add(record.state)
+    # everything that descends from these steps
     checkpoints, models = _descendants(store, touched) if touched else ([], [])
     return PromptReport(
         asked=query, ids=tuple(sorted(ids)), uses=tuple(uses), checkpoints=tuple(checkpoints), models=tuple(models)
@@ -185,6 +187,7 @@ def _states(chain: Chain) -> list[str]:
 
 def _first_touched(chain: Chain, history: list[str], touched: set[str], touched_models: set[str]) -> int | None:
     """Returns the first step of the chain that is touched, or None."""
+    # a chain that starts from a touched policy or model is touched from its root
     root = chain.root()
     if root is not None and root.start is not None and root.start.state in touched:
         return 0

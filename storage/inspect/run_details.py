@@ -106,6 +106,7 @@ def describe_run(store: ObjectStore, run: str) -> RunDetails:
 
 def _describe_chain(chain: Chain, named: list[NamedCheckpoint]) -> ChainDetails:
     root, head = chain.root(), chain.head()
+    # a checkpoint may have several names
     names: dict[int, tuple[str, ...]] = {}
     for checkpoint in named:
         policy = checkpoint.policy
@@ -145,6 +146,7 @@ def _describe_leases(store: ObjectStore, run: str) -> list[LeaseDetails]:
         epoch = keys.parse_number(info.key)
         if epoch is None:
             continue
+        # the lease, what its holder wrote about itself, and the note of its release
         lease = read_json(store, info.key) or {}
         holder = lease.get("info") or {}
         release = read_json(store, keys.lease_release(run, epoch)) or {}

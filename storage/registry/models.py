@@ -110,6 +110,7 @@ def _make_latest_once(store: ObjectStore, name: str, version: str) -> None:
 
 
 def _append_alias(store: ObjectStore, name: str, alias: str, version: str) -> int:
+    # nothing to do if the alias is there already
     numbers = _log_numbers(store, name, alias)
     last = numbers[-1] if numbers else 0
     if last and _read_entry(store, name, alias, last) == version:

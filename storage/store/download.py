@@ -39,6 +39,7 @@ def materialise_files(
 
 
 def _materialise(store: ObjectStore, entry: FileEntry, to: Path) -> Path:
+    # a store on another machine: download, unless an earlier call did
     path = store.local_path(entry.key)
     if path is None:
         path = to / entry.name

@@ -16,6 +16,7 @@ log = logging.getLogger(__name__)
 
 def store_id(store: ObjectStore) -> str:
     """Returns the id of the store. A store without an id gets a new one."""
+    # of two processes that begin a store at once, one decides its id
     put = store.put_if_absent(keys.store_json(), canonical_json({"schema_version": 1, "id": uuid4().hex}))
     if put.won:
         log.info("a new store was begun at %s", store.url)

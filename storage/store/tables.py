@@ -67,6 +67,7 @@ def commit_table(
 ) -> ArtifactRef:
     """Commits a table of one of the SCHEMAS. Raises SchemaMismatch, naming the column."""
     table = conform_table(table, kind)
+    # the bytes depend on the rows only, not on how the table is divided into chunks
     buffer = io.BytesIO()
     with _parquet_writer(buffer, table.schema) as writer:
         _write_groups(writer, table)
@@ -197,12 +198,14 @@ class RowReader:
     def __init__(self, store: ObjectStore, ref: ArtifactRef, *, copy: bool = False) -> None:
         """With `copy` a remote table is downloaded once and then read from the disk of this machine."""
         self.ref, self._store = ref, store
+        # open the file, and check its size against the manifest
         entry = single_file_entry(store, ref)
         self._lock = threading.Lock()
         self._groups: OrderedDict[int, pa.Table] = OrderedDict()
         self._source = _download(store, entry) if copy else store.open(entry.key)
         if self._source.seek(0, io.SEEK_END) != entry.bytes:
             raise CorruptArtifact(f"{entry.key} does not have the {entry.bytes} bytes that its manifest says")
+        # read the footer, which says where the row groups are
         try:
             self._file = pq.ParquetFile(self._source, page_checksum_verification=True, pre_buffer=False)
         except (pa.ArrowException, OSError) as error:
@@ -224,6 +227,7 @@ class RowReader:
             if not 0 <= index < len(self):
                 raise IndexError(f"{self.ref.key} has {len(self)} rows, and none with index {index}")
             by_group[index // ROW_GROUP].append(place)
+        # read each row group once
         rows: list[dict[str, Any]] = [{}] * len(row_indices)
         for group, places in sorted(by_group.items()):
             table = self._group(group).take([row_indices[place] - self._starts[group] for place in places])
@@ -327,6 +331,7 @@ def _with_schema(table: pa.Table, schema: pa.Schema, kind: str) -> pa.Table:
 
     Raises SchemaMismatch if these rows have an optional column that earlier rows lack.
     """
+    # a column that earlier rows have and these lack is optional
     for field in schema:
         if field.name not in table.column_names:
             table = table.append_column(field, pa.nulls(table.num_rows, field.type))
@@ -337,6 +342,7 @@ def _with_schema(table: pa.Table, schema: pa.Schema, kind: str) -> pa.Table:
 
 def _table_of_rows(rows: Sequence[Mapping[str, Any]], kind: str) -> pa.Table:
     schema = table_schema(kind, set[str]().union(*rows))
+    # every row has the same columns
     expected = set(schema.names)
     for row in rows:
         differing = set(row) ^ expected

@@ -197,6 +197,7 @@ class LocalBackend:
     @contextmanager
     def _temporary(self, folder: Path) -> Iterator[Path]:
         """Yields a new hidden path in `folder`, which is created. A file that is left at that path is removed."""
+        # in the same folder, so that it can be renamed or linked to its final name
         self._make_folder(folder)
         temporary = folder / f"{HIDDEN_PREFIX}{uuid4().hex}"
         try:
@@ -230,7 +231,8 @@ class LocalBackend:
                 # only folders that can contain keys with the prefix
                 if f"{name}/".startswith(prefix) or prefix.startswith(f"{name}/"):
                     yield from self._walk(f"{name}/", prefix)
-            elif name.startswith(prefix) and is_key(name):  # not a temporary or foreign file
+            # leave out temporary files and those of other programs
+            elif name.startswith(prefix) and is_key(name):
                 try:
                     status = entry.stat()
                 except FileNotFoundError:
@@ -262,6 +264,7 @@ def _last_change(stat: os.stat_result) -> float:
 
 def _size_and_change(path: Path) -> tuple[int, float]:
     """Returns (bytes, time of the last change) of a file, or of all files in a folder."""
+    # symbolic links are not followed
     size, last_change = 0, _last_change(path.lstat())
     contents = path.rglob("*") if path.is_dir() and not path.is_symlink() else ()
     for file in (path, *contents):

@@ -79,7 +79,8 @@ class S3Backend:
         where = {"Prefix": self._prefix + prefix, "MaxKeys": self.page_size}
         for item in self._pages("list_objects_v2", "Contents", **where):
             key = item["Key"][len(self._prefix) :]
-            if is_key(key):  # not a temporary or foreign object
+            # leave out temporary objects and those of other programs
+            if is_key(key):
                 yield ObjectInfo(key, item["Size"], item["LastModified"].timestamp())
 
     def put(self, key: str, data: bytes) -> None:
@@ -159,6 +160,7 @@ class S3Backend:
             yield from page.get(items) or ()
             if not page.get("IsTruncated"):
                 return
+            # the next page begins where this one ended
             for token, argument in _CONTINUE.items():
                 if page.get(token):
                     where[argument] = page[token]
@@ -245,6 +247,7 @@ class _RangeReader(io.RawIOBase):
         return self._next(self._size)  # the inherited method makes a request for every few KiB
 
     def _next(self, size: int) -> bytes:
+        # a read at the end returns no bytes, like that of a file
         start, stop = self._position, min(self._position + size, self._size)
         if start >= stop:
             return b""

@@ -50,6 +50,7 @@ class Transfer:
             parts = await self._upload_parts(upload, path, size)
             await self._complete(upload, parts, attempt)
         except BaseException:
+            # also when this task is cancelled
             await asyncio.shield(self._abort(upload))
             raise
 
@@ -181,6 +182,7 @@ def _read_at(descriptor: int, size: int, start: int) -> bytes:
 
 
 def _write_at(descriptor: int, data: bytes, start: int) -> None:
+    # pwrite may write less than it was given
     view = memoryview(data)
     while view:
         written = os.pwrite(descriptor, view, start)

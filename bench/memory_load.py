@@ -70,7 +70,7 @@ def main() -> None:
         for stage, dtype in CASES:
             environment = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
             chosen = options(stage, dtype)
-            group = RankGroup(TARGET, chosen, ranks=RANKS, start_seconds=300, hang_seconds=300, env=environment)
+            group = RankGroup(TARGET, chosen, ranks=RANKS, start_seconds=300, hang_seconds=300, environment=environment)
             try:
                 before, peak, after = group.call("take", small, folder)
             finally:

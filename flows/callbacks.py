@@ -1,10 +1,10 @@
-"""What a training class does besides training: at its beginning, at every so much of the run, at its end.
+"""Callbacks of the training classes: measurements at the beginning of a run, at regular intervals, and at its end.
 
     await SFT(..., callbacks=[ValidationLoss(threads, Cadence(every=0.1))]).run()
 
-A callback commits an artifact under a key that names the policy: after a crash it is done, or done once more for
-the same result; it never changes what the run learns. Cadences by fraction are computed on integers: 0.2 of 10 steps is
-after 2, 4, 6, 8 and 10.
+A callback commits an artifact under a key that names the policy. A resumed run finds the artifact, or computes it again
+with the same result; a callback never changes what the run learns. Cadences by fraction are computed on integers: 0.2
+of 10 steps is after 2, 4, 6, 8 and 10.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from tasks.sampling.grading import Grading
 
 @dataclass(frozen=True)
 class Cadence:
-    """When: at every fraction of the run, or every so many steps, and at its beginning and its end."""
+    """When a callback is called: at an interval, in fractions of the run or in steps, and at its beginning and end."""
 
     every: float | None = None
     every_steps: int | None = None
@@ -63,17 +63,19 @@ class Cadence:
 
     @classmethod
     def between(cls, config: Every) -> Self | None:
-        """On the way only; None where the config asks for nothing there."""
+        """The cadence during training, without its beginning and end; None when the config has no interval."""
         if config.every is None and config.every_steps is None:
             return None
         return cls(config.every, config.every_steps, at_start=False, at_end=False)
 
     @classmethod
     def of(cls, config: Every) -> Self:
+        """The cadence that a config describes."""
         return cls(config.every, config.every_steps, at_start=config.before)
 
     def due(self, steps_done: int, total_steps: int | None) -> bool:
-        """Whether now, after so many steps. Raises ValueError for a fraction of a run without an end."""
+        """Whether the callback is due after `steps_done` steps. Raises ValueError for a fraction of a run without an
+        end."""
         if self.every is not None and total_steps is None:
             raise ValueError(
                 f"every={self.every} is a share of the run, and this one has no end; give every_steps, or a length"
@@ -90,39 +92,43 @@ class Cadence:
         return int(steps_done / share) > int((steps_done - 1) / share)
 
 
+EVERY_FIFTH = Cadence(every=0.2)
+"""The default cadence: after each fifth of the run."""
+
+
 @dataclass(frozen=True)
 class Moment:
-    """Where the run stands when a callback is called."""
+    """The state of a run when a callback is called."""
 
     model: TrainingModel
     policy: PolicyRef
-    """After the last committed step."""
+    """The policy after the last committed step."""
     total_steps: int | None
     loss: LossSpec | None = None
-    """What supervised training minimises."""
+    """The loss of supervised training; None for reinforcement learning."""
     reference: PolicyRef | None = None
-    """What that loss compares with."""
+    """The policy that the loss compares with."""
     rollouts: tuple[ArtifactRef, ...] = ()
-    """Of the last step; empty at the beginning, where nothing is sampled, and after a resume."""
+    """The rollouts of the last step; empty before the first step and after a resume."""
     graded: tuple[ArtifactRef, ...] = ()
     show: Callable[[Table], Awaitable[None]] | None = None
-    """Shows a table wherever the loop's figures go."""
+    """Shows a table in the terminal, the loggers and Prefect."""
 
 
 class Callback(Protocol):
-    """What the training classes take."""
+    """The interface of a callback."""
 
     @property
     def cadence(self) -> Cadence: ...
 
     async def at(self, moment: Moment) -> ArtifactRef | None:
-        """The artifact it committed, if it did. What its manifest says was measured is shown and drawn."""
+        """Does the work. Returns the committed artifact, if any; measurements in its manifest are shown as curves."""
         ...
 
 
 @dataclass(frozen=True)
 class HeldoutEvaluation:
-    """Evaluates the policy: `evaluate` answers with the committed table of a policy, however often it is asked."""
+    """Evaluates the policy. `evaluate` returns the committed evaluation of a policy, also when it is called again."""
 
     evaluate: Callable[[PolicyRef], Awaitable[ArtifactRef | None]]
     cadence: Cadence
@@ -134,24 +140,24 @@ class HeldoutEvaluation:
 @dataclass(frozen=True)
 class ValidationLoss:
     """The loss of SFT, DPO or RewardModelling on held-out rows: threads, pairs (preferred, dispreferred), or a loaded
-    dataset. Of pairs also how many are told apart, and by how much."""
+    dataset. For pairs it also measures the accuracy and the margin."""
 
     dataset: Sequence[StringThread] | Sequence[tuple[StringThread, StringThread]] | LoadedDataset
-    cadence: Cadence = Cadence(every=0.2)
+    cadence: Cadence = EVERY_FIFTH
     lengths: LengthPlan = ANY_LENGTH
-    """As the class that is trained has it."""
+    """How long a row may be; as in the training class."""
 
     async def at(self, moment: Moment) -> ArtifactRef | None:
-        """Raises ValueError in a class whose loss is not of rows."""
+        """Raises ValueError in a class of reinforcement learning, which has no loss of rows."""
         model = moment.model
         if isinstance(moment.loss, RankingSpec | MSESpec):
-            of_scores = ScoreValidationPlan(
+            score_plan = ScoreValidationPlan(
                 base=model.base, dataset=self._load(moment).ref, loss=moment.loss, lengths=self.lengths
             )
-            return await validate_scores(model.workspace, moment.policy, of_scores)
+            return await validate_scores(model.workspace, moment.policy, score_plan)
         if not isinstance(moment.loss, CrossEntropySpec | DPOSpec):
             raise ValueError(
-                "a validation loss is of SFT, DPO and RewardModelling, and this class minimises another; leave it out"
+                "ValidationLoss works with SFT, DPO and RewardModelling, and this class is none of them; leave it out"
             )
         plan = ValidationLossPlan(
             base=model.base, dataset=self._load(moment).ref, loss=moment.loss, reference=moment.reference,
@@ -175,13 +181,13 @@ class GraderEvaluation:
 
     dataset: Sequence[StringThread] | LoadedDataset
     grader: BaseGrader | GraderSpec | Grading
-    cadence: Cadence = Cadence(every=0.2)
+    cadence: Cadence = EVERY_FIFTH
     name: str = "evaluation"
-    """What its curve is called."""
+    """The name of its curve."""
     sampling: SamplingParams | None = None
-    """None: as for training, but greedy."""
+    """How answers are sampled. None: as for training, but greedy."""
     completions: int = 1
-    """Of each prompt."""
+    """Completions per prompt."""
 
     async def at(self, moment: Moment) -> ArtifactRef:
         model = moment.model
@@ -200,10 +206,10 @@ class EnvironmentValidation:
 
     dataset: Sequence[StringThread] | LoadedDataset
     episodes: EpisodePlan
-    """In which environment, how long; `ENVGRPO(...).episodes` is what it trains in."""
-    cadence: Cadence = Cadence(every=0.2)
+    """The environment and the limits of an episode. Those of a training class are `ENVGRPO(...).episodes`."""
+    cadence: Cadence = EVERY_FIFTH
     sampling: SamplingParams | None = None
-    """None: as for training, but greedy."""
+    """How answers are sampled. None: as for training, but greedy."""
 
     async def at(self, moment: Moment) -> ArtifactRef:
         model = moment.model
@@ -217,27 +223,28 @@ class EnvironmentValidation:
 
 @dataclass(frozen=True)
 class SamplesTable:
-    """A table of what the last step sampled: prompts, completions (of episodes: conversations) and grades. It is given
-    to the loggers and to the terminal, and in a flow it is an artifact of the flow run, a version per moment. At the
-    beginning there is nothing to show yet."""
+    """Shows a table of samples of the last step: prompts, completions (for episodes: conversations) and grades. It goes
+    to the loggers and the terminal, and in a flow it is an artifact of the flow run, with a version per call. Before
+    the first step there is nothing to show."""
 
-    cadence: Cadence = Cadence(every=0.2)
+    cadence: Cadence = EVERY_FIFTH
     samples: int = 8
-    """Rows, evenly chosen from the step's shards."""
+    """Rows of the table, chosen evenly from the step's shards."""
     name: str = "samples table"
 
     async def at(self, moment: Moment) -> None:
-        """Raises ValueError in a class that samples nothing."""
+        """Raises ValueError in a class that does not sample."""
         store, policy = moment.model.workspace.open_store(), moment.policy
         record = moment.model.chain_of(policy).record(policy.step) if policy.step else None
         if record is None or moment.show is None:
             return
-        made = step_inputs(store, record)  # not the moment's own: after a resume it has none
-        if not made.rollouts:
-            raise ValueError("a samples table is of what a step samples, and this class samples nothing; leave it out")
+        inputs = step_inputs(store, record)  # not the moment's own: after a resume it has none
+        if not inputs.rollouts:
+            raise ValueError("SamplesTable shows what a step sampled, and this class does not sample; leave it out")
         rows: list[dict[str, Any]] = []
-        each = -(-self.samples // len(made.rollouts))
-        for drawn, graded in zip(made.rollouts, made.graded or made.rollouts, strict=True):  # episodes have grades
+        each = -(-self.samples // len(inputs.rollouts))
+        tables = inputs.graded or inputs.rollouts  # the table of episodes has their grades
+        for drawn, graded in zip(inputs.rollouts, tables, strict=True):
             rows += sample_rows(store, policy.step - 1, drawn, graded, count=each)
         await moment.show(Table(name=self.name, step=policy.step, rows=tuple(rows[: self.samples])))
 

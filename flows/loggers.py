@@ -1,5 +1,5 @@
-"""Where the numbers and the progress of a recipe go: a terminal, and the log and the page of the flow run that runs
-here."""
+"""Loggers and progress notifiers of recipes. They write to the terminal, and to the log and the page of the flow
+run."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ class StdoutLogger(TerminalProgress):
 
 
 def get_prod_logger(ctx: object = None) -> StdoutLogger:
-    """The logger of deployed recipes: as StdoutLogger; in a flow its lines also stand in the flow run's log. `ctx` is
-    taken as in the documents: the flow run is found without it."""
+    """The logger of deployed recipes: a StdoutLogger, whose lines are in the flow run's log too. `ctx` is accepted
+    because published recipes pass it, and is not used: the flow run is found without it."""
     return StdoutLogger()
 
 
 class StageNotifier:
-    """Says how far a stage of a job is: a line in the flow run's log at every new percent, and a progress bar of the
-    stage's name on the flow run's page. Without a flow run or a server it only remembers.
+    """Reports the progress of a stage: a line in the flow run's log at every new percent, and a progress bar with the
+    stage's name on the flow run's page. Without a flow run or a server it only stores the progress.
 
-    Training classes take one as `stage_notifier` and report after each step. The bar is changed in a thread, at most
-    every few seconds and at the end: a server that is away costs nothing.
+    Training classes accept one as `stage_notifier` and report after each step. The bar is updated in a thread, at most
+    every few seconds and at the end, so that an unreachable server does not slow training down.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class StageNotifier:
     ) -> None:
         self.name = name
         self.progress = 0.0
-        """Share that is done."""
+        """Fraction of the stage that is done."""
         self._page, self._clock = page, clock
         self._said: int | None = None
         self._shown_at: float | None = None
@@ -55,7 +55,7 @@ class StageNotifier:
         self._under_way: Future[None] | None = None
 
     def report_progress(self, done: float, total: float = 1.0) -> None:
-        """`done` of `total`, whatever they count. Raises ValueError for a share outside 0 to 1."""
+        """Reports that `done` of `total` units are done. Raises ValueError for a fraction outside 0 to 1."""
         if not total > 0 or not 0 <= done <= total:
             raise ValueError(f"{done} of {total} was reported of {self.name!r}; expected a share between 0 and 1")
         self.progress = done / total
@@ -65,7 +65,7 @@ class StageNotifier:
         self._draw()
 
     def settle(self) -> None:
-        """Waits until the bar shows what it was last told to."""
+        """Waits until the bar shows the last update that was sent."""
         if self._under_way is not None:
             self._under_way.result()
 
@@ -88,18 +88,19 @@ class StageNotifier:
 
     @property
     def _key(self) -> str:
-        """Of the artifact: lower case with hyphens."""
+        """The key of the bar's artifact: lower case with hyphens."""
         return re.sub(r"[^a-z0-9]+", "-", f"stage {self.name}".lower()).strip("-")
 
 
 class JobNotifier:
-    """Names the stages of a job."""
+    """Makes the notifiers of a job's stages."""
 
     def __init__(self, job: str = "") -> None:
         self.id = job
         """The run's key."""
 
     def stage_notifier(self, name: str) -> StageNotifier:
+        """A notifier of the stage `name`."""
         return StageNotifier(name)
 
 

@@ -1,4 +1,4 @@
-"""Recipes of one's own: a typed async function becomes a flow.
+"""Custom recipes: makes a flow of a typed async function.
 
     class Config(InputConfig):
         model: Model
@@ -8,8 +8,8 @@
     @recipe_main
     async def mine(config: Config, ctx: RecipeContext) -> str: ...
 
-The config's fields are the form; `ctx` is the run (flows.runs.recipe_context). Graders set up in the function work on
-the run's engine and store.
+The fields of the config are the form in Prefect. `ctx` is the run (flows.runs.recipe_context). Graders that are set up
+in the function use the run's engine and store.
 """
 
 from __future__ import annotations
@@ -39,28 +39,30 @@ __all__ = ["InputConfig", "RecipeContext", "recipe_main"]
 
 
 class InputConfig(Frozen):
-    """What every recipe's config has; subclass it and add what yours takes."""
+    """Fields that the config of every recipe has. Subclass it and add those of your recipe."""
 
     run: str = ""
-    """The run's key: the same key resumes the run. Empty: made from the flow run's id."""
+    """Key of the run. The same key resumes the run. Empty: derived from the id of the flow run."""
     seed: int = 0
-    """Of everything that is drawn."""
+    """Seed of all random numbers."""
     engine: EngineSpec = LocalEngineSpec()
-    """Who trains and samples: this process, or a server. In a deployment, the default stands for the deployment's."""
+    """Engine that trains and samples: in this process, or a server. In a deployment, the default means the deployment's
+    engine."""
     storage: StorageConfig = StorageConfig()
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """A recipe's own fields come first in a form."""
+        """Orders the form: the recipe's own fields come first."""
         reference = super().__get_pydantic_json_schema__(core_schema, handler)
         schema = handler.resolve_ref_schema(reference)
         fields = schema.get("properties", {})
-        own = [name for name in fields if name not in InputConfig.model_fields]
-        schema["properties"] = {name: fields[name] for name in [*own, *(n for n in fields if n not in own)]}
+        added = [name for name in fields if name not in InputConfig.model_fields]
+        inherited = [name for name in fields if name not in added]
+        schema["properties"] = {name: fields[name] for name in [*added, *inherited]}
         return reference
 
     def semantic(self) -> dict[str, Any]:
-        """What decides the result: all that the recipe added, and the seed."""
+        """The part of the config that decides the result: the fields that the recipe added, and the seed."""
         body = self.model_dump(mode="json", exclude={"run", "engine", "storage"})
         for name, value in self:
             if isinstance(value, set | frozenset):  # has another order in every process
@@ -72,10 +74,11 @@ Recipe = Callable[..., Awaitable[Any]]
 
 
 def recipe_main(function: Recipe) -> Flow[..., Any]:
-    """The flow of an async function that takes an InputConfig and, if it likes, a RecipeContext, told by annotation.
+    """Makes a flow of an async function whose parameters are annotated: an InputConfig and, optionally, a
+    RecipeContext.
 
-    Same key, finished: what it returned is returned as it was. It returns what JSON can say. Raises TypeError for a
-    function that takes anything else.
+    The function returns a value that JSON can represent. Under the key of a finished run, the flow returns that run's
+    value without running the function. Raises TypeError for a function with other parameters.
     """
     config_name, config_type, ctx_name = _parameters(function)
     name = function.__name__
@@ -88,9 +91,10 @@ def recipe_main(function: Recipe) -> Flow[..., Any]:
             semantic, store = {"config": config.semantic()}, config.storage.url
             ctx = RecipeContext.open(key, store=store, seed=config.seed, engine=config.engine, semantic=semantic)
             try:
-                known = read_result(ctx.workspace)
-                if known is not None:
-                    return known["returned"]
+                # a finished run returns what it returned
+                result = read_result(ctx.workspace)
+                if result is not None:
+                    return result["returned"]
                 with grading_in(ctx):
                     returned = await function(**{config_name: config} | ({ctx_name: ctx} if ctx_name else {}))
                 return write_result(ctx.workspace, {"run": key, "returned": _as_json(name, returned)})["returned"]
@@ -104,7 +108,7 @@ def recipe_main(function: Recipe) -> Flow[..., Any]:
 
 
 def _parameters(function: Recipe) -> tuple[str, type[InputConfig], str | None]:
-    """(name and type of the config's parameter, name of the context's)."""
+    """The name and the type of the config's parameter, and the name of the context's parameter, if any."""
     if not inspect.iscoroutinefunction(function):
         raise TypeError(f"{function!r} is no async function; write `async def` before a recipe")
     hints = get_type_hints(function)

@@ -118,7 +118,7 @@ async def test_a_samples_table_is_not_of_conversations(prefect_server: str, tmp_
     ctx = RecipeContext.open("none", store=str(tmp_path / "data"), engine=LocalEngineSpec(threads=1))
     model = await Model(str(tiny_folder)).to_builder(ctx).spawn_train("policy")
     threads = [StringThread([("user", "1"), ("assistant", "1")])]
-    with pytest.raises(ValueError, match="this class samples nothing"):
+    with pytest.raises(ValueError, match="this class does not sample"):
         await SFT(threads, model, max_steps=1, callbacks=[SamplesTable()]).run()
 
 
@@ -130,5 +130,5 @@ async def test_a_validation_loss_is_not_of_rewards(prefect_server: str, tmp_path
         prompts, model.max_gen_len(6), grader_spec("tests.fixtures.grading:even_share", None), max_num_grpo_steps=1,
         samples_per_batch=4, completions_per_sample=4, callbacks=[ValidationLoss(prompts)],
     )  # fmt: skip
-    with pytest.raises(ValueError, match="a validation loss is of SFT, DPO and RewardModelling"):
+    with pytest.raises(ValueError, match="ValidationLoss works with SFT, DPO and RewardModelling"):
         await trainer.run()

@@ -22,6 +22,7 @@ from engine.memory_plan.remedies import Scenario, remedies
 from engine.memory_plan.shape import PRESETS, ModelShape, preset, read_shape, shape_of
 from engine.models.folder import local_folder, registered_model
 from engine.models.size import parameter_count
+from engine.specs.adapters import LoraSpec
 from engine.specs.engine import LocalEngineSpec
 from flows.cli.cluster import cluster_document, describe_inventory, query_cluster, shortage
 from flows.cli.output import (
@@ -34,6 +35,8 @@ from flows.cli.output import (
     table,
     usage_error,
 )
+from flows.configs.common import GRPOAlgorithm
+from flows.configs.defaults import default_of
 from flows.configs.engine import load_engine
 from flows.configs.overrides import ConfigError
 from storage.store.artifacts import read_manifest
@@ -134,11 +137,11 @@ def workload_of(
     adapter = model.get("adapter") if isinstance(model, dict) else None
     rank: int | None = lora_rank or None
     if rank is None and adapter is not None:
-        rank = int(adapter.get("rank", 16))
+        rank = int(adapter.get("rank", default_of(LoraSpec, "rank")))
 
     # a KL term needs a frozen copy of the initial policy
     if frozen < 0:
-        frozen = 1 if algorithm.get("kl_beta", 0.01) else 0
+        frozen = 1 if algorithm.get("kl_beta", default_of(GRPOAlgorithm, "kl_beta")) else 0
     return Workload(shape, context=context, lora_rank=rank, frozen=min(spec.frozen_policies, frozen))
 
 

@@ -1,1 +1,1 @@
-"""Handles of models: builders, training and inference models, and the primitives of hand-written loops."""
+"""The handles of models, which users train and generate with, and the `train_*` calls of hand-written loops."""

@@ -1,4 +1,7 @@
-"""From a key to a spawned model: `Model(key).to_builder(ctx)`, how it will be, `spawn_train` or `spawn_inference`."""
+"""`Model` and `ModelBuilder`: configure a model by its key, and spawn it for training or for inference.
+
+    model = await Model("my-model").to_builder(ctx).with_adapter(rank=16).spawn_train("policy")
+"""
 
 from __future__ import annotations
 
@@ -20,13 +23,15 @@ from storage.chain.records import Root
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef
 
-WHOLE = FullSpec()
+FULL = FullSpec()
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model by registry key (`name` or `name@version`), by local Hugging Face folder, or, for inference only, behind
-    an OpenAI-compatible endpoint: `openai://NAME` (engine.models.openai_model)."""
+    """Names a model: by registry key (`name` or `name@version`) or by local Hugging Face folder.
+
+    For inference only, `openai://NAME` names a model behind an OpenAI-compatible endpoint (engine.models.openai_model).
+    """
 
     key: str
 
@@ -37,47 +42,56 @@ class Model:
         kv_cache_len: int | None = None,
         tokens_to_generate: int = 2048,
     ) -> ModelBuilder:
-        """`tp`: as `.tp(n)`. `kv_cache_len` is accepted as in the documents: the memory of a sampler's cache is the
-        engine's own configuration. `tokens_to_generate`: where completions are cut, unless a view says otherwise."""
-        builder = ModelBuilder(self.key, ctx.workspace, tokens_to_generate, on_spawn=getattr(ctx, "spawned", None))
+        """Returns a builder for this model in the workspace of `ctx`.
+
+        `tp` is the number of devices that share the model while it samples, as in `ModelBuilder.tp`. `kv_cache_len` is
+        ignored. It is accepted only because published listings pass it; the engine's config sets the size of the KV
+        cache. `tokens_to_generate` is the maximum length of completions, unless a view sets another."""
+        on_spawn = getattr(ctx, "spawned", None)  # only the context of a recipe has it
+        builder = ModelBuilder(self.key, ctx.workspace, tokens_to_generate, on_spawn=on_spawn)
         return builder if tp is None else builder.tp(tp)
 
 
 @dataclass(frozen=True)
 class ModelBuilder:
-    """How a model will be spawned. Awaiting it gives the builder itself, so both spellings of the docs work."""
+    """The settings with which a model is spawned. Awaiting a builder returns the builder itself, so that listings with
+    and without `await` work."""
 
     key: str
     workspace: Workspace
     tokens_to_generate: int
-    trainable: FullSpec | LoraSpec = WHOLE
+    trainable: FullSpec | LoraSpec = FULL
     tensor_parallel: int | None = None
     on_spawn: Callable[[TrainingModel], None] | None = None
-    """A recipe's context hears of the models that it trains."""
+    """Called with each model that is spawned for training, so that the context of a recipe knows its models."""
 
     def tp(self, devices: int) -> Self:
-        """A builder whose models sample with their weights split over `devices` devices (tensor parallel); the vLLM
-        sampler does it, the torch sampler refuses all but 1 at the first generation."""
+        """Returns a builder whose models sample with their weights split over `devices` devices (tensor parallelism).
+
+        The vLLM sampler supports it. The torch sampler raises BadSpec at the first generation unless `devices` is 1."""
         if devices < 1:
-            raise BadSpec(f"tp({devices}) was asked for; give the number of devices that share a model, 1 or more")
+            raise BadSpec(f"tp({devices}) was given; give the number of devices that share a model, 1 or more")
         return replace(self, tensor_parallel=devices)
 
     def with_adapter(
         self, rank: int = 16, alpha: float = 32.0, targets: Sequence[str] | Literal["all-linear"] = "all-linear"
     ) -> Self:
-        """A builder whose models train a LoRA adapter (arXiv:2106.09685) in peft's format: the weights of the base are
-        in memory once for all runs that adapt it. `targets`: names of linear layers, like "q_proj"."""
+        """Returns a builder whose models train a LoRA adapter (arXiv:2106.09685) in peft's format.
+
+        The weights of the base model are in memory once for all runs that adapt it. `targets` are names of linear
+        layers, such as "q_proj"."""
         names = targets if isinstance(targets, str) else tuple(targets)
         return self.training(parse_trainable({"kind": "lora", "rank": rank, "alpha": alpha, "target_modules": names}))
 
     def training(self, trainable: FullSpec | LoraSpec) -> Self:
-        """A builder whose models train just this part of the weights. A scalar head that was asked for stays."""
+        """Returns a builder whose models train this part of the weights. An earlier `into_scoring_model` is kept."""
         builder = replace(self, trainable=trainable)
         return builder.into_scoring_model() if self.trainable.head == "scalar" else builder
 
     def into_scoring_model(self) -> Self:
-        """A builder whose models have a scalar head, and give scores instead of tokens: reward and value models. A
-        language model's head is replaced by a new one, drawn from `init_seed`, which training must shape."""
+        """Returns a builder whose models have a scalar head and return scores: reward models and value models.
+
+        The head of a language model is replaced by a new one, initialised from `init_seed`, which must be trained."""
         return replace(self, trainable=self.trainable.model_copy(update={"head": "scalar"}))
 
     def __await__(self) -> Generator[Any, None, Self]:
@@ -85,25 +99,31 @@ class ModelBuilder:
         yield
 
     async def spawn_train(self, name: str, max_batch_size: int | None = None, *, init_seed: int = 0) -> TrainingModel:
-        """A trainable instance. `max_batch_size`: tokens of one packed forward, and so of the longest trainable
-        sequence; the engine's `max_tokens_per_forward` by default. A larger one is followed as far as the model's
-        context; a pass that the device's memory does not hold is an OutOfMemory when it is made."""
+        """Spawns a model that can be trained.
+
+        `max_batch_size` is the maximum number of tokens of one packed forward pass, and so of the longest trainable
+        sequence. The default is the engine's `max_tokens_per_forward`. A larger value is limited to the model's
+        context. A pass that does not fit in the device's memory raises OutOfMemory when it is made."""
+        # Check the arguments.
         keys.validate_name(name)
         if self.key.startswith(SCHEME):
             raise BadSpec(f"{self.key!r} is behind an endpoint, which gives no gradients; use spawn_inference")
         if max_batch_size is not None and max_batch_size < 1:
             raise BadSpec(f"max_batch_size={max_batch_size}; give a number of tokens, 1 or more")
+
+        # Import the model, and check that it has the head to be trained.
         limit = (await self.workspace.connect().info()).numerics.max_tokens
         base, renderer = await self._base()
         workspace = self.workspace
         if max_batch_size is not None:
+            # A limit above the engine's own is useful only up to the longest sequence of the model.
             context = context_length_of(workspace.open_store(), base) or max_batch_size
-            # beyond the engine's own limit only as far as a sequence of the model can reach
             size = min(max_batch_size, max(limit, context))
             workspace = workspace.model_copy(update={"max_tokens": size})
         check_head(self.workspace.open_store(), base, self.trainable.head)
         sampling = SamplingParams(max_new_tokens=self.tokens_to_generate)
-        # a full dump: a default that is spelt out and one that is left out are the same chain
+
+        # The root holds the full dump, so that a default that is given and one that is left out make the same chain.
         trainable = self.trainable.model_dump(mode="json")
         root = Root(base=base, base_digest=base.sha256, trainable=trainable, init_seed=init_seed)
         model = TrainingModel(workspace, name, renderer, sampling, base, workspace.max_tokens or limit, root)
@@ -113,7 +133,9 @@ class ModelBuilder:
         return model
 
     async def spawn_inference(self, name: str) -> InferenceModel | OpenAIModel:
-        """A frozen instance: policy 0 of a chain that never moves. A scoring model must be one already."""
+        """Spawns a model that cannot be trained: policy 0 of a chain without steps.
+
+        A scoring model must already have a scalar head."""
         if self.key.startswith(SCHEME):
             if self.trainable.head == "scalar":
                 raise BadSpec(f"{self.key!r} is behind an endpoint, which gives no scores; use a registered model")

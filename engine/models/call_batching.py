@@ -1,4 +1,4 @@
-"""Calls that are made concurrently and one by one, sent as one batch: the device is filled, the listing stays plain."""
+"""Sends calls that are made concurrently as one batch, so that code that makes single calls fills the device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Result = TypeVar("Result")
 
 
 class CallBatcher(Generic[Item, Result]):
-    """Gathers the items submitted under one key before the event loop runs idle, and runs them as one call."""
+    """Collects the items submitted under one key in the same turn of the event loop, and runs them as one call."""
 
     def __init__(self, run: Callable[[Hashable, list[Item]], Awaitable[list[Result]]]) -> None:
         self._run = run
@@ -22,18 +22,19 @@ class CallBatcher(Generic[Item, Result]):
         self._flushes: set[asyncio.Task[None]] = set()
 
     async def submit(self, key: Hashable, item: Item) -> Result:
+        """Returns the result of `item` from the call that runs it together with the other items of `key`."""
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         waiting = self._waiting.setdefault(key, [])
         waiting.append((item, future))
         if len(waiting) == 1:
             flush = asyncio.create_task(self._flush(key))
-            self._flushes.add(flush)  # the loop holds tasks weakly
+            self._flushes.add(flush)  # the event loop holds only a weak reference to a task
             flush.add_done_callback(self._flushes.discard)
         with waiting_for_engine():
             return await future
 
     async def _flush(self, key: Hashable) -> None:
-        await asyncio.sleep(0)  # siblings started in the same turn of the loop join this batch
+        await asyncio.sleep(0)  # items that are submitted in the same turn of the event loop join this batch
         batch = self._waiting.pop(key)
         try:
             results = await self._run(key, [item for item, _ in batch])

@@ -1,4 +1,4 @@
-"""What a model folder is, and how it is named in the registry. Without torch: clients of a remote engine ask too."""
+"""Checks Hugging Face model folders, reads their configs, and resolves registry keys. Does not import torch."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from storage.store.download import materialise_files
 from storage.store.objects import ObjectStore
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
-"""Weights that can run code when read; they are neither read nor published."""
+"""Suffixes of pickled weights, which can run code when they are read. They are neither read nor published."""
 
 CONFIG_FILE = "config.json"
 LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
-"""How a config.json names its number of layers."""
+"""The keys that config.json files use for the number of layers."""
 SCALAR_ARCHITECTURE = "ForSequenceClassification"
-"""How the names of transformers' models with a scalar head end."""
+"""Ending of the class names of transformers' models with a scalar head."""
 
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A checked folder: what of it is published, and as what."""
+    """A checked model folder: its path, its name in the registry, and the files that are published."""
 
     path: Path
     name: str
     files: dict[str, Path]
 
     def digest(self) -> str:
-        """sha256 of what is published: the first 12 digits are the version."""
+        """sha256 of the published files. Its first 12 digits are the version."""
         return digest_of(file_entries(self.files, lambda file: file))
 
     @classmethod
     def of(cls, path: Path, *, name: str | None = None) -> ModelFolder:
-        """The folder at `path`, named after it unless `name` is given. Raises BadModelFolder."""
+        """Checks the folder at `path`. Its name is `name`, or by default the folder's name. Raises BadModelFolder."""
         check_model_folder(path)
         entries = [file for file in sorted(path.iterdir()) if file.is_file()]
         files = {file.name: file for file in entries if file.suffix not in PICKLE_SUFFIXES}
@@ -52,18 +52,18 @@ class ModelFolder:
 
 
 def registry_version(digest: str) -> str:
-    """The version under which an imported folder of that digest is registered."""
+    """The version under which an imported folder with this digest is registered."""
     return digest[:12]
 
 
 def local_folder(source: str) -> Path | None:
-    """The folder that `source` names on this machine, or None: then it is a registry key."""
+    """The folder that `source` names on this machine. None if there is none: `source` is then a registry key."""
     folder = Path(os.path.expanduser(source))
     return folder if source and folder.is_dir() else None
 
 
 def split_key(source: str) -> tuple[str, str | None]:
-    """(name, version or None) of a registry key. Raises BadModelFolder for what looks like a path."""
+    """Splits a registry key into (name, version or None). Raises BadModelFolder for a key that looks like a path."""
     name, _, version = source.partition("@")
     if Path(source).exists() or "/" in source or source.startswith(".") or source.endswith("@"):
         raise BadModelFolder(f"{source!r} is not a model folder; give a folder, or the key of a registered model")
@@ -71,15 +71,15 @@ def split_key(source: str) -> tuple[str, str | None]:
 
 
 def registered_model(store: ObjectStore, source: str) -> ArtifactRef:
-    """The model of a registry key, `name` or `name@version`. Raises BadModelFolder when there is none."""
+    """Finds a registered model by its key, `name` or `name@version`. Raises BadModelFolder when there is none."""
     name, version = split_key(source)
-    found = find_model(store, name, version)
-    if found is None:
+    model = find_model(store, name, version)
+    if model is None:
         raise BadModelFolder(
             f"no model {source!r}: not a local folder, and not registered in {store.url}; give an existing "
             "Hugging Face folder, or a key that `save` returned"
         )
-    return found
+    return model
 
 
 def head_of(store: ObjectStore, model: ArtifactRef) -> Head:
@@ -90,20 +90,21 @@ def head_of(store: ObjectStore, model: ArtifactRef) -> Head:
 
 
 def read_head(path: Path) -> Head:
-    """The head of the model that a config.json describes; "lm" where there is none to read."""
+    """The head of the model that a config.json describes. "lm" if the file is missing or names no architecture."""
     names = read_config(path).get("architectures")
     if not isinstance(names, list):
         return "lm"
-    return "scalar" if any(str(name).endswith(SCALAR_ARCHITECTURE) for name in names) else "lm"
+    is_scalar = any(str(name).endswith(SCALAR_ARCHITECTURE) for name in names)
+    return "scalar" if is_scalar else "lm"
 
 
 def read_folder_config(folder: Path) -> dict[str, Any]:
-    """What the folder's config.json says; empty where there is none to read."""
+    """The folder's config.json. Empty if the file is missing or is not a JSON object."""
     return read_config(folder / CONFIG_FILE)
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """What a config.json says; empty where it is missing, or no JSON object."""
+    """A parsed config.json. Empty if the file is missing or is not a JSON object."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -112,6 +113,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def scalar_head_message(name: str) -> str:
+    """The message for a model with a scalar head that is used as a language model."""
     return (
         f"{name} has a scalar head, which gives values and no logprobs; spawn it with builder.into_scoring_model(), or "
         "give a causal language model"
@@ -119,7 +121,7 @@ def scalar_head_message(name: str) -> str:
 
 
 def check_model_folder(folder: Path) -> None:
-    """Refuses what is not a safetensors Hugging Face folder, before anything heavy happens."""
+    """Raises BadModelFolder unless the folder is a Hugging Face folder with safetensors weights. Loads nothing."""
     if not (folder / "config.json").is_file():
         raise BadModelFolder(
             f"{folder} has no config.json; give a Hugging Face model folder (config, tokenizer, *.safetensors)"
@@ -137,7 +139,9 @@ def check_model_folder(folder: Path) -> None:
 
 
 def _check_layers(folder: Path) -> None:
-    """Refuses a config.json of more layers than the files have tensors: to build such a model would take minutes."""
+    """Raises BadModelFolder for a config.json with more layers than the files have tensors.
+
+    Building such a model would take minutes before it fails."""
     config = read_folder_config(folder)
     groups = [config, *(value for value in config.values() if isinstance(value, dict))]
     layers = {key: group[key] for group in groups for key in LAYER_KEYS if isinstance(group.get(key), int)}

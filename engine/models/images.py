@@ -1,7 +1,7 @@
-"""Images in a sequence of token ids: where each one stands, and its encoded bytes. Without torch, without PIL.
+"""Images in a sequence of token ids: their positions and their encoded bytes. Imports neither torch nor PIL.
 
-The model that is trained or sampled turns the bytes into pixels itself (engine.backends.torch.vision_lm): what is
-stored stays as small as the file that was given, and a replay decodes the same bytes.
+The model decodes the bytes into pixels itself (engine.backends.torch.vision_lm). The stored data therefore stays as
+small as the given file, and a replay decodes the same bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from engine.text.errors import UnsupportedFragment
 from storage.serialization import digest
 
 MAX_IMAGE_BYTES = 32 << 20
-"""Of one encoded image."""
+"""Largest size of one encoded image, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,21 +25,21 @@ class PlacedImage:
     start: int
     tokens: int
     data: bytes
-    """The file as it was given: PNG, JPEG, WebP, GIF or BMP."""
+    """The bytes of the image file: PNG, JPEG, WebP, GIF or BMP."""
 
 
 Images = tuple[PlacedImage, ...]
-"""The images of one sequence, in the order of their places. Empty: it has none."""
+"""The images of one sequence, in the order of their positions."""
 
 
 def check_images(images: Sequence[PlacedImage], length: int) -> None:
-    """Raises BadSpec unless the images follow one another within a sequence of `length` tokens."""
+    """Raises BadSpec unless the images are in order, do not overlap, and lie in a sequence of `length` tokens."""
     end = 0
     for number, image in enumerate(images):
         if not isinstance(image, PlacedImage) or not isinstance(image.data, bytes):
             raise BadSpec(
-                f"image {number} of a sample is {type(image).__name__}; give engine.images.PlacedImage(start, tokens, "
-                "data), as serialize_thread returns them"
+                f"image {number} of a sample is {type(image).__name__}; give "
+                "engine.models.images.PlacedImage(start, tokens, data), as serialize_thread returns them"
             )
         if len(image.data) > MAX_IMAGE_BYTES:
             raise BadSpec(
@@ -55,10 +55,13 @@ def check_images(images: Sequence[PlacedImage], length: int) -> None:
         end = image.start + image.tokens
 
 
-def check_images_accepted(taker: object, images: Iterable[Sequence[PlacedImage]], what: str) -> None:
-    """Raises UnsupportedFragment when there are images and `taker`, a trainer or sampler, does not take any."""
-    if any(images) and not getattr(taker, "accepts_images", False):
-        name = "a model with a scalar head" if taker is None else type(taker).__name__
+def check_images_accepted(backend: object, images: Iterable[Sequence[PlacedImage]], what: str) -> None:
+    """Raises UnsupportedFragment if there are images and `backend`, a trainer or a sampler, accepts only text.
+
+    `backend` is None for a model with a scalar head, which never accepts images. `what` names the data in the message.
+    """
+    if any(images) and not getattr(backend, "accepts_images", False):
+        name = "a model with a scalar head" if backend is None else type(backend).__name__
         raise UnsupportedFragment(
             f"{what} hold images, and {name} takes text only; use a vision-language model (idefics3, "
             "smolvlm) with engine.trainer.kind='torch' and engine.sampler.kind='torch', or leave the images out"
@@ -66,36 +69,41 @@ def check_images_accepted(taker: object, images: Iterable[Sequence[PlacedImage]]
 
 
 def images_or_none(images: Iterable[Images]) -> list[Images] | None:
-    """Those of each sequence, as a request has them; None where no sequence has any."""
-    found = list(images)
-    return found if any(found) else None
+    """The images of each sequence as a list, as requests have them. None if no sequence has images."""
+    images_by_sequence = list(images)
+    return images_by_sequence if any(images_by_sequence) else None
 
 
 def images_to_rows(images: Iterable[PlacedImage]) -> list[dict[str, Any]] | None:
-    """The images as a table's column has them; null where there are none."""
-    return [{"start": i.start, "tokens": i.tokens, "data": i.data} for i in images] or None
+    """The images as a cell of a table's column. None (null) if there are none."""
+    return [{"start": image.start, "tokens": image.tokens, "data": image.data} for image in images] or None
 
 
 def image_digests(images: Iterable[PlacedImage]) -> list[str]:
-    """sha256 of each image and of its place."""
-    return [digest(f"{i.start}/{i.tokens}/".encode() + i.data) for i in images]
+    """sha256 of each image together with its position."""
+    return [digest(f"{image.start}/{image.tokens}/".encode() + image.data) for image in images]
 
 
 def images_from_rows(rows: Sequence[Mapping[str, Any]] | None) -> Images:
-    """What `images_to_rows` wrote."""
+    """The images in a cell of a table's column, as `images_to_rows` writes them."""
     return tuple(PlacedImage(row["start"], row["tokens"], row["data"]) for row in rows or ())
 
 
 def common_prefix_length(images: Sequence[Images], prefix: int) -> int:
-    """How much of a prefix of `prefix` equal tokens is equal in its images too, and ends within none of them."""
-    for at in range(max(map(len, images), default=0)):
-        here = [one[at] if at < len(one) else None for one in images]
-        starts = [image.start for image in here if image is not None]
-        if any(image != here[0] for image in here):
-            prefix = min(prefix, *starts)
-        for image in here:
-            if image is not None and image.start < prefix < image.start + image.tokens:
+    """The length of the longest common prefix of sequences whose first `prefix` tokens are equal.
+
+    The images within the prefix must also be equal, and the prefix must not end within an image."""
+    most_images = max(map(len, images), default=0)
+    for number in range(most_images):
+        # The image of this number in each sequence, or None.
+        numbered = [sequence[number] if number < len(sequence) else None for sequence in images]
+        present = [image for image in numbered if image is not None]
+        first_start = min(image.start for image in present)
+        if any(image != numbered[0] for image in numbered):
+            prefix = min(prefix, first_start)
+        for image in present:
+            if image.start < prefix < image.start + image.tokens:
                 prefix = image.start
-        if min(starts) >= prefix:
+        if first_start >= prefix:
             break
     return prefix

@@ -1,4 +1,4 @@
-"""Reading one policy: generation, answers as pydantic classes, logprobs, scores. Sampling views are shallow copies."""
+"""`InferenceModel`: the handle that generates with a policy, and computes its logprobs or scores."""
 
 from __future__ import annotations
 
@@ -30,14 +30,16 @@ Answer = TypeVar("Answer", bound=BaseModel)
 
 
 class HasWorkspace(Protocol):
-    """What a builder needs of a context."""
+    """A context that has a workspace, which is all that a builder needs."""
 
     @property
     def workspace(self) -> Workspace: ...
 
 
 class InferenceModel(ScoringMixin):
-    """Reads one policy: generation and logprobs, or scores. Sampling views (`.temperature(0.7)`) are shallow copies."""
+    """Generates with one policy and computes logprobs; or computes scores, for a model with a scalar head.
+
+    Sampling views such as `model.temperature(0.7)` are shallow copies of the handle with other settings."""
 
     def __init__(
         self,
@@ -55,21 +57,22 @@ class InferenceModel(ScoringMixin):
         self.tensor_parallel: int | None = None
         self.engine = workspace.connect()
         self._policy = policy
-        self._calls: Counter[tuple[str, str]] = Counter()
+        self._generation_counts: Counter[tuple[str, str]] = Counter()
         self._generations: CallBatcher[tuple[TokenSequence, int], Completion] = CallBatcher(self._generate)
         self._scorings: CallBatcher[TokenSequence, list[float]] = CallBatcher(self._score)
         self._values: CallBatcher[TokenSequence, list[float]] = CallBatcher(self._read_values)
         self._seed: int | None = None
 
     async def policy(self) -> PolicyRef:
-        """The policy this handle reads now."""
+        """The policy that this handle uses now."""
         if self._policy is None:
             raise BadSpec(f"the model {self.name!r} has no policy yet")
         return self._policy
 
     async def dealloc(self) -> None:
-        """Lets the engine take this run's weights out of memory first. Nothing is lost, and the handle stays good: a
-        later call brings back what it needs. The run's other models are brought back in the same way."""
+        """Lets the engine evict this run's weights first when it needs memory.
+
+        Nothing is lost, and all handles of the run stay valid: a later call loads the weights again."""
         policy = await self.policy()
         await self.engine.release(policy.run, epoch=self.workspace.epoch)
 
@@ -77,12 +80,12 @@ class InferenceModel(ScoringMixin):
 
     def _view(self, **changes: Any) -> Self:
         view = copy(self)
-        # model_validate, not model_copy: a view with a negative temperature must not come to be
+        # model_validate rather than model_copy, so that the new values are checked.
         view.sampling = SamplingParams.model_validate(self.sampling.model_dump() | changes)
         return view
 
     def with_sampling(self, sampling: SamplingParams) -> Self:
-        """A view with all sampling parameters replaced."""
+        """Returns a view with all sampling parameters replaced."""
         return self._view(**sampling.model_dump())
 
     def temperature(self, value: float) -> Self:
@@ -98,20 +101,25 @@ class InferenceModel(ScoringMixin):
         return self._view(max_new_tokens=tokens)
 
     def fitted(self, thread: StringThread) -> Self:
-        """A view that generates no more tokens than the model's context has left after `thread`; this one where all
-        fit, and where not even one does."""
+        """Returns a view that generates no more tokens than the model's context has left after `thread`.
+
+        It is this handle if `max_gen_len` tokens fit, and also if not even one token fits."""
         context = context_length_of(self.workspace.open_store(), self.base)
         if context is None:
             return self
         room = context - len(self.renderer.prompt_sequence(thread).token_ids)
-        return self if room >= self.sampling.max_new_tokens or room < 1 else self.max_gen_len(room)
+        if room >= self.sampling.max_new_tokens or room < 1:
+            return self
+        return self.max_gen_len(room)
 
     def min_gen_len(self, tokens: int) -> Self:
         return self._view(min_new_tokens=tokens)
 
     def stop(self, *strings: str) -> Self:
-        """A view whose completions also end at the first of these strings, after `min_gen_len` tokens; none: at none.
-        The tokens keep the one that completes the string, the text of `generate` ends before it."""
+        """Returns a view whose completions also end at the first of these strings, after `min_gen_len` tokens.
+
+        Without arguments, completions end at no string. The sampled tokens include the one that completes the string.
+        The text of `generate` ends before the string."""
         if any(not string for string in strings):
             raise BadSpec(f"stop strings {strings}: an empty one would end every completion; give text")
         view = self._view(stop_token_ids=stop_token_ids(self.renderer.tokenizer, strings))
@@ -119,9 +127,10 @@ class InferenceModel(ScoringMixin):
         return view
 
     def seed(self, value: int) -> Self:
-        """A view whose draws follow `value` instead of the run's seed; a new view begins them anew."""
+        """Returns a view that samples with seed `value` instead of the run's. Each new view repeats the same
+        samples."""
         view = copy(self)
-        view._seed, view._calls = value, Counter()
+        view._seed, view._generation_counts = value, Counter()
         return view
 
     # -- text --------------------------------------------------------------------------------------------------
@@ -133,15 +142,16 @@ class InferenceModel(ScoringMixin):
         return self.renderer.detokenize(tokenized)
 
     async def serialize_thread(self, thread: StringThread) -> tuple[list[int], Images | None, list[float]]:
-        """(token ids, image patches, weights) of a conversation in text."""
+        """Returns (token ids, image patches, weights) of a text conversation, as `serialize_tokenized_thread` does."""
         return await self.serialize_tokenized_thread(self.renderer.tokenize(thread))
 
     async def serialize_tokenized_thread(
         self, tokenized: TokenizedThread
     ) -> tuple[list[int], Images | None, list[float]]:
-        """(token ids, image patches, weights). Tokens and weights have equal lengths. Image patches are None, or one
-        engine.models.images.PlacedImage per image: its placeholder tokens are [start, start + tokens), `data` its
-        bytes as they were given; the engine turns them into pixels."""
+        """Returns (token ids, image patches, weights). Token ids and weights have equal lengths.
+
+        Image patches are None, or one engine.models.images.PlacedImage per image. Its placeholder tokens are
+        [start, start + tokens), and `data` holds the bytes of the image file, which the engine decodes."""
         sequence = self.renderer.sequence(tokenized)
         return sequence.token_ids, sequence.images or None, sequence.weights
 
@@ -156,9 +166,11 @@ class InferenceModel(ScoringMixin):
     async def generate(
         self, thread: StringThread, schema: type[Answer] | None = None
     ) -> StringThread | Answer:
-        """The thread with the model's answer appended. With a pydantic class, the answer as one: the first JSON object
-        in it that fits; one that does not fit is shown to the model once, with the error and the JSON schema. Raises
-        MalformedAnswer when the second one does not fit either."""
+        """Returns the thread with the model's answer appended.
+
+        With a pydantic class as `schema`, returns the answer as an instance of it: the first JSON object in the text
+        that fits. If none fits, the model is asked once more, with the error and the JSON schema. Raises
+        MalformedAnswer if the second answer does not fit either."""
         if schema is not None:
             return await answer_repaired(self._reply, thread, schema)
         return await self._reply(thread)
@@ -171,33 +183,39 @@ class InferenceModel(ScoringMixin):
         answered = self.renderer.detokenize(await self.generate_tokens(thread))
         if not self.stops:
             return answered
-        said = text_until_stop(answered.last_content(), self.stops)
-        return StringThread([*answered.turns[:-1], ("assistant", said)], answered.metadata, answered.weights)
+        answer = text_until_stop(answered.last_content(), self.stops)
+        return StringThread([*answered.turns[:-1], ("assistant", answer)], answered.metadata, answered.weights)
 
     async def generate_tokens(self, thread: StringThread | TokenizedThread) -> TokenizedThread:
-        """The tokenized thread with one sampled turn appended: its ids are the sampler's, never re-tokenised."""
+        """Returns the tokenized thread with one sampled turn appended. Its token ids are the sampler's."""
         prompt = self.renderer.prompt(thread)
-        whole = self.renderer.sequence(prompt)
-        asked = str(whole.token_ids) if not whole.images else str([whole.token_ids, *image_digests(whole.images)])
+        sequence = self.renderer.sequence(prompt)
         policy = await self.policy()
-        call = (policy.state, asked)
-        self._calls[call] += 1
-        parts = (policy.stage, policy.step, asked, self._calls[call])
-        seed = derive_seed(self.workspace.seed if self._seed is None else self._seed, *parts)
-        done = await self._generations.submit((policy, self.sampling), (whole, seed))
-        kept = tokens_until_stop(
-            self.renderer.tokenizer, done.token_ids, self.stops, at_least=self.sampling.min_new_tokens
+
+        # The seed depends on the prompt, and on how often this handle has generated for it at this policy.
+        prompt_id = str(sequence.token_ids)
+        if sequence.images:
+            prompt_id = str([sequence.token_ids, *image_digests(sequence.images)])
+        count_key = (policy.state, prompt_id)
+        self._generation_counts[count_key] += 1
+        base_seed = self.workspace.seed if self._seed is None else self._seed
+        seed = derive_seed(base_seed, policy.stage, policy.step, prompt_id, self._generation_counts[count_key])
+
+        completion = await self._generations.submit((policy, self.sampling), (sequence, seed))
+        length = tokens_until_stop(
+            self.renderer.tokenizer, completion.token_ids, self.stops, at_least=self.sampling.min_new_tokens
         )
-        return self.renderer.with_completion(prompt, done.token_ids[:kept], done.logprobs[:kept])
+        return self.renderer.with_completion(prompt, completion.token_ids[:length], completion.logprobs[:length])
 
     async def logprobs_per_token(self, tokenized: TokenizedThread) -> list[float]:
-        """Nats of each trained token (weight > 0), by the trainer's weights, at the view's temperature."""
+        """Returns the logprob in nats of each trained token (weight > 0), computed by the trainer at the view's
+        temperature."""
         sequence = self.renderer.sequence(tokenized)
         key = (await self.policy(), self.sampling.temperature or 1.0)
         return await self._scorings.submit(key, replace(sequence, group=prompt_group(sequence)))
 
     async def logprobs(self, thread: StringThread) -> float:
-        """Summed nats of the thread's trained tokens."""
+        """Returns the summed logprob in nats of the thread's trained tokens."""
         return math.fsum(await self.logprobs_per_token(self.renderer.tokenize(thread)))
 
     async def _generate(self, key: Hashable, items: list[tuple[TokenSequence, int]]) -> list[Completion]:
@@ -214,7 +232,7 @@ class InferenceModel(ScoringMixin):
 
 
 class LiveView(InferenceModel):
-    """Reads the policy at which a training model stands when it is asked."""
+    """An inference model that always uses the current policy of a training model."""
 
     def __init__(
         self,

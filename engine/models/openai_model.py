@@ -1,9 +1,9 @@
-"""A model behind an OpenAI-compatible endpoint: it generates, and nothing else. A judge can be one.
+"""`OpenAIModel`: a model behind an OpenAI-compatible endpoint. It only generates, for example as a judge.
 
     Model("openai://gpt-5-mini")                          OPENAI_BASE_URL, or api.openai.com; OPENAI_API_KEY
     Model("openai://my-run@http://127.0.0.1:8000/v1")     this endpoint; OPENAI_API_KEY, if it is set
 
-What it says is the endpoint's: no seed makes it repeatable for good, and it is no part of any chain.
+Its answers come from the endpoint, so they are not reproducible, even with a seed. It belongs to no chain.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ Answer = TypeVar("Answer", bound=BaseModel)
 
 @dataclass(frozen=True)
 class OpenAIModel:
-    """Sampling views are copies, as those of other models; `min_gen_len` and `top_k` are refused: the API has none."""
+    """Generates with an OpenAI-compatible endpoint. Sampling views are copies, as those of other models.
+
+    `min_gen_len` and `top_k` raise BadSpec, because the API does not have them."""
 
     name: str
     model: str
@@ -47,7 +49,7 @@ class OpenAIModel:
 
     @classmethod
     def of(cls, key: str, name: str, sampling: SamplingParams) -> Self:
-        """Raises BadSpec for a key that names no model."""
+        """Parses a key such as `openai://NAME@URL`. Raises BadSpec for an invalid one."""
         model, _, url = key.removeprefix(SCHEME).partition("@")
         url = url or os.environ.get("OPENAI_BASE_URL", "") or DEFAULT_URL
         if not model or not url.startswith(("http://", "https://")):
@@ -75,7 +77,7 @@ class OpenAIModel:
         return self._with(stops=strings)
 
     def seed(self, value: int) -> Self:
-        """The endpoint is asked to draw by it, which it may or may not do."""
+        """Returns a view that sends this seed. The endpoint may ignore it."""
         return self._with(seed_value=value % 2**31)
 
     def _view(self, **changes: Any) -> Self:
@@ -98,21 +100,28 @@ class OpenAIModel:
     async def generate(
         self, thread: StringThread, schema: type[Answer] | None = None
     ) -> StringThread | Answer:
-        """The thread with the answer appended; or, with a pydantic class, the answer as one: the endpoint is asked for
-        JSON of its schema, and one that does not fit is shown to it once (MalformedAnswer). Raises EngineUnreachable,
-        EngineBusy, NotAuthenticated, BadSpec."""
+        """Returns the thread with the answer appended.
+
+        With a pydantic class as `schema`, returns the answer as an instance of it. The endpoint is asked for JSON of
+        its schema, and asked once more if the answer does not fit.
+
+        Raises MalformedAnswer, EngineUnreachable, EngineBusy, NotAuthenticated or BadSpec."""
         if schema is None:
             return await self._reply(thread, None)
-        return await answer_repaired(lambda asked: self._reply(asked, schema), thread, schema)
+        return await answer_repaired(lambda question: self._reply(question, schema), thread, schema)
 
     async def answer(self, thread: StringThread, schema: type[Answer]) -> Answer:
         """`generate(thread, schema)` without the second try."""
-        return await answer_once(lambda asked: self._reply(asked, schema), thread, schema)
+        return await answer_once(lambda question: self._reply(question, schema), thread, schema)
 
     async def _reply(self, thread: StringThread, schema: type[BaseModel] | None) -> StringThread:
+        """The thread with the endpoint's answer appended."""
+        # Only text can be sent.
         for index, turn in enumerate(thread.turns):
             if not isinstance(turn.content, str) and any(isinstance(part, ImageFragment) for part in turn.content):
                 raise UnsupportedFragment(f"turn {index} holds an image; only text is sent to {self.url}: remove it")
+
+        # Build the request.
         body: dict[str, Any] = {
             "model": self.model,
             "messages": thread.messages(),
@@ -120,24 +129,29 @@ class OpenAIModel:
             "top_p": self.sampling.top_p,
             "max_tokens": self.sampling.max_new_tokens,
         }
-        body |= {"stop": list(self.stops)} if self.stops else {}
-        body |= {} if self.seed_value is None else {"seed": self.seed_value}
-        answer = await self._post(body) if schema is None else await self._constrained(body, schema)
-        try:
-            said = answer["choices"][0]["message"]["content"]
-        except (KeyError, IndexError, TypeError) as error:
-            raise BadSpec(f"{self.url} answered {str(answer)[:200]}; expected an OpenAI chat completion") from error
-        return thread.assistant(said or "")
+        if self.stops:
+            body["stop"] = list(self.stops)
+        if self.seed_value is not None:
+            body["seed"] = self.seed_value
 
-    async def _constrained(self, body: dict[str, Any], schema: type[BaseModel]) -> Any:
-        """The answer as JSON of the schema where the endpoint knows how to; else as it comes."""
+        # Send it and read the answer.
+        response = await (self._post(body) if schema is None else self._post_with_schema(body, schema))
+        try:
+            answer = response["choices"][0]["message"]["content"]
+        except (KeyError, IndexError, TypeError) as error:
+            raise BadSpec(f"{self.url} answered {str(response)[:200]}; expected an OpenAI chat completion") from error
+        return thread.assistant(answer or "")
+
+    async def _post_with_schema(self, body: dict[str, Any], schema: type[BaseModel]) -> Any:
+        """Asks for JSON of the schema, and without a schema if the endpoint does not support that."""
         named = {"name": schema.__name__, "schema": schema.model_json_schema()}
         try:
             return await self._post(body | {"response_format": {"type": "json_schema", "json_schema": named}})
-        except BadSpec:  # many an endpoint has no JSON schemas; what else is wrong is said again
+        except BadSpec:  # many endpoints do not support JSON schemas; any other error occurs again
             return await self._post(body)
 
     async def _post(self, body: dict[str, Any]) -> Any:
+        """Posts the request, with retries and growing waits while the endpoint is unreachable or busy."""
         wait, error = self.first_wait_seconds, None
         for attempt in range(TRIES):
             if attempt:
@@ -165,12 +179,13 @@ class OpenAIModel:
 
 
 def _refusal(url: str, response: httpx.Response) -> EngineError:
-    status, said = response.status_code, response.text[:300]
+    """The error for a response that is not 200."""
+    status, text = response.status_code, response.text[:300]
     if status in (401, 403):
-        return NotAuthenticated(f"{url} answered {status}: set OPENAI_API_KEY to a key that it takes. {said}")
+        return NotAuthenticated(f"{url} answered {status}: set OPENAI_API_KEY to a key that it takes. {text}")
     if status in (408, 409, 429) or status >= 500:
-        busy = EngineBusy(f"{url} answered {status}: {said}")
-        given = response.headers.get("retry-after", "")
-        busy.retry_after = float(given) if given.isdecimal() else 0.0  # type: ignore[attr-defined]
+        busy = EngineBusy(f"{url} answered {status}: {text}")
+        retry_after = response.headers.get("retry-after", "")
+        busy.retry_after = float(retry_after) if retry_after.isdecimal() else 0.0  # type: ignore[attr-defined]
         return busy
-    return BadSpec(f"{url} refused the request with {status}: {said}")
+    return BadSpec(f"{url} refused the request with {status}: {text}")

@@ -1,10 +1,14 @@
-"""The `train_*` calls of hand-written algorithms: each puts its samples on the tape at once and may be awaited.
+"""The `train_*` calls of hand-written algorithms. Each adds its samples to the tape at once, and may be awaited.
 
-They add to the gradient of the next `optim_step` only. Normalisation is over the whole tape, whatever the order and
-the micro-batches: a loss per token is a mean over all trained tokens of all calls, GSPO's one per sequence a mean over
-sequences, DPO's and ranking's a mean over pairs; `train_tangents` is a plain sum, since the tangents say it all.
+They add to the gradient of the next `optim_step` only. The loss is normalised over the whole tape, independent of the
+order of the calls and of the micro-batches:
 
-Numbers per token are those of the trained tokens (weight > 0), as `logprobs_per_token` lists them.
+- losses per token: mean over all trained tokens of all calls
+- GSPO, one ratio per sequence: mean over sequences
+- DPO and ranking: mean over pairs
+- `train_tangents`: plain sum, because the tangents define the gradient completely
+
+Numbers per token are given for the trained tokens (weight > 0), in the order of `logprobs_per_token`.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ Numbers = Sequence[float]
 
 
 class Primitives:
-    """Mixed into training models (engine.models.training_model)."""
+    """Adds the `train_*` calls to training models (engine.models.training_model)."""
 
     name: str
     max_batch_size: int
@@ -50,13 +54,13 @@ class Primitives:
     # -- policies ----------------------------------------------------------------------------------------------
 
     def train_language_modelling(self, thread: Thread) -> Enqueued:
-        """-log p of the thread's trained tokens, as a mean over tokens."""
+        """Cross-entropy: -log p of the thread's trained tokens, as a mean over tokens."""
         return self._add({"kind": "cross_entropy"}, self._sequence(thread))
 
     def train_ppo(
         self, tokenized: TokenizedThread, logprobs: Numbers, advantages: Numbers | float, clip_range: float
     ) -> Enqueued:
-        """PPO's clipped policy gradient (arXiv:1707.06347), as a mean over tokens; `logprobs` are the old policy's."""
+        """PPO's clipped policy gradient (arXiv:1707.06347), as a mean over tokens. `logprobs` are the old policy's."""
         return self._policy_gradient("grpo", tokenized, logprobs, None, advantages, clip_range, clip_range, 0.0)
 
     def train_grpo(
@@ -68,7 +72,7 @@ class Primitives:
         clip_range: float,
         kl_beta: float,
     ) -> Enqueued:
-        """The same with a KL term to the reference (arXiv:2402.03300, k3), as a mean over tokens."""
+        """PPO's policy gradient with a KL term to the reference (k3, arXiv:2402.03300), as a mean over tokens."""
         return self._policy_gradient(
             "grpo", tokenized, logprobs, ref_logprobs, advantages, clip_range, clip_range, kl_beta
         )
@@ -83,11 +87,13 @@ class Primitives:
         right_clip: float,
         kl_beta: float,
     ) -> Enqueued:
-        """One ratio per sequence, clipped to [1 - left_clip, 1 + right_clip] (arXiv:2507.18071), as a mean over
-        sequences, with the same KL term. The advantage is a number, a list of that one number, or a list
-        with one per trained token."""
-        if not isinstance(advantages, int | float) and getattr(advantages, "ndim", None) != 0 and len(advantages) == 1:
-            advantages = float(advantages[0])
+        """GSPO (arXiv:2507.18071): one ratio per sequence, clipped to [1 - left_clip, 1 + right_clip], as a mean over
+        sequences, with the KL term of `train_grpo`.
+
+        `advantages` is one number, a list of one number, or a list with one number per trained token."""
+        is_scalar = isinstance(advantages, int | float) or getattr(advantages, "ndim", None) == 0
+        if not is_scalar and len(advantages) == 1:  # type: ignore[arg-type]
+            advantages = float(advantages[0])  # type: ignore[index]
         return self._policy_gradient(
             "gspo", tokenized, logprobs, ref_logprobs, advantages, left_clip, right_clip, kl_beta
         )
@@ -100,24 +106,28 @@ class Primitives:
         ref_logprobs_neg: float | Numbers,
         beta: float,
     ) -> Enqueued:
-        """-log sigmoid(beta ((L+ - L-) - (Lref+ - Lref-))) of a pair (arXiv:2305.18290), as a mean over pairs. L is the
-        sum over a thread's trained tokens. The reference's are sums, as `logprobs` gives them, or lists per token."""
+        """DPO (arXiv:2305.18290): -log sigmoid(beta ((L+ - L-) - (Lref+ - Lref-))) of a pair, as a mean over pairs.
+
+        L is the summed logprob of a thread's trained tokens. The reference's logprobs are sums, as `logprobs` returns
+        them, or lists per token."""
         pair = self._sequence(preferred), self._sequence(dispreferred)
-        given = ref_logprobs_pos, ref_logprobs_neg
-        columns = [_reference(values, sequence) for values, sequence in zip(given, pair, strict=True)]
-        return self._add_pair({"kind": "dpo", "beta": float(beta)}, pair, reference_logprobs=tuple(columns))
+        reference_logprobs = _reference(ref_logprobs_pos, pair[0]), _reference(ref_logprobs_neg, pair[1])
+        return self._add_pair({"kind": "dpo", "beta": float(beta)}, pair, reference_logprobs=reference_logprobs)
 
     def train_tangents(
         self, inp_tokens: Numbers, image_patches: Any, tangents: Numbers, tgt_tokens: Numbers
     ) -> Enqueued:
-        """Any loss, by its derivative: `tangents[i]` is d(loss)/d(log p of tgt_tokens[i]), the derivative itself and
-        not its negative, so that `optim_step` descends the loss. Calls add up: divide by what the loss is a mean over.
-        The value that `optim_step` reports as the loss is the sum of tangent x logprob, and means nothing.
+        """Any loss, given by its derivative: `tangents[i]` is d(loss)/d(log p of tgt_tokens[i]).
 
-        `inp_tokens` and `tgt_tokens` are a serialized thread without its last, and without its first token. Tokens of
-        tangent 0 have no part. `image_patches` are those of the same call of serialize_thread: None, or a tuple of
-        engine.models.images.PlacedImage. Raises UnsupportedFragment for images of a model that takes text only.
+        It is the derivative itself, not its negative: `optim_step` descends the loss. The calls add up, so divide the
+        tangents by the number of items that the loss is a mean over. The loss that `optim_step` reports is the sum of
+        tangent x logprob, which has no meaning.
+
+        `inp_tokens` and `tgt_tokens` are a serialized thread without its last and without its first token. Tokens with
+        tangent 0 have no effect. `image_patches` is the second result of the same `serialize_thread` call: None, or a
+        tuple of engine.models.images.PlacedImage. Raises UnsupportedFragment for images if the model accepts only text.
         """
+        # Check the arguments.
         images = tuple(image_patches or ())
         if images and self.renderer.tokenizer.images is None:
             raise UnsupportedFragment(
@@ -130,34 +140,40 @@ class Primitives:
                 f"{len(inputs)} input and {len(targets)} target tokens; expected one sequence without its last and "
                 "without its first token: tokens[:-1] and tokens[1:] of serialize_tokenized_thread"
             )
+
+        # The tokens with a tangent are the trained ones. A sample without any is not an error: it trains its last token
+        # with tangent 0.
         numbers = per_token("tangents", tangents, len(targets))
         weights = [0.0, *(float(number != 0) for number in numbers)]
         if not any(weights):
-            weights[-1] = 1.0  # a sample of no gradient is no error
-        found = [number for number, weight in zip(numbers, weights[1:], strict=True) if weight]
+            weights[-1] = 1.0
+        trained_tangents = [number for number, weight in zip(numbers, weights[1:], strict=True) if weight]
         sequence = TokenSequence([inputs[0], *targets], weights, images=images)
-        return self._add({"kind": "tangents"}, sequence, tangents=found)
+        return self._add({"kind": "tangents"}, sequence, tangents=trained_tangents)
 
     # -- scalar models -----------------------------------------------------------------------------------------
 
     def train_mse(self, thread: Thread, target: float) -> Enqueued:
-        """(score of the last token - target)^2, as a mean over all scored tokens of the tape."""
+        """Squared error (score of the last token - target)^2, as a mean over all scored tokens of the tape."""
         return self._add({"kind": "mse"}, self._scored(thread), returns=[float(target)])
 
     def train_mse_per_token(self, tokenized: TokenizedThread, targets: Numbers | float) -> Enqueued:
-        """(value - target)^2 at the position before each trained token, as `score` lists them; mean over tokens."""
+        """Squared error (value - target)^2 at the position before each trained token, as a mean over tokens.
+
+        `targets` are in the order of `score`."""
         return self._add({"kind": "mse"}, self._sequence(tokenized), returns=targets)
 
     def train_trust_region_mse(
         self, tokenized: TokenizedThread, old_values: Numbers, targets: Numbers | float, clip_range: float
     ) -> Enqueued:
-        """PPO's clipped value loss: a value gains nothing by leaving the old one by more than `clip_range`; mean over
-        tokens."""
+        """PPO's clipped value loss, as a mean over tokens.
+
+        Moving a value away from the old one by more than `clip_range` does not reduce the loss."""
         loss: Loss = {"kind": "trust_region_mse", "clip": float(clip_range)}
         return self._add(loss, self._sequence(tokenized), old_values=old_values, returns=targets)
 
     def train_ranking(self, preferred: Thread, dispreferred: Thread) -> Enqueued:
-        """-log sigmoid(s+ - s-) of the scores at the last tokens (Bradley-Terry), as a mean over pairs."""
+        """Bradley-Terry loss -log sigmoid(s+ - s-) of the scores at the last tokens, as a mean over pairs."""
         return self._add_pair({"kind": "ranking"}, (self._scored(preferred), self._scored(dispreferred)))
 
     # -- onto the tape -----------------------------------------------------------------------------------------
@@ -210,9 +226,10 @@ class Primitives:
         except ValidationError as error:
             raise BadSpec(f"{loss['kind']}: {describe_errors(error.errors(), loss)}") from error
         head = parse_trainable(self.trainable).head
-        if (spec.reads == "values") != (head == "scalar"):
-            wanted = "a scalar head: builder.into_scoring_model()" if spec.reads == "values" else "a language head"
-            raise BadSpec(f"{self.name!r} has a head of kind {head!r}, and the loss {spec.kind!r} needs {wanted}")
+        reads_values = spec.reads == "values"
+        if reads_values != (head == "scalar"):
+            needed = "a scalar head: builder.into_scoring_model()" if reads_values else "a language head"
+            raise BadSpec(f"{self.name!r} has a head of kind {head!r}, and the loss {spec.kind!r} needs {needed}")
         if len(sequence.token_ids) > self.max_batch_size:
             raise SampleTooLong(
                 f"the sample has {len(sequence.token_ids)} tokens, but {self.name!r} was spawned with "
@@ -221,6 +238,7 @@ class Primitives:
 
 
 def _reference(values: float | Numbers, sequence: TokenSequence) -> list[float]:
+    """The reference's logprob of each trained token, from a list or from their sum."""
     trained = sum(weight > 0 for weight in sequence.weights)
     if isinstance(values, int | float) or getattr(values, "ndim", None) == 0:
         return spread_sum("the sum of the reference's logprobs", float(values), trained)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Samples: the rows of a `batch` table as the trainer takes them."""
+"""`Sample`: one row of a batch table in the form that trainers use, and the split of a batch into minibatches."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ PER_TOKEN = (
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One trainable sequence of L tokens, N of them trained (weight > 0). Optional lists have length N."""
+    """One trainable sequence of L tokens, of which N are trained (weight > 0). The optional lists have length N."""
 
     token_ids: list[int]
     weights: list[float]
     group: str = ""
-    """Samples of one group begin with the same prompt."""
+    """Samples of one group start with the same prompt."""
     completion: int = 0
     advantages: list[float] | None = None
     old_logprobs: list[float] | None = None
@@ -43,15 +43,16 @@ class Sample:
     old_values: list[float] | None = None
     tangents: list[float] | None = None
     preferred: bool | None = None
-    """Of a pair: a group of two samples, of which one is preferred."""
+    """Whether this sample is the preferred one of a pair. A pair is a group of two samples. None outside pairs."""
     images: Images = ()
     trained: int = field(init=False)
+    """Number of trained tokens (N)."""
 
     def __post_init__(self) -> None:
         check_weights(self.token_ids, self.weights, "a sample")
         if self.images:
             check_images(self.images, len(self.token_ids))
-        object.__setattr__(self, "trained", sum(w > 0 for w in self.weights))
+        object.__setattr__(self, "trained", sum(weight > 0 for weight in self.weights))
         for name in PER_TOKEN:
             values = getattr(self, name)
             if values is not None and len(values) != self.trained:
@@ -62,25 +63,26 @@ class Sample:
 
 
 def samples_from_table(table: pa.Table) -> list[Sample]:
-    """The rows of a batch table, in their order. A column that an older table does not have is None in every row."""
+    """The rows of a batch table as samples, in their order. A field without a column is None in every sample."""
     if not {"token_ids", "weights"} <= set(table.column_names):
-        there = ", ".join(table.column_names)[:200]
-        raise BadSpec(f"a batch has the columns token_ids and weights, and this table has {there}; give a batch")
+        columns = ", ".join(table.column_names)[:200]
+        raise BadSpec(f"a batch has the columns token_ids and weights, and this table has {columns}; give a batch")
     names = [field.name for field in fields(Sample) if field.init and field.name in table.column_names]
-    columns = [table.column(name).to_pylist() for name in names]
+    values_by_column = [table.column(name).to_pylist() for name in names]
     if "images" in names:
-        at = names.index("images")
-        columns[at] = list(map(images_from_rows, columns[at]))
-    return [Sample(**dict(zip(names, row, strict=True))) for row in zip(*columns, strict=True)]
+        index = names.index("images")
+        values_by_column[index] = [images_from_rows(rows) for rows in values_by_column[index]]
+    return [Sample(**dict(zip(names, row, strict=True))) for row in zip(*values_by_column, strict=True)]
 
 
 def minibatches(
     samples: Sequence[Sample], plan: MinibatchPlan, *, whole_groups: bool = False
 ) -> Iterator[list[Sample]]:
-    """Yields the samples of each optimizer update, in order. A single whole-batch update keeps the batch's order.
+    """Yields the samples of each optimizer update.
 
-    Every epoch visits each sample once; the last minibatch of an epoch may be smaller. `whole_groups`: the plan's size
-    counts groups (pairs), and none is split.
+    Every epoch visits each sample once, in a shuffled order. The last minibatch of an epoch may be smaller. An update
+    with the whole batch keeps the batch's order. With `whole_groups`, the plan's size counts groups (pairs), and no
+    group is split.
     """
     units = _groups(samples) if whole_groups else [[sample] for sample in samples]
     size = plan.size or len(units)
@@ -95,8 +97,8 @@ def minibatches(
 
 
 def _groups(samples: Sequence[Sample]) -> list[list[Sample]]:
-    """The members of each group, groups in the order of their first."""
-    found: dict[str, list[Sample]] = {}
+    """The samples of each group. Groups are in the order of their first samples."""
+    groups: dict[str, list[Sample]] = {}
     for sample in samples:
-        found.setdefault(sample.group, []).append(sample)
-    return list(found.values())
+        groups.setdefault(sample.group, []).append(sample)
+    return list(groups.values())

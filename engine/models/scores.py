@@ -1,4 +1,4 @@
-"""What handles of models with a scalar head give: values per token, and the score of a whole conversation."""
+"""The calls of handles of models with a scalar head: a value per token, and the score of a whole conversation."""
 
 from __future__ import annotations
 
@@ -22,26 +22,30 @@ if TYPE_CHECKING:
 
 
 def last_token_sequence(token_ids: Sequence[int], *, end: int) -> TokenSequence:
-    """The sequence whose one value is that of its last token. A value is read at the position before a trained token,
-    so `end` follows, trained alone; nothing reads it, and any id of the vocabulary does."""
+    """A sequence whose only value is the one at the last of `token_ids`.
+
+    A value is read at the position before a trained token. One trained token `end` is therefore appended. Its id has no
+    effect: any id of the vocabulary works."""
     return TokenSequence([*token_ids, end], [0.0] * len(token_ids) + [1.0])
 
 
-def check_head(store: ObjectStore, base: ArtifactRef, wanted: Head, *, frozen: bool = False) -> None:
-    """Raises BadSpec where the registered model has a scalar head and a language model is wanted, or where the scores
-    of a new head, which `frozen` would leave as drawn, are wanted of a language model."""
-    has = head_of(store, base)
-    if (has, wanted) == ("scalar", "lm"):
+def check_head(store: ObjectStore, base: ArtifactRef, head: Head, *, frozen: bool = False) -> None:
+    """Raises BadSpec if the registered model cannot be used with `head`.
+
+    A model with a scalar head cannot be a language model. A `frozen` language model cannot be a scoring model, because
+    its new scalar head would never be trained."""
+    model_head = head_of(store, base)
+    if (model_head, head) == ("scalar", "lm"):
         raise BadSpec(scalar_head_message(registered_key(base)))
-    if frozen and (has, wanted) == ("lm", "scalar"):
+    if frozen and (model_head, head) == ("lm", "scalar"):
         raise BadSpec(
-            f"{registered_key(base)} is a language model, so that it would score by a new head, at random; train one "
-            "with RewardModelling, or spawn it with spawn_train and train it"
+            f"{registered_key(base)} is a language model, so its scores would come from a new head with random "
+            "weights; train one with RewardModelling, or spawn it with spawn_train and train it"
         )
 
 
 class ScoringMixin:
-    """Mixed into handles (engine.handles)."""
+    """Adds the scoring calls to the handles of models."""
 
     workspace: Workspace
     renderer: Renderer
@@ -52,12 +56,12 @@ class ScoringMixin:
         raise NotImplementedError
 
     async def score(self, tokenized: TokenizedThread) -> list[float]:
-        """The value at the position before each trained token (weight > 0), as `logprobs_per_token` lists them. Raises
-        BadSpec for a language model."""
+        """Returns the value at the position before each trained token (weight > 0), in the order of
+        `logprobs_per_token`. Raises BadSpec for a language model."""
         return await self._values.submit(await self.policy(), self.renderer.sequence(tokenized))
 
     async def score_last_token(self, thread: StringThread | TokenizedThread) -> float:
-        """The value at the last token: what a reward model says of the whole conversation."""
+        """Returns the value at the last token: a reward model's score of the whole conversation."""
         tokenized = self.renderer.tokenize(thread) if isinstance(thread, StringThread) else thread
         ids, _ = self.renderer.serialize(tokenized)
         end = self.renderer.tokenizer.eos_token_ids[0]

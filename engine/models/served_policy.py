@@ -1,5 +1,7 @@
-"""A registered model as a policy: clients of the OpenAI routes, and graders that name a judge, read the same one, so
-that its weights are in memory once."""
+"""The policy under which a registered model is served.
+
+The OpenAI routes and the graders that name a judge model use the same policy, so that its weights are in memory once.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,12 @@ from storage.store import keys
 from storage.store.artifacts import ArtifactRef
 
 DEFAULT_CHAIN = "policy"
-"""The chain that stands for its stage, where a stage has several."""
+"""Name of the chain that represents a stage when the stage has several chains."""
 
 
 def served_policy(model: ArtifactRef) -> PolicySpec:
-    """Policy 0 of a chain that never moves: `served/<name>`, stage `0-<digest of the version's content>`."""
+    """The chain of a served model, which never takes a step. Its run is `served/<name>`, and its stage is
+    `0-<digest of the version's content>`."""
     _, name, _ = model.key.split("/")
     root = Root(base=model, base_digest=model.sha256)
     stage = keys.stage_name(0, model.sha256[:16])

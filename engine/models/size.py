@@ -1,4 +1,4 @@
-"""How large a registered model is, from the headers of its files alone: no torch, no download."""
+"""Counts the parameters of a model from the headers of its safetensors files, without torch and without a download."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from storage.store.objects import ObjectStore
 
 SUFFIX = ".safetensors"
 METADATA = "__metadata__"
-"""The one entry of a header that is no tensor."""
+"""The only key of a header that does not name a tensor."""
 MAX_HEADER_BYTES = 100 << 20
-"""safetensors' own limit."""
+"""The limit of the safetensors library."""
 
 
 def parameter_count(store: ObjectStore, model: ArtifactRef) -> int:
-    """Elements of all tensors in the model's safetensors files. Raises CorruptArtifact."""
+    """Number of elements of all tensors of a registered model. Raises CorruptArtifact."""
     count = 0
     for entry in read_manifest(store, model.key).files:
         if entry.name.endswith(SUFFIX) and "/" not in entry.name:
@@ -30,7 +30,7 @@ def parameter_count(store: ObjectStore, model: ArtifactRef) -> int:
 
 
 def folder_parameter_count(files: Mapping[str, Path]) -> int:
-    """The same for the files of a local folder. Raises CorruptArtifact."""
+    """Number of elements of all tensors in the files of a local folder. Raises CorruptArtifact."""
     count = 0
     for name, path in files.items():
         if name.endswith(SUFFIX):
@@ -40,7 +40,7 @@ def folder_parameter_count(files: Mapping[str, Path]) -> int:
 
 
 def tensor_names(folder: Path) -> list[str]:
-    """The names of all tensors in the folder's safetensors files. Raises CorruptArtifact."""
+    """Names of all tensors in the folder's safetensors files. Raises CorruptArtifact."""
     names: list[str] = []
     for path in sorted(folder.glob(f"*{SUFFIX}")):
         with path.open("rb") as file:
@@ -53,12 +53,16 @@ def _elements(file: BinaryIO, name: str) -> int:
 
 
 def _shapes(file: BinaryIO, name: str) -> dict[str, list[int]]:
-    """Shape by tensor, from the header alone. Raises CorruptArtifact."""
+    """The shape of each tensor of an open safetensors file. Raises CorruptArtifact."""
     size = int.from_bytes(file.read(8), "little")
     if not 0 < size <= MAX_HEADER_BYTES:
         raise CorruptArtifact(f"{name} does not begin like a safetensors file; export the model again")
     try:
         header = json.loads(file.read(size))
-        return {tensor: [int(n) for n in entry["shape"]] for tensor, entry in header.items() if tensor != METADATA}
+        shapes = {}
+        for tensor, entry in header.items():
+            if tensor != METADATA:
+                shapes[tensor] = [int(dimension) for dimension in entry["shape"]]
+        return shapes
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise CorruptArtifact(f"{name} has no readable safetensors header: {error}") from error

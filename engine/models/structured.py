@@ -1,4 +1,4 @@
-"""Asking a model for a pydantic class: one try, or one that is repaired."""
+"""Asks a model for an answer as a pydantic class, with or without a second try."""
 
 from __future__ import annotations
 
@@ -12,26 +12,29 @@ from engine.text.answers import MalformedAnswer, parse_answer
 from engine.text.threads import StringThread
 
 Answer = TypeVar("Answer", bound=BaseModel)
-Say = Callable[[StringThread], Awaitable[StringThread]]
-"""The thread with the model's answer appended."""
+AskModel = Callable[[StringThread], Awaitable[StringThread]]
+"""Returns the thread with the model's answer appended."""
 
 
-async def answer_once(say: Say, thread: StringThread, schema: type[Answer]) -> Answer:
-    """The model's answer to `thread` as `schema`. Raises MalformedAnswer."""
-    return parse_answer((await say(thread)).last_content(), schema)
+async def answer_once(ask: AskModel, thread: StringThread, schema: type[Answer]) -> Answer:
+    """The model's answer to `thread` as an instance of `schema`. Raises MalformedAnswer."""
+    answered = await ask(thread)
+    return parse_answer(answered.last_content(), schema)
 
 
-async def answer_repaired(say: Say, thread: StringThread, schema: type[Answer]) -> Answer:
-    """The same; an answer that does not fit is shown to the model once, with what was wrong. Raises MalformedAnswer."""
+async def answer_repaired(ask: AskModel, thread: StringThread, schema: type[Answer]) -> Answer:
+    """Like `answer_once`, but the model gets a second try in which it sees the error of the first.
+
+    Raises MalformedAnswer if the second answer does not fit either."""
     try:
-        return await answer_once(say, thread, schema)
+        return await answer_once(ask, thread, schema)
     except MalformedAnswer as first:
-        shown = thread.assistant(first.text or "(no answer)").user(
+        repair_thread = thread.assistant(first.text or "(no answer)").user(
             f"That answer cannot be used: {first}. Answer again, with one JSON object that fits this JSON schema, and "
             f"nothing else:\n{json.dumps(schema.model_json_schema())}"
         )
     try:
-        return await answer_once(say, shown, schema)
+        return await answer_once(ask, repair_thread, schema)
     except MalformedAnswer as second:
         problem = f"the model gave no usable {schema.__name__}, even shown its error: {second}"
         raise MalformedAnswer(second.text, problem) from second

@@ -1,4 +1,7 @@
-"""The tape of hand-written algorithms: `train_*` calls in the order made, committed as one batch by `optim_step`."""
+"""The tape of hand-written algorithms: the `train_*` calls since the last step.
+
+`optim_step` commits the tape as one batch and takes one step with it.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,8 @@ Row = dict[str, Any]
 
 
 class Enqueued:
-    """The call is on the tape already; awaiting it only waits, as the documented listings do both."""
+    """Returned by `train_*` calls, whose samples are then already on the tape. Awaiting it does nothing, so that
+    listings with and without `await` work."""
 
     def __await__(self) -> Generator[Any, None, None]:
         return
@@ -36,7 +40,7 @@ class Enqueued:
 
 @dataclass(frozen=True)
 class TapeEntry:
-    """One `train_*` call: a row, or the two rows of a pair, which stay together."""
+    """The samples of one `train_*` call: one row, or the two rows of a pair."""
 
     loss: Loss
     rows: tuple[Row, ...]
@@ -44,13 +48,16 @@ class TapeEntry:
 
 @dataclass
 class Tape:
-    """Calls since the last step. All of one step share a loss: one batch has one loss."""
+    """The `train_*` calls since the last step. All of them have the same loss, because a batch has one loss."""
 
     calls: list[TapeEntry] = field(default_factory=list)
 
     def add(self, loss: Loss, sequence: TokenSequence, **columns: Sequence[float]) -> Enqueued:
-        """One sample. A column has one number per trained token. Raises BadSpec, and the tape stays as it was."""
-        return self._append(TapeEntry(loss, (_row(sequence, columns) | {"group": prompt_group(sequence)},)))
+        """Adds one sample. A column has one number per trained token.
+
+        Raises BadSpec for wrong columns or another loss. The tape is then unchanged."""
+        row = _row(sequence, columns) | {"group": prompt_group(sequence)}
+        return self._append(TapeEntry(loss, (row,)))
 
     def add_pair(
         self,
@@ -59,26 +66,29 @@ class Tape:
         dispreferred: TokenSequence,
         **columns: tuple[Sequence[float], Sequence[float]],
     ) -> Enqueued:
-        """Two samples, of which the first is preferred; a column has the numbers of each."""
-        rows = [
-            _row(sequence, {name: values[place] for name, values in columns.items()}) | {"preferred": place == 0}
-            for place, sequence in enumerate((preferred, dispreferred))
-        ]
+        """Adds a pair of samples. A column has the numbers of the preferred sample and of the dispreferred one."""
+        preferred_columns = {name: values[0] for name, values in columns.items()}
+        dispreferred_columns = {name: values[1] for name, values in columns.items()}
+        rows = (
+            _row(preferred, preferred_columns) | {"preferred": True},
+            _row(dispreferred, dispreferred_columns) | {"preferred": False},
+        )
         for row in rows:
             if not any(weight > 0 for weight in row["weights"]):
+                member = "preferred" if row["preferred"] else "dispreferred"
                 raise BadSpec(
-                    f"the {'preferred' if row['preferred'] else 'dispreferred'} sample of a pair has no trained token, "
+                    f"the {member} sample of a pair has no trained token, "
                     "so nothing of it is compared; give each an assistant turn of weight above 0"
                 )
-        return self._append(TapeEntry(loss, tuple(rows)))
+        return self._append(TapeEntry(loss, rows))
 
     def take(self) -> list[TapeEntry]:
-        """The calls so far, which leave the tape: what is added from now on belongs to the next step."""
-        taken, self.calls = self.calls, []
-        return taken
+        """Removes and returns all calls. Calls that are added later belong to the next step."""
+        calls, self.calls = self.calls, []
+        return calls
 
     def put_back(self, calls: list[TapeEntry]) -> None:
-        """The calls of a step that may still be taken."""
+        """Puts calls back that `take` returned, in front of later ones, so that the step can be tried again."""
         self.calls = [*calls, *self.calls]
 
     def _append(self, call: TapeEntry) -> Enqueued:
@@ -89,16 +99,28 @@ class Tape:
 
 
 def commit_tape(calls: Sequence[TapeEntry], workspace: Workspace, policy: PolicyRef) -> tuple[Loss, ArtifactRef]:
-    """(the loss, the calls as a batch artifact of the step after `policy`), rows in canonical order: concurrent calls
-    enqueue in any order and must still make one batch. Raises BadSpec when there are none, or of two losses."""
+    """Commits the calls as the batch of the step after `policy`. Returns their loss and the batch.
+
+    The rows are in a canonical order, because concurrent calls arrive in any order and must make the same batch. Raises
+    BadSpec if there are no calls, or calls of two losses."""
+    # All calls must have one loss.
     if not calls:
         raise BadSpec("optim_step without a train_* call before it: there is no gradient to descend")
     loss = calls[0].loss
-    if other := [call.loss for call in calls if call.loss != loss]:
-        raise _two_losses(loss, other[0])
-    rows = _in_order(calls)
-    schema = table_schema("batch", {name for row in rows for name in row})
-    store, table = workspace.open_store(), pa.Table.from_pylist(rows, schema=schema)
+    for call in calls:
+        if call.loss != loss:
+            raise _two_losses(loss, call.loss)
+
+    # Build the table.
+    rows = _canonical_rows(calls)
+    columns: set[str] = set()
+    for row in rows:
+        columns |= row.keys()
+    table = pa.Table.from_pylist(rows, schema=table_schema("batch", columns))
+
+    # Commit it as the first shard that is free or that holds the same table. A failed attempt at this step may have
+    # committed another batch.
+    store = workspace.open_store()
     shard = 0
     while True:
         batch = commit_table(
@@ -111,21 +133,28 @@ def commit_tape(calls: Sequence[TapeEntry], workspace: Workspace, policy: Policy
         )
         if read_table(store, batch).equals(table):
             return loss, batch
-        shard += 1  # an attempt at this step that failed left another batch here
+        shard += 1
 
 
 def prompt_group(sequence: TokenSequence) -> str:
-    """A name that sequences share when they begin with the same tokens up to their first trained one, and have the same
-    images: the engine computes those once."""
-    first = next((place for place, weight in enumerate(sequence.weights) if weight > 0), len(sequence.token_ids))
-    name = digest(canonical_json(sequence.token_ids[:first]))
-    return (digest(canonical_json([name, *image_digests(sequence.images)])) if sequence.images else name)[:16]
+    """The group name of a sequence: a digest of the tokens before its first trained one, and of its images.
+
+    The engine computes the shared prompt of a group once."""
+    trained = (index for index, weight in enumerate(sequence.weights) if weight > 0)
+    first_trained = next(trained, len(sequence.token_ids))
+    name = digest(canonical_json(sequence.token_ids[:first_trained]))
+    if sequence.images:
+        name = digest(canonical_json([name, *image_digests(sequence.images)]))
+    return name[:16]
 
 
 def per_token(name: str, values: Iterable[float] | float, trained: int) -> list[float]:
-    """One finite number per trained token; a single number stands for each of them. Raises BadSpec."""
-    alone = isinstance(values, int | float) or getattr(values, "ndim", None) == 0
-    numbers = [float(values)] * trained if alone else [float(value) for value in values]  # type: ignore[arg-type, union-attr]
+    """One finite number per trained token, from a list or from one number for all of them. Raises BadSpec."""
+    is_scalar = isinstance(values, int | float) or getattr(values, "ndim", None) == 0
+    if is_scalar:
+        numbers = [float(values)] * trained  # type: ignore[arg-type]
+    else:
+        numbers = [float(value) for value in values]  # type: ignore[union-attr]
     if len(numbers) != trained:
         raise BadSpec(
             f"{name} has {len(numbers)} numbers for {trained} trained tokens; give one per token of weight above 0, "
@@ -137,8 +166,9 @@ def per_token(name: str, values: Iterable[float] | float, trained: int) -> list[
 
 
 def spread_sum(name: str, total: float, trained: int) -> list[float]:
-    """`trained` float32 numbers that add up to `total`, about equal: a batch has numbers per token. The last one takes
-    the rounding of the others."""
+    """Splits `total` into `trained` about equal float32 numbers, since a batch has numbers per token.
+
+    The last number corrects the rounding of the others."""
     if not isfinite(total):
         raise BadSpec(f"{name} is {total}; give a finite sum of logprobs")
     if trained == 0:
@@ -152,28 +182,34 @@ def _row(sequence: TokenSequence, columns: dict[str, Sequence[float]]) -> Row:
     checked = {name: per_token(name, values, trained) for name, values in columns.items()}
     empty: Row = dict.fromkeys(SCHEMAS["batch"].names)
     row = empty | checked | {"token_ids": list(sequence.token_ids), "weights": list(sequence.weights)}
-    return row | {"images": images_to_rows(sequence.images)} if sequence.images else row
+    if sequence.images:
+        row["images"] = images_to_rows(sequence.images)
+    return row
 
 
-def _in_order(calls: Sequence[TapeEntry]) -> list[Row]:
-    """The rows of all calls, by content. A pair has a group of its own, also beside an equal pair."""
-    found: list[Row] = []
-    equal: Counter[str] = Counter()
+def _canonical_rows(calls: Sequence[TapeEntry]) -> list[Row]:
+    """The rows of all calls, sorted by content. Each pair gets a group of its own, even if it equals another pair."""
+    ordered: list[Row] = []
+    pair_counts: Counter[str] = Counter()
     for call in sorted(calls, key=lambda call: _content(call.rows)):
-        rows: tuple[Row, ...] = call.rows
-        if len(rows) > 1:
-            name = digest(_content(rows))[:16]
-            group, equal[name] = f"{name}/{equal[name]}", equal[name] + 1
-            rows = tuple(row | {"group": group} for row in rows)
-        found += rows
-    return [row | {"completion": number} for number, row in enumerate(found)]
+        if len(call.rows) == 1:
+            ordered += call.rows
+            continue
+        name = digest(_content(call.rows))[:16]
+        group = f"{name}/{pair_counts[name]}"
+        pair_counts[name] += 1
+        ordered += [row | {"group": group} for row in call.rows]
+    return [row | {"completion": number} for number, row in enumerate(ordered)]
 
 
 def _content(rows: Sequence[Row]) -> bytes:
-    """What orders rows; images by their digests."""
-    return canonical_json(
-        [row | {"images": image_digests(images_from_rows(row["images"]))} if "images" in row else row for row in rows]
-    )
+    """The bytes by which rows are sorted. Images are represented by their digests."""
+    contents = []
+    for row in rows:
+        if "images" in row:
+            row = row | {"images": image_digests(images_from_rows(row["images"]))}
+        contents.append(row)
+    return canonical_json(contents)
 
 
 def _two_losses(first: Loss, second: Loss) -> BadSpec:

@@ -1,4 +1,7 @@
-"""A policy that can be trained in place: hand-written steps on a tape, or whole requests of the training classes."""
+"""`TrainingModel`: the handle of a policy that can be trained.
+
+It takes hand-written steps from its tape (`optim_step`) and the step requests of the training classes (`take_step`).
+"""
 
 from __future__ import annotations
 
@@ -27,27 +30,27 @@ from storage.store.artifacts import ArtifactRef
 log = logging.getLogger(__name__)
 
 TEMPERATURE_LOSSES = ("grpo", "gspo", "cispo", "dpo", "tangents")
-"""Losses of logprobs that the model was asked for, and so are at its view's temperature. The likelihood of a given text
-has none, nor has a score."""
+"""Losses that compare logprobs with ones that the model computed at its view's temperature. The other losses
+(likelihood of a given text, scores) use temperature 1."""
 
 
 @dataclass
-class _Position:
-    """Where a training model stands. Shared by all sampling views of it."""
+class _ChainPosition:
+    """The position of a training model on its chain. All sampling views of the model share it."""
 
     root: Root
     policy: PolicyRef | None = None
     stages: int = 0
     tape: Tape = field(default_factory=Tape)
     stepping: asyncio.Lock = field(default_factory=asyncio.Lock)
-    made_again: bool = False
-    """An earlier attempt of the recipe is made again: a stage opens where it began, not at its head."""
+    replaying: bool = False
+    """Whether an earlier attempt of the recipe is replayed. A stage then opens at its policy 0, not at its head."""
     committed: PolicyRef | None = None
-    """The head of an earlier attempt's steps, which stand: a step up to there is not taken but found."""
+    """The last policy that an earlier attempt committed. Steps up to it are read from the chain and not taken again."""
 
 
 class TrainingModel(InferenceModel, Primitives):
-    """A policy that can be trained: in place, one committed step at a time."""
+    """A policy that can be trained, one committed step at a time."""
 
     def __init__(
         self,
@@ -61,61 +64,62 @@ class TrainingModel(InferenceModel, Primitives):
     ) -> None:
         super().__init__(workspace, name, renderer, sampling, base, None)
         self.max_batch_size = max_batch_size
-        self._at = _Position(root)
+        self._position = _ChainPosition(root)
 
     @property
     def tape(self) -> Tape:
         """The `train_*` calls since the last step."""
-        return self._at.tape
+        return self._position.tape
 
     @property
     def trainable(self) -> dict[str, Any]:
-        """Which part of the weights is trained (engine.specs.adapters), as plain data."""
-        return self._at.root.trainable
+        """The trained part of the weights (engine.specs.adapters), as plain data."""
+        return self._position.root.trainable
 
-    # -- where it stands ---------------------------------------------------------------------------------------
+    # -- position on the chain ---------------------------------------------------------------------------------
 
     async def policy(self) -> PolicyRef:
-        if self._at.policy is None:
+        if self._position.policy is None:
             await self._open("recipe")
-        assert self._at.policy is not None
-        return self._at.policy
+        assert self._position.policy is not None
+        return self._position.policy
 
     async def begin_stage(
         self, name: str, *, checkpoint: str | None = None, start: PolicyRef | None = None, exclusive: bool = False
     ) -> PolicyRef:
-        """Opens the next stage and returns its policy 0: the base model, or where the stage before ended; where a named
-        `checkpoint` (storage.chain.checkpoint_names) or the policy `start` is, of this run or another, if one is
-        given. Its optimizer is a new one in any case.
+        """Opens the next stage and returns its policy 0. The stage starts with a new optimizer.
+
+        It starts from the base model, or from the last policy of the previous stage. A named `checkpoint`
+        (storage.chain.checkpoint_names) or a policy `start`, of this or another run, replaces that start.
 
         `exclusive`: the artifacts of the stage's steps are this model's only. If another model of the run has begun a
         stage of this name, the stage is called `NAME.MODEL`. The choice is kept in the store, so a resumed run makes
         the same one.
 
-        The handle then stands at the stage's last committed step, so that a resumed run goes on from there. Raises
-        NoSuchCheckpoint, and BadSpec for one of another base model or with another trained part.
+        The handle moves to the stage's last committed step, so that a resumed run continues there. Raises
+        NoSuchCheckpoint, and BadSpec for a start with another base model or another trained part.
         """
-        store, run, position = self.workspace.open_store(), self.workspace.run, self._at.stages
+        store, run, position = self.workspace.open_store(), self.workspace.run, self._position.stages
         stage = keys.stage_name(position, name)
         while exclusive and stage_owner(store, run, stage) not in (None, self.name):
             stage = f"{stage}.{self.name}"
         root = self._stage_root(stage, checkpoint, start)
-        # nothing is awaited between the question whose stage it is and this answer
+        # Nothing is awaited between reading the owner of the stage and this claim, so no other model can come between.
         claim_stage(store, PolicyRef(run=run, stage=stage, model=self.name, step=0, state=root.state()))
         opened = await self.engine.create_policy(PolicySpec(run=run, stage=stage, model=self.name, root=root))
-        self._at.policy = self.chain_of(opened).head()
-        self._at.stages = position + 1  # calls that open the same stage concurrently open it once
+        self._position.policy = self.chain_of(opened).head()
+        self._position.stages = position + 1  # concurrent calls that open the same stage count it once
         return opened
 
     def _stage_root(self, stage: str, checkpoint: str | None, start: PolicyRef | None) -> Root:
-        """Where the stage's chain starts."""
-        root, start_at = self._at.root, start or self._at.policy
+        """The root of the stage's chain."""
+        root, start_at = self._position.root, start or self._position.policy
         if checkpoint is not None:
             store, run = self.workspace.open_store(), self.workspace.run
             start_at = resolve_restart_point(store, checkpoint, run=run, stage=stage, model=self.name)
         if start_at is None:
             return root
-        if start_at is not self._at.policy:
+        if start_at is not self._position.policy:
             self._check_goes_on_from(start_at)
         return Root(start=start_at, base_digest=start_at.state, trainable=root.trainable)
 
@@ -131,31 +135,33 @@ class TrainingModel(InferenceModel, Primitives):
 
     def set_policy(self, policy: PolicyRef) -> None:
         """Moves the handle to a committed policy of its chain."""
-        self._at.policy = policy
+        self._position.policy = policy
 
     def replay(self) -> None:
-        """The recipe around this handle ran before: it opens where its stage began, so that code before the loop sees
-        what it saw then, and `optim_step` finds the committed steps instead of taking them again."""
-        self._at.made_again = True
+        """Replays an earlier attempt of the recipe: the handle opens its stage at policy 0.
+
+        Code before the training loop then sees the same policy as in the earlier attempt. `optim_step` returns the
+        committed steps instead of taking them again."""
+        self._position.replaying = True
 
     def resume_from(self, policy: PolicyRef) -> None:
-        """Stands at a policy of an earlier attempt; the steps that the attempt committed after it are found again."""
-        self._at.policy, self._at.committed = policy, self.chain_of(policy).head()
-        self._at.stages = max(self._at.stages, int(policy.stage.partition("-")[0]) + 1)
+        """Moves to a policy of an earlier attempt. Steps that the attempt committed after it are not taken again."""
+        self._position.policy, self._position.committed = policy, self.chain_of(policy).head()
+        self._position.stages = max(self._position.stages, int(policy.stage.partition("-")[0]) + 1)
 
     async def _open(self, stage: str) -> None:
         start = await self.begin_stage(stage)
-        if self._at.made_again:
+        if self._position.replaying:
             self.resume_from(start)
 
     # -- copies ------------------------------------------------------------------------------------------------
 
     async def clone_inf(self) -> InferenceModel:
-        """A frozen copy of the policy as it is now."""
+        """Returns an inference model that keeps the current policy."""
         return self._reader(InferenceModel(*self._parts(), await self.policy()))
 
     def inf(self) -> InferenceModel:
-        """A live view that cannot train: it reads whatever policy this model stands at."""
+        """Returns an inference model that always uses the current policy of this model."""
         return self._reader(LiveView(*self._parts(), self.policy))
 
     def _parts(self) -> tuple[Workspace, str, Renderer, SamplingParams, ArtifactRef]:
@@ -170,67 +176,76 @@ class TrainingModel(InferenceModel, Primitives):
     async def optim_step(
         self, lr: float, wd: float = 0.0, max_grad_norm: float = 1.0, skip_nan_gradients: bool = False
     ) -> dict[str, float]:
-        """Commits the tape and takes one step: global-norm clipping, AdamW. Returns loss, grad_norm, tokens.
+        """Commits the tape as a batch and takes one AdamW step with global-norm clipping.
 
-        Exactly once: what was on the tape is in one committed step, however often answers are lost on the way. A
-        transient error leaves the tape as it was, so the same call may be made again; a permanent one clears it, since
-        these samples will never make this step. Calls made while a step is taken belong to the next one, and a second
-        step without further `train_*` calls is refused.
+        Returns metrics, among them loss, grad_norm and tokens. The samples of the tape enter exactly one committed
+        step, even if replies of the engine are lost. After a transient error the tape is unchanged, so the same call
+        may be made again. A permanent error clears it. `train_*` calls that are made during a step belong to the next
+        one. A step without `train_*` calls raises BadSpec.
         """
-        async with self._at.stepping:
+        async with self._position.stepping:
             policy = await self.policy()
-            calls = self._at.tape.take()
-            optimizer, lasting = OptimizerSpec(lr=lr, weight_decay=wd, max_grad_norm=max_grad_norm), False
+            calls = self._position.tape.take()
+            optimizer, is_final = OptimizerSpec(lr=lr, weight_decay=wd, max_grad_norm=max_grad_norm), False
             try:
-                record = self._found(policy, calls) or await self._step(policy, calls, optimizer, skip_nan_gradients)
-                lasting = True
+                record = self._committed_step(policy, calls)
+                if record is None:
+                    record = await self._step(policy, calls, optimizer, skip_nan_gradients)
+                is_final = True
             except PermanentEngineError:
-                lasting = True
+                is_final = True
                 raise
             finally:
-                if not lasting:
-                    self._at.tape.put_back(calls)
+                if not is_final:
+                    self._position.tape.put_back(calls)
         return record.metrics
 
     async def _step(
         self, policy: PolicyRef, calls: list[TapeEntry], optimizer: OptimizerSpec, skip_nan_gradients: bool
     ) -> CommitRecord:
         loss, batch = commit_tape(calls, self.workspace, policy)
+        temperature = 1.0
+        if loss["kind"] in TEMPERATURE_LOSSES:
+            temperature = self.sampling.temperature or 1.0
         request = StepRequest(
             parent=policy,
             batch=batch,
             loss=loss,
             optimizer=optimizer,
-            temperature=self.sampling.temperature or 1.0 if loss["kind"] in TEMPERATURE_LOSSES else 1.0,
+            temperature=temperature,
             nan_policy="skip" if skip_nan_gradients else "fail",
             max_tokens=self.workspace.max_tokens,
         )
         return await self.take_step(request)
 
-    def _found(self, policy: PolicyRef, calls: list[TapeEntry]) -> CommitRecord | None:
-        """The step after `policy` that an earlier attempt of the recipe committed. It stands, whatever this attempt
-        sampled: a committed step is never taken again."""
-        head = self._at.committed
+    def _committed_step(self, policy: PolicyRef, calls: list[TapeEntry]) -> CommitRecord | None:
+        """The step after `policy` if an earlier attempt of the recipe committed it.
+
+        It is used even if this attempt sampled something else, because a committed step is never taken again."""
+        head = self._position.committed
         if not calls or head is None or head.stage != policy.stage or policy.step >= head.step:
             return None
         record = self.chain_of(policy).record(policy.step + 1)
         if record is None or record.request.parent.state != policy.state:
             return None
-        log.info("step %d of %s was committed by an earlier attempt and stands", policy.step + 1, policy.stage)
-        self._at.policy = record.policy
+        log.info("step %d of %s was committed by an earlier attempt and is used", policy.step + 1, policy.stage)
+        self._position.policy = record.policy
         return record
 
     async def take_step(self, request: StepRequest) -> CommitRecord:
-        """Takes a step exactly once and moves this handle to its result."""
+        """Takes a step exactly once and moves this handle to the resulting policy."""
         record = await self.engine.take_gradient_step(request, epoch=self.workspace.epoch)
-        self._at.policy = record.policy
+        self._position.policy = record.policy
         return record
 
     # -- loading and saving ------------------------------------------------------------------------------------
 
     async def load(self, key: str) -> PolicyRef:
-        """Goes on from another model's weights, by registry key or folder, in a stage of its own with a new optimizer.
-        Returns its policy 0. Raises BadSpec for a model with another tokenizer or head; what is on the tape stays."""
+        """Continues from another model's weights, by registry key or folder, in a new stage with a new optimizer.
+
+        Returns the policy 0 of the stage. The tape is kept. Raises BadSpec for a model with another tokenizer or head.
+        """
+        # The other model must have the same tokenizer and head.
         base = await self.engine.import_model(key, provenance=self.workspace.provenance)
         store = self.workspace.open_store()
         theirs, ours = renderer_of(store, base).tokenizer, self.renderer.tokenizer
@@ -240,9 +255,14 @@ class TrainingModel(InferenceModel, Primitives):
                 f"{key!r} has another tokenizer ({theirs.vocab_size} ids) than {self.name!r} ({ours.vocab_size}): its "
                 "threads would be other tokens; spawn it as a model of its own"
             )
-        root = Root(base=base, base_digest=base.sha256, trainable=self.trainable, init_seed=self._at.root.init_seed)
         check_head(store, base, "scalar" if self.trainable.get("head") == "scalar" else "lm")
-        self._at.root, self._at.policy = root, None
+
+        # Open a stage that starts from it.
+        init_seed = self._position.root.init_seed
+        self._position.root = Root(
+            base=base, base_digest=base.sha256, trainable=self.trainable, init_seed=init_seed
+        )
+        self._position.policy = None
         self.base = base
         await self._open("load")
         return self.chain_of(await self.policy()).policy(0)
@@ -252,8 +272,8 @@ class TrainingModel(InferenceModel, Primitives):
     ) -> str:
         """Publishes the policy as a plain Hugging Face folder and returns its key, `name@version`.
 
-        `inference_only=False` also writes a checkpoint with the optimizer's moments. `ctx` is accepted as in the
-        docs; the handle's own workspace is what is used.
+        `inference_only=False` also writes a checkpoint with the optimizer's moments. `ctx` is ignored. It is accepted
+        only because published listings pass it; the workspace of the handle is used.
         """
         policy = await self.policy()
         provenance, epoch = self.workspace.provenance, self.workspace.epoch
@@ -265,7 +285,9 @@ class TrainingModel(InferenceModel, Primitives):
     async def save_model_safely(
         self, model_name: str, inference_only: bool = True, ctx: HasWorkspace | None = None
     ) -> str:
-        """`save` under a name that no other model has: `name`, else `name-2`, `name-3`, …"""
+        """Like `save`, under a name that no other model has: `name`, else `name-2`, `name-3`, …
+
+        `ctx` is ignored, as in `save`."""
         name = available_name(self.workspace.open_store(), _registry_name(model_name), (await self.policy()).uri)
         return await self.save(name, inference_only, ctx)
 

@@ -1,6 +1,6 @@
-"""What of a model is trained: all of it, or low-rank adapters over a frozen base. Plain data, no torch.
+"""The trainable part of a model: all weights, or a low-rank adapter on a frozen base model. Plain data, without torch.
 
-The spec enters the state of a chain's root, so two chains that train different parts never share a policy.
+The spec is part of the state of a chain's root, so two chains that train different parts never share a policy.
 """
 
 from __future__ import annotations
@@ -18,23 +18,25 @@ from storage.serialization import Frozen
 
 ALL_LINEAR: Final = "all-linear"
 MAX_RANK = 1 << 16
-"""No layer of a model is wider."""
+"""Largest rank of an adapter. No layer of a model is wider than this."""
 
 
 Head = Literal["lm", "scalar"]
-"""lm: logits over the vocabulary, and logprobs. scalar: one number per position, the values of PPO and the scores of
-reward models (`Engine.values`); the number of a position reads the tokens up to it."""
+"""The output layer of a model. lm: logits over the vocabulary. scalar: one number per position, for the values of PPO
+and the scores of reward models (`Engine.values`). The number of a position depends on the tokens up to that
+position."""
 
 
 class _Headed(Frozen):
     head: SkipJsonSchema[Head] = "lm"
-    """What the model gives. A scalar head that the model's folder does not have is drawn from a generator of its own,
-    seeded by the root's `init_seed`; beside an adapter it is trained whole, as peft's `modules_to_save` does. Not in
-    forms: each training class knows which head it trains."""
+    """Output layer of the model: lm (a language head) or scalar. A new scalar head is initialised from the root's
+    `init_seed`. With an adapter, the scalar head is trained as a whole, as peft's `modules_to_save` does. Forms do not
+    show this field, because each training class sets the head that it trains."""
 
     @model_serializer(mode="wrap")
     def _without_the_usual_head(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """A chain's state hashes this: "lm" is not spelt out, as it is not in chains from before there were others."""
+        """Leaves "lm" out of the dump. The state of a chain hashes the dump, so changing this would change all
+        states."""
         fields: dict[str, Any] = handler(self)
         if fields.get("head") == "lm":
             del fields["head"]
@@ -55,18 +57,21 @@ class LoraSpec(_Headed):
 
     kind: Literal["lora"] = "lora"
     rank: int = Field(16, ge=1, le=MAX_RANK)
-    """Of B @ A: more can learn more, and takes more memory."""
+    """Rank of the adapter's matrices. A higher rank can learn more and takes more memory."""
     alpha: Positive = 32.0
-    """How strongly the adapter acts: scale = alpha / rank, unless use_rslora says otherwise."""
+    """Strength of the adapter: its output is multiplied by alpha / rank, or by alpha / sqrt(rank) with use_rslora."""
     target_modules: Annotated[tuple[str, ...], Field(min_length=1)] | Literal["all-linear"] = ALL_LINEAR
-    """Names of linear layers, whole or the last parts ("q_proj"), as peft reads them; "all-linear" is every linear
-    layer but the language head."""
+    """Linear layers that get an adapter: full names or last parts of names ("q_proj"), as in peft. "all-linear": every
+    linear layer except the language head."""
     use_rslora: bool = False
-    """scale = alpha / sqrt(rank) (arXiv:2312.03732) instead of alpha / rank."""
+    """Use rank-stabilised LoRA (arXiv:2312.03732): multiply the adapter's output by alpha / sqrt(rank) instead of
+    alpha / rank."""
 
     @property
     def scale(self) -> float:
-        return self.alpha / (self.rank**0.5 if self.use_rslora else self.rank)
+        """The factor by which the adapter's output is multiplied."""
+        divisor = self.rank**0.5 if self.use_rslora else self.rank
+        return self.alpha / divisor
 
 
 TrainableSpec = Annotated[FullSpec | LoraSpec, Field(discriminator="kind")]
@@ -75,18 +80,20 @@ _PARSER: TypeAdapter[FullSpec | LoraSpec] = TypeAdapter(TrainableSpec)
 
 
 def parse_trainable(trainable: Mapping[str, Any]) -> FullSpec | LoraSpec:
-    """The spec that `storage.chain.records.Root.trainable` stands for. A root holds its full dump
-    (`model_dump(mode="json")`), so that a default spelt out and a default left out give one state.
+    """Parses the trainable part of a chain's root (`storage.chain.records.Root.trainable`).
+
+    A root holds the full dump (`model_dump(mode="json")`), so that a default that is given and a default that is left
+    out make the same state.
 
     Raises:
-        BadSpec: an unknown kind or field, or a value out of range; names it and what is expected.
+        BadSpec: an unknown kind or field, or a value out of range.
     """
     try:
         return _PARSER.validate_python(dict(trainable))
     except ValidationError as error:
-        wrong = describe_errors(error.errors(), dict(trainable))
+        problems = describe_errors(error.errors(), dict(trainable))
         raise BadSpec(
-            f"trainable {dict(trainable)} was given: {wrong}. Expected {{'kind': 'full'}}, or {{'kind': 'lora'}} with "
-            "rank >= 1 (16), alpha > 0 (32), target_modules ('all-linear' or names of layers), use_rslora (false); "
-            "both with head 'lm' or 'scalar'"
+            f"trainable {dict(trainable)} was given: {problems}. Expected {{'kind': 'full'}}, or {{'kind': 'lora'}} "
+            "with rank >= 1 (16), alpha > 0 (32), target_modules ('all-linear' or names of layers), use_rslora "
+            "(false); both with head 'lm' or 'scalar'"
         ) from error

@@ -1,4 +1,4 @@
-"""Which Ray cluster carries trainer ranks, vLLM replicas and graders: `cluster` in the engine's config. Plain data."""
+"""`cluster` in the engine's config: the Ray cluster that runs trainer ranks, vLLM replicas and graders. Plain data."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class ClusterSpec(Frozen):
     """A private Ray on this machine, or an existing Ray cluster."""
 
     address: str | None = None
-    """Address of an existing Ray cluster: HOST:PORT of its head node, or "auto" for the one that runs on this machine.
-    Unset: a private Ray on this machine, which listens on loopback only and ends with this process."""
+    """Address of an existing Ray cluster: HOST:PORT of its head node, or "auto" for the cluster that this machine
+    belongs to. Unset: a private Ray on this machine, which listens on loopback only and ends with this process."""
 
     @field_validator("address")
     @classmethod

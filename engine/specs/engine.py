@@ -1,4 +1,4 @@
-"""How to reach an engine, and how the embedded one runs. Plain data: it crosses tasks and stands in configs."""
+"""The config of an engine: where it runs and how. Plain data, which configs hold and tasks pass to other machines."""
 
 from __future__ import annotations
 
@@ -13,45 +13,46 @@ from storage.serialization import Frozen
 
 
 class LocalEngineSpec(Frozen):
-    """An engine that this process owns: it trains and samples here, or in actors on a Ray cluster."""
+    """An engine in this process. It trains and samples in the process, or in actors on a Ray cluster."""
 
     kind: Literal["local"] = "local"
     trainer: TrainerSpec = TorchTrainerSpec()
-    """Who computes gradient steps: torch in this process, or DeepSpeed over several devices."""
+    """Backend of gradient steps: torch in this process, or DeepSpeed on several devices."""
     sampler: SamplerSpec = TorchSamplerSpec()
-    """Who draws completions: torch in this process, or vLLM."""
+    """Backend of generation: torch in this process, or vLLM."""
     cluster: ClusterSpec = ClusterSpec()
-    """The Ray cluster that DeepSpeed's ranks and vLLM's replicas run on. Without them, nothing connects to Ray."""
+    """The Ray cluster that runs DeepSpeed's ranks and vLLM's replicas. Without those, the engine does not use Ray."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda when there is one."""
+    """Device of the torch backends. auto: cuda if there is a GPU, else cpu."""
     compute_dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
-    """Precision of the forward and backward passes; master weights are float32 (float64 when that is asked for).
-    auto: bfloat16 where the device computes it natively, else float32."""
+    """Precision of the forward and backward passes. auto: bfloat16 if the device supports it natively, else float32.
+    The master weights are float32, or float64 if this is float64."""
     deterministic: bool = False
-    """Final weights equal to the byte to those of a run without faults: computes and samples in float32."""
+    """Make the final weights equal, to the byte, to those of a run without faults. Trains and samples in float32."""
     threads: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """CPU threads of this process. auto: all cores of an idle machine, else one; with `deterministic`, all cores."""
+    """CPU threads of this process. auto: all cores if the machine is idle or `deterministic` is set, else one."""
     max_tokens_per_forward: int = Field(8192, ge=16)
-    """Packed tokens of one forward pass: decides the micro-batches and bounds memory. Never changes the loss."""
+    """Maximum packed tokens of one forward pass. It limits the memory of micro-batches and never changes the loss."""
     max_rows: int = Field(64, ge=1)
-    """Completions that decode together."""
+    """Maximum number of completions that are decoded together."""
     frozen_policies: int = Field(2, ge=1)
-    """Reference and past policies kept in memory besides the ones in training."""
+    """Number of reference and past policies kept in memory, in addition to the policies in training."""
     memory_gib: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
-    """What weights, moments and gradients of all runs may fill. auto: 80 % of the machine's memory, 70 % of a GPU's.
-    Beyond it the least recently used policies are checkpointed and leave memory; they are rebuilt on demand."""
+    """Memory for weights, moments and gradients of all runs, in GiB. auto: 80 % of the machine's memory, or 70 % of a
+    GPU's. When it is full, the least recently used policies are checkpointed and evicted, and rebuilt on demand."""
     residency_seconds: float = Field(20.0, ge=0)
-    """A policy in training stays at least this long once it was rebuilt: runs that do not fit together take turns
-    instead of evicting one another at every call."""
+    """Minimum time in seconds that a policy in training stays in memory after it was rebuilt. Runs that do not fit into
+    memory together then take turns, instead of evicting each other at every call."""
     room_seconds: float = Field(600.0, ge=0)
-    """How long a call waits for room before it fails with EngineBusy."""
+    """Maximum time in seconds that a call waits for free memory before it fails with EngineBusy."""
     digest_every: int | None = Field(None, ge=1)
-    """Digest the weights into every n-th commit record. None: each step up to 256 MiB of weights, else every 10th."""
+    """Store a digest of the weights in every n-th commit record. None: in every record for models of up to 256 MiB,
+    else in every 10th."""
 
     rebase: Literal["record", "refuse"] = "record"
-    """Where redone steps come out with other weights than the committed ones because this engine computes under other
-    numerics (backend, layout, device, dtype, library): go on from them and say so on the chain, or fail. With
-    `deterministic` it always fails."""
+    """What to do when redone steps give other weights than the committed ones, because this engine has other numerics
+    (backend, layout, device, precision, library versions). record: continue from the new weights and record a rebase on
+    the chain. refuse: fail. With `deterministic` it always fails."""
 
     @model_validator(mode="after")
     def _deterministic_is_float32(self) -> LocalEngineSpec:
@@ -98,11 +99,11 @@ class LocalEngineSpec(Frozen):
 
     @property
     def replicas(self) -> int:
-        """Copies of vLLM on Ray; 0 where the sampler runs in the engine's process."""
+        """Number of vLLM replicas on Ray. 0 if the sampler runs in the engine's process."""
         return self.sampler.replicas if isinstance(self.sampler, VllmSpec) else 0
 
     def ranks(self, gpus: int) -> int:
-        """Number of processes that train, where `gpus` GPUs are there for actors (0: the engine computes on CPUs)."""
+        """Number of training processes, when `gpus` GPUs are available to actors (0: the engine uses CPUs)."""
         if not isinstance(self.trainer, DeepSpeedSpec):
             return 1
         if self.trainer.ranks != "auto":
@@ -110,37 +111,40 @@ class LocalEngineSpec(Frozen):
         return max(1, gpus - self._replica_gpus)
 
     def actor_gpus(self, gpus: int) -> int:
-        """GPUs that ranks and replicas take together, where `gpus` are there for them."""
-        return self._replica_gpus + (self.ranks(gpus) if isinstance(self.trainer, DeepSpeedSpec) else 0)
+        """Number of GPUs that ranks and replicas use together, when `gpus` are available to them."""
+        rank_gpus = self.ranks(gpus) if isinstance(self.trainer, DeepSpeedSpec) else 0
+        return self._replica_gpus + rank_gpus
 
     @property
     def _replica_gpus(self) -> int:
-        """GPUs of the replicas that share none with the ranks."""
-        vllm = self.sampler
-        apart = isinstance(vllm, VllmSpec) and vllm.placement == "apart"
-        return vllm.replicas * vllm.tensor_parallel if isinstance(vllm, VllmSpec) and apart else 0
+        """Number of GPUs of replicas that share none with the ranks."""
+        if not isinstance(self.sampler, VllmSpec) or self.sampler.placement != "apart":
+            return 0
+        return self.sampler.replicas * self.sampler.tensor_parallel
 
 
 class HttpEngineSpec(Frozen):
-    """An engine that runs as a service (`ostinato engine serve`), over the same store."""
+    """An engine that runs as a service (`ostinato engine serve`) and uses the same store."""
 
     kind: Literal["http"] = "http"
     url: str = Field(pattern=r"^https?://[^/?#@\s]+(/[^?#\s]*)?$")
-    """http://host:port; never with credentials in it."""
+    """Address of the service: http://host:port, without credentials."""
     token_env: str = Field("OSTINATO_ENGINE_TOKEN", pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
-    """The environment variable that holds the bearer token: the token itself stands in no config and no run.json."""
+    """Name of the environment variable that holds the bearer token. The token itself is never stored in a config."""
     timeout_seconds: float = Field(60.0, gt=0)
-    """Longest wait for one HTTP answer. Long calls are polled, so this need not be long."""
+    """Timeout of one HTTP request in seconds. Long calls are polled, so it need not be long."""
     patience_seconds: float = Field(300.0, ge=0)
-    """How long an engine may be away before a call fails with EngineUnreachable."""
+    """How long an unreachable engine is retried, in seconds, before a call fails with EngineUnreachable."""
 
 
 def _kind_of(value: Any) -> str:
-    """`kind` may be left out for the embedded engine."""
-    return str(value.get("kind", "local")) if isinstance(value, dict) else str(getattr(value, "kind", "local"))
+    """The kind of an engine's config. It may be left out for the embedded engine."""
+    if isinstance(value, dict):
+        return str(value.get("kind", "local"))
+    return str(getattr(value, "kind", "local"))
 
 
 EngineSpec = Annotated[
     Annotated[LocalEngineSpec, Tag("local")] | Annotated[HttpEngineSpec, Tag("http")], Discriminator(_kind_of)
 ]
-"""Every way to reach an engine."""
+"""The config of an engine of either kind."""

@@ -1,4 +1,4 @@
-"""The sampler of an engine: `sampler` in its config. Plain data, without torch."""
+"""`sampler` in the engine's config: how completions are sampled. Plain data, without torch."""
 
 from __future__ import annotations
 
@@ -10,63 +10,63 @@ from engine.specs.cluster import ClusterSpec
 from storage.serialization import Frozen
 
 Transport = Literal["memory", "shm", "ipc", "nccl", "checkpoint"]
-"""How weights reach vLLM."""
+"""How weights are sent to vLLM: see `VllmSpec.transport`."""
 
 
 class TorchSamplerSpec(Frozen):
-    """The embedded sampler: this process, over the trainer's own weights or one copy."""
+    """Samples with torch in the engine's process. It uses the trainer's weights, or one copy of them."""
 
     kind: Literal["torch"] = "torch"
 
 
 class VllmSpec(Frozen):
-    """vLLM (arXiv:2309.06180): in the engine's process, or in replicas that Ray places and starts."""
+    """Samples with vLLM (arXiv:2309.06180) in the engine's process, or in replicas that Ray places and starts."""
 
     kind: Literal["vllm"] = "vllm"
     replicas: int = Field(0, ge=0)
-    """Copies of vLLM that share the prompts, each an actor on the Ray cluster (`cluster`). 0: vLLM runs in the engine's
-    own process, without Ray."""
+    """Number of vLLM replicas that share the prompts. Each is an actor on the Ray cluster (`cluster`). 0: vLLM runs in
+    the engine's process, without Ray."""
     placement: Literal["apart", "beside"] = "apart"
-    """Where the replicas run. apart: on GPUs of their own; beside: on the GPUs of the trainer's ranks, one replica per
-    rank at most, which sleeps during gradient steps."""
+    """Where the replicas run. apart: on GPUs of their own. beside: on the GPUs of the trainer's ranks, at most one
+    replica per rank, which releases its memory during gradient steps."""
     python: str | None = None
-    """Python interpreter of the replicas, at this path on every machine; its environment needs vLLM, the same version
-    of Ray, and Ostinato. Unset: the engine's own interpreter."""
+    """Path of the replicas' Python interpreter on every machine. Its environment needs vLLM, the same version of Ray,
+    and Ostinato. Unset: the engine's interpreter."""
     tensor_parallel: int = Field(1, ge=1)
-    """GPUs that share one copy of the model; `ModelBuilder.tp(n)` asks for it per model."""
+    """Number of GPUs that share one copy of the model. `ModelBuilder.tp(n)` sets it for one model."""
     kv_cache_gib: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
-    """KV cache of each copy of vLLM, GiB. auto: 1 GiB on the CPU; on a GPU what `gpu_share` leaves."""
+    """Size of the KV cache of each vLLM copy, in GiB. auto: 1 GiB on the CPU; on a GPU, what remains of `gpu_share`."""
     gpu_share: float = Field(0.9, gt=0, lt=1)
-    """Share of a GPU's memory that vLLM may take, weights and KV cache."""
+    """Share of a GPU's memory that vLLM may use for weights and KV cache."""
     max_context: int | None = Field(None, ge=16)
-    """Longest prompt and completion together, tokens. None: the model's."""
+    """Maximum length of a prompt with its completion, in tokens. None: the model's context length."""
     max_lora_rank: int = Field(64, ge=1)
-    """The highest rank of an adapter that it serves; memory is set aside for it."""
+    """Highest rank of an adapter that vLLM can serve. vLLM reserves memory for it."""
     eager: bool | Literal["auto"] = "auto"
-    """Without compilation and CUDA graphs. auto: on the CPU."""
+    """Run vLLM without compilation and CUDA graphs. auto: only on the CPU."""
     sleep: bool | Literal["auto"] = "auto"
-    """Whether vLLM gives its memory back during gradient steps. auto: where trainer and sampler share a GPU."""
+    """Release vLLM's memory during gradient steps. auto: only if trainer and sampler share a GPU."""
     transport: Literal["auto"] | Transport = "auto"
-    """How weights reach vLLM. memory and ipc: the tensors themselves, in the same process; shm: files in shared memory,
-    on the same machine; nccl: a broadcast between GPUs and machines (gloo where a process has no GPU of its own);
-    checkpoint: files in `sync_folder`. auto: memory without replicas, shm on a private Ray, and on the cluster at
-    cluster.address checkpoint where there is a `sync_folder`, else nccl."""
+    """How weights are sent to vLLM. memory, ipc: the tensors themselves, in the same process. shm: files in shared
+    memory, on the same machine. nccl: a broadcast between GPUs and machines (gloo for a process without a GPU of its
+    own). checkpoint: files in `sync_folder`. auto: memory without replicas; shm on a private Ray; on the cluster at
+    cluster.address, checkpoint if `sync_folder` is set, else nccl."""
     sync_folder: str | None = None
-    """Folder that every machine sees: for transport "checkpoint", and for DeepSpeed's ranks on several machines, which
-    write the weights there."""
+    """Folder that every machine can access. Used by transport "checkpoint", and by DeepSpeed's ranks on several
+    machines, which write the weights there."""
     sync_seconds: float = Field(120.0, gt=0)
-    """For transport "nccl", seconds: how long the processes may take to meet, and each exchange of up to 256 MiB. A
-    process that is silent for longer counts as dead."""
+    """Timeout of transport "nccl" in seconds, for connecting the processes and for each exchange of up to 256 MiB. A
+    process that does not answer in time counts as dead."""
     start_seconds: float = Field(600.0, gt=0)
-    """Seconds that a replica may take to start."""
+    """Maximum time in seconds for a replica to start."""
     answer_seconds: float = Field(1800.0, gt=0)
-    """A replica that is silent for this many seconds in one call counts as hung: it is killed and started again."""
+    """Maximum time in seconds without progress in one call. A replica that exceeds it is killed and started again."""
     gap: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
-    """Mean |logprob of the sampler - logprob of the trainer|, nats, over the probes of a weight sync, beyond which the
-    sampler is refused. auto: 1e-3 in float32, 0.15 in bfloat16."""
+    """Largest mean difference between the sampler's and the trainer's logprobs of the probe sequences of a weight sync,
+    in nats. A larger one raises SamplerOutOfSync. auto: 1e-3 in float32, 0.15 in bfloat16."""
 
     def resolved_transport(self, cluster: ClusterSpec) -> Transport:
-        """`transport`, with "auto" decided for replicas on this cluster."""
+        """The transport to use on this cluster: `transport`, or the choice of "auto"."""
         if self.transport != "auto":
             return self.transport
         if not self.replicas:

@@ -104,7 +104,7 @@ async def test_a_scoring_model_is_trained_saved_and_spawned_again(ctx: Context, 
 async def test_what_has_no_such_head_is_refused_before_anything_loads(
     ctx: Context, tiny_folder: Path, scalar_folder: Path
 ) -> None:
-    with pytest.raises(BadSpec, match="at random"):
+    with pytest.raises(BadSpec, match="a new head with random weights"):
         await builder(ctx, tiny_folder).into_scoring_model().spawn_inference("reward-model")
     for spawn in (builder(ctx, scalar_folder).spawn_inference, builder(ctx, scalar_folder).spawn_train):
         with pytest.raises(BadSpec, match=r"scalar head.*into_scoring_model"):

@@ -1,4 +1,4 @@
-"""Graders as the training classes and callbacks take them."""
+"""Graders in the forms that the training classes and callbacks accept."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from tasks.sampling.grading import Grading
 
 
 def grading_of(grader: BaseGrader | GraderSpec | Grading) -> Grading:
-    """Raises GraderSpecError for one that no other process could make again."""
+    """How a grader is used. Raises GraderSpecError for a grader that another process could not construct again."""
     if isinstance(grader, Grading):
         return grader
+    if not isinstance(grader, BaseGrader | GraderSpec):
+        raise TypeError(f"{grader!r:.80} was given as the grader; give a BaseGrader, a GraderSpec or a Grading")
     if isinstance(grader, FunctionGrader):
         grader = in_process_spec(grader, version=grader.version)
     elif isinstance(grader, BaseGrader):
-        # a class has a source to answer for it; a closure has only the version its author gives
+        # a class is identified by its source; a closure has only the version that its author gives
         source = source_digest(f"{type(grader).__module__}:{type(grader).__qualname__}")
         grader = in_process_spec(grader, version=source)
     require_durable(grader)

@@ -54,7 +54,7 @@ def trained(
 def test_its_defaults_are_those_of_the_algorithm() -> None:
     trainer = DPO([], None)  # type: ignore[arg-type]
     assert (trainer.loss.beta, trainer.loss.variant, trainer.loss.label_smoothing) == (0.1, "sigmoid", None)
-    assert (trainer.samples_per_batch, trainer.epochs, trainer.optimizer["weight_decay"]) == (32, 1, 0.0)
+    assert (trainer.samples_per_batch, trainer.epochs, trainer.optimizer.weight_decay) == (32, 1, 0.0)
     assert trainer.schedule.at(9, 100) == 1e-6  # the rate, once warm
     body = {"model": {"key": "m"}, "data": {"train": {"kind": "file", "path": "p.jsonl"}}}
     config = DPOConfig.model_validate(body | {"optimizer": {"schedule": "constant"}})

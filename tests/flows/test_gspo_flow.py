@@ -17,6 +17,7 @@ from flows.gspo import GSPO, gspo
 from flows.training.schedules import ConstantScheduler
 from storage.chain.records import Chain
 from storage.store.objects import open_store
+from tasks.graders.spec import grader_spec
 from tests.fixtures.toy import toy_config
 
 STEPS = 180
@@ -30,13 +31,16 @@ def chain(folder: Path, run: str = "g") -> Chain:
     return Chain(open_store(str(folder / "data")), run, "0-gspo", "policy")
 
 
+GRADER = grader_spec("tests.fixtures.grading:even_share")
+
+
 def test_its_defaults_are_those_of_the_algorithm() -> None:
-    trainer = GSPO([], None, None, max_num_gspo_steps=3)  # type: ignore[arg-type]
+    trainer = GSPO([], None, GRADER, max_num_gspo_steps=3)  # type: ignore[arg-type]
     assert (trainer.loss.kind, trainer.loss.norm) == ("gspo", "sequence_mean")
     assert (trainer.loss.clip_low, trainer.loss.clip_high, trainer.loss.kl_beta) == (0.01, 0.01, 0.01)
-    assert (trainer.max_steps, trainer.completions_per_sample, trainer.prompts_per_batch) == (3, 8, 16)
+    assert (trainer.max_steps, trainer.algorithm.completions_per_sample, trainer.prompts_per_batch) == (3, 8, 16)
     assert isinstance(trainer, GRPO)
-    high = GSPO([], None, None, max_num_gspo_steps=3, clip_range=3e-4, clip_range_high=4e-4)  # type: ignore[arg-type]
+    high = GSPO([], None, GRADER, max_num_gspo_steps=3, clip_range=3e-4, clip_range_high=4e-4)  # type: ignore[arg-type]
     assert (high.loss.clip_low, high.loss.clip_high) == (3e-4, 4e-4)
 
 
@@ -62,7 +66,7 @@ def test_what_it_cannot_do_is_said(arguments: dict[str, Any], message: str) -> N
 
 def test_an_endless_run_needs_a_constant_rate() -> None:
     trainer = GSPO(
-        [], None, None, lr_scheduler=ConstantScheduler(1e-6), checkpoint_every_steps=5  # type: ignore[arg-type]
+        [], None, GRADER, lr_scheduler=ConstantScheduler(1e-6), checkpoint_every_steps=5  # type: ignore[arg-type]
     )  # fmt: skip
     assert trainer.max_steps is None
 

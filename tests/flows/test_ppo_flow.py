@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 import flows.ppo
 from engine.connect import connect
+from engine.handles import TrainingModel
 from flows.configs.ppo import PPOConfig
-from flows.ppo import PPO, ppo
+from flows.ppo import ppo
+from flows.training.critic import Critic
+from flows.training.optimizer import AdamW
 from storage.chain.records import Chain, CommitRecord
 from storage.inspect.accounting import check_accounting
 from storage.store.artifacts import ArtifactRef
@@ -82,9 +85,9 @@ def test_while_the_value_model_is_trained_alone_the_policy_stays_and_its_schedul
     digests = runs.digests("whole", "policy")
     assert digests[0] == digests[1] != digests[2] != digests[3]
     assert len(set(runs.digests("whole", "value"))) == 4
-    trainer = PPO.__new__(PPO)
-    trainer.value_only_fraction = 0.25
-    assert [trainer.critic.value_only_steps(n) for n in (2, 3, 4, 5, 8, 100)] == [1, 1, 1, 2, 2, 25]
+    optimizer = AdamW(weight_decay=0.0, max_grad_norm=1.0, betas=(0.9, 0.999), eps=1e-8)
+    critic = Critic(cast(TrainingModel, None), {"value_only_fraction": 0.25}, optimizer)
+    assert [critic.value_only_steps(n) for n in (2, 3, 4, 5, 8, 100)] == [1, 1, 1, 2, 2, 25]
 
 
 def test_rewards_values_and_credit_of_a_batch_by_the_definitions(runs: Runs) -> None:

@@ -143,7 +143,7 @@ def test_a_conversation_that_is_too_long_fails_the_run_by_its_row(
 ) -> None:
     with pytest.raises(SampleTooLong, match=r"row [1-9]\d* of .*\.jsonl has \d+ tokens, and at most 9 fit"):
         asyncio.run(sft(config_of(tmp_path, tiny_folder, "long", max_tokens=9)))
-    with pytest.raises(BadSpec, match="4 of them were cut"):  # the prompt alone is longer
+    with pytest.raises(BadSpec, match="4 were truncated and 0 dropped"):  # the prompt alone is longer
         asyncio.run(sft(config_of(tmp_path, tiny_folder, "short", max_tokens=9, truncation="right")))
 
 
@@ -201,5 +201,5 @@ def test_how_many_steps_a_run_has(
 
 
 def test_steps_and_epochs_together_are_refused() -> None:
-    with pytest.raises(ValueError, match="both epochs=1 and max_steps=2 were given; give one"):
+    with pytest.raises(ValueError, match="both max_steps=2 and epochs=1 were given; give one"):
         SFT([], None, epochs=1, max_steps=2)  # type: ignore[arg-type]

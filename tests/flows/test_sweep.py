@@ -89,7 +89,7 @@ def test_a_random_search_draws_within_its_ranges_and_again_the_same() -> None:
     [
         ({"kind": "grid", "values": {"optimizer.speed": [1]}}, "optimizer.speed: unknown key"),
         ({"kind": "grid", "values": {"optimizer.lr": [1e-3, -1]}}, r"the trial \{'optimizer.lr': -1\}.*greater than 0"),
-        ({"kind": "grid", "values": {"nowhere.lr": [1]}}, "goes through what is no group"),
+        ({"kind": "grid", "values": {"nowhere.lr": [1]}}, "names no key within a group of the config"),
         ({"kind": "grid", "values": {"seed": []}}, "seed has no values"),
         ({"kind": "grid", "values": {"seed": list(range(40)), "optimizer.lr": [0.1] * 40}}, "1600 combinations"),
         ({"kind": "random", "values": {"seed": {"kind": "range", "low": 2, "high": 1}}}, "no range"),

@@ -226,7 +226,7 @@ async def test_a_committed_step_stands_whatever_the_next_attempt_would_train(
         await attempt("1", True)
     with caplog.at_level("INFO"):
         assert await attempt("12345", False) == 2  # "1" and the end of the turn
-    assert "was committed by an earlier attempt and stands" in caplog.text
+    assert "was committed by an earlier attempt and is used" in caplog.text
 
 
 @pytest.mark.slow

@@ -134,7 +134,7 @@ def test_numbers_come_back_to_the_bit(values: list[list[float]]) -> None:
         ([[1.5]], [1], "prompt 0 has token ids outside"),
         ([["a"]], [1], "prompt 0 has token ids outside"),
         ([[None]], [1], "prompt 0 has token ids outside"),
-        ([[1]], [2**63], "give an integer of 64 bits"),
+        ([[1]], [2**63], "give a signed integer of 64 bits"),
         ([[1]], [1, 2], "1 prompts.*2 seeds"),
     ],
 )

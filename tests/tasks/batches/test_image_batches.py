@@ -99,7 +99,7 @@ def rows_of(*threads: StringThread) -> list[dict[str, Any]]:
 def test_a_prompt_with_an_image_is_never_cut(renderer: Renderer, truncation: Truncation) -> None:
     whole = [prompt for _, prompt in render_prompts(renderer, rows_of(SEEN, PLAIN), None, "error", row_of_file)]
     assert [len(prompt.images) for prompt in whole] == [1, 0]
-    with pytest.raises(UnsupportedFragment, match=r"p0 \(row 1 of a.jsonl\).*cannot be cut"):
+    with pytest.raises(UnsupportedFragment, match=r"p0 \(row 1 of a.jsonl\).*cannot be truncated"):
         render_prompts(renderer, rows_of(SEEN), 8, truncation, row_of_file)
     (cut,) = [prompt for _, prompt in render_prompts(renderer, rows_of(PLAIN), 8, truncation, row_of_file)]
     assert len(cut.token_ids) == len(cut.weights) == 8

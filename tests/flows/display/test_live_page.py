@@ -26,6 +26,7 @@ from storage.store.objects import open_store
 from tasks.reports.metrics import StepMetrics
 from tasks.reports.step_metrics import write_metrics
 from tests.fixtures.toy_run import ToyRun
+from tests.fixtures.waiting import wait_until
 
 POLICY = PolicyRef(run="r", stage="0-sft", model="policy", step=0, state="0" * 64)
 
@@ -227,11 +228,18 @@ def test_a_run_of_grpo_shows_itself(toy_run: ToyRun, prefect_server: str) -> Non
     rows = json.loads(str(found["samples"].data))
     assert len(rows) == 8
     assert all(row["step"] == 4 and isinstance(row["grade"], float) and row["prompt"] for row in rows)
-    logs = httpx.post(
-        f"{prefect_server}/logs/filter", json={"logs": {"flow_run_id": {"any_": [run["id"]]}}}, trust_env=False
-    ).json()
-    said = [log["message"] for log in logs if log["name"] == "ostinato.steps"]
-    assert [line.split()[1] for line in said if line.startswith("step ")] == ["1/4", "2/4", "3/4", "4/4"]
+
+    def logs_of_run() -> list[dict[str, Any]]:
+        query = {"logs": {"flow_run_id": {"any_": [run["id"]]}}}
+        return httpx.post(f"{prefect_server}/logs/filter", json=query, trust_env=False).json()
+
+    def step_lines() -> list[str]:
+        lines = [log["message"] for log in logs_of_run() if log["name"] == "ostinato.steps"]
+        return [line.split()[1] for line in lines if line.startswith("step ")]
+
+    wait_until(lambda: len(step_lines()) >= 4)  # the run's process sends its log in batches
+    assert step_lines() == ["1/4", "2/4", "3/4", "4/4"]
+    logs = logs_of_run()
     assert not [log for log in logs if "Finished in state" in log["message"] and log["name"] == "prefect.task_runs"]
     tasks = httpx.post(
         f"{prefect_server}/task_runs/filter", json={"flow_runs": {"id": {"any_": [run["id"]]}}}, trust_env=False

@@ -56,18 +56,8 @@ def apply_request(
         UnsupportedFragment: the batch has images, and the trainer accepts only text.
         NonFiniteGradient: a gradient holds NaN or infinity, and the request does not ask to skip such updates.
     """
-    # Validate the loss of the request.
-    try:
-        loss = _LOSS.validate_python(request.loss)
-    except ValidationError as error:
-        problems = describe_errors(error.errors(), request.loss)
-        raise BadSpec(f"the loss of the step request: {problems}") from error
-    objective = Objective(
-        loss=loss,
-        temperature=request.temperature,
-        old_logprobs=request.old_logprobs,
-        skip_non_finite=request.nan_policy == "skip",
-    )
+    objective = _objective(request)
+    loss = objective.loss
 
     # Read the batch. A pair keeps a sample without trained tokens, since both members are needed.
     samples = samples_from_table(read_table(store, request.batch))
@@ -99,6 +89,21 @@ def apply_request(
             ) from error
         reports.append(report)
     return _combined_effect(reports)
+
+
+def _objective(request: StepRequest) -> Objective:
+    """What the updates of `request` minimise. Raises BadSpec if the loss of the request is not valid."""
+    try:
+        loss = _LOSS.validate_python(request.loss)
+    except ValidationError as error:
+        problems = describe_errors(error.errors(), request.loss)
+        raise BadSpec(f"the loss of the step request: {problems}") from error
+    return Objective(
+        loss=loss,
+        temperature=request.temperature,
+        old_logprobs=request.old_logprobs,
+        skip_non_finite=request.nan_policy == "skip",
+    )
 
 
 def _with_trained_tokens(samples: list[Sample]) -> list[Sample]:

@@ -125,20 +125,13 @@ async def open_run(
         expected = estimate(workspace.open_store(), config, base, data, info, further_data)
         expected.check(info, resumed=workspace.open_store().exists(keys.run_json(workspace.run)))
 
-        # the config only names its inputs, so the digests of their contents belong to the semantic config, too
         input_digests = _input_digests(data, further_data) | {"model": base.sha256}
-        opening = create_or_check_run(
-            workspace.open_store(),
-            workspace.run,
-            semantic=config.semantic() | {"inputs": input_digests},
-            other=config.other(),
-            code_version=workspace.provenance.code_version,
-        )
+        warnings = _create_or_check_run(workspace, config, input_digests)
         # from here on, this process alone acts for the run
         workspace = take_lease(workspace)
         logger.logging = config.logging
         logger.note(expected.text(info))
-        for warning in opening.warnings:
+        for warning in warnings:
             logger.note(f"warning: {warning}")
         # the lease is released on every way out of the block
         try:
@@ -151,6 +144,22 @@ async def open_run(
             raise
         finally:
             await release_run(workspace)
+
+
+def _create_or_check_run(
+    workspace: Workspace, config: TrainingConfig, input_digests: dict[str, str]
+) -> tuple[str, ...]:
+    """Creates the run, or checks that it has the same semantic config. Returns the warnings about what else changed.
+
+    The config only names its inputs, so the digests of their contents belong to the semantic config, too."""
+    opening = create_or_check_run(
+        workspace.open_store(),
+        workspace.run,
+        semantic=config.semantic() | {"inputs": input_digests},
+        other=config.other(),
+        code_version=workspace.provenance.code_version,
+    )
+    return opening.warnings
 
 
 def _load(workspace: Workspace, source: DatasetSource, use: DatasetUse) -> LoadedDataset:

@@ -135,11 +135,25 @@ def policy_gap(table: pa.Table, old: str) -> np.ndarray:
     return mine - theirs
 
 
-def gap_of(table: pa.Table) -> tuple[float, int]:
-    """Sum of |sampler - trainer| logprob over the tokens that have both, nats, and how many those are."""
-    both = table.filter(pc.and_(pc.is_valid(table["old_logprobs"]), pc.is_valid(table["sampler_logprobs"])))
-    mine, theirs = (_flat(_whole(both[name])).astype(np.float64) for name in ("old_logprobs", "sampler_logprobs"))
-    return float(np.abs(mine - theirs).sum()), len(mine)
+class LogprobGap:
+    """Mean |sampler - trainer| logprob of batches, nats, over the tokens that have both."""
+
+    def __init__(self) -> None:
+        self.total, self.tokens = 0.0, 0
+
+    def add(self, batch: pa.Table) -> None:
+        """Counts the tokens of `batch`, too."""
+        both = batch.filter(pc.and_(pc.is_valid(batch["old_logprobs"]), pc.is_valid(batch["sampler_logprobs"])))
+        trainer_T, sampler_T = (
+            _flat(_whole(both[name])).astype(np.float64) for name in ("old_logprobs", "sampler_logprobs")
+        )
+        self.total += float(np.abs(trainer_T - sampler_T).sum())
+        self.tokens += len(trainer_T)
+
+    @property
+    def mean(self) -> float | None:
+        """None if no token has both logprobs."""
+        return self.total / self.tokens if self.tokens else None
 
 
 def _joined(first: pa.ListArray, second: pa.ListArray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -18,9 +18,9 @@ import pyarrow as pa
 
 from engine.workspace import Workspace
 from storage.chain.records import PolicyRef
-from storage.store import keys
-from storage.store.artifacts import ArtifactRef, find_artifact, require_parent
+from storage.store.artifacts import ArtifactRef
 from tasks.batches.columns import trained_lengths
+from tasks.batches.committed import find_batch
 from tasks.batches.episodes import check_graded, graded_chunks
 from tasks.batches.ppo import ValuePlan, commit_credited, penalties, values_before, with_credit
 from tasks.batches.rl import BatchPlan, scored
@@ -43,12 +43,11 @@ async def episode_value_batch(
     """Returns the committed batch of a PPO step in environments, and prepares it first if there is none. It has a row
     per segment of a trajectory with a grade. The reward of a token is minus its KL penalty (`plan.reward_kl`), plus the
     turn's grade on the last token of the turn."""
+    key, committed = find_batch(workspace, policy, step)
+    if committed is not None:
+        return committed
     store = workspace.open_store()
-    key = keys.step_artifact(policy.run, policy.stage, step, "batch", 0)
     with timed("storage"):
-        committed = find_artifact(store, key)
-        if committed is not None:
-            return require_parent(committed, policy.uri)
         finished = read_trajectories(store, trajectories)
     graded = {name: trajectory for name, trajectory in finished.items() if trajectory.grades}
     no_advantages = {name: [0.0] * trajectory.turns for name, trajectory in graded.items()}  # computed below

@@ -15,11 +15,11 @@ import pyarrow as pa
 from engine.errors import BadSpec
 from engine.workspace import Workspace
 from storage.chain.records import PolicyRef
-from storage.store import keys
-from storage.store.artifacts import ArtifactRef, find_artifact, require_parent
+from storage.store.artifacts import ArtifactRef, require_parent
 from storage.store.objects import ObjectStore
 from storage.store.tables import SCHEMAS, TableWriter
-from tasks.batches.columns import gap_of
+from tasks.batches.columns import LogprobGap
+from tasks.batches.committed import find_batch
 from tasks.batches.rl import CHUNK_TOKENS, BatchPlan, scored
 from tasks.credit.advantages import ESTIMATORS
 from tasks.reports.clock import timed
@@ -51,22 +51,20 @@ async def trajectory_batch(
     Raises:
         NotOneGrade: `per_trajectory`, and a trajectory has no grade or several.
     """
+    key, committed = find_batch(workspace, policy, step)
+    if committed is not None:
+        return committed
     store = workspace.open_store()
-    key = keys.step_artifact(policy.run, policy.stage, step, "batch", 0)
     with timed("storage"):
-        committed = find_artifact(store, key)
-        if committed is not None:
-            return require_parent(committed, policy.uri)
         finished = read_trajectories(store, trajectories)
     advantages = step_advantages(finished.values(), plan.advantage_estimator, per_trajectory=per_trajectory)
     prompts: set[str] = set()
     with TableWriter("batch") as writer:
-        gap, gap_tokens = 0.0, 0
+        gap = LogprobGap()
         for columns in graded_chunks(store, trajectories, finished, advantages):
             prompts.update(columns["group"].to_pylist())
             table = await scored(workspace, policy, [columns], plan)
-            total, tokens = gap_of(table)
-            gap, gap_tokens = gap + total, gap_tokens + tokens
+            gap.add(table)
             with timed("storage"):
                 writer.write(table)
         check_graded(bool(writer.rows), len(finished), step)
@@ -76,7 +74,7 @@ async def trajectory_batch(
                 key,
                 parents=(policy.uri, *(ref.uri for ref in trajectories)),
                 provenance=workspace.provenance,
-                extra={"prompts": len(prompts), "logprob_gap": gap / gap_tokens if gap_tokens else None, **plan.rules},
+                extra={"prompts": len(prompts), "logprob_gap": gap.mean, **plan.rules},
             )
     return require_parent(committed, policy.uri)
 

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import JsonValue
 
 from engine.errors import BadSpec
-from engine.models.images import images_from_rows, images_to_rows
+from engine.models.images import images_from_rows
 from engine.models.scores import last_token_sequence
 from engine.protocol import LogprobsRequest, TokenSequence
 from engine.text.rendering import Renderer
@@ -18,17 +18,16 @@ from engine.text.stored_models import renderer_of
 from engine.text.threads import StringThread
 from engine.workspace import Workspace
 from storage.chain.records import PolicyRef
-from storage.store import keys
-from storage.store.artifacts import ArtifactRef, find_artifact, require_parent
-from storage.store.tables import SCHEMAS, TableWriter, read_rows
-from tasks.batches.rl import CHUNK_TOKENS
+from storage.store.artifacts import ArtifactRef, require_parent
+from storage.store.tables import TableWriter, read_rows
+from tasks.batches.committed import find_batch
+from tasks.batches.rl import CHUNK_TOKENS, sequence_row
 from tasks.batches.truncation import ANY_LENGTH, LengthPlan, too_long
 from tasks.datasets.naming import NameRow, row_name
 from tasks.datasets.order import repetitions
 from tasks.reports.clock import timed
 
 Row = dict[str, Any]
-_EMPTY: Row = dict.fromkeys(SCHEMAS["batch"].names)
 
 
 async def pair_batch(
@@ -99,12 +98,11 @@ async def _batch(  # noqa: PLR0913  the arguments of its two callers, and how th
     lengths: LengthPlan,
     step: int,
 ) -> ArtifactRef:
+    key, committed = find_batch(workspace, policy, step)
+    if committed is not None:
+        return committed
     store = workspace.open_store()
-    key = keys.step_artifact(policy.run, policy.stage, step, "batch", 0)
     with timed("storage"):
-        committed = find_artifact(store, key)
-        if committed is not None:
-            return require_parent(committed, policy.uri)
         records = read_rows(store, dataset, rows)
     renderer = renderer_of(store, base)
     length_check = _LengthCheck(workspace, base, lengths, partial(row_name, store, dataset))
@@ -192,9 +190,7 @@ def _row(renderer: Renderer, thread: str, group: str, number: int, *, whole: boo
         sequence = last_token_sequence(renderer.serialize(tokenized)[0], end=renderer.tokenizer.eos_token_ids[0])
     else:
         sequence = renderer.sequence(tokenized)
-    row = {"group": group, "completion": number, "token_ids": sequence.token_ids, "weights": sequence.weights}
-    images = {"images": images_to_rows(sequence.images)} if renderer.tokenizer.images else {}
-    return _EMPTY | row | images
+    return sequence_row(renderer, sequence, group, completion=number)
 
 
 def _chunks(units: Iterator[list[Row]]) -> Iterator[list[Row]]:

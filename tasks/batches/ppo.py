@@ -16,10 +16,10 @@ from engine.protocol import LogprobsRequest
 from engine.workspace import Workspace
 from storage.chain.records import PolicyRef
 from storage.serialization import Frozen
-from storage.store import keys
-from storage.store.artifacts import ArtifactRef, find_artifact, require_parent
+from storage.store.artifacts import ArtifactRef, require_parent
 from storage.store.tables import TableWriter
-from tasks.batches.columns import Grades, gap_of, policy_gap, trained_lengths, with_lists
+from tasks.batches.columns import Grades, LogprobGap, policy_gap, trained_lengths, with_lists
+from tasks.batches.committed import find_batch
 from tasks.batches.rl import BatchPlan, check_gradable, kept_chunks, scored, sequences_of, shape_rewards
 from tasks.credit.gae import advantages_and_returns
 from tasks.credit.rewards import KL_OF_GAP, whiten
@@ -54,12 +54,11 @@ async def value_batch(
 ) -> ArtifactRef:
     """Returns the committed batch of a PPO step, and prepares it first if there is none. The reward of a token is minus
     its KL penalty (`plan.reward_kl`), plus the completion's grade on its last token."""
+    key, committed = find_batch(workspace, policy, step)
+    if committed is not None:
+        return committed
     store = workspace.open_store()
-    key = keys.step_artifact(policy.run, policy.stage, step, "batch", 0)
     with timed("storage"):
-        committed = find_artifact(store, key)
-        if committed is not None:
-            return require_parent(committed, policy.uri)
         grades = Grades(pa.concat_tables(read_tables(store, graded, ["prompt_id", "completion", "reward", "status"])))
         shape_rewards(store, rollouts, grades, plan)
     no_advantages_N = np.zeros(len(grades.rewards), np.float32)  # they are computed below
@@ -93,7 +92,8 @@ def commit_credited(
     if values.whiten_advantages:
         advantages_T = batch["advantages"].combine_chunks().flatten().to_numpy()
         batch = with_lists(batch, "advantages", whiten(advantages_T))
-    gap, tokens = gap_of(batch)
+    gap = LogprobGap()
+    gap.add(batch)
     with TableWriter("batch") as writer, timed("storage"):
         writer.write(batch)
         committed = writer.commit(
@@ -101,7 +101,7 @@ def commit_credited(
             key,
             parents=parents,
             provenance=workspace.provenance,
-            extra={"prompts": prompts, "logprob_gap": gap / tokens if tokens else None, **plan.rules},
+            extra={"prompts": prompts, "logprob_gap": gap.mean, **plan.rules},
         )
     return require_parent(committed, policy.uri)
 

@@ -18,16 +18,17 @@ from pydantic import JsonValue
 from engine.errors import BadSpec, PermanentEngineError
 from engine.models.images import images_from_rows, images_to_rows
 from engine.protocol import LogprobsRequest, TokenSequence
+from engine.text.rendering import Renderer
 from engine.text.stored_models import renderer_of
 from engine.text.threads import StringThread
 from engine.workspace import Workspace
 from storage.chain.records import OldLogprobs, PolicyRef
 from storage.serialization import Frozen
-from storage.store import keys
-from storage.store.artifacts import ArtifactRef, find_artifact, require_parent
+from storage.store.artifacts import ArtifactRef, require_parent
 from storage.store.objects import ObjectStore
-from storage.store.tables import TableWriter, commit_table, read_rows, table_schema
-from tasks.batches.columns import Grades, batch_table, gap_of, policy_gap, trained_lengths, with_lists
+from storage.store.tables import SCHEMAS, TableWriter, commit_table, read_rows, table_schema
+from tasks.batches.columns import Grades, LogprobGap, batch_table, policy_gap, trained_lengths, with_lists
+from tasks.batches.committed import find_batch
 from tasks.batches.truncation import ANY_LENGTH, LengthPlan, cut
 from tasks.credit.rewards import (
     BATCH_ESTIMATORS,
@@ -91,12 +92,11 @@ async def rollout_batch(
     step: int,
 ) -> ArtifactRef:
     """Returns the committed batch of an RL step, and prepares it first if there is none."""
+    key, committed = find_batch(workspace, policy, step)
+    if committed is not None:
+        return committed
     store = workspace.open_store()
-    key = keys.step_artifact(policy.run, policy.stage, step, "batch", 0)
     with timed("storage"):
-        committed = find_artifact(store, key)
-        if committed is not None:
-            return require_parent(committed, policy.uri)
         columns = ["prompt_id", "completion", "reward", "status"]
         grades = Grades(pa.concat_tables(read_tables(store, graded, columns)))
         shape_rewards(store, rollouts, grades, plan)
@@ -110,12 +110,11 @@ async def rollout_batch(
     extra: dict[str, JsonValue] = {}
     with TableWriter("batch") as writer:
         # score the rows chunk by chunk
-        gap, gap_tokens = 0.0, 0
+        gap = LogprobGap()
         for shards in kept_chunks(store, rollouts, graded, grades, advantages_N):
             table = await scored(workspace, policy, shards, plan)
-            total, tokens = gap_of(table)
-            gap, gap_tokens = gap + total, gap_tokens + tokens
-            if math.isnan(gap):
+            gap.add(table)
+            if math.isnan(gap.total):
                 raise PermanentEngineError(
                     f"step {step + 1}: {policy.uri} gives NaN for the logprobs of its own completions: an earlier "
                     "update made its weights overflow. Lower optimizer.lr, and fork the run from a step before that"
@@ -139,7 +138,7 @@ async def rollout_batch(
                 provenance=workspace.provenance,
                 extra={
                     "prompts": grades.prompts_kept(),
-                    "logprob_gap": gap / gap_tokens if gap_tokens else None,
+                    "logprob_gap": gap.mean,
                     **plan.rules,
                     **extra,
                 },
@@ -295,19 +294,15 @@ async def completion_batch(
         SampleTooLong: a conversation is too long and `lengths` does not allow to truncate or drop it.
         BadSpec: no row has a token to train.
     """
+    key, committed = find_batch(workspace, policy, step)
+    if committed is not None:
+        return committed
     store = workspace.open_store()
-    key = keys.step_artifact(policy.run, policy.stage, step, "batch", 0)
     with timed("storage"):
-        committed = find_artifact(store, key)
-        if committed is not None:
-            return require_parent(committed, policy.uri)
         records = read_rows(store, dataset, rows)
 
     # tokenise the conversations
     renderer = renderer_of(store, base)
-    takes_images = bool(renderer.tokenizer.images)
-    schema = table_schema("batch", ["images"] if takes_images else [])
-    empty: dict[str, Any] = dict.fromkeys(schema.names)
     limit = lengths.limit(workspace, base)
     table_rows, truncated, dropped = [], 0, 0
     for record in records:
@@ -318,10 +313,7 @@ async def completion_batch(
             continue
         if sequence is not whole:
             truncated += 1
-        row = {"group": record["id"], "completion": 0, "token_ids": sequence.token_ids, "weights": sequence.weights}
-        if takes_images:
-            row["images"] = images_to_rows(sequence.images)
-        table_rows.append(empty | row)
+        table_rows.append(sequence_row(renderer, sequence, record["id"]))
     if not any(max(row["weights"], default=0.0) > 0 for row in table_rows):
         raise BadSpec(
             f"step {step + 1}: none of its {len(rows)} rows, such as {row_name(store, dataset, rows[0])}, has an "
@@ -329,6 +321,7 @@ async def completion_batch(
         )
 
     # commit
+    schema = table_schema("batch", ["images"] if renderer.tokenizer.images else [])
     extra: dict[str, JsonValue] = {"prompts": len({row["group"] for row in table_rows}), "logprob_gap": None}
     if truncated:
         extra["cut"] = truncated
@@ -345,6 +338,15 @@ async def completion_batch(
             extra=extra,
         )
     return require_parent(committed, policy.uri)
+
+
+def sequence_row(renderer: Renderer, sequence: TokenSequence, group: str, *, completion: int = 0) -> dict[str, Any]:
+    """The batch row of a tokenised conversation. If the model takes images, it has the column `images`, too."""
+    row: dict[str, Any] = dict.fromkeys(SCHEMAS["batch"].names)
+    row |= {"group": group, "completion": completion, "token_ids": sequence.token_ids, "weights": sequence.weights}
+    if renderer.tokenizer.images:
+        row["images"] = images_to_rows(sequence.images)
+    return row
 
 
 def _why_nothing(truncated: int, dropped: int) -> str:

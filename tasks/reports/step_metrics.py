@@ -15,7 +15,7 @@ from storage.store import keys
 from storage.store.artifacts import ArtifactRef, read_manifest
 from storage.store.objects import ObjectStore
 from storage.store.tables import read_table
-from tasks.batches.columns import gap_of
+from tasks.batches.columns import LogprobGap
 from tasks.evaluation.validation_curve import means_by_source
 from tasks.reports.metrics import StepMetrics
 from tasks.sampling.shards import AHEAD, read_tables
@@ -123,7 +123,7 @@ def _sampled(store: ObjectStore, rollouts: ArtifactRef) -> _Shard:
     """The counts of a shard, from its manifest: reading the rows would cost as much as the tokens need."""
     extra = read_manifest(store, rollouts.key).extra
     tokens, dropped, episodes = (extra.get(name) for name in ("completion_tokens", "dropped", "episodes"))
-    if not isinstance(tokens, int):  # rollouts of a hand-written loop
+    if not isinstance(tokens, int):  # a manifest without the count
         lengths = pc.list_value_length(read_table(store, rollouts, ["completion_ids"])["completion_ids"])
         tokens = pc.sum(lengths).as_py() or 0
     return _Shard(
@@ -141,8 +141,9 @@ def _batch(store: ObjectStore, batch: ArtifactRef) -> tuple[int, float | None, i
         return prompts, gap if isinstance(gap, float) else None, dropped if isinstance(dropped, int) else 0
     # the batch of a hand-written loop has no such manifest
     table = read_table(store, batch, ["group", "old_logprobs", "sampler_logprobs"])
-    total, tokens = gap_of(table)
-    return len(pc.unique(table["group"])), total / tokens if tokens else None, 0
+    batch_gap = LogprobGap()
+    batch_gap.add(table)
+    return len(pc.unique(table["group"])), batch_gap.mean, 0
 
 
 def _for_each_shard(call: Callable[[ArtifactRef], T], refs: list[ArtifactRef]) -> list[T]:

@@ -20,6 +20,7 @@ from flows.configs.common import CheckpointConfig, FlowConfig, GRPOConfig, SFTCo
 from flows.configs.overrides import ConfigError, parse_config
 from flows.runs.code_version import code_version
 from flows.training.checkpointing import CheckpointSchedule
+from tests.fixtures.configs import with_changes
 
 GRPO = {"model": {"key": "m"}, "data": {"train": {"kind": "file", "path": "p"}}, "grader": {"path": "a:b"}}
 SFT = {"model": {"key": "m"}, "data": {"train": {"kind": "file", "path": "p"}}}
@@ -29,13 +30,7 @@ def changed(base: dict[str, Any], **changes: Any) -> dict[str, Any]:
     """A config with dotted changes, __ for dots. Steps are given unless a change says otherwise."""
     config: dict[str, Any] = {group: dict(keys) for group, keys in base.items()}
     config["algorithm"] = {"steps": 4}
-    for name, value in changes.items():
-        group, _, key = name.partition("__")
-        if key:
-            config.setdefault(group, {})[key] = value
-        else:
-            config[group] = value
-    return config
+    return with_changes(config, changes)
 
 
 def refusal(model: type[FlowConfig], config: dict[str, Any], tmp_path: Path) -> str:

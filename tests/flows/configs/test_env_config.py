@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from flows.configs.environments import ENVGRPOConfig, ENVGSPOConfig
+from tests.fixtures.configs import with_changes
 
 CONFIG: dict[str, Any] = {
     "model": {"key": "m"},
@@ -18,11 +19,7 @@ CONFIG: dict[str, Any] = {
 
 
 def changed(**changes: Any) -> dict[str, Any]:
-    body = {name: dict(group) for name, group in CONFIG.items()}
-    for name, value in changes.items():
-        group, _, key = name.partition("__")
-        body.setdefault(group, {})[key] = value
-    return body
+    return with_changes({name: dict(group) for name, group in CONFIG.items()}, changes)
 
 
 def test_defaults_are_the_classes() -> None:

@@ -88,15 +88,20 @@ def open_pool(
             places += [ReplicaPlace(trainer_placement, index, SHARED_GPU) for index in range(spec.replicas)]
         else:
             _reserve(places, connection, spec, options.tensor_parallel, on_gpus=device.type == "cuda")
-        delivery: WeightDelivery = FILE_DELIVERY
-        if spec.transport == "nccl":
-            delivery = BroadcastDelivery(node_address(), device, timeout=spec.sync_seconds)
+        delivery = _weight_delivery(spec, device)
     except BaseException:
         release_resources()
         raise
     # with LoRA the base is sent only once, so the pool must keep it for replicas that restart
     keep_weights = options.max_lora_rank is not None
     return VllmPool(make_replicas, release_resources, keep_weights=keep_weights, delivery=delivery)
+
+
+def _weight_delivery(spec: VllmSpec, device: torch.device) -> WeightDelivery:
+    """How weights reach the replicas."""
+    if spec.transport == "nccl":
+        return BroadcastDelivery(node_address(), device, timeout=spec.sync_seconds)
+    return FILE_DELIVERY
 
 
 def _start_process(

@@ -1,6 +1,6 @@
 """Computes which GPUs of which machine train and which sample, as Ray would place the processes. Without torch and Ray.
 
-The ranks fill one machine after the other. Replicas that are placed apart take the GPUs that are left. The process of
+The ranks fill one machine after the other. Replicas on dedicated GPUs take the GPUs that are left. The process of
 the engine itself runs on the first machine: the torch trainer takes the first GPU there. """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def place_processes(spec: LocalEngineSpec, machine: Machine) -> tuple[MachineUse
         if gpus > machine.devices:
             raise _too_few_gpus(spec, machine, ranks)
         sampling = [tuple(_GpuSlot(0, gpu) for gpu in range(gpus))]
-    elif vllm.placement == "beside":
+    elif vllm.placement == "colocated":
         sampling = training[: vllm.replicas]
     elif machine.devices == 1 and free.engine_trains_alone:
         sampling = training * vllm.replicas  # the engine's process and the replicas share the only GPU

@@ -72,17 +72,19 @@ class LocalEngineSpec(Frozen):
     @model_validator(mode="after")
     def _placement_fits_the_trainer(self) -> LocalEngineSpec:
         sampler, trainer = self.sampler, self.trainer
-        if not isinstance(sampler, VllmSpec) or sampler.placement != "beside":
+        if not isinstance(sampler, VllmSpec) or sampler.placement != "colocated":
             return self
         if not isinstance(trainer, DeepSpeedSpec):
             raise ValueError(
-                f"sampler.placement='beside' shares the GPUs of DeepSpeed's ranks, and trainer.kind={trainer.kind!r} "
-                "was given; set trainer.kind='deepspeed', or sampler.placement='apart'"
+                "sampler.placement='colocated' shares the GPUs of DeepSpeed's ranks, and "
+                f"trainer.kind={trainer.kind!r} was given; set trainer.kind='deepspeed', or "
+                "sampler.placement='dedicated'"
             )
         if trainer.ranks != "auto" and sampler.replicas > trainer.ranks:
             raise ValueError(
-                f"sampler.placement='beside' takes one replica per rank, and sampler.replicas={sampler.replicas} was "
-                f"given for trainer.ranks={trainer.ranks}; give at most {trainer.ranks} replicas"
+                "sampler.placement='colocated' takes at most one replica per rank, and "
+                f"sampler.replicas={sampler.replicas} was given for trainer.ranks={trainer.ranks}; give at most "
+                f"{trainer.ranks} replicas"
             )
         return self
 
@@ -118,7 +120,7 @@ class LocalEngineSpec(Frozen):
     @property
     def _replica_gpus(self) -> int:
         """Number of GPUs of replicas that share none with the ranks."""
-        if not isinstance(self.sampler, VllmSpec) or self.sampler.placement != "apart":
+        if not isinstance(self.sampler, VllmSpec) or self.sampler.placement != "dedicated":
             return 0
         return self.sampler.replicas * self.sampler.tensor_parallel
 

@@ -26,9 +26,9 @@ class VllmSpec(Frozen):
     replicas: int = Field(0, ge=0)
     """Number of vLLM replicas that share the prompts. Each is an actor on the Ray cluster (`cluster`). 0: vLLM runs in
     the engine's process, without Ray."""
-    placement: Literal["apart", "beside"] = "apart"
-    """Where the replicas run. apart: on GPUs of their own. beside: on the GPUs of the trainer's ranks, at most one
-    replica per rank, which releases its memory during gradient steps."""
+    placement: Literal["dedicated", "colocated"] = "dedicated"
+    """Where the replicas run. dedicated: on GPUs that the trainer does not use. colocated: on the GPUs of the trainer's
+    ranks, at most one replica per rank, which releases its memory during gradient steps."""
     python: str | None = None
     """Path of the replicas' Python interpreter on every machine. Its environment needs vLLM, the same version of Ray,
     and Ostinato. Unset: the engine's interpreter."""
@@ -84,12 +84,14 @@ class VllmSpec(Frozen):
                 f"transport='memory' is for vLLM in the engine's process, and replicas={self.replicas} was given; "
                 "leave replicas at 0, or transport at 'auto'"
             )
-        if self.placement == "beside" and not self.replicas:
-            raise ValueError("placement='beside' places replicas, and replicas=0 was given; set replicas to 1 or more")
-        if self.placement == "beside" and self.tensor_parallel > 1:
+        if self.placement == "colocated" and not self.replicas:
             raise ValueError(
-                f"placement='beside' puts a replica on the GPU of one rank, and tensor_parallel={self.tensor_parallel} "
-                "was given; set tensor_parallel=1, or placement='apart'"
+                "placement='colocated' is for replicas, and replicas=0 was given; set replicas to 1 or more"
+            )
+        if self.placement == "colocated" and self.tensor_parallel > 1:
+            raise ValueError(
+                "placement='colocated' puts a replica on the GPU of one rank, and "
+                f"tensor_parallel={self.tensor_parallel} was given; set tensor_parallel=1, or placement='dedicated'"
             )
         return self
 

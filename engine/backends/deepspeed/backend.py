@@ -81,7 +81,7 @@ class DeepSpeedBackend:
             device=self.device.type,  # type: ignore[arg-type]
             threads=self.threads,
         )
-        shares_gpus = isinstance(self.spec.sampler, VllmSpec) and self.spec.sampler.placement == "beside"
+        shares_gpus = isinstance(self.spec.sampler, VllmSpec) and self.spec.sampler.placement == "colocated"
         return RankGroup(
             RANK_CLASS,
             options.model_dump(mode="json"),

@@ -52,7 +52,7 @@ class VllmSamplers:
             compute_dtype: precision of the trainer and of vLLM.
             device: where the trainer's tensors are.
             reserve_trainer_placement: reserves the bundles of the trainer's ranks, for replicas that share their GPUs
-                (sampler.placement="beside").
+                (sampler.placement="colocated").
             extension: import path of the class that runs inside vLLM's workers.
 
         Raises:
@@ -143,7 +143,7 @@ class VllmSamplers:
         from engine.backends.vllm.serving.pool_builder import open_pool
 
         trainer_placement = None
-        if self._reserve_trainer_placement is not None and self.spec.placement == "beside":
+        if self._reserve_trainer_placement is not None and self.spec.placement == "colocated":
             trainer_placement = self._reserve_trainer_placement()
         return open_pool(
             self.spec,
@@ -166,7 +166,7 @@ class VllmSamplers:
             lora_targets=targets,
             max_rows=self._max_rows,
         )
-        shares_gpu = (self._in_process or self.spec.placement == "beside") and self.device.type == "cuda"
+        shares_gpu = (self._in_process or self.spec.placement == "colocated") and self.device.type == "cuda"
         sleep = shares_gpu if self.spec.sleep == "auto" else self.spec.sleep
         return replace(options, sleep=sleep, extension=self._extension)
 

@@ -55,7 +55,7 @@ def test_ranks_fill_one_machine_after_the_other_and_replicas_take_what_is_left()
 
 
 def test_replicas_beside_share_the_gpus_of_the_ranks() -> None:
-    keys = ON_CLUSTER | vllm(replicas=12, placement="beside")
+    keys = ON_CLUSTER | vllm(replicas=12, placement="colocated")
     assert uses(keys) == ["8 ranks on GPU 0-7, 8 samplers on GPU 0-7", "4 ranks on GPU 0-3, 4 samplers on GPU 0-3"]
     first = planned(keys, TWO_OF_EIGHT).pools[0]
     assert first.name == "machine 1, GPU 0-7 (h100-80): trains and samples"
@@ -74,7 +74,7 @@ def test_each_machine_holds_the_memory_of_what_runs_on_it() -> None:
 
 def test_machines_that_are_used_alike_are_told_together() -> None:
     keys = ON_CLUSTER | {"trainer": {"kind": "deepspeed", "ranks": 16, "zero_stage": 3}}
-    names = [load.name for load in planned(keys | vllm(replicas=16, placement="beside"), TWO_OF_EIGHT).pools]
+    names = [load.name for load in planned(keys | vllm(replicas=16, placement="colocated"), TWO_OF_EIGHT).pools]
     assert names == ["each of machines 1-2, GPU 0-7 (h100-80): trains and samples", "memory of each of machines 1-2"]
 
 

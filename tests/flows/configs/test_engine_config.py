@@ -51,14 +51,14 @@ def test_what_cannot_go_together_is_refused_by_name(tmp_path: Path) -> None:
     ("sets", "message"),
     [
         (["sampler.replicas=0"], "replicas=0.*set replicas to 1 or more"),
-        (["sampler.replicas=2", "sampler.tensor_parallel=2"], "tensor_parallel=2.*placement='apart'"),
+        (["sampler.replicas=2", "sampler.tensor_parallel=2"], "tensor_parallel=2.*placement='dedicated'"),
         (["sampler.replicas=2"], "trainer.kind='torch'.*set trainer.kind='deepspeed'"),
         (["sampler.replicas=3", "trainer.kind=deepspeed", "trainer.ranks=2"], "give at most 2 replicas"),
     ],
 )
-def test_replicas_beside_need_ranks_to_stand_beside(sets: list[str], message: str) -> None:
+def test_colocated_replicas_need_as_many_ranks(sets: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        load_engine(None, ["sampler.kind=vllm", "sampler.placement=beside", *sets])
+        load_engine(None, ["sampler.kind=vllm", "sampler.placement=colocated", *sets])
 
 
 def test_memory_does_not_reach_replicas() -> None:
@@ -74,7 +74,7 @@ def test_memory_does_not_reach_replicas() -> None:
         (["trainer.kind=deepspeed"], 0, 1),
         (["trainer.kind=deepspeed", "trainer.ranks=3"], 8, 3),
         (["trainer.kind=deepspeed", "sampler.kind=vllm", "sampler.replicas=2", "sampler.tensor_parallel=2"], 8, 4),
-        (["trainer.kind=deepspeed", "sampler.kind=vllm", "sampler.replicas=2", "sampler.placement=beside"], 8, 8),
+        (["trainer.kind=deepspeed", "sampler.kind=vllm", "sampler.replicas=2", "sampler.placement=colocated"], 8, 8),
         (["trainer.kind=deepspeed", "sampler.kind=vllm"], 8, 8),
     ],
 )

@@ -22,7 +22,7 @@ from engine.losses.values import MSESpec
 from engine.protocol import SamplingParams
 from engine.text.threads import StringThread
 from flows.configs.validation import Every
-from flows.training.graders import grading_of
+from flows.training.arguments import grading_of
 from storage.chain.records import PolicyRef
 from storage.inspect.accounting import step_inputs
 from storage.store.artifacts import ArtifactRef

@@ -20,8 +20,7 @@ from flows.display.terminal import TerminalProgress
 from flows.ops.hooks import ON_END
 from flows.runs.session import open_run
 from flows.training.aliases import accept_aliases
-from flows.training.episode_options import check_episode_options, check_turn_options, episode_plan
-from flows.training.options import EpisodeOptions
+from flows.training.options import EpisodeOptions, check_episode_options, check_turn_options, episode_plan
 from flows.training.rollout_collection import RolloutsAndGrades
 from flows.training.rollout_flow import episode_arguments, train_on_episodes
 from flows.training.rollout_loop import RolloutLoop

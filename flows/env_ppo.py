@@ -22,8 +22,7 @@ from flows.ops.hooks import ON_END
 from flows.runs.session import open_run
 from flows.training.aliases import PPO_ALIASES, accept_aliases
 from flows.training.critic import Critic, check_ppo_options
-from flows.training.episode_options import check_episode_options, episode_plan
-from flows.training.options import EpisodePPOOptions
+from flows.training.options import EpisodePPOOptions, check_episode_options, episode_plan
 from flows.training.rollout_collection import RolloutsAndGrades
 from flows.training.rollout_flow import episode_arguments, train_on_episodes, value_arguments
 from flows.training.rollout_loop import RolloutLoop

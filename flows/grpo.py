@@ -19,7 +19,7 @@ from flows.display.terminal import TerminalProgress
 from flows.ops.hooks import ON_END
 from flows.runs.session import open_run
 from flows.training.aliases import accept_aliases
-from flows.training.graders import grading_of
+from flows.training.arguments import grading_of
 from flows.training.options import GRPOOptions
 from flows.training.rollout_collection import RolloutsAndGrades
 from flows.training.rollout_flow import reward_arguments, train_on_rewards

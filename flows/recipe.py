@@ -33,7 +33,7 @@ from flows.ops.termination import reraise_termination
 from flows.runs.recipe_context import RecipeContext
 from flows.runs.session import read_result, release_run, write_result
 from storage.serialization import Frozen, canonical_json
-from tasks.graders.running.workspace import grading_in
+from tasks.graders.setting import grading_in
 
 __all__ = ["InputConfig", "RecipeContext", "recipe_main"]
 

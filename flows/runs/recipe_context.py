@@ -22,7 +22,7 @@ from storage.chain.run_record import create_or_check_run
 from storage.serialization import canonical_json, digest
 from storage.store import keys
 from storage.store.artifacts import Provenance
-from tasks.graders.running.workspace import set_grading_workspace
+from tasks.graders.setting import set_grading_workspace
 
 
 class Positioned(Protocol):

@@ -5,6 +5,10 @@ from __future__ import annotations
 from numbers import Real
 from typing import overload
 
+from tasks.graders.base import BaseGrader, FunctionGrader
+from tasks.graders.spec import GraderSpec, in_process_spec, require_durable, source_digest
+from tasks.sampling.grading import Grading
+
 
 @overload
 def whole_number(name: str, value: float) -> int: ...
@@ -28,3 +32,19 @@ def check_one_length(length: str, steps: int | None, epochs: int | None) -> None
     """Raises ValueError when both a number of steps, by the argument `length`, and a number of epochs are given."""
     if steps is not None and epochs is not None:
         raise ValueError(f"both {length}={steps} and epochs={epochs} were given; give one of them")
+
+
+def grading_of(grader: BaseGrader | GraderSpec | Grading) -> Grading:
+    """How a grader is used. Raises GraderSpecError for a grader that another process could not construct again."""
+    if isinstance(grader, Grading):
+        return grader
+    if not isinstance(grader, BaseGrader | GraderSpec):
+        raise TypeError(f"{grader!r:.80} was given as the grader; give a BaseGrader, a GraderSpec or a Grading")
+    if isinstance(grader, FunctionGrader):
+        grader = in_process_spec(grader, version=grader.version)
+    elif isinstance(grader, BaseGrader):
+        # a class is identified by its source; a closure has only the version that its author gives
+        source = source_digest(f"{type(grader).__module__}:{type(grader).__qualname__}")
+        grader = in_process_spec(grader, version=source)
+    require_durable(grader)
+    return Grading(grader=grader)

@@ -1,7 +1,8 @@
 """The keyword arguments of the training classes, as types: an editor lists them, and a type checker refuses others.
 
-Types only: the default, the bounds and the description of an option are in the config class that has a field of its
-name (flows.configs). `read_options` makes a config of the options of a class.
+The default, the bounds and the description of an option are in the config class that has a field of its name
+(flows.configs). `read_options` makes a config of the options of a class. The options of the training classes in
+environments are read and checked here as well.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from engine.losses.base import LossNorm
 from engine.losses.kl import KLEstimator
 from engine.losses.policy_gradient import PolicyLoss
 from flows.callbacks import Callback
-from flows.configs.reinforcement import KLControl, KLPlace, RefillEnd
+from flows.configs.defaults import default_of
+from flows.configs.reinforcement import BatchRules, KLControl, KLPlace, RefillEnd
 from flows.display.terminal import TerminalProgress
 from flows.loggers import StageNotifier
 from flows.training.checkpointing import CheckpointSchedule
@@ -24,9 +26,18 @@ from storage.serialization import Frozen
 from tasks.batches.ppo import Returns
 from tasks.batches.rl import AdvantageEstimator
 from tasks.batches.truncation import Cut
+from tasks.credit.advantages import ESTIMATORS
+from tasks.environments.base import EnvironmentFactory
+from tasks.environments.spec import EnvironmentSpec, in_process_spec
 from tasks.sampling.completions import Truncation
+from tasks.sampling.episodes import EpisodePlan
 
 Config = TypeVar("Config", bound=Frozen)
+
+NOT_OF_EPISODES = (
+    "dynamic_sampling", "mask_truncated", "overlong_buffer", "overlong_penalty", "max_refill_rounds", "refill_end",
+)  # fmt: skip
+"""Options that act on single answers, of which an episode has several."""
 
 
 class LoopOptions(TypedDict, total=False):
@@ -190,3 +201,32 @@ def read_options(config_type: type[Config], options: Mapping[str, Any], **values
     """A config of the options that its fields name, and of `values`. Raises ValidationError, a ValueError."""
     named = {name: options[name] for name in config_type.model_fields if name in options}
     return config_type.model_validate(named | values)
+
+
+def episode_plan(environment: EnvironmentFactory | EnvironmentSpec, options: EpisodeLimits) -> EpisodePlan:
+    """The environment and the limits of its episodes. A factory is one of this process."""
+    if isinstance(environment, EnvironmentFactory):
+        environment = in_process_spec(environment)
+    limits = {name: value for name, value in options.items() if name in EpisodeLimits.__annotations__}
+    return EpisodePlan.model_validate({"environment": environment, **limits})
+
+
+def check_episode_options(options: Mapping[str, Any]) -> None:
+    """Raises ValueError for options that act on single answers."""
+    acting = [name for name in NOT_OF_EPISODES if name in options and options[name] != default_of(BatchRules, name)]
+    if acting:
+        raise ValueError(f"{acting} act on single answers, and an episode has several; leave them out")
+    if "grader" in options:
+        raise ValueError("the environment grades the turns of an episode; leave the grader out")
+
+
+def check_turn_options(options: Mapping[str, Any]) -> None:
+    """Raises ValueError for options that have no meaning where each turn has one advantage."""
+    kl_in = options.get("kl_in", "loss")
+    if kl_in != "loss":
+        raise ValueError(f"kl_in={kl_in!r}: in environments the KL term is in the loss; leave it out")
+    estimator = options.get("advantage_estimator")
+    if estimator is not None and estimator not in ESTIMATORS:
+        raise ValueError(
+            f"advantage_estimator={estimator!r} has no advantage per turn; take one of {', '.join(ESTIMATORS)}"
+        )

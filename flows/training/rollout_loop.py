@@ -79,7 +79,7 @@ class RolloutLoop(TrainingLoop):
         self.ends_with_the_data = False
         """Whether no length was given, and the run is one pass over the dataset."""
         # the algorithm
-        self.algorithm = _algorithm(self.algorithm_type, options, self.max_steps)
+        self.algorithm = _algorithm(self.algorithm_type, options, self.max_steps, self.epochs)
         self.regularisation = read_options(self.regularisation_type, options)
         self.rules = read_options(BatchRules, options)
         self.max_prompt_tokens = options.get("max_prompt_tokens")
@@ -241,7 +241,7 @@ class RolloutLoop(TrainingLoop):
 
 
 def _algorithm(
-    algorithm_type: type[GRPOAlgorithm], options: PolicyOptions, max_steps: int | None
+    algorithm_type: type[GRPOAlgorithm], options: PolicyOptions, max_steps: int | None, epochs: int | None
 ) -> GRPOAlgorithm:
     """The settings of the algorithm. Raises ValueError for a count that is none, and ValidationError for the rest."""
     values: Mapping[str, Any] = options
@@ -250,7 +250,6 @@ def _algorithm(
     batch = counts.get("samples_per_batch", default_of(algorithm_type, "samples_per_batch"))
     minibatch = counts.get("samples_per_mini_batch", default_of(algorithm_type, "samples_per_mini_batch"))
     counts["samples_per_mini_batch"] = min(minibatch, batch)
-    epochs = whole_number("epochs", options.get("epochs"))
     return read_options(algorithm_type, options, **counts, steps=max_steps, epochs=epochs)
 
 

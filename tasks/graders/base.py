@@ -68,8 +68,8 @@ class BaseGrader(ABC):
         return (await self.grade(thread)).value
 
     async def setup(self) -> None:  # noqa: B027  optional for a subclass
-        """Called once, by the owner of the grader, before the first grade. `tasks.graders.running.workspace` says on
-        which engine and store it works."""
+        """Called once, by the owner of the grader, before the first grade. It uses the engine and the store of the
+        context of `tasks.graders.setting`."""
 
     async def teardown(self) -> None:  # noqa: B027  optional for a subclass
         """Called once, by the owner of the grader, after the last grade."""

@@ -15,7 +15,7 @@ from engine.errors import WorkerDied
 from engine.text.threads import StringThread
 from tasks.graders.base import BaseGrader, Grade, GraderCrashed, GraderError, IgnoreGradeException
 from tasks.graders.running.worker_pool import WorkerFailed, WorkerPool, WorkerProcessDied
-from tasks.graders.running.workspace import grading_cluster
+from tasks.graders.setting import grading_cluster
 
 MAX_PROCESSES = 4
 """Worker processes on this machine. On a cluster, each machine has as many as it has CPUs."""

@@ -18,7 +18,7 @@ from engine.text.stored_models import renderer_of
 from engine.text.threads import StringThread
 from engine.workspace import Workspace, derive_seed
 from tasks.graders.base import GraderError, IgnoreGradeException
-from tasks.graders.running.workspace import WorkspaceContext
+from tasks.graders.setting import WorkspaceContext
 
 logger = logging.getLogger("ostinato.graders")
 

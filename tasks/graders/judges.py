@@ -15,7 +15,7 @@ from engine.text.threads import StringThread
 from storage.serialization import Frozen
 from tasks.graders.base import BaseGrader, Grade, IgnoreGradeException
 from tasks.graders.judge_models import JudgeModel, UnusableAnswer, ask, handle_of, spawn_judge
-from tasks.graders.running.workspace import Client, grading_workspace
+from tasks.graders.setting import Client, grading_workspace
 
 Answer = TypeVar("Answer", bound=BaseModel)
 

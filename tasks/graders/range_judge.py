@@ -16,7 +16,7 @@ from engine.text.threads import StringThread
 from tasks.graders.base import Grade, GraderError
 from tasks.graders.judge_models import JudgeModel, ScoringText, UnusableAnswer
 from tasks.graders.judges import JudgeGrader, as_material
-from tasks.graders.running.workspace import Client
+from tasks.graders.setting import Client
 
 MAX_SCORES = 101
 

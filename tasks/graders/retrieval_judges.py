@@ -18,7 +18,7 @@ from tasks.graders.base import Grade, GraderError, IgnoreGradeException
 from tasks.graders.judge_models import JudgeModel, UnusableAnswer
 from tasks.graders.judges import JudgeGrader
 from tasks.graders.rules import from_metadata
-from tasks.graders.running.workspace import Client
+from tasks.graders.setting import Client
 
 # A full stop inside a number or a name has no space after it. The end of a line also ends a sentence, as in lists.
 _SENTENCE_END = re.compile(r"([.!?][\"')\]]*)\s+")

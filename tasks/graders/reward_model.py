@@ -9,7 +9,7 @@ from engine.handles import Model
 from engine.text.threads import StringThread
 from engine.workspace import Workspace
 from tasks.graders.base import BaseGrader, Grade, GraderError
-from tasks.graders.running.workspace import WorkspaceContext, grading_workspace
+from tasks.graders.setting import WorkspaceContext, grading_workspace
 
 
 @runtime_checkable

@@ -17,7 +17,7 @@ from engine.text.threads import StringThread
 from tasks.graders.base import Grade, GraderError, IgnoreGradeException, as_number
 from tasks.graders.judge_models import JudgeModel
 from tasks.graders.judges import JudgeGrader
-from tasks.graders.running.workspace import Client
+from tasks.graders.setting import Client
 
 # The name, docstring and fields of the answer class are part of the JSON schema that judges are shown.
 

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 from engine.workspace import Workspace
 from tasks.graders.base import BaseGrader
 from tasks.graders.running.futures import retrieve_exception
-from tasks.graders.running.workspace import grading_in
+from tasks.graders.setting import grading_in
 from tasks.graders.spec import GraderSpec, build
 
 logger = logging.getLogger("ostinato.graders")

@@ -19,7 +19,7 @@ from flows.env_ppo import ENVPPO
 from flows.grpo import GRPO
 from flows.gspo import GSPO
 from flows.ppo import PPO
-from flows.training.episode_options import NOT_OF_EPISODES
+from flows.training.options import NOT_OF_EPISODES
 from tasks.graders.spec import grader_spec
 from tests.fixtures.guessing import GuessFactory, guess_config
 

@@ -25,7 +25,7 @@ from storage.chain.records import Chain
 from tasks.graders.base import GraderError
 from tasks.graders.judges import BinaryJudgeGrader
 from tasks.graders.range_judge import RangeJudgeGrader
-from tasks.graders.running.workspace import grading_in
+from tasks.graders.setting import grading_in
 from tasks.graders.spec import grader_spec
 from tests.fixtures.engines import DETERMINISTIC
 from tests.fixtures.http_engine import running_server

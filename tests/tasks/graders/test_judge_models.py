@@ -25,7 +25,7 @@ from tasks.graders.range_judge import NUMBER_ONLY, RangeJudgeGrader
 from tasks.graders.retrieval_judges import AnswerRelevancyGrader, ContextRelevancyGrader, FaithfulnessGrader
 from tasks.graders.running.grade_threads import grade_threads
 from tasks.graders.running.shared_graders import tear_down_idle_graders
-from tasks.graders.running.workspace import grading_in
+from tasks.graders.setting import grading_in
 from tasks.graders.spec import grader_spec
 from tasks.sampling.grading import Grading, grade_shard
 from tests.fixtures.engines import DETERMINISTIC, PROVENANCE

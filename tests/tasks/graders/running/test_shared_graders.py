@@ -13,7 +13,7 @@ from tasks.graders.base import BaseGrader, Grade, GraderError
 from tasks.graders.running import shared_graders
 from tasks.graders.running.grade_threads import grade_threads
 from tasks.graders.running.shared_graders import shared_grader, tear_down_idle_graders
-from tasks.graders.running.workspace import grading_in, grading_workspace
+from tasks.graders.setting import grading_in, grading_workspace
 from tasks.graders.spec import GraderSpec, in_process_spec
 from tests.fixtures.engines import PROVENANCE
 

@@ -1,6 +1,6 @@
-"""Rows of an RL batch as Arrow columns: whole shards at a time, no Python object per token.
+"""Builds the rows of an RL batch as Arrow columns, whole shards at a time, without a Python object per token.
 
-Axes: N row, T token of all rows
+Axes: N row · T token of all rows, one after the other
 """
 
 from __future__ import annotations
@@ -16,137 +16,153 @@ from tasks.credit.advantages import ESTIMATORS, Rewards
 
 
 class Grades:
-    """The grades of a whole step, and the advantages over them: some tens of bytes per completion, however long it is.
+    """The grades of all completions of a step, and the advantages computed from them.
 
-    Its rows are those of the shards, one after the other. `table` has prompt_id, completion, reward and status.
+    It holds some tens of bytes per completion, so all grades of a step fit into memory. Its rows are the rows of the
+    shards, one shard after the other. `table` has the columns prompt_id, completion, reward and status.
     """
 
     def __init__(self, table: pa.Table) -> None:
-        self._prompts, self._completions = (_whole(table.column(name)) for name in ("prompt_id", "completion"))
+        self._prompts = _in_one_chunk(table.column("prompt_id"))
+        self._completions = _in_one_chunk(table.column("completion"))
         valid = pc.equal(table.column("status"), "ok")
-        self.rewards: pa.Array = _whole(pc.if_else(valid, table.column("reward"), pa.scalar(None, pa.float64())))
+        rewards = pc.if_else(valid, table.column("reward"), pa.scalar(None, pa.float64()))
+        self.rewards: pa.Array = _in_one_chunk(rewards)
         """Null where the grade is masked or ignored."""
         self.shaped_N = self.rewards.to_numpy(zero_copy_only=False).astype(np.float64)
-        """The rewards as they become advantages: with whatever was taken off them; NaN where there is none."""
+        """The rewards minus the penalties, from which advantages are computed; NaN where there is no reward."""
         self.masked_N = np.zeros(len(self.rewards), dtype=bool)
-        """Left out of the batch, though their rewards count in their groups."""
-        self._kept = np.zeros(len(self.rewards), dtype=bool)
+        """True for completions that are left out of the batch. Their rewards still count in their groups."""
+        self._in_batch_N = np.zeros(len(self.rewards), dtype=bool)
 
     def advantages(self, estimator: str) -> np.ndarray:
-        """float32 [N]: NaN where the grade is masked or ignored."""
+        """float32 [N]: the advantage of each completion; NaN where the grade is masked or ignored."""
         shaped = [None if np.isnan(reward) else reward for reward in self.shaped_N.tolist()]
-        return advantages_of(self._prompts, shaped, estimator)
+        return group_advantages(self._prompts, shaped, estimator)
 
     def mask_equal_groups(self) -> None:
         """Leaves out the completions of each prompt whose valid rewards are all equal."""
-        codes_N = self._prompts.dictionary_encode().indices.to_numpy(zero_copy_only=False)
+        group_N = _group_numbers(self._prompts)
+        groups = group_N.max(initial=-1) + 1
+        # A group without a valid reward keeps low = inf and high = -inf, so it counts as equal and is masked.
+        low, high = np.full(groups, np.inf), np.full(groups, -np.inf)
         valid_N = ~np.isnan(self.shaped_N)
-        low, high = (np.full(codes_N.max(initial=-1) + 1, start) for start in (np.inf, -np.inf))
-        np.minimum.at(low, codes_N[valid_N], self.shaped_N[valid_N])
-        np.maximum.at(high, codes_N[valid_N], self.shaped_N[valid_N])
-        self.masked_N |= ~(low < high)[codes_N]
+        np.minimum.at(low, group_N[valid_N], self.shaped_N[valid_N])
+        np.maximum.at(high, group_N[valid_N], self.shaped_N[valid_N])
+        self.masked_N |= ~(low < high)[group_N]
 
     @property
-    def kept_rows(self) -> np.ndarray:
-        """Indices of the completions that were kept so far, in the order of the batch."""
-        return np.flatnonzero(self._kept)
+    def batch_rows(self) -> np.ndarray:
+        """Indices of the completions that `batch_columns_of` put into the batch so far, in the order of the batch."""
+        return np.flatnonzero(self._in_batch_N)
 
     @property
     def prompts_N(self) -> np.ndarray:
         return self._prompts.to_numpy(zero_copy_only=False)
 
-    def kept(self, rollouts: pa.Table, start: int, advantages_N: np.ndarray) -> dict[str, pa.Array] | None:
-        """Columns of the batch for the shard whose grades begin at row `start`: what has a grade, is not masked and not
-        empty. None when these are not its grades, in its order."""
+    def batch_columns_of(self, rollouts: pa.Table, start: int, advantages_N: np.ndarray) -> dict[str, pa.Array] | None:
+        """The columns of the batch for the shard whose grades begin at row `start`, without the completions that are
+        empty, masked or without a grade. None if the rows from `start` are not the grades of this shard."""
+        # The grades must be in the same order as the rollouts: a wrong order would train on the rewards of others.
         part = slice(start, start + rollouts.num_rows)
-        named = (self._prompts, "prompt_id"), (self._completions, "completion")
-        if not all(mine[part].equals(_whole(rollouts.column(name))) for mine, name in named):
+        same_prompts = self._prompts[part].equals(_in_one_chunk(rollouts.column("prompt_id")))
+        same_completions = self._completions[part].equals(_in_one_chunk(rollouts.column("completion")))
+        if not same_prompts or not same_completions:
             return None
-        teaches_N = _lengths(_whole(rollouts.column("completion_ids"))) > 0
-        self._kept[part] = teaches_N & ~np.isnan(self.shaped_N[part]) & ~self.masked_N[part]
-        mask = pa.array(self._kept[part])
-        return batch_columns(
-            rollouts.filter(mask), advantages_N[part][self._kept[part]], self.rewards[part].filter(mask)
-        )
 
-    def prompts_kept(self) -> int:
-        """Prompts with at least one row that was kept so far."""
-        return len(pc.unique(self._prompts.filter(pa.array(self._kept))))
+        # Choose the rows that are trained.
+        has_tokens_N = _lengths(_in_one_chunk(rollouts.column("completion_ids"))) > 0
+        trained_N = has_tokens_N & ~np.isnan(self.shaped_N[part]) & ~self.masked_N[part]
+        self._in_batch_N[part] = trained_N
+        mask = pa.array(trained_N)
+        return batch_columns(rollouts.filter(mask), advantages_N[part][trained_N], self.rewards[part].filter(mask))
+
+    def prompts_in_batch(self) -> int:
+        """Number of prompts with at least one row in the batch so far."""
+        return len(pc.unique(self._prompts.filter(pa.array(self._in_batch_N))))
 
 
-def advantages_of(prompts_N: pa.Array, rewards_N: Rewards, estimator: str) -> np.ndarray:
-    """float32 [N]: the advantage of each completion over its prompt's group, wherever in the step its members are. A
-    reward that is None (masked, ignored) gets NaN and leaves only itself out: one bad sample never drops its group."""
-    codes_N = prompts_N.dictionary_encode().indices.to_numpy(zero_copy_only=False)
-    order_N = np.argsort(codes_N, kind="stable")
-    bounds = np.flatnonzero(np.diff(codes_N[order_N])) + 1
-    found_N = np.full(len(codes_N), np.nan, dtype=np.float32)
-    for members in np.split(order_N, bounds) if len(order_N) else ():
-        group = ESTIMATORS[estimator]([rewards_N[i] for i in members])
-        found_N[members] = [np.nan if value is None else value for value in group]
-    return found_N
+def group_advantages(prompts_N: pa.Array, rewards_N: Rewards, estimator: str) -> np.ndarray:
+    """float32 [N]: the advantage of each completion within the group of its prompt, whose members may be in different
+    shards. A reward that is None (masked or ignored) gets NaN; the rest of its group still gets advantages."""
+    # Sort the rows by group, so that a group is one slice of the order.
+    group_N = _group_numbers(prompts_N)
+    order_N = np.argsort(group_N, kind="stable")
+    group_starts = np.flatnonzero(np.diff(group_N[order_N])) + 1
+    advantages_N = np.full(len(group_N), np.nan, dtype=np.float32)
+    if len(order_N) == 0:
+        return advantages_N
+    for members in np.split(order_N, group_starts):
+        advantages_G = ESTIMATORS[estimator]([rewards_N[i] for i in members])
+        advantages_N[members] = [np.nan if advantage is None else advantage for advantage in advantages_G]
+    return advantages_N
 
 
 def batch_columns(rollouts: pa.Table, advantages_N: np.ndarray, rewards_N: pa.Array) -> dict[str, pa.Array]:
-    """The columns of a batch but the trainer's logprobs: prompt and completion as one sequence, weight 1 on the
-    completion. `rollouts` holds the kept rows only."""
-    prompts, completions = (_whole(rollouts.column(name)) for name in ("prompt_ids", "completion_ids"))
-    ids, trained_T, offsets = _joined(prompts, completions)
+    """The columns of a batch without the trainer's logprobs. Prompt and completion become one sequence, with weight 1
+    on the tokens of the completion. All rows of `rollouts` are trained."""
+    prompts = _in_one_chunk(rollouts.column("prompt_ids"))
+    completions = _in_one_chunk(rollouts.column("completion_ids"))
+    token_ids_T, from_completion_T, offsets = _concatenate_rows(prompts, completions)
     lengths_N = _lengths(completions)
-    images = {"images": _whole(rollouts.column("images"))} if "images" in rollouts.column_names else {}
-    return {
-        "group": _whole(rollouts.column("prompt_id")),
-        "completion": _whole(rollouts.column("completion")),
-        "token_ids": _lists(offsets, ids, pa.int32()),
-        "weights": _lists(offsets, trained_T.astype(np.float32), pa.float32()),
+    columns = {
+        "group": _in_one_chunk(rollouts.column("prompt_id")),
+        "completion": _in_one_chunk(rollouts.column("completion")),
+        "token_ids": _lists(offsets, token_ids_T, pa.int32()),
+        "weights": _lists(offsets, from_completion_T.astype(np.float32), pa.float32()),
         "advantages": _lists(_offsets(lengths_N), np.repeat(advantages_N, lengths_N), pa.float32()),
-        "sampler_logprobs": _whole(rollouts.column("logprobs")),
+        "sampler_logprobs": _in_one_chunk(rollouts.column("logprobs")),
         "reward": rewards_N,
-        **images,  # which stand in the prompt: their places are those of the whole sequence
     }
+    if "images" in rollouts.column_names:
+        # Images are in the prompt, so their positions are the same in the whole sequence.
+        columns["images"] = _in_one_chunk(rollouts.column("images"))
+    return columns
 
 
 def batch_table(
     columns: dict[str, pa.Array], old: Sequence[Sequence[float]] | None, reference: Sequence[Sequence[float]] | None
 ) -> pa.Table:
-    """The rows of a batch with the logprobs that its loss compares with; None: it compares with none."""
-    schema, rows = table_schema("batch", columns), len(columns["group"])
+    """The rows of a batch with the old and the reference logprobs. None leaves that column null: the loss does not use
+    it."""
+    schema = table_schema("batch", columns)
+    rows = len(columns["group"])
+    arrays = {field.name: pa.nulls(rows, field.type) for field in schema if field.nullable}
+    arrays |= columns
     for name, values in (("old_logprobs", old), ("reference_logprobs", reference)):
         if values is not None:
-            columns = columns | {name: pa.array(values, schema.field(name).type)}
-    none = {field.name: pa.nulls(rows, field.type) for field in schema if field.nullable}
-    return pa.table([(none | columns)[name] for name in schema.names], schema=schema)
+            arrays[name] = pa.array(values, schema.field(name).type)
+    return pa.table([arrays[name] for name in schema.names], schema=schema)
 
 
-def with_lists(table: pa.Table, name: str, values_T: np.ndarray) -> pa.Table:
-    """The batch with this column, one value per trained token of all rows."""
+def with_token_column(table: pa.Table, name: str, values_T: np.ndarray) -> pa.Table:
+    """Replaces the column `name` of the batch. `values_T` has one value per trained token of all rows."""
     lists = _lists(_offsets(trained_lengths(table)), values_T.astype(np.float32), pa.float32())
     return table.set_column(table.column_names.index(name), table.schema.field(name), lists)
 
 
 def trained_lengths(table: pa.Table) -> np.ndarray:
-    """int64 [N]: trained tokens of each row."""
-    return _lengths(_whole(table["advantages"]))
+    """int64 [N]: number of trained tokens of each row."""
+    return _lengths(_in_one_chunk(table["advantages"]))
 
 
-def policy_gap(table: pa.Table, old: str) -> np.ndarray:
-    """float64 [T]: logprob of the column `old` less the reference's, nats, at each trained token."""
-    mine, theirs = (_flat(_whole(table[name])).astype(np.float64) for name in (old, "reference_logprobs"))
-    return mine - theirs
+def gap_to_reference(table: pa.Table, column: str) -> np.ndarray:
+    """float64 [T]: the logprobs in `column` minus the reference's, in nats, at each trained token."""
+    return _token_values(table, column) - _token_values(table, "reference_logprobs")
 
 
 class LogprobGap:
-    """Mean |sampler - trainer| logprob of batches, nats, over the tokens that have both."""
+    """Mean |sampler - trainer| logprob of batches, in nats, over the tokens that have both."""
 
     def __init__(self) -> None:
         self.total, self.tokens = 0.0, 0
 
     def add(self, batch: pa.Table) -> None:
-        """Counts the tokens of `batch`, too."""
-        both = batch.filter(pc.and_(pc.is_valid(batch["old_logprobs"]), pc.is_valid(batch["sampler_logprobs"])))
-        trainer_T, sampler_T = (
-            _flat(_whole(both[name])).astype(np.float64) for name in ("old_logprobs", "sampler_logprobs")
-        )
+        """Includes the tokens of `batch` in the mean."""
+        has_both = pc.and_(pc.is_valid(batch["old_logprobs"]), pc.is_valid(batch["sampler_logprobs"]))
+        rows = batch.filter(has_both)
+        trainer_T = _token_values(rows, "old_logprobs")
+        sampler_T = _token_values(rows, "sampler_logprobs")
         self.total += float(np.abs(trainer_T - sampler_T).sum())
         self.tokens += len(trainer_T)
 
@@ -156,25 +172,39 @@ class LogprobGap:
         return self.total / self.tokens if self.tokens else None
 
 
-def _joined(first: pa.ListArray, second: pa.ListArray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Each row's two lists as one: the values, whether each is of the second list, and the rows' offsets."""
-    one_N, two_N = _lengths(first), _lengths(second)
-    offsets = _offsets(one_N + two_N)
-    from_second_T = np.repeat(np.tile([False, True], len(one_N)), np.stack([one_N, two_N], axis=1).ravel())
+def _concatenate_rows(first: pa.ListArray, second: pa.ListArray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Concatenates the two lists of each row. Returns the values of all rows, whether each value comes from the second
+    list, and the offsets of the rows."""
+    first_N, second_N = _lengths(first), _lengths(second)
+    offsets = _offsets(first_N + second_N)
+    # Lengths in the order of the values: first list of row 0, second list of row 0, first list of row 1, ...
+    lengths = np.stack([first_N, second_N], axis=1).ravel()
+    from_second_T = np.repeat(np.tile([False, True], len(first_N)), lengths)
     values_T = np.empty(len(from_second_T), dtype=np.int32)
-    values_T[~from_second_T], values_T[from_second_T] = _flat(first), _flat(second)
+    values_T[~from_second_T] = _flatten(first)
+    values_T[from_second_T] = _flatten(second)
     return values_T, from_second_T, offsets
 
 
-def _whole(column: pa.ChunkedArray) -> pa.Array:
+def _group_numbers(prompts_N: pa.Array) -> np.ndarray:
+    """[N]: a number per prompt, from 0 in the order of first appearance."""
+    return prompts_N.dictionary_encode().indices.to_numpy(zero_copy_only=False)
+
+
+def _in_one_chunk(column: pa.ChunkedArray) -> pa.Array:
     return pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
+
+
+def _token_values(table: pa.Table, column: str) -> np.ndarray:
+    """float64 [T]: the values of a list column, all rows one after the other."""
+    return _flatten(_in_one_chunk(table[column])).astype(np.float64)
 
 
 def _lengths(lists: pa.ListArray) -> np.ndarray:
     return pc.list_value_length(lists).to_numpy(zero_copy_only=False).astype(np.int64)
 
 
-def _flat(lists: pa.ListArray) -> np.ndarray:
+def _flatten(lists: pa.ListArray) -> np.ndarray:
     return lists.flatten().to_numpy(zero_copy_only=False)
 
 
@@ -182,5 +212,5 @@ def _offsets(lengths_N: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(lengths_N)])
 
 
-def _lists(offsets: np.ndarray, values_T: np.ndarray, kind: pa.DataType) -> pa.ListArray:
-    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values_T, kind))
+def _lists(offsets: np.ndarray, values_T: np.ndarray, item_type: pa.DataType) -> pa.ListArray:
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values_T, item_type))

@@ -49,8 +49,10 @@ async def episode_value_batch(
     store = workspace.open_store()
     with timed("storage"):
         finished = read_trajectories(store, trajectories)
+
+    # The rows start with zeros as advantages. GAE replaces them, for it needs the values of all tokens of an episode.
     graded = {name: trajectory for name, trajectory in finished.items() if trajectory.grades}
-    no_advantages = {name: [0.0] * trajectory.turns for name, trajectory in graded.items()}  # computed below
+    no_advantages = {name: [0.0] * trajectory.turns for name, trajectory in graded.items()}
     tables = []
     prompts: set[str] = set()
     for columns in graded_chunks(store, trajectories, graded, no_advantages):
@@ -59,6 +61,8 @@ async def episode_value_batch(
         tables.append(credited_episodes(table, graded, values_T, plan, values))
         prompts.update(table["group"].to_pylist())
     check_graded(bool(tables), len(finished), step)
+
+    # Commit all rows as one batch.
     parents = (policy.uri, values.value.uri, *(ref.uri for ref in trajectories))
     return commit_credited(workspace, policy, key, tables, plan, values, parents=parents, prompts=len(prompts))
 
@@ -70,6 +74,7 @@ def credited_episodes(
     adjacent and in order."""
     names_N = list(zip(table["group"].to_pylist(), table["completion"].to_pylist(), strict=True))
     lengths_N = trained_lengths(table)
+    # GAE runs over an episode, which may be several rows: add up the trained tokens of its rows.
     names_E, lengths_E = [], []
     for name, members in groupby(range(len(names_N)), key=names_N.__getitem__):
         names_E.append(name)

@@ -55,9 +55,13 @@ async def trajectory_batch(
     if committed is not None:
         return committed
     store = workspace.open_store()
+
+    # Advantages need the grades of the whole step, since a prompt's trajectories may be in several shards.
     with timed("storage"):
         finished = read_trajectories(store, trajectories)
     advantages = step_advantages(finished.values(), plan.advantage_estimator, per_trajectory=per_trajectory)
+
+    # Score and write the rows chunk by chunk.
     prompts: set[str] = set()
     with TableWriter("batch") as writer:
         gap = LogprobGap()
@@ -68,6 +72,8 @@ async def trajectory_batch(
             with timed("storage"):
                 writer.write(table)
         check_graded(bool(writer.rows), len(finished), step)
+
+        # Commit. The call returns the batch of another process if that one was faster, and it may have another parent.
         with timed("storage"):
             committed = writer.commit(
                 store,
@@ -79,9 +85,9 @@ async def trajectory_batch(
     return require_parent(committed, policy.uri)
 
 
-def check_graded(any_graded: bool, finished: int, step: int) -> None:
+def check_graded(has_rows: bool, finished: int, step: int) -> None:
     """Raises BadSpec if no trajectory of a step is left to train."""
-    if not any_graded:
+    if not has_rows:
         raise BadSpec(
             f"step {step} has no graded trajectory: none of the {finished} finished trajectories has a grade; look at "
             "the reasons in the step's trajectories table, and grade episodes that a limit ends in Environment.on_limit"
@@ -105,7 +111,7 @@ def step_advantages(
         advantages_K = turn_advantages(grades_K, turns_K, estimator)
         for trajectory, advantages in zip(group_K, advantages_K, strict=True):
             if per_trajectory:
-                # turn 0 has the whole advantage of the only grade, whichever turn has that grade
+                # Turn 0 has the whole advantage of the only grade, whichever turn has that grade.
                 advantages = [advantages[0]] * trajectory.turns
             advantages_of[trajectory.prompt, trajectory.number] = advantages
     return advantages_of
@@ -121,10 +127,13 @@ def turn_advantages(
         grades_K: turn -> grade, of each trajectory.
         turns_K: number of turns of each trajectory.
     """
+    # Normalise all grades of the group together, in the order of trajectories and turns.
     grades_of_group: list[float] = []
     for grades in grades_K:
         grades_of_group += [grades[turn] for turn in sorted(grades)]
     normalised = iter(ESTIMATORS[estimator](grades_of_group))
+
+    # Read them back in the same order, and add them up from the last turn of each trajectory.
     advantages_K = []
     for grades, turns in zip(grades_K, turns_K, strict=True):
         normalised_of_turn = [np.float32(0.0)] * turns

@@ -30,6 +30,7 @@ async def async_map(function: Callable[[Item], Awaitable[Result]], items: Iterab
     try:
         return await asyncio.gather(*calls)
     except BaseException:
+        # `gather` leaves the other calls running. Wait until they have ended, so that none outlives this function.
         for call in calls:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
@@ -64,6 +65,7 @@ async def async_map_batch(
     results: list[Result] = []
     failures = 0
     limit = batch_size if max_failures is None else max_failures
+    # Each round takes only the items that are still missing, so that no result is computed and thrown away.
     while len(results) < batch_size:
         missing = batch_size - len(results)
         round_items = list(islice(source, missing))

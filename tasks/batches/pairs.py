@@ -50,12 +50,13 @@ async def pair_batch(
     """
 
     def pair_rows(record: Row, group: str, renderer: Renderer) -> list[Row]:
+        # A scalar model has no reference, and scores the whole conversation at its last token.
         whole = reference is None
         chosen = _row(renderer, record["chosen"], group, 0, whole=whole)
         rejected = _row(renderer, record["rejected"], group, 1, whole=whole)
         return [chosen | {"preferred": True}, rejected | {"preferred": False}]
 
-    return await _batch(
+    return await _commit_units(
         workspace, policy, base, dataset, rows, pair_rows, reference=reference, lengths=lengths, step=step
     )
 
@@ -83,10 +84,12 @@ async def rating_batch(
             )
         return [_row(renderer, record["thread"], group, 0, whole=True) | {"returns": [rating], "reward": rating}]
 
-    return await _batch(workspace, policy, base, dataset, rows, thread_row, reference=None, lengths=lengths, step=step)
+    return await _commit_units(
+        workspace, policy, base, dataset, rows, thread_row, reference=None, lengths=lengths, step=step
+    )
 
 
-async def _batch(  # noqa: PLR0913  the arguments of its two callers, and how they read a row
+async def _commit_units(  # noqa: PLR0913  the arguments of its two callers, and how they read a row
     workspace: Workspace,
     policy: PolicyRef,
     base: ArtifactRef,
@@ -98,6 +101,8 @@ async def _batch(  # noqa: PLR0913  the arguments of its two callers, and how th
     lengths: LengthPlan,
     step: int,
 ) -> ArtifactRef:
+    """Returns the committed batch of a step, and prepares it first if there is none. `convert` makes the batch rows of
+    one dataset row: two for a pair, one for a rated conversation. These rows are a unit, which is never divided."""
     key, committed = find_batch(workspace, policy, step)
     if committed is not None:
         return committed
@@ -114,10 +119,11 @@ async def _batch(  # noqa: PLR0913  the arguments of its two callers, and how th
             if length_check.fits(unit, record):
                 yield unit
 
+    # Convert, compare and write the units chunk by chunk.
     with TableWriter("batch") as writer:
         for chunk in _chunks(short_units()):
             if reference is not None:
-                await _compare(workspace, reference, chunk)
+                await _add_reference_logprobs(workspace, reference, chunk)
             with timed("storage"):
                 writer.write(chunk)
         if not writer.rows:
@@ -125,6 +131,8 @@ async def _batch(  # noqa: PLR0913  the arguments of its two callers, and how th
                 f"step {step + 1}: all {length_check.dropped} rows of the batch were dropped for their length; raise "
                 "the limit (max_tokens, max_batch_size)"
             )
+
+        # Commit the rows.
         extra: dict[str, JsonValue] = {"prompts": len(rows) - length_check.dropped, "logprob_gap": None}
         if length_check.dropped:
             extra["dropped"] = length_check.dropped
@@ -152,8 +160,8 @@ class _LengthCheck:
     def fits(self, unit: list[Row], record: Row) -> bool:
         """Raises SampleTooLong for a unit that is too long, unless such units are dropped."""
         length, limit = max(len(row["token_ids"]) for row in unit), self.longest_row
+        # Both conversations of a pair are in one forward pass, which computes their common beginning once.
         if self.forward_tokens is not None and (limit is None or length <= limit):
-            # both conversations of a pair are in one forward pass, which computes their common beginning once
             length, limit = _packed_tokens(unit), self.forward_tokens
         if limit is None or length <= limit:
             return True
@@ -168,6 +176,7 @@ class _LengthCheck:
 def _packed_tokens(unit: list[Row]) -> int:
     """Tokens of the rows in one forward pass, which computes their common beginning once."""
     sequences = [row["token_ids"] for row in unit]
+    # The last token of the shortest sequence is never shared, so that each sequence has a token of its own.
     longest_shared = min(len(tokens) for tokens in sequences) - 1
     shared = 0
     while shared < longest_shared and len({tokens[shared] for tokens in sequences}) == 1:
@@ -207,8 +216,7 @@ def _chunks(units: Iterator[list[Row]]) -> Iterator[list[Row]]:
         yield chunk
 
 
-async def _compare(workspace: Workspace, reference: PolicyRef, rows: list[Row]) -> None:
-    """Adds the reference's logprobs to the rows."""
+async def _add_reference_logprobs(workspace: Workspace, reference: PolicyRef, rows: list[Row]) -> None:
     sequences = []
     for row in rows:
         images = images_from_rows(row.get("images"))

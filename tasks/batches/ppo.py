@@ -18,11 +18,19 @@ from storage.chain.records import PolicyRef
 from storage.serialization import Frozen
 from storage.store.artifacts import ArtifactRef, require_parent
 from storage.store.tables import TableWriter
-from tasks.batches.columns import Grades, LogprobGap, policy_gap, trained_lengths, with_lists
+from tasks.batches.columns import Grades, LogprobGap, trained_lengths, with_token_column
 from tasks.batches.committed import find_batch
-from tasks.batches.rl import BatchPlan, check_gradable, kept_chunks, scored, sequences_of, shape_rewards
+from tasks.batches.rl import (
+    BatchPlan,
+    check_gradable,
+    kl_per_token,
+    scored,
+    sequences_of,
+    shape_rewards,
+    trained_chunks,
+)
 from tasks.credit.gae import advantages_and_returns
-from tasks.credit.rewards import KL_OF_GAP, whiten
+from tasks.credit.rewards import whiten
 from tasks.reports.clock import timed
 from tasks.sampling.shards import read_tables
 
@@ -61,18 +69,22 @@ async def value_batch(
     with timed("storage"):
         grades = Grades(pa.concat_tables(read_tables(store, graded, ["prompt_id", "completion", "reward", "status"])))
         shape_rewards(store, rollouts, grades, plan)
-    no_advantages_N = np.zeros(len(grades.rewards), np.float32)  # they are computed below
+
+    # The rows start with zeros as advantages. GAE replaces them, for it needs the values of all tokens of a row.
+    no_advantages_N = np.zeros(len(grades.rewards), np.float32)
     tables: list[pa.Table] = []
     first = 0
-    for columns in kept_chunks(store, rollouts, graded, grades, no_advantages_N):
+    for columns in trained_chunks(store, rollouts, graded, grades, no_advantages_N):
         table = await scored(workspace, policy, columns, plan)
-        rows = grades.kept_rows[first : first + table.num_rows]
+        rows = grades.batch_rows[first : first + table.num_rows]
         first += table.num_rows
         old_values = await values_before(workspace, values.value, table)
         tables.append(credited(table, grades.shaped_N[rows], old_values, plan, values))
     check_gradable(bool(tables), grades, step)
+
+    # Commit all rows as one batch.
     parents = (policy.uri, values.value.uri, *(ref.uri for ref in (*rollouts, *graded)))
-    prompts = grades.prompts_kept()
+    prompts = grades.prompts_in_batch()
     return commit_credited(workspace, policy, key, tables, plan, values, parents=parents, prompts=prompts)
 
 
@@ -88,10 +100,11 @@ def commit_credited(
     prompts: int,
 ) -> ArtifactRef:
     """Commits these rows as one batch under `key`, with whitened advantages if `values` asks for them."""
+    # Whitening needs the advantages of the whole batch, so it cannot be done per chunk.
     batch = pa.concat_tables(tables)
     if values.whiten_advantages:
         advantages_T = batch["advantages"].combine_chunks().flatten().to_numpy()
-        batch = with_lists(batch, "advantages", whiten(advantages_T))
+        batch = with_token_column(batch, "advantages", whiten(advantages_T))
     gap = LogprobGap()
     gap.add(batch)
     with TableWriter("batch") as writer, timed("storage"):
@@ -120,9 +133,7 @@ def penalties(table: pa.Table, plan: BatchPlan) -> np.ndarray:
     """(T,) float64: the KL penalty of each trained token; zeros without a KL penalty in the reward."""
     if plan.reward_kl is None:
         return np.zeros(int(trained_lengths(table).sum()))
-    old = "old_logprobs" if plan.old_logprobs == "trainer" else "sampler_logprobs"
-    kl_T: np.ndarray = KL_OF_GAP[plan.reward_kl.estimator](policy_gap(table, old))
-    return plan.reward_kl.beta * kl_T
+    return plan.reward_kl.beta * kl_per_token(table, plan.reward_kl, plan)
 
 
 def with_credit(
@@ -136,7 +147,7 @@ def with_credit(
     if values.returns == "advantages":
         returns_T = advantages_T + values_T
     for name, column_T in (("advantages", advantages_T), ("returns", returns_T), ("old_values", values_T)):
-        table = with_lists(table, name, column_T)
+        table = with_token_column(table, name, column_T)
     return table
 
 

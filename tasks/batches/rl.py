@@ -27,7 +27,7 @@ from storage.serialization import Frozen
 from storage.store.artifacts import ArtifactRef, require_parent
 from storage.store.objects import ObjectStore
 from storage.store.tables import SCHEMAS, TableWriter, commit_table, read_rows, table_schema
-from tasks.batches.columns import Grades, LogprobGap, batch_table, policy_gap, trained_lengths, with_lists
+from tasks.batches.columns import Grades, LogprobGap, batch_table, gap_to_reference, trained_lengths, with_token_column
 from tasks.batches.committed import find_batch
 from tasks.batches.truncation import ANY_LENGTH, LengthPlan, cut
 from tasks.credit.rewards import (
@@ -35,8 +35,8 @@ from tasks.credit.rewards import (
     KL_OF_GAP,
     Overlong,
     RewardKL,
-    less_group_mean,
     reinforce_plus_plus,
+    subtract_group_mean,
     whiten,
 )
 from tasks.datasets.naming import row_name
@@ -101,17 +101,18 @@ async def rollout_batch(
         grades = Grades(pa.concat_tables(read_tables(store, graded, columns)))
         shape_rewards(store, rollouts, grades, plan)
 
-    # advantages now, or after the whole batch was scored
+    # Compute the advantages now, or write zeros and replace them after the whole batch was scored.
     if plan.needs_whole_batch:
         advantages_N = np.zeros(len(grades.rewards), np.float32)
     else:
         advantages_N = grades.advantages(plan.advantage_estimator)
+
+    # Score the rows chunk by chunk, so that memory does not grow with the number of rollouts.
     scored_tables: list[pa.Table] = []
     extra: dict[str, JsonValue] = {}
     with TableWriter("batch") as writer:
-        # score the rows chunk by chunk
         gap = LogprobGap()
-        for shards in kept_chunks(store, rollouts, graded, grades, advantages_N):
+        for shards in trained_chunks(store, rollouts, graded, grades, advantages_N):
             table = await scored(workspace, policy, shards, plan)
             gap.add(table)
             if math.isnan(gap.total):
@@ -130,6 +131,7 @@ async def rollout_batch(
                 writer.write(table)
         check_gradable(bool(writer.rows), grades, step)
 
+        # Commit. The call returns the batch of another process if that one was faster, and it may have another parent.
         with timed("storage"):
             committed = writer.commit(
                 store,
@@ -137,7 +139,7 @@ async def rollout_batch(
                 parents=(policy.uri, *(ref.uri for ref in (*rollouts, *graded))),
                 provenance=workspace.provenance,
                 extra={
-                    "prompts": grades.prompts_kept(),
+                    "prompts": grades.prompts_in_batch(),
                     "logprob_gap": gap.mean,
                     **plan.rules,
                     **extra,
@@ -146,9 +148,9 @@ async def rollout_batch(
     return require_parent(committed, policy.uri)
 
 
-def check_gradable(any_kept: bool, grades: Grades, step: int) -> None:
+def check_gradable(has_rows: bool, grades: Grades, step: int) -> None:
     """Raises BadSpec if no completion of a step is left to train."""
-    if not any_kept:
+    if not has_rows:
         raise BadSpec(
             f"step {step} has no gradable completion: all {len(grades.rewards)} sampled completions are empty, masked, "
             "ignored or left out by the rules of the batch; look at the reasons in the step's graded table"
@@ -157,7 +159,8 @@ def check_gradable(any_kept: bool, grades: Grades, step: int) -> None:
 
 def shape_rewards(store: ObjectStore, rollouts: list[ArtifactRef], grades: Grades, plan: BatchPlan) -> None:
     """Applies the rules that need no logprobs: dropped groups, the length penalty, masked truncated answers."""
-    if plan.drop_equal_groups:  # before any penalty, as informative_prompts counts them
+    # Compare rewards before any penalty, as `informative_prompts` does.
+    if plan.drop_equal_groups:
         grades.mask_equal_groups()
     if not plan.overlong and not plan.mask_truncated:
         return
@@ -177,28 +180,35 @@ def batch_level_advantages(table: pa.Table, grades: Grades, plan: BatchPlan) -> 
         The batch with its advantages, and what to add to its manifest: `reward_kl`, the mean KL per token in nats, if
         the reward has a KL penalty.
     """
-    lengths_N, rows = trained_lengths(table), grades.kept_rows
+    lengths_N, rows = trained_lengths(table), grades.batch_rows
     extra: dict[str, JsonValue] = {}
-    # the KL penalty of each token
     penalties_T = np.zeros(int(lengths_N.sum()))
     if plan.reward_kl is not None:
-        old = "old_logprobs" if plan.old_logprobs == "trainer" else "sampler_logprobs"
-        kl_T = KL_OF_GAP[plan.reward_kl.estimator](policy_gap(table, old))
+        kl_T = kl_per_token(table, plan.reward_kl, plan)
         penalties_T = plan.reward_kl.beta * kl_T
         extra = {"reward_kl": float(kl_T.mean())}
-    # advantages by the estimator
+
+    # This estimator credits the penalty of a token to the tokens before it.
     if plan.advantage_estimator == "reinforce_plus_plus":
         advantages_T = reinforce_plus_plus(grades.shaped_N[rows], penalties_T, lengths_N)
-        return with_lists(table, "advantages", advantages_T), extra
+        return with_token_column(table, "advantages", advantages_T), extra
+
+    # The others have one advantage per completion: subtract the sum of its penalties from its reward.
     grades.shaped_N[rows] -= np.add.reduceat(penalties_T, np.cumsum(lengths_N) - lengths_N)
     if plan.advantage_estimator == "reinforce_plus_plus_baseline":
         valid = ~np.isnan(grades.shaped_N)
         centred_N = np.full(len(grades.shaped_N), np.nan)
-        centred_N[valid] = less_group_mean(grades.shaped_N[valid], grades.prompts_N[valid])
+        centred_N[valid] = subtract_group_mean(grades.shaped_N[valid], grades.prompts_N[valid])
         advantages_T = whiten(np.repeat(centred_N[rows], lengths_N))
     else:
         advantages_T = np.repeat(grades.advantages(plan.advantage_estimator)[rows], lengths_N)
-    return with_lists(table, "advantages", advantages_T), extra
+    return with_token_column(table, "advantages", advantages_T), extra
+
+
+def kl_per_token(table: pa.Table, reward_kl: RewardKL, plan: BatchPlan) -> np.ndarray:
+    """(T,) float64: the KL to the reference at each trained token, in nats, by the estimator of `reward_kl`."""
+    old_column = "old_logprobs" if plan.old_logprobs == "trainer" else "sampler_logprobs"
+    return KL_OF_GAP[reward_kl.estimator](gap_to_reference(table, old_column))
 
 
 def informative_prompts(store: ObjectStore, graded: list[ArtifactRef]) -> int:
@@ -209,28 +219,30 @@ def informative_prompts(store: ObjectStore, graded: list[ArtifactRef]) -> int:
     return pc.sum(pc.not_equal(ranges["reward_min"], ranges["reward_max"])).as_py() or 0
 
 
-def kept_chunks(
+def trained_chunks(
     store: ObjectStore,
     rollouts: list[ArtifactRef],
     graded: list[ArtifactRef],
     grades: Grades,
     advantages_N: np.ndarray,
 ) -> Iterator[list[dict[str, pa.Array]]]:
-    """Yields the rows that are trained: whole shards in order, about CHUNK_TOKENS at a time."""
+    """Yields the columns of the rows that are trained, per shard: whole shards in order, about CHUNK_TOKENS at a time.
+    Raises BadSpec if a shard and its grades have different rows."""
     tables = read_tables(store, rollouts, ROLLOUT_COLUMNS)
     start, chunk, tokens = 0, [], 0
     for ref, grade_ref in zip(rollouts, graded, strict=True):
+        # The tables are read ahead; the time waiting for the next one counts as storage.
         with timed("storage"):
             shard = next(tables)
-        kept = grades.kept(shard, start, advantages_N)
-        if kept is None or shard.num_rows != grade_ref.rows:
+        columns = grades.batch_columns_of(shard, start, advantages_N)
+        if columns is None or shard.num_rows != grade_ref.rows:
             raise BadSpec(
                 f"the grades in {grade_ref.key} do not match the rows of {ref.key}; expected one grade per row in the "
                 "same order: pass each shard's own grades"
             )
         start += shard.num_rows
-        chunk.append(kept)
-        tokens += len(kept["token_ids"].flatten())
+        chunk.append(columns)
+        tokens += len(columns["token_ids"].flatten())
         if tokens >= CHUNK_TOKENS:
             yield chunk
             chunk, tokens = [], 0
@@ -251,7 +263,9 @@ async def scored(
     async def logprobs(scoring_policy: PolicyRef | None) -> list[list[float]] | None:
         if scoring_policy is None:
             return None
-        return await _logprobs(workspace, scoring_policy, sequences, plan.temperature) if sequences else []
+        if not sequences:
+            return []
+        return await _logprobs(workspace, scoring_policy, sequences, plan.temperature)
 
     old_logprobs = await logprobs(old_policy)
     reference_logprobs = await logprobs(plan.reference)
@@ -261,12 +275,14 @@ async def scored(
 def sequences_of(table: pa.Table | Mapping[str, pa.Array]) -> list[TokenSequence]:
     """The rows of a batch in the form in which the engine scores them."""
     names = table.column_names if isinstance(table, pa.Table) else table
-    token_ids, weights, groups = (table[name].to_pylist() for name in ("token_ids", "weights", "group"))
+    token_ids = table["token_ids"].to_pylist()
+    weights = table["weights"].to_pylist()
+    groups = table["group"].to_pylist()
     images = table["images"].to_pylist() if "images" in names else [None] * len(token_ids)
-    return [
-        TokenSequence(ids, row_weights, group, images_from_rows(row_images))
-        for ids, row_weights, group, row_images in zip(token_ids, weights, groups, images, strict=True)
-    ]
+    sequences = []
+    for row_ids, row_weights, group, row_images in zip(token_ids, weights, groups, images, strict=True):
+        sequences.append(TokenSequence(row_ids, row_weights, group, images_from_rows(row_images)))
+    return sequences
 
 
 async def _logprobs(
@@ -301,7 +317,7 @@ async def completion_batch(
     with timed("storage"):
         records = read_rows(store, dataset, rows)
 
-    # tokenise the conversations
+    # Tokenise the conversations.
     renderer = renderer_of(store, base)
     limit = lengths.limit(workspace, base)
     table_rows, truncated, dropped = [], 0, 0
@@ -320,7 +336,7 @@ async def completion_batch(
             "assistant turn to train on" + _why_nothing(truncated, dropped)
         )
 
-    # commit
+    # Commit the rows.
     schema = table_schema("batch", ["images"] if renderer.tokenizer.images else [])
     extra: dict[str, JsonValue] = {"prompts": len({row["group"] for row in table_rows}), "logprob_gap": None}
     if truncated:

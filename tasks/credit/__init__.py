@@ -1,1 +1,1 @@
-"""From rewards to advantages: normalisation, returns, GAE, KL controllers. Plain code without Prefect or torch."""
+"""Turns rewards into advantages: normalisation, returns, GAE, KL controllers. Plain code without Prefect or torch."""

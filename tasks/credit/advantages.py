@@ -1,6 +1,8 @@
-"""Advantages of one prompt's group of completions: plain lists, before any padding exists.
+"""Estimates the advantages of one prompt's group of completions, on plain lists without padding.
 
-A masked grade is None: it leaves the statistics, and gets None. Computed in float32, as the batch stores it.
+The reward of a masked grade is None. It does not count in the statistics, and its advantage is None. Advantages are
+computed in float32, the type in which the batch stores them.
+
 Axes: G completion of one prompt
 """
 
@@ -15,21 +17,22 @@ Advantages = list[float | None]
 
 EPSILON = 1e-8
 LARGEST_REWARD = 1e15
-"""In size. float32 ends at 3.4e38, and a standard deviation sums the squares of the rewards of a group."""
+"""Largest absolute value of a reward. float32 ends at 3.4e38, and a standard deviation sums the squares of the rewards
+of a group."""
 REWARD_RANGE = (
     f"a number from {-LARGEST_REWARD:g} to {LARGEST_REWARD:g} (advantages are computed in float32, where squares of "
     "larger rewards overflow)"
 )
-"""For errors: what a reward is."""
+"""Describes a valid reward in error messages."""
 
 
 def group(rewards_G: Rewards) -> Advantages:
-    """(r - mean) / (population std + 1e-8)   (GRPO, arXiv:2402.03300). Equal rewards, or one valid: exactly 0."""
+    """(r - mean) / (population std + 1e-8)   (GRPO, arXiv:2402.03300)."""
     return _over_valid(rewards_G, lambda valid: (valid - valid.mean()) / (valid.std() + np.float32(EPSILON)))
 
 
 def group_sample_std(rewards_G: Rewards) -> Advantages:
-    """As `group`, with the sample standard deviation (n - 1)."""
+    """(r - mean) / (sample std + 1e-8): like `group`, but the variance divides by n - 1."""
     return _over_valid(rewards_G, lambda valid: (valid - valid.mean()) / (valid.std(ddof=1) + np.float32(EPSILON)))
 
 
@@ -52,15 +55,17 @@ ESTIMATORS: dict[str, Callable[[Rewards], Advantages]] = {
 
 
 def _over_valid(rewards_G: Rewards, estimate: Callable[[np.ndarray], np.ndarray]) -> Advantages:
-    """Applies the estimator to the valid rewards; one valid reward, or all equal, teaches nothing: exactly 0."""
-    with np.errstate(over="ignore"):  # refused below
+    """Applies the estimator to the valid rewards. All advantages are exactly 0 if there is only one valid reward or all
+    are equal, since such a group has no gradient. Raises ValueError for a reward that is too large or not finite."""
+    with np.errstate(over="ignore"):  # an overflow becomes infinity, which the check below refuses
         valid = np.array([reward for reward in rewards_G if reward is not None], dtype=np.float32)
     if not (np.abs(valid) <= LARGEST_REWARD).all():
         raise ValueError(
             f"rewards are {list(rewards_G)}; expected of each {REWARD_RANGE}; mask a grade that is none with None"
         )
     if len(valid) < 2 or (valid == valid[0]).all():
-        found = iter([0.0] * len(valid))
+        advantages = iter([0.0] * len(valid))
     else:
-        found = iter(estimate(valid).astype(np.float32).tolist())
-    return [None if reward is None else next(found) for reward in rewards_G]
+        advantages = iter(estimate(valid).astype(np.float32).tolist())
+    # Put None back where the reward is None.
+    return [None if reward is None else next(advantages) for reward in rewards_G]

@@ -1,4 +1,5 @@
-"""KL controllers: the coefficient of the KL penalty from step to step. Functions of what the chain recorded."""
+"""KL controllers choose the coefficient of the KL penalty of each step. They hold no state: a coefficient follows from
+the record of the step before, so a resumed run gets the same one."""
 
 from __future__ import annotations
 
@@ -9,23 +10,24 @@ from storage.number_types import Coefficient, Divisor, Positive
 from storage.serialization import Frozen
 
 STATE = "kl_beta"
-"""The name under which a step's coefficient stands in `StepRequest.controllers_in`."""
+"""Key of a step's coefficient in `StepRequest.controllers_in`."""
 
 
 class KLController(Protocol):
-    """The coefficient of each step."""
+    """Chooses the coefficient of the KL penalty of each step."""
 
     def next(self, record: CommitRecord | None, *, samples: int) -> float:
-        """That of the step after `record`; None: of the first."""
+        """The coefficient of the step after `record`, or of the first step if `record` is None. `samples` is the number
+        of completions per step."""
         ...
 
     def state(self, beta: float) -> dict[str, float]:
-        """What enters the step's request as `controllers_in`."""
+        """The value of `controllers_in` in the request of a step with the coefficient `beta`."""
         ...
 
 
 class FixedKL(Frozen):
-    """Always `beta`."""
+    """The coefficient is always `beta`."""
 
     kind: Literal["fixed"] = "fixed"
     beta: Coefficient
@@ -34,7 +36,7 @@ class FixedKL(Frozen):
         return self.beta
 
     def state(self, beta: float) -> dict[str, float]:
-        """What enters a request: nothing, since it is in the loss."""
+        """Empty: the loss of the request already contains the coefficient."""
         return {}
 
 
@@ -44,20 +46,21 @@ class AdaptiveKL(Frozen):
 
     kind: Literal["adaptive"] = "adaptive"
     beta: Positive
-    """Of the first step."""
+    """Coefficient of the first step."""
     target: Divisor = 0.1
-    """Nats per token."""
+    """KL per token that the controller aims at, in nats."""
     horizon: Positive = 10_000
-    """Completions over which the coefficient may grow by a fifth."""
+    """Number of completions over which the coefficient changes by at most a fifth."""
 
     def next(self, record: CommitRecord | None, *, samples: int) -> float:
         if record is None:
             return self.beta
-        before, kl = record.request.controllers_in.get(STATE, self.beta), record.metrics.get("kl_mean")
-        if kl is None:  # every sample of the step was without gradient
-            return before
+        beta = record.request.controllers_in.get(STATE, self.beta)
+        kl = record.metrics.get("kl_mean")
+        if kl is None:  # no sample of the step had a gradient, so no KL was measured
+            return beta
         error = min(0.2, max(-0.2, kl / self.target - 1))
-        return before * (1 + error * samples / self.horizon)
+        return beta * (1 + error * samples / self.horizon)
 
     def state(self, beta: float) -> dict[str, float]:
         return {STATE: beta}

@@ -83,7 +83,7 @@ async def test_it_is_prepared_once(stand: Stand, monkeypatch: pytest.MonkeyPatch
     async def computed_again(*_: object) -> None:
         raise AssertionError("the reference was asked again")
 
-    monkeypatch.setattr(pairs, "_compare", computed_again)
+    monkeypatch.setattr(pairs, "_add_reference_logprobs", computed_again)
     assert await stand.pairs([0, 1]) == first
     assert read_manifest(stand.store, first.key).extra["prompts"] == 2
 

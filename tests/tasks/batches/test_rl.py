@@ -21,7 +21,7 @@ from storage.errors import ArtifactConflict
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef, Provenance, read_manifest
 from storage.store.tables import SCHEMAS, commit_table, read_table
-from tasks.batches.columns import advantages_of
+from tasks.batches.columns import group_advantages
 from tasks.batches.rl import BatchPlan, rollout_batch
 from tasks.datasets.load import load_dataset
 from tasks.datasets.spec import FileDataset
@@ -177,15 +177,15 @@ async def test_a_step_without_one_gradable_completion_is_refused(stand: Stand) -
 @pytest.mark.parametrize("estimator", ["group", "group_sample_std", "centred", "leave_one_out"])
 def test_equal_rewards_and_a_group_of_one_give_exactly_zero(estimator: Any, reward: float) -> None:
     prompts = pa.array(["a"] * 7 + ["b"] + ["c"] * 3)
-    found = advantages_of(prompts, [reward] * 7 + [reward + 1] + [5.0, None, None], estimator)
-    assert found.dtype == np.float32
-    assert found[:9].tolist() == [0.0] * 9 and np.isnan(found[9:]).all()
+    advantages = group_advantages(prompts, [reward] * 7 + [reward + 1] + [5.0, None, None], estimator)
+    assert advantages.dtype == np.float32
+    assert advantages[:9].tolist() == [0.0] * 9 and np.isnan(advantages[9:]).all()
 
 
 def test_a_group_is_one_wherever_in_the_step_its_members_are() -> None:
     prompts = pa.array(["a", "b", "a", "c", "b", "a"])
     # of a: 0, 3, 6, mean 3; of b: 1, 2, mean 1.5; c is alone
-    assert advantages_of(prompts, [0.0, 1.0, 3.0, 9.0, 2.0, 6.0], "centred").tolist() == [-3, -0.5, 0, 0, 0.5, 3]
+    assert group_advantages(prompts, [0.0, 1.0, 3.0, 9.0, 2.0, 6.0], "centred").tolist() == [-3, -0.5, 0, 0, 0.5, 3]
 
 
 async def test_equal_rewards_move_no_weight(stand: Stand) -> None:

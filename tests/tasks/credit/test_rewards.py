@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.losses.kl import KL_ESTIMATORS
-from tasks.credit.rewards import KL_OF_GAP, Overlong, less_group_mean, reinforce_plus_plus, whiten
+from tasks.credit.rewards import KL_OF_GAP, Overlong, reinforce_plus_plus, subtract_group_mean, whiten
 
 
 def test_whitening_by_hand() -> None:
@@ -34,7 +34,7 @@ def test_without_a_penalty_every_token_of_an_answer_has_its_return() -> None:
 
 def test_the_mean_that_is_taken_off_is_that_of_the_prompt() -> None:
     prompts = np.array(["a", "b", "a", "b"])
-    assert less_group_mean(np.array([1.0, 5.0, 0.0, 7.0]), prompts).tolist() == [0.5, -1.0, -0.5, 1.0]
+    assert subtract_group_mean(np.array([1.0, 5.0, 0.0, 7.0]), prompts).tolist() == [0.5, -1.0, -0.5, 1.0]
 
 
 def test_an_overlong_answer_loses_more_the_nearer_it_comes_to_the_limit() -> None:

@@ -1,7 +1,7 @@
-"""Models x datasets x graders: k completions of every prompt, and how sure the differences between models are.
+"""The `evaluation` flow: samples k completions of every prompt from every model, grades them and compares the models.
 
-Completions of one model on one dataset are kept under the model, not under the evaluation: what a champion answered on
-a fixed suite is sampled once, however many challengers it meets. All models draw with the same random streams.
+The completions of one model on one dataset are stored under the model and not under the evaluation, so that a champion
+is sampled once on a fixed suite and compared with any number of challengers. All models use the same random seeds.
 
     ostinato evaluate --config examples/evaluation.yaml
 """
@@ -47,7 +47,7 @@ from tasks.sampling.grading import Grading
 
 @dataclass(frozen=True)
 class LoadedSuite:
-    """A suite whose prompts are in the store, and whose graders were found."""
+    """A suite whose prompts are in the store, and whose graders can be imported."""
 
     suite: Suite
     datasets: dict[str, LoadedDataset]
@@ -55,12 +55,12 @@ class LoadedSuite:
 
     @classmethod
     def load(cls, workspace: Workspace, suite: Suite) -> LoadedSuite:
-        """Raises DatasetError, GraderSpecError."""
+        """Loads the prompts into the store, and the graders. Raises DatasetError, GraderSpecError."""
         datasets = {dataset.name: load_prompts(workspace, dataset.source, "prompt") for dataset in suite.datasets}
         return cls(suite, datasets, {grader.name: grader.grading() for grader in suite.graders})
 
     def semantic(self, **inputs: Any) -> dict[str, Any]:
-        """What decides what this suite says: a run of an equal one is the same run."""
+        """What decides the result of an evaluation, besides `inputs`. Equal values mean the same evaluation run."""
         return semantic(
             self.suite,
             datasets={name: loaded.ref.sha256 for name, loaded in self.datasets.items()},
@@ -74,56 +74,64 @@ async def evaluation(config: EvaluationFlowConfig) -> dict[str, Any]:
     """Evaluates models on fixed prompts, and compares them in pairs on the same prompts.
 
     Args:
-        config: which models, on which datasets, graded by whom.
+        config: the models, and the datasets and graders of the suite.
     """
     with reraise_termination():
-        return await _compared(config)
+        return await _run_evaluation(config)
 
 
-async def _compared(config: EvaluationFlowConfig) -> dict[str, Any]:
+async def _run_evaluation(config: EvaluationFlowConfig) -> dict[str, Any]:
     check_attempts(config.run or config.title)
     config, logger = with_deployment_settings(config), TerminalProgress()
+    # load the inputs, whose digest identifies the run
     workspace = _workspace(config)
     loaded = LoadedSuite.load(workspace, config.suite)
-    models = await _models(workspace, config.models)
+    models = await _load_models(workspace, config.models)
     body = loaded.semantic(models={name: ref.sha256 for name, ref in models.items()})
     config_digest = digest(canonical_json(body))
     provenance = workspace.provenance.model_copy(update={"config_digest": config_digest})
     run = config.run or f"{EVALUATION_KEY_PREFIX}{config_digest[:12]}"
+    # open the run; a finished one returns its result
     workspace = workspace.model_copy(update={"run": run, "provenance": provenance})
     opening = create_or_check_run(
         workspace.open_store(), run, semantic=body, other=_other(config), code_version=provenance.code_version
     )
     for warning in opening.warnings:
         logger.note(f"warning: {warning}")
-    if (known := read_result(workspace)) is not None:
+    known = read_result(workspace)
+    if known is not None:
         logger.note(f"evaluation {run} is finished already; its result is returned as it was")
         return known
+    # sample and grade; the lease is released even if a model fails
     workspace = take_lease(workspace)
     try:
-        cells = [cell for base in models.values() for cell in await _evaluate(workspace, base, loaded, logger)]
+        cells: list[Cell] = []
+        for base in models.values():
+            cells += await _evaluate(workspace, base, loaded, logger)
         table = compare_models(workspace, cells)
     finally:
         await release_run(workspace)
+    # publish the comparison
     comparison = read_comparison(workspace, table)
     await put_table("evaluation", score_table(comparison), description=f"Evaluation `{run}`")
     await put_markdown("comparison", comparison_markdown(comparison))
-    _tell_regressions(comparison, next(iter(models)))
+    _announce_regressions(comparison, next(iter(models)))
     return write_result(workspace, {"run": run, "table": table.uri} | comparison.model_dump(mode="json"))
 
 
 def read_comparison(workspace: Workspace, table: ArtifactRef) -> Comparison:
-    """What the table says."""
+    """The comparison of the models in a table of grades."""
     return compare(read_table(workspace.open_store(), table).to_pylist())
 
 
-def _tell_regressions(comparison: Comparison, baseline: str) -> None:
-    """An event for each model that is worse than the first one beyond chance, per dataset and grader."""
+def _announce_regressions(comparison: Comparison, baseline: str) -> None:
+    """Sends an event for each dataset and grader on which a model is significantly worse than the baseline."""
     for difference in comparison.differences:
         paired = difference.paired
+        # without an interval the difference may be due to chance
         if difference.first != baseline or paired is None or paired.low is None or paired.high is None:
             continue
-        if paired.high < 0:
+        if paired.high < 0:  # the whole 95 % confidence interval is below zero
             name, _, version = difference.second.partition("@")
             emit_eval_regressed(
                 name, version, baseline=baseline, dataset=difference.cell, difference=paired.difference,
@@ -132,7 +140,8 @@ def _tell_regressions(comparison: Comparison, baseline: str) -> None:
 
 
 def _workspace(config: EvaluationFlowConfig) -> Workspace:
-    """Before it is known what is evaluated: nothing is written but datasets."""
+    """The workspace in which inputs are loaded. Only datasets and models are written in it."""
+    # the config's digest depends on the inputs and is set when they are loaded
     provenance = Provenance(code_version=code_version(), config_digest="0" * 64, seed=config.suite.seed)
     return Workspace(
         store=config.storage.url,
@@ -144,57 +153,64 @@ def _workspace(config: EvaluationFlowConfig) -> Workspace:
 
 
 def _other(config: EvaluationFlowConfig) -> dict[str, Any]:
+    """Settings that do not change the result."""
     return config.model_dump(mode="json", include={"engine", "storage", "models"})
 
 
-async def _models(workspace: Workspace, given: tuple[str, ...]) -> dict[str, ArtifactRef]:
-    """name@version -> model. The engine is asked for what is not registered yet."""
-    store, found = workspace.open_store(), {}
-    for key in given:
+async def _load_models(workspace: Workspace, model_keys: tuple[str, ...]) -> dict[str, ArtifactRef]:
+    """Registered models by `name@version`. The engine imports those that are not registered yet."""
+    store = workspace.open_store()
+    models: dict[str, ArtifactRef] = {}
+    for key in model_keys:
         resolved = resolve_model(store, key)
         name, _, version = resolved.partition("@")
         ref = find_model(store, name, version) if version else None
         if ref is None:
             ref = await workspace.connect().import_model(key, provenance=workspace.provenance)
-        if registered_key(ref) in found:
-            raise ValueError(f"models has {registered_key(ref)} more than once (as {key}); give each model once")
-        found[registered_key(ref)] = ref
-    return found
+        # two keys, such as name@champion and name@version, may be the same model
+        registered = registered_key(ref)
+        if registered in models:
+            raise ValueError(f"models has {registered} more than once (as {key}); give each model once")
+        models[registered] = ref
+    return models
 
 
 async def _evaluate(
     workspace: Workspace, base: ArtifactRef, loaded: LoadedSuite, logger: TerminalProgress
 ) -> list[Cell]:
-    """Every dataset sampled by one model, every sample graded by every grader."""
-    # epoch 0, as nobody holds a lease there: samples are a function of their key, and whoever makes them makes the same
-    own = workspace.model_copy(update={"run": f"{EVALUATED}/{base.sha256[:32]}", "epoch": 0})
-    store, name = own.open_store(), registered_key(base)
+    """Samples every dataset from one model, and grades every completion with every grader."""
+    # No lease is taken on the model's run, so its epoch is 0. Two evaluations that sample the same model at once write
+    # equal completions, because completions are a function of their key.
+    model_workspace = workspace.model_copy(update={"run": f"{EVALUATED}/{base.sha256[:32]}", "epoch": 0})
+    store, name = model_workspace.open_store(), registered_key(base)
     create_or_check_run(
-        store, own.run, semantic={"model": base.sha256}, other={"model": name},
-        code_version=own.provenance.code_version,
+        store, model_workspace.run, semantic={"model": base.sha256}, other={"model": name},
+        code_version=model_workspace.provenance.code_version,
     )  # fmt: skip
-    write_result(own, {"model": name})
+    write_result(model_workspace, {"model": name})
     cells = []
     try:
         for dataset, data in loaded.datasets.items():
-            stage, rollouts = await _sample(own, base, loaded.suite, data)
+            # the completions are sampled once and shared by all graders
+            stage, rollouts = await _sample(model_workspace, base, loaded.suite, data)
             for grader, grading in loaded.gradings.items():
-                graded = await _grade(own, stage, rollouts, grading)
+                graded = await _grade(model_workspace, stage, rollouts, grading)
                 cells.append(
                     Cell(model=name, dataset=dataset, grader=grader, rollouts=tuple(rollouts), graded=tuple(graded))
                 )
             logger.note(f"{name} is evaluated on {dataset}: {data.rows} prompts, {len(rollouts)} shards")
     finally:
-        await release_engine(own)
+        await release_engine(model_workspace)
     return cells
 
 
 async def _sample(
-    own: Workspace, base: ArtifactRef, suite: Suite, data: LoadedDataset
+    workspace: Workspace, base: ArtifactRef, suite: Suite, data: LoadedDataset
 ) -> tuple[str, list[ArtifactRef]]:
-    """The stage, named by what decides the samples of one dataset, and its shards."""
-    model = await Model(registered_key(base)).to_builder(RecipeContext(own)).spawn_train("policy")
+    """Samples one dataset. Returns the name of the stage, a digest of what decides the completions, and its shards."""
+    model = await Model(registered_key(base)).to_builder(RecipeContext(workspace)).spawn_train("policy")
     policy = await model.begin_stage(suite.drawn(data.ref.sha256))
+    # one task run per shard of prompts
     size = suite.prompts_per_shard
     shards = [
         PromptShard(
@@ -208,15 +224,15 @@ async def _sample(
         )
         for index, start in enumerate(range(0, data.rows, size))
     ]
-    jobs = (generate_rollouts(own, policy, shard, suite.sampling, step=0) for shard in shards)
+    jobs = (generate_rollouts(workspace, policy, shard, suite.sampling, step=0) for shard in shards)
     return policy.stage, list(await asyncio.gather(*jobs))
 
 
-async def _grade(own: Workspace, stage: str, rollouts: list[ArtifactRef], grading: Grading) -> list[ArtifactRef]:
-    """The grades of those shards: a stage of their own per grader, so that each grader's are kept."""
+async def _grade(workspace: Workspace, stage: str, rollouts: list[ArtifactRef], grading: Grading) -> list[ArtifactRef]:
+    """Grades the shards of a stage. The grades of each grader are kept in a separate stage."""
     grader = grading.grader.digest()[:12]
     jobs = (
-        grade_rollouts(own, ref, grading, stage=f"{stage}-{grader}", step=0, shard=shard)
+        grade_rollouts(workspace, ref, grading, stage=f"{stage}-{grader}", step=0, shard=shard)
         for shard, ref in enumerate(rollouts)
     )
     return list(await asyncio.gather(*jobs))

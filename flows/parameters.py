@@ -1,4 +1,6 @@
-"""Models, datasets and graders as fields of a recipe's config: plain values in a form or a file, handles in the code.
+"""Field types for the config of a recipe: models, datasets and graders.
+
+In a form or a file their values are strings and objects of JSON. In the code they are handles.
 
     class Config(InputConfig):
         model: Model                                        "name@version", a folder, or openai://NAME
@@ -34,22 +36,22 @@ _SOURCE: TypeAdapter[DatasetSource] = TypeAdapter(DatasetSource)
 
 
 class Model(engine.handles.Model):
-    """A model by its key; a string in a config."""
+    """A model, identified by its key. In a config it is a string."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        def parse(given: Any) -> Model:
-            if isinstance(given, engine.handles.Model):
-                return cls(given.key)
-            if not isinstance(given, str) or not given:
-                raise ValueError(f"given {given!r}; expected the key of a registered model, a folder, or openai://NAME")
-            return cls(given)
+        def parse(value: Any) -> Model:
+            if isinstance(value, engine.handles.Model):
+                return cls(value.key)
+            if not isinstance(value, str) or not value:
+                raise ValueError(f"given {value!r}; expected the key of a registered model, a folder, or openai://NAME")
+            return cls(value)
 
-        return _plain(core_schema.str_schema(min_length=1), parse, lambda model: model.key)
+        return _schema_with_parser(core_schema.str_schema(min_length=1), parse, lambda model: model.key)
 
 
 class dataset_kinds:
-    """What a dataset's rows are for."""
+    """The kinds of datasets, for annotations like `Dataset[dataset_kinds.Prompt]`."""
 
     class Prompt:
         """Conversations that the model continues."""
@@ -62,7 +64,7 @@ class dataset_kinds:
         use: DatasetUse = "completion"
 
     class Metric:
-        """Completions with a number, `res`, in their metadata."""
+        """Completions with a rating, the number `res` in their metadata."""
 
         use: DatasetUse = "rating"
 
@@ -72,15 +74,15 @@ class dataset_kinds:
         use: DatasetUse = "preference"
 
     class Mixed:
-        """Prompts and completions in one file: no training class takes them."""
+        """Prompts and completions in one file. No training class accepts them."""
 
 
 @dataclass(frozen=True)
 class Dataset(Generic[Kind]):
-    """A dataset of one kind, `Dataset[kind]`: a path, or a dataset spec (tasks.datasets.spec), in a config."""
+    """A dataset of one kind, `Dataset[kind]`. In a config it is a path, or a dataset spec (tasks.datasets.spec)."""
 
     source: str
-    """The spec, as canonical JSON: it is hashable, and equal for equal specs."""
+    """The spec in canonical JSON, which is hashable, and equal for equal specs."""
     use: ClassVar[DatasetUse | None] = None
 
     def __class_getitem__(cls, kind: type) -> type[Dataset[Any]]:
@@ -91,7 +93,8 @@ class Dataset(Generic[Kind]):
         return _SOURCE.validate_json(self.source)
 
     async def load(self, ctx: HasWorkspace) -> list[Any]:
-        """Its threads, in memory; of a Preference dataset, pairs (preferred, dispreferred). Raises DatasetError."""
+        """Reads all threads into memory; those of a Preference dataset are pairs (preferred, dispreferred). Raises
+        DatasetError."""
         table = await self.load_table(ctx)
         reader = RowReader(ctx.workspace.open_store(), table.ref)
         try:
@@ -103,62 +106,63 @@ class Dataset(Generic[Kind]):
         return [StringThread.from_json(row["thread"]) for row in rows]
 
     async def load_table(self, ctx: HasWorkspace) -> LoadedDataset:
-        """The dataset in the store: what training classes read without holding it in memory."""
+        """Writes the dataset to the store. The training classes read it from there without holding it in memory."""
         if self.use is None:
             raise TypeError("the dataset has no kind; annotate the field with Dataset[dataset_kinds.Prompt], say")
         return load_prompts(ctx.workspace, self.spec, self.use)
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        def parse(given: Any) -> Dataset[Any]:
-            if isinstance(given, Dataset):
-                return cls(given.source)
-            body = {"kind": "file", "path": given} if isinstance(given, str) else given
-            return cls(canonical_json(_checked(body)).decode())
+        def parse(value: Any) -> Dataset[Any]:
+            if isinstance(value, Dataset):
+                return cls(value.source)
+            body = {"kind": "file", "path": value} if isinstance(value, str) else value
+            return cls(canonical_json(_validated_source(body)).decode())
 
         shape = core_schema.union_schema(
             [core_schema.str_schema(min_length=1), handler.generate_schema(DatasetSource)]
         )
-        return _plain(shape, parse, lambda dataset: json.loads(dataset.source))
+        return _schema_with_parser(shape, parse, lambda dataset: json.loads(dataset.source))
 
 
 @dataclass(frozen=True)
 class Grader:
-    """A grader by import path; `{"path": …, "arguments": {…}}`, or the path alone, in a config."""
+    """A grader, identified by its import path. In a config it is the path, or `{"path": …, "arguments": {…}}`."""
 
     path: str
     arguments: str = "{}"
-    """As canonical JSON, so that graders can stand in a set."""
+    """The arguments in canonical JSON, so that a grader is hashable and can be an element of a set."""
 
     def build(self) -> BaseGrader:
-        """The grader. Whoever builds it owns it: `await grader.setup()` before its first grade. Raises
+        """Creates the grader. The caller owns it and calls `await grader.setup()` before the first grade. Raises
         GraderSpecError."""
         return build(grader_spec(self.path, json.loads(self.arguments)))
 
     async def load(self, ctx: HasWorkspace) -> BaseGrader:
-        """`build`, under the name that the other fields have."""
+        """Creates the grader, like `build`, so that all fields of a config have a method `load`."""
         return self.build()
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        def parse(given: Any) -> Grader:
-            if isinstance(given, Grader):
-                return given
-            body = {"path": given} if isinstance(given, str) else given
+        def parse(value: Any) -> Grader:
+            if isinstance(value, Grader):
+                return value
+            body = {"path": value} if isinstance(value, str) else value
             if not isinstance(body, dict) or "path" not in body or body.keys() - {"path", "arguments"}:
-                raise ValueError(f"given {given!r}; expected an import path, or {{'path': …, 'arguments': {{…}}}}")
+                raise ValueError(f"given {value!r}; expected an import path, or {{'path': …, 'arguments': {{…}}}}")
             try:
                 arguments = canonical_json(dict(body.get("arguments") or {})).decode()
             except (TypeError, ValueError, RecursionError) as error:
-                raise ValueError(f"the arguments of {body['path']} are nothing that JSON can say: {error}") from error
+                raise ValueError(f"the arguments of {body['path']} cannot be written as JSON: {error}") from error
             return cls(str(body["path"]), arguments)
 
-        named = core_schema.typed_dict_schema({
+        # the form of JSON that is not a path alone
+        with_arguments = core_schema.typed_dict_schema({
             "path": core_schema.typed_dict_field(core_schema.str_schema()),
             "arguments": core_schema.typed_dict_field(core_schema.dict_schema(), required=False),
         })  # fmt: skip
-        return _plain(
-            core_schema.union_schema([core_schema.str_schema(), named]),
+        return _schema_with_parser(
+            core_schema.union_schema([core_schema.str_schema(), with_arguments]),
             parse,
             lambda grader: {"path": grader.path, "arguments": json.loads(grader.arguments)},
         )
@@ -166,17 +170,18 @@ class Grader:
 
 @cache
 def _dataset_of(kind: type) -> type[Dataset[Any]]:
-    """The type of a dataset of that kind: one, however often it is asked for."""
+    """The type `Dataset[kind]`. Cached, so that each kind has a single type and isinstance works."""
     name, use = getattr(kind, "__name__", str(kind)), getattr(kind, "use", None)
     if use is None:
         raise TypeError(
-            f"Dataset[{name}]: nothing trains on it; use dataset_kinds.Prompt, Completion, Metric or Preference, in a "
-            "file each"
+            f"Dataset[{name}]: no training class accepts it; use dataset_kinds.Prompt, Completion, Metric or "
+            "Preference, in a file each"
         )
     return type(f"{name}Dataset", (Dataset,), {"use": use, "__doc__": kind.__doc__})
 
 
-def _checked(body: Any) -> Any:
+def _validated_source(body: Any) -> Any:
+    """The dataset spec with its defaults, as JSON. Raises ValueError."""
     try:
         return _SOURCE.dump_python(_SOURCE.validate_python(body), mode="json")
     except ValidationError as error:
@@ -184,8 +189,8 @@ def _checked(body: Any) -> Any:
         raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}, given {first['input']!r:.80}") from error
 
 
-def _plain(shape: CoreSchema, parse: Any, dump: Any) -> CoreSchema:
-    """A value that JSON says as `shape` does."""
+def _schema_with_parser(shape: CoreSchema, parse: Any, dump: Any) -> CoreSchema:
+    """The schema of a type whose JSON has the schema `shape`, is read by `parse` and is written by `dump`."""
     return core_schema.json_or_python_schema(
         json_schema=core_schema.no_info_after_validator_function(parse, shape),
         python_schema=core_schema.no_info_plain_validator_function(parse),

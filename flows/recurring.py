@@ -1,8 +1,11 @@
-"""Is there new data since the champion? Then train a challenger, evaluate both, judge, and promote or hold.
+"""The `recurring` flow: fine-tunes a model again when there is new data, and promotes the result if it is better.
 
-Every decision has a key made of what it rests on: the data, the champion, the training, the suite, the gate. So a flow
-run that is retried goes on where it stood and decides once, a schedule that fires twice decides once, and what was
-decided (also: held back, or rolled back by a person) is not tried again until something of that changes.
+One run compares the data with what the champion was trained on. If there is new data, it trains a challenger, evaluates
+both models, applies the gate, asks for approval if the config requires it, and commits a decision.
+
+The id of a decision is a digest of its inputs: data, champion, training, suite and gate. So a retried flow run resumes
+and decides once, and two runs of a schedule decide once. Inputs that were decided on before are not tried again, also
+if the challenger was held, or was promoted and later rolled back.
 
     ostinato recurring --config examples/recurring.yaml
 """
@@ -29,7 +32,7 @@ from flows.promotion.gate import GateVerdict, judge
 from flows.promotion.model_card import commit_card, find_card
 from flows.runs.events import announce_promotion
 from flows.runs.session import workspace_of
-from flows.training.child_runs import flow_of, inputs_of
+from flows.training.child_runs import import_flow, training_inputs
 from storage.errors import AliasMoved
 from storage.inspect.lineage import training_datasets
 from storage.registry.decisions import (
@@ -46,50 +49,57 @@ from tasks.datasets.load import LoadedDataset
 from tasks.evaluation.model_comparison import Comparison, comparison_sentences
 from tasks.load import load_prompts
 
+FLOW_AUTHOR = "flow recurring"
+"""The author of a decision that no person made."""
+
 Outcome = Literal["unchanged", "decided before", "promoted", "held", "overtaken"]
-"""unchanged: the champion knows the data. decided before: this very question was. overtaken: somebody moved the
-champion meanwhile, and the next run judges anew."""
+"""unchanged: the champion was trained on this data already. decided before: there is a decision on the same inputs.
+overtaken: the champion was changed during the run, and the next run decides."""
 
 
 @dataclass(frozen=True)
-class Question:
-    """What is to be decided: all that the decision's key is made of."""
+class DecisionInputs:
+    """Everything that the decision depends on."""
 
     config: RecurringConfig
     workspace: Workspace
     champion: AliasEntry | None
     data: LoadedDataset
     suite: LoadedSuite
-    further: tuple[LoadedDataset, ...] = ()
-    """What it trains on besides `data`."""
+    further_data: tuple[LoadedDataset, ...] = ()
+    """Other datasets of the training, such as the prompts of `sft_to_gspo`."""
 
     @property
     def training_key(self) -> str:
-        """Of the training run: what the gate and the suite say does not make another one."""
+        """Identifies the training run. It does not depend on the gate and the suite."""
         body = self.config.training.config.semantic()
         body["model"] = body["model"] | {"key": self.start}
-        further = [one.ref.sha256 for one in self.further]
+        further = [dataset.ref.sha256 for dataset in self.further_data]
         return digest(canonical_json([self.config.training.kind, body, self.data.ref.sha256, *further]))[:16]
 
     @property
     def key(self) -> str:
-        """Of the decision, and its id."""
-        judged = [self.suite.semantic(), self.config.gate.model_dump(mode="json")]
+        """The id of the decision."""
+        judged_by = [self.suite.semantic(), self.config.gate.model_dump(mode="json")]
         champion = self.champion.version if self.champion else None
-        return digest(canonical_json([self.training_key, champion, judged]))[:16]
+        return digest(canonical_json([self.training_key, champion, judged_by]))[:16]
 
     @property
     def champion_key(self) -> str | None:
+        """The champion as `name@version`, or None if the model has no champion."""
         return f"{self.config.model}@{self.champion.version}" if self.champion else None
 
     @property
     def start(self) -> str:
-        """What a challenger is trained from."""
+        """The key of the model that the challenger is trained from."""
         base = self.config.training.config.model.key
-        return base if self.config.start_from == "base" else (self.champion_key or base)
+        if self.config.start_from == "base":
+            return base
+        return self.champion_key or base
 
     @property
     def run(self) -> str:
+        """The key of the training run."""
         return f"recurring-{self.config.model}/{self.training_key}"
 
 
@@ -98,170 +108,194 @@ async def recurring(config: RecurringConfig) -> dict[str, Any]:
     """Fine-tunes a model again when there is new data, and promotes the result only if it beats the champion.
 
     Args:
-        config: which model, trained how, judged by what.
+        config: the model, its training, the evaluation suite and the gate.
     """
     with reraise_termination():
         logger = TerminalProgress()
         training = config.training.model_copy(update={"config": with_deployment_settings(config.training.config)})
         config = config.model_copy(update={"training": training})
         check_attempts(f"recurring-{config.model}")
-        question = _question(config)
-        known = _known(question)
-        if known is None:
-            known = await _answer(question, logger)
-        logger.note(f"{config.model}: {known['outcome']}: {'; '.join(known['reasons'])}")
-        await put_markdown("recurring", _page(config.model, known))
-        return known
+        # train and evaluate only if the stored decisions do not give the outcome
+        inputs = _load_inputs(config)
+        outcome = _outcome_without_training(inputs)
+        if outcome is None:
+            outcome = await _train_and_decide(inputs, logger)
+        # show the outcome
+        logger.note(f"{config.model}: {outcome['outcome']}: {'; '.join(outcome['reasons'])}")
+        await put_markdown("recurring", _outcome_page(config.model, outcome))
+        return outcome
 
 
-def _question(config: RecurringConfig) -> Question:
-    """Loads data and graders: storage only, no engine."""
+def _load_inputs(config: RecurringConfig) -> DecisionInputs:
+    """Loads data and graders. Uses the store only, not the engine."""
     workspace = workspace_of(config.place, f"recurring-{config.model}")
-    data, *further = (load_prompts(workspace, *source) for source in inputs_of(config.training).values())
+    data, *further = (load_prompts(workspace, *source) for source in training_inputs(config.training).values())
     champion = champion_of(workspace.open_store(), config.model)
-    return Question(config, workspace, champion, data, LoadedSuite.load(workspace, config.suite), tuple(further))
+    suite = LoadedSuite.load(workspace, config.suite)
+    return DecisionInputs(config, workspace, champion, data, suite, tuple(further))
 
 
-def _known(question: Question) -> dict[str, Any] | None:
-    """The outcome when there is nothing to do, or None."""
-    store, data = question.workspace.open_store(), question.data.ref
-    champion = question.champion_key
-    _finish_promotion(question)
-    known_data = set() if champion is None else training_datasets(store, champion)
-    if known_data.issuperset(one.ref.sha256 for one in (question.data, *question.further)):
-        said = f"no new data: the champion {champion} was trained on dataset {data.sha256[:12]} already"
-        return _outcome(question, "unchanged", [said])
-    decision = find_decision(store, question.config.model, question.key)
+def _outcome_without_training(inputs: DecisionInputs) -> dict[str, Any] | None:
+    """The outcome if there is no new data or the decision is known, else None."""
+    store, data = inputs.workspace.open_store(), inputs.data.ref
+    champion = inputs.champion_key
+    _finish_last_promotion(inputs)
+    # no dataset is new to the champion
+    trained_on = set() if champion is None else training_datasets(store, champion)
+    if trained_on.issuperset(dataset.ref.sha256 for dataset in (inputs.data, *inputs.further_data)):
+        reason = f"no new data: the champion {champion} was trained on dataset {data.sha256[:12]} already"
+        return _outcome(inputs, "unchanged", [reason])
+    # the same inputs were decided on before
+    decision = find_decision(store, inputs.config.model, inputs.key)
     if decision is None:
         return None
     try:
-        apply_decision(store, decision)  # if the process ended between the decision and the move
+        # a process that ended after the commit has not moved the alias
+        apply_decision(store, decision)
     except AliasMoved as error:
-        return _outcome(question, "overtaken", [str(error)], decision)
-    if champion_of(store, question.config.model) != question.champion:
-        return _promoted(question, decision)
-    said = f"dataset {data.sha256[:12]} against this champion was decided on {decision.created[:19]} by {decision.who}"
-    what = f"{decision.action}{', and the champion was moved back since' if decision.moves else ''}"
-    return _outcome(question, "decided before", [f"{said}: {what}", *decision.reasons], decision)
+        return _outcome(inputs, "overtaken", [str(error)], decision)
+    if champion_of(store, inputs.config.model) != inputs.champion:
+        return _complete_promotion(inputs, decision)
+    action: str = decision.action
+    if decision.moves:
+        action += ", and the champion was moved back since"
+    reason = (
+        f"dataset {data.sha256[:12]} against this champion was decided on {decision.created[:19]} by {decision.who}: "
+        f"{action}"
+    )
+    return _outcome(inputs, "decided before", [reason, *decision.reasons], decision)
 
 
-async def _answer(question: Question, logger: TerminalProgress) -> dict[str, Any]:
-    """Trains, evaluates, judges, asks, decides. Every part is kept under its key: a retry repeats none."""
-    config, rows = question.config, question.data.rows
-    logger.note(f"{config.model}: new data, {rows} rows; training run {question.run} starts from {question.start}")
-    trained = await _train(question)
-    # a new string: Prefect would note the child run as an input of the evaluation, and its page takes that for an error
+async def _train_and_decide(inputs: DecisionInputs, logger: TerminalProgress) -> dict[str, Any]:
+    """Trains a challenger, evaluates it, applies the gate and decides. A retry repeats no part that is complete."""
+    config, rows = inputs.config, inputs.data.rows
+    logger.note(f"{config.model}: new data, {rows} rows; training run {inputs.run} starts from {inputs.start}")
+    # train
+    trained = await _train(inputs)
+    # A new string: Prefect would record the child run as an input of the evaluation, and its page shows that as an
+    # error.
     challenger = trained["model"].encode().decode()
     version = challenger.partition("@")[2]
-    if challenger == question.champion_key:
-        return _decide(question, version, "hold", ["the training gave the champion again, byte for byte"], None)
-    against = question.champion_key or question.start
+    if challenger == inputs.champion_key:
+        return _decide(inputs, version, "hold", ["the training gave the champion again, byte for byte"], None)
+    # evaluate
+    baseline = inputs.champion_key or inputs.start
+    place = config.place
     evaluated = await evaluation(
         EvaluationFlowConfig(
-            models=(against, challenger), suite=config.suite, engine=config.place.engine, storage=config.place.storage
+            models=(baseline, challenger), suite=config.suite, engine=place.engine, storage=place.storage
         )
     )
     comparison = Comparison.model_validate({name: evaluated[name] for name in Comparison.model_fields})
+    # decide
     verdict = judge(config.gate, comparison.differences, config.suite.cells())
-    action, reasons, who = _first(question, verdict)
+    action, reasons = _apply_gate(inputs, verdict)
+    author = FLOW_AUTHOR
     if action == "promote" and config.approval.required:
-        action, reasons, who = await _approved(question, challenger, reasons, comparison)
+        action, reasons, author = await _ask_for_approval(inputs, challenger, reasons, comparison)
     evidence = {"checks": [check.model_dump(mode="json") for check in verdict.checks]}
-    return _decide(question, version, action, reasons, evaluated["table"], who=who, evidence=evidence)
+    return _decide(inputs, version, action, reasons, evaluated["table"], author=author, evidence=evidence)
 
 
-async def _train(question: Question) -> dict[str, Any]:
-    """The training run, as a child run of this one: the same question again resumes it."""
-    training = question.config.training
-    model = training.config.model.model_copy(update={"key": question.start, "publish_as": question.config.model})
-    changes = {"run": question.run, "model": model}
-    return await flow_of(training.kind)(training.config.model_copy(update=changes))  # type: ignore[no-any-return]
+async def _train(inputs: DecisionInputs) -> dict[str, Any]:
+    """Runs the training as a child run. Equal inputs resume the same run."""
+    training = inputs.config.training
+    model = training.config.model.model_copy(update={"key": inputs.start, "publish_as": inputs.config.model})
+    config = training.config.model_copy(update={"run": inputs.run, "model": model})
+    return await import_flow(training.kind)(config)  # type: ignore[no-any-return]
 
 
-def _first(question: Question, verdict: GateVerdict) -> tuple[Action, list[str], str]:
-    """What the gate says, and that a first model has nobody to beat."""
-    who = "flow recurring"
-    if question.champion is None and not question.config.gate.first_must_pass:
-        return "promote", ["there is no champion yet"], who
-    return ("promote" if verdict.passed else "hold"), list(verdict.reasons), who
+def _apply_gate(inputs: DecisionInputs, verdict: GateVerdict) -> tuple[Action, list[str]]:
+    """The action and its reasons. The first model of a name is promoted, unless the config says that it must pass."""
+    if inputs.champion is None and not inputs.config.gate.first_must_pass:
+        return "promote", ["there is no champion yet"]
+    return ("promote" if verdict.passed else "hold"), list(verdict.reasons)
 
 
-async def _approved(
-    question: Question, challenger: str, reasons: list[str], comparison: Comparison
+async def _ask_for_approval(
+    inputs: DecisionInputs, challenger: str, reasons: list[str], comparison: Comparison
 ) -> tuple[Action, list[str], str]:
-    """What a person says to a challenger that passed the gate."""
-    seconds = question.config.approval.timeout_seconds
-    title = f"## Promote `{challenger}` over `{question.champion_key or 'no champion'}`?\n\n"
+    """Asks a person whether a challenger that passed the gate is promoted. Returns action, reasons and author."""
+    # the page that the person reads
+    seconds = inputs.config.approval.timeout_seconds
+    title = f"## Promote `{challenger}` over `{inputs.champion_key or 'no champion'}`?\n\n"
     gate = "\n".join(f"- {reason}" for reason in reasons)
     answer = await request_approval(f"{title}{gate}\n\n{comparison_sentences(comparison)}", timeout_seconds=seconds)
+    # the answer
     if answer is None:
-        return "hold", [*reasons, f"nobody approved within {seconds:g} s"], "flow recurring"
-    said = [answer.reason] if answer.reason else []
+        return "hold", [*reasons, f"there was no approval within {seconds:g} s"], FLOW_AUTHOR
+    approval_reasons = [answer.reason] if answer.reason else []
     if answer.promote:
-        return "promote", [*reasons, *said], answer.your_name
-    return "hold", [f"{answer.your_name} declined", *said], answer.your_name
+        return "promote", [*reasons, *approval_reasons], answer.your_name
+    return "hold", [f"{answer.your_name} declined", *approval_reasons], answer.your_name
 
 
 def _decide(
-    question: Question,
+    inputs: DecisionInputs,
     version: str,
     action: Action,
     reasons: list[str],
     evaluation_uri: str | None,
     *,
-    who: str = "flow recurring",
+    author: str = FLOW_AUTHOR,
     evidence: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    workspace, name = question.workspace, question.config.model
-    found = {"dataset": question.data.ref.uri, "start": question.start, "training_run": question.run}
+    """Commits the decision and moves the champion if it is a promotion. Returns the outcome."""
+    workspace, name = inputs.workspace, inputs.config.model
+    origin = {"dataset": inputs.data.ref.uri, "start": inputs.start, "training_run": inputs.run}
     try:
         decision = commit_decision(
-            workspace.open_store(), name, version, action, over=question.champion, reasons=reasons, who=who,
-            provenance=workspace.provenance, decision_id=question.key, run=question.run, evaluation=evaluation_uri,
-            evidence=found | (evidence or {}),
+            workspace.open_store(), name, version, action, over=inputs.champion, reasons=reasons, who=author,
+            provenance=workspace.provenance, decision_id=inputs.key, run=inputs.run, evaluation=evaluation_uri,
+            evidence=origin | (evidence or {}),
         )  # fmt: skip
     except AliasMoved as error:
-        return _outcome(question, "overtaken", [str(error)])
+        return _outcome(inputs, "overtaken", [str(error)])
     if decision.moves:
-        return _promoted(question, decision)
-    return _outcome(question, "held", list(decision.reasons), decision)
+        return _complete_promotion(inputs, decision)
+    return _outcome(inputs, "held", list(decision.reasons), decision)
 
 
-def _promoted(question: Question, decision: Decision) -> dict[str, Any]:
-    """What follows a promotion: the event, then the card, whose presence says that both are done."""
-    store = question.workspace.open_store()
+def _complete_promotion(inputs: DecisionInputs, decision: Decision) -> dict[str, Any]:
+    """Sends the event of a promotion and writes the model card, if this has not been done. Returns the outcome."""
+    store = inputs.workspace.open_store()
+    # the card is written last, so its presence means that the event was sent
     if find_card(store, decision) is None:
         announce_promotion(decision)
-        commit_card(store, decision, provenance=question.workspace.provenance)
-    return _outcome(question, "promoted", list(decision.reasons), decision)
+        commit_card(store, decision, provenance=inputs.workspace.provenance)
+    return _outcome(inputs, "promoted", list(decision.reasons), decision)
 
 
-def _finish_promotion(question: Question) -> None:
-    """If a process ended right after it moved the champion."""
-    champion = question.champion
-    made_by = champion.decision if champion else None
-    decision = find_decision(question.workspace.open_store(), question.config.model, made_by) if made_by else None
+def _finish_last_promotion(inputs: DecisionInputs) -> None:
+    """Completes the promotion of the present champion, for a process that ended right after it moved the alias."""
+    champion = inputs.champion
+    if champion is None or not champion.decision:
+        return
+    decision = find_decision(inputs.workspace.open_store(), inputs.config.model, champion.decision)
     if decision is not None and decision.action == "promote":
-        _promoted(question, decision)
+        _complete_promotion(inputs, decision)
 
 
 def _outcome(
-    question: Question, outcome: Outcome, reasons: list[str], decision: Decision | None = None
+    inputs: DecisionInputs, outcome: Outcome, reasons: list[str], decision: Decision | None = None
 ) -> dict[str, Any]:
-    champion = champion_of(question.workspace.open_store(), question.config.model)
+    """The result of the flow run."""
+    # read again: this run may have moved the champion
+    champion = champion_of(inputs.workspace.open_store(), inputs.config.model)
     return {
         "outcome": outcome,
         "reasons": reasons,
-        "champion": f"{question.config.model}@{champion.version}" if champion else None,
+        "champion": f"{inputs.config.model}@{champion.version}" if champion else None,
         "model": f"{decision.model}@{decision.version}" if decision else None,
         "decision": decision.id if decision else None,
         "evaluation": decision.evaluation if decision else None,
     }
 
 
-def _page(model: str, known: dict[str, Any]) -> str:
-    lines = [f"## {model}: {known['outcome']}\n", *(f"- {reason}" for reason in known["reasons"])]
-    lines += ["", f"Champion: `{known['champion'] or 'none'}`"]
-    if known["model"] and known["model"] != known["champion"]:
-        lines.append(f"Challenger: `{known['model']}`")
+def _outcome_page(model: str, outcome: dict[str, Any]) -> str:
+    """The outcome in Markdown."""
+    lines = [f"## {model}: {outcome['outcome']}\n", *(f"- {reason}" for reason in outcome["reasons"])]
+    lines += ["", f"Champion: `{outcome['champion'] or 'none'}`"]
+    if outcome["model"] and outcome["model"] != outcome["champion"]:
+        lines.append(f"Challenger: `{outcome['model']}`")
     return "\n".join(lines) + "\n"

@@ -1,7 +1,7 @@
-"""SFT, then GSPO, on one model in one run: two stages of one history.
+"""The `sft_to_gspo` flow: SFT, then GSPO, on one model in one run.
 
-Each stage is a chain of its own, and a crash in either is resumed there. The second begins, with a new optimizer, at
-the last policy of the first, which is the reference of its KL term whatever happened in between.
+The two are stages of the run, each with its own chain of steps, and a crash in either stage is resumed there. GSPO
+begins with the last policy of SFT and a new optimizer. That policy is also the reference of its KL term.
 
     ostinato run sft_to_gspo --config examples/sft_to_gspo.yaml
 """
@@ -30,11 +30,11 @@ from tasks.report import write_report
 
 @flow(name="sft_to_gspo", flow_run_name="{config.title}", **ON_END)
 async def sft_to_gspo(config: SFTToGSPOConfig) -> dict[str, Any]:
-    """Fine-tunes a model on conversations, goes on with GSPO on graded rollouts, evaluates it before, in between and
-    after on held-out prompts, publishes it and reports.
+    """Fine-tunes a model on conversations, continues with GSPO on graded rollouts, and publishes it. Evaluates it on
+    held-out prompts before, between and after the two stages, and writes a report.
 
     Args:
-        config: what to train, on which conversations and prompts, graded how.
+        config: the model, its conversations and prompts, and the grader.
     """
     logger = TerminalProgress()
     further: dict[str, tuple[DatasetSource, DatasetUse]] = {"prompts": (config.data.prompts, "prompt")}
@@ -42,15 +42,17 @@ async def sft_to_gspo(config: SFTToGSPOConfig) -> dict[str, Any]:
         if session.result is not None:
             return session.result
         workspace = session.workspace
-        first, second = await _stages(config, session, logger)
+        first, second = await _training_stages(config, session, logger)
         heldout = HeldoutEvaluator.of_completions(workspace, config.second, session.base, second.grading)
         second.callbacks += heldout.callbacks(config.evaluation)
+        # train, with an evaluation around each stage
         start = await first.open()
         before = await heldout.evaluate(start) if config.evaluation.before else None
         await first.run()
         between = await heldout.evaluate(await second.open())
         policy = await second.run()
         after = await heldout.evaluate(policy)
+        # publish the model and the report
         published = await publish_model(workspace, policy, config.model.publish_as or default_model_name(session.run))
         result = heldout.result(before, after) | {
             "heldout_sft": heldout.result(before, between)["heldout"],
@@ -63,9 +65,15 @@ async def sft_to_gspo(config: SFTToGSPOConfig) -> dict[str, Any]:
         return finish_run(session, result | {"report": report})
 
 
-async def _stages(config: SFTToGSPOConfig, session: RunSession, logger: TerminalProgress) -> tuple[SFT, GSPO]:
-    """Both training classes on one model."""
-    learning = await supervised_arguments(config.first, session, logger)
-    practice = await reward_arguments(config.second, session, logger)
-    one = {"model": learning["model"].with_sampling(config.sampling), "dataset": session.further["prompts"]}
-    return SFT(**learning), GSPO(**practice | one, max_num_gspo_steps=config.gspo.algorithm.steps)
+async def _training_stages(
+    config: SFTToGSPOConfig, session: RunSession, logger: TerminalProgress
+) -> tuple[SFT, GSPO]:
+    """The training classes of both stages, which train the same model."""
+    sft_arguments = await supervised_arguments(config.first, session, logger)
+    gspo_arguments = await reward_arguments(config.second, session, logger)
+    # the arguments of a flow have their own model and dataset; here GSPO continues the model of SFT
+    gspo_arguments |= {
+        "model": sft_arguments["model"].with_sampling(config.sampling),
+        "dataset": session.further["prompts"],
+    }
+    return SFT(**sft_arguments), GSPO(**gspo_arguments, max_num_gspo_steps=config.gspo.algorithm.steps)

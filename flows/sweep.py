@@ -1,4 +1,6 @@
-"""A search over config keys: every trial is a child run of its own, resumable and kept, and a page compares them.
+"""The `sweep` flow: trains with several values of some config keys, and compares the results.
+
+Every trial is a child run with its own key, so the same sweep resumes it. A page compares the trials that completed.
 
     ostinato sweep --config examples/sweep.yaml
 """
@@ -20,7 +22,7 @@ from flows.ops.deployment_settings import with_deployment_settings
 from flows.ops.hooks import ON_END
 from flows.ops.termination import reraise_termination
 from flows.runs.code_version import code_version
-from flows.training.child_runs import flow_of
+from flows.training.child_runs import import_flow
 from storage.chain.run_record import create_or_check_run
 from storage.serialization import canonical_json, digest
 from storage.store import keys
@@ -33,31 +35,37 @@ async def sweep(config: SweepConfig) -> dict[str, Any]:
     """Runs every trial of a search as a child run, and compares them on one page.
 
     Args:
-        config: what is trained, and over which keys is searched.
+        config: the training, and the keys whose values are searched.
     """
     with reraise_termination():
-        return await _search(config)
+        return await _run_trials(config)
 
 
-async def _search(config: SweepConfig) -> dict[str, Any]:
+async def _run_trials(config: SweepConfig) -> dict[str, Any]:
+    """Runs the trials and publishes their comparison. Raises TrialsFailed at the end if a trial failed."""
     logger = TerminalProgress()
     check_attempts(config.name)
     training = config.training.model_copy(update={"config": with_deployment_settings(config.training.config)})
     config = config.model_copy(update={"training": training})
+    # run the trials
     children = config.children()
-    gate = asyncio.Semaphore(config.parallel)
+    slots = asyncio.Semaphore(config.parallel)
     logger.note(f"sweep {config.name}: {len(children)} runs, {config.parallel} at a time")
-    answers = await asyncio.gather(
-        *(_trial(training.kind, values, child, gate, logger) for values, child in children)
+    errors = await asyncio.gather(
+        *(_run_trial(training.kind, values, child, slots, logger) for values, child in children)
     )
-    done = [child.run for (_, child), problem in zip(children, answers, strict=True) if problem is None]
-    store = open_store(training.config.storage.url)
-    result = _compare(config, store, done) if done else {"sweep": config.name, "runs": []}
-    await put_table("sweep", _rows(children, answers, result), description=f"Sweep `{config.name}`")
-    await put_markdown("sweep-report", _said(config.name, result))
-    failed = {child.run: problem for (_, child), problem in zip(children, answers, strict=True) if problem is not None}
+    # compare those that completed
+    runs = [child.run for _, child in children]
+    failed = {run: error for run, error in zip(runs, errors, strict=True) if error is not None}
+    completed = [run for run in runs if run not in failed]
+    result: dict[str, Any] = {"sweep": config.name, "runs": []}
+    if completed:
+        result = _compare(config, open_store(training.config.storage.url), completed)
+    await put_table("sweep", _table_rows(children, failed, result), description=f"Sweep `{config.name}`")
+    await put_markdown("sweep-report", _report_link(config.name, result))
+    # fail only now, so that one failed trial does not hide the results of the others
     if failed:
-        listed = "\n".join(f"  {run}: {problem}" for run, problem in failed.items())
+        listed = "\n".join(f"  {run}: {error}" for run, error in failed.items())
         raise TrialsFailed(
             f"{len(failed)} of {len(children)} runs of sweep {config.name} failed:\n{listed}\n"
             "the same sweep again tries these again"
@@ -65,59 +73,66 @@ async def _search(config: SweepConfig) -> dict[str, Any]:
     return result
 
 
-async def _trial(
-    kind: str, values: dict[str, Any], child: TrainingConfig, gate: asyncio.Semaphore, logger: TerminalProgress
+async def _run_trial(
+    kind: str, values: dict[str, Any], child: TrainingConfig, slots: asyncio.Semaphore, logger: TerminalProgress
 ) -> str | None:
-    """Runs one child; what it failed of, or None."""
-    async with gate:
+    """Runs one child run. Returns its error message, or None if it completed."""
+    async with slots:
         logger.note(f"run {child.run}: {values}")
-        state = await flow_of(kind)(child, return_state=True)
-        return None if state.is_completed() else (state.message or state.name or "it did not complete")
+        state = await import_flow(kind)(child, return_state=True)
+        if state.is_completed():
+            return None
+        return state.message or state.name or "it did not complete"
 
 
-def _said(name: str, result: dict[str, Any]) -> str:
+def _report_link(name: str, result: dict[str, Any]) -> str:
+    """A Markdown sentence with the address of the comparison."""
     if result.get("page"):
         return f"[The runs of `{name}` compared]({result['page']}), kept at `{result['report']}`."
     return f"The runs of `{name}` are compared at `{result.get('report')}`."
 
 
 def _compare(config: SweepConfig, store: ObjectStore, runs: list[str]) -> dict[str, Any]:
-    """Writes the page of these runs. Its own run is named by them: a larger sweep has another page."""
+    """Ranks the runs, and writes the page that compares them. Returns the result of the sweep."""
     compared = collect_runs(store, runs)
     ranked = rank(compared)
-    own = f"{config.name}/comparison-{digest(canonical_json(runs))[:12]}"
-    create_or_check_run(store, own, semantic={"runs": runs}, other={}, code_version=code_version())
-    report = write_page(store, own, render_comparison(f"Sweep {config.name}", compared, store_url=store.url))
+    # the key is a digest of the compared runs, so that a larger sweep writes another page
+    comparison_run = f"{config.name}/comparison-{digest(canonical_json(runs))[:12]}"
+    create_or_check_run(store, comparison_run, semantic={"runs": runs}, other={}, code_version=code_version())
+    page = render_comparison(f"Sweep {config.name}", compared, store_url=store.url)
+    report = write_page(store, comparison_run, page)
+    # a run without held-out rewards cannot be the best
     best = ranked[0].run if ranked and ranked[0].mean else None
     result = {
         "sweep": config.name,
         "runs": runs,
         "best": best,
-        "ranked": [one.model_dump(mode="json") for one in ranked],
+        "ranked": [run.model_dump(mode="json") for run in ranked],
         "report": report,
-        "page": report_url(config.training.config.engine, store, own),
+        "page": report_url(config.training.config.engine, store, comparison_run),
     }
-    store.put_if_absent(keys.result_json(own), canonical_json(result))
+    store.put_if_absent(keys.result_json(comparison_run), canonical_json(result))
     return result
 
 
 def write_page(store: ObjectStore, run: str, page: str) -> str:
-    """Writes the page of a run; returns where it is."""
+    """Writes the report page of a run. Returns its address in the store."""
     key = keys.report(run)
     store.put(key, page.encode())
     return store.address(key)
 
 
-def _rows(
-    children: list[tuple[dict[str, Any], TrainingConfig]], answers: list[str | None], result: dict[str, Any]
+def _table_rows(
+    children: list[tuple[dict[str, Any], TrainingConfig]], failed: dict[str, str], result: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """A line per trial, for the table artifact."""
-    ranked = {one["run"]: Ranked.model_validate(one) for one in result.get("ranked", [])}
+    """The rows of the table artifact, one per trial."""
+    ranked = {row["run"]: Ranked.model_validate(row) for row in result.get("ranked", [])}
     rows = []
-    for (values, child), problem in zip(children, answers, strict=True):
-        one = ranked.get(child.run)
-        mean = round(one.mean.mean, 4) if one and one.mean else None
-        verdict = one.verdict if one else f"failed: {problem}"
-        told: dict[str, Any] = {key: str(value) for key, value in values.items()}
-        rows.append(told | {"run": child.run, "held-out mean": mean, "verdict": verdict})
+    for values, child in children:
+        row: dict[str, Any] = {key: str(value) for key, value in values.items()}
+        row |= {"run": child.run, "held-out mean": None, "verdict": f"failed: {failed.get(child.run)}"}
+        if child.run in ranked:
+            mean, row["verdict"] = ranked[child.run].mean, ranked[child.run].verdict
+            row["held-out mean"] = round(mean.mean, 4) if mean else None
+        rows.append(row)
     return rows

@@ -22,10 +22,11 @@ _UNITS = {"m": "minutes", "h": "hours", "d": "days"}
 Storage = Annotated[str, typer.Option("--storage", help="The store: a folder, file:///folder, or s3://bucket/prefix.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be deleted; delete nothing.")]
 OlderThan = Annotated[str, typer.Option("--older-than", help="Smallest age by the store's clock: 24h, 3d, 90m.")]
-Exclusive = Annotated[
+NoActiveRuns = Annotated[
     bool,
     typer.Option(
-        "--i-know-nobody-is-writing", help="Allow an age below 13h, and delete incomplete versions of models, too."
+        "--no-active-runs",
+        help="No run is writing to the store. Allows an age below 13h, and deletes incomplete versions of models too.",
     ),
 ]
 
@@ -34,7 +35,7 @@ def gc(
     storage: Storage = StorageConfig().url,
     dry_run: DryRun = False,
     older_than: OlderThan = "24h",
-    exclusive: Exclusive = False,
+    no_active_runs: NoActiveRuns = False,
 ) -> None:
     """Deletes data that nothing refers to. Runs may continue meanwhile."""
     console = Console()
@@ -42,7 +43,7 @@ def gc(
     try:
         with console.status(f"searching {storage}"):
             report = collect_garbage(
-                open_store(storage), older_than=_age(older_than), dry_run=dry_run, exclusive=exclusive
+                open_store(storage), older_than=_age(older_than), dry_run=dry_run, exclusive=no_active_runs
             )
     except (StorageError, ValueError) as error:
         console.print(f"[red]{type(error).__name__}[/red]: ", end="")
@@ -60,7 +61,7 @@ def _age(text: str) -> timedelta:
 
 
 def _print_report(report: GcReport, console: Console) -> None:
-    # sizes of what was deleted and kept
+    # the sizes of what was deleted and kept
     verb = "would delete" if report.dry_run else "deleted"
     sizes = Table(box=None, pad_edge=False)
     columns: list[tuple[str, Any]] = [("", "left"), ("what", "left"), ("objects", "right"), ("size", "right")]
@@ -72,7 +73,7 @@ def _print_report(report: GcReport, console: Console) -> None:
         sizes.add_row("kept", reason, f"{tally.objects:,}", _size(tally))
     console.print(sizes)
 
-    # names
+    # the names, shortened to MAX_NAMES of each group
     groups = [
         (verb, report.names),
         ("not recognised, so kept", report.unknown),

@@ -24,7 +24,7 @@ from flows.ops.termination import reraise_termination
 from flows.runs.code_version import code_version
 from flows.runs.estimate import estimate
 from flows.runs.events import announce_dataset
-from flows.training.watch import say_left
+from flows.training.watch import announce_pause
 from storage.chain.fork import check_fork
 from storage.chain.leases import acquire_lease, release_lease
 from storage.chain.run_record import create_or_check_run, machine_info
@@ -140,7 +140,7 @@ async def open_run(
                 logger.note(f"run {session.run} is finished already; its recorded result is returned")
             yield session
         except Pause:
-            say_left()
+            announce_pause()
             raise
         finally:
             await release_run(workspace)

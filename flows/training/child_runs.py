@@ -1,4 +1,4 @@
-"""Runs the training flow that a config names: what `recurring` and `sweep` do with theirs."""
+"""Helpers for the flows that run a training flow as a child run: `recurring` and `sweep`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from flows.configs.training import AnyTraining, DPOTraining, RewardModelTraining
 from tasks.datasets.spec import DatasetUse
 
 
-def flow_of(kind: str) -> Callable[..., Any]:
-    """A flow's function has its module's name."""
+def import_flow(kind: str) -> Callable[..., Any]:
+    """Imports the training flow `kind`, whose function is named like its module."""
     return getattr(import_module(f"flows.{kind}"), kind)  # type: ignore[no-any-return]
 
 
-def inputs_of(training: AnyTraining) -> dict[str, tuple[DatasetSource, DatasetUse]]:
-    """What the flow trains on, as its run names it ("dataset" first), and what it is read as."""
+def training_inputs(training: AnyTraining) -> dict[str, tuple[DatasetSource, DatasetUse]]:
+    """The datasets of a training with the use of each, by the name that the run gives them. "dataset" is the first."""
     config: TrainingConfig = training.config
     use: DatasetUse = "prompt"
     if isinstance(training, SFTTraining | SFTToGSPOTraining):
@@ -27,7 +27,7 @@ def inputs_of(training: AnyTraining) -> dict[str, tuple[DatasetSource, DatasetUs
         use = "preference"
     elif isinstance(training, RewardModelTraining):
         use = training.config.data.use
-    further: dict[str, tuple[DatasetSource, DatasetUse]] = {}
+    inputs: dict[str, tuple[DatasetSource, DatasetUse]] = {"dataset": (config.data.train, use)}
     if isinstance(config, SFTToGSPOConfig):
-        further["prompts"] = (config.data.prompts, "prompt")
-    return {"dataset": (config.data.train, use), **further}
+        inputs["prompts"] = (config.data.prompts, "prompt")
+    return inputs

@@ -1,12 +1,13 @@
-"""Schedules of the learning rate and of the weight decay: functions of the step, without state, so a resume has nothing
-to restore.
+"""Schedules of the learning rate and of the weight decay. They are functions of the step and have no state, so a
+resumed run has nothing to restore.
 
-`at(step, total)` is exact for 0-based `step` of `total`: the training classes use it, and a hand-written loop that
-knows its length can too. A warm-up of W steps gives lr (k + 1) / W at step k < W, so that no step has a rate of 0; the
-shape then has the other steps to itself. W is `warmup_steps`, or max(1, round(warmup_ratio x total)), or 0.
+`at(step, total)` is exact for 0-based `step` of `total`. The training classes use it, and a hand-written loop that
+knows its length can use it too. A warm-up of W steps gives lr (k + 1) / W at step k < W, so that no step has a rate of
+0. The shape of the schedule covers the steps after the warm-up. W is `warmup_steps` if it is given, else
+max(1, round(warmup_ratio x total)), or 0 if warmup_ratio is 0.
 
-Calling a schedule with a progress in [0, 1], which is k / total before step k, is the continuous form for loops that do
-not know their length. Its warm-up is that of a run of 100 steps: lr (100 progress + 1) / W, at most lr, with W of 100
+Calling a schedule with a progress in [0, 1], which is k / total before step k, is the continuous form, for loops that
+do not know their length. Its warm-up is that of a run of 100 steps: min(lr, lr (100 progress + 1) / W), with W for 100
 steps. With the default warm-up of a tenth the first step has lr / 10.
 """
 
@@ -17,40 +18,47 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 WARMUP_RATIO = 0.1
+"""Default length of a warm-up, as a share of the run."""
 FINAL_RATIO = 0.1
+"""Default rate of the last step, as a share of the highest rate."""
 STEPS_OF_PROGRESS = 100
-"""Steps of the run whose warm-up the continuous form has."""
+"""Assumed number of steps in the continuous form."""
 
 
 class Schedule(Protocol):
+    """A value for each step of a run."""
+
     def at(self, step: int, total: int) -> float:
-        """The rate of 0-based `step` of `total`."""
+        """The value in 0-based `step` of `total`."""
         ...
 
     def __call__(self, progress: float) -> float:
-        """The rate at a progress in [0, 1]."""
+        """The value at a progress in [0, 1]."""
         ...
 
 
 def is_endless(schedule: Schedule) -> bool:
-    """Whether its rates do not depend on the length of the run, so that a run without one can have it."""
+    """Whether the schedule fits a run without an end: its values do not depend on the length of the run."""
     return bool(getattr(schedule, "endless", False))
 
 
 def is_fixed(schedule: Schedule, weight_decay: float | Schedule) -> bool:
     """Whether neither the rate nor the weight decay depends on the length of the run."""
-    return is_endless(schedule) and (isinstance(weight_decay, float | int) or is_endless(weight_decay))
+    if isinstance(weight_decay, float | int):
+        return is_endless(schedule)
+    return is_endless(schedule) and is_endless(weight_decay)
 
 
 @dataclass(frozen=True)
-class _Warmed:
-    """A warm-up, then a shape: `_after` at an integer, `_share` in the continuous form. Both in units of `lr`'s."""
+class _WarmupSchedule:
+    """The base of schedules with a linear warm-up. A subclass gives the rate after it, for steps and for a progress."""
 
     lr: float
+    """The highest rate."""
     warmup_ratio: float = 0.0
-    """Share of the run."""
+    """Length of the warm-up, as a share of the run."""
     warmup_steps: int | None = None
-    """Instead of warmup_ratio."""
+    """Length of the warm-up in steps. Replaces warmup_ratio."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.warmup_ratio <= 1:
@@ -59,17 +67,19 @@ class _Warmed:
             raise ValueError(f"warmup_steps={self.warmup_steps}, expected 0 or more")
 
     def warmup(self, total: int) -> int:
-        """Steps that warm up."""
+        """The number of warm-up steps in a run of `total` steps."""
         if self.warmup_steps is not None:
             return self.warmup_steps
-        return max(1, round(self.warmup_ratio * total)) if self.warmup_ratio else 0
+        if self.warmup_ratio == 0:
+            return 0
+        return max(1, round(self.warmup_ratio * total))
 
     def at(self, step: int, total: int) -> float:
         _check_step(step, total)
         warmup = self.warmup(total)
         if step < warmup:
             return self.lr * (step + 1) / warmup
-        return self._after(step - warmup, total - warmup, warmup)
+        return self._step_rate(step - warmup, total - warmup, warmup)
 
     def __call__(self, progress: float) -> float:
         _check_progress(progress)
@@ -81,20 +91,22 @@ class _Warmed:
         ratio = 0.0 if self.warmup_steps == 0 else self.warmup_ratio
         if progress < ratio:
             return self.lr * min(1.0, (progress * STEPS_OF_PROGRESS + 1) / self.warmup(STEPS_OF_PROGRESS))
-        return self._share(progress, ratio)
+        return self._progress_rate(progress, ratio)
 
-    def _after(self, step: int, total: int, warmup: int) -> float:
+    def _step_rate(self, step: int, total: int, warmup: int) -> float:
         """The rate of 0-based `step` of the `total` steps after the warm-up."""
         raise NotImplementedError
 
-    def _share(self, progress: float, ratio: float) -> float:
-        """The rate at a progress of the whole run, `ratio` of which was the warm-up."""
+    def _progress_rate(self, progress: float, ratio: float) -> float:
+        """The rate at a progress of the whole run, after a warm-up over `ratio` of the run."""
         raise NotImplementedError
 
 
-def _rest(progress: float, ratio: float) -> float:
-    """Progress since the warm-up, in [0, 1]."""
-    return (progress - ratio) / (1 - ratio) if ratio < 1 else 0.0
+def _progress_after_warmup(progress: float, ratio: float) -> float:
+    """The progress since the end of the warm-up, in [0, 1]."""
+    if ratio == 1:  # the whole run is the warm-up
+        return 0.0
+    return (progress - ratio) / (1 - ratio)
 
 
 def _check_floor(min_lr_ratio: float) -> None:
@@ -103,9 +115,9 @@ def _check_floor(min_lr_ratio: float) -> None:
 
 
 @dataclass(frozen=True)
-class CosineScheduler(_Warmed):
-    """Linear warm-up over a tenth of the run, then a cosine to a tenth of `lr`; or `cycles` of them, each from `lr`
-    (warm restarts, arXiv:1608.03983).
+class CosineScheduler(_WarmupSchedule):
+    """Linear warm-up over a tenth of the run, then a cosine to a tenth of `lr`. With `cycles` above 1, as many cosines
+    follow each other, each from `lr` (warm restarts, arXiv:1608.03983).
 
     The first step of N has lr / W, where W = max(1, round(N / 10)) steps warm up. Called with a progress, the schedule
     takes N to be 100: `CosineScheduler(lr)(0.0)` is lr / 10.
@@ -121,17 +133,21 @@ class CosineScheduler(_Warmed):
         if self.cycles < 1:
             raise ValueError(f"cycles={self.cycles}, expected 1 or more")
 
-    def _after(self, step: int, total: int, warmup: int) -> float:
+    def _step_rate(self, step: int, total: int, warmup: int) -> float:
+        # cycle c has the steps from ceil(c total / cycles) to the next cycle; its last step has the lowest rate
         cycle = step * self.cycles // total
-        first, end = (-(-border * total // self.cycles) for border in (cycle, cycle + 1))
-        return self._cosine((step - first) / max(1, end - first - 1))
+        first_step = math.ceil(cycle * total / self.cycles)
+        next_cycle = math.ceil((cycle + 1) * total / self.cycles)
+        return self._cosine((step - first_step) / max(1, next_cycle - first_step - 1))
 
-    def _share(self, progress: float, ratio: float) -> float:
-        done = _rest(progress, ratio) * self.cycles
-        return self._cosine(done - min(int(done), self.cycles - 1))
+    def _progress_rate(self, progress: float, ratio: float) -> float:
+        cycles_done = _progress_after_warmup(progress, ratio) * self.cycles
+        # at progress 1 the last cycle is complete, and no further one begins
+        cycle = min(int(cycles_done), self.cycles - 1)
+        return self._cosine(cycles_done - cycle)
 
     def _cosine(self, q: float) -> float:
-        """From lr at q = 0 down to its lowest at q = 1."""
+        """The rate at `q` in [0, 1] of a cosine from `lr` to the lowest rate."""
         low = self.min_lr_ratio
         return low * self.lr + (1 - low) * self.lr * (1 + math.cos(math.pi * q)) / 2
 
@@ -144,7 +160,7 @@ class CosineSchedulerWithoutWarmup(CosineScheduler):
 
 
 @dataclass(frozen=True)
-class LinearScheduler(_Warmed):
+class LinearScheduler(_WarmupSchedule):
     """A straight line from `lr` to `min_lr_ratio` of it, reached after the last step."""
 
     min_lr_ratio: float = 0.0
@@ -153,35 +169,38 @@ class LinearScheduler(_Warmed):
         super().__post_init__()
         _check_floor(self.min_lr_ratio)
 
-    def _after(self, step: int, total: int, warmup: int) -> float:
+    def _step_rate(self, step: int, total: int, warmup: int) -> float:
         return self._line(step / total)
 
-    def _share(self, progress: float, ratio: float) -> float:
-        return self._line(_rest(progress, ratio))
+    def _progress_rate(self, progress: float, ratio: float) -> float:
+        return self._line(_progress_after_warmup(progress, ratio))
 
     def _line(self, q: float) -> float:
         return self.lr * (1 - (1 - self.min_lr_ratio) * q)
 
 
 @dataclass(frozen=True)
-class ConstantScheduler(_Warmed):
-    """`lr`, always; after the warm-up, where there is one."""
+class ConstantScheduler(_WarmupSchedule):
+    """`lr` in every step after the warm-up, if there is one."""
 
     @property
     def endless(self) -> bool:
         return self.warmup_steps is not None or not self.warmup_ratio
 
-    def _after(self, step: int, total: int, warmup: int) -> float:
+    def _step_rate(self, step: int, total: int, warmup: int) -> float:
         return self.lr
 
-    def _share(self, progress: float, ratio: float) -> float:
+    def _progress_rate(self, progress: float, ratio: float) -> float:
         return self.lr
 
 
 @dataclass(frozen=True)
-class WSDScheduler(_Warmed):
-    """Warm-up, stable, decay (arXiv:2404.06395): `lr` from the warm-up to the last `decay_ratio` of the run, and then a
-    straight line that is at `min_lr_ratio` of it in the last step. Where the two would meet, the decay is shorter."""
+class WSDScheduler(_WarmupSchedule):
+    """Warm-up, stable, decay (arXiv:2404.06395).
+
+    The rate is `lr` from the warm-up to the last `decay_ratio` of the run, and then falls linearly to `min_lr_ratio` of
+    `lr` in the last step. The decay is shorter if it would overlap with the warm-up.
+    """
 
     warmup_ratio: float = WARMUP_RATIO
     min_lr_ratio: float = FINAL_RATIO
@@ -193,24 +212,27 @@ class WSDScheduler(_Warmed):
         if not 0 < self.decay_ratio <= 1:
             raise ValueError(f"decay_ratio={self.decay_ratio}, expected a share of the run above 0, at most 1")
 
-    def _after(self, step: int, total: int, warmup: int) -> float:
+    def _step_rate(self, step: int, total: int, warmup: int) -> float:
+        # decay_ratio is a share of the whole run, including the warm-up
         decay = min(max(1, round(self.decay_ratio * (total + warmup))), total)
-        if total == 1 and not warmup:
-            return self.lr  # a run of one step
+        if total == 1 and not warmup:  # a run of one step does not decay
+            return self.lr
         return self._line((step - (total - decay) + 1) / decay)
 
-    def _share(self, progress: float, ratio: float) -> float:
+    def _progress_rate(self, progress: float, ratio: float) -> float:
         decay = min(self.decay_ratio, 1 - ratio)
-        return self._line((progress - (1 - decay)) / decay if decay else 0.0)
+        if decay == 0:  # the whole run is the warm-up
+            return self.lr
+        return self._line((progress - (1 - decay)) / decay)
 
     def _line(self, q: float) -> float:
         return self.lr * (1 - (1 - self.min_lr_ratio) * max(0.0, q))
 
 
 @dataclass(frozen=True)
-class InverseSqrtScheduler(_Warmed):
-    """Warm-up over W steps, then lr sqrt(W / (k + 1)) at step k (arXiv:1706.03762), never below `min_lr_ratio` of `lr`.
-    With `warmup_steps` it fits a run without an end."""
+class InverseSqrtScheduler(_WarmupSchedule):
+    """Warm-up over W steps, then lr sqrt(W / (k + 1)) at step k (arXiv:1706.03762), but at least `min_lr_ratio` of
+    `lr`. With `warmup_steps` it fits a run without an end."""
 
     warmup_ratio: float = WARMUP_RATIO
     min_lr_ratio: float = 0.0
@@ -225,10 +247,10 @@ class InverseSqrtScheduler(_Warmed):
     def endless(self) -> bool:
         return self.warmup_steps is not None
 
-    def _after(self, step: int, total: int, warmup: int) -> float:
+    def _step_rate(self, step: int, total: int, warmup: int) -> float:
         return self._root(warmup / (warmup + step + 1))
 
-    def _share(self, progress: float, ratio: float) -> float:
+    def _progress_rate(self, progress: float, ratio: float) -> float:
         return self._root(ratio / progress)
 
     def _root(self, share: float) -> float:
@@ -237,8 +259,10 @@ class InverseSqrtScheduler(_Warmed):
 
 @dataclass(frozen=True)
 class Ramp:
-    """From `start` in the first step to `end` in the last: a schedule of the weight decay. `linear`, or `cosine`, which
-    begins and ends slowly. A run of one step has `start`."""
+    """A schedule of the weight decay, from `start` in the first step to `end` in the last.
+
+    The shape `cosine` changes slowly at both ends. A run of one step has `start`.
+    """
 
     start: float
     end: float
@@ -253,18 +277,20 @@ class Ramp:
         return self._between(progress)
 
     def _between(self, q: float) -> float:
-        way = q if self.shape == "linear" else (1 - math.cos(math.pi * q)) / 2
-        return self.start + (self.end - self.start) * way
+        share = q
+        if self.shape == "cosine":
+            share = (1 - math.cos(math.pi * q)) / 2
+        return self.start + (self.end - self.start) * share
 
 
 @dataclass(frozen=True)
 class CombinedSchedule:
-    """One schedule, then another, each over its own part of the run as if that part were a run of its own."""
+    """One schedule, then another. Each covers its part of the run as if that part were a whole run."""
 
     first: Schedule
     second: Schedule
     switch_at: float = 0.5
-    """Share of the run that is the first's; at least one step of each, when there are two."""
+    """Share of the run with the first schedule. In a run of two steps or more, each schedule has at least one."""
 
     def __post_init__(self) -> None:
         if not 0 < self.switch_at < 1:
@@ -272,8 +298,11 @@ class CombinedSchedule:
 
     def at(self, step: int, total: int) -> float:
         _check_step(step, total)
-        border = min(max(1, round(self.switch_at * total)), max(1, total - 1))
-        return self.first.at(step, border) if step < border else self.second.at(step - border, total - border)
+        # each schedule has at least one step, if there are two
+        switch_step = min(max(1, round(self.switch_at * total)), max(1, total - 1))
+        if step < switch_step:
+            return self.first.at(step, switch_step)
+        return self.second.at(step - switch_step, total - switch_step)
 
     def __call__(self, progress: float) -> float:
         _check_progress(progress)

@@ -1,7 +1,7 @@
-"""Beside a running loop: does a person want it paused, and does it still move?
+"""Watches a training loop: detects that a person has paused the flow run, and that a step takes far too long.
 
-Both are asked in a thread, since a loop that waits for an engine cannot ask, and one that waits for a Prefect server
-that is away would not train.
+A thread does both. The loop itself cannot, because it may be waiting for the engine, and must not wait for a Prefect
+server that does not answer.
 """
 
 from __future__ import annotations
@@ -28,17 +28,19 @@ from flows.runs.events import emit_run_stalled
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 5.0
+"""Time between two requests for the state of the flow run."""
 STEPS_REMEMBERED = 50
+"""Number of steps whose durations give the usual duration of a step."""
 STALLED_FACTOR = 10.0
-"""A step that takes so many times what steps usually take has stalled …"""
+"""A step has stalled when it takes this many times the median duration of the last steps …"""
 STALLED_SECONDS = 600.0
-"""… but none does before this. A first step, with loading, may take as long as it likes up to the factor of it."""
+"""… and at least this long. The first step is compared with this limit alone."""
 
 
 class RunWatch:
-    """Enter it around the loop; call `stepped` after each step.
+    """A context manager around the loop, which calls `stepped` after each step.
 
-    `pause` is what is asked for the state in which a person put the flow run: None while it should go on.
+    `paused` returns the paused state of the flow run, or None while the run should continue.
     """
 
     def __init__(
@@ -51,50 +53,57 @@ class RunWatch:
         poll_seconds: float = POLL_SECONDS,
     ) -> None:
         self.run, self.step = run, step
-        self._ask, self._clock, self._poll = paused or paused_state, clock, poll_seconds
+        self._read_pause = paused or paused_state
+        self._clock, self._poll_seconds = clock, poll_seconds
         self._pause: State | None = None
-        self._told = False
-        self._last = clock()
-        self._seconds: deque[float] = deque(maxlen=STEPS_REMEMBERED)
+        self._stall_reported = False
+        self._last_step_end = clock()
+        self._durations: deque[float] = deque(maxlen=STEPS_REMEMBERED)
         self._stop = threading.Event()
-        context = contextvars.copy_context()  # Prefect finds its settings and the flow run in it
+        # Prefect reads its settings and the flow run from context variables, which a new thread does not have
+        context = contextvars.copy_context()
         self._thread = threading.Thread(target=context.run, args=(self._watch,), name="run-watch", daemon=True)
 
     def stepped(self, step: int) -> None:
-        """Step `step`, 0-based, has ended. Raises prefect.exceptions.Pause when a person wants the run to pause: its
-        flow then ends, the engine is free, and a resumed flow run goes on from here."""
+        """Records the end of 0-based `step`. Raises prefect.exceptions.Pause if a person has paused the run.
+
+        The flow then ends, which frees the engine. A resumed flow run continues with the next step.
+        """
         now = self._clock()
-        self._seconds.append(now - self._last)
-        self._last, self.step, self._told = now, step + 1, False
+        self._durations.append(now - self._last_step_end)
+        self._last_step_end, self.step, self._stall_reported = now, step + 1, False
         if self._pause is not None:
             raise Pause(state=self._pause)
 
-    def look(self) -> None:
-        """One look: asks for the state, and tells of a stall once."""
-        self._pause = self._ask()
-        silent = self._clock() - self._last
-        usual = statistics.median(self._seconds) if self._seconds else None
-        if not self._told and silent > max(STALLED_SECONDS, STALLED_FACTOR * (usual or 0.0)):
-            self._told = True
-            log.warning("run %s: step %d has not ended for %.0f s", self.run, self.step + 1, silent)
-            emit_run_stalled(self.run, step=self.step, silent_seconds=silent, usual_seconds=usual)
+    def check(self) -> None:
+        """Reads the state of the flow run, and reports a stalled step once."""
+        self._pause = self._read_pause()
+        elapsed = self._clock() - self._last_step_end
+        usual = statistics.median(self._durations) if self._durations else None
+        limit = max(STALLED_SECONDS, STALLED_FACTOR * (usual or 0.0))
+        if elapsed > limit and not self._stall_reported:
+            self._stall_reported = True
+            log.warning("run %s: step %d has not ended for %.0f s", self.run, self.step + 1, elapsed)
+            emit_run_stalled(self.run, step=self.step, silent_seconds=elapsed, usual_seconds=usual)
 
     def _watch(self) -> None:
-        while not self._stop.wait(self._poll):
-            self.look()
+        while not self._stop.wait(self._poll_seconds):
+            self.check()
 
     def __enter__(self) -> Self:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._stop.set()
         self._thread.join(timeout=1.0)
 
 
 def paused_state() -> State | None:
-    """The state of the flow run that runs here, when a person has paused or suspended it; None also where no flow runs
-    and while the server is away."""
+    """The state of the current flow run if a person has paused or suspended it, else None.
+
+    Returns None also if there is no flow run, or if the Prefect server does not answer.
+    """
     context = FlowRunContext.get()
     if context is None or context.flow_run is None:
         return None
@@ -107,9 +116,12 @@ def paused_state() -> State | None:
     return state if state is not None and state.type == StateType.PAUSED else None
 
 
-def say_left() -> None:
-    """An event of the flow run, sent when it is left to wait: else the last heartbeat, sent after it was paused, would
-    let it pass for one that fell silent."""
+def announce_pause() -> None:
+    """Sends an event of the flow run when its process ends because the run is paused.
+
+    Without this event, the automation that detects missing heartbeats would mark the paused run as crashed: its last
+    heartbeat may be later than the pause.
+    """
     context = FlowRunContext.get()
     if context is not None and context.flow_run is not None:
         resource = {"prefect.resource.id": f"prefect.flow-run.{context.flow_run.id}"}

@@ -179,8 +179,8 @@ def test_fields_are_plain_values_outside_and_handles_inside(tiny_folder: Path) -
         ("prompts", {"kind": "nowhere"}, "nowhere"),
         ("prompts", {"kind": "file", "path": "a", "odd": 1}, "odd"),
         ("graders", [{"way": "x"}], "expected an import path"),
-        ("graders", [{"path": "a:b", "arguments": {"x": {1}}}], "the arguments of a:b are nothing that JSON can say"),
-        ("graders", [{"path": "a:b", "arguments": nested(5000)}], "the arguments of a:b are nothing that JSON can say"),
+        ("graders", [{"path": "a:b", "arguments": {"x": {1}}}], "the arguments of a:b cannot be written as JSON"),
+        ("graders", [{"path": "a:b", "arguments": nested(5000)}], "the arguments of a:b cannot be written as JSON"),
     ],
 )
 def test_what_is_no_such_thing_is_refused_with_what_was_given(field: str, value: Any, said: str) -> None:
@@ -204,7 +204,7 @@ async def test_datasets_load_as_threads(tmp_path: Path) -> None:
     assert (good.last_content(), bad.last_content()) == ("one", "two")
     with pytest.raises(DatasetError):
         await Dataset[dataset_kinds.Preference](config.shown.source).load(ctx)
-    with pytest.raises(TypeError, match="nothing trains on it"):
+    with pytest.raises(TypeError, match="no training class accepts it"):
         Dataset[dataset_kinds.Mixed]
     with pytest.raises(TypeError, match="has no kind"):
         await Dataset(config.shown.source).load(ctx)

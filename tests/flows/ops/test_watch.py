@@ -45,8 +45,8 @@ def test_a_pause_ends_the_loop_after_the_step_that_runs() -> None:
 def test_a_run_that_was_resumed_before_the_step_ended_goes_on() -> None:
     states = [Suspended(timeout_seconds=60), None]
     running = RunWatch("r", step=0, paused=lambda: states.pop(0))
-    running.look()
-    running.look()
+    running.check()
+    running.check()
     running.stepped(0)
 
 
@@ -56,15 +56,15 @@ def test_a_stall_is_told_once_and_again_after_a_step(told: list[dict[str, object
     clock.now = 100.0
     running.stepped(7)
     clock.now = 100.0 + 10 * 100.0  # ten times what a step takes: not more than that
-    running.look()
+    running.check()
     assert told == []
     clock.now += 1.0
-    running.look()
-    running.look()
+    running.check()
+    running.check()
     assert told == [{"run": "r", "step": 8, "silent_seconds": 1001.0, "usual_seconds": 100.0}]
     running.stepped(8)
     clock.now += STALLED_SECONDS * 100
-    running.look()
+    running.check()
     assert [each["step"] for each in told] == [8, 9]
 
 
@@ -74,7 +74,7 @@ def test_quick_steps_do_not_stall_within_minutes(told: list[dict[str, object]]) 
     clock.now = 0.5
     running.stepped(0)
     clock.now += STALLED_SECONDS
-    running.look()
+    running.check()
     assert told == []
 
 

@@ -16,7 +16,7 @@ from flows.configs.sweep import SweepConfig
 from flows.configs.training import AnyTraining
 from flows.recurring import recurring
 from flows.sweep import sweep
-from flows.training.child_runs import flow_of, inputs_of
+from flows.training.child_runs import import_flow, training_inputs
 from storage.chain.records import Chain
 from storage.inspect.lineage import training_datasets
 from storage.store.objects import open_store
@@ -61,7 +61,7 @@ def test_a_sweep_takes_every_training_flow(kind: str) -> None:
     assert type(config.training.config) is CONFIGS[kind]
     children = config.children()
     assert [(type(child), child.seed) for _, child in children] == [(CONFIGS[kind], 0), (CONFIGS[kind], 1)]
-    assert flow_of(kind).name == kind
+    assert import_flow(kind).name == kind
     again = SweepConfig.model_validate(config.model_dump(mode="json"))
     assert [child.run for _, child in again.children()] == [child.run for _, child in children]
 
@@ -91,10 +91,10 @@ def test_what_no_flow_takes_is_refused() -> None:
     ],
 )  # fmt: skip
 def test_what_a_flow_trains_on(kind: str, expected: dict[str, str]) -> None:
-    found = inputs_of(TypeAdapter(AnyTraining).validate_python(training(kind)))
+    found = training_inputs(TypeAdapter(AnyTraining).validate_python(training(kind)))
     assert {name: use for name, (_, use) in found.items()} == expected
     rated = TypeAdapter(AnyTraining).validate_python(training("reward_model", data={"train": FILE, "use": "rating"}))
-    assert inputs_of(rated)["dataset"][1] == "rating"
+    assert training_inputs(rated)["dataset"][1] == "rating"
 
 
 @pytest.mark.slow

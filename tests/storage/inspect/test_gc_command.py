@@ -31,7 +31,7 @@ def run(store: ObjectStore, *options: str) -> tuple[int, str]:
 def test_shown_then_deleted(store: ObjectStore) -> None:
     provenance = Provenance(code_version="a", config_digest="0" * 64, seed=0)
     ref = commit_bytes(store, "runs/r/x", b"live", kind="thing", suffix=".x", provenance=provenance)
-    options = ("--older-than", "0m", "--i-know-nobody-is-writing")
+    options = ("--older-than", "0m", "--no-active-runs")
     code, shown = run(store, *options, "--dry-run")
     assert code == 0 and "would delete 1 objects, 2.0 KiB" in shown and ORPHAN in shown
     assert store.exists(ORPHAN)

@@ -44,7 +44,7 @@ class DoctorConfig(FlowConfig):
 
 def doctor(
     storage: Annotated[
-        str, typer.Option("--storage", help=f"Store of the artifacts [default: the config's, else {DEFAULT_STORAGE}].")
+        str, typer.Option("--storage", help=f"Store of the artifacts. Default: the config's, else {DEFAULT_STORAGE}.")
     ] = "",
     engine: Annotated[str, typer.Option("--engine", help="A served engine: http://host:port.")] = "",
     config: Annotated[

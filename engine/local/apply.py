@@ -14,7 +14,7 @@ from engine.backends.protocol import Objective, Trainer, UpdateReport
 from engine.errors import BadSpec, NonFiniteGradient, StepConflict
 from engine.losses.spec import LossSpec
 from engine.models.images import check_images_accepted
-from engine.models.samples import Sample, minibatches, samples_from_table
+from engine.models.samples import minibatches, samples_from_table
 from engine.validation_messages import describe_errors
 from storage.chain.records import CommitRecord, StepRequest
 from storage.failpoints import failpoint
@@ -59,17 +59,19 @@ def apply_request(
     objective = _objective(request)
     loss = objective.loss
 
-    # Read the batch. A pair keeps a sample without trained tokens, since both members are needed.
+    # Read the batch. A sample without trained tokens, such as an empty completion, must not count in the loss's mean.
+    # A pair keeps it, since both members are needed.
     samples = samples_from_table(read_table(store, request.batch))
     check_images_accepted(trainer, (sample.images for sample in samples), f"rows of the batch {request.batch.key}")
     if not loss.pairwise:
-        samples = _with_trained_tokens(samples)
+        samples = [sample for sample in samples if sample.trained]
 
     # Make one optimizer update per minibatch.
     def after_micro_batch() -> None:
         failpoint("step.mid_gradient")
         check()
 
+    # A redo gives the recorded limit of each update, a new step one limit for all.
     updates = minibatches(samples, request.minibatches, whole_groups=loss.pairwise)
     limits = repeat(max_tokens) if isinstance(max_tokens, int) else max_tokens
     reports = []
@@ -106,11 +108,6 @@ def _objective(request: StepRequest) -> Objective:
     )
 
 
-def _with_trained_tokens(samples: list[Sample]) -> list[Sample]:
-    """The samples with at least one trained token. An empty completion must not count in the loss's mean."""
-    return [sample for sample in samples if sample.trained]
-
-
 def _combined_effect(reports: list[UpdateReport]) -> StepEffect:
     """Averages each metric over the updates in which it is finite. `tokens` is summed instead."""
     values_by_name: dict[str, list[float]] = defaultdict(list)
@@ -118,16 +115,20 @@ def _combined_effect(reports: list[UpdateReport]) -> StepEffect:
         for name, value in report.metrics.items():
             if isfinite(value):
                 values_by_name[name].append(value)
-    metrics = {name: sum(values) / len(values) for name, values in sorted(values_by_name.items())}
+    effect = StepEffect(max_tokens=tuple(report.max_tokens for report in reports))
+    for name, values in sorted(values_by_name.items()):
+        effect.metrics[name] = sum(values) / len(values)
     if reports:
-        metrics["tokens"] = sum(report.metrics["tokens"] for report in reports)
-    return StepEffect(
-        metrics=metrics,
-        updates=sum(not report.skipped for report in reports),
-        skipped=sum(report.skipped for report in reports),
-        micro_batches=sum(report.micro_batches for report in reports),
-        max_tokens=tuple(report.max_tokens for report in reports),
-    )
+        effect.metrics["tokens"] = sum(report.metrics["tokens"] for report in reports)
+
+    # A skipped update changed no weights, so it is counted apart from the others.
+    for report in reports:
+        effect.micro_batches += report.micro_batches
+        if report.skipped:
+            effect.skipped += 1
+        else:
+            effect.updates += 1
+    return effect
 
 
 def require_same_request(committed: CommitRecord, request: StepRequest) -> CommitRecord:
@@ -136,6 +137,8 @@ def require_same_request(committed: CommitRecord, request: StepRequest) -> Commi
     Raises StepConflict if another request was committed for the step."""
     if committed.request.digest() == request.digest():
         return committed
+
+    # Name the differing fields, so that the caller sees what changed since the commit.
     content, committed_content = request.content(), committed.request.content()
     differing = sorted(name for name in content if content[name] != committed_content[name])
     raise StepConflict(

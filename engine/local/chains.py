@@ -40,6 +40,7 @@ def create_chain(store: ObjectStore, spec: PolicySpec) -> PolicyRef:
     if committed_root is None:
         check_root(store, spec.root)
         committed_root = chain.create_root(spec.root)
+    # Another process may have committed its root first, so compare even after create_root.
     if committed_root.state() != spec.root.state():
         raise StepConflict(
             f"the chain {spec.run}/{spec.stage}/{spec.model} starts from {committed_root.base_digest[:12]}, but "
@@ -57,6 +58,7 @@ def check_root(store: ObjectStore, root: Root) -> None:
             to be trained.
         UnknownPolicy: the policy to start from was never committed.
     """
+    # A root starts either from a registered model or from a policy of an earlier stage.
     trainable = parse_trainable(root.trainable)
     if root.base is not None and root.start is None:
         _check_base(store, root.base, root.base_digest)

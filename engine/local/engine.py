@@ -21,7 +21,7 @@ from engine.backends.protocol import OnToken
 from engine.cluster.connection import require_ray
 from engine.cluster.inventory import cluster_info
 from engine.errors import EngineBusy, EngineError, Fenced
-from engine.local.apply import StepEffect, apply_request, require_same_request
+from engine.local.apply import apply_request, require_same_request
 from engine.local.chains import check_committed, create_chain
 from engine.local.export import publish_policy
 from engine.local.generation_batcher import GenerationBatcher, PendingGeneration, sample_completions
@@ -31,6 +31,7 @@ from engine.local.queue import FairQueue
 from engine.local.rebase import Rebaser
 from engine.local.saving import Saver, batch_provenance, find_policy_checkpoint
 from engine.local.scratch import scratch_folder
+from engine.local.step_record import step_record
 from engine.local.weights import checked_parameter_count
 from engine.models.folder import ModelFolder, local_folder, registered_model, registry_version
 from engine.models.images import check_images_accepted
@@ -51,11 +52,6 @@ R = TypeVar("R")
 
 log = logging.getLogger(__name__)
 
-SMALL_MODEL_BYTES = 256 << 20
-"""Up to this many bytes of weights, every commit record holds a digest of them."""
-LARGE_MODEL_DIGEST_EVERY = 10
-"""Larger models: every n-th commit record holds a digest."""
-
 
 class LocalEngine:
     """Implements `engine.protocol.Engine` in this process."""
@@ -64,6 +60,8 @@ class LocalEngine:
         self.spec = spec or LocalEngineSpec()
         if self.spec.uses_ray:
             require_ray()  # fail before any model is loaded
+
+        # The backends that train and sample, and the policies that they hold.
         self.store = open_store(store_url)
         self.backend = create_trainer_backend(self.spec)
         self.samplers = create_sampler_backend(self.spec, self.backend)
@@ -75,6 +73,8 @@ class LocalEngine:
             frozen=self.spec.frozen_policies,
             save=self._save_for_eviction,
         )
+
+        # One compute thread runs every call that touches weights, so none of these objects needs a lock.
         self.queue = FairQueue(name="ostinato-engine", prepare=self.backend.prepare_thread)
         self.materialiser = Materialiser(
             self.store,
@@ -86,7 +86,9 @@ class LocalEngine:
         )
         self.generation_batcher = GenerationBatcher(max_rows=self.spec.max_rows)
         self._epochs: dict[str, int] = {}
+        """The newest epoch of each run that this engine knows."""
         self._speed: float | None = None
+        """Measured operations per second. None until the first `info`."""
         self._closing = threading.Event()
 
     async def _compute(self, run: str, call: Callable[[], R]) -> R:
@@ -99,6 +101,7 @@ class LocalEngine:
                 return await self.queue.run(run, call)
             except NoRoomYet as error:
                 seconds = error.seconds
+                # Fail now rather than after a sleep past the deadline.
                 if time.monotonic() + seconds > deadline:
                     raise EngineBusy(
                         f"{error}; waited {self.spec.room_seconds:.0f} s for room. Call again later, raise "
@@ -161,8 +164,9 @@ class LocalEngine:
 
         Cancelling the caller also ends the call, at the next token."""
         call = PendingGeneration(request, on_token=on_token)
-        shared = on_token is None and not self.spec.deterministic
-        if shared:
+        # A call that streams its tokens is sampled alone, because its `on_token` may end the generation.
+        can_share_batch = on_token is None and not self.spec.deterministic
+        if can_share_batch:
             self.generation_batcher.add(call)
         try:
             return await self._compute(request.policy.run, partial(self._generate, call, epoch))
@@ -239,7 +243,7 @@ class LocalEngine:
             limit = request.max_tokens or self.spec.max_tokens_per_forward
             effect = apply_request(loaded.trainer, request, self.store, max_tokens=limit, check=self.queue.check)
             log_work("step", policy=request.result().uri, step=request.parent.step + 1)
-            record = self._record(request, effect, loaded)
+            record = step_record(request, effect, loaded, self.backend.numerics(), self.spec)
             failpoint("step.before_commit")
             committed = chain.commit(record)
             failpoint("step.after_commit")
@@ -255,41 +259,6 @@ class LocalEngine:
                 self.loaded_policies.drop(request.parent)
         loaded.policy, loaded.committed_numerics = committed.policy, committed.numerics
         return committed
-
-    def _record(self, request: StepRequest, effect: StepEffect, loaded: LoadedPolicy) -> CommitRecord:
-        """The commit record of a step that was applied to `loaded`."""
-        # The limits of the updates are recorded only if one of them differs from the engine's limit.
-        limit = self.spec.max_tokens_per_forward
-        own_limits = set(effect.max_tokens) - {limit}
-        numerics = self.backend.numerics().model_copy(
-            update={
-                "micro_batches": effect.micro_batches,
-                "max_tokens_of_updates": effect.max_tokens if own_limits else (),
-            }
-        )
-        weights_digest: str | None = None
-        tensor_digests: dict[str, str] = {}
-        if self._digest_due(loaded, request.parent.step + 1):
-            weights_digest, tensor_digests = loaded.trainer.weights_digest()
-        return CommitRecord(
-            request=request,
-            state=request.next_state(),
-            controllers_out=request.controllers_in,
-            metrics=effect.metrics,
-            updates=effect.updates,
-            skipped=effect.skipped,
-            numerics=numerics,
-            rebase=loaded.rebase,
-            weights_digest=weights_digest,
-            tensor_digests=tuple(tensor_digests[name][:8] for name in sorted(tensor_digests)),
-        )
-
-    def _digest_due(self, loaded: LoadedPolicy, step: int) -> bool:
-        every = self.spec.digest_every
-        if every is None:
-            is_small = loaded.trainer.weights_nbytes <= SMALL_MODEL_BYTES
-            every = 1 if is_small else LARGE_MODEL_DIGEST_EVERY
-        return step % every == 0
 
     # -- writing -----------------------------------------------------------------------------------------------
 
@@ -317,6 +286,7 @@ class LocalEngine:
         """The committed checkpoint of the policy, or its upload, which is started if there is neither."""
         self._fence(policy.run, epoch)
         check_committed(self.store, policy)
+        # A pending upload first: an upload that ends between the two lookups is then seen by the second one.
         existing = self.saver.pending_upload(policy) or find_policy_checkpoint(self.store, policy, name=name)
         if existing is not None:
             return existing
@@ -352,6 +322,7 @@ class LocalEngine:
             await asyncio.shield(asyncio.gather(*uploads, return_exceptions=True))  # the saver logs failures
 
     def _release(self, run: str, epoch: int) -> None:
+        # A process that lost its lease must not evict the weights that its successor uses.
         if epoch >= self._epochs.get(run, 0):
             for loaded in self.loaded_policies.release(run):
                 self._save_for_eviction(loaded)
@@ -360,7 +331,9 @@ class LocalEngine:
         """Does not wait for other calls, except that the first `info` measures the device in the compute thread."""
         if self._speed is None:
             self._speed = await self._compute("", self.backend.operations_per_second)
-        identity = await asyncio.to_thread(store_id, self.store)  # creates the folder of a new store
+
+        # store_id comes first: it creates the folder of a new store, which disk_usage needs.
+        identity = await asyncio.to_thread(store_id, self.store)
         store_path = self.store.local_path("store")
         disk_free_bytes = None
         if store_path is not None:
@@ -387,6 +360,7 @@ class LocalEngine:
         await asyncio.to_thread(self._close, checkpoint)
 
     def _close(self, checkpoint: bool) -> None:
+        # The queue first: after it no call changes the weights that are saved here.
         self.queue.close()
         unsaved = self.loaded_policies.unsaved() if checkpoint else []
         for loaded in unsaved:
@@ -394,6 +368,8 @@ class LocalEngine:
                 self._save_for_eviction(loaded)
             except (EngineError, StorageError, OSError) as error:
                 log.warning("%s was not checkpointed, so a later redo takes longer: %s", loaded.policy.uri, error)
+
+        # The saver waits for its uploads, which read only files on disk.
         self.saver.close()
         self.samplers.close()
         self.backend.close()

@@ -90,7 +90,7 @@ class GenerationBatcher:
         waiting = self._waiting.get(self._key(call), [])
         if call not in waiting:
             return batch
-        for other in waiting[:]:
+        for other in waiting[:]:  # a copy, because the event loop may add and remove calls meanwhile
             fits = rows + len(other.request.prompts) <= self._max_rows
             if other is not call and other.completions is None and fits:
                 batch.append(other)
@@ -99,7 +99,7 @@ class GenerationBatcher:
 
     def _sample_batch(self, batch: list[PendingGeneration], run_sampler: RunSampler) -> None:
         """Samples one batch and gives each of its calls its completions."""
-        # Join the requests into one.
+        # Join the requests into one. Each prompt has its own seed, so its completion does not depend on the others.
         first = batch[0].request
         prompts: list[TokenIds] = []
         seeds: list[int] = []

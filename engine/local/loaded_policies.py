@@ -99,17 +99,20 @@ class LoadedPolicies:
 
     def training(self, policy: PolicyRef) -> LoadedPolicy | None:
         """The training policy of the chain that `policy` belongs to. It may be at another step of the chain."""
-        self._drop_dead_slots()
+        self._drop_dead_policies()
         return self._training.get(chain_name(policy))
 
     def find_state(self, state: str) -> LoadedPolicy | None:
         """A loaded policy with this state, of any run: policies with equal states have equal histories."""
-        self._drop_dead_slots()
+        self._drop_dead_policies()
         if state in self._frozen:
             return self._frozen[state]
-        return next((loaded for loaded in self._training.values() if loaded.policy.state == state), None)
+        for loaded in self._training.values():
+            if loaded.policy.state == state:
+                return loaded
+        return None
 
-    def _drop_dead_slots(self) -> None:
+    def _drop_dead_policies(self) -> None:
         """Forgets the policies whose weights were lost with the process that held them."""
         dead_chains = [chain for chain, loaded in self._training.items() if not loaded.trainer.alive]
         for chain in dead_chains:
@@ -120,7 +123,7 @@ class LoadedPolicies:
 
     def unsaved(self) -> list[LoadedPolicy]:
         """The training policies that are ahead of their last checkpoint."""
-        self._drop_dead_slots()
+        self._drop_dead_policies()
         return [loaded for loaded in self._training.values() if loaded.policy.step > loaded.saved_step]
 
     def used_bytes(self) -> int:
@@ -134,6 +137,7 @@ class LoadedPolicies:
 
     def use(self, loaded: LoadedPolicy) -> LoadedPolicy:
         """Adds the policy if it is new, and marks it as the most recently used one."""
+        # The run needs its policy again, so a `release` before this call no longer counts.
         loaded.released = False
         if not loaded.loaded_at:
             loaded.loaded_at = self._clock()
@@ -147,6 +151,8 @@ class LoadedPolicies:
             self._frozen.move_to_end(loaded.policy.state)
         if previous is not None and previous is not loaded:
             previous.drop_sampler()
+
+        # References are cheap to load again, so their number is limited even if memory is free.
         if len(self._frozen) > self._frozen_limit:
             _, oldest = self._frozen.popitem(last=False)
             oldest.drop_sampler()
@@ -186,25 +192,30 @@ class LoadedPolicies:
             OutOfMemory: the budget is too small, even for an engine that holds only `keep`.
             NoRoomYet: policies that were loaded too recently to be evicted hold the memory.
         """
-        kept = keep.nbytes() if keep else 0
-        if need + kept > self.budget:
-            beside = f" beside {kept / GIB:.2f} GiB" if kept else ""
+        # Fail before anything is evicted, if even an empty engine has too little memory.
+        keep_bytes = keep.nbytes() if keep else 0
+        if need + keep_bytes > self.budget:
+            in_addition = f" in addition to {keep_bytes / GIB:.2f} GiB" if keep_bytes else ""
             raise OutOfMemory(
-                f"{what} takes {need / GIB:.2f} GiB{beside}, but this engine "
+                f"{what} takes {need / GIB:.2f} GiB{in_addition}, but this engine "
                 f"may fill {self.budget / GIB:.2f} GiB; raise engine.memory_gib, or train a smaller model or an adapter"
             )
+
         while self.used_bytes() + need > self.budget:
             if not self._evict_next(run, keep):
                 return  # only the base model of `keep` is left
 
     def _evict_next(self, run: str, keep: LoadedPolicy | SharedBase | None) -> bool:
         """Evicts an unused base model, else the least recently used policy that may go. False when none is left."""
+        # A base model that no policy uses is the cheapest to give up: it has no checkpoint to write.
         policies = self._in_eviction_order()
         for digest, base in self._bases.items():
             is_used = any(getattr(loaded.trainer, "base", None) is base for loaded in policies)
             if base is not keep and not is_used:
                 del self._bases[digest]
                 return True
+
+        # Evict the first policy in the order that is not protected.
         candidates = [loaded for loaded in policies if loaded is not keep]
         if not candidates:
             return False
@@ -212,6 +223,8 @@ class LoadedPolicies:
             if self._protected_seconds(loaded, run) <= 0:
                 self._evict(loaded)
                 return True
+
+        # All are protected. The caller waits until the first protection ends.
         seconds = min(self._protected_seconds(loaded, run) for loaded in candidates)
         raise NoRoomYet(
             f"the engine's memory is taken by runs that were loaded less than {self.residency} s ago", max(seconds, 0.0)
@@ -231,6 +244,7 @@ class LoadedPolicies:
         return loaded.loaded_at + self.residency - self._clock()
 
     def _evict(self, loaded: LoadedPolicy) -> None:
+        # Save first: if the save fails, the policy stays in memory and no step must be redone.
         if loaded.training and loaded.policy.step > loaded.saved_step:
             self._save(loaded)
         if loaded.training:

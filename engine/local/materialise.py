@@ -59,6 +59,7 @@ class Materialiser:
         """The chain's training policy, moved to exactly `policy`, with its moments."""
         check_committed(self.store, policy)
         loaded = self.loaded_policies.training(policy)
+        # Compare states, not steps: a loaded policy of the same step may have another history.
         if loaded is None or loaded.policy.state != policy.state:
             loaded = self._move_to(loaded, policy)
         return self.loaded_policies.use(loaded)
@@ -68,10 +69,12 @@ class Materialiser:
 
         Reading the head of a chain moves the chain's training policy forward. A past policy or a reference is loaded as
         a frozen policy, so that the training policy need not go back."""
+        # Use weights that are in memory, also those of another run with the same history.
         loaded = self.loaded_policies.find_state(policy.state)
         if loaded is not None and (loaded.policy == policy or self._is_same_policy(loaded, policy)):
             return self.loaded_policies.use(loaded)
 
+        # The head of a chain is read just before it is trained further, so move the training policy there.
         check_committed(self.store, policy)
         chain = Chain.of(self.store, policy)
         training = self.loaded_policies.training(policy)
@@ -80,6 +83,7 @@ class Materialiser:
         if is_ahead and is_head:
             return self.for_training(policy)
 
+        # Any other policy becomes a frozen one.
         loaded = self._base_as_policy(chain, policy) or self._move_to(None, policy, training=False)
         loaded.trainer.reset_optimizer()  # a frozen policy needs no moments
         return self.loaded_policies.use(loaded)
@@ -112,10 +116,13 @@ class Materialiser:
         chain = Chain.of(self.store, policy)
         self.rebaser.saver.wait_for_chain(policy)
         try:
+            # Restore into the trainer that is there, since memory may not hold a second one.
             if loaded is None or not self._can_redo_from(loaded, chain, policy):
                 reused_trainer = loaded.trainer if loaded else None
                 loaded = self._restore(chain, policy.step, into=reused_trainer, training=training)
             loaded.training = training
+
+            # Redo the steps after it. The comparison after each step finds weights that differ from the committed ones.
             status = RedoStatus(policy)
             for record in chain.records(after=loaded.policy.step, until=policy.step):
                 self.redo(loaded, record)
@@ -148,7 +155,8 @@ class Materialiser:
         rebase = rebase_in_effect(chain, step)
         for manifest in checkpoints_before(chain, step):
             saved_step = step_of_checkpoint(manifest)
-            moments = training or saved_step < step  # a redo needs the moments, even for a frozen policy
+            # A redo needs the moments, even for a frozen policy.
+            moments = training or saved_step < step
             try:
                 trainer = self._read_checkpoint(chain, manifest, into=into, moments=moments)
             except (ObjectNotFound, CorruptArtifact) as error:
@@ -184,6 +192,7 @@ class Materialiser:
         if root.start is None:
             trainer = self._new_trainer(chain, moments=moments)
         else:
+            # The new stage continues with the weights of the previous one, but with fresh moments.
             check_same_trainable(root, self._root(Chain.of(self.store, root.start)))
             trainer = self._move_to(None, root.start, training=moments).trainer
             trainer.reset_optimizer()
@@ -198,6 +207,7 @@ class Materialiser:
 
     def redo(self, loaded: LoadedPolicy, record: CommitRecord) -> None:
         """Redoes one committed step with its recorded micro-batches and thread count."""
+        # Micro-batches and threads decide the order of sums, so other ones would give other bits.
         limits = record.numerics.max_tokens_of_updates or record.numerics.max_tokens
         with self.backend.threads_of(record.numerics):
             apply_request(loaded.trainer, record.request, self.store, max_tokens=limits, check=self.check)
@@ -217,11 +227,15 @@ class Materialiser:
         spec = parse_trainable(root.trainable)
         copies = 4 if moments else 1  # the weights, and with moments also gradients and two moments
         weights_bytes = parameter_count(self.store, base) * self.backend.master_dtype.itemsize
+
+        # An adapter adds little to its base model, which several chains may share.
         if isinstance(spec, LoraSpec):
             shared = self._shared_base(base, run=run)
             need = int(ADAPTER_SHARE * weights_bytes * copies)
             self.loaded_policies.make_room(need, run=run, what=f"an adapter on {base.key}", keep=shared)
             return self.backend.adapter(shared, spec, init_seed=root.init_seed)
+
+        # A fully trained policy has all weights for itself.
         purpose = "training" if moments else "reading"
         self.loaded_policies.make_room(weights_bytes * copies, run=run, what=f"{purpose} {base.key}")
         with self.model_folder(base) as folder:
@@ -240,6 +254,7 @@ class Materialiser:
     def model_folder(self, base: ArtifactRef) -> Iterator[Path]:
         """A registered model as a local folder: the stored folder if the store is local, else a download."""
         with scratch(self.store) as folder:
+            # Files in subfolders, such as an adapter for peft, are not part of the model.
             entries = read_manifest(self.store, base.key).files
             names = [entry.name for entry in entries if "/" not in entry.name]
             files = materialise_files(self.store, base.key, folder, names=names)
@@ -261,6 +276,8 @@ class Materialiser:
                 f"{policy.uri} has a scalar head, which gives values and draws no tokens; generate with a causal "
                 "language model"
             )
+
+        # Create a sampler for this split over devices. It may hold a copy of the weights, which needs memory.
         if loaded.sampler is None or loaded.tensor_parallel != tensor_parallel:
             loaded.drop_sampler()
             need = self.samplers.new_bytes(loaded.trainer)
@@ -269,6 +286,8 @@ class Materialiser:
                 self.loaded_policies.make_room(need, run=policy.run, what=what, keep=loaded)
             loaded.sampler = self.samplers.sampler(loaded.trainer, tensor_parallel=tensor_parallel)
             loaded.tensor_parallel = tensor_parallel
+
+        # Sync only after a step: between two steps all generations share one sync.
         if loaded.sampler.holds != policy.state:
             loaded.sampler.sync(loaded.trainer, policy.state)
             log_work("sync", policy=policy.uri, step=policy.step)

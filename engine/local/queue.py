@@ -73,6 +73,7 @@ class FairQueue:
             if self._closed:
                 raise EngineBusy("the engine is closing; call again when it is back")
             entry = self._lines.setdefault(line, _Line(virtual=self._floor))
+            # An idle run must not save up time and then keep all others waiting.
             if not entry.jobs:
                 entry.virtual = max(entry.virtual, self._floor)
             entry.jobs.append(job)
@@ -102,6 +103,7 @@ class FairQueue:
                 dropped += line.jobs
             self._lines.clear()
             self._changed.notify()
+        # Set the errors outside the lock: a callback of a future may call the queue again.
         for job in dropped:
             if job.future.set_running_or_notify_cancel():
                 job.future.set_exception(EngineBusy("the engine closed before this call began; call again"))
@@ -117,6 +119,8 @@ class FairQueue:
             line, job = entry
             if not job.future.set_running_or_notify_cancel():
                 continue  # its caller was cancelled
+
+            # Charge the run for the seconds that its call took, also when the call failed.
             self._running, start = job, self._clock()
             try:
                 result = job.function()
@@ -134,6 +138,8 @@ class FairQueue:
                 self._changed.wait()
             if self._closed:
                 return None
+
+            # The least served run, and of equal ones the first by name.
             waiting = [(line.virtual, name) for name, line in self._lines.items() if line.jobs]
             self._floor, name = min(waiting)
             line = self._lines[name]

@@ -62,17 +62,23 @@ class Rebaser:
 
         Raises ReplayDiverged if they differ and the chain may not continue from them."""
         step, numerics = record.policy.step, self.backend.numerics()
+
+        # Without a digest, assume that equal numerics give equal bits, and other numerics other bits.
         if record.weights_digest is None:
             if status.differs or changes(record.numerics, numerics):
                 status.unconfirmed.append(step)
             return
+
+        # An equal digest confirms this step and all steps before it.
         digest, _ = loaded.trainer.weights_digest()
         if digest == record.weights_digest:
             status.unconfirmed.clear()
             return
+
+        # Judge only the first difference: every later digest differs, too.
         status.unconfirmed.append(step)
         if status.differs:
-            return  # only the first difference is judged: every later digest differs, too
+            return
         status.differs = True
         refusal = self._refusal(status.target, changed=changes(record.numerics, numerics, everything=True))
         if refusal is not None:
@@ -102,6 +108,8 @@ class Rebaser:
         Raises ReplayDiverged if the chain may not be rebased."""
         if not status.unconfirmed:
             return
+
+        # A past policy is only read, so no step will descend from these weights. A warning is enough.
         chain = Chain.of(self.store, loaded.policy)
         record = chain.record(loaded.policy.step)
         assert record is not None  # it was redone
@@ -111,8 +119,10 @@ class Rebaser:
             "its weights are the committed ones"
         )
         if chain.record(loaded.policy.step + 1) is not None:
-            log.warning(problem)  # a past policy is only read, so nothing will descend from these weights
+            log.warning(problem)
             return
+
+        # The head of the chain: later steps descend from these weights, so a rebase must record them.
         refusal = self._refusal(loaded.policy, changed=changed or ["a step before it"])
         if refusal is not None:
             raise ReplayDiverged(f"{problem}. {refusal}")
@@ -164,6 +174,8 @@ class Rebaser:
             manifest = read_manifest(self.store, checkpoint_key(policy))
         except (ObjectNotFound, CorruptArtifact):
             return None
+
+        # A checkpoint of the same step may belong to another rebase, or hold other weights.
         digest, _ = loaded.trainer.weights_digest()
         expected = checkpoint_extra(policy, loaded.rebase, digest)
         if manifest.extra != manifest.extra | expected:

@@ -1,6 +1,6 @@
-"""Weights brought along a chain step by step, beside any engine: what verifications and replays stand on.
+"""Rebuilds the weights of a chain's policies without an engine, for `ostinato verify` and `ostinato replay`.
 
-Nothing is written to the store. A step is redone under its recorded threads and micro-batching.
+Nothing is written to the store. A step is redone with its recorded thread count and micro-batches.
 """
 
 from __future__ import annotations
@@ -37,122 +37,143 @@ from storage.store.artifacts import Manifest, read_manifest
 from storage.store.download import materialise_files
 from storage.store.objects import ObjectStore
 
-OnStep = Callable[[Chain, int], None]
+OnRedoneStep = Callable[[Chain, int], None]
+"""Called with the chain and the number of each step that was redone."""
 RANKS_PER_CORE = 4
-"""More would redo a step of many ranks on a CPU, but not in any useful time."""
+"""Most ranks per CPU core with which a step is redone. More would work, but would take too long to be of use."""
 _KNOWN_DTYPES = ("float32", "bfloat16", "float64")
 
 
 @contextlib.contextmanager
-def clean_backend(like: Numerics) -> Iterator[TrainerBackend]:
-    """A backend of this machine in the precision of a committed step, and on as many ranks. The thread count of the
-    caller comes back."""
-    dtype = like.compute_dtype if like.compute_dtype in _KNOWN_DTYPES else "auto"
+def clean_backend(numerics: Numerics) -> Iterator[TrainerBackend]:
+    """A new backend on this machine with the precision, the ranks and the threads of a committed step.
+
+    The thread count of the caller is restored at the end of the block."""
+    dtype = numerics.compute_dtype if numerics.compute_dtype in _KNOWN_DTYPES else "auto"
     backend = create_trainer_backend(
         LocalEngineSpec.model_validate(
             {
-                "trainer": _trainer_like(like),
+                "trainer": _trainer_spec(numerics),
                 "compute_dtype": dtype,
-                "threads": like.threads,
-                "max_tokens_per_forward": like.max_tokens,
+                "threads": numerics.threads,
+                "max_tokens_per_forward": numerics.max_tokens,
             }
         )
     )
-    before = torch.get_num_threads()
+    threads_before = torch.get_num_threads()
     backend.prepare_thread()
     try:
         yield backend
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(threads_before)
         backend.close()
 
 
-def _trainer_like(numerics: Numerics) -> TrainerSpec:
-    """The trainer of a committed step where this machine can run it; else the torch trainer, whose bits may differ."""
-    spec = spec_of_layout(numerics.layout) if numerics.backend == "deepspeed" else None
-    if spec is None or spec.ranks == "auto" or find_spec("deepspeed") is None:
+def _trainer_spec(numerics: Numerics) -> TrainerSpec:
+    """The trainer of a committed step if this machine can run it, else the torch trainer, whose bits may differ."""
+    if numerics.backend != "deepspeed" or find_spec("deepspeed") is None:
         return TorchTrainerSpec()
-    room = torch.cuda.device_count() or RANKS_PER_CORE * (os.cpu_count() or 1)
-    return spec if spec.ranks <= room else TorchTrainerSpec()
+    spec = spec_of_layout(numerics.layout)
+    if spec is None or spec.ranks == "auto":
+        return TorchTrainerSpec()
+    max_ranks = torch.cuda.device_count() or RANKS_PER_CORE * (os.cpu_count() or 1)
+    return spec if spec.ranks <= max_ranks else TorchTrainerSpec()
 
 
 def numerics_notes(committed: Numerics, here: Numerics) -> list[str]:
-    """What the bits of a step depend on and is not here as it was; threads and micro-batches are taken over."""
+    """One line per numeric setting that differs here from the committed step and that may change its bits.
+
+    Threads and micro-batches are not compared, because a redo uses the committed ones."""
     return [
-        f"{name}: committed under {was}, redone under {now}" for name, was, now in differences(committed, here)
+        f"{name}: committed under {old}, redone under {new}" for name, old, new in differences(committed, here)
     ]
 
 
 def fresh_trainer(store: ObjectStore, backend: TrainerBackend, root: Root) -> Trainer:
-    """Policy 0 of a chain that starts from a registered model, on weights of its own and with fresh moments."""
-    assert root.base is not None  # base_root and policy_zero walk to such a root
+    """Policy 0 of a chain that starts from a registered model, with fresh moments. It shares no weights."""
+    assert root.base is not None  # base_root and policy_zero pass only such a root
     with tempfile.TemporaryDirectory(prefix="ostinato-redo-") as folder:
-        plain = [entry.name for entry in read_manifest(store, root.base.key).files if "/" not in entry.name]
-        files = materialise_files(store, root.base.key, Path(folder), names=plain)
-        at, spec = files["config.json"].parent, parse_trainable(root.trainable)
+        # Files in subfolders, such as an adapter for peft, are not part of the model.
+        names = [entry.name for entry in read_manifest(store, root.base.key).files if "/" not in entry.name]
+        files = materialise_files(store, root.base.key, Path(folder), names=names)
+        model_folder = files["config.json"].parent
+        spec = parse_trainable(root.trainable)
         if isinstance(spec, LoraSpec):
-            return backend.adapter(backend.load_base(at, key=root.base.key), spec, init_seed=root.init_seed)
-        return backend.load(at, head=spec.head, init_seed=root.init_seed)
+            base = backend.load_base(model_folder, key=root.base.key)
+            return backend.adapter(base, spec, init_seed=root.init_seed)
+        return backend.load(model_folder, head=spec.head, init_seed=root.init_seed)
 
 
-class Redo:
-    """Weights on the way along a chain."""
+class PolicyRebuilder:
+    """Rebuilds the weights and moments of policies on one backend, from roots or checkpoints and committed steps."""
 
-    def __init__(self, store: ObjectStore, backend: TrainerBackend, on_step: OnStep = lambda chain, step: None) -> None:
+    def __init__(
+        self, store: ObjectStore, backend: TrainerBackend, on_step: OnRedoneStep = lambda chain, step: None
+    ) -> None:
         self.store, self.backend, self.on_step = store, backend, on_step
 
     def policy_zero(self, chain: Chain) -> Trainer:
-        """Where the chain starts. An earlier stage is redone from its own root."""
+        """Policy 0 of the chain. An earlier stage that the chain starts from is redone from its own root."""
         root = root_of(chain)
         if root.start is None:
             return fresh_trainer(self.store, self.backend, root)
+
+        # Redo the earlier stage up to the policy that this chain starts from.
         earlier = Chain.of(self.store, root.start)
         rebase = rebase_in_effect(earlier, root.start.step)
-        trainer = self.start_of(earlier, rebase)
-        for record in earlier.records(after=rebase.policy.step if rebase else 0, until=root.start.step):
-            self.step(trainer, record)
+        trainer = self.after_rebase(earlier, rebase)
+        first_step = rebase.policy.step if rebase else 0
+        for record in earlier.records(after=first_step, until=root.start.step):
+            self.redo_step(trainer, record)
         trainer.reset_optimizer()
         return trainer
 
-    def start_of(self, chain: Chain, rebase: Rebase | None) -> Trainer:
-        """What the steps after `rebase` descend from; None: the chain's root."""
-        return self.policy_zero(chain) if rebase is None else self.restored(chain, rebase_manifest(chain, rebase))
+    def after_rebase(self, chain: Chain, rebase: Rebase | None) -> Trainer:
+        """The policy that the steps after `rebase` descend from. Without a rebase it is policy 0."""
+        if rebase is None:
+            return self.policy_zero(chain)
+        return self._read_checkpoint(chain, rebase_manifest(chain, rebase))
 
     def from_checkpoint(self, chain: Chain, step: int) -> Trainer:
-        """The stored checkpoint of that step, moments included. Raises ObjectNotFound, CorruptArtifact."""
+        """The policy of the stored checkpoint of that step, with its moments.
+
+        Raises ObjectNotFound, CorruptArtifact."""
         manifest = checkpoint_of(chain, step)
         if manifest is None:
             raise ObjectNotFound(f"{chain.run}/{chain.stage}/{chain.model} has no checkpoint of step {step}")
-        return self.restored(chain, manifest)
+        return self._read_checkpoint(chain, manifest)
 
-    def restored(self, chain: Chain, manifest: Manifest) -> Trainer:
-        """The weights and moments of a checkpoint of the chain."""
-        trainer = fresh_trainer(self.store, self.backend, base_root(chain))
-        with tempfile.TemporaryDirectory(prefix="ostinato-redo-") as folder:
-            trainer.read_checkpoint(materialise_files(self.store, manifest.key, Path(folder)), optimizer=True)
+    def rebuild(self, chain: Chain, step: int) -> Trainer:
+        """Policy `step`, with as few redone steps as possible: from the last checkpoint at or before it."""
+        manifest = next(checkpoints_before(chain, step), None)
+        if manifest is None:
+            trainer, saved_step = self.policy_zero(chain), 0
+        else:
+            trainer, saved_step = self._read_checkpoint(chain, manifest), step_of_checkpoint(manifest)
+        for record in chain.records(after=saved_step, until=step):
+            self.redo_step(trainer, record)
         return trainer
 
-    def nearest(self, chain: Chain, step: int) -> Trainer:
-        """Policy `step`, by the shortest way: the last checkpoint at or before it that leads to it, and the steps after
-        that."""
-        anchor = next(checkpoints_before(chain, step), None)
-        trainer = self.policy_zero(chain) if anchor is None else self.restored(chain, anchor)
-        for record in chain.records(after=step_of_checkpoint(anchor) if anchor else 0, until=step):
-            self.step(trainer, record)
-        return trainer
-
-    def step(self, trainer: Trainer, record: CommitRecord, request: StepRequest | None = None) -> StepEffect:
-        """One committed step again (or another request in its place), under its recorded threads and micro-batches."""
+    def redo_step(self, trainer: Trainer, record: CommitRecord, request: StepRequest | None = None) -> StepEffect:
+        """Redoes one committed step, or another request in its place, with the recorded threads and micro-batches."""
         limits = record.numerics.max_tokens_of_updates or record.numerics.max_tokens
         if request is not None and request.batch != record.request.batch:
-            limits = record.numerics.max_tokens  # another batch makes other updates
+            # The recorded limits belong to the updates of the committed batch. Another batch has other updates.
+            limits = record.numerics.max_tokens
         with self.backend.threads_of(record.numerics):
             effect = apply_request(trainer, request or record.request, self.store, max_tokens=limits)
         self.on_step(Chain.of(self.store, record.policy), record.policy.step)
         return effect
 
+    def _read_checkpoint(self, chain: Chain, manifest: Manifest) -> Trainer:
+        trainer = fresh_trainer(self.store, self.backend, base_root(chain))
+        with tempfile.TemporaryDirectory(prefix="ostinato-redo-") as folder:
+            trainer.read_checkpoint(materialise_files(self.store, manifest.key, Path(folder)), optimizer=True)
+        return trainer
+
 
 def root_of(chain: Chain) -> Root:
+    """The root of the chain. Raises UnknownPolicy when the chain does not exist."""
     root = chain.root()
     if root is None:
         raise UnknownPolicy(f"there is no chain {chain_title(chain)}; `ostinato runs show {chain.run}` lists them")
@@ -160,7 +181,7 @@ def root_of(chain: Chain) -> Root:
 
 
 def base_root(chain: Chain) -> Root:
-    """The root of the first stage, which names the registered model that all later ones descend from."""
+    """The root of the first stage. It names the registered model from which all later stages descend."""
     root = root_of(chain)
     while root.start is not None:
         root = root_of(Chain.of(chain.store, root.start))
@@ -168,7 +189,9 @@ def base_root(chain: Chain) -> Root:
 
 
 def checkpoint_of(chain: Chain, step: int) -> Manifest | None:
-    """The manifest of the chain's own checkpoint of the very policy that it has at that step."""
+    """The manifest of the chain's checkpoint of that step, or None.
+
+    A checkpoint of another policy under the same key counts as none."""
     try:
         manifest = read_manifest(chain.store, keys.checkpoint(chain.run, chain.stage, chain.model, step))
     except ObjectNotFound:
@@ -178,10 +201,13 @@ def checkpoint_of(chain: Chain, step: int) -> Manifest | None:
 
 def checkpoint_steps(chain: Chain) -> list[int]:
     """Committed steps that have a checkpoint of their policy, ascending."""
-    listed = chain.store.list(keys.checkpoints_prefix(chain.run, chain.stage, chain.model))
-    steps = sorted({step for info in listed if (step := keys.checkpoint_step(info.key)) is not None})
-    committed = {0, *chain.steps()}
-    return [step for step in steps if step in committed and checkpoint_of(chain, step) is not None]
+    stored_steps: set[int] = set()
+    for info in chain.store.list(keys.checkpoints_prefix(chain.run, chain.stage, chain.model)):
+        step = keys.checkpoint_step(info.key)
+        if step is not None:
+            stored_steps.add(step)
+    committed_steps = {0, *chain.steps()}
+    return [step for step in sorted(stored_steps & committed_steps) if checkpoint_of(chain, step) is not None]
 
 
 def chain_title(chain: Chain) -> str:

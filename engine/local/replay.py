@@ -1,55 +1,54 @@
-"""`ostinato replay`: one committed step executed again, as it was or with something else in its place.
+"""`ostinato replay`: executes one committed step again, unchanged or with another loss, learning rate or batch.
 
-Nothing is committed: a step that was taken is never taken again, whatever a replay of it shows.
+A replay commits nothing, so the chain keeps the step as it was committed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from pydantic import JsonValue
 
 from engine.errors import UnknownPolicy
-from engine.local.redo import OnStep, Redo, clean_backend, numerics_notes
+from engine.local.redo import OnRedoneStep, PolicyRebuilder, clean_backend, numerics_notes
 from engine.local.verify import first_differing
 from storage.chain.records import Chain, CommitRecord, StepRequest
 from storage.serialization import Frozen
 
 
 class WhatIf(Frozen):
-    """What a replay puts in the place of what was committed. Without any of it the weights must come out equal."""
+    """The changes that a replay makes to the committed step. Without changes the weights must be equal."""
 
     loss: dict[str, JsonValue] = {}
-    """Fields of the loss, by name."""
+    """Changed fields of the loss, by name."""
     lr: float | None = None
+    """Changed learning rate."""
     batch_of: int | None = None
-    """The step whose batch is used."""
+    """The step whose batch is used instead of the step's own."""
 
     def __bool__(self) -> bool:
         return self != WhatIf()
 
 
 class ReplayReport(Frozen):
-    """What came out, beside what was committed."""
+    """The results of a replayed step and of the committed step, for comparison."""
 
     chain: str
     step: int
     what_if: WhatIf
     committed: dict[str, float]
-    """Metrics of the record."""
+    """Metrics in the commit record."""
     replayed: dict[str, float]
     updates: int
     skipped: int
     committed_digest: str | None
     replayed_digest: str
     first_tensor: str | None
-    """The first that differs, where the record can tell."""
+    """The first tensor, by name, that differs. None when none does, or when the record has no digests of tensors."""
     notes: tuple[str, ...]
-    """What is not here as it was when the step was committed."""
+    """The numerics that differ between the commit and this replay."""
 
     @property
     def weights_equal(self) -> bool | None:
-        """To the byte; None when the record keeps no digest."""
+        """Whether the weights are equal to the byte. None when the record has no digest."""
         return None if self.committed_digest is None else self.committed_digest == self.replayed_digest
 
     @property
@@ -58,20 +57,26 @@ class ReplayReport(Frozen):
 
 
 def replay_step(
-    chain: Chain, step: int, what_if: WhatIf | None = None, *, on_step: OnStep = lambda chain, step: None
+    chain: Chain, step: int, what_if: WhatIf | None = None, *, on_step: OnRedoneStep = lambda chain, step: None
 ) -> ReplayReport:
-    """Brings weights to `step` - 1 and executes `step` once more.
+    """Rebuilds policy `step` - 1 and executes `step` again, with the changes of `what_if`.
 
-    Raises UnknownPolicy when it was not taken, BadSpec for a loss that there is not.
+    Raises UnknownPolicy when the step was never taken, and BadSpec for a loss that does not exist.
     """
     what_if = what_if or WhatIf()
     record = _record(chain, step)
-    request = _changed(chain, record.request, what_if)
+    request = _changed_request(chain, record.request, what_if)
+    # The backend follows the committed numerics, since other ones give other bits even without a change.
     with clean_backend(record.numerics) as backend:
-        redo = Redo(chain.store, backend, on_step)
-        trainer = redo.nearest(chain, step - 1)
-        effect = redo.step(trainer, record, request)
-        digest, parts = trainer.weights_digest()
+        rebuilder = PolicyRebuilder(chain.store, backend, on_step)
+        trainer = rebuilder.rebuild(chain, step - 1)
+        effect = rebuilder.redo_step(trainer, record, request)
+
+        # Compare the new weights with the committed digests.
+        digest, tensor_digests = trainer.weights_digest()
+        first_tensor = None
+        if digest != record.weights_digest:
+            first_tensor = first_differing(record, tensor_digests)
         return ReplayReport(
             chain=f"{chain.run}/{chain.stage}/{chain.model}",
             step=step,
@@ -82,7 +87,7 @@ def replay_step(
             skipped=effect.skipped,
             committed_digest=record.weights_digest,
             replayed_digest=digest,
-            first_tensor=None if digest == record.weights_digest else first_differing(record, parts),
+            first_tensor=first_tensor,
             notes=tuple(numerics_notes(record.numerics, backend.numerics())),
         )
 
@@ -91,19 +96,15 @@ def _record(chain: Chain, step: int) -> CommitRecord:
     record = chain.record(step) if step >= 1 else None
     if record is None:
         head = max(chain.steps(), default=0)
-        raise UnknownPolicy(
-            f"{chain.run}/{chain.stage}/{chain.model} has no step {step}; it has "
-            + (f"steps 1 to {head}" if head else "no step yet")
-        )
+        steps = f"steps 1 to {head}" if head else "no step yet"
+        raise UnknownPolicy(f"{chain.run}/{chain.stage}/{chain.model} has no step {step}; it has {steps}")
     return record
 
 
-def _changed(chain: Chain, request: StepRequest, what_if: WhatIf) -> StepRequest:
-    changes: Mapping[str, object] = {
-        "loss": request.loss | what_if.loss,
-        "optimizer": request.optimizer if what_if.lr is None else request.optimizer.model_copy(
-            update={"lr": what_if.lr}
-        ),
-        "batch": request.batch if what_if.batch_of is None else _record(chain, what_if.batch_of).request.batch,
-    }
+def _changed_request(chain: Chain, request: StepRequest, what_if: WhatIf) -> StepRequest:
+    changes: dict[str, object] = {"loss": request.loss | what_if.loss}
+    if what_if.lr is not None:
+        changes["optimizer"] = request.optimizer.model_copy(update={"lr": what_if.lr})
+    if what_if.batch_of is not None:
+        changes["batch"] = _record(chain, what_if.batch_of).request.batch
     return request.model_copy(update=changes)

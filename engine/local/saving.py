@@ -52,6 +52,7 @@ def find_policy_checkpoint(store: ObjectStore, policy: PolicyRef, *, name: str |
     """Finds the committed checkpoint of the policy and gives it `name`, if there is one.
 
     Where the chain was rebased at this step, it is the checkpoint of the rebase, which is never deleted."""
+    # Later steps descend from the weights of the rebase, not from those of the chain's own checkpoint of this step.
     chain = Chain.of(store, policy)
     rebase = rebase_at(chain, policy.step)
     if rebase is not None and rebase.checkpoint.key != checkpoint_key(policy) and is_in_effect(chain, rebase):
@@ -94,6 +95,7 @@ class Saver:
         the policy's last rebase. Raises StorageFull when the disk is full."""
         digest, _ = loaded.trainer.weights_digest()
         try:
+            # The folder is not in the store yet, so an error here leaves nothing behind that could be read.
             files = loaded.trainer.write_checkpoint(folder)
         except BaseException as error:
             shutil.rmtree(folder, ignore_errors=True)
@@ -101,6 +103,7 @@ class Saver:
                 raise StorageFull(f"no space for the checkpoint of {loaded.policy.uri} in {folder.parent}") from error
             raise
         log_work("checkpoint", policy=loaded.policy.uri, step=loaded.policy.step)
+        # Set before the upload ends. If that fails, the next load only redoes more steps.
         loaded.saved_step = loaded.policy.step
         key = key or checkpoint_key(loaded.policy)
         return Snapshot(loaded.policy, folder, files, name, digest, key, rebase or loaded.rebase)
@@ -117,12 +120,13 @@ class Saver:
         """Starts the upload of a snapshot, after waiting for an earlier one if too many are pending.
 
         A failed upload is logged. It only makes a later redo longer, so callers need not wait for the future."""
+        # A slow store must not fill the local disk with snapshots.
         pending = list(self._uploads.copy().values())
         if len(pending) >= MAX_PENDING_UPLOADS:
             wait(pending[:1])
         future = self._pool.submit(self._commit, snapshot, provenance)
         self._uploads[snapshot.key] = future
-        future.add_done_callback(lambda done: self._ended(snapshot, done))
+        future.add_done_callback(lambda done: self._on_upload_end(snapshot, done))
         return future
 
     def wait_for_chain(self, policy: PolicyRef) -> None:
@@ -137,9 +141,10 @@ class Saver:
         # A copy, because the upload thread removes entries.
         return [future for key, future in self._uploads.copy().items() if key.startswith(prefix)]
 
-    def _ended(self, snapshot: Snapshot, done: Future[ArtifactRef]) -> None:
+    def _on_upload_end(self, snapshot: Snapshot, upload: Future[ArtifactRef]) -> None:
         self._uploads.pop(snapshot.key, None)
-        if not done.cancelled() and (error := done.exception()):
+        error = None if upload.cancelled() else upload.exception()
+        if error is not None:
             log.warning("the checkpoint of %s failed: %s", snapshot.policy.uri, error)
 
     def _commit(self, snapshot: Snapshot, provenance: Provenance) -> ArtifactRef:

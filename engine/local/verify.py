@@ -1,11 +1,13 @@
-"""`ostinato verify`: a run redone on a clean engine, compared with what it committed.
+"""`ostinato verify`: redoes a run on a new backend and compares the weights with the committed ones.
 
-Each chain is redone from its root (checkpoints are not read), or each stretch between two checkpoints from the earlier
-of them. Every recorded digest of weights and every stored checkpoint is compared with the redone weights; the first
-step and the first tensor that differ are named. Links, batches and the accounts of every step are checked as well.
+Each chain is divided into segments. By default the whole chain is one segment, which is redone from the chain's root
+without reading checkpoints. Otherwise the segments lie between checkpoints, and each is redone from the one at its
+start. Every recorded digest of weights and every stored checkpoint is compared with the redone weights. The report
+names the first step and the first tensor that differ. Links, batches and records of all steps are checked, too.
 
-A rebase ends a stretch: up to it the steps are redone under the numerics before it, from its checkpoint on under those
-after it. An exact one holds the redone weights; of another one the digests before and after are told.
+A rebase always ends a segment. The steps before it are redone under the numerics before it, and the steps after it from
+its checkpoint under the new numerics. The checkpoint of an exact rebase must hold the redone weights. Any other rebase
+has other weights, and the report only mentions it.
 """
 
 from __future__ import annotations
@@ -23,13 +25,14 @@ from engine.backends.protocol import Trainer, TrainerBackend
 from engine.backends.weight_files.tensor_files import shapes_of, tensor_bytes
 from engine.errors import BadSpec, EngineError, PermanentEngineError
 from engine.local.redo import (
-    Redo,
+    PolicyRebuilder,
     chain_title,
     checkpoint_of,
     checkpoint_steps,
     clean_backend,
     numerics_notes,
 )
+from engine.local.step_record import TENSOR_DIGITS
 from storage.chain.listing import run_chains
 from storage.chain.rebase import Rebase, rebase_manifest, rebases_in_effect
 from storage.chain.records import Chain, CommitRecord
@@ -41,36 +44,42 @@ from storage.store import keys
 from storage.store.artifacts import FileEntry, Manifest, read_bytes
 from storage.store.objects import ObjectStore
 
-TENSOR_DIGITS = 8
-"""Hex digits of each tensor's digest that a record keeps."""
+OnProgress = Callable[[str, int, int], None]
+"""Called after each redone step with (chain, number of steps redone, number of steps to redo in the chain)."""
 
-OnStep = Callable[[str, int, int], None]
-"""(chain, step redone, steps to redo in it)"""
+Segment = tuple[int, int]
+"""(start, end): policy `start` is loaded, and the steps `start` + 1 to `end` are redone."""
 
 
 class ChainReport(Frozen):
-    """What one chain showed."""
+    """The result of verifying one chain."""
 
     chain: str
     steps: int
-    """Committed."""
+    """Number of committed steps."""
     redone: int
+    """Number of redone steps."""
     digests: int
-    """Recorded digests of weights that were compared."""
+    """Number of recorded digests of weights that were compared."""
     checkpoints: int
-    """Stored checkpoints that were compared tensor by tensor."""
+    """Number of stored checkpoints that were compared tensor by tensor."""
     notes: tuple[str, ...]
-    """What is not here as it was when the chain was made, and where the chain was rebased."""
+    """The numerics that differ between the commits and this verification, and the rebases of the chain."""
     problems: tuple[Finding, ...]
 
 
 class VerifyReport(Frozen):
+    """The results of all verified chains of one run."""
+
     run: str
     chains: tuple[ChainReport, ...]
 
     @property
     def problems(self) -> list[Finding]:
-        return [problem for chain in self.chains for problem in chain.problems]
+        problems: list[Finding] = []
+        for chain in self.chains:
+            problems += chain.problems
+        return problems
 
 
 def verify_run(
@@ -81,139 +90,163 @@ def verify_run(
     model: str | None = None,
     from_checkpoints: bool = False,
     sample: int | None = None,
-    on_step: OnStep = lambda chain, step, steps: None,
+    on_step: OnProgress = lambda chain, step, steps: None,
 ) -> VerifyReport:
-    """Redoes the run's chains (of that stage, of that model). `sample` redoes that many stretches between checkpoints,
-    drawn at random; all else is still read and checked. Nothing is written.
+    """Redoes the chains of the run, or only those of `stage` or `model`, and reports every difference.
+
+    `sample` redoes that many segments between checkpoints, drawn at random. The records and batches of the other
+    segments are still read and checked. Nothing is written.
 
     Raises PermanentEngineError when there is no such chain.
     """
-    every = run_chains(store, run)
-    chains = [chain for chain in every if stage in (None, chain.stage) and model in (None, chain.model)]
+    all_chains = run_chains(store, run)
+    chains = [chain for chain in all_chains if stage in (None, chain.stage) and model in (None, chain.model)]
     if not chains:
-        known = ", ".join(f"{chain.stage}/{chain.model}" for chain in every) or "none"
-        asked = "/".join(part or "*" for part in (stage, model))
-        raise PermanentEngineError(f"run {run!r} has no chain {asked} in {store.url}; it has {known}")
-    stretched = from_checkpoints or sample is not None
-    reports = [_Verification(chain, stretched, sample, on_step).report() for chain in chains]
+        known = ", ".join(f"{chain.stage}/{chain.model}" for chain in all_chains) or "none"
+        pattern = f"{stage or '*'}/{model or '*'}"
+        raise PermanentEngineError(f"run {run!r} has no chain {pattern} in {store.url}; it has {known}")
+    # A sample is drawn from the segments between checkpoints: a whole chain is one segment, with nothing to draw.
+    split_at_checkpoints = from_checkpoints or sample is not None
+    reports = [_ChainVerification(chain, split_at_checkpoints, sample, on_step).report() for chain in chains]
     return VerifyReport(run=run, chains=tuple(reports))
 
 
 @dataclass
-class _Verification:
-    """One chain."""
+class _ChainVerification:
+    """Redoes one chain, and collects what differs and what was compared."""
 
     chain: Chain
-    from_checkpoints: bool
+    split_at_checkpoints: bool
     sample: int | None
-    on_step: OnStep
-    found: Findings = field(default_factory=Findings)
-    notes: dict[str, None] = field(default_factory=dict)
+    on_step: OnProgress
+    findings: Findings = field(default_factory=Findings)
+    changed_numerics: dict[str, None] = field(default_factory=dict)
+    """Notes on numerics that differ. A dict keeps their order and holds each note once."""
     rebases: dict[int, Rebase] = field(default_factory=dict)
-    """Those that stand, by step."""
-    rebased: list[str] = field(default_factory=list)
-    """What is to be said of them."""
+    """The rebases in effect, by step."""
+    rebase_notes: list[str] = field(default_factory=list)
     redone: int = 0
     digests: int = 0
     checkpoints: int = 0
 
     def report(self) -> ChainReport:
         name = (self.chain.run, self.chain.stage, self.chain.model)
-        ChainAudit(self.chain.store, *name, self.found).check()
-        links = self.found.states[name]
+        ChainAudit(self.chain.store, *name, self.findings).check()
+        states = self.findings.states[name]
         steps = max(self.chain.steps(), default=0)
-        whole = len(links) == steps + 1  # a broken link ends the audit; there is nothing to redo across it
-        if steps and links:
+        if steps and states:
+            # The audit ends at a broken link between two steps, and no step after it can be redone.
+            is_intact = len(states) == steps + 1
+            last_step = steps if is_intact else max(states)
             try:
-                self._redo(steps if whole else max(links))
+                self._redo(last_step)
             except (EngineError, StorageError) as error:
-                self.found.error(chain_title(self.chain), f"cannot be redone further: {error}", RESTORE)
+                self.findings.error(chain_title(self.chain), f"cannot be redone further: {error}", RESTORE)
         return ChainReport(
             chain=chain_title(self.chain),
             steps=steps,
             redone=self.redone,
             digests=self.digests,
             checkpoints=self.checkpoints,
-            notes=(*self.notes, *self.rebased),
-            problems=tuple(self.found.problems),
+            notes=(*self.changed_numerics, *self.rebase_notes),
+            problems=tuple(self.findings.problems),
         )
 
     def _redo(self, until: int) -> None:
         self.rebases = {rebase.policy.step: rebase for rebase in rebases_in_effect(self.chain, until)}
-        stretches = self._stretches(until)
-        total = sum(end - start for start, end in stretches)
-        self._read_the_rest(stretches, until)
-        borders = [0, *self.rebases, until + 1]
-        for first, last in pairwise(sorted(set(borders))):
-            own = [(start, end) for start, end in stretches if first <= start < last]
-            record = self.chain.record(first + 1)
-            if own and record is not None:
-                with clean_backend(record.numerics) as backend:
-                    for start, end in own:
-                        self._redo_stretch(backend, start, end, total)
+        segments = self._segments(until)
+        total = sum(end - start for start, end in segments)
+        self._check_other_batches(segments, until)
 
-    def _redo_stretch(self, backend: TrainerBackend, start: int, end: int, total: int) -> None:
-        redo = Redo(self.chain.store, backend)
+        # Between two rebases the numerics do not change, so the segments there share one backend.
+        borders = sorted({0, *self.rebases, until + 1})
+        for first, last in pairwise(borders):
+            segments_between = [(start, end) for start, end in segments if first <= start < last]
+            record = self.chain.record(first + 1)
+            if segments_between and record is not None:
+                with clean_backend(record.numerics) as backend:
+                    for start, end in segments_between:
+                        self._redo_segment(backend, start, end, total)
+
+    def _redo_segment(self, backend: TrainerBackend, start: int, end: int, total: int) -> None:
+        # Load the policy that the segment starts from.
+        rebuilder = PolicyRebuilder(self.chain.store, backend)
         if start in self.rebases or start == 0:
-            trainer = redo.start_of(self.chain, self.rebases.get(start))
+            trainer = rebuilder.after_rebase(self.chain, self.rebases.get(start))
         else:
-            trainer = redo.from_checkpoint(self.chain, start)
+            trainer = rebuilder.from_checkpoint(self.chain, start)
         if start == 0 and start not in self.rebases:
             self._compare_checkpoint(trainer, 0)
+
+        # Redo its steps, and compare the weights after each.
         for record in self.chain.records(after=start, until=end):
-            self.notes |= dict.fromkeys(numerics_notes(record.numerics, backend.numerics()))
-            redo.step(trainer, record)
+            self.changed_numerics |= dict.fromkeys(numerics_notes(record.numerics, backend.numerics()))
+            rebuilder.redo_step(trainer, record)
             self.redone += 1
             self.on_step(chain_title(self.chain), self.redone, total)
-            if not self._compare(trainer, record):
+            if not self._compare_step(trainer, record):
                 return  # every later step descends from the one that differs
         if end in self.rebases:
             self._compare_rebase(trainer, self.rebases[end])
 
-    def _stretches(self, until: int) -> list[tuple[int, int]]:
-        ends = {0, *self.rebases, until}
-        if self.from_checkpoints:
-            ends |= {step for step in checkpoint_steps(self.chain) if step <= until}
-        stretches = list(pairwise(sorted(ends)))
-        if self.sample is None or self.sample >= len(stretches):
-            return stretches
-        return sorted(random.SystemRandom().sample(stretches, self.sample))
+    def _segments(self, until: int) -> list[Segment]:
+        """The segments to redo, in order. A segment never contains a rebase, except at its ends."""
+        borders = {0, *self.rebases, until}
+        if self.split_at_checkpoints:
+            borders |= {step for step in checkpoint_steps(self.chain) if step <= until}
+        segments = list(pairwise(sorted(borders)))
+        if self.sample is None or self.sample >= len(segments):
+            return segments
+        # Not seeded: each verification draws other segments, so that repeated ones cover the chain.
+        return sorted(random.SystemRandom().sample(segments, self.sample))
 
-    def _read_the_rest(self, stretches: list[tuple[int, int]], until: int) -> None:
-        """The batches of the steps that are not redone are read and hashed all the same."""
-        covered = {step for start, end in stretches for step in range(start + 1, end + 1)}
-        for step in sorted(set(range(1, until + 1)) - covered):
+    def _check_other_batches(self, segments: list[Segment], until: int) -> None:
+        """Reads the batches of the steps that are not redone, which checks their hashes."""
+        redone_steps: set[int] = set()
+        for start, end in segments:
+            redone_steps.update(range(start + 1, end + 1))
+        for step in range(1, until + 1):
+            if step in redone_steps:
+                continue
             record = self.chain.record(step)
             assert record is not None  # the audit read it
             try:
                 read_bytes(self.chain.store, record.request.batch)
             except StorageError as error:
-                self.found.error(record.request.batch.key, str(error), RESTORE)
+                self.findings.error(record.request.batch.key, str(error), RESTORE)
 
     # -- comparing ---------------------------------------------------------------------------------------------
 
-    def _compare(self, trainer: Trainer, record: CommitRecord) -> bool:
-        """Whether the redone weights are those of the record and of the step's checkpoint."""
+    def _compare_step(self, trainer: Trainer, record: CommitRecord) -> bool:
+        """Whether the redone weights equal those of the record and of the step's checkpoint."""
+        # The checkpoint at an inexact rebase has other weights, as the rebase records. It is not compared.
         rebase = self.rebases.get(record.policy.step)
-        same_checkpoint = True  # the checkpoints of an inexact rebase's step are of other weights
+        same_checkpoint = True
         if rebase is None or rebase.exact:
             same_checkpoint = self._compare_checkpoint(trainer, record.policy.step)
+
+        # A matching digest outweighs a damaged checkpoint: the weights are right, and later steps can be redone.
         if record.weights_digest is None:
             return same_checkpoint
         self.digests += 1
-        digest, parts = trainer.weights_digest()
+        digest, tensor_digests = trainer.weights_digest()
         if digest == record.weights_digest:
             return True
-        tensor, step = first_differing(record, parts), record.policy.step
-        name = (self.chain.run, self.chain.stage, self.chain.model)
-        what = f"step {step} differs: redone, the weights are {digest[:12]}, recorded {record.weights_digest[:12]}; "
-        what += f"the first tensor that differs is {tensor}" if tensor else "the record names no tensors"
-        remedy = "the record, its batch or the base model was altered, or a machine computed wrongly; redo it elsewhere"
-        if self.notes:
-            what += f" ({'; '.join(self.notes)})"
-            remedy = f"verify it on the machine and with the versions that made it; if it differs there too, {remedy}"
-        self.found.error(keys.chain_record(*name, step), what, remedy)
+        self._report_step(record, digest, first_differing(record, tensor_digests))
         return False
+
+    def _report_step(self, record: CommitRecord, digest: str, tensor: str | None) -> None:
+        """Reports a step whose redone weights have another digest than the record."""
+        step = record.policy.step
+        problem = f"step {step} differs: redone, the weights are {digest[:12]}, "
+        problem += f"recorded {str(record.weights_digest)[:12]}; "
+        problem += f"the first tensor that differs is {tensor}" if tensor else "the record names no tensors"
+        remedy = "the record, its batch or the base model was altered, or a machine computed wrongly; redo it elsewhere"
+        if self.changed_numerics:
+            problem += f" ({'; '.join(self.changed_numerics)})"
+            remedy = f"verify it on the machine and with the versions that made it; if it differs there too, {remedy}"
+        key = keys.chain_record(self.chain.run, self.chain.stage, self.chain.model, step)
+        self.findings.error(key, problem, remedy)
 
     def _compare_checkpoint(self, trainer: Trainer, step: int) -> bool:
         """Whether the stored checkpoint of that step, if there is one, holds the redone weights and moments."""
@@ -221,36 +254,40 @@ class _Verification:
         return manifest is None or self._compare_manifest(trainer, manifest, step)
 
     def _compare_rebase(self, trainer: Trainer, rebase: Rebase) -> None:
-        """An exact rebase goes on from the redone weights; another one is told of."""
-        self.rebased.append(f"rebased at {rebase.title}")
-        if rebase.exact and keys.rebase_of_checkpoint(rebase.checkpoint.key):  # else it was compared with its step
+        """Notes the rebase, and compares its checkpoint with the redone weights if it is exact."""
+        self.rebase_notes.append(f"rebased at {rebase.title}")
+        # An exact rebase may use the checkpoint of its step, which was compared with that step.
+        if rebase.exact and keys.rebase_of_checkpoint(rebase.checkpoint.key):
             self._compare_manifest(trainer, rebase_manifest(self.chain, rebase), rebase.policy.step)
 
     def _compare_manifest(self, trainer: Trainer, manifest: Manifest, step: int) -> bool:
         self.checkpoints += 1
         with tempfile.TemporaryDirectory(prefix="ostinato-verify-") as folder:
-            mine = trainer.write_checkpoint(Path(folder) / "redone")
-            problem = self._checkpoint_problem(manifest, mine, Path(folder) / "stored")
+            redone_files = trainer.write_checkpoint(Path(folder) / "redone")
+            problem = self._checkpoint_problem(manifest, redone_files, Path(folder) / "stored")
         if problem is None:
             return True
-        self.found.error(
-            manifest.key,
-            f"the checkpoint of step {step} differs from the redone step: {problem}",
-            RESTORE
-            if step in self.rebases
-            else f"delete {keys.manifest_of_files(manifest.key)}: the chain rebuilds the policy without it",
+        # The checkpoint of a rebase cannot be rebuilt. Any other one only saves time.
+        remedy = f"delete {keys.manifest_of_files(manifest.key)}: the chain rebuilds the policy without it"
+        if step in self.rebases:
+            remedy = RESTORE
+        self.findings.error(
+            manifest.key, f"the checkpoint of step {step} differs from the redone step: {problem}", remedy
         )
         return False
 
-    def _checkpoint_problem(self, manifest: Manifest, mine: dict[str, Path], to: Path) -> str | None:
-        """The first tensor that differs, or what else is wrong."""
+    def _checkpoint_problem(self, manifest: Manifest, redone_files: dict[str, Path], to: Path) -> str | None:
+        """The first difference between a stored checkpoint and the redone files. None when they are equal."""
         stored = {entry.name: entry for entry in manifest.files}
-        if odd := sorted(stored.keys() ^ mine.keys()):
-            return f"{odd[0]} is {'not stored' if odd[0] in mine else 'not part of it'}"
-        for name in sorted(mine, key=lambda file: (not file.startswith("weights"), file)):
+        unpaired = sorted(stored.keys() ^ redone_files.keys())
+        if unpaired:
+            status = "not stored" if unpaired[0] in redone_files else "not part of it"
+            return f"{unpaired[0]} is {status}"
+        # Weights before moments: a difference in the weights explains one in the moments.
+        for name in sorted(redone_files, key=lambda file: (not file.startswith("weights"), file)):
             try:
-                path = self._fetched(stored[name], to)
-                difference = first_difference(mine[name], path)
+                path = self._stored_file(stored[name], to)
+                difference = first_difference(redone_files[name], path)
             except (ObjectNotFound, BadSpec) as error:
                 return f"{name} cannot be read: {error}"
             if difference:
@@ -259,8 +296,8 @@ class _Verification:
                 return f"{name} is not what its manifest says"
         return None
 
-    def _fetched(self, entry: FileEntry, to: Path) -> Path:
-        """The stored bytes as they are, good or bad."""
+    def _stored_file(self, entry: FileEntry, to: Path) -> Path:
+        """The stored file, without a check of its hash: a damaged file must be compared tensor by tensor."""
         path = self.chain.store.local_path(entry.key)
         if path is None:
             path = to / entry.name
@@ -270,28 +307,34 @@ class _Verification:
         return path
 
 
-def first_differing(record: CommitRecord, parts: dict[str, str]) -> str | None:
-    """The first tensor, by name, whose recorded digest is not the redone one; None when the record keeps none."""
+def first_differing(record: CommitRecord, tensor_digests: dict[str, str]) -> str | None:
+    """The first tensor, by name, whose digest differs from the recorded one. None when the record has no digests."""
     recorded = record.tensor_digests
     if not recorded:
         return None
-    names = sorted(parts)
+    # A record has the digests in the order of the names, without the names.
+    names = sorted(tensor_digests)
     if len(names) != len(recorded):
         return f"(the record has {len(recorded)} tensors, the model {len(names)})"
-    differing = (name for name, known in zip(names, recorded, strict=True) if parts[name][:TENSOR_DIGITS] != known)
-    return next(differing, None)
+    for name, recorded_digest in zip(names, recorded, strict=True):
+        if tensor_digests[name][:TENSOR_DIGITS] != recorded_digest:
+            return name
+    return None
 
 
-def first_difference(mine: Path, stored: Path) -> str | None:
-    """The first tensor, by name, that is not the same to the bit in two safetensors files. Raises BadSpec."""
-    if digest_file(mine) == digest_file(stored):
+def first_difference(redone: Path, stored: Path) -> str | None:
+    """The first tensor, by name, that differs in two safetensors files. Raises BadSpec for an unreadable file."""
+    if digest_file(redone) == digest_file(stored):
         return None
-    here, there = shapes_of(mine), shapes_of(stored)
-    with safe_open(mine, framework="pt") as one, safe_open(stored, framework="pt") as other:
-        for name in sorted(here.keys() | there.keys()):
-            if here.get(name) != there.get(name):
-                return f"{name}, of shape {there.get(name, 'missing')} where {here.get(name, 'none')} is expected"
-            left, right = one.get_tensor(name), other.get_tensor(name)
-            if left.dtype != right.dtype or tensor_bytes(left) != tensor_bytes(right):
+    redone_shapes, stored_shapes = shapes_of(redone), shapes_of(stored)
+    with safe_open(redone, framework="pt") as redone_file, safe_open(stored, framework="pt") as stored_file:
+        for name in sorted(redone_shapes.keys() | stored_shapes.keys()):
+            if redone_shapes.get(name) != stored_shapes.get(name):
+                shape, expected = stored_shapes.get(name, "missing"), redone_shapes.get(name, "none")
+                return f"{name}, of shape {shape} where {expected} is expected"
+            redone_tensor, stored_tensor = redone_file.get_tensor(name), stored_file.get_tensor(name)
+            # Compare bytes, because NaN is not equal to itself.
+            same_type = redone_tensor.dtype == stored_tensor.dtype
+            if not same_type or tensor_bytes(redone_tensor) != tensor_bytes(stored_tensor):
                 return name
     return None

@@ -85,7 +85,7 @@ def test_a_run_comes_out_as_it_was_committed(toy_run: ToyRun, from_checkpoints: 
     assert everything(toy_run.folder) == before  # nothing is written
 
 
-def test_a_sample_redoes_some_stretches(toy_run: ToyRun) -> None:
+def test_a_sample_redoes_some_segments(toy_run: ToyRun) -> None:
     (chain,) = verify_run(toy_run.store, "toy", sample=1).chains
     assert (chain.redone, chain.problems) == (2, ())  # checkpoints are at 2 and 4
 

@@ -57,9 +57,11 @@ def resolve_restart_point(store: ObjectStore, text: str, *, run: str, stage: str
     """
     # a stage that has begun: its start is the answer if `text` can mean it
     root = Chain(store, run, stage, model).root()
-    start = None if root is None else root.start
-    start_names = [] if start is None else _names_of(store, start)
-    if start is not None:
+    start = None
+    start_names: list[NamedCheckpoint] = []
+    if root is not None and root.start is not None:
+        start = root.start
+        start_names = _names_of(store, start)
         # without names, its checkpoint was removed after the stage began there: compare only run and stage
         candidates = start_names or [NamedCheckpoint(name=text.rpartition("/")[2], policy=start)]
         if any(checkpoint.matches(text, run) for checkpoint in candidates):
@@ -93,7 +95,8 @@ def resolve_checkpoint_name(store: ObjectStore, text: str) -> PolicyRef:
         known += named_checkpoints(store, run)
     matching = [checkpoint for checkpoint in known if checkpoint.matches(text, current_run="")]
     # a full name has precedence over a shorter one that reads the same
-    matching = [checkpoint for checkpoint in matching if checkpoint.title == text] or matching
+    full_matches = [checkpoint for checkpoint in matching if checkpoint.title == text]
+    matching = full_matches or matching
     if len({checkpoint.policy for checkpoint in matching}) == 1:
         return matching[0].policy
     if matching:
@@ -127,8 +130,12 @@ def _runs_in(text: str) -> list[str]:
     """Returns the run keys with which a name `run/…` may begin. A run key has one or two segments."""
     # the last segment is the name itself
     parts = text.split("/")[:-1]
-    beginnings = ["/".join(parts[:count]) for count in (1, 2) if count <= len(parts)]
-    return [run for run in beginnings if keys.is_run(run)]
+    runs = []
+    for count in (1, 2):
+        run = "/".join(parts[:count])
+        if count <= len(parts) and keys.is_run(run):
+            runs.append(run)
+    return runs
 
 
 def _ambiguous_message(text: str, checkpoints: list[NamedCheckpoint]) -> str:
@@ -140,5 +147,6 @@ def _list_names(known: list[NamedCheckpoint]) -> str:
     if not known:
         return "there is no named checkpoint; give run/stage/name, of a run with a checkpoint_frequency"
     listed = ", ".join(checkpoint.title for checkpoint in known[:MAX_LISTED])
-    more = f" and {len(known) - MAX_LISTED} more" if len(known) > MAX_LISTED else ""
-    return f"there are {listed}{more}"
+    if len(known) > MAX_LISTED:
+        listed += f" and {len(known) - MAX_LISTED} more"
+    return f"there are {listed}"

@@ -19,12 +19,17 @@ def is_auxiliary(run: str) -> bool:
 
 def list_runs(store: ObjectStore, prefix: str = "") -> list[str]:
     """Returns the key of every run that has an object, sorted. With `prefix`, only keys that begin with it."""
-    runs = (keys.run_of(info.key) for info in store.list(f"{keys.runs_prefix()}{prefix}"))
-    return sorted({run for run in runs if run is not None})
+    runs = set()
+    for info in store.list(f"{keys.runs_prefix()}{prefix}"):
+        run = keys.run_of(info.key)
+        if run is not None:
+            runs.add(run)
+    return sorted(runs)
 
 
 def has_objects(store: ObjectStore, run: str) -> bool:
     """Whether the run has any object. Objects of the run `run/time` of a schedule do not count for the run `run`."""
+    # an object below the run's prefix that belongs to no run, such as a file that a person put there, counts, too
     return any(keys.run_of(info.key) in (run, None) for info in store.list(keys.run_prefix(run)))
 
 
@@ -36,13 +41,18 @@ def all_chains(store: ObjectStore) -> list[Chain]:
 def run_chains(store: ObjectStore, run: str) -> list[Chain]:
     """Returns the chains of a run in the order of its stages."""
     names = _chain_names(store, keys.stages_prefix(run))
-    names_in_order = sorted(names, key=lambda name: (stage_position(name[1]), name))
-    return [Chain(store, *name) for name in names_in_order]
+    chains = [Chain(store, *name) for name in sorted(names)]
+    # by number, so that the stage 10 comes after the stage 9
+    return sorted(chains, key=lambda chain: stage_position(chain.stage))
 
 
 def stages_of(store: ObjectStore, run: str) -> list[str]:
     """Returns the stages of a run that have a chain, in their order."""
-    return list(dict.fromkeys(chain.stage for chain in run_chains(store, run)))
+    stages: list[str] = []
+    for chain in run_chains(store, run):
+        if chain.stage not in stages:
+            stages.append(chain.stage)
+    return stages
 
 
 def stage_position(stage: str) -> int:
@@ -53,9 +63,13 @@ def stage_position(stage: str) -> int:
 
 def stored_checkpoint_steps(chain: Chain) -> list[int]:
     """Returns the steps of the complete checkpoints of a chain, ascending."""
-    listed = chain.store.list(keys.checkpoints_prefix(chain.run, chain.stage, chain.model))
-    steps = {keys.checkpoint_step(info.key) for info in listed}
-    return sorted(step for step in steps if step is not None)
+    steps = []
+    for info in chain.store.list(keys.checkpoints_prefix(chain.run, chain.stage, chain.model)):
+        # only the key of a manifest has a step: a checkpoint without one is not complete
+        step = keys.checkpoint_step(info.key)
+        if step is not None:
+            steps.append(step)
+    return sorted(steps)
 
 
 def _chain_names(store: ObjectStore, prefix: str) -> set[tuple[str, str, str]]:

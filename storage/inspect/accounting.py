@@ -267,11 +267,12 @@ class _EpisodeAccounting(_Accounting):
         state = self._sampler_state()
         episodes: dict[CompletionId, list[Row]] = defaultdict(list)
         for manifest in manifests:
-            for row in self._rows(manifest.ref, _EPISODE_COLUMNS):
+            rows = self._rows(manifest.ref, _EPISODE_COLUMNS)
+            if any(row["policy_state"] != state for row in rows):
+                self.problems.append(f"{manifest.key} was played by another policy than the one that the step says")
+            # keep all rows of such a shard: without them the batch would seem to have rows that it should not have
+            for row in rows:
                 episodes[_completion_id(row)].append(row)
-                if row["policy_state"] != state:
-                    self.problems.append(f"{manifest.key} was played by another policy than the one that the step says")
-                    break
         return episodes
 
     def _check_indices(self, episodes: Iterable[CompletionId]) -> None:

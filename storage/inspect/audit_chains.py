@@ -64,9 +64,10 @@ class ChainAudit:
             if root.base is not None:
                 base = find_artifact(self.store, root.base.key)
                 problem = None if base == root.base else f"starts from {root.base.key}, which is missing or has changed"
-            else:
-                assert root.start is not None  # a root has a base or a start
+            elif root.start is not None:
                 problem = self._policy_problem(root.start)
+            else:
+                problem = "names neither a base model nor a policy that the chain starts from"
         except StorageError as error:
             problem = f"starts from an artifact that cannot be read: {error}"
         if problem:

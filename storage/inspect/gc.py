@@ -126,15 +126,6 @@ def collect_garbage(
     return collection.run(dry_run=dry_run)
 
 
-def garbage_candidates(store: ObjectStore, *, older_than: timedelta = OLDER_THAN) -> list[Garbage]:
-    """Returns what a collection with that age would delete now, sorted by name. Changes nothing.
-
-    With an age of 0, this is every object that no manifest names, including those of running writers.
-    """
-    collection = _Collection(store, older_than=older_than, exclusive=False, threads=8, now=None)
-    return collection.candidates()
-
-
 class _Collection:
     """One garbage collection: list, find what manifests name, sort the rest, check again, delete."""
 

@@ -68,7 +68,10 @@ def prompt_report(store: ObjectStore, lineage: Lineage, query: str) -> PromptRep
             uses += uses_in_step
             touched.add(record.state)
     # everything that descends from these steps
-    checkpoints, models = _descendants(store, touched) if touched else ([], [])
+    checkpoints: list[str] = []
+    models: list[str] = []
+    if touched:
+        checkpoints, models = _descendants(store, touched)
     return PromptReport(
         asked=query, ids=tuple(sorted(ids)), uses=tuple(uses), checkpoints=tuple(checkpoints), models=tuple(models)
     )
@@ -113,6 +116,7 @@ def _uses_in_step(store: ObjectStore, record: CommitRecord, ids: set[str]) -> li
     trained = {(row["group"], row["completion"]) for row in batch if row["group"] in ids}
     policy, step = record.policy.uri, record.policy.step
     if not inputs.rollouts:
+        # the completions of a dataset are all trained, and have no text or grade of their own
         return [_use_of_given(policy, step, prompt, index) for prompt, index in sorted(trained)]
     # the sampled completions with their grades
     grades = {}

@@ -13,7 +13,7 @@ from uuid import uuid4
 
 from pydantic import JsonValue
 
-from storage.errors import CorruptArtifact, InvalidKey, ObjectNotFound, VersionConflict
+from storage.errors import CorruptArtifact, InvalidKey, VersionConflict
 from storage.serialization import canonical_json
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef, Provenance, digest_of, file_entries, find_artifact, publish_files
@@ -84,17 +84,6 @@ def list_models(store: ObjectStore) -> list[str]:
     return sorted({alias[0] for alias in aliases if alias is not None})
 
 
-def set_alias(store: ObjectStore, name: str, alias: str, version: str) -> int:
-    """Moves `alias` to `version` and returns the number of its log entry.
-
-    If the alias is there already, no entry is added. Raises ObjectNotFound when there is no such version.
-    """
-    if find_model(store, name, version) is None:
-        known = ", ".join(list_versions(store, name)) or "none"
-        raise ObjectNotFound(f"model {name!r} has no version {version!r} to call {alias!r}; published: {known}")
-    return _append_alias(store, name, alias, version)
-
-
 def resolve_alias(store: ObjectStore, name: str, alias: str = LATEST) -> str | None:
     """Returns the version that `alias` names now, or None."""
     numbers = _log_numbers(store, name, alias)
@@ -104,25 +93,21 @@ def resolve_alias(store: ObjectStore, name: str, alias: str = LATEST) -> str | N
 
 
 def _make_latest_once(store: ObjectStore, name: str, version: str) -> None:
+    """Adds the version to the log of the alias "latest", unless the log has it."""
     # a late retry of an old publication must not move "latest" back
-    if version not in _versions_in_log(store, name, LATEST):
-        _append_alias(store, name, LATEST, version)
-
-
-def _append_alias(store: ObjectStore, name: str, alias: str, version: str) -> int:
-    # nothing to do if the alias is there already
-    numbers = _log_numbers(store, name, alias)
-    last = numbers[-1] if numbers else 0
-    if last and _read_entry(store, name, alias, last) == version:
-        return last
+    numbers = _log_numbers(store, name, LATEST)
+    if version in {_read_entry(store, name, LATEST, number) for number in numbers}:
+        return
     # the attempt id makes the entries of two writers different bytes
     body = {"version": version, "attempt": uuid4().hex, "created": datetime.now(UTC).isoformat()}
+    number = numbers[-1] if numbers else 0
     while True:
-        last += 1
+        number += 1
+        key = keys.model_alias(name, LATEST, number)
+        put = store.put_if_absent(key, canonical_json(body))
         # another writer may take the number: then try the next, unless its entry is the same
-        put = store.put_if_absent(keys.model_alias(name, alias, last), canonical_json(body))
-        if put.won or _version_in(put.data, keys.model_alias(name, alias, last)) == version:
-            return last
+        if put.won or _version_in(put.data, key) == version:
+            return
 
 
 def _claim(store: ObjectStore, name: str, version: str, sha256: str) -> None:
@@ -142,10 +127,6 @@ def _claim(store: ObjectStore, name: str, version: str, sha256: str) -> None:
 
 def _log_numbers(store: ObjectStore, name: str, alias: str) -> list[int]:
     return list_numbers(store, keys.model_aliases_prefix(name, alias))
-
-
-def _versions_in_log(store: ObjectStore, name: str, alias: str) -> set[str]:
-    return {_read_entry(store, name, alias, number) for number in _log_numbers(store, name, alias)}
 
 
 def _read_entry(store: ObjectStore, name: str, alias: str, number: int) -> str:

@@ -14,8 +14,7 @@ from storage.chain.records import Chain, PolicyRef, Root
 from storage.chain.retention import remove_checkpoints
 from storage.errors import CheckpointInUse, NoSuchCheckpoint
 from storage.inspect.audit import audit_store
-from storage.registry.decisions import CHAMPION
-from storage.registry.models import set_alias
+from storage.registry.decisions import commit_decision
 from storage.serialization import canonical_json
 from storage.store import keys
 from storage.store.artifacts import Provenance, commit_files, find_artifact
@@ -91,7 +90,9 @@ def test_a_finished_run_keeps_nothing(toy: ToyRun) -> None:
 def test_a_champion_keeps_the_checkpoint_it_was_made_from(toy: ToyRun) -> None:
     policy = toy.chain.policy(4)  # published as `toy`
     (version,) = {info.key.split("/")[2] for info in toy.store.list("models/toy/") if "manifest" in info.key}
-    set_alias(toy.store, "toy", CHAMPION, version)
+    commit_decision(
+        toy.store, "toy", version, "promote", over=None, reasons=["better"], who="ada", provenance=PROVENANCE
+    )
     with pytest.raises(CheckpointInUse, match=f"@4: toy@{version}, the champion of toy, was made from it"):
         remove_checkpoints(toy.store, [policy])
 

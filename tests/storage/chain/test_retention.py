@@ -13,8 +13,8 @@ from storage.chain.records import Chain, CommitRecord, Numerics, OptimizerSpec, 
 from storage.chain.retention import prune_checkpoints
 from storage.errors import ObjectNotFound
 from storage.inspect.gc import collect_garbage
-from storage.registry.decisions import CHAMPION
-from storage.registry.models import publish_model, set_alias
+from storage.registry.decisions import commit_decision
+from storage.registry.models import publish_model
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef, Provenance, commit_files, find_artifact, read_manifest
 from storage.store.download import materialise_files
@@ -103,7 +103,7 @@ def test_a_named_one_that_a_champion_was_made_from_is_kept(tmp_path: Path) -> No
     file.write_bytes(b"weights")
     parent = Chain.of(store, POLICY).policy(4).uri
     publish_model(store, "m", "1", {file.name: file}, provenance=PROVENANCE, parents=[parent])
-    set_alias(store, "m", CHAMPION, "1")
+    commit_decision(store, "m", "1", "promote", over=None, reasons=["better"], who="ada", provenance=PROVENANCE)
     prune_checkpoints(store, POLICY, keep_last=1, keep_named=1)
     assert kept(store, written) == [4, 7, 8]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from storage.chain.records import Chain
+from storage.chain.records import Chain, Root
 from storage.inspect.audit import AuditReport, audit_store
 from storage.serialization import canonical_json
 from storage.store import keys
@@ -148,3 +148,9 @@ def test_a_released_lease_and_a_fork_are_no_foreign_objects(broken: ToyRun) -> N
     broken.store.put(keys.lease_release("toy", 1), b"{}")
     broken.store.put(keys.fork_json("toy"), b"{}")
     assert found(broken) == []
+
+
+def test_a_chain_that_starts_from_nothing(broken: ToyRun) -> None:
+    Chain(broken.store, "other", "0-grpo", "policy").create_root(Root(base_digest="0" * 64))
+    root = keys.chain_root("other", "0-grpo", "policy")
+    assert only(broken) == f"{root} names neither a base model nor a policy that the chain starts from"

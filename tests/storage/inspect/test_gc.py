@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from uuid import uuid4
 import pytest
 
 from storage.errors import PermanentStorageError
-from storage.inspect.gc import GcReport, ObjectTotals, collect_garbage, garbage_candidates
+from storage.inspect.gc import GcReport, ObjectTotals, collect_garbage
 from storage.registry.models import publish_model
 from storage.serialization import digest
 from storage.store import key_patterns, keys
@@ -127,13 +128,14 @@ def test_old_data_that_nothing_names_goes_and_the_rest_stays(
     assert collect_garbage(store).total == ObjectTotals()
 
 
-def test_candidates_tell_what_nothing_names_however_young(store: ObjectStore, tmp_path: Path) -> None:
+def test_a_dry_run_of_any_age_lists_all_that_nothing_names(store: ObjectStore, tmp_path: Path) -> None:
     fill(store, tmp_path)
     for key in GARBAGE:
         store.put(key, b"12345")
-    assert garbage_candidates(store) == []
-    candidates = garbage_candidates(store, older_than=timedelta(seconds=-1))
-    assert {candidate.name: candidate.reason for candidate in candidates} == GARBAGE
+    assert collect_garbage(store, dry_run=True).names == ()
+    report = collect_garbage(store, older_than=timedelta(seconds=-1), exclusive=True, dry_run=True)
+    assert report.names == tuple(sorted(GARBAGE))
+    assert {reason: totals.objects for reason, totals in report.deleted.items()} == Counter(GARBAGE.values())
 
 
 def test_an_empty_store_is_not_even_made(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -11,7 +12,7 @@ import pytest
 
 from storage.errors import AliasMoved, CorruptArtifact, InvalidKey, ObjectNotFound
 from storage.inspect.audit import audit_store
-from storage.inspect.gc import garbage_candidates
+from storage.inspect.gc import collect_garbage
 from storage.registry.decisions import (
     CHAMPION,
     AliasEntry,
@@ -179,8 +180,8 @@ def test_decisions_are_kept_by_collections_and_pass_the_audit(store: ObjectStore
     store.put(orphan, b"of an attempt that was not committed")
     assert key_patterns.classify_key(orphan) == "attempt"
     assert key_patterns.owning_artifact(orphan) == keys.model_note("m", "decisions", decision.id)
-    names = [garbage.name for garbage in garbage_candidates(store) if garbage.name != orphan]
-    assert names == []
+    collection = collect_garbage(store, older_than=timedelta(seconds=-1), exclusive=True, dry_run=True)
+    assert collection.names == (orphan,)
     report = audit_store(store)
     assert report.problems == () and report.pending == (orphan,)
     assert list_versions(store, "m") == ["v1", "v2", "v3"]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from uuid import uuid4
 
 import pytest
 
-from storage.errors import CorruptArtifact, InvalidKey, ObjectNotFound, VersionConflict
-from storage.registry.models import find_model, find_published, list_versions, publish_model, resolve_alias, set_alias
+from storage.errors import CorruptArtifact, InvalidKey, VersionConflict
+from storage.registry.models import find_model, find_published, list_versions, publish_model, resolve_alias
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef, Provenance, commit_files
 from storage.store.download import materialise_files
@@ -125,32 +126,24 @@ def test_an_alias_is_a_numbered_log(store: ObjectStore, folder: Path) -> None:
     for version in ("1", "2"):
         (folder / "model.safetensors").write_text(version)
         publish(store, folder, version)
+        publish(store, folder, version)  # a repetition adds no entry
     assert resolve_alias(store, "smol", "champion") is None
-    assert set_alias(store, "smol", "champion", "1") == 1
-    assert set_alias(store, "smol", "champion", "1") == 1
-    assert set_alias(store, "smol", "champion", "2") == 2
-    assert set_alias(store, "smol", "champion", "1") == 3
-    assert resolve_alias(store, "smol", "champion") == "1"
-    log = [info.key for info in store.list(keys.model_aliases_prefix("smol", "champion"))]
-    assert log == [f"models/smol/aliases/champion/{n:06d}.json" for n in (1, 2, 3)]
+    log = [info.key for info in store.list(keys.model_aliases_prefix("smol", "latest"))]
+    assert log == [f"models/smol/aliases/latest/{n:06d}.json" for n in (1, 2)]
 
 
-def test_an_alias_to_nothing_is_refused(store: ObjectStore, folder: Path) -> None:
-    publish(store, folder)
-    with pytest.raises(ObjectNotFound, match="has no version '2' to call 'champion'; published: 1"):
-        set_alias(store, "smol", "champion", "2")
-    with pytest.raises(ObjectNotFound, match="published: none"):
-        set_alias(store, "other", "champion", "1")
-
-
-def test_moves_of_an_alias_at_the_same_time_are_all_in_the_log(store: ObjectStore, folder: Path) -> None:
-    for version in "abcdef":
+def test_publications_at_the_same_time_are_all_in_the_log_of_latest(store: ObjectStore, tmp_path: Path) -> None:
+    def publish_alone(version: str) -> None:
+        folder = tmp_path / version
+        folder.mkdir()
         (folder / "model.safetensors").write_text(version)
         publish(store, folder, version)
+
     with ThreadPoolExecutor(6) as pool:
-        numbers = list(pool.map(lambda version: set_alias(store, "smol", "champion", version), "abcdef"))
-    assert sorted(numbers) == [1, 2, 3, 4, 5, 6]
-    assert resolve_alias(store, "smol", "champion") == "abcdef"[numbers.index(6)]
+        list(pool.map(publish_alone, "abcdef"))
+    entries = [json.loads(store.get(info.key)) for info in store.list(keys.model_aliases_prefix("smol", "latest"))]
+    assert sorted(entry["version"] for entry in entries) == list("abcdef")
+    assert resolve_alias(store, "smol") == entries[-1]["version"]
 
 
 def test_damaged_entries_are_corrupt(store: ObjectStore, folder: Path) -> None:

@@ -14,7 +14,8 @@ from storage.chain.records import Chain, CommitRecord, Numerics, OptimizerSpec, 
 from storage.chain.retention import prune_checkpoints
 from storage.errors import CorruptArtifact
 from storage.inspect.gc import collect_garbage
-from storage.registry.models import publish_model, resolve_alias, set_alias
+from storage.registry.decisions import CHAMPION, Decision, apply_decision
+from storage.registry.models import publish_model, resolve_alias
 from storage.serialization import digest
 from storage.store import key_patterns, keys
 from storage.store.artifacts import ArtifactRef, Provenance, commit_bytes, commit_file, commit_files, find_artifact
@@ -28,12 +29,16 @@ PROVENANCE = Provenance(code_version="abc", config_digest="0" * 64, seed=7)
 CHAIN = ("r", "0-s", "policy")
 NUMERICS = Numerics(backend="b", device="cpu", compute_dtype="float32", threads=1, max_tokens=1)
 LATER = 100 * 3600.0
+PROMOTION = Decision(
+    id="first", model="m", version="1", action="promote", champion=None, after=0, reasons=("better",), who="ada",
+    created="2026-01-01T00:00:00+00:00",
+)  # fmt: skip
 Acknowledge = Callable[[], None]
 
 
 def scenario(store: ObjectStore, scratch: Path, acknowledge: Acknowledge = lambda: None) -> None:
-    """Takes two steps of a run (batch, record, checkpoint, pruning), publishes two versions, sets an alias and collects
-    garbage. Calls `acknowledge` after each operation."""
+    """Takes two steps of a run (batch, record, checkpoint, pruning), publishes two versions, promotes one and
+    collects garbage. Calls `acknowledge` after each operation."""
     chain = Chain(store, *CHAIN)
     chain.create_root(Root(base_digest="0" * 64))
     acknowledge()
@@ -57,7 +62,7 @@ def scenario(store: ObjectStore, scratch: Path, acknowledge: Acknowledge = lambd
     for version in ("1", "2"):
         publish_model(store, "m", version, files(scratch, version), provenance=PROVENANCE)
         acknowledge()
-    set_alias(store, "m", "champion", "1")
+    apply_decision(store, PROMOTION)
     acknowledge()
     collect_garbage(store, now=store.now() + LATER, threads=1)
     acknowledge()
@@ -102,7 +107,7 @@ def seen(store: ObjectStore, scratch: Path) -> Seen:
         list(chain.records(0, steps[-1]))
         for step in steps:
             state[f"step {step}"] = chain.policy(step).state
-    for alias in ("latest", "champion"):
+    for alias in ("latest", CHAMPION):
         state[alias] = resolve_alias(store, "m", alias)
     return state
 

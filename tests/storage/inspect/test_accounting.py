@@ -1,0 +1,56 @@
+"""The accounting of a step reports what is wrong with its episodes, and nothing that only follows from it."""
+
+from __future__ import annotations
+
+from typing import Any
+from uuid import uuid4
+
+import pyarrow as pa
+
+from storage.chain.records import Chain, CommitRecord, Numerics, OptimizerSpec, Root, StepRequest
+from storage.inspect.accounting import check_accounting
+from storage.store import keys
+from storage.store.artifacts import Provenance
+from storage.store.objects import open_store
+from storage.store.schemas import SCHEMAS
+from storage.store.tables import commit_table
+
+PROVENANCE = Provenance(code_version="abc", config_digest="0" * 64, seed=7)
+NUMERICS = Numerics(backend="b", device="cpu", compute_dtype="float32", threads=1, max_tokens=1)
+
+
+def segment(index: int, policy_state: str) -> dict[str, Any]:
+    """The only segment of the episode number `index` of the prompt `p`, with one graded turn of one token."""
+    return {
+        "prompt_index": 0, "prompt_id": "p", "completion": index, "segment": 0, "token_ids": [1, 2],
+        "weights": [0.0, 1.0], "logprobs": [-1.0], "first_turn": 0, "turn_tokens": [1], "graded_turns": [0],
+        "grades": [1.0], "status": "ok", "ending": "environment", "thread": "{}", "policy_state": policy_state,
+    }  # fmt: skip
+
+
+def table_of(rows: list[dict[str, Any]], kind: str) -> pa.Table:
+    return pa.Table.from_pylist(rows, schema=SCHEMAS[kind])
+
+
+def test_a_shard_of_another_policy_is_one_problem() -> None:
+    store = open_store(f"memory://accounting-{uuid4().hex}")
+    chain = Chain(store, "r", "0-env_grpo", "policy")
+    chain.create_root(Root(base_digest="0" * 64))
+    parent = chain.policy(0)
+    # three episodes, all in the batch; the first was sampled by another policy
+    segments = [segment(index, "another state" if index == 0 else parent.state) for index in range(3)]
+    shard = commit_table(
+        store, keys.step_artifact("r", "0-env_grpo", 0, "trajectories", 0),
+        table_of(segments, "trajectories"), kind="trajectories", parents=[parent.uri], provenance=PROVENANCE,
+        extra={"prompts": 1},
+    )  # fmt: skip
+    rows = [{"group": "p", "completion": index, "token_ids": [1, 2], "weights": [0.0, 1.0]} for index in range(3)]
+    batch = commit_table(
+        store, keys.step_artifact("r", "0-env_grpo", 0, "batch", 0), table_of(rows, "batch"), kind="batch",
+        parents=[parent.uri, shard], provenance=PROVENANCE,
+    )  # fmt: skip
+    request = StepRequest(parent=parent, batch=batch, loss={}, optimizer=OptimizerSpec(lr=1.0))
+    record = CommitRecord(request=request, state=request.next_state(), updates=1, numerics=NUMERICS)
+    assert check_accounting(store, record) == [
+        f"{shard.key} was played by another policy than the one that the step says"
+    ]

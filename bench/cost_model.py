@@ -1,5 +1,6 @@
-"""Where the seconds and the dollars of a GRPO step go on a cluster: arithmetic only, printed as the tables of
-docs/scaling.md. Every input is a constant below, with what it is: a data sheet's, assumed, or measured here.
+"""Computes the seconds and the dollars of a GRPO step on a cluster, and prints the tables of docs/scaling.md.
+
+It is arithmetic only. Every input is a constant below, which says whether it is from a data sheet, assumed or measured.
 
     PYTHONPATH=. .venv/bin/python bench/cost_model.py
 """
@@ -10,52 +11,53 @@ import math
 from dataclasses import dataclass
 
 TRAIN_FLOPS, FORWARD_FLOPS = 6, 2
-"""Per parameter and token: forward and backward; forward. Attention's own are left out: below 10 % at 2k tokens."""
+"""Operations per parameter and token: forward and backward pass; forward pass only. Attention's own operations are left
+out; they are below 10 % at 2k tokens."""
 RECOMPUTE_FLOPS = 2
-"""Activation checkpointing runs every layer forward once more."""
+"""Operations per parameter and token of activation checkpointing, which runs every layer forward once more."""
 MFU = 0.40
-"""Assumed share of the peak in training, scoring and prefill."""
+"""Assumed share of the peak that training, scoring and prefill reach."""
 HBM_SHARE = 0.60
 """Assumed share of the memory bandwidth that a decode step reaches."""
 LINK_SHARE = 0.70
 """Assumed share of a link that a large broadcast reaches."""
 WEIGHT_BYTES = 2
-"""bfloat16."""
+"""Bytes per parameter in bfloat16."""
 STATE_BYTES = 12
-"""Of a checkpoint, per parameter: float32 master weights and two moments."""
+"""Bytes per parameter of a checkpoint: float32 master weights and two moments."""
 TRAINER_BYTES = 18
-"""In a trainer's memory, per parameter: bf16 weights and float32 gradients (2 + 4), and the 12 above."""
+"""Bytes per parameter in a trainer's memory: bf16 weights and float32 gradients (2 + 4), and the 12 above."""
 STORE_BYTES_PER_SECOND = 1e9
 """Assumed throughput of one node to object storage."""
 COORDINATOR_SECONDS_PER_ROLLOUT = 16e-6
 COORDINATOR_SECONDS_PER_TOKEN = 0.49e-6
-"""Measured: CPU seconds of prepare_batch and metrics, by bench/scale_sim.py at 16 and 256 new tokens (docs/scaling.md);
-a token is a sampled one, the prompt of 70 is in the first."""
+"""CPU seconds of prepare_batch and metrics, measured by bench/scale_sim.py at 16 and 256 new tokens (docs/scaling.md).
+Only sampled tokens count; the first constant contains a prompt of 70 tokens."""
 START_SECONDS = 60.0
-"""Assumed: a process group or a vLLM server from nothing to ready, without its weights."""
+"""Assumed time in which a process group or a vLLM server starts, without its weights."""
 REDO_SECONDS = 300.0
-"""At most: `checkpoints.recovery_seconds` (flows/configs/common.py)."""
+"""Longest time for redoing steps: `checkpoints.recovery_seconds` (flows/configs/common.py)."""
 DOLLARS_PER_GPU_HOUR = 3.0
-"""Assumed."""
+"""Assumed price."""
 MAX_RUNNING = 512
-"""Assumed: sequences that a vLLM server decodes together at most."""
+"""Assumed largest number of sequences that a vLLM server decodes together."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """Peak of one device, by its data sheet."""
+    """Peak rates and memory of one device, from its data sheet."""
 
     name: str
     flops: float
-    """Dense bfloat16."""
+    """Dense bfloat16 operations per second."""
     hbm: float
-    """Bytes per second."""
+    """Memory bandwidth, bytes per second."""
     memory: float
     """Bytes."""
     nvlink: float = 450e9
-    """Bytes per second in one direction: 900 GB/s is both."""
+    """Bytes per second in one direction. The data sheet's 900 GB/s is the sum of both."""
     network: float = 50e9
-    """400 Gb/s."""
+    """Bytes per second of a 400 Gb/s link."""
 
 
 H100 = Gpu("H100", 989e12, 3.35e12, 80e9)
@@ -64,11 +66,12 @@ H200 = Gpu("H200", 989e12, 4.8e12, 141e9)
 
 @dataclass(frozen=True)
 class Shape:
-    """A model: parameters, and bytes of KV cache per token (2 x layers x key heads x head size x 2 bytes)."""
+    """The size of a model."""
 
     name: str
     parameters: float
     kv_bytes: int
+    """Bytes of KV cache per token: 2 x layers x key heads x head size x 2 bytes."""
 
 
 B8 = Shape("8B", 8.03e9, 2 * 32 * 8 * 128 * 2)
@@ -77,6 +80,8 @@ B70 = Shape("70B", 70.6e9, 2 * 80 * 8 * 128 * 2)
 
 @dataclass(frozen=True)
 class Cluster:
+    """GPUs of one kind, and how they are divided."""
+
     gpu: Gpu
     train: int
     """GPUs of the trainer."""
@@ -103,14 +108,14 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Work:
-    """One step."""
+    """The size of one step."""
 
     prompts: int
     completions: int = 8
     prompt_tokens: int = 256
     new_tokens: int = 1024
     scored: int = 2
-    """Forward passes for logprobs: old and reference. old_logprobs="sampler" saves one, kl_beta=0 the other."""
+    """Forward passes for old and reference logprobs. old_logprobs="sampler" saves one of them, kl_beta=0 the other."""
 
     @property
     def rollouts(self) -> int:
@@ -123,7 +128,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Split:
-    """Seconds of one step. The parts follow one another: the loop does not overlap them."""
+    """Seconds of the parts of one step, which the loop runs one after the other."""
 
     sample: float
     score: float
@@ -137,7 +142,7 @@ class Split:
 
 
 def running(shape: Shape, cluster: Cluster, work: Work) -> int:
-    """Sequences that one sampler decodes together: what 90 % of its memory holds beside the weights."""
+    """Returns how many sequences one sampler decodes together: what fits into 90 % of its memory, less the weights."""
     room = 0.9 * cluster.gpu.memory * cluster.tensor_parallel - WEIGHT_BYTES * shape.parameters
     fits = int(room / (shape.kv_bytes * (work.prompt_tokens + work.new_tokens)))
     if fits < 1:
@@ -146,7 +151,8 @@ def running(shape: Shape, cluster: Cluster, work: Work) -> int:
 
 
 def decode_seconds(shape: Shape, cluster: Cluster, work: Work, rows: int) -> float:
-    """One decode step of a sampler: the slower of reading weights and caches, and of 2 N operations per row."""
+    """Returns the time of one decode step of a sampler: the time for reading the weights and caches, or the time for
+    2 N operations per row if that is longer."""
     width = cluster.tensor_parallel
     context = work.prompt_tokens + work.new_tokens / 2
     read = WEIGHT_BYTES * shape.parameters + rows * context * shape.kv_bytes
@@ -155,13 +161,13 @@ def decode_seconds(shape: Shape, cluster: Cluster, work: Work, rows: int) -> flo
 
 
 def sample_seconds(shape: Shape, cluster: Cluster, work: Work) -> float:
-    """Prefill of each prompt once (its completions share it), then full waves of decoding at most."""
-    servers = cluster.sample // cluster.tensor_parallel
+    """Returns the time for prefill and decoding. Each prompt is prefilled once, since its completions share it."""
     prefill = FORWARD_FLOPS * shape.parameters * work.prompts * work.prompt_tokens
-    mine = math.ceil(work.rollouts / servers)
-    rows = min(running(shape, cluster, work), mine)
-    waves = math.ceil(mine / rows)
-    decode = waves * work.new_tokens * decode_seconds(shape, cluster, work, math.ceil(mine / waves))
+    # the rollouts of one server, in equal waves of at most `running` rows
+    servers = cluster.sample // cluster.tensor_parallel
+    rollouts = math.ceil(work.rollouts / servers)
+    waves = math.ceil(rollouts / running(shape, cluster, work))
+    decode = waves * work.new_tokens * decode_seconds(shape, cluster, work, math.ceil(rollouts / waves))
     return prefill / (cluster.sample * cluster.gpu.flops * MFU) + decode
 
 
@@ -171,20 +177,21 @@ def train_seconds(shape: Shape, cluster: Cluster, work: Work) -> float:
 
 
 def score_seconds(shape: Shape, cluster: Cluster, work: Work) -> float:
-    """Logprobs by the trainer's GPUs."""
+    """Returns the time in which the trainer's GPUs compute the logprobs."""
     operations = work.scored * FORWARD_FLOPS * shape.parameters * work.tokens
     return operations / (cluster.train * cluster.gpu.flops * MFU)
 
 
 def sync_seconds(shape: Shape, cluster: Cluster, *, bytes_per_second: float | None = None) -> float:
-    """bf16 weights through the slowest link of a pipelined broadcast from one rank (default: NVLink on one node, else
-    the network)."""
-    link = bytes_per_second or LINK_SHARE * (cluster.gpu.nvlink if cluster.one_node else cluster.gpu.network)
-    return WEIGHT_BYTES * shape.parameters / link
+    """Returns the time of a pipelined broadcast of the bf16 weights from one rank. The slowest link decides it: NVLink
+    on one node, otherwise the network."""
+    if bytes_per_second is None:
+        bytes_per_second = LINK_SHARE * (cluster.gpu.nvlink if cluster.one_node else cluster.gpu.network)
+    return WEIGHT_BYTES * shape.parameters / bytes_per_second
 
 
 def coordinator_seconds(work: Work) -> float:
-    """CPU of the one process that prepares the batch; it is not spread over machines."""
+    """Returns the CPU seconds of the one process that prepares the batch. It runs on one machine."""
     return work.rollouts * (COORDINATOR_SECONDS_PER_ROLLOUT + COORDINATOR_SECONDS_PER_TOKEN * work.new_tokens)
 
 
@@ -203,18 +210,18 @@ def gpu_hours(split: Split, cluster: Cluster, steps: int = 1000) -> float:
 
 
 def checkpoint_seconds(shape: Shape, cluster: Cluster) -> float:
-    """Every trainer node writes its shards at once."""
+    """Returns the time in which all nodes of the trainer write their shards at the same time."""
     nodes = math.ceil(cluster.train / 8)
     return STATE_BYTES * shape.parameters / (nodes * STORE_BYTES_PER_SECOND)
 
 
 def recovery_seconds(shape: Shape, cluster: Cluster) -> float:
-    """From `kill -9` of the trainer to the policy being back, at worst: start, read the checkpoint, redo."""
+    """Returns the longest time until the policy is restored after `kill -9` of the trainer: start, checkpoint, redo."""
     return START_SECONDS + checkpoint_seconds(shape, cluster) + REDO_SECONDS
 
 
 def trainer_gigabytes(shape: Shape, cluster: Cluster) -> float:
-    """Per GPU under ZeRO 3, without activations."""
+    """Returns the GB per GPU of the trainer's states under ZeRO 3, without activations."""
     return TRAINER_BYTES * shape.parameters / cluster.train / 1e9
 
 
@@ -233,7 +240,7 @@ CASES = (
 
 
 def steps_table() -> str:
-    """Markdown: one row per case."""
+    """Returns a Markdown table with one row for each case."""
     lines = [
         "| model, GPUs (train + sample) | prompts x 8 | sample s | score s | train s | sync s | coordinator s | step s "
         "| GPU-hours, $ per 1,000 steps |",
@@ -251,13 +258,14 @@ def steps_table() -> str:
 
 
 def machines_table() -> str:
-    """Markdown: what does not depend on the work."""
+    """Returns a Markdown table of what does not depend on the size of a step."""
     lines = [
         "| model, GPUs | trainer GB a GPU (ZeRO 3) | rows a sampler | decode step ms "
         "| sync nvlink / 400 Gb/s / folder s | checkpoint GB, s | recovery s, at most |",
         "|---|---|---|---|---|---|---|",
     ]
-    for shape, cluster in ((B8, Cluster(H100, 4, 4)), (B70, Cluster(H100, 32, 32, 4)), (B70, Cluster(H200, 32, 32, 2))):
+    machines = ((B8, Cluster(H100, 4, 4)), (B70, Cluster(H100, 32, 32, 4)), (B70, Cluster(H200, 32, 32, 2)))
+    for shape, cluster in machines:
         work = Work(100_000)
         rows = running(shape, cluster, work)
         paths = (LINK_SHARE * cluster.gpu.nvlink, LINK_SHARE * cluster.gpu.network, STORE_BYTES_PER_SECOND)

@@ -1,13 +1,16 @@
-"""Shares of one engine among four runs, one of them greedy, and how long the others wait.
+"""Measures how one engine divides its compute time among four runs, one of them greedy, and how long the others wait.
 
     python bench/fairness.py [--model FOLDER] [--seconds 30] [--steps 8]        (default model: a tiny one, made here)
 
-The greedy run sends long generations from eight callers without pause. Two cases, each with and without
-`deterministic`: the three modest runs score sequences from two callers without pause, so that everyone always waits
-(fair is a quarter each); or they take GRPO steps, one call after the other, as a flow does. A call's wait is given in
-units of the longest single call of the case, and as the calls of one other run that began meanwhile, greedy or modest.
-`engine.local.queue` says what it promises. Seconds are wall, as the queue counts them, in the one compute thread;
-shares of CPU seconds stand beside them, for a machine that has other work.
+The greedy run sends long generations from eight callers without a pause. There are two cases, each with and without
+`deterministic`. In the first, the three modest runs compute logprobs from two callers each without a pause, so that
+every run always has a waiting call; a fair share is a quarter. In the second, the modest runs take GRPO steps, one call
+after the other, as a flow does.
+
+The longest wait of a call is printed in units of the longest single call of the case, and as the number of calls of one
+other run that began during the wait. `engine.local.queue` states what the queue guarantees. Seconds are wall seconds in
+the engine's one compute thread, as the queue counts them. Shares of CPU seconds are printed, too, for a machine that
+does other work.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from grpo_work import Shape, found_model, grpo_step, new_policy, number, prompts_of
+from grpo_work import Shape, grpo_step, new_policy, number, prompts_of, require_model
 
 from engine.backends.torch.tiny import build_tiny_model
 from engine.local.engine import LocalEngine
@@ -41,7 +44,7 @@ LONG = SamplingParams(max_new_tokens=128, min_new_tokens=128)
 
 @dataclass(slots=True)
 class Call:
-    """One call in the compute thread. Times are wall seconds but `cpu`, the thread's own seconds."""
+    """One call in the compute thread. Times are wall seconds; `cpu` is the CPU time of the thread."""
 
     run: str
     submitted: float
@@ -58,23 +61,23 @@ class Call:
         return self.begun - self.submitted
 
 
-class Observed(LocalEngine):
-    """Keeps the times of its calls."""
+class ObservedEngine(LocalEngine):
+    """An engine that records the times of its calls."""
 
     def __init__(self, store_url: str, spec: LocalEngineSpec) -> None:
         super().__init__(store_url, spec)
         self.calls: list[Call] = []
 
     async def _compute(self, run: str, call: Callable[[], R]) -> R:
-        seen = Call(run, time.monotonic())
+        times = Call(run, time.monotonic())
 
         def timed() -> R:
-            seen.begun, cpu = time.monotonic(), time.thread_time()
+            times.begun, cpu = time.monotonic(), time.thread_time()
             try:
                 return call()
             finally:
-                seen.ended, seen.cpu = time.monotonic(), time.thread_time() - cpu
-                self.calls.append(seen)
+                times.ended, times.cpu = time.monotonic(), time.thread_time() - cpu
+                self.calls.append(times)
 
         return await super()._compute(run, timed)
 
@@ -82,22 +85,22 @@ class Observed(LocalEngine):
 # -- what the runs do ----------------------------------------------------------------------------------------------
 
 
-async def be_greedy(engine: Observed, policy: PolicyRef, caller: int) -> None:
-    """Long generations until cancelled."""
+async def be_greedy(engine: ObservedEngine, policy: PolicyRef, caller: int) -> None:
+    """Sends long generations until it is cancelled."""
     for turn in range(1 << 30):
         prompts = prompts_of(STEP, number(caller, turn))
         await engine.generate(GenerateRequest(policy, prompts, [number(caller, turn, p) for p in range(2)], LONG))
 
 
-async def score(engine: Observed, policy: PolicyRef, caller: int) -> None:
-    """Logprobs of short sequences until cancelled."""
+async def score(engine: ObservedEngine, policy: PolicyRef, caller: int) -> None:
+    """Asks for logprobs of short sequences until it is cancelled."""
     for turn in range(1 << 30):
         prompts = prompts_of(STEP, number(policy.run, caller, turn))
         sequences = [TokenSequence(ids, [0.0] + [1.0] * (len(ids) - 1)) for ids in prompts]
         await engine.logprobs(LogprobsRequest(policy, sequences))
 
 
-async def take_steps(engine: Observed, policy: PolicyRef, steps: int) -> None:
+async def take_steps(engine: ObservedEngine, policy: PolicyRef, steps: int) -> None:
     start = policy
     for _ in range(steps):
         policy = (await grpo_step(engine, engine.store, policy, start, STEP)).policy
@@ -115,19 +118,27 @@ async def meanwhile(main: Awaitable[object], others: Iterable[Awaitable[None]]) 
 
 
 async def case(spec: LocalEngineSpec, model: Path, title: str, *, steps: int | None, seconds: float) -> None:
-    """One case on an engine and a store of its own. `steps` None: everyone always waits, for so many seconds."""
+    """Runs one case on an engine and a store of its own, and prints its figures.
+
+    With `steps` None, every run always has a waiting call, for `seconds`.
+    """
     with tempfile.TemporaryDirectory(prefix="ostinato-bench-") as folder:
-        engine = Observed(f"file://{folder}", spec)
-        policies = {run: await new_policy(engine, model, run) for run in (GREEDY, *MODEST)}
-        for policy in policies.values():  # every run has its weights in memory, and its kernels warm
+        # one step of every run loads its weights and warms up its kernels
+        engine = ObservedEngine(f"file://{folder}", spec)
+        heads = {}
+        for run in (GREEDY, *MODEST):
+            policy = await new_policy(engine, model, run)
             await take_steps(engine, policy, 1)
-        heads = {run: Chain.of(engine.store, policy).head() for run, policy in policies.items()}
+            heads[run] = Chain.of(engine.store, policy).head()
         engine.calls.clear()
+        # the counted part
         began = time.monotonic()
         greedy = [be_greedy(engine, heads[GREEDY], caller) for caller in range(GREEDY_CALLERS)]
         if steps is None:
-            busy = [score(engine, heads[run], caller) for run in MODEST for caller in range(MODEST_CALLERS)]
-            await meanwhile(asyncio.sleep(seconds), [*greedy, *busy])
+            modest: list[Awaitable[None]] = []
+            for run in MODEST:
+                modest += [score(engine, heads[run], caller) for caller in range(MODEST_CALLERS)]
+            await meanwhile(asyncio.sleep(seconds), [*greedy, *modest])
         else:
             work = asyncio.gather(*(take_steps(engine, heads[run], steps) for run in MODEST))
             await meanwhile(work, greedy)
@@ -139,8 +150,12 @@ async def case(spec: LocalEngineSpec, model: Path, title: str, *, steps: int | N
 
 
 def report(title: str, calls: list[Call], began: float) -> None:
-    """Shares while every run still had work: until the first modest run sent its last call."""
-    last = min(max(call.submitted for call in calls if call.run == run) for run in MODEST)
+    """Prints the shares of the runs and their longest waits.
+
+    Shares are counted while every run has work: until the first modest run sends its last call.
+    """
+    calls_of = {run: [call for call in calls if call.run == run] for run in (GREEDY, *MODEST)}
+    last = min(max(call.submitted for call in calls_of[run]) for run in MODEST)
     window = [call for call in calls if began <= call.begun < last]
     longest = max(call.seconds for call in calls)
     print(f"{title}: {last - began:.0f} s, {len(window)} calls, the longest {longest:.2f} s")
@@ -149,9 +164,8 @@ def report(title: str, calls: list[Call], began: float) -> None:
         wall[call.run] += call.seconds
         cpu[call.run] += call.cpu
         count[call.run] += 1
-    for run in (GREEDY, *MODEST):
-        own = [call for call in calls if call.run == run]
-        wait = max(own, key=lambda call: call.wait)
+    for run, run_calls in calls_of.items():
+        wait = max(run_calls, key=lambda call: call.wait)
         print(
             f"  {run:9} share {wall[run] / wall.total():6.1%} of wall, {cpu[run] / cpu.total():6.1%} of CPU seconds"
             f"   {count[run]:4} calls   longest wait {wait.wait / longest:5.2f} longest calls, "
@@ -160,25 +174,28 @@ def report(title: str, calls: list[Call], began: float) -> None:
 
 
 def overtakers(waiting: Call, calls: list[Call]) -> int:
-    """Calls of the other run that began most often while this one waited."""
-    began = Counter(c.run for c in calls if waiting.submitted < c.begun < waiting.begun and c.run != waiting.run)
-    return max(began.values(), default=0)
+    """Counts, for each other run, its calls that began while this one waited. Returns the largest count."""
+    counts = Counter[str]()
+    for call in calls:
+        if call.run != waiting.run and waiting.submitted < call.begun < waiting.begun:
+            counts[call.run] += 1
+    return max(counts.values(), default=0)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a Hugging Face folder")
-    parser.add_argument("--seconds", type=float, default=30, help="of the case in which everyone always waits")
-    parser.add_argument("--steps", type=int, default=8, help="of each modest run")
+    parser.add_argument("--seconds", type=float, default=30, help="length of the case in which every run always waits")
+    parser.add_argument("--steps", type=int, default=8, help="steps of each modest run")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        model = found_model(options.model) if options.model else build_tiny_model(Path(folder) / "tiny", seed=0)
+        model = require_model(options.model) if options.model else build_tiny_model(Path(folder) / "tiny", seed=0)
         for deterministic in (False, True):
             spec = LocalEngineSpec(device="cpu", deterministic=deterministic, threads=1)
             mode = "deterministic" if deterministic else "default"
             run = partial(case, spec, model, seconds=options.seconds)
-            asyncio.run(run(f"{mode}, everyone always waits", steps=None))
-            asyncio.run(run(f"{mode}, the modest take steps", steps=options.steps))
+            asyncio.run(run(f"{mode}, every run always waits", steps=None))
+            asyncio.run(run(f"{mode}, the modest runs take steps", steps=options.steps))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-"""What the benches do to an engine: one GRPO step as the flow does it, without Prefect and graders.
+"""One GRPO step for the benches: the calls of the flow, without Prefect and graders.
 
-Prompts, seeds and rewards are functions of shape and step alone, so that equal weights give equal work however the
-engine is reached.
+Prompts, seeds and rewards depend only on the shape and the step. So two engines with equal weights do equal work.
 """
 
 from __future__ import annotations
@@ -41,33 +40,34 @@ class Shape:
 
     prompts: int = 4
     completions: int = 8
-    """Of each prompt; in a group of one every advantage is 0, and the weights stand still."""
+    """Completions of each prompt. In a group of one, every advantage is 0, and the weights do not change."""
     prompt_tokens: int = 60
     new_tokens: int = 32
     vocabulary: int = 256
-    """Prompts are random ids below this."""
+    """Token ids of prompts are below this number."""
     seed: int = 0
-    """Another seed: other prompts and completions."""
+    """Another seed gives other prompts and completions."""
 
     def __post_init__(self) -> None:
         if self.completions < 2:
-            raise SystemExit(f"{self.completions} completions of a prompt teach nothing; give 2 or more")
+            raise SystemExit(f"{self.completions} completions of a prompt have no advantages; give 2 or more")
 
 
-def found_model(path: Path) -> Path:
-    """The model's folder. Ends the program when there is none."""
+def require_model(path: Path) -> Path:
+    """Returns the path. Ends the program if it is not a model folder."""
     if not (path / "config.json").is_file():
         raise SystemExit(f"{path} is no model folder; `make demo` puts {SMOLLM} there, or give --model FOLDER")
     return path
 
 
 def number(*names: object) -> int:
-    """63 bits that depend on the names alone."""
+    """Returns a number of at most 60 bits that depends only on the names."""
     return int(hashlib.sha256(repr(names).encode()).hexdigest()[:15], 16)
 
 
 def prompts_of(shape: Shape, step: int) -> list[TokenIds]:
-    """Token ids 20 and above: a tokenizer's special ids are below."""
+    """Returns prompts of random token ids. They are 20 or larger, because the special ids of a tokenizer are
+    smaller."""
 
     def token(prompt: int, position: int) -> int:
         return 20 + number(shape.seed, step, prompt, position) % (shape.vocabulary - 20)
@@ -76,7 +76,7 @@ def prompts_of(shape: Shape, step: int) -> list[TokenIds]:
 
 
 async def new_policy(engine: Engine, model: Path, run: str) -> PolicyRef:
-    """Policy 0 of a chain over the imported folder."""
+    """Imports the model folder, and returns policy 0 of a new chain that starts from it."""
     base = await engine.import_model(str(model), provenance=PROVENANCE)
     root = Root(base=base, base_digest=base.sha256, trainable={"kind": "full"})
     return await engine.create_policy(PolicySpec(run=run, stage=STAGE, model="policy", root=root))
@@ -85,21 +85,25 @@ async def new_policy(engine: Engine, model: Path, run: str) -> PolicyRef:
 async def grpo_step(
     engine: Engine, store: ObjectStore, policy: PolicyRef, start: PolicyRef, shape: Shape
 ) -> CommitRecord:
-    """Rollouts, old logprobs, reference logprobs of `start`, the committed batch, and the gradient step on it."""
-    prompts = [prompt for prompt in prompts_of(shape, policy.step) for _ in range(shape.completions)]
+    """Takes one GRPO step after `policy`. `start` is the reference policy of the KL term."""
+    # sample the completions
+    prompts: list[TokenIds] = []
+    for prompt in prompts_of(shape, policy.step):
+        prompts += [prompt] * shape.completions
     sampling = SamplingParams(max_new_tokens=shape.new_tokens, min_new_tokens=shape.new_tokens)
     seeds = [number("completion", shape.seed, policy.step, n) for n in range(len(prompts))]
     completions = await engine.generate(GenerateRequest(policy, prompts, seeds, sampling))
-    sequences = [
-        TokenSequence(
-            [*prompt, *completion.token_ids],
-            [0.0] * len(prompt) + [1.0] * len(completion.token_ids),
-            group=str(n // shape.completions),
-        )
-        for n, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
-    ]
+
+    # score them under the policy and under the reference
+    sequences = []
+    for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        weights = [0.0] * len(prompt) + [1.0] * len(completion.token_ids)
+        group = str(index // shape.completions)
+        sequences.append(TokenSequence([*prompt, *completion.token_ids], weights, group=group))
     old = await engine.logprobs(LogprobsRequest(policy, sequences))
     reference = await engine.logprobs(LogprobsRequest(start, sequences))
+
+    # commit the batch, and take the step
     batch = commit_batch(store, policy, sequences, completions, old, reference, shape)
     return await engine.take_gradient_step(
         StepRequest(
@@ -121,10 +125,14 @@ def commit_batch(
     reference: Sequence[list[float]],
     shape: Shape,
 ) -> ArtifactRef:
-    """The batch of the step after `policy`, rewarded by its share of even token ids, centred in each group."""
-    rewards = [sum(t % 2 == 0 for t in c.token_ids) / len(c.token_ids) for c in completions]
+    """Commits the batch of the step after `policy`. The reward of a completion is its share of even token ids."""
+    rewards = []
+    for completion in completions:
+        even = [token for token in completion.token_ids if token % 2 == 0]
+        rewards.append(len(even) / len(completion.token_ids))
     rows = []
     for n, (sequence, completion) in enumerate(zip(sequences, completions, strict=True)):
+        # the advantage is the reward minus the mean of the group
         first = n // shape.completions * shape.completions
         mean = sum(rewards[first : first + shape.completions]) / shape.completions
         rows.append(

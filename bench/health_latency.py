@@ -1,11 +1,11 @@
-"""How long `ostinato engine serve` takes to answer /health while it works.
+"""Measures how long `ostinato engine serve` takes to answer /health while it works.
 
     python bench/health_latency.py [--hidden 1024] [--layers 8] [--mib 64]
 
-Starts a server with a randomly initialised Llama on a store of its own, and asks for /health over and over, each time
-on a new connection, while one call at a time is under way: the import and the first load of the model, a long
-generation, logprobs, Arrow and JSON bodies of the largest sizes, a gradient step, a checkpoint, an export. Prints for
-each call how often /health was asked, and the 99th percentile and the longest of the times to its answer.
+The bench starts a server with a randomly initialised Llama on a store of its own. It requests /health repeatedly, each
+time on a new connection, while the server handles one call at a time: the import and the first load of the model, a
+long generation, logprobs, Arrow and JSON bodies of the largest sizes, a gradient step, a checkpoint, an export. For
+each call it prints the number of requests to /health, and the 99th percentile and the maximum of their response times.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PROVENANCE = Provenance(code_version="bench", config_digest="0" * 64, seed=0)
 
 
 class Prober:
-    """Asks for /health in a process of its own, so that the bench's own work does not count."""
+    """Requests /health in a process of its own, so that the work of the bench does not delay the requests."""
 
     SCRIPT = """
 import http.client, json, sys, time
@@ -66,6 +66,8 @@ while True:
 
 
 class Bench:
+    """A server, a client of it, and the process that requests /health."""
+
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self.options, self.folder = options, folder
         self.store_url = f"file://{folder}/store"
@@ -83,7 +85,7 @@ class Bench:
     async def during(
         self, name: str, work: Callable[[], Awaitable[Any]], more: Callable[[], str] = lambda: ""
     ) -> Any:
-        """The result of the call. Prints a line about /health meanwhile."""
+        """Returns the result of the call. Prints a line with the response times of /health during the call."""
         before, started = len(self.prober.seconds()), time.monotonic()
         result = await work()
         seconds = time.monotonic() - started
@@ -94,7 +96,7 @@ class Bench:
         return result
 
     async def posted(self, name: str, path: str, body: bytes, kind: str = "application/json") -> None:
-        """The same for one POST with a body that was made beforehand; its status stands in the line."""
+        """Like `during`, for a POST of a prepared body. The printed line contains the status of the response."""
         status = 0
 
         def call() -> None:
@@ -117,14 +119,11 @@ class Bench:
 
 
 def step_after(bench: Bench, policy: PolicyRef) -> StepRequest:
+    """Commits a batch of eight sequences of 400 tokens, and returns the request of a step on it."""
     import pyarrow as pa
 
-    rows = [
-        {name: None for name in SCHEMAS["batch"].names}
-        | {"group": "", "completion": 0, "token_ids": [10] * 400, "weights": [0.0] + [1.0] * 399}
-        for _ in range(8)
-    ]
-    table = pa.Table.from_pylist(rows, schema=SCHEMAS["batch"])
+    row = {"group": "", "completion": 0, "token_ids": [10] * 400, "weights": [0.0] + [1.0] * 399}
+    table = pa.Table.from_pylist([row] * 8, schema=SCHEMAS["batch"])
     key = f"runs/{policy.run}/bench-batch"
     batch = commit_table(
         open_store(bench.store_url), key, table, kind="batch", parents=(policy.uri,), provenance=PROVENANCE
@@ -133,7 +132,8 @@ def step_after(bench: Bench, policy: PolicyRef) -> StepRequest:
 
 
 def json_bodies() -> dict[str, bytes]:
-    """Bodies of the most bytes and of the most values, that take long to parse, to validate or to refuse."""
+    """Returns bodies with as many bytes, or as many values, as the server accepts. They take long to parse, to validate
+    or to refuse."""
     long = "word " * (MAX_JSON_BYTES // 5 - 100)
     many, ids = [0] * (MAX_JSON_VALUES - 200), [0] * (MAX_PROMPT_VALUES - 200)
     step = {"parent": {}, "batch": {}, "loss": {"kind": "x", "a": many}, "optimizer": {"lr": 1.0}}
@@ -145,14 +145,16 @@ def json_bodies() -> dict[str, bytes]:
         "step with many values": {"request": step},
         "step with many wrong names": {"request": step | {"loss": {}, "cursor_in": names}},
     }
-    return {name: json.dumps(body).encode() for name, body in bodies.items()} | {
-        "step with too many values": b'{"request": [' + b"0," * (MAX_JSON_BYTES // 2 - 10)
-    }
+    encoded = {name: json.dumps(body).encode() for name, body in bodies.items()}
+    encoded["step with too many values"] = b'{"request": [' + b"0," * (MAX_JSON_BYTES // 2 - 10)
+    return encoded
 
 
 async def measure(bench: Bench, model: Path) -> None:
+    """Makes the calls one after the other. Prints one line for each."""
     client, options = bench.client, bench.options
     draw = random.Random(0)
+    # the idle server, the import and the first load of the model
     await bench.during("nothing", lambda: asyncio.sleep(3))
     base = await bench.during(
         "import of the model", lambda: client.import_model(str(model), provenance=PROVENANCE)
@@ -162,13 +164,14 @@ async def measure(bench: Bench, model: Path) -> None:
     policy = await bench.during("create_policy", lambda: client.create_policy(spec))
     short = GenerateRequest(policy, [[10, 11]], [0], SamplingParams(max_new_tokens=1))
     await bench.during("load of the model, one token", lambda: client.generate(short))
+    # calls that compute
     sampling = SamplingParams(max_new_tokens=options.tokens, min_new_tokens=options.tokens)
     long = GenerateRequest(policy, [[10, 11, 12]] * 64, list(range(64)), sampling)
     await bench.during(f"generation of 64 times {options.tokens} tokens", lambda: client.generate(long))
     scored = LogprobsRequest(policy, [TokenSequence([10] * 512, [0.0] + [1.0] * 511)] * 16)
     await bench.during("logprobs of 16 times 512 tokens", lambda: client.logprobs(scored))
 
-    # bodies are made before the clock runs; the policy is none, so that only the decoding takes time
+    # bodies, which are prepared before the clock starts; no such policy exists, so that only the decoding takes time
     none = policy.model_copy(update={"run": "none"})
     count = (options.mib << 20) // 4 // 1024
     prompts = [[draw.randrange(1 << 31) for _ in range(1024)] for _ in range(64)]
@@ -181,9 +184,11 @@ async def measure(bench: Bench, model: Path) -> None:
     await bench.posted(name, "/v1/generate", flat, wire.MEDIA_TYPE)
 
     for name, body in json_bodies().items():
+        # the first word of a name is its route, except for steps
         path = "/v1/take_gradient_step" if "step" in name else f"/v1/{name.split()[0]}"
         await bench.posted(f"JSON body: {name}", path, body)
 
+    # calls that write to the store
     request = step_after(bench, policy)
     record = await bench.during("gradient step of 8 times 400 tokens", lambda: client.take_gradient_step(request))
     await bench.during("checkpoint", lambda: client.save_checkpoint(record.policy, provenance=PROVENANCE))

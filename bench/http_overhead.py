@@ -1,13 +1,14 @@
-"""CPU-seconds of a GRPO step by a client in another process, over HTTP, beside the embedded engine.
+"""Compares the CPU-seconds of a GRPO step over HTTP with those of the embedded engine.
 
     python bench/http_overhead.py [--model FOLDER] [--pairs 10] [--completions 8] [--control]
 
-Two arms with the same prompts and seeds, deterministic and with one thread, so that both do identical work: equal
-states and weights at the end prove it. Arm "embedded" is one process with a LocalEngine; arm "http" is `ostinato engine
-serve` and a process with an EngineClient. Steps alternate: A B, B A, A B, ... What counts is the CPU time, user and
-system, that all processes of an arm take during one step. The ratio http / embedded comes with a 95 % bootstrap
-interval over the pairs. The goal is 1.05 at most. With --control the second arm is a LocalEngine in a process too: how
-far from 1 the ratio of two equal arms is on this machine.
+The arm "embedded" is one process with a LocalEngine. The arm "http" is `ostinato engine serve` and a process with an
+EngineClient. Both use the same prompts and seeds, one thread and deterministic algorithms, so that they do identical
+work; the bench checks that their states and weights are equal at the end.
+
+Steps alternate: A B, B A, A B, ... The CPU time of a step is the user and system time of all processes of its arm. The
+bench prints the mean ratio http / embedded with a 95 % bootstrap interval over the pairs. The goal is at most 1.05.
+With --control the second arm is another LocalEngine. Its ratio shows how far from 1 two equal arms are on this machine.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from typing import Any
 
 import httpx
 import psutil
-from grpo_work import SMOLLM, Shape, found_model, grpo_step, new_policy
+from grpo_work import SMOLLM, Shape, grpo_step, new_policy, require_model
 
 from engine.connect import connect
 from engine.http.client import EngineClient
@@ -43,17 +44,18 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def engine_keys(steps: int) -> dict[str, Any]:
-    """Of the engine in both arms. The weights are digested once, at the last step."""
+    """The settings of the engine in both arms. The digest of the weights is computed once, at the last step."""
     return {"device": "cpu", "deterministic": True, "threads": 1, "digest_every": steps}
 
 
-# -- the worker: one process per arm, told what to do line by line -------------------------------------------------
+# -- the worker: one process per arm, which reads commands from its standard input -----------------------------------
 
 
-class Counting(httpx.AsyncHTTPTransport):
-    """Counts bodies and heads of what goes over the wire. `totals`: [sent, received] bytes, [2] requests."""
+class CountingTransport(httpx.AsyncHTTPTransport):
+    """Counts the bytes of heads and bodies that are sent and received, and the requests."""
 
     totals = [0, 0, 0]
+    """Bytes sent, bytes received, requests."""
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         response = await super().handle_async_request(request)
@@ -68,30 +70,31 @@ def _head(headers: httpx.Headers) -> int:
 
 
 async def worker(store_url: str, url: str, model: Path, shape: Shape, steps: int) -> None:
-    """Answers each line of standard input ("step", "trivial") with a line of JSON."""
+    """Answers each line of standard input ("step" or "trivial") with a line of JSON."""
+    # without a URL: an engine in this process
     if url:
-        engine: Any = EngineClient(store_url, HttpEngineSpec(url=url), transport=Counting)
+        engine: Any = EngineClient(store_url, HttpEngineSpec(url=url), transport=CountingTransport)
     else:
         engine = connect(store_url, LocalEngineSpec.model_validate(engine_keys(steps)))
     store = open_store(store_url)
     policy = start = await new_policy(engine, model, "bench")
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
-        before, totals = time.perf_counter(), list(Counting.totals)
-        answer: dict[str, Any] = {}
+        before, totals = time.perf_counter(), list(CountingTransport.totals)
+        answer: dict[str, Any]
         if line.strip() == "step":
             record = await grpo_step(engine, store, policy, start, shape)
             policy = record.policy
             answer = {"state": record.state, "digest": record.weights_digest}
         else:
             answer = {"p50": await trivial_call_seconds(engine)}
-        wire = [now - then for now, then in zip(Counting.totals, totals, strict=True)]
+        wire = [now - then for now, then in zip(CountingTransport.totals, totals, strict=True)]
         print(json.dumps(answer | {"seconds": time.perf_counter() - before, "wire": wire}), flush=True)
     await engine.close()
 
 
 async def trivial_call_seconds(engine: Any) -> float:
-    """p50 wall seconds of `info`."""
+    """Returns the median wall seconds of the call `info`."""
     seconds = []
     for _ in range(TRIVIAL_CALLS):
         before = time.perf_counter()
@@ -105,38 +108,45 @@ async def trivial_call_seconds(engine: Any) -> float:
 
 @dataclass
 class Arm:
-    """One way to reach an engine: the process that drives it, and all processes whose time counts."""
+    """One way to reach an engine."""
 
     name: str
     driver: subprocess.Popen[str]
+    """The process that runs `worker`."""
     processes: list[psutil.Process]
+    """All processes whose CPU time counts: the driver, and the server if there is one."""
 
-    def hear(self) -> dict[str, Any]:
+    def read_answer(self) -> dict[str, Any]:
         assert self.driver.stdout is not None
         line = self.driver.stdout.readline()
         if not line:
             raise SystemExit(f"the {self.name} arm ended with status {self.driver.wait()}")
         return json.loads(line)
 
-    def tell(self, word: str) -> dict[str, Any]:
+    def send(self, command: str) -> dict[str, Any]:
         assert self.driver.stdin is not None
-        print(word, file=self.driver.stdin, flush=True)
-        return self.hear()
+        print(command, file=self.driver.stdin, flush=True)
+        return self.read_answer()
 
     def cpu_seconds(self) -> list[float]:
         """User and system time of each process so far."""
-        return [times.user + times.system for times in (process.cpu_times() for process in self.processes)]
+        seconds = []
+        for process in self.processes:
+            times = process.cpu_times()
+            seconds.append(times.user + times.system)
+        return seconds
 
     def step(self) -> dict[str, Any]:
-        """One step; `cpu` is what each process took for it."""
+        """Takes one step. `cpu` of the answer is the CPU time of each process during the step."""
         before = self.cpu_seconds()
-        answer = self.tell("step")
+        answer = self.send("step")
         return answer | {"cpu": [now - then for now, then in zip(self.cpu_seconds(), before, strict=True)]}
 
 
 @contextlib.contextmanager
 def process(command: list[str], log: Path) -> Iterator[subprocess.Popen[str]]:
-    """A Python program with pipes, told to end at the end. Its standard error is shown when the block fails."""
+    """Runs a Python program with pipes, and terminates it after the block. If the block fails, its standard error is
+    printed."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with log.open("w") as errors:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
@@ -153,12 +163,13 @@ def process(command: list[str], log: Path) -> Iterator[subprocess.Popen[str]]:
 
 @contextlib.contextmanager
 def arms(options: argparse.Namespace, steps: int) -> Iterator[list[Arm]]:
-    """Both arms, ready for their first step, each on a store of its own."""
+    """Starts both arms, each on a store of its own. They are ready for their first step."""
     with tempfile.TemporaryDirectory(prefix="ostinato-bench-") as folder:
         stores = [f"file://{folder}/embedded", f"file://{folder}/http"]
         sets = [f"--set={key}={json.dumps(value)}" for key, value in engine_keys(steps).items()]
         serve = ["-m", "flows.cli.main", "engine", "serve", "--port=0", f"--storage={stores[1]}", *sets]
         shape = [f"--model={options.model}", f"--pairs={options.pairs}", f"--completions={options.completions}"]
+        # the stack ends all processes, also if one of them fails to start
         with contextlib.ExitStack() as running:
 
             def start(name: str, command: list[str]) -> subprocess.Popen[str]:
@@ -168,18 +179,17 @@ def arms(options: argparse.Namespace, steps: int) -> Iterator[list[Arm]]:
             if not options.control:
                 servers = [start("server", serve)]
                 url = servers[0].stdout.readline().split()[-1]
-            one = start("embedded", [__file__, "--worker", stores[0], "", *shape])
-            two = start("client", [__file__, "--worker", stores[1], url, *shape])
+            # without a server, the second worker has an engine of its own, like the first
+            embedded = start("embedded", [__file__, "--worker", stores[0], "", *shape])
+            client = start("client", [__file__, "--worker", stores[1], url, *shape])
+            second_name = "control" if options.control else "http"
+            second_processes = [psutil.Process(program.pid) for program in (*servers, client)]
             both = [
-                Arm("embedded", one, [psutil.Process(one.pid)]),
-                Arm(
-                    "control" if options.control else "http",
-                    two,
-                    [psutil.Process(program.pid) for program in (*servers, two)],
-                ),
+                Arm("embedded", embedded, [psutil.Process(embedded.pid)]),
+                Arm(second_name, client, second_processes),
             ]
             for arm in both:
-                arm.hear()
+                arm.read_answer()
             yield both
 
 
@@ -187,13 +197,14 @@ def arms(options: argparse.Namespace, steps: int) -> Iterator[list[Arm]]:
 
 
 def bootstrap(ratios: list[float], *, draws: int = 10_000) -> tuple[float, float]:
-    """95 % interval of the mean ratio, over resampled pairs."""
+    """Returns the 95 % bootstrap interval of the mean ratio over the pairs."""
     dice = random.Random(0)
     means = sorted(statistics.fmean(dice.choices(ratios, k=len(ratios))) for _ in range(draws))
     return means[int(0.025 * draws)], means[int(0.975 * draws)]
 
 
 def measure(both: list[Arm], pairs: int) -> None:
+    """Takes the steps of both arms in alternating order, checks that they do the same work, and prints the figures."""
     first, second = both
     for _ in range(WARM_UP):
         assert first.step()["state"] == second.step()["state"], "the arms did different work"
@@ -201,21 +212,26 @@ def measure(both: list[Arm], pairs: int) -> None:
     for pair in range(pairs):
         for arm in both if pair % 2 == 0 else both[::-1]:
             results[arm.name].append(arm.step())
-        one, two = (results[arm.name][-1] for arm in both)
-        assert one["state"] == two["state"], "the arms did different work"
-        parts = " + ".join(f"{seconds:.2f}" for seconds in two["cpu"])
-        ratio = sum(two["cpu"]) / sum(one["cpu"])
-        line = f"pair {pair:2}   {first.name} {sum(one['cpu']):.2f}   {second.name} {parts} CPU-s   ratio {ratio:.4f}"
-        print(line, flush=True)
+        first_step, second_step = results[first.name][-1], results[second.name][-1]
+        assert first_step["state"] == second_step["state"], "the arms did different work"
+        first_cpu, second_cpu = sum(first_step["cpu"]), sum(second_step["cpu"])
+        parts = " + ".join(f"{seconds:.2f}" for seconds in second_step["cpu"])
+        print(
+            f"pair {pair:2}   {first.name} {first_cpu:.2f}   {second.name} {parts} CPU-s   "
+            f"ratio {second_cpu / first_cpu:.4f}",
+            flush=True,
+        )
+    # equal weights at the end prove that both arms did the same work
     last = [results[arm.name][-1]["digest"] for arm in both]
     assert last[0] is not None and last[0] == last[1], f"the arms ended with other weights: {last}"
     print(f"weights digest of both arms after the last step: {last[0][:16]}")
     report(results)
     for arm in both:
-        print(f"p50 of a trivial call (info), {arm.name}: {arm.tell('trivial')['p50'] * 1e3:.2f} ms")
+        print(f"p50 of a trivial call (info), {arm.name}: {arm.send('trivial')['p50'] * 1e3:.2f} ms")
 
 
 def report(results: dict[str, list[dict[str, Any]]]) -> None:
+    """Prints the CPU-seconds of each arm, the ratio of the two with its interval, and the bytes of the HTTP arm."""
     for name, steps in results.items():
         parts = [statistics.fmean(cpu) for cpu in zip(*(step["cpu"] for step in steps), strict=True)]
         seconds = statistics.fmean(step["seconds"] for step in steps)
@@ -235,11 +251,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=SMOLLM, help="a Hugging Face folder")
     parser.add_argument("--pairs", type=int, default=10)
-    parser.add_argument("--completions", type=int, default=Shape.completions, help="of each of 4 prompts")
-    parser.add_argument("--control", action="store_true", help="two embedded arms")
+    parser.add_argument("--completions", type=int, default=Shape.completions, help="completions of each of 4 prompts")
+    parser.add_argument("--control", action="store_true", help="compare two embedded engines")
     parser.add_argument("--worker", nargs=2, metavar=("STORE", "URL"), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    found_model(options.model)
+    require_model(options.model)
     steps = WARM_UP + options.pairs
     if options.worker:
         return asyncio.run(worker(*options.worker, options.model, Shape(completions=options.completions), steps))

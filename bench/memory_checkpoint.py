@@ -1,11 +1,11 @@
-"""Peak memory of writing and of reading a checkpoint: ours, a tensor at a time, beside safetensors' own functions.
+"""Compares the peak memory of our checkpoint reader and writer with that of safetensors' functions.
 
     python bench/memory_checkpoint.py [MEGABYTES]        (default 200)
 
-A toy state of 25 float32 tensors, in a new process for each line. What is printed is the growth of the process, in
-units of the state, over what it held before: anonymous memory (its own; nothing can be dropped of it) and resident
-memory (with the pages of mapped files, which the kernel may drop). Peaks are sampled every millisecond by
-another process.
+Ours transfers one tensor at a time. Each line is measured in a new process, on a state of 25 float32 tensors. The bench
+prints by how much the memory of the process grows, in units of the state's size: anonymous memory, which the kernel
+cannot drop, and resident memory, which includes the pages of mapped files that the kernel may drop. Another process
+samples the memory every half millisecond.
 """
 
 from __future__ import annotations
@@ -45,14 +45,16 @@ CASES: dict[str, Callable[[Path, dict[str, Tensor]], object]] = {
 
 
 def memory(pid: int | str) -> tuple[int, int]:
-    """(anonymous, resident) bytes of a process now."""
+    """Returns the (anonymous, resident) bytes of a process now."""
     fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return int(fields["RssAnon"].split()[0]) << 10, int(fields["VmRSS"].split()[0]) << 10
 
 
 def watch(pid: str) -> None:
-    """Prints the highest (anonymous, resident) bytes of `pid` until standard input ends. A process of its own: a
-    thread would wait for the lock of the interpreter whenever a library keeps it."""
+    """Samples the memory of `pid` until standard input ends, and prints the peaks of (anonymous, resident) bytes.
+
+    It runs in a process of its own: a thread could not sample while a library holds the interpreter's lock.
+    """
     done = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), done.set())).start()
     anonymous, resident = memory(pid)
@@ -64,7 +66,7 @@ def watch(pid: str) -> None:
 
 
 def peak(run: Callable[[], object]) -> tuple[int, int]:
-    """How far memory grew while `run` ran: (anonymous, resident) bytes."""
+    """Returns by how many (anonymous, resident) bytes the memory grew at most while `run` ran."""
     before = memory("self")
     command = [sys.executable, __file__, "watch", str(os.getpid())]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as watcher:
@@ -78,8 +80,9 @@ def peak(run: Callable[[], object]) -> tuple[int, int]:
 def measure(case: str, megabytes: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path, weights = Path(folder) / "file", state(megabytes)
-        for warm in CASES.values():  # libraries load what they need on first use
-            warm(path, {"x": torch.zeros(1)})
+        # libraries load modules on first use, which must not count
+        for case_function in CASES.values():
+            case_function(path, {"x": torch.zeros(1)})
         write_tensors(path, weights.items())
         anonymous, resident = peak(lambda: CASES[case](path, weights))
     size = megabytes << 20
@@ -89,6 +92,7 @@ def measure(case: str, megabytes: int) -> None:
 def main() -> None:
     if sys.argv[1:2] == ["watch"]:
         return watch(sys.argv[2])
+    # with a case, this is the process that measures it; otherwise start one process for each case
     megabytes = int(sys.argv[1]) if len(sys.argv) > 1 else 200
     if len(sys.argv) > 2:
         return measure(sys.argv[2], megabytes)

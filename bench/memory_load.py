@@ -1,18 +1,21 @@
-"""What a rank of the deepspeed trainer takes while it loads a model: the highest resident memory, less what it was.
+"""Measures by how much the resident memory of a DeepSpeed rank grows at most while it loads a model.
 
     python bench/memory_load.py [MODEL FOLDER]        (default .ostinato/models/smollm2-135m-instruct)
 
-Two ranks on this CPU, started for each line, in the same environment as a trainer's but with glibc giving every large
-tensor pages of its own (MALLOC_MMAP_THRESHOLD_), so that tensors are counted and not the gaps of a heap. Each rank has
-loaded a small model before, which imports everything. Peaks are the kernel's own (VmHWM): none is missed, and pages of
-files that are mapped count too. Printed: MiB, and in units of 2P bytes, which is the model in bfloat16; what the rank
-keeps; and what `engine plan` says of its start, the process itself left out.
+Each line is measured with two new ranks on this CPU. The ranks run in the environment of a trainer, except that glibc
+allocates every large tensor separately (MALLOC_MMAP_THRESHOLD_), so that gaps in the heap do not count. Each rank first
+loads a small model, which imports all modules. The peak is the kernel's (VmHWM), so none is missed. It includes the
+pages of mapped files.
+
+The bench prints the peak in MiB and in units of 2P bytes, which is the size of the model in bfloat16; the memory that
+the rank keeps; and what `ostinato engine plan` computes for the start, without the process itself.
 """
 
 from __future__ import annotations
 
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +28,19 @@ from engine.memory_plan.shape import ModelShape, read_shape
 from engine.specs.engine import LocalEngineSpec
 
 RANKS = 2
-CASES = [(stage, dtype) for dtype in ("bfloat16", "float32") for stage in (0, 1, 2, 3)]
-TARGET = "bench.memory_load:Measured"
+CASES = [*product(("bfloat16", "float32"), (0, 1, 2, 3))]
+"""(compute dtype, ZeRO stage)"""
+TARGET = "bench.memory_load:MeasuredRank"
 CLEAR_PEAK = "5"
+"""Written to /proc/self/clear_refs, it resets VmHWM."""
 BUCKET_MIB = 16
 
 
-class Measured(RankTrainers):
-    """A rank that says what loading took."""
+class MeasuredRank(RankTrainers):
+    """A rank that measures its memory while it loads a model."""
 
-    def take(self, small: Path, folder: Path) -> tuple[int, int, int]:
-        """Bytes: before, at most, after; of the rank that took most. Called on all ranks."""
+    def measure_load(self, small: Path, folder: Path) -> tuple[int, int, int]:
+        """Returns the resident bytes (before, peak, after) of the rank that grew most. Called on all ranks."""
         import torch.distributed as dist
 
         self.load(1, small)
@@ -44,9 +49,9 @@ class Measured(RankTrainers):
         Path("/proc/self/clear_refs").write_text(CLEAR_PEAK)
         self.load(2, folder)
         mine = (before, status("VmHWM"), status("VmRSS"))
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, mine)
-        return max(found, key=lambda one: one[1] - one[0])
+        of_all_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_all_ranks, mine)
+        return max(of_all_ranks, key=lambda sizes: sizes[1] - sizes[0])
 
 
 def options(stage: int, dtype: str) -> dict[str, Any]:
@@ -54,8 +59,8 @@ def options(stage: int, dtype: str) -> dict[str, Any]:
     from engine.specs.trainer import DeepSpeedSpec
 
     spec = DeepSpeedSpec(ranks=RANKS, zero_stage=stage, bucket_mib=BUCKET_MIB)  # type: ignore[arg-type]
-    made = ZeroOptions(trainer=spec, compute_dtype=dtype, device="cpu", threads=1)  # type: ignore[arg-type]
-    return made.model_dump(mode="json")
+    zero_options = ZeroOptions(trainer=spec, compute_dtype=dtype, device="cpu", threads=1)  # type: ignore[arg-type]
+    return zero_options.model_dump(mode="json")
 
 
 def main() -> None:
@@ -67,25 +72,26 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         small = Path(scratch) / "small"
         build_tiny_model(small, seed=1)
-        for stage, dtype in CASES:
+        for dtype, stage in CASES:
             environment = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
             chosen = options(stage, dtype)
             group = RankGroup(TARGET, chosen, ranks=RANKS, start_seconds=300, hang_seconds=300, environment=environment)
             try:
-                before, peak, after = group.call("take", small, folder)
+                before, peak, after = group.call("measure_load", small, folder)
             finally:
                 group.close()
-            wanted = planned(shape, stage, dtype)
+            growth = peak - before
+            planned = planned_bytes(shape, stage, dtype)
             print(
-                f"zero {stage} x {RANKS} {dtype:9} peak {(peak - before) / 2**20:6.0f} MiB = "
-                f"{(peak - before) / unit:5.2f} x 2P   kept {(after - before) / unit:5.2f}   planned "
-                f"{wanted / unit:5.2f}   planned / peak {wanted / (peak - before):5.3f}",
+                f"zero {stage} x {RANKS} {dtype:9} peak {growth / 2**20:6.0f} MiB = "
+                f"{growth / unit:5.2f} x 2P   kept {(after - before) / unit:5.2f}   planned "
+                f"{planned / unit:5.2f}   planned / peak {planned / growth:5.3f}",
                 flush=True,
             )
 
 
-def planned(shape: ModelShape, stage: int, dtype: str) -> float:
-    """Bytes of the start that the plan gives to one rank."""
+def planned_bytes(shape: ModelShape, stage: int, dtype: str) -> float:
+    """Returns the bytes that the memory plan computes for the start of one rank."""
     trainer = {"kind": "deepspeed", "ranks": RANKS, "zero_stage": stage, "bucket_mib": BUCKET_MIB}
     spec = LocalEngineSpec.model_validate({"device": "cpu", "compute_dtype": dtype, "trainer": trainer})
     (load,) = plan_memory(spec, Workload(shape, context=512, frozen=0), Machine.cpu(64 << 30)).pools

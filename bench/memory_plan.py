@@ -1,12 +1,15 @@
-"""The memory plan beside the memory a process really takes: SFT updates of the torch trainer on this CPU.
+"""Compares the memory plan with the memory that SFT updates of the torch trainer take on this CPU.
 
     python bench/memory_plan.py [MODEL FOLDER]        (default .ostinato/models/smollm2-135m-instruct)
 
-A process of its own for each line: it imports torch, loads nothing, notes its resident memory, then loads the model and
-makes two updates of two micro-batches each, whose every token is trained; with a sampler also a call that decodes 16
-rows. Once with the gaps of the C library's heap, as a process is started ("process"), and once without ("tensors"): the
-plan counts tensors. Printed: the highest resident memory less what it was before the model, what
-`engine.memory_plan.plan` says of the same, and plan / measured. Peaks are the kernel's own (VmHWM), so none is missed.
+Each line is measured in a new process. The process imports torch and reads its resident memory. Then it loads the model
+and makes two updates of two micro-batches each, in which every token is trained. With a sampler, it also decodes 16
+rows.
+
+Each case is measured twice. In "process", glibc keeps a heap with gaps, as it does by default. In "tensors", it
+allocates every large tensor separately, so that there are no gaps: the plan counts tensors only. The bench prints the
+growth of the peak resident memory (the kernel's VmHWM), what `engine.memory_plan.plan` computes for it, and their
+ratio.
 """
 
 from __future__ import annotations
@@ -26,22 +29,26 @@ SEQUENCE = 512
 ROWS = 16
 NEW_TOKENS = 64
 CASES = [
-    (dtype, tokens, sampler)
-    for dtype in ("float32", "bfloat16")
-    for tokens, sampler in ((512, False), (1024, False), (1024, True))
+    ("float32", 512, False),
+    ("float32", 1024, False),
+    ("float32", 1024, True),
+    ("bfloat16", 512, False),
+    ("bfloat16", 1024, False),
+    ("bfloat16", 1024, True),
 ]
+"""(compute dtype, tokens per forward pass, with a sampler)"""
 ARMS = {"tensors": {"MALLOC_MMAP_THRESHOLD_": "65536"}, "process": {}}
-"""Environments: glibc gives every large tensor pages of its own, which it returns; or it keeps a heap, with gaps."""
+"""Environments of the measured process: without and with gaps in glibc's heap."""
 
 
 def status(field: str) -> int:
-    """Bytes of a line of /proc/self/status."""
+    """Returns the bytes of one field of /proc/self/status."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field + ":"))
 
 
-def planned(shape: ModelShape, dtype: str, tokens: int, *, sampler: bool) -> float:
-    """Bytes that the plan gives to what is measured: every part but the process itself."""
+def planned_bytes(shape: ModelShape, dtype: str, tokens: int, *, sampler: bool) -> float:
+    """Returns the bytes that the plan computes for the measured parts: all parts except the process itself."""
     spec = LocalEngineSpec.model_validate(
         {"device": "cpu", "compute_dtype": dtype, "max_tokens_per_forward": tokens, "max_rows": ROWS, "threads": 1}
     )
@@ -49,10 +56,15 @@ def planned(shape: ModelShape, dtype: str, tokens: int, *, sampler: bool) -> flo
     plan = plan_memory(spec, work, Machine.cpu(64 << 30))
     left_out = ("runtime",) if sampler else ("runtime", "sampler", "kv")
     parts = [part for part in plan.pools[0].parts if part.key not in left_out]
-    return max(sum(part.bytes.get(phase, 0) for part in parts) for phase in PHASES)
+    phase_bytes = []
+    for phase in PHASES:
+        phase_bytes.append(sum(part.bytes.get(phase, 0) for part in parts))
+    return max(phase_bytes)
 
 
 def measure(folder: Path, dtype: str, tokens: int, *, sampler: bool) -> None:
+    """Measures one case in this process, and prints its line."""
+    # these imports must not count, so they come before the first reading
     import torch
     from transformers import AutoModelForCausalLM  # noqa: F401 - part of the process, not of the model
 
@@ -66,30 +78,39 @@ def measure(folder: Path, dtype: str, tokens: int, *, sampler: bool) -> None:
     from engine.protocol import SamplingParams
     from storage.chain.records import OptimizerSpec
 
+    # load the model
     torch.set_num_threads(1)
     before = status("VmRSS")
     compute = getattr(torch, dtype)
     trainer = TorchTrainer(
         load_model(folder, dtype=torch.float32, compute_dtype=compute, device=torch.device("cpu"))
     )
-    Path("/proc/self/clear_refs").write_text("5")  # the peak of loading is not asked for
+    # reset the peak, which does not count what loading takes
+    Path("/proc/self/clear_refs").write_text("5")
     if sampler:
         model = trainer.model
         if compute != torch.float32:
             model = CausalLM(frozen_copy(model.module, compute), compute_dtype=compute)
         draws = TorchSampler(model, max_rows=ROWS, max_tokens=tokens)
+
+    # sample and train
     ids = [list(range(5 + n, 5 + n + SEQUENCE)) for n in range(2 * tokens // SEQUENCE)]
     samples = [Sample(i, [0.0] + [1.0] * (SEQUENCE - 1)) for i in ids]
     for _ in range(2):
         if sampler:
             params = SamplingParams(max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS)
-            draws.sample([i[: SEQUENCE // 4] for i in ids[:ROWS]], list(range(len(ids[:ROWS]))), params)
+            prompts = [sequence[: SEQUENCE // 4] for sequence in ids[:ROWS]]
+            draws.sample(prompts, list(range(len(prompts))), params)
         report = trainer.update(samples, Objective(CrossEntropySpec()), OptimizerSpec(lr=0.0), max_tokens=tokens)
         assert report.micro_batches == 2, report
-    taken, wanted = status("VmHWM") - before, planned(read_shape(folder), dtype, tokens, sampler=sampler)
+
+    # compare
+    measured = status("VmHWM") - before
+    planned = planned_bytes(read_shape(folder), dtype, tokens, sampler=sampler)
     print(
-        f"{dtype:9} {tokens:5} tokens {'with sampler' if sampler else '':12}  planned {wanted / 2**30:6.2f} GiB  "
-        f"measured {taken / 2**30:6.2f} GiB  planned / measured {wanted / taken:5.3f}   (process {before / 2**30:.2f})"
+        f"{dtype:9} {tokens:5} tokens {'with sampler' if sampler else '':12}  planned {planned / 2**30:6.2f} GiB  "
+        f"measured {measured / 2**30:6.2f} GiB  planned / measured {planned / measured:5.3f}   "
+        f"(process {before / 2**30:.2f})"
     )
 
 

@@ -1,12 +1,15 @@
-"""What orchestration and storage cost a GRPO step on a real Prefect server: client time, server CPU, database.
+"""Measures what orchestration and storage add to a GRPO step on a real Prefect server: client time, server CPU,
+database.
 
     python bench/prefect_overhead.py [--steps 1000] [--model FOLDER]        (default model: a tiny one, made here)
 
-One run of `grpo` from start to end: flow, tasks, commits, checkpoints, the page that is watched, the log. Its engine is
-in its process, its store a folder, its server SQLite, each new. Client seconds are wall, as the run's own clock splits
-them (tasks.reports.clock): "orchestration" and "storage" are what is not an engine call or a grade; the first step is
-left out. Server CPU is that of its processes, from the start of the run until every task run is written down. Database
-growth counts SQLite's pages in use, and rows by table.
+The bench makes one complete run of `grpo`: flow, tasks, commits, checkpoints, the live page, the log. The engine is in
+the process of the run, the store is a new folder, and the server is new and uses SQLite.
+
+Client seconds are wall seconds, as the run's clock divides them (tasks.reports.clock). "orchestration" and "storage"
+are the time outside engine calls and grades. The first step is left out. Server CPU is the CPU time of the server's
+processes from the start of the run until every task run is in the database. Database growth counts SQLite's used pages,
+and the rows of each table.
 """
 
 from __future__ import annotations
@@ -35,10 +38,12 @@ PROMPTS, COMPLETIONS, NEW_TOKENS = 4, 4, 6
 
 
 def config_of(folder: Path, model: Path, steps: int) -> dict[str, Any]:
-    """A GRPO run whose engine has little to do: 16 completions of 6 tokens in one shard."""
+    """Returns the config of a GRPO run with little work for the engine: 16 completions of 6 tokens in one shard."""
     prompts = folder / "prompts.jsonl"
-    rows = ({"prompt": f"{n} + {n} = ", "metadata": {"answer": str(2 * n)}} for n in range(32))
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with prompts.open("w") as file:
+        for n in range(32):
+            row = {"prompt": f"{n} + {n} = ", "metadata": {"answer": str(2 * n)}}
+            file.write(json.dumps(row) + "\n")
     return {
         "model": {"key": str(model)},
         "data": {"train": {"kind": "file", "path": str(prompts)}},
@@ -59,7 +64,7 @@ def config_of(folder: Path, model: Path, steps: int) -> dict[str, Any]:
 
 
 def train(config: dict[str, Any]) -> list[StepMetrics]:
-    """The metrics of the steps of one run."""
+    """Makes one run, and returns the metrics of its steps."""
     from flows.configs.common import GRPOConfig
     from flows.grpo import grpo
 
@@ -69,50 +74,57 @@ def train(config: dict[str, Any]) -> list[StepMetrics]:
 
 
 def server_cpu_seconds(server: ServerHandle) -> float:
-    """Of the server and its children."""
-    process = psutil.Process(server.pid)
-    times = [one.cpu_times() for one in (process, *process.children(recursive=True))]
-    return sum(time.user + time.system for time in times)
+    """Returns the CPU time of the server and its child processes."""
+    server_process = psutil.Process(server.pid)
+    seconds = 0.0
+    for process in (server_process, *server_process.children(recursive=True)):
+        times = process.cpu_times()
+        seconds += times.user + times.system
+    return seconds
 
 
-def database(home: Path) -> dict[str, int]:
-    """Bytes in use and rows per table."""
+def database_size(home: Path) -> dict[str, int]:
+    """Returns the used bytes of the database, and the number of rows of each table."""
     (path,) = home.glob("prefect-*.db")
-    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=60)) as read:
-        pages, free, size = (
-            read.execute(f"PRAGMA {what}").fetchone()[0] for what in ("page_count", "freelist_count", "page_size")
-        )
-        found = {"bytes": (pages - free) * size}
+    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=60)) as connection:
+
+        def number(query: str) -> int:
+            return int(connection.execute(query).fetchone()[0])
+
+        used_pages = number("PRAGMA page_count") - number("PRAGMA freelist_count")
+        sizes = {"bytes": used_pages * number("PRAGMA page_size")}
         for table in TABLES:
-            found[table] = read.execute(f"SELECT count(*) FROM {table}").fetchone()[0]
-    return found
+            sizes[table] = number(f"SELECT count(*) FROM {table}")
+    return sizes
 
 
-def settled(home: Path, *, quiet_seconds: float = 10.0) -> dict[str, int]:
-    """The database once the server has written down all that it was told."""
-    last, since = database(home), time.monotonic()
+def settled_size(home: Path, *, quiet_seconds: float = 10.0) -> dict[str, int]:
+    """Waits until no table has grown for `quiet_seconds`, and returns the size of the database."""
+    last, since = database_size(home), time.monotonic()
     while time.monotonic() - since < quiet_seconds:
         time.sleep(1.0)
-        now = database(home)
-        if {table: now[table] for table in TABLES} != {table: last[table] for table in TABLES}:
+        now = database_size(home)
+        if any(now[table] != last[table] for table in TABLES):
             last, since = now, time.monotonic()
     return last
 
 
 def report(metrics: list[StepMetrics], steps: int, cpu: float, grown: dict[str, int]) -> None:
-    """Prints what a step costs."""
+    """Prints the client's time, the server's CPU time and the growth of the database, each per step."""
+    # the client
     counted = [step.seconds for step in metrics[1:]]
     print(f"{steps} steps; client, ms of wall time a step: median, mean, 95th percentile")
     rows = {name: [1000 * seconds.get(name, 0.0) for seconds in counted] for name in ACTIVITIES}
-    outside = zip(rows["orchestration"], rows["storage"], strict=True)
-    rows["orchestration + storage"] = [sum(parts) for parts in outside]
+    both_parts = zip(rows["orchestration"], rows["storage"], strict=True)
+    rows["orchestration + storage"] = [sum(parts) for parts in both_parts]
     rows["together"] = [1000 * sum(seconds.values()) for seconds in counted]
     for name, values in rows.items():
         high = statistics.quantiles(values, n=20)[-1]
         print(f"  {name:24} {statistics.median(values):8.1f} {statistics.mean(values):8.1f} {high:8.1f}")
     tenth = max(1, len(counted) // 10)
-    first, last = (statistics.median(part) for part in (rows["together"][:tenth], rows["together"][-tenth:]))
+    first, last = statistics.median(rows["together"][:tenth]), statistics.median(rows["together"][-tenth:])
     print(f"  a step of the first tenth {first:.1f}, of the last {last:.1f}")
+    # the server and its database
     print(f"server: {1000 * cpu / steps:.1f} ms of CPU a step")
     size = grown["bytes"]
     print(f"database: {size / steps / 1000:.1f} kB a step, {size / 1e6:.1f} MB in all; rows a step:")
@@ -128,10 +140,10 @@ def main() -> None:
         home = Path(folder)
         model = options.model.absolute() if options.model else build_tiny_model(home / "tiny", seed=0)
         with local_prefect_server(home / "prefect") as server:
-            before, cpu = settled(home / "prefect"), server_cpu_seconds(server)
+            before, cpu = settled_size(home / "prefect"), server_cpu_seconds(server)
             with use_server(server.api_url):
                 metrics = train(config_of(home, model, options.steps))
-            after = settled(home / "prefect")
+            after = settled_size(home / "prefect")
             used = server_cpu_seconds(server) - cpu
         report(metrics, options.steps, used, {name: after[name] - before[name] for name in after})
 

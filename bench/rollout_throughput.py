@@ -1,19 +1,21 @@
-"""CPU-seconds of rollouts through our engine beside bare vLLM on the same prompts: vLLM in its process, or in replicas.
+"""Compares the CPU-seconds of rollouts through our engine with those of bare vLLM on the same prompts.
 
     .venv-vllm/bin/python bench/rollout_throughput.py [--model FOLDER] [--pairs 6] [--dtype float32] [--replicas 1]
 
-One process, one vLLM engine, one run. Arm "engine" is LocalEngine.generate with `sampler.kind = "vllm"`: prompts
-checked, requests spread and streamed to the listener that ends abandoned calls, completions assembled, and the live
-weights proven afterwards. Arm "bare" is `LLM.generate` of the same vLLM engine with the same prompts, seeds and sampled
-logprobs. A round is 8 prompts x 8 completions x 64 tokens, with new prompts each time; the arms' prefix caches are
-apart, and the sync of the weights is no part of a round. Rounds alternate: A B, B A, A B, ... What counts is CPU time,
-user and system, of the process; wall seconds are told too. The ratio of tokens per CPU-second, engine / bare, comes
-with a 95 % bootstrap interval over the pairs. The goal is 0.90 at least. Arm "plain" is bare vLLM
-without seeds, n=8: what per-request seeds cost vLLM itself.
+There is one process, one vLLM engine and one run.
 
-With --replicas there is a fourth arm, "pool": a second engine whose vLLM runs in Ray actors. Its CPU time is that of
-this process and of all processes below it, so that Ray's own are counted. At the end comes the time of one call to an
-actor that only answers.
+- The arm "engine" is LocalEngine.generate with `sampler.kind = "vllm"`. It checks the prompts, sends the requests, ends
+  abandoned calls, assembles the completions, and then proves the live weights.
+- The arm "bare" is `LLM.generate` of the same vLLM engine with the same prompts, seeds and sampled logprobs.
+- The arm "plain" is bare vLLM without seeds, with n=8. It shows what per-request seeds cost vLLM itself.
+- With --replicas, the arm "pool" is a second engine whose vLLM runs in Ray actors. Its CPU time is that of this process
+  and all its child processes, so that Ray's processes count, too. At the end, the bench measures a call to an actor
+  that does nothing else.
+
+A round is 8 prompts x 8 completions x 64 tokens, with new prompts each time. The arms have separate prefix caches, and
+the sync of the weights is not part of a round. Rounds alternate: A B, B A, A B, ... The bench prints the user and
+system time of the process, and wall seconds. The ratio of tokens per CPU-second, engine / bare, has a 95 % bootstrap
+interval over the pairs. The goal is at least 0.90.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from typing import Any
 
 import psutil
 import torch
-from grpo_work import SMOLLM, Shape, found_model, new_policy, number, prompts_of
+from grpo_work import SMOLLM, Shape, new_policy, number, prompts_of, require_model
 
 from engine.connect import connect
 from engine.protocol import GenerateRequest, SamplingParams, TokenIds
@@ -40,25 +42,27 @@ from engine.specs.engine import LocalEngineSpec
 
 ARMS = ["engine", "bare", "plain"]
 CALLS = 500
-"""To an actor, whose median time is printed."""
+"""Number of calls to an actor, whose median time is printed."""
 THREADS = 1
-"""Of every arm: an idle OpenMP thread that spins would count as work."""
+"""Threads of every arm. An idle OpenMP thread spins, which would count as work."""
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What one arm took for one set of prompts."""
+    """The time that one arm took for one set of prompts."""
 
     cpu: float
+    """Seconds of all counted processes."""
     wall: float
+    """Seconds."""
     tokens: list[TokenIds]
     parts: Counter[str]
-    """CPU-seconds by the name of the process, where there are several."""
+    """CPU-seconds by the name of the process."""
 
 
 @dataclass(slots=True)
 class Arms:
-    """Three ways to the same vLLM engine, and a pool."""
+    """The arms: three ways to use the same vLLM engine, and optionally a pool of replicas."""
 
     loop: asyncio.AbstractEventLoop
     engine: Any
@@ -76,8 +80,12 @@ class Arms:
         return SamplingParams(max_new_tokens=self.shape.new_tokens, min_new_tokens=self.shape.new_tokens)
 
     def run(self, arm: str, step: int) -> Round:
+        """Samples the completions of one step by one arm, and measures the time."""
+        # one prompt and one seed for each completion
         groups = prompts_of(self.shape, step)
-        each = [prompt for prompt in groups for _ in range(self.shape.completions)]
+        each: list[TokenIds] = []
+        for prompt in groups:
+            each += [prompt] * self.shape.completions
         seeds = [number("completion", self.shape.seed, step, n) for n in range(len(each))]
         work: dict[str, Callable[[], list[TokenIds]]] = {
             "engine": lambda: self._engine(self.engine, self.policy, each, seeds),
@@ -85,11 +93,13 @@ class Arms:
             "bare": lambda: self._bare(each, seeds),
             "plain": lambda: self._plain(groups),
         }
+        # sample
         clock = cpu_by_process if arm == "pool" else cpu_of_this_process
         before, wall = clock(), time.perf_counter()
         tokens = work[arm]()
         wall = time.perf_counter() - wall
-        # The time of looking at the other processes is no part of the round: this one is looked at last, and first now.
+        # reading the times of the other processes must not count: before the round this process was read last, so it is
+        # read first now
         after = cpu_of_this_process()
         after.update({name: cpu for name, cpu in clock().items() if name not in after})
         after.subtract(before)
@@ -101,13 +111,17 @@ class Arms:
 
     def _bare(self, prompts: list[TokenIds], seeds: list[int]) -> list[TokenIds]:
         params = [self._params(seed=seed & ((1 << 63) - 1)) for seed in seeds]
-        outputs = self._llm().generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        requests = [{"prompt_token_ids": ids} for ids in prompts]
+        outputs = self._llm().generate(requests, params, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     def _plain(self, prompts: list[TokenIds]) -> list[TokenIds]:
         salted = [{"prompt_token_ids": ids, "cache_salt": "plain"} for ids in prompts]
         outputs = self._llm().generate(salted, self._params(n=self.shape.completions), use_tqdm=False)
-        return [list(completion.token_ids) for output in outputs for completion in output.outputs]
+        completions: list[TokenIds] = []
+        for output in outputs:
+            completions += [list(completion.token_ids) for completion in output.outputs]
+        return completions
 
     def _params(self, **more: Any) -> Any:
         from vllm import SamplingParams as VllmParams
@@ -118,7 +132,7 @@ class Arms:
         )
 
     def _llm(self) -> Any:
-        """The vLLM engine that our own engine samples with."""
+        """Returns the vLLM engine with which our engine samples."""
         (shared,) = self.engine.samplers._runtimes.values()
         return shared.runtime._llm
 
@@ -128,7 +142,7 @@ def cpu_of_this_process() -> Counter[str]:
 
 
 def cpu_by_process() -> Counter[str]:
-    """CPU-seconds of this process and of those below it."""
+    """Returns the CPU-seconds of this process and of all its child processes."""
     seconds: Counter[str] = Counter()
     for process in psutil.Process().children(recursive=True):
         times = process.cpu_times()
@@ -137,7 +151,7 @@ def cpu_by_process() -> Counter[str]:
 
 
 def call_milliseconds(pool_engine: Any) -> list[float]:
-    """Of calls to the first replica's actor that only answer, one after the other, in the pool's loop."""
+    """Returns the times of successive calls to the actor of the first replica. The calls only reply."""
     (shared,) = pool_engine.samplers._runtimes.values()
     runtime = shared.runtime
 
@@ -153,38 +167,53 @@ def call_milliseconds(pool_engine: Any) -> list[float]:
 
 
 def bootstrap(ratios: list[float], *, draws: int = 10_000) -> tuple[float, float]:
-    """95 % interval of the mean ratio, over resampled pairs."""
+    """Returns the 95 % bootstrap interval of the mean ratio over the pairs."""
     dice = random.Random(0)
     means = sorted(statistics.fmean(dice.choices(ratios, k=len(ratios))) for _ in range(draws))
     return means[int(0.025 * draws)], means[int(0.975 * draws)]
 
 
 def measure(arms: Arms, pairs: int) -> None:
+    """Runs the rounds of all arms in alternating order, and prints the figures."""
+    # warm up: the engine's first call also syncs the weights to vLLM
     names = arms.names
-    for arm in names:  # the engine's first call also brings the weights to vLLM
+    for arm in names:
         arms.run(arm, 0)
+
+    # the counted rounds
     results: dict[str, list[Round]] = {arm: [] for arm in names}
     for pair in range(pairs):
         for arm in names if pair % 2 == 0 else names[::-1]:
             results[arm].append(arms.run(arm, pair + 1))
-        one, two = results["engine"][-1], results["bare"][-1]
-        equal = sum(a == b for a, b in zip(one.tokens, two.tokens, strict=True))
-        told = "   ".join(f"{arm} {results[arm][-1].cpu:.2f} CPU-s {results[arm][-1].wall:.2f} s" for arm in names)
-        print(f"pair {pair:2}   {told}   equal completions {equal}/{len(one.tokens)}", flush=True)
+        engine_tokens, bare_tokens = results["engine"][-1].tokens, results["bare"][-1].tokens
+        equal = sum(ours == theirs for ours, theirs in zip(engine_tokens, bare_tokens, strict=True))
+        times = "   ".join(f"{arm} {results[arm][-1].cpu:.2f} CPU-s {results[arm][-1].wall:.2f} s" for arm in names)
+        print(f"pair {pair:2}   {times}   equal completions {equal}/{len(engine_tokens)}", flush=True)
+
+    # tokens per second of each arm
     for arm, rounds in results.items():
-        tokens = sum(len(ids) for done in rounds for ids in done.tokens)
-        cpu, wall = (sum(getattr(done, what) for done in rounds) for what in ("cpu", "wall"))
+        tokens = 0
+        for arm_round in rounds:
+            tokens += sum(map(len, arm_round.tokens))
+        cpu = sum(arm_round.cpu for arm_round in rounds)
+        wall = sum(arm_round.wall for arm_round in rounds)
         print(f"{arm}: {tokens / cpu:.1f} tokens per CPU-second, {tokens / wall:.1f} per second of wall time")
-    compared = [("engine", "bare"), ("engine", "plain"), *([("pool", "bare")] if "pool" in names else [])]
+
+    # ratios of two arms
+    compared = [("engine", "bare"), ("engine", "plain")]
+    if "pool" in names:
+        compared.append(("pool", "bare"))
     for arm, other in compared:
-        for what in ("cpu", "wall"):
-            pairs_of = zip(results[arm], results[other], strict=True)
-            ratios = [getattr(theirs, what) / getattr(ours, what) for ours, theirs in pairs_of]
+        for clock in ("cpu", "wall"):
+            round_pairs = zip(results[arm], results[other], strict=True)
+            ratios = [getattr(theirs, clock) / getattr(ours, clock) for ours, theirs in round_pairs]
             low, high = bootstrap(ratios)
             mean = statistics.fmean(ratios)
-            print(f"throughput {arm} / {other} by {what}: {mean:.4f}, 95 % CI {low:.4f} to {high:.4f}")
+            print(f"throughput {arm} / {other} by {clock}: {mean:.4f}, 95 % CI {low:.4f} to {high:.4f}")
+
+    # the processes of the pool, and a call to one of its actors
     if arms.pool is not None:
-        parts = sum((done.parts for done in results["pool"]), Counter[str]())
+        parts = sum((arm_round.parts for arm_round in results["pool"]), Counter[str]())
         print("CPU-seconds of the pool:", ", ".join(f"{name} {cpu:.2f}" for name, cpu in parts.most_common()))
         calls = call_milliseconds(arms.pool)
         quantiles = statistics.quantiles(calls, n=20)
@@ -196,18 +225,20 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=SMOLLM, help="a Hugging Face folder")
     parser.add_argument("--pairs", type=int, default=6)
     parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--completions", type=int, default=8, help="of each prompt")
-    parser.add_argument("--tokens", type=int, default=64, help="of each completion")
+    parser.add_argument("--completions", type=int, default=8, help="completions of each prompt")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of each completion")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
-    parser.add_argument("--replicas", type=int, default=0, help="of the arm that samples with a pool; 0: no such arm")
+    parser.add_argument("--replicas", type=int, default=0, help="replicas of the arm \"pool\"; 0: no such arm")
     options = parser.parse_args()
-    found_model(options.model)
-    torch.set_num_threads(THREADS)  # OpenMP counts per thread: the bare arms compute in this one, the engine in its own
+    require_model(options.model)
+    # OpenMP's setting is per thread: the bare arms compute in this thread, the engine in its own
+    torch.set_num_threads(THREADS)
     shape = Shape(prompts=options.prompts, completions=options.completions, new_tokens=options.tokens)
     sampler = {"kind": "vllm", "max_context": 512}
     engine_keys = {"device": "cpu", "threads": THREADS, "compute_dtype": options.dtype}
     spec = LocalEngineSpec.model_validate(engine_keys | {"sampler": sampler})
     pool_spec = LocalEngineSpec.model_validate(engine_keys | {"sampler": sampler | {"replicas": options.replicas}})
+    # the engines of the arms, all on one event loop
     with tempfile.TemporaryDirectory(prefix="ostinato-bench-") as folder:
         loop = asyncio.new_event_loop()
         engine = connect(f"file://{folder}", spec)

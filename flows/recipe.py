@@ -19,12 +19,12 @@ from collections.abc import Awaitable, Callable
 from typing import Any, get_type_hints
 
 from prefect import Flow, flow
-from pydantic import GetJsonSchemaHandler, TypeAdapter
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, PydanticSerializationError
+from pydantic import TypeAdapter
+from pydantic_core import PydanticSerializationError
 
 from engine.specs.engine import EngineSpec, LocalEngineSpec
 from flows.configs.common import StorageConfig
+from flows.configs.forms import FormConfig
 from flows.ops.attempts import check_attempts
 from flows.ops.deployment_settings import with_deployment_settings
 from flows.ops.hooks import ON_END
@@ -32,13 +32,13 @@ from flows.ops.run_keys import current_run_key
 from flows.ops.termination import reraise_termination
 from flows.runs.recipe_context import RecipeContext
 from flows.runs.session import read_result, release_run, write_result
-from storage.serialization import Frozen, canonical_json
+from storage.serialization import canonical_json
 from tasks.graders.setting import grading_in
 
 __all__ = ["InputConfig", "RecipeContext", "recipe_main"]
 
 
-class InputConfig(Frozen):
+class InputConfig(FormConfig):
     """Fields that the config of every recipe has. Subclass it and add those of your recipe."""
 
     run: str = ""
@@ -49,17 +49,6 @@ class InputConfig(Frozen):
     """Engine that trains and samples: in this process, or a server. In a deployment, the default means the deployment's
     engine."""
     storage: StorageConfig = StorageConfig()
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Orders the form: the recipe's own fields come first."""
-        reference = super().__get_pydantic_json_schema__(core_schema, handler)
-        schema = handler.resolve_ref_schema(reference)
-        fields = schema.get("properties", {})
-        added = [name for name in fields if name not in InputConfig.model_fields]
-        inherited = [name for name in fields if name not in added]
-        schema["properties"] = {name: fields[name] for name in [*added, *inherited]}
-        return reference
 
     def semantic(self) -> dict[str, Any]:
         """The part of the config that decides the result: the fields that the recipe added, and the seed."""

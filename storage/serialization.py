@@ -7,27 +7,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
-
-from storage.forms import as_form
+from pydantic import BaseModel, ConfigDict
 
 CHUNK_BYTES = 4 << 20
 """Bytes of a large file that are read into memory at a time."""
 
 
 class Frozen(BaseModel):
-    """Base class of immutable records. Unknown fields are refused. Its JSON schema is adapted to forms (storage.forms),
-    where the docstring of a field is its description."""
+    """Base class of immutable records. Unknown fields are refused. The docstring of a field is its description in the
+    JSON schema."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        reference = handler(core_schema)
-        as_form(handler.resolve_ref_schema(reference), cls.__name__)
-        return reference
 
 
 def canonical_json(obj: Any) -> bytes:

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import Field, GetJsonSchemaHandler, JsonValue, field_validator, model_validator
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from engine.losses.base import LossNorm
 from engine.losses.kl import KLEstimator
@@ -22,6 +20,7 @@ from engine.protocol import SamplingParams
 from engine.specs.adapters import FullSpec, LoraSpec
 from engine.specs.engine import EngineSpec, LocalEngineSpec
 from flows.configs.defaults import default_of
+from flows.configs.forms import FormConfig
 from flows.configs.logging import LoggingConfig
 from flows.configs.optimizer import OptimizerConfig, SFTOptimizer
 from flows.configs.reinforcement import BatchRules, Regularisation
@@ -250,7 +249,7 @@ class StorageConfig(Frozen):
     """URL of the store: a folder, file:///folder, s3://bucket/prefix or memory://name."""
 
 
-class FlowConfig(Frozen):
+class FlowConfig(FormConfig):
     """Fields that the config of every flow has."""
 
     run: str = ""
@@ -263,17 +262,6 @@ class FlowConfig(Frozen):
     storage: StorageConfig = StorageConfig()
     checkpoints: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Orders the form: what must be filled in comes first, where the run takes place comes last."""
-        reference = super().__get_pydantic_json_schema__(core_schema, handler)
-        schema = handler.resolve_ref_schema(reference)
-        fields = schema.get("properties", {})
-        last = [name for name in FlowConfig.model_fields if name in fields]
-        first = [name for name in fields if name not in last]
-        schema["properties"] = {name: fields[name] for name in [*first, *last]}
-        return reference
 
     def semantic(self) -> dict[str, Any]:
         """The part of the config that decides the result. Names, time limits and retries are left out."""

@@ -11,6 +11,7 @@ from engine.protocol import SamplingParams
 from engine.specs.engine import EngineSpec, LocalEngineSpec
 from flows.configs.common import DatasetSource, GraderConfig, GRPOConfig, StorageConfig
 from flows.configs.defaults import default_of
+from flows.configs.forms import FormConfig
 from flows.configs.titles import model_title
 from storage.errors import InvalidKey
 from storage.serialization import Frozen, canonical_json, digest
@@ -104,7 +105,7 @@ class Suite(Frozen):
         return digest(canonical_json(body | {"dataset": dataset_sha256}))[:16]
 
 
-class EvaluationFlowConfig(Frozen):
+class EvaluationFlowConfig(FormConfig):
     """`ostinato evaluate`: models x datasets x graders, compared on the same prompts."""
 
     models: tuple[str, ...] = Field(min_length=1)

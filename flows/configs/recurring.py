@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from flows.configs.common import FlowConfig
 from flows.configs.evaluation import Suite, checked_name
+from flows.configs.forms import FormConfig
 from flows.configs.training import LanguageTraining
 from flows.promotion.gate import GateConfig, checked_target
 from storage.serialization import Frozen
@@ -22,7 +23,7 @@ class ApprovalConfig(Frozen):
     """Time to wait for an answer, in seconds. Without an answer the challenger is not promoted."""
 
 
-class RecurringConfig(Frozen):
+class RecurringConfig(FormConfig):
     """`ostinato recurring`: when there is new data, train, evaluate, judge, and promote or hold."""
 
     model: str

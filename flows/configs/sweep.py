@@ -12,6 +12,7 @@ from pydantic import Field, JsonValue, ValidationError, field_validator, model_v
 
 from flows.configs.common import TrainingConfig
 from flows.configs.evaluation import checked_name
+from flows.configs.forms import FormConfig
 from flows.configs.overrides import describe_validation
 from flows.configs.training import AnyTraining
 from storage.serialization import Frozen, canonical_json, digest
@@ -112,7 +113,7 @@ class TrialsFailed(RuntimeError):
     ones."""
 
 
-class SweepConfig(Frozen):
+class SweepConfig(FormConfig):
     """`ostinato sweep`: child runs that differ in some keys of their config, and a page that compares them."""
 
     name: str

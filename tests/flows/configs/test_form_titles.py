@@ -8,7 +8,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from pydantic import Field
 
-from storage.forms import class_title, field_title
+from flows.configs.forms import FormConfig, class_title, field_title
 from storage.serialization import Frozen
 
 
@@ -26,7 +26,7 @@ class WebSource(Frozen):
 Source = Annotated[FileSource | WebSource, Field(discriminator="kind")]
 
 
-class JobConfig(Frozen):
+class JobConfig(FormConfig):
     lr: float = Field(1.0, gt=0)
     source: Source
     others: tuple[Source, ...] = ()

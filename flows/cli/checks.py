@@ -310,7 +310,9 @@ def _server_version(api: str) -> str | None:
     try:
         with _http_client(api) as client:
             response = client.get(f"{api}/admin/version")
-            return str(response.json()) if response.status_code == 200 else None
+            if response.status_code != 200:
+                return None
+            return str(response.json())
     except (httpx.HTTPError, ValueError):
         return None
 
@@ -328,7 +330,9 @@ def http_status(url: str) -> int | str:
 
 
 def _status(status: int | str) -> str:
-    return status if isinstance(status, str) else f"answers {status}"
+    if isinstance(status, str):
+        return status
+    return f"answers {status}"
 
 
 def _http_client(url: str) -> httpx.Client:

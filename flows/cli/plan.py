@@ -264,17 +264,23 @@ def _pool_table(pool: MemoryPool) -> Any:
 
 
 def _gib(size: float) -> str | None:
-    return f"{size / GIB:.2f}" if size else None
+    if not size:
+        return None
+    return f"{size / GIB:.2f}"
 
 
 def _model_of(body: Mapping[str, Any]) -> str:
     model = body.get("model")
-    return str(model.get("key", "")) if isinstance(model, dict) else ""
+    if not isinstance(model, dict):
+        return ""
+    return str(model.get("key", ""))
 
 
 def _storage_of(body: Mapping[str, Any]) -> str:
     storage = body.get("storage")
-    return str(storage.get("url", "")) if isinstance(storage, dict) else ""
+    if not isinstance(storage, dict):
+        return ""
+    return str(storage.get("url", ""))
 
 
 def _memory_of_this_machine() -> int:

@@ -237,7 +237,9 @@ def _parse_yaml(text: str) -> Any:
 
 
 def _parse_json(text: str) -> Any:
-    return json.loads(text, object_pairs_hook=_refuse_duplicates) if text.strip() else None
+    if not text.strip():
+        return None
+    return json.loads(text, object_pairs_hook=_refuse_duplicates)
 
 
 _PARSERS: dict[str, Callable[[str], Any]] = {
@@ -299,4 +301,6 @@ def _models_in(annotation: Any) -> list[type[BaseModel]]:
 
 def _nearest(key: str, names: set[str]) -> str:
     near = difflib.get_close_matches(key, sorted(names - {key}), n=1)  # itself: a key of another group
-    return f"; did you mean {near[0]!r}?" if near else "; leave it out, or look at the fields in the docs"
+    if not near:
+        return "; leave it out, or look at the fields in the docs"
+    return f"; did you mean {near[0]!r}?"

@@ -85,7 +85,9 @@ class Range(Frozen):
             value = source.uniform(self.low, self.high)
         value = min(max(value, self.low), self.high)
         # three digits are finer than any search needs, and can be read in a table
-        return round(value) if self.whole else float(f"{value:.3g}")
+        if self.whole:
+            return round(value)
+        return float(f"{value:.3g}")
 
 
 class RandomSearch(Frozen):

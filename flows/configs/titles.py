@@ -28,7 +28,9 @@ def dataset_title(source: FileDataset | PythonDataset | ReasoningGymDataset) -> 
     path = PurePath(source.path)
     of_folder = any(letter in path.name for letter in "*?[") and path.parent.name
     name = path.parent.name if of_folder else path.stem
-    return f"{name} and {len(source.further_paths)} more" if source.further_paths else name
+    if source.further_paths:
+        return f"{name} and {len(source.further_paths)} more"
+    return name
 
 
 def training_title(flow: str, key: str, source: FileDataset | PythonDataset | ReasoningGymDataset, seed: int) -> str:

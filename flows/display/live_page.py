@@ -231,7 +231,9 @@ class FlowRunPage:
             flow_run_id=ArtifactFilterFlowRunId(any_=[self.flow_run]), key=ArtifactFilterKey(any_=[key])
         )
         artifacts = client.read_artifacts(artifact_filter=artifact_filter)
-        return artifacts[0].id if artifacts else None
+        if not artifacts:
+            return None
+        return artifacts[0].id
 
     def _change(self, client: SyncPrefectClient, artifact_id: UUID, body: Mapping[str, Any]) -> None:
         # client.update_artifact would send an event with the data, and the server would keep every version for days

@@ -129,7 +129,9 @@ class TerminalProgress:
         return seconds_per_step * max(0, self._total - steps_done)
 
     def _view(self) -> Group:
-        return Group(_table(list(self._rows)), self._bar) if self._rows else Group(self._bar)
+        if self._rows:
+            return Group(_table(list(self._rows)), self._bar)
+        return Group(self._bar)
 
 
 def step_line(metrics: StepMetrics, *, total_steps: int | None = None, eta_seconds: float | None = None) -> str:
@@ -155,7 +157,9 @@ def format_duration(seconds: float) -> str:
 
 
 def _number(step: int, total_steps: int | None) -> str:
-    return f"{step + 1}" if total_steps is None else f"{step + 1}/{total_steps}"
+    if total_steps is None:
+        return f"{step + 1}"
+    return f"{step + 1}/{total_steps}"
 
 
 def _cells(metrics: StepMetrics) -> dict[str, str]:

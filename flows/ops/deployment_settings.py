@@ -57,7 +57,9 @@ def with_deployment_settings(config: Config, *, deployed: bool | None = None) ->
         engine = _read_engine()
         if engine is not None:
             changes["engine"] = engine
-    return config.model_copy(update=changes) if changes else config
+    if changes:
+        return config.model_copy(update=changes)
+    return config
 
 
 def is_deployed() -> bool:

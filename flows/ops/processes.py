@@ -43,7 +43,9 @@ class ProcessIdentity(Frozen):
         try:
             process = psutil.Process(self.pid)
             is_same = abs(process.create_time() - self.created) < START_TIME_TOLERANCE_SECONDS
-            return process if is_same and process.status() != psutil.STATUS_ZOMBIE else None
+            if is_same and process.status() != psutil.STATUS_ZOMBIE:
+                return process
+            return None
         except psutil.NoSuchProcess:
             return None
 

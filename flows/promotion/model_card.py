@@ -41,7 +41,9 @@ def commit_card(store: ObjectStore, decision: Decision, *, provenance: Provenanc
 def find_card(store: ObjectStore, decision: Decision) -> str | None:
     """Returns the card that was written when the decision was made, or None."""
     ref = find_artifact(store, keys.model_note(decision.model, "cards", decision.id))
-    return None if ref is None else read_bytes(store, ref).decode()
+    if ref is None:
+        return None
+    return read_bytes(store, ref).decode()
 
 
 def render_card(store: ObjectStore, name: str, version: str, decision: Decision | None = None) -> str:

@@ -224,14 +224,20 @@ def _mean_row_tokens(store: ObjectStore, data: LoadedDataset) -> int:
 
 
 def _sum(first: N | None, second: N | None) -> N | None:
-    return None if first is None or second is None else first + second
+    if first is None or second is None:
+        return None
+    return first + second
 
 
 def _gib(size: int) -> str:
-    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / (1 << 20):.0f} MiB"
+    if size >= GIB:
+        return f"{size / GIB:.1f} GiB"
+    return f"{size / (1 << 20):.0f} MiB"
 
 
 def _duration(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"

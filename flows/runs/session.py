@@ -226,7 +226,9 @@ def finish_run(session: RunSession, result: dict[str, Any]) -> dict[str, Any]:
 def write_result(workspace: Workspace, result: dict[str, Any]) -> dict[str, Any]:
     """Writes the result unless the run has one already; returns the result that is stored."""
     put = workspace.open_store().put_if_absent(keys.result_json(workspace.run), canonical_json(result))
-    return result if put.won else (read_result(workspace) or result)
+    if put.won:
+        return result
+    return read_result(workspace) or result
 
 
 def read_result(workspace: Workspace) -> dict[str, Any] | None:

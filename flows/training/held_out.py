@@ -64,7 +64,9 @@ class HeldoutEvaluator:
     def callbacks(self, config: EvaluationConfig) -> list[Callback]:
         """The evaluations during training. The flow makes those before and after it."""
         cadence = Cadence.between(config)
-        return [HeldoutEvaluation(self.evaluate, cadence)] if cadence else []
+        if not cadence:
+            return []
+        return [HeldoutEvaluation(self.evaluate, cadence)]
 
     def compare(self, before: ArtifactRef | None, after: ArtifactRef | None) -> PairedDifference | None:
         """The paired difference of the rewards of the prompts that were graded both times; None for fewer than two."""

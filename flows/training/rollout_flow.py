@@ -85,7 +85,9 @@ async def _rollout_arguments(
 
 def norm_constant(algorithm: GRPOAlgorithm, tokens: float) -> float | None:
     """The tokens that loss_norm="constant" divides by; None for another norm."""
-    return float(tokens) if algorithm.loss_norm == "constant" else None
+    if algorithm.loss_norm != "constant":
+        return None
+    return float(tokens)
 
 
 async def train_on_rewards(

@@ -231,7 +231,9 @@ class RolloutLoop(TrainingLoop):
         """The minibatches of a step. Without `updates`, the step leaves the weights as they are."""
         seed = self.model.workspace.seed_for("minibatches", step)
         plan = self.minibatches.model_copy(update={"shuffle_seed": seed})
-        return plan if updates else plan.model_copy(update={"epochs": 0})
+        if updates:
+            return plan
+        return plan.model_copy(update={"epochs": 0})
 
     def _loss_at(self, kl_beta: float) -> dict[str, JsonValue]:
         """The loss with the coefficient of this step, if the KL term is in the loss."""

@@ -70,7 +70,9 @@ class StepReporter:
 
     def cursor(self) -> DataCursor:
         """The position in the dataset after the last committed step."""
-        return DataCursor.model_validate(self.last_record.cursor_out) if self.last_record else DataCursor()
+        if self.last_record:
+            return DataCursor.model_validate(self.last_record.cursor_out)
+        return DataCursor()
 
     def record(self, policy: PolicyRef, collected: CollectedRollouts | None = None) -> None:
         """Measures the step that made `policy`, stores its metrics and shows them. `collected`: the rollouts that it
@@ -149,7 +151,9 @@ class StepReporter:
 
 def _refs(collected: CollectedRollouts | None) -> tuple[list[ArtifactRef], list[ArtifactRef]]:
     """The rollouts of a step and their grades; none for a step on a dataset."""
-    return ([], []) if collected is None else (collected.rollouts, collected.graded)
+    if collected is None:
+        return ([], [])
+    return (collected.rollouts, collected.graded)
 
 
 def open_loggers(store: ObjectStore, policy: PolicyRef, config: LoggingConfig) -> Loggers:

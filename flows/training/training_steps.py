@@ -166,4 +166,6 @@ async def _last_common_policies(models: Sequence[TrainingModel]) -> list[PolicyR
 
 def _indices(first: int, total_steps: int | None) -> Iterator[int]:
     """first, first + 1, … up to `total_steps`, without an end where there is none."""
-    return iter(count(first)) if total_steps is None else iter(range(first, total_steps))
+    if total_steps is None:
+        return iter(count(first))
+    return iter(range(first, total_steps))

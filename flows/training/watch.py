@@ -113,7 +113,9 @@ def paused_state() -> State | None:
     except (httpx.HTTPError, PrefectHTTPStatusError) as error:
         log.debug("the state of the flow run is not known: %s", error)
         return None
-    return state if state is not None and state.type == StateType.PAUSED else None
+    if state is not None and state.type == StateType.PAUSED:
+        return state
+    return None
 
 
 def announce_pause() -> None:

@@ -131,13 +131,17 @@ def _clip(verl: Verl, key: str, value: Any) -> Any:
 def _clip_low(verl: Verl, key: str, value: Any) -> Any:
     if not verl.is_given(key) and _only_clip_ratio(verl):
         return Unused("clip_ratio is given")
-    return verl.get(ACTOR + "clip_ratio") if value is None else value
+    if value is None:
+        return verl.get(ACTOR + "clip_ratio")
+    return value
 
 
 def _clip_high(verl: Verl, key: str, value: Any) -> Any:
     if not verl.is_given(key) and _only_clip_ratio(verl):
         return Unused("clip_ratio is given")
-    return verl.get(ACTOR + "clip_ratio") if value is None else value
+    if value is None:
+        return verl.get(ACTOR + "clip_ratio")
+    return value
 
 
 def _only_clip_ratio(verl: Verl) -> bool:
@@ -179,13 +183,17 @@ def _loss_scale(verl: Verl, key: str, value: Any) -> Any:
 def _kl_loss(verl: Verl, key: str, value: Any) -> Any:
     if verl.get("algorithm.use_kl_in_reward"):
         return Unused("use_kl_in_reward puts the KL term into the reward")
-    return Unused("kl_loss_coef gives the coefficient") if value else 0.0
+    if not value:
+        return 0.0
+    return Unused("kl_loss_coef gives the coefficient")
 
 
 def _kl_in_reward(verl: Verl, key: str, value: Any) -> Any:
     if value and verl.get(ACTOR + "use_kl_loss"):
         raise NoCounterpart("the KL term can be in the loss or in the reward, but not in both; choose one of them")
-    return "reward" if value else Unused()
+    if not value:
+        return Unused()
+    return "reward"
 
 
 def _kl_controller(verl: Verl, key: str, value: Any) -> Any:
@@ -211,7 +219,9 @@ def _importance_cap(verl: Verl, key: str, value: Any) -> Any:
 
 
 def _bypass(verl: Verl, key: str, value: Any) -> Any:
-    return "sampler" if value else Unused()
+    if not value:
+        return Unused()
+    return "sampler"
 
 
 KL_ESTIMATORS = {
@@ -246,7 +256,9 @@ def _refill_rounds(verl: Verl, key: str, value: Any) -> Any:
 
 
 def _overlong(verl: Verl, key: str, value: Any) -> Any:
-    return Unused("len and penalty_factor decide") if value else Unused()
+    if not value:
+        return Unused()
+    return Unused("len and penalty_factor decide")
 
 
 def _overlong_part(verl: Verl, key: str, value: Any) -> Any:
@@ -323,19 +335,27 @@ def _reward_name(verl: Verl, key: str, value: Any) -> Any:
 
 
 def _only_true(verl: Verl, key: str, value: Any) -> Any:
-    return True if value else Unused()
+    if not value:
+        return Unused()
+    return True
 
 
 def _when_set(verl: Verl, key: str, value: Any) -> Any:
-    return Unused() if value is None else value
+    if value is None:
+        return Unused()
+    return value
 
 
 def _positive(verl: Verl, key: str, value: Any) -> Any:
-    return value if value is not None and value > 0 else Unused()
+    if value is not None and value > 0:
+        return value
+    return Unused()
 
 
 def _names(verl: Verl, key: str, value: Any) -> Any:
-    return value if value == "all-linear" or isinstance(value, list) else [value]
+    if value == "all-linear" or isinstance(value, list):
+        return value
+    return [value]
 
 
 CONVERSIONS: dict[str, Conversion] = {

@@ -104,19 +104,27 @@ def _truncation(verl: Verl, key: str, value: Any) -> Any:
     if value not in ("error", "left", "right"):
         expected = "error, left, right, or filter_overlong_prompts"
         raise NoCounterpart(f"truncation {value!r} is not supported for prompts; expected {expected}")
-    return Unused("filter_overlong_prompts drops them") if verl.get("data.filter_overlong_prompts") else value
+    if verl.get("data.filter_overlong_prompts"):
+        return Unused("filter_overlong_prompts drops them")
+    return value
 
 
 def _drop_overlong(verl: Verl, key: str, value: Any) -> Any:
-    return "drop" if value else Unused()
+    if not value:
+        return Unused()
+    return "drop"
 
 
 def _unless_multiturn(verl: Verl, key: str, value: Any) -> Any:
-    return Unused("multiturn.messages_key decides") if verl.get("data.multiturn.enable") else value
+    if verl.get("data.multiturn.enable"):
+        return Unused("multiturn.messages_key decides")
+    return value
 
 
 def _multiturn(verl: Verl, key: str, value: Any) -> Any:
-    return verl.get("data.multiturn.messages_key") if value else Unused()
+    if not value:
+        return Unused()
+    return verl.get("data.multiturn.messages_key")
 
 
 DATA_CONVERSIONS: dict[str, Conversion] = {

@@ -20,7 +20,9 @@ def _schedule(verl: Verl, key: str, value: Any) -> Any:
 
 
 def _schedule_alias(verl: Verl, key: str, value: Any) -> Any:
-    return Unused() if value is None else _named_schedule(verl, key, value)
+    if value is None:
+        return Unused()
+    return _named_schedule(verl, key, value)
 
 
 def _schedule_name(verl: Verl, key: str) -> Any:
@@ -103,7 +105,9 @@ def _recompute(verl: Verl, key: str, value: Any) -> Any:
 
 
 def _activation_offload(verl: Verl, key: str, value: Any) -> Any:
-    return "offload" if value else Unused()
+    if not value:
+        return Unused()
+    return "offload"
 
 
 def _offload(verl: Verl, key: str, value: Any) -> Any:
@@ -204,11 +208,15 @@ def _critic_warmup(verl: Verl, key: str, value: Any) -> Any:
     steps = verl.get("trainer.total_training_steps")
     if value and steps is None:
         raise NoCounterpart("its fraction of the run needs trainer.total_training_steps; give it")
-    return value / steps if value else 0.0
+    if not value:
+        return 0.0
+    return value / steps
 
 
 def _keep_one(verl: Verl, key: str, value: Any) -> Any:
-    return 1 if value else Unused()
+    if not value:
+        return Unused()
+    return 1
 
 
 ENGINE_CONVERSIONS: dict[str, Conversion] = {

@@ -9,11 +9,15 @@ from flows.verl.values import ROLLOUT, Conversion, NoCounterpart, Unused
 
 
 def _greedy_or_value(verl: Verl, key: str, value: Any) -> Any:
-    return value if verl.get(ROLLOUT + "val_kwargs.do_sample") else Unused("val_kwargs.do_sample is false: greedy")
+    if verl.get(ROLLOUT + "val_kwargs.do_sample"):
+        return value
+    return Unused("val_kwargs.do_sample is false: greedy")
 
 
 def _do_sample_validation(verl: Verl, key: str, value: Any) -> Any:
-    return Unused("val_kwargs.temperature decides") if value else 0.0
+    if not value:
+        return 0.0
+    return Unused("val_kwargs.temperature decides")
 
 
 def _drawn_validation(verl: Verl, key: str, value: Any) -> Any:
@@ -21,7 +25,9 @@ def _drawn_validation(verl: Verl, key: str, value: Any) -> Any:
         return Unused("val_kwargs.do_sample is false: greedy")
     if key.endswith(".n") and value > 1 and verl.get(ROLLOUT + "val_kwargs.temperature") == 0:
         return Unused("at temperature 0 all completions would be equal")
-    return max(0, value) if key.endswith(".top_k") else value
+    if key.endswith(".top_k"):
+        return max(0, value)
+    return value
 
 
 LOGGERS = ("tensorboard", "wandb", "mlflow", "swanlab")

@@ -247,7 +247,9 @@ def _numbers_to_lists(value: Any) -> Any:
         return value
     entries = {name: _numbers_to_lists(entry) for name, entry in value.items()}
     has_only_numbers = bool(entries) and all(name.isdigit() for name in entries)
-    return list(entries.values()) if has_only_numbers else entries
+    if has_only_numbers:
+        return list(entries.values())
+    return entries
 
 
 def _validate(config: dict[str, Any], sets: Sequence[str], imported: Imported) -> dict[str, Any]:

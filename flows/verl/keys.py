@@ -128,7 +128,9 @@ def _defaults(entry: Any) -> tuple[Any, ...]:
 
 
 def _as_tuple(value: str | Iterable[str]) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(value)
+    if isinstance(value, str):
+        return (value,)
+    return tuple(value)
 
 
 def _value(value: Any) -> Any:

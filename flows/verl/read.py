@@ -52,10 +52,14 @@ class Verl:
         for is_interpolation, text in _split_interpolations(value, key):
             parts.append(self._interpolate(text, key, depth) if is_interpolation else text)
         # a single interpolation keeps the type of its value
-        return parts[0] if len(parts) == 1 else "".join(str(part) for part in parts)
+        if len(parts) == 1:
+            return parts[0]
+        return "".join(str(part) for part in parts)
 
     def _raw(self, key: str) -> Any:
-        return self.given[key] if key in self.given else self.table.default(key)
+        if key in self.given:
+            return self.given[key]
+        return self.table.default(key)
 
     def _interpolate(self, text: str, key: str, depth: int) -> Any:
         """The value of an interpolation in the value of `key`. `text` is the part within the braces."""
@@ -70,7 +74,9 @@ class Verl:
         if resolver == "oc.select":
             target = _absolute_key(name.strip(), key)
             is_known = target in self.given or self.table.has_default(target) or self._subtree(target)
-            return self._lookup(target, key, depth) if is_known else default
+            if is_known:
+                return self._lookup(target, key, depth)
+            return default
         if resolver == "oc.env":
             return os.environ.get(name.strip(), default)
         raise VerlError(f"{key}: '${{{text}}}' uses the resolver {resolver!r}, which is not supported; write the value")
@@ -195,7 +201,9 @@ def _split_interpolations(text: str, key: str) -> list[tuple[bool, str]]:
             raise VerlError(f"{key}: {text!r} opens '${{' and does not close it")
         parts.append((True, rest[:end]))
         rest = rest[end + 1 :]
-    return [*parts, (False, rest)] if rest else parts
+    if rest:
+        return [*parts, (False, rest)]
+    return parts
 
 
 def _absolute_key(name: str, key: str) -> str:
@@ -208,4 +216,6 @@ def _absolute_key(name: str, key: str) -> str:
 
 def _literal(text: str) -> Any:
     text = text.strip().strip("\"'")
-    return text if "${" in text or not text else load_config(None, [f"x={text}"])["x"]
+    if "${" in text or not text:
+        return text
+    return load_config(None, [f"x={text}"])["x"]

@@ -59,7 +59,9 @@ def local_path(path: Any) -> str:
         raise NoCounterpart(f"expected a path, not {type(path).__name__}")
     if path.startswith("hdfs:"):
         raise NoCounterpart("HDFS is not supported; copy the data to a folder or to an object store")
-    return str(Path(path).expanduser()) if path.startswith("~") else path
+    if path.startswith("~"):
+        return str(Path(path).expanduser())
+    return path
 
 
 def times(value: Any, factor: Any) -> int:

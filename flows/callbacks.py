@@ -56,6 +56,7 @@ class Cadence:
     def __post_init__(self) -> None:
         if self.every is not None and self.every_steps is not None:
             raise ValueError(f"both every={self.every} and every_steps={self.every_steps} were given; give one of them")
+        # limits of each interval
         if self.every is not None and not 0 < self.every <= 1:
             raise ValueError(f"every={self.every}, expected a share of the run above 0, at most 1")
         if self.every_steps is not None and self.every_steps < 1:
@@ -80,6 +81,7 @@ class Cadence:
             raise ValueError(
                 f"every={self.every} is a share of the run, and this one has no end; give every_steps, or a length"
             )
+        # the beginning and the end have their own switches
         if steps_done == 0:
             return self.at_start
         if steps_done == total_steps:
@@ -88,6 +90,7 @@ class Cadence:
             return steps_done % self.every_steps == 0
         if self.every is None or total_steps is None:
             return False
+        # due when the step reaches a further multiple of the interval; fractions, because floats would round
         share = Fraction(str(self.every)) * total_steps
         return int(steps_done / share) > int((steps_done - 1) / share)
 
@@ -145,16 +148,18 @@ class ValidationLoss:
     dataset: Sequence[StringThread] | Sequence[tuple[StringThread, StringThread]] | LoadedDataset
     cadence: Cadence = EVERY_FIFTH
     lengths: LengthPlan = ANY_LENGTH
-    """How long a row may be; as in the training class."""
+    """The length limits of a row, as in the training class."""
 
     async def at(self, moment: Moment) -> ArtifactRef | None:
         """Raises ValueError in a class of reinforcement learning, which has no loss of rows."""
         model = moment.model
+        # reward models
         if isinstance(moment.loss, RankingSpec | MSESpec):
             score_plan = ScoreValidationPlan(
                 base=model.base, dataset=self._load(moment).ref, loss=moment.loss, lengths=self.lengths
             )
             return await validate_scores(model.workspace, moment.policy, score_plan)
+        # SFT and DPO
         if not isinstance(moment.loss, CrossEntropySpec | DPOSpec):
             raise ValueError(
                 "ValidationLoss works with SFT, DPO and RewardModelling, and this class is none of them; leave it out"
@@ -171,7 +176,9 @@ class ValidationLoss:
         rows = list(self.dataset)
         if isinstance(moment.loss, DPOSpec | RankingSpec):
             return load_prompts(moment.model.workspace, InlinePairs.of(rows), "preference")  # type: ignore[arg-type, call-overload]
-        use: DatasetUse = "rating" if isinstance(moment.loss, MSESpec) else "completion"
+        use: DatasetUse = "completion"
+        if isinstance(moment.loss, MSESpec):
+            use = "rating"
         return load_prompts(moment.model.workspace, InlineDataset.of(rows), use)  # type: ignore[arg-type, call-overload]
 
 
@@ -223,9 +230,9 @@ class EnvironmentValidation:
 
 @dataclass(frozen=True)
 class SamplesTable:
-    """Shows a table of samples of the last step: prompts, completions (for episodes: conversations) and grades. It goes
-    to the loggers and the terminal, and in a flow it is an artifact of the flow run, with a version per call. Before
-    the first step there is nothing to show."""
+    """Shows a table of samples of the last step: prompts, completions (for episodes: conversations) and grades. The
+    table is sent to the loggers and the terminal. In a flow it is also an artifact of the flow run, with a version per
+    call."""
 
     cadence: Cadence = EVERY_FIFTH
     samples: int = 8
@@ -235,24 +242,32 @@ class SamplesTable:
     async def at(self, moment: Moment) -> None:
         """Raises ValueError in a class that does not sample."""
         store, policy = moment.model.workspace.open_store(), moment.policy
-        record = moment.model.chain_of(policy).record(policy.step) if policy.step else None
-        if record is None or moment.show is None:
+        # before the first step there is nothing to show
+        if policy.step == 0 or moment.show is None:
             return
-        inputs = step_inputs(store, record)  # not the moment's own: after a resume it has none
+        record = moment.model.chain_of(policy).record(policy.step)
+        if record is None:
+            return
+        # read from the record, because after a resume the moment has no rollouts
+        inputs = step_inputs(store, record)
         if not inputs.rollouts:
             raise ValueError("SamplesTable shows what a step sampled, and this class does not sample; leave it out")
+        # about the same number of rows from each shard
         rows: list[dict[str, Any]] = []
         each = -(-self.samples // len(inputs.rollouts))
-        tables = inputs.graded or inputs.rollouts  # the table of episodes has their grades
+        # episodes have no tables of grades: the grades are in the table of the episodes
+        tables = inputs.graded or inputs.rollouts
         for drawn, graded in zip(inputs.rollouts, tables, strict=True):
             rows += sample_rows(store, policy.step - 1, drawn, graded, count=each)
         await moment.show(Table(name=self.name, step=policy.step, rows=tuple(rows[: self.samples])))
 
 
 GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
+"""Changes that make sampling parameters greedy."""
 
 
 def _prompts(moment: Moment, dataset: Sequence[StringThread] | LoadedDataset, completions: int) -> PromptShard:
+    """All prompts of a dataset, as one shard."""
     if not isinstance(dataset, LoadedDataset):
         dataset = load_prompts(moment.model.workspace, InlineDataset.of(list(dataset)), "prompt")
     rows = tuple(range(dataset.rows))

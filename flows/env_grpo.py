@@ -77,7 +77,8 @@ class ENVGRPO(RolloutLoop):
         async def play(policy: PolicyRef, shards: list[PromptShard], step: int) -> RolloutsAndGrades:
             sampling = self.model.sampling
             episodes = await play_shards(workspace, policy, shards, sampling, self.episodes, step=step)
-            return episodes, episodes  # the table of episodes has the grades of their turns
+            # the table of episodes has the grades of their turns
+            return episodes, episodes
 
         async with (
             training_steps(self, total_steps) as steps,

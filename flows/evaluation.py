@@ -131,7 +131,8 @@ def _announce_regressions(comparison: Comparison, baseline: str) -> None:
         # without an interval the difference may be due to chance
         if difference.first != baseline or paired is None or paired.low is None or paired.high is None:
             continue
-        if paired.high < 0:  # the whole 95 % confidence interval is below zero
+        # the whole 95 % confidence interval is below zero
+        if paired.high < 0:
             name, _, version = difference.second.partition("@")
             emit_eval_regressed(
                 name, version, baseline=baseline, dataset=difference.cell, difference=paired.difference,

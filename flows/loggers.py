@@ -51,7 +51,8 @@ class StageNotifier:
         self._page, self._clock = page, clock
         self._said: int | None = None
         self._shown_at: float | None = None
-        self._sender = ThreadPoolExecutor(1, thread_name_prefix="stage-notifier")  # starts no thread before it is used
+        # starts no thread before it is used
+        self._sender = ThreadPoolExecutor(1, thread_name_prefix="stage-notifier")
         self._under_way: Future[None] | None = None
 
     def report_progress(self, done: float, total: float = 1.0) -> None:
@@ -77,7 +78,8 @@ class StageNotifier:
         if page is None or ((early or busy) and not ended):
             return
         self._page, self._shown_at = page, self._clock()
-        context = contextvars.copy_context()  # Prefect finds its settings in it
+        # Prefect finds its settings in it
+        context = contextvars.copy_context()
         self._under_way = self._sender.submit(context.run, self._show, page, 100 * self.progress)
 
     def _show(self, page: Page, percent: float) -> None:

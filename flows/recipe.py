@@ -54,7 +54,8 @@ class InputConfig(FormConfig):
         """The part of the config that decides the result: the fields that the recipe added, and the seed."""
         body = self.model_dump(mode="json", exclude={"run", "engine", "storage"})
         for name, value in self:
-            if isinstance(value, set | frozenset):  # has another order in every process
+            # has another order in every process
+            if isinstance(value, set | frozenset):
                 body[name] = sorted(body[name], key=canonical_json)
         return body
 

@@ -95,7 +95,8 @@ class _ChainProgress:
 def _print_verification(report: Any, to: Console) -> None:
     columns = ("chain", "steps>", "redone>", "digests compared>", "checkpoints compared>", "")
     rows: list[tuple[Any, ...]] = []
-    notes: dict[str, None] = {}  # a dict keeps their order, and each note once
+    # a dict keeps their order, and each note once
+    notes: dict[str, None] = {}
     for chain in report.chains:
         outcome = "differs" if chain.problems else "equal to the byte"
         rows.append((chain.chain, chain.steps, chain.redone, chain.digests, chain.checkpoints, outcome))

@@ -75,5 +75,6 @@ def _announce(data: LoadedDataset, spec: FileDataset, use: DatasetUse, server: s
     from flows.ops.local_server import use_server
     from flows.runs.events import announce_dataset
 
-    with use_server(server):  # sends the event before the process ends
+    # sends the event before the process ends
+    with use_server(server):
         announce_dataset(data, spec, use)

@@ -105,7 +105,8 @@ def run_server(
         closed = await lifecycle.serve_until_signal(app, listener, grace_seconds=grace_seconds, on_ready=print_address)
         if not closed:
             sys.stderr.flush()
-            os._exit(0)  # a call that did not end in time must not keep the process alive
+            # a call that did not end in time must not keep the process alive
+            os._exit(0)
 
     asyncio.run(main())
     return 0

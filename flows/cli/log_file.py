@@ -72,7 +72,8 @@ class _LogFileHandler(logging.FileHandler):
             print(f"the log file {self.baseFilename} cannot be written: {error.strerror}", file=sys.stderr)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # what is left in the buffer
+        # what is left in the buffer
+        with contextlib.suppress(OSError):
             super().close()
 
 
@@ -124,7 +125,8 @@ class _FormatterWithoutTraceback(logging.Formatter):
         self._inner = inner or logging.Formatter()
 
     def format(self, record: logging.LogRecord) -> str:
-        bare = copy.copy(record)  # the other handlers of the record still need its traceback
+        # the other handlers of the record still need its traceback
+        bare = copy.copy(record)
         bare.exc_info = bare.exc_text = bare.stack_info = None
         return self._inner.format(bare)
 

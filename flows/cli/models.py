@@ -264,7 +264,8 @@ def _provenance(name: str, version: str) -> Provenance:
 def _account() -> str:
     try:
         return getpass.getuser()
-    except (KeyError, OSError):  # a container without an entry for its user id
+    except (KeyError, OSError):
+        # a container without an entry for its user id
         raise usage_error("this account has no name; give --who") from None
 
 

@@ -186,7 +186,8 @@ def _is_termination(error: BaseException) -> bool:
 
 async def _call_flow(flow: str, config: FlowConfig) -> dict[str, Any]:
     # imported here, because the import of Prefect takes seconds, and a refused config should be reported at once
-    function = getattr(import_module(f"flows.{flow}"), flow)  # it has the name of its module
+    # it has the name of its module
+    function = getattr(import_module(f"flows.{flow}"), flow)
     return await function(config)  # type: ignore[no-any-return]
 
 

@@ -236,7 +236,8 @@ def _options(
         storage = storage or f"s3://{BUCKET}/data"
     storage = storage or DEFAULT_STORAGE
     if "://" not in storage:
-        storage = str(Path(storage).expanduser().absolute())  # flows have other working directories
+        # flows have other working directories
+        storage = str(Path(storage).expanduser().absolute())
     if database.startswith("postgresql://"):
         raise UpError("Prefect uses asyncpg for PostgreSQL: write --database postgresql+asyncpg://…")
     config = str(engine_config.absolute()) if engine_config else ""

@@ -70,7 +70,8 @@ class ModelConfig(Frozen):
     def _is_a_name(cls, value: str | None) -> str | None:
         try:
             return None if value is None else validate_name(value)
-        except InvalidKey as error:  # refused now, and not when the training is over
+        except InvalidKey as error:
+            # refused now, and not when the training is over
             raise ValueError(str(error)) from error
 
 
@@ -286,7 +287,8 @@ class TrainingConfig(FlowConfig):
     model: ModelConfig
     data: DataConfig
 
-    if TYPE_CHECKING:  # each flow has its own type; a field here would come before theirs in the form
+    # each flow has its own type; a field here would come before theirs in the form
+    if TYPE_CHECKING:
         algorithm: Any
         optimizer: OptimizerConfig
 

@@ -198,7 +198,8 @@ _UNPARSEABLE = (yaml.YAMLError, _DuplicateKey, ValueError, RecursionError)
 def _why_unparseable(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return str(_TooDeep())
-    if "integer string conversion" in str(error):  # Python's own words tell the reader to change the interpreter
+    # Python's own words tell the reader to change the interpreter
+    if "integer string conversion" in str(error):
         digits = sys.get_int_max_str_digits()
         return f"an integer has more than {digits:,} digits; write a shorter one, or put it in quotes"
     return str(error)
@@ -233,7 +234,8 @@ def _refuse_duplicates(pairs: Iterable[tuple[str, Any]], where: str = "") -> dic
 
 
 def _parse_yaml(text: str) -> Any:
-    return yaml.load(text, _Loader)  # _Loader is a SafeLoader
+    # _Loader is a SafeLoader
+    return yaml.load(text, _Loader)
 
 
 def _parse_json(text: str) -> Any:
@@ -300,7 +302,8 @@ def _models_in(annotation: Any) -> list[type[BaseModel]]:
 
 
 def _nearest(key: str, names: set[str]) -> str:
-    near = difflib.get_close_matches(key, sorted(names - {key}), n=1)  # itself: a key of another group
+    # itself: a key of another group
+    near = difflib.get_close_matches(key, sorted(names - {key}), n=1)
     if not near:
         return "; leave it out, or look at the fields in the docs"
     return f"; did you mean {near[0]!r}?"

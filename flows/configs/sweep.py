@@ -163,4 +163,5 @@ def _put(body: dict[str, Any], key: str, value: Any) -> None:
         target = target.get(group) if isinstance(target, Mapping) else None
     if not isinstance(target, dict):
         raise ValueError(f"{key!r} names no key within a group of the config; give a key like optimizer.lr")
-    target[last] = value  # a key that the config does not know is refused when it is validated
+    # a key that the config does not know is refused when it is validated
+    target[last] = value

@@ -88,7 +88,8 @@ class RunPage:
         self._samples: tuple[int, ArtifactRef, ArtifactRef] | None = None
         self._changed, self._stop = threading.Event(), threading.Event()
         self._failing = False
-        context = contextvars.copy_context()  # holds Prefect's settings
+        # holds Prefect's settings
+        context = contextvars.copy_context()
         self._thread = threading.Thread(target=context.run, args=(self._update_loop,), name="run-page", daemon=True)
 
     def add_step(

@@ -194,7 +194,8 @@ def _seconds_by_activity(metrics: StepMetrics) -> str:
 
 
 def _table(rows: list[StepMetrics]) -> Table:
-    columns: dict[str, None] = {}  # a dict keeps the order in which the metrics appear
+    # a dict keeps the order in which the metrics appear
+    columns: dict[str, None] = {}
     for row in rows:
         columns.update(dict.fromkeys(_cells(row)))
     # a resumed step is marked with an arrow

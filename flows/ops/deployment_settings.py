@@ -81,7 +81,8 @@ def _read_engine() -> HttpEngineSpec | None:
     """The engine of the Secret block, or None if there is no block. Its token goes into the environment."""
     try:
         body = _sync(Secret.load, ENGINE_SECRET).get()
-    except ValueError:  # Prefect raises it for a block that does not exist
+    except ValueError:
+        # Prefect raises it for a block that does not exist
         return None
     if not isinstance(body, dict) or not body.get("url"):
         raise ValueError(

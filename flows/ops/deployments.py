@@ -85,7 +85,8 @@ async def _prepare(pool: str, names: list[str]) -> list[Any]:
     # the pool's template is that of a process worker
     async with get_client() as client:
         template = ProcessWorker.get_default_base_job_template()
-        with contextlib.suppress(ObjectAlreadyExists):  # an existing pool keeps its type and template
+        # an existing pool keeps its type and template
+        with contextlib.suppress(ObjectAlreadyExists):
             await client.create_work_pool(WorkPoolCreate(name=pool, type="process", base_job_template=template))
         await save_automations(client)
         return await read_deployments(client, names)

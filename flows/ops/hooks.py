@@ -74,7 +74,8 @@ async def release_lease(flow: Flow[..., Any], flow_run: FlowRun, state: State) -
 
             current = (await client.read_flow_run(flow_run.id)).state
             if current is not None and not (current.is_final() or current.is_cancelling()):
-                return  # another attempt is scheduled or running
+                # another attempt is scheduled or running
+                return
             for workspace in held_runs:
                 await release_run(workspace)
             is_cancelled = current is not None and current.type in CANCELLATION_STATES

@@ -127,12 +127,14 @@ def _spawn(home: Path, log: Path, port: int) -> subprocess.Popen[bytes]:
     with log.open("ab") as output:
         return subprocess.Popen(
             [sys.executable, "-c", DIE_WITH_PARENT, str(os.getpid()), *arguments],
-            cwd=home,  # away from a prefect.toml or .env of the working directory
+            # away from a prefect.toml or .env of the working directory
+            cwd=home,
             env=server_environment(home, port),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C ends the run, whose end the server must still record
+            # Ctrl-C ends the run, whose end the server must still record
+            start_new_session=True,
         )
 
 
@@ -150,7 +152,8 @@ def server_environment(home: Path, port: int, *, database: str = "") -> dict[str
         "PREFECT_SERVER_UI_API_URL": f"http://{LOOPBACK}:{port}/api",  # default: port 4200
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
-        "PREFECT_SERVER_UI_V2_ENABLED": "false",  # v2 calls an analytics host on every load, v1 does not
+        # v2 calls an analytics host on every load, v1 does not
+        "PREFECT_SERVER_UI_V2_ENABLED": "false",
         "DO_NOT_TRACK": "1",
     }
 
@@ -177,7 +180,8 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], health_url: str, log: 
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    process.send_signal(signal.SIGTERM)  # does nothing if the child has ended, so a reused pid is safe
+    # does nothing if the child has ended, so a reused pid is safe
+    process.send_signal(signal.SIGTERM)
     try:
         process.wait(STOP_SECONDS)
     except subprocess.TimeoutExpired:
@@ -193,7 +197,8 @@ def _settle(api_url: str) -> None:
     APILogWorker.drain_all(timeout=SETTLE_SECONDS)
     EventsWorker.drain_all(timeout=SETTLE_SECONDS)
     if LOOPBACK not in api_url:
-        return  # a shared server is not about to be stopped, and its count never stays the same
+        # a shared server is not about to be stopped, and its count never stays the same
+        return
     # task runs are stored in batches: two equal counts, more than a flush interval apart, mean that all are stored
     ended_runs = {"task_runs": {"state": {"type": {"any_": ["COMPLETED", "FAILED", "CRASHED", "CANCELLED"]}}}}
     deadline = time.monotonic() + SETTLE_SECONDS
@@ -202,7 +207,8 @@ def _settle(api_url: str) -> None:
         try:
             count = request_json(f"{api_url}/task_runs/count", post=ended_runs)
         except (OSError, ValueError):
-            return  # the server has ended, so there is nothing to wait for
+            # the server has ended, so there is nothing to wait for
+            return
         if count == last_count:
             return
         last_count = count

@@ -67,8 +67,10 @@ def spawn(command: Sequence[str], *, environment: Mapping[str, str], log: Path, 
             start_new_session=True,
         )
     identity = ProcessIdentity.of(child.pid)
-    assert identity is not None  # the kernel keeps a child until its parent has waited for it
-    child.returncode = 0  # keeps Popen from warning about a running child; `reap` waits for it
+    # the kernel keeps a child until its parent has waited for it
+    assert identity is not None
+    # keeps Popen from warning about a running child; `reap` waits for it
+    child.returncode = 0
     return identity
 
 
@@ -119,6 +121,7 @@ def process_environment(process: psutil.Process) -> dict[str, str]:
 
 def _signal(process: psutil.Process, *, hard: bool) -> None:
     try:
-        process.kill() if hard else process.terminate()  # psutil compares the start time first
+        # psutil compares the start time first
+        process.kill() if hard else process.terminate()
     except psutil.NoSuchProcess:
         return

@@ -88,7 +88,8 @@ def answers(url: str) -> bool:
         with opener.open(url, timeout=2.0) as response:
             return bool(response.status < 300)
     except urllib.error.HTTPError as error:
-        return error.code in (401, 403)  # the service answers, but requires a key
+        # the service answers, but requires a key
+        return error.code in (401, 403)
     except (OSError, ValueError):
         return False
 

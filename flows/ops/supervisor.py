@@ -78,7 +78,8 @@ class Supervisor:
     def __post_init__(self) -> None:
         self.services = services(self.state, self.home)
         self._backoff = {service.name: Backoff() for service in self.services}
-        self._worker_lost = not self._alive("worker")  # an earlier worker may have left flow runs
+        # an earlier worker may have left flow runs
+        self._worker_lost = not self._alive("worker")
         self._lost_run_ids: set[str] = set()
         self._rescheduled_at = time.monotonic()
         self._save(supervisor=ProcessIdentity.of(psutil.Process().pid), ready=False)

@@ -81,6 +81,7 @@ async def _pause(description: str, seconds: float) -> ApprovalForm | None:
 async def _end_pause() -> None:
     """Sets the paused flow run to Running again."""
     context = FlowRunContext.get()
-    assert context is not None and context.flow_run is not None  # only a flow run can be paused
+    # only a flow run can be paused
+    assert context is not None and context.flow_run is not None
     async with get_client() as client:
         await client.set_flow_run_state(context.flow_run.id, Running(message="there was no answer in time"))

@@ -16,6 +16,7 @@ def code_version() -> str:
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         git = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError:  # git is not installed in this image
+    except OSError:
+        # git is not installed in this image
         return "unknown"
     return git.stdout.strip() or "unknown"

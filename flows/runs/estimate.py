@@ -129,7 +129,8 @@ def estimate(
         value_parameters = parameters if value_model.key is None else _parameters(store, value_model.key)
         memory += _memory(value_model, value_parameters, compute_bytes, frozen=False, samples=False)
         if value_model.adapter is not None and config.model.adapter is not None and value_model.key is None:
-            memory -= parameters * compute_bytes  # both adapters share one base model
+            # both adapters share one base model
+            memory -= parameters * compute_bytes
         if steps is not None and disk is not None:
             disk += _disk(config, value_model, value_parameters, steps)
         operations += value_parameters * stored_tokens * (2.0 + 6.0 * config.algorithm.mini_epochs_per_batch)

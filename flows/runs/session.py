@@ -177,7 +177,8 @@ def take_lease(workspace: Workspace) -> Workspace:
     """Takes the run's lease and returns the workspace with the new epoch. Holders of earlier epochs are fenced."""
     holder = machine_info() | {"code_version": workspace.provenance.code_version, "pid": os.getpid()}
     if flow_run.id:
-        holder["flow_run"] = str(flow_run.id)  # hooks run in other processes, and recognise the lease by it
+        # hooks run in other processes, and recognise the lease by it
+        holder["flow_run"] = str(flow_run.id)
     epoch = acquire_lease(workspace.open_store(), workspace.run, holder)
     log_work("open", run=workspace.run, epoch=epoch)
     return workspace.model_copy(update={"epoch": epoch})

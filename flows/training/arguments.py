@@ -1,4 +1,4 @@
-"""Checks of the arguments of a training class, made when the class is created and not in the middle of its run."""
+"""Checks the arguments of the training classes when a class is created, so that a run does not fail in the middle."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_one_length(length: str, steps: int | None, epochs: int | None) -> None
 
 
 def grading_of(grader: BaseGrader | GraderSpec | Grading) -> Grading:
-    """How a grader is used. Raises GraderSpecError for a grader that another process could not construct again."""
+    """The grader with its limits. Raises GraderSpecError for a grader that another process cannot create again."""
     if isinstance(grader, Grading):
         return grader
     if not isinstance(grader, BaseGrader | GraderSpec):

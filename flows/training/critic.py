@@ -29,7 +29,9 @@ class Critic:
         )
         self.optimizer = _optimizer(options, policy_optimizer)
         clip = self.credit.value_clip
-        self.loss: LossSpec = MSESpec() if clip is None else TrustRegionMSESpec(clip=clip)
+        self.loss: LossSpec = MSESpec()
+        if clip is not None:
+            self.loss = TrustRegionMSESpec(clip=clip)
 
     @property
     def follows_progress(self) -> bool:
@@ -37,30 +39,37 @@ class Critic:
         return self.credit.value_only_fraction > 0 or not is_fixed(self.schedule, self.optimizer.weight_decay)
 
     async def open(self, policy_start: PolicyRef, policy_chain: Chain, *, restarted: bool) -> None:
-        """Opens the stage that the policy has opened at `policy_start`. `restarted`: from a checkpoint of a run, whose
-        value model of the same iteration is then the start, where that run had one."""
+        """Opens the stage that the policy has opened at `policy_start`.
+
+        `restarted`: the policy starts from a checkpoint of another run. The value model then starts from the same
+        iteration of that run, if the run had a value model.
+        """
+        # a restart from a checkpoint continues the value model of the same iteration
         start: PolicyRef | None = None
         root = policy_chain.root()
         if restarted and root is not None and root.start is not None:
             values = Chain(policy_chain.store, root.start.run, root.start.stage, self.model.name)
-            start = None if values.root() is None else values.policy(root.start.step)
-        # a stage's name ends with the policy's name where another model has the plain name
+            if values.root() is not None:
+                start = values.policy(root.start.step)
+        # without the number; the name may end with the policy's name, to tell two policies apart
         stage = policy_start.stage.partition("-")[2]
         await self.model.begin_stage(stage, start=start)
 
     def value_only_steps(self, total_steps: int | None) -> int:
-        """The iterations that train the value model alone: step k of N while k / N < value_only_fraction. Raises
-        ValueError when no iteration is left for the policy."""
+        """The number of iterations that train only the value model: step k of N while k / N < value_only_fraction.
+
+        Raises ValueError if no iteration is left for the policy.
+        """
         if total_steps is None:
             return 0
         fraction = self.credit.value_only_fraction
-        alone = sum(step / total_steps < fraction for step in range(total_steps))
-        if alone == total_steps:
+        steps = sum(step / total_steps < fraction for step in range(total_steps))
+        if steps == total_steps:
             raise ValueError(
                 f"value_only_fraction={fraction} of {total_steps} iterations leaves none in which the policy is "
                 "trained; lower it, or train longer"
             )
-        return alone
+        return steps
 
     def plan(self, value: PolicyRef) -> ValuePlan:
         """How the tokens of a batch are credited, with the values of `value` as the baseline."""
@@ -75,7 +84,7 @@ class Critic:
 
 
 def check_ppo_options(model: TrainingModel, value_model: TrainingModel, options: PPOOptions) -> None:
-    """Raises ValueError for what PPO does not have, and for two models of one name."""
+    """Raises ValueError for options that PPO does not have, and for two models with the same name."""
     if (estimator := options.get("advantage_estimator", "gae")) != "gae":
         raise ValueError(f"advantage_estimator={estimator!r}: PPO's are the value model's; leave it out")
     if options.get("dynamic_sampling"):

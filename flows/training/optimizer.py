@@ -1,5 +1,5 @@
-"""The optimizer of a training class: AdamW with schedules of its learning rate and weight decay, and how a config names
-them."""
+"""The optimizer of the training classes: AdamW with schedules of its learning rate and weight decay. Also translates
+the names of a config into schedules."""
 
 from __future__ import annotations
 
@@ -52,13 +52,16 @@ class AdamW:
 
 
 def rate_at(schedule: Schedule, step: int, total_steps: int | None) -> float:
-    """The value of a schedule at a 0-based step. The schedule of a run without an end does not depend on its length, so
-    any length will do."""
-    return schedule.at(step, total_steps if total_steps is not None else step + 1)
+    """The value of a schedule at a 0-based step. The schedules of a run without an end do not depend on its length, so
+    any length gives the same value."""
+    if total_steps is None:
+        total_steps = step + 1
+    return schedule.at(step, total_steps)
 
 
 def schedule_of(optimizer: OptimizerConfig, *, lr: float | None = None) -> Schedule:
     """The schedule of the learning rate that a config names. `lr` is its highest rate; None: the config's."""
+    # only what the config sets; each schedule has its own defaults
     options: dict[str, Any] = {}
     for name in ("warmup_steps", "warmup_ratio", "min_lr_ratio", "decay_ratio"):
         value = getattr(optimizer, name)
@@ -66,6 +69,7 @@ def schedule_of(optimizer: OptimizerConfig, *, lr: float | None = None) -> Sched
             options[name] = value
     if optimizer.cycles > 1:
         options["cycles"] = optimizer.cycles
+    # the classes have different options, so the constructor has no common type
     make: Any = SCHEDULES[optimizer.schedule]
     schedule: Schedule = make(lr or optimizer.lr, **options)
     return schedule
@@ -75,7 +79,8 @@ def optimizer_arguments(optimizer: OptimizerConfig) -> dict[str, Any]:
     """The options of a training class that an optimizer's config gives."""
     decay: float | Schedule = optimizer.weight_decay
     if optimizer.weight_decay_schedule != "constant":
-        assert optimizer.weight_decay_end is not None  # the config is refused otherwise
+        # OptimizerConfig refuses a schedule without an end
+        assert optimizer.weight_decay_end is not None
         decay = Ramp(optimizer.weight_decay, optimizer.weight_decay_end, optimizer.weight_decay_schedule)
     return {
         "lr_scheduler": schedule_of(optimizer),

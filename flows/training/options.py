@@ -153,7 +153,7 @@ class CriticOptions(TypedDict, total=False):
     value_lr_scheduler: Schedule | None
     """Replaces `lr_value`."""
     value_weight_decay: float | Schedule | None
-    """None: the policy's, as for the next two."""
+    """None: the value of the policy. The same holds for the next two."""
     value_betas: tuple[float, float] | None
     value_max_grad_norm: float | None
 
@@ -163,9 +163,9 @@ class PPOOptions(PolicyOptions, CriticOptions, total=False):
 
     lr_policy: float
     lr_scheduler_policy: Schedule | None
-    """Another name of `lr_scheduler`."""
+    """An alias of `lr_scheduler`."""
     lr_scheduler_value: Schedule | None
-    """Another name of `value_lr_scheduler`."""
+    """An alias of `value_lr_scheduler`."""
 
 
 class EpisodeLimits(TypedDict, total=False):
@@ -204,7 +204,8 @@ def read_options(config_type: type[Config], options: Mapping[str, Any], **values
 
 
 def episode_plan(environment: EnvironmentFactory | EnvironmentSpec, options: EpisodeLimits) -> EpisodePlan:
-    """The environment and the limits of its episodes. A factory is one of this process."""
+    """The environment, and the limits of its episodes that the options give."""
+    # a factory exists in this process only, so the spec says that
     if isinstance(environment, EnvironmentFactory):
         environment = in_process_spec(environment)
     limits = {name: value for name, value in options.items() if name in EpisodeLimits.__annotations__}
@@ -213,9 +214,12 @@ def episode_plan(environment: EnvironmentFactory | EnvironmentSpec, options: Epi
 
 def check_episode_options(options: Mapping[str, Any]) -> None:
     """Raises ValueError for options that act on single answers."""
-    acting = [name for name in NOT_OF_EPISODES if name in options and options[name] != default_of(BatchRules, name)]
-    if acting:
-        raise ValueError(f"{acting} act on single answers, and an episode has several; leave them out")
+    changed = []
+    for name in NOT_OF_EPISODES:
+        if name in options and options[name] != default_of(BatchRules, name):
+            changed.append(name)
+    if changed:
+        raise ValueError(f"{changed} act on single answers, and an episode has several; leave them out")
     if "grader" in options:
         raise ValueError("the environment grades the turns of an episode; leave the grader out")
 

@@ -71,6 +71,7 @@ class PromptBatch:
     def shards(self, rows: list[int], *, earlier_rows: list[int], first_index: int) -> list[PromptShard]:
         """The shards of `rows`. `earlier_rows` were taken by the same step before; the shards are numbered from
         `first_index`."""
+        # a prompt that occurs again in the step gets other random numbers
         repeated = repetitions([*earlier_rows, *rows])[len(earlier_rows) :]
         size = self.prompts_per_shard
         shards = []
@@ -96,7 +97,7 @@ class Refill:
     rounds: int
     """The largest number of draws after the first."""
     end: RefillEnd
-    """What happens when they did not fill the batch: a smaller one is trained ("short"), or the run fails ("fail")."""
+    """What happens if the draws do not fill the batch: "short" trains on a smaller batch, "fail" ends the run."""
 
 
 @dataclass(frozen=True)
@@ -108,14 +109,16 @@ class RolloutCollector:
     refill: Refill | None = None
 
     async def collect(self, policy: PolicyRef, cursor: DataCursor, *, step: int) -> CollectedRollouts:
-        """Those of 0-based `step`, sampled from `policy`. A committed shard is not sampled again. Raises
-        NothingToLearn."""
+        """Collects the rollouts of 0-based `step`, sampled from `policy`. A committed shard is not sampled again.
+        Raises NothingToLearn."""
         rollouts: list[ArtifactRef] = []
         graded: list[ArtifactRef] = []
         rows: list[int] = []
         cursor_out = cursor
         missing = self.batch.prompts
-        draws = 1 + (self.refill.rounds if self.refill else 0)
+        draws = 1
+        if self.refill is not None:
+            draws += self.refill.rounds
         for _ in range(draws):
             # draw the prompts that are missing, and sample their completions
             new_rows, cursor_out = self.batch.take(cursor_out, missing)
@@ -126,10 +129,11 @@ class RolloutCollector:
             graded += new_graded
             if self.refill is None:
                 break
-            # groups with equal rewards teach nothing: others are drawn in their place
+            # a group with equal rewards has no gradient, so another prompt is drawn instead
             missing = self.batch.prompts - await self._informative_prompts(graded)
             if missing <= 0:
                 break
+        # the draws are used up
         if self.refill is not None and missing > 0 and self.refill.end == "fail":
             raise NothingToLearn(
                 f"step {step}: after {draws} draws of prompts, {missing} of {self.batch.prompts} groups are still "
@@ -148,8 +152,8 @@ class RolloutCollector:
 class RolloutLookahead:
     """Collects the rollouts of step after step, `staleness` steps ahead of training.
 
-    Those of step k are sampled from policy max(0, k - staleness), whichever policy is ready at the time: the result
-    does not depend on the timing.
+    The rollouts of step k are always sampled from policy max(0, k - staleness), even if a later policy is ready, so
+    that the result does not depend on the timing.
     """
 
     collector: RolloutCollector
@@ -158,7 +162,7 @@ class RolloutLookahead:
     total_steps: int | None
     staleness: int = 0
     _running: dict[int, asyncio.Task[CollectedRollouts]] = field(default_factory=dict)
-    """By step."""
+    """The collections that have been started, by step."""
 
     async def collected(self, policy: PolicyRef) -> CollectedRollouts:
         """The rollouts of the step after `policy`. Starts to collect those of later steps that are sampled from
@@ -167,11 +171,13 @@ class RolloutLookahead:
         last = step + self.staleness
         if self.total_steps is not None:
             last = min(last, self.total_steps - 1)
+        # each collection continues the cursor of the one before, so they run in order
         for ahead in range(step, last + 1):
             if ahead not in self._running:
                 before = self._running.get(ahead - 1)
                 self._running[ahead] = asyncio.create_task(self._collect(policy, ahead, before))
         collected = await self._running[step]
+        # the collection of the step before is not needed any more
         self._running.pop(step - 1, None)
         return collected
 
@@ -180,6 +186,7 @@ class RolloutLookahead:
     ) -> CollectedRollouts:
         """The rollouts of one step, after those of the step before, whose cursor it continues."""
         cursor = self.cursor if before is None else (await before).cursor_out
+        # the policy is fixed by the step, and not by which policy is ready first
         sampled_step = max(0, step - self.staleness)
         sampled = policy
         if sampled_step != policy.step:
@@ -192,6 +199,7 @@ class RolloutLookahead:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # stop collecting for steps that this process will not take
         for task in self._running.values():
             task.cancel()
         await asyncio.gather(*self._running.values(), return_exceptions=True)

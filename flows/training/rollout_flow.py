@@ -1,5 +1,5 @@
-"""What the flows around the training classes on rollouts share: their arguments from a config, and the order of
-evaluating, training, publishing and reporting."""
+"""Shared parts of the flows that train on rollouts: the arguments of a training class, and the order of evaluating,
+training, publishing and reporting."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ async def reward_arguments(config: GRPOConfig, session: RunSession, logger: Term
 async def episode_arguments(config: ENVGRPOConfig, session: RunSession, logger: TerminalProgress) -> dict[str, Any]:
     """The arguments of a training class in environments, except for the number of steps. Spawns the model."""
     environment = config.environment
+    # every turn may have a completion of the maximum length
     longest = config.sampling.max_new_tokens * environment.max_turns
     return {
         "environment_factory": environment_spec(environment.path, environment.arguments),
@@ -47,7 +48,7 @@ async def episode_arguments(config: ENVGRPOConfig, session: RunSession, logger: 
 
 
 async def value_arguments(config: PPOConfig | ENVPPOConfig, session: RunSession) -> dict[str, Any]:
-    """The arguments of a training class about its value model, which is spawned."""
+    """The arguments of a training class for its value model. Spawns the value model."""
     value = config.value_model
     optimizer = optimizer_arguments(value.optimizer_over(config.optimizer))
     builder = Model(value.key or registered_key(session.base)).to_builder(session)
@@ -63,17 +64,21 @@ async def value_arguments(config: PPOConfig | ENVPPOConfig, session: RunSession)
 async def _rollout_arguments(
     config: GRPOConfig | ENVGRPOConfig, session: RunSession, logger: TerminalProgress, *, longest: int
 ) -> dict[str, Any]:
-    """The arguments of every training class on rollouts, of which one has at most `longest` tokens."""
+    """The arguments of every training class on rollouts. `longest` is the maximum length of a rollout in tokens."""
     builder = Model(registered_key(session.base)).to_builder(session).training(config.model.trainable)
     model = await builder.spawn_train(config.model.name)
+    # loss_norm="constant" divides by the longest rollout, unless the config gives a number
     divisor = config.regularisation.norm_constant or longest
     return {
+        # inputs
         "dataset": session.data,
         "model": model.with_sampling(config.sampling),
         "logger": logger,
+        # training
         **optimizer_arguments(config.optimizer),
         "checkpoints": CheckpointSchedule(config.checkpoints),
         "data_seed": config.seed,
+        # sampling, loss and batches
         "max_prompt_tokens": config.data.max_prompt_tokens,
         "truncation": config.data.truncation,
         **config.algorithm.model_dump(exclude={"steps"}),
@@ -84,7 +89,7 @@ async def _rollout_arguments(
 
 
 def norm_constant(algorithm: GRPOAlgorithm, tokens: float) -> float | None:
-    """The tokens that loss_norm="constant" divides by; None for another norm."""
+    """The number of tokens that loss_norm="constant" divides by, or None for another norm."""
     if algorithm.loss_norm != "constant":
         return None
     return float(tokens)
@@ -111,11 +116,13 @@ async def _train_and_report(
 ) -> dict[str, Any]:
     """Evaluates, trains, evaluates again, publishes and reports. Returns the result of the run."""
     workspace = session.workspace
+    # evaluate, train, evaluate again
     trainer.callbacks += heldout.callbacks(config.evaluation)
     start = await trainer.open()
     before = await heldout.evaluate(start) if config.evaluation.before else None
     policy = await trainer.run()
     after = await heldout.evaluate(policy)
+    # publish the model and the report
     published = await publish_model(workspace, policy, config.model.publish_as or default_model_name(session.run))
     result = heldout.result(before, after) | {
         "run": session.run,

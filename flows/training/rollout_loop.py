@@ -1,4 +1,4 @@
-"""The base of the training classes of reinforcement learning: their settings, and the parts of a step they share.
+"""The base of the training classes of reinforcement learning: their settings, and the shared parts of a step.
 
 The loops themselves are in flows.grpo, flows.ppo, flows.env_grpo and flows.env_ppo.
 """
@@ -94,9 +94,11 @@ class RolloutLoop(TrainingLoop):
         self.reward_kl: RewardKL | None = None
         if self.regularisation.kl_in == "reward" and algorithm.kl_beta > 0:
             self.reward_kl = RewardKL(beta=algorithm.kl_beta, estimator=algorithm.kl_estimator)
-        size = algorithm.samples_per_mini_batch
-        whole = size >= algorithm.samples_per_batch
-        self.minibatches = MinibatchPlan(size=None if whole else size, epochs=algorithm.mini_epochs_per_batch)
+        size: int | None = algorithm.samples_per_mini_batch
+        if algorithm.samples_per_mini_batch >= algorithm.samples_per_batch:
+            size = None
+        self.minibatches = MinibatchPlan(size=size, epochs=algorithm.mini_epochs_per_batch)
+        # fractions of the run need a length
         by_fraction = self.checkpoints.config.frequency is not None and self.checkpoints.config.every_steps is None
         if by_fraction or not is_fixed(self.schedule, self.optimizer.weight_decay):
             self.end_with_the_data()
@@ -117,10 +119,12 @@ class RolloutLoop(TrainingLoop):
         return load_prompts(self.model.workspace, InlineDataset.of(self.dataset), "prompt")
 
     def count_steps(self, data: LoadedDataset) -> int | None:
-        """The steps of the run; None for a run without an end. The terminal is told what was not configured."""
+        """The number of steps of the run, or None for a run without an end. Notes derived settings on the terminal."""
         total_steps = self.max_steps
-        if self.epochs is not None:  # the last batch of the run may begin one epoch more
+        # rounded up: the last batch may contain rows of one further epoch
+        if self.epochs is not None:
             total_steps = -(-self.epochs * data.rows // self.prompts_per_batch)
+        # notes on settings that have no effect or follow from others
         if self.minibatches.size is None and self.minibatches.epochs == 1:
             self.logger.note("one update per batch: every ratio is 1, so clip_range cannot act")
         if self.ends_with_the_data:
@@ -156,12 +160,14 @@ class RolloutLoop(TrainingLoop):
     def batch_plan(self, start: PolicyRef, kl_beta: float) -> BatchPlan:
         """How the rollouts of a step become a batch. `start` is the policy that the stage began with."""
         rules = self.rules
+        # the penalty of long completions counts from the end of the completion budget
         overlong: Overlong | None = None
         if rules.overlong_buffer:
             longest = self.model.sampling.max_new_tokens
             overlong = Overlong(limit=longest, buffer=rules.overlong_buffer, penalty=rules.overlong_penalty)
         estimator: str = self.algorithm.advantage_estimator
-        if estimator == "gae":  # the advantages are those of the critic's plan, and this plan's are not used
+        # PPO takes its advantages from the critic's plan, so the estimator of this plan is not used
+        if estimator == "gae":
             estimator = default_of(BatchPlan, "advantage_estimator")
         return BatchPlan(
             reference=start if self.loss.kl_beta > 0 or self.reward_kl else None,
@@ -245,10 +251,10 @@ class RolloutLoop(TrainingLoop):
 def _algorithm(
     algorithm_type: type[GRPOAlgorithm], options: PolicyOptions, max_steps: int | None, epochs: int | None
 ) -> GRPOAlgorithm:
-    """The settings of the algorithm. Raises ValueError for a count that is none, and ValidationError for the rest."""
+    """The settings of the algorithm. Raises ValueError for a count that is no whole number, else ValidationError."""
     values: Mapping[str, Any] = options
     counts = {name: whole_number(name, values[name]) for name in COUNTS if name in values}
-    # a minibatch that is larger than the batch is the batch: a class may be given a small batch alone
+    # the default minibatch may be larger than a batch that the options give
     batch = counts.get("samples_per_batch", default_of(algorithm_type, "samples_per_batch"))
     minibatch = counts.get("samples_per_mini_batch", default_of(algorithm_type, "samples_per_mini_batch"))
     counts["samples_per_mini_batch"] = min(minibatch, batch)
@@ -261,6 +267,7 @@ def policy_loss(
     regularisation: Regularisation,
 ) -> GRPOSpec | GSPOSpec | CISPOSpec:
     """The loss of the policy that these settings describe."""
+    # equal clips on both sides, unless the upper one is given
     high = algorithm.clip_range if algorithm.clip_range_high is None else algorithm.clip_range_high
     terms: dict[str, Any] = {
         "clip_low": algorithm.clip_range,

@@ -104,7 +104,8 @@ class _WarmupSchedule:
 
 def _progress_after_warmup(progress: float, ratio: float) -> float:
     """The progress since the end of the warm-up, in [0, 1]."""
-    if ratio == 1:  # the whole run is the warm-up
+    # the whole run is the warm-up
+    if ratio == 1:
         return 0.0
     return (progress - ratio) / (1 - ratio)
 
@@ -215,13 +216,15 @@ class WSDScheduler(_WarmupSchedule):
     def _step_rate(self, step: int, total: int, warmup: int) -> float:
         # decay_ratio is a share of the whole run, including the warm-up
         decay = min(max(1, round(self.decay_ratio * (total + warmup))), total)
-        if total == 1 and not warmup:  # a run of one step does not decay
+        # a run of one step does not decay
+        if total == 1 and not warmup:
             return self.lr
         return self._line((step - (total - decay) + 1) / decay)
 
     def _progress_rate(self, progress: float, ratio: float) -> float:
         decay = min(self.decay_ratio, 1 - ratio)
-        if decay == 0:  # the whole run is the warm-up
+        # the whole run is the warm-up
+        if decay == 0:
             return self.lr
         return self._line((progress - (1 - decay)) / decay)
 

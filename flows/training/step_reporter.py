@@ -1,4 +1,4 @@
-"""What a training loop reports: the metrics of each committed step, the results of its callbacks, and its progress."""
+"""Reports the metrics of each committed step of a training loop, the results of its callbacks, and its progress."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tasks.reports.step_metrics import measure_step, write_metrics
 class StepReporter:
     """Reports the steps of one stage to the store, the terminal, the flow run's page and the configured loggers.
 
-    It is entered around the loop. It also watches whether the loop still moves (flows.training.watch).
+    A context manager around the loop. It also watches for pauses and for stalled steps (flows.training.watch).
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class StepReporter:
             self.last_record = self.chain.record(policy.step)
         log_work("start", policy=policy.uri, resumed_from=policy.step)
         logger.start(total_steps, policy.step)
-        # everything that shows the steps
+        # everything that shows the steps, and the watch over their duration
         self.clock = StepClock()
         self.watch = RunWatch(policy.run, step=policy.step)
         self.page = RunPage(self.store, policy, total_steps=total_steps, engine=model.workspace.engine)
@@ -80,6 +80,7 @@ class StepReporter:
         rollouts, graded = _refs(collected)
         record = self.chain.committed_record(policy.step)
         self.last_record = record
+        # measure the step
         metrics = measure_step(
             self.store,
             record,
@@ -89,7 +90,7 @@ class StepReporter:
             seconds=self.clock.lap(),
         ).model_copy(update={"resumed": self._resumed})
         self._resumed = False
-        # stored first, shown then
+        # store the metrics before they are shown, so that nothing is shown that a crash could lose
         write_metrics(self.store, policy, metrics)
         self.logger.step(metrics)
         self.page.add_step(metrics, rollouts, graded)
@@ -106,6 +107,7 @@ class StepReporter:
             self.model, policy, self.total_steps, self.loss, self.reference, tuple(rollouts), tuple(graded),
             show=self._show,
         )  # fmt: skip
+        # call what is due, and show the measurements that were committed
         due = [callback for callback in callbacks if callback.cadence.due(policy.step, self.total_steps)]
         for callback in due:
             artifact = await callback.at(moment)
@@ -114,6 +116,7 @@ class StepReporter:
             validation = validation_of(self.store, artifact)
             if validation is not None:
                 self._show_validation(validation)
+        # start the clock of the next step only now
         if due:
             self.clock.lap()
 
@@ -122,6 +125,7 @@ class StepReporter:
         self.logger.note(table.text())
         self.loggers.table(table)
         run, stage = self.chain.run, self.chain.stage
+        # a resumed run calls again; SentLog remembers which tables Prefect has
         if flow_run_page() is not None and SentLog(self.store, run, stage, "prefect").mark_table(table):
             key = re.sub(r"[^a-z0-9]+", "-", table.name.lower())
             await put_table(key, [dict(row) for row in table.rows], description=f"{stage} after {table.step} steps")
@@ -144,9 +148,11 @@ class StepReporter:
 
     async def __aexit__(self, *_: object) -> None:
         self.watch.__exit__(None, None, None)
-        await asyncio.to_thread(self.page.__exit__, None, None, None)  # its last update takes a moment
+        # in a thread, because the last update of the page waits for the Prefect server
+        await asyncio.to_thread(self.page.__exit__, None, None, None)
         await asyncio.to_thread(self.loggers.close)
-        self.logger.close()  # however the loop ends, the terminal is given back
+        # release the terminal last, so that the messages of the loggers are still shown
+        self.logger.close()
 
 
 def _refs(collected: CollectedRollouts | None) -> tuple[list[ArtifactRef], list[ArtifactRef]]:
@@ -161,7 +167,8 @@ def open_loggers(store: ObjectStore, policy: PolicyRef, config: LoggingConfig) -
     try:
         semantic = read_run(store, policy.run).semantic
     except ObjectNotFound:
-        semantic = {}  # a loop without a flow has no record of its run
+        # a loop without a flow has no record of its run
+        semantic = {}
     run = LoggedRun(
         project=config.project, name=config.experiment or policy.run.replace("/", "-"), run=policy.run,
         folder=config.folder, config=semantic,

@@ -1,5 +1,5 @@
-"""What the flows around SFT, DPO and RewardModelling share: their arguments from a config, and the order of training,
-publishing and reporting."""
+"""Shared parts of the flows `sft`, `dpo` and `reward_model`: the arguments of a training class, and the order of
+training, publishing and reporting."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tasks.report import write_report
 async def supervised_arguments(
     config: TrainingConfig, session: RunSession, logger: TerminalProgress, *, scoring: bool = False
 ) -> dict[str, Any]:
-    """The arguments of such a training class. Spawns the model, with a scalar head if `scoring`."""
+    """The arguments of a training class on a dataset. Spawns the model, with a scalar head if `scoring`."""
     algorithm = config.algorithm
     builder = Model(registered_key(session.base)).to_builder(session).training(config.model.trainable)
     if scoring:
@@ -43,10 +43,11 @@ async def supervised_arguments(
 
 
 def _validation_callbacks(config: TrainingConfig, session: RunSession) -> list[Callback]:
-    """The loss on the held-out rows, if the config names some."""
+    """The callback for the loss on held-out rows. Empty if the config has no held-out rows."""
     heldout, validation = getattr(config.data, "heldout", None), getattr(config, "validation", None)
     if heldout is None or validation is None:
         return []
+    # the held-out rows are used like the training rows
     use: DatasetUse = getattr(config.data, "use", "completion")
     if session.data.ref.kind == "pairs":
         use = "preference"
@@ -56,8 +57,10 @@ def _validation_callbacks(config: TrainingConfig, session: RunSession) -> list[C
 
 async def train_on_dataset(config: TrainingConfig, session: RunSession, trainer: SupervisedLoop) -> dict[str, Any]:
     """Trains, publishes and reports. Returns the result of the run."""
+    # train
     workspace = session.workspace
     policy = await trainer.run()
+    # publish the model and the report
     published = await publish_model(workspace, policy, config.model.publish_as or default_model_name(session.run))
     result = {"run": session.run, "policy": policy.uri, "model": registered_key(published)}
     report = write_report(workspace, policy, None, None, result)

@@ -1,6 +1,6 @@
-"""The loop that SFT, DPO and RewardModelling share: it trains on the rows of a dataset, epoch after epoch.
+"""The loop of SFT, DPO and RewardModelling: trains on the rows of a dataset, epoch after epoch.
 
-Each class says how rows become a batch, and which loss is minimised.
+Each class defines how rows become a batch, and which loss is minimised.
 """
 
 from __future__ import annotations
@@ -35,10 +35,12 @@ class SupervisedLoop(TrainingLoop):
 
     def __init__(self, model: TrainingModel, options: SupervisedOptions) -> None:
         super().__init__(model, options, lr=options.get("lr"))
+        # the length of the run
         epochs, max_steps = options.get("epochs"), options.get("max_steps")
         check_one_length("max_steps", max_steps, epochs)
         self.epochs = whole_number("epochs", epochs) or 1
         self.max_steps = whole_number("max_steps", max_steps)
+        # the algorithm
         counts = {"epochs": whole_number("epochs", epochs), "steps": self.max_steps}
         if "samples_per_batch" in options:
             counts["samples_per_batch"] = whole_number("samples_per_batch", options["samples_per_batch"])
@@ -84,5 +86,5 @@ class SupervisedLoop(TrainingLoop):
         raise NotImplementedError
 
     def reference(self, start: PolicyRef) -> PolicyRef | None:
-        """The policy that the loss compares with; None for a loss that compares with none."""
+        """The reference policy of the loss, or None for a loss without a reference."""
         return None

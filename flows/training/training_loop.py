@@ -1,4 +1,4 @@
-"""The base of every training class: its model, its optimizer, its checkpoints, and the stage that it opens."""
+"""The base of all training classes: the model, the optimizer, the checkpoints and the stage of a run."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from storage.chain.records import NanPolicy, PolicyRef
 from tasks.task_runs import link_stage_start
 
 DATA_SEED = 42
-"""Decides the order of the data when neither a class nor a config gives a seed."""
+"""Seed of the order of the data, if neither the arguments nor a config give one."""
 
 
 class TrainingLoop:
-    """What all training classes share. `await X(...).run()` trains, and continues a run that was interrupted.
+    """The base of all training classes. `await X(...).run()` trains, and continues a run that was interrupted.
 
-    A subclass names the config classes that hold its defaults. Its options are those of flows.training.options.
+    A subclass sets the config classes that hold its defaults. Its options are those of flows.training.options.
     """
 
     stage: ClassVar[str]
@@ -54,7 +54,7 @@ class TrainingLoop:
         )
         self.checkpoints = options.get("checkpoints") or CheckpointSchedule(checkpoints)
         self.restart_from = options.get("restart_from_checkpoint")
-        # the data, and who hears of the run
+        # the order of the data, and what is called during the run
         self.data_seed = options.get("data_seed", DATA_SEED)
         self.callbacks, self.notifier = list(options.get("callbacks", ())), options.get("stage_notifier")
         self._start: PolicyRef | None = None
@@ -64,6 +64,7 @@ class TrainingLoop:
         if self._start is None:
             checkpoint = self.restart_from
             self._start = await self.model.begin_stage(self.stage, checkpoint=checkpoint, exclusive=True)
+            # show in Prefect which policy the stage continues
             root = self.model.chain_of(self._start).root()
             if root is not None and root.start is not None:
                 link_stage_start(self._start, root.start)

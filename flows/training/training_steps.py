@@ -28,7 +28,7 @@ from tasks.datasets.order import DataCursor
 
 
 class TrainingStep:
-    """One step of a loop: the policies that it starts from, and, when it is complete, those that it made."""
+    """One step of a loop, with the policies that it starts from. A complete step also has the new policies."""
 
     def __init__(self, index: int, policies: Sequence[PolicyRef]) -> None:
         self.index = index
@@ -44,12 +44,12 @@ class TrainingStep:
         return self.policies[0]
 
     def complete(self, *results: PolicyRef, collected: CollectedRollouts | None = None) -> None:
-        """Ends the step with the committed policies that it made, and with the rollouts that it trained on."""
+        """Ends the step. `results` are its committed policies, `collected` are the rollouts that it trained on."""
         self.results, self.collected = results, collected
 
 
 class TrainingSteps:
-    """The steps that a stage has left. Made by `training_steps`."""
+    """The remaining steps of a stage. Created by `training_steps`."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class TrainingSteps:
         return self._reporter.cursor()
 
     async def begin(self) -> None:
-        """Does what a crash may have prevented after the last committed step: its named checkpoint and callbacks."""
+        """Writes the checkpoint and calls the callbacks of the last committed step, in case a crash prevented them."""
         due = self._loop.checkpoints.missed(self.policy.step, self.total_steps, model=self._loop.model.name)
         if due is not None:
             await self._checkpoints.start(self.policy, name=due.named)
@@ -104,8 +104,10 @@ class TrainingSteps:
         if len(step.results) != len(self._models):
             raise RuntimeError(f"step {step.index} ended without step.complete(...) with the policy of each model")
         self.policies = step.results
+        # the models now sample and train from the new policies
         for model, policy in zip(self._models, self.policies, strict=True):
             model.set_policy(policy)
+        # report the step, then call and save what is due
         self._reporter.record(self.policy, step.collected)
         await self._reporter.call(self._loop.callbacks, step.collected)
         due = self._loop.checkpoints.due(step.index, self.total_steps, model=self._loop.model.name)
@@ -128,14 +130,14 @@ async def training_steps(
 
     Args:
         loop: the training class, with its stage open.
-        further_models: models that are trained besides `loop.model`. A step is done when all of them have taken it.
+        further_models: models that are trained together with `loop.model`. A step is complete when all have taken it.
         loss: what a validation loss measures, for a loop that trains on a dataset.
         reference: the policy that `loss` compares with.
     """
-    # where the stage stands
+    # resume after the last step that all models have committed
     models = (loop.model, *further_models)
     policies = await _last_common_policies(models)
-    # what is left however the loop ends
+    # both are closed when the loop ends, also by an exception
     async with (
         CheckpointWriter(loop.model.workspace, retention=loop.checkpoints.retention) as checkpoints,
         StepReporter(
@@ -165,7 +167,7 @@ async def _last_common_policies(models: Sequence[TrainingModel]) -> list[PolicyR
 
 
 def _indices(first: int, total_steps: int | None) -> Iterator[int]:
-    """first, first + 1, … up to `total_steps`, without an end where there is none."""
+    """first, first + 1, …, total_steps - 1. Endless if `total_steps` is None."""
     if total_steps is None:
         return iter(count(first))
     return iter(range(first, total_steps))

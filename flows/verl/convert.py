@@ -110,7 +110,8 @@ def _conversation_length(verl: Verl, key: str, value: Any) -> Any:
 
 def _conversation_truncation(verl: Verl, key: str, value: Any) -> Any:
     if verl.kind == "sft_trainer_engine" and verl.get("data.pad_mode") == "no_padding":
-        return "right"  # verl ignores `truncation` in this mode
+        # verl ignores `truncation` in this mode
+        return "right"
     if value not in ("error", "left", "right"):
         raise NoCounterpart(f"truncation {value!r} is not supported for conversations; expected error, left or right")
     return value

@@ -86,7 +86,8 @@ def _parquet_columns(path: Path) -> list[str]:
 
     try:
         return list(pq.read_schema(path).names)
-    except (OSError, pa.ArrowInvalid):  # the run reports what is wrong with the file
+    except (OSError, pa.ArrowInvalid):
+        # the run reports what is wrong with the file
         return []
 
 

@@ -55,12 +55,12 @@ class MeasuredRank(RankTrainers):
 
 
 def options(stage: int, dtype: str) -> dict[str, Any]:
-    from engine.backends.deepspeed.options import ZeroOptions
+    from engine.backends.deepspeed.options import RankOptions
     from engine.specs.trainer import DeepSpeedSpec
 
     spec = DeepSpeedSpec(ranks=RANKS, zero_stage=stage, bucket_mib=BUCKET_MIB)  # type: ignore[arg-type]
-    zero_options = ZeroOptions(trainer=spec, compute_dtype=dtype, device="cpu", threads=1)  # type: ignore[arg-type]
-    return zero_options.model_dump(mode="json")
+    rank_options = RankOptions(trainer=spec, compute_dtype=dtype, device="cpu", threads=1)  # type: ignore[arg-type]
+    return rank_options.model_dump(mode="json")
 
 
 def main() -> None:

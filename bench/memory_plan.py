@@ -91,7 +91,7 @@ def measure(folder: Path, dtype: str, tokens: int, *, sampler: bool) -> None:
         model = trainer.model
         if compute != torch.float32:
             model = CausalLM(frozen_copy(model.module, compute), compute_dtype=compute)
-        draws = TorchSampler(model, max_rows=ROWS, max_tokens=tokens)
+        draws = TorchSampler(model, max_rows=ROWS, max_prefill_tokens=tokens)
 
     # sample and train
     ids = [list(range(5 + n, 5 + n + SEQUENCE)) for n in range(2 * tokens // SEQUENCE)]

@@ -134,7 +134,7 @@ class Arms:
     def _llm(self) -> Any:
         """Returns the vLLM engine with which our engine samples."""
         (shared,) = self.engine.samplers._runtimes.values()
-        return shared.runtime._llm
+        return shared.ensure_running()._llm
 
 
 def cpu_of_this_process() -> Counter[str]:
@@ -153,7 +153,7 @@ def cpu_by_process() -> Counter[str]:
 def call_milliseconds(pool_engine: Any) -> list[float]:
     """Returns the times of successive calls to the actor of the first replica. The calls only reply."""
     (shared,) = pool_engine.samplers._runtimes.values()
-    runtime = shared.runtime
+    runtime = shared.ensure_running()
 
     async def call() -> list[float]:
         actor, seconds = runtime.replicas[0].running_actor(), []

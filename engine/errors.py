@@ -6,6 +6,7 @@ EngineError
     EngineBusy                the engine has no free memory or no turn for the call now
     WorkerDied                a process of the engine ended during the call
     SamplerOutOfSync          a sampler does not hold the trainer's weights; the next call syncs it again
+    CompletionDiverged        a completion was sampled a second time, with other tokens than were already delivered
   PermanentEngineError      the same call will never succeed
     StepConflict              a different request was committed for this step
     Fenced                    a newer epoch of the lease is in use for this run
@@ -44,6 +45,11 @@ class WorkerDied(TransientEngineError):
 
 class SamplerOutOfSync(TransientEngineError):
     """Raised when a sampler does not hold the trainer's weights. Nothing that it sampled was kept."""
+
+
+class CompletionDiverged(TransientEngineError):
+    """Raised when a completion was sampled a second time, after a failure, and its tokens differ from those that were
+    already delivered. A new call starts from the first token again."""
 
 
 class PermanentEngineError(EngineError):

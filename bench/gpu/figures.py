@@ -32,7 +32,7 @@ from engine.backends import machine
 from engine.backends.torch.causal_lm import CHUNK_ELEMENTS, frozen_copy
 from engine.backends.torch.packing import micro_batches
 from engine.backends.torch.trainer import TorchTrainer
-from engine.backends.torch.weight_following import FollowingSampler, MirrorSampler
+from engine.backends.torch.weight_following import StagedFilesSampler, WholeModelSampler
 from engine.backends.weight_files.staging import staging_folder
 from engine.memory_plan.formulas import activations, autocast_weights, head_activations, torch_states
 from engine.models.samples import Sample
@@ -179,8 +179,8 @@ def sampling(setting: Setting) -> Iterator[Row]:
     asked = [row.token_ids[:-1] for row in rows]
     seeds = list(range(len(asked)))
     for copies in (1,) if setting.smoke else (1, 4):
-        sampler = FollowingSampler(
-            trainer, setting.compute_dtype, max_rows=copies * len(asked), max_tokens=setting.max_tokens
+        sampler = WholeModelSampler(
+            trainer, setting.compute_dtype, max_rows=copies * len(asked), max_prefill_tokens=setting.max_tokens
         )
         sampler.sync(trainer, "bench")
         for what, tokens in (("prefill and 1 token", 1), (f"{new_tokens} tokens", new_tokens)):
@@ -205,8 +205,8 @@ def syncing(setting: Setting) -> Iterator[Row]:
     took = _follow(setting, trainer)
     yield Row("sync", f"{setting.large} copy in this process", took, "s", f"{size / took / 1e9:.3g} GB/s of bfloat16")
     start = time.perf_counter()
-    mirror = MirrorSampler(
-        trainer, setting.compute_dtype, setting.device, max_rows=1, max_tokens=setting.max_tokens
+    mirror = StagedFilesSampler(
+        trainer, setting.compute_dtype, setting.device, max_rows=1, max_prefill_tokens=setting.max_tokens
     )
     yield Row("sync", f"{setting.large} new sampler of its own", time.perf_counter() - start, "s", "made once")
     with staging_folder(size) as folder:
@@ -223,7 +223,7 @@ def syncing(setting: Setting) -> Iterator[Row]:
 
 
 def _follow(setting: Setting, trainer: TorchTrainer) -> float:
-    follower = FollowingSampler(trainer, setting.compute_dtype, max_rows=1, max_tokens=setting.max_tokens)
+    follower = WholeModelSampler(trainer, setting.compute_dtype, max_rows=1, max_prefill_tokens=setting.max_tokens)
     return seconds(lambda: follower.sync(trainer, "bench"), setting.device, repeats=setting.repeats)
 
 

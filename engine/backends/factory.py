@@ -1,6 +1,7 @@
 """Creates the trainer backend and the sampler backend that an engine's spec asks for.
 
-Every trainer works with every sampler: they exchange only weight files and token ids.
+Every trainer works with every sampler. How a sampler gets the weights depends on the pair: it shares tensors with a
+trainer of the same process, and otherwise reads staged files or receives a broadcast.
 """
 
 from __future__ import annotations

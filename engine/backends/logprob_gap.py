@@ -58,14 +58,17 @@ def probe_sequences(vocab_size: int, context: int, prompts: Sequence[TokenIds] =
     return probes
 
 
-def check_logprob_gap(trainer: Trainer, score: Score, probes: Sequence[TokenIds], *, max_gap: float) -> LogprobGap:
+def check_logprob_gap(trainer: Trainer, score: Score, probes: Sequence[TokenIds], *, tolerance: float) -> LogprobGap:
     """Scores the probes with the trainer and with the sampler, and compares the logprobs.
 
     Raises:
-        SamplerOutOfSync: the mean difference is above `max_gap`, or it is NaN.
+        SamplerOutOfSync: the mean difference is above `tolerance`, in nats, or it is NaN.
     """
     # Score every token but the first of each probe on both sides.
-    sequences = [TokenSequence(list(ids), [0.0, *[1.0] * (len(ids) - 1)]) for ids in probes]
+    sequences: list[TokenSequence] = []
+    for ids in probes:
+        loss_mask = [0.0] + [1.0] * (len(ids) - 1)
+        sequences.append(TokenSequence(list(ids), loss_mask))
     longest = max(len(ids) for ids in probes)
     max_tokens = max(longest, PROBES * PROBE_TOKENS)
     trainer_logprobs = trainer.logprobs(sequences, temperature=1.0, max_tokens=max_tokens)
@@ -74,13 +77,14 @@ def check_logprob_gap(trainer: Trainer, score: Score, probes: Sequence[TokenIds]
     # Compare them token by token.
     differences: list[float] = []
     for expected, actual in zip(trainer_logprobs, sampler_logprobs, strict=True):
-        differences += [abs(a - b) for a, b in zip(expected, actual, strict=True)]
+        for expected_logprob, actual_logprob in zip(expected, actual, strict=True):
+            differences.append(abs(expected_logprob - actual_logprob))
     gap = LogprobGap(sum(differences) / len(differences), max(differences), len(differences))
-    if not gap.mean <= max_gap:  # also true for NaN
+    if not gap.mean <= tolerance:  # also true for NaN
         worst = max(range(len(differences)), key=lambda index: differences[index])
         raise SamplerOutOfSync(
             f"the sampler's logprobs differ from the trainer's by {gap.mean:.3g} nats on average over {gap.tokens} "
-            f"probe tokens (at most {gap.max:.3g}, at probe token {worst}), and {max_gap:g} is allowed: it does not "
+            f"probe tokens (at most {gap.max:.3g}, at probe token {worst}), and {tolerance:g} is allowed: it does not "
             "compute what the trainer does"
         )
     return gap

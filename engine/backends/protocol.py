@@ -134,7 +134,7 @@ class Sampler(Protocol):
     """Samples completions with the weights that it was last synced with."""
 
     @property
-    def holds(self) -> str | None:
+    def loaded_state(self) -> str | None:
         """State of the policy whose weights it holds. None before the first sync, and after a failed one."""
         ...
 
@@ -251,8 +251,9 @@ class SamplerBackend(Protocol):
         ...
 
     @property
-    def fixed_tensor_parallel(self) -> bool:
-        """Whether a model is always split over the number of devices in the config, whatever `tp(n)` asks for."""
+    def tensor_parallel_from_config(self) -> bool:
+        """Whether the config alone decides over how many devices a model is split. `tp(n)` of a call cannot change it.
+        """
         ...
 
     def new_bytes(self, trainer: Trainer) -> int:

@@ -77,13 +77,13 @@ class Cluster:
                     self.thread.shutdown()
 
 
-def connect(spec: ClusterSpec, *, spare_first_gpu: bool = False, any_cluster: bool = False) -> Cluster:
+def connect(spec: ClusterSpec, *, exclude_first_gpu: bool = False, any_cluster: bool = False) -> Cluster:
     """Connects this process to Ray, or shares the connection that it has. Every call needs one `release`.
 
     A process that has called `ray.init` itself keeps that connection, whatever the spec says.
 
     Args:
-        spare_first_gpu: this process computes on its first GPU itself, so a private Ray must not use that GPU.
+        exclude_first_gpu: this process computes on its first GPU itself, so a private Ray must not use that GPU.
         any_cluster: accept an existing connection of this process to another cluster.
 
     Raises:
@@ -97,7 +97,7 @@ def connect(spec: ClusterSpec, *, spare_first_gpu: bool = False, any_cluster: bo
         if _current is None:
             thread = ThreadPoolExecutor(1, thread_name_prefix="ray")
             try:
-                _current = thread.submit(_open, spec, spare_first_gpu).result()
+                _current = thread.submit(_open, spec, exclude_first_gpu).result()
             except BaseException:
                 thread.shutdown()
                 raise
@@ -135,7 +135,7 @@ def require_ray() -> None:
         )
 
 
-def _open(spec: ClusterSpec, spare_first_gpu: bool) -> Cluster:
+def _open(spec: ClusterSpec, exclude_first_gpu: bool) -> Cluster:
     # Ray reads its environment when it is imported
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -151,7 +151,7 @@ def _open(spec: ClusterSpec, spare_first_gpu: bool) -> Cluster:
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     try:
         if spec.address is None:
-            with _preserved_sigterm_handler(), set_environment_variables(_visible_gpus(spare_first_gpu)):
+            with _preserved_sigterm_handler(), set_environment_variables(_visible_gpus(exclude_first_gpu)):
                 # without "local" Ray would join the cluster of $RAY_ADDRESS, or one that runs on this machine
                 ray.init(address="local", num_cpus=PRIVATE_CPUS, include_dashboard=False, **options)
         else:

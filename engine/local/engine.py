@@ -191,7 +191,7 @@ class LocalEngine:
 
         loaded = self.materialiser.for_reading(request.policy)
         # tp(ctx.world_size) asks for all devices. A sampler with a fixed split uses them all by its config.
-        all_devices = self.samplers.fixed_tensor_parallel and request.tensor_parallel == self.devices
+        all_devices = self.samplers.tensor_parallel_from_config and request.tensor_parallel == self.devices
         tensor_parallel = None if all_devices else request.tensor_parallel
         sampler = self.materialiser.sampler_for(loaded, request.policy, tensor_parallel=tensor_parallel)
         log_work("generate", policy=request.policy.uri, completions=len(request.prompts))

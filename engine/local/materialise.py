@@ -288,7 +288,7 @@ class Materialiser:
             loaded.tensor_parallel = tensor_parallel
 
         # Sync only after a step: between two steps all generations share one sync.
-        if loaded.sampler.holds != policy.state:
+        if loaded.sampler.loaded_state != policy.state:
             loaded.sampler.sync(loaded.trainer, policy.state)
             log_work("sync", policy=policy.uri, step=policy.step)
         return loaded.sampler

@@ -275,12 +275,12 @@ class SamplerContract:
         self, backend: SamplerBackend, trainer: Any, tmp_path: Path
     ) -> None:
         sampler = backend.sampler(trainer)
-        assert sampler.holds is None
+        assert sampler.loaded_state is None
         params = SamplingParams(max_new_tokens=5, min_new_tokens=5)
         seen = []
         for number in range(5):
             sampler.sync(trainer, f"state-{number}")
-            assert sampler.holds == f"state-{number}"
+            assert sampler.loaded_state == f"state-{number}"
             model = reference(trainer, tmp_path / str(number))
             drawn = sampler.sample(PROMPTS, list(range(len(PROMPTS))), params)
             for prompt, completion in zip(PROMPTS, drawn, strict=True):
@@ -311,7 +311,7 @@ class SamplerContract:
             models.append(reference(trainer, tmp_path / str(number)))
         for number in (0, 1, 0, 1, 1):
             trainer, sampler = pairs[number]
-            if sampler.holds != f"policy-{number}":
+            if sampler.loaded_state != f"policy-{number}":
                 sampler.sync(trainer, f"policy-{number}")
             drawn = sampler.sample([[40]], [9], params)[0]
             assert_drawn_from(models[number], [40], drawn, params)

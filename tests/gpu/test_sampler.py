@@ -11,7 +11,7 @@ from bench.gpu.checking import LOGPROB_TOLERANCE, OBJECTIVES
 from bench.gpu.setting import sft_samples
 from engine.backends.torch.loading import load_model
 from engine.backends.torch.trainer import TorchTrainer
-from engine.backends.torch.weight_following import FollowingSampler, MirrorSampler
+from engine.backends.torch.weight_following import StagedFilesSampler, WholeModelSampler
 from engine.protocol import SamplingParams, TokenSequence
 from storage.chain.records import OptimizerSpec
 
@@ -24,8 +24,8 @@ def trainer_on(cuda: torch.device, folder: Path, dtype: torch.dtype) -> TorchTra
     return TorchTrainer(load_model(folder, dtype=torch.float32, compute_dtype=dtype, device=cuda))
 
 
-def following(trainer: TorchTrainer, dtype: torch.dtype, rows: int = 64) -> FollowingSampler:
-    sampler = FollowingSampler(trainer, dtype, max_rows=rows, max_tokens=4096)
+def following(trainer: TorchTrainer, dtype: torch.dtype, rows: int = 64) -> WholeModelSampler:
+    sampler = WholeModelSampler(trainer, dtype, max_rows=rows, max_prefill_tokens=4096)
     sampler.sync(trainer, "state")
     return sampler
 
@@ -69,11 +69,11 @@ def test_rows_that_end_leave_the_others_alone(cuda: torch.device, tiny_folder: P
 def test_a_sync_brings_the_trainers_weights(cuda: torch.device, tiny_folder: Path) -> None:
     trainer = trainer_on(cuda, tiny_folder, torch.bfloat16)
     sampler = following(trainer, torch.bfloat16)
-    mirror = MirrorSampler(trainer, torch.bfloat16, cuda, max_rows=64, max_tokens=4096)
+    mirror = StagedFilesSampler(trainer, torch.bfloat16, cuda, max_rows=64, max_prefill_tokens=4096)
     trainer.update(sft_samples("1M", (4, 20, 60)), OBJECTIVES["sft"], OptimizerSpec(lr=1e-2), max_tokens=4096)
     for follower in (sampler, mirror):
         follower.sync(trainer, "next")
-        assert follower.holds == "next"
+        assert follower.loaded_state == "next"
         mine = dict(follower.model.module.named_parameters())
         for name, weight in trainer.model.module.named_parameters():
             assert mine[name].device == cuda

@@ -17,7 +17,7 @@ from engine.backends import machine
 from engine.backends.deepspeed import OUT_OF_MEMORY_MARK
 from engine.backends.deepspeed.memory import PlacedStates, zero_state_bytes
 from engine.backends.deepspeed.meta_model import open_meta_model, probe, streamed_weights
-from engine.backends.deepspeed.options import ZeroOptions
+from engine.backends.deepspeed.options import RankOptions
 from engine.backends.protocol import Objective, UpdateReport
 from engine.backends.torch.backend import TorchBackend, available_cores
 from engine.backends.torch.batch_checks import check_gives
@@ -75,7 +75,7 @@ class DeepSpeedBackend:
 
     def _new_group(self, trainer: DeepSpeedSpec) -> RankGroup:
         """The group of ranks, not started."""
-        options = ZeroOptions(
+        options = RankOptions(
             trainer=trainer,
             compute_dtype=str(self.compute_dtype).removeprefix("torch."),  # type: ignore[arg-type]
             device=self.device.type,  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Options of a rank, as plain data that is sent to its process, and DeepSpeed's configuration from them."""
+"""The options that the engine sends to each rank process, and the DeepSpeed configuration that follows from them."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ from typing import Any, Literal
 
 import torch
 
+from engine.backends.torch.causal_lm import master_dtype_of
 from engine.specs.trainer import DeepSpeedSpec
 from storage.serialization import Frozen
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
-class ZeroOptions(Frozen):
-    """Options of a rank. They are equal on all ranks."""
+class RankOptions(Frozen):
+    """Options of a rank process. All ranks get the same options."""
 
     trainer: DeepSpeedSpec
     compute_dtype: Literal["float32", "bfloat16", "float64"]
     device: Literal["cpu", "cuda"]
     threads: int
-    """CPU threads per rank."""
+    """Number of CPU threads of each rank."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -27,32 +28,36 @@ class ZeroOptions(Frozen):
 
     @property
     def master_dtype(self) -> torch.dtype:
-        return torch.float64 if self.compute_dtype == "float64" else torch.float32
+        return master_dtype_of(self.dtype)
 
 
-def deepspeed_config(options: ZeroOptions, *, parameters: int) -> dict[str, Any]:
-    """DeepSpeed's configuration. `parameters` is the model's number of elements, which no bucket needs to exceed."""
+def deepspeed_config(options: RankOptions, *, parameters: int) -> dict[str, Any]:
+    """DeepSpeed's configuration for a model of this many parameters. No communication bucket is larger than the model.
+    """
     spec = options.trainer
-    lower = options.compute_dtype == "bfloat16"
+    in_bfloat16 = options.compute_dtype == "bfloat16"
     return {
+        # The trainer forms the micro-batches itself, and decides which backward pass is the last of an update.
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "managed_gradient_accumulation": False,  # the trainer says when an update ends
-        "gradient_clipping": 1.0,  # every update sets its own
+        "managed_gradient_accumulation": False,
+        "gradient_clipping": 1.0,  # a placeholder: ZeroModel.step sets the norm of each update
         "steps_per_print": 1 << 30,
         "zero_optimization": _zero_config(spec, options, parameters),
+        # Use torch's fused AdamW. DeepSpeed's own CPU optimizer would need a compiler on the machine.
         "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW needs no compiler on the machine
-        "bf16": {"enabled": lower, "check_grad_overflow": lower},
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": in_bfloat16, "check_grad_overflow": in_bfloat16},
         "data_types": {"grad_accum_dtype": "fp32"},
     }
 
 
-def _zero_config(spec: DeepSpeedSpec, options: ZeroOptions, parameters: int) -> dict[str, Any]:
+def _zero_config(spec: DeepSpeedSpec, options: RankOptions, parameters: int) -> dict[str, Any]:
     bucket = max(1, min(spec.bucket_mib * (1 << 20) // options.dtype.itemsize, parameters))
     zero: dict[str, Any] = {
         "stage": spec.zero_stage,
-        # as the trainer ends updates itself, DeepSpeed can overlap in stage 2 only, at twice the buckets
+        # Without managed gradient accumulation, DeepSpeed overlaps communication with the backward pass in stage 2
+        # only, and holds two buckets instead of one.
         "overlap_comm": False,
         "contiguous_gradients": True,
         "round_robin_gradients": False,

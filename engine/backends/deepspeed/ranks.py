@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from engine.backends.deepspeed.options import ZeroOptions
+from engine.backends.deepspeed.options import RankOptions
 from engine.backends.deepspeed.ulysses import SequenceGroup
 from engine.backends.protocol import Objective, UpdateReport
 from engine.backends.torch.scalar_lm import is_scalar
@@ -30,8 +30,8 @@ class RankTrainers:
     ranks must have access to the paths."""
 
     def __init__(self, options: Mapping[str, Any], rank: int, world_size: int) -> None:
-        """`options` is a dumped ZeroOptions. torch.distributed must be initialised."""
-        self._options = ZeroOptions.model_validate(options)
+        """`options` is a RankOptions as JSON. torch.distributed must be initialised."""
+        self._options = RankOptions.model_validate(options)
         # Ray shows each rank only its own GPU
         self._device = torch.device("cuda", 0) if self._options.device == "cuda" else torch.device("cpu")
         torch.set_num_threads(self._options.threads)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors
 
-from engine.backends.deepspeed.options import ZeroOptions, deepspeed_config
+from engine.backends.deepspeed.options import RankOptions, deepspeed_config
 from engine.backends.deepspeed.rank_model import EvaluatedModule, RankModel
 from engine.backends.deepspeed.shards import (
     AllocatedOneByOne,
@@ -65,7 +65,7 @@ class ShardedModel(Protocol):
 
 
 def shard_model(
-    loaded: CausalLM, options: ZeroOptions, device: torch.device, sequence: SequenceGroup | None
+    loaded: CausalLM, options: RankOptions, device: torch.device, sequence: SequenceGroup | None
 ) -> ShardedModel:
     """Takes over the model of a meta model: in master precision for stage 0, in compute precision for the other stages.
     Its weights are then to be filled through `shards`. `sequence` is the group of ranks that compute each row together.
@@ -89,7 +89,7 @@ class ReplicatedModel:
     gradients over the ranks once per update."""
 
     def __init__(
-        self, loaded: CausalLM, options: ZeroOptions, device: torch.device, sequence: SequenceGroup | None
+        self, loaded: CausalLM, options: RankOptions, device: torch.device, sequence: SequenceGroup | None
     ) -> None:
         self.exchanges_nothing = sequence is None
         # all weights are allocated, and filled later through the shards
@@ -163,7 +163,7 @@ class ZeroModel:
     """Stages 1, 2 and 3. With bfloat16, the weights that compute are bfloat16 and their master weights float32."""
 
     def __init__(
-        self, loaded: CausalLM, options: ZeroOptions, device: torch.device, sequence: SequenceGroup | None
+        self, loaded: CausalLM, options: RankOptions, device: torch.device, sequence: SequenceGroup | None
     ) -> None:
         import deepspeed
 

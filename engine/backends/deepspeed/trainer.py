@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from engine.backends.deepspeed import OUT_OF_MEMORY_MARK, files
 from engine.backends.deepspeed.meta_model import open_meta_model, probe
-from engine.backends.deepspeed.options import ZeroOptions
+from engine.backends.deepspeed.options import RankOptions
 from engine.backends.deepspeed.passes import EMPTY_PASS, distribute
 from engine.backends.deepspeed.rank_model import RankModel, fuse_kernels
 from engine.backends.deepspeed.sharded_model import ShardedModel, shard_model
@@ -25,7 +25,7 @@ from engine.backends.deepspeed.ulysses import SequenceGroup
 from engine.backends.protocol import Objective, UpdateReport
 from engine.backends.torch.batch_checks import check_gives, check_loss_fits_head, check_sequences, validate_batch
 from engine.backends.torch.causal_lm import CausalLM
-from engine.backends.torch.out_of_memory import is_out_of_memory, retry_with_half
+from engine.backends.torch.out_of_memory import is_out_of_memory, retry_on_out_of_memory
 from engine.backends.torch.packing import Packable, Packed, pack
 from engine.backends.torch.updates import (
     Accumulated,
@@ -50,7 +50,7 @@ class ZeroTrainer:
     def __init__(
         self,
         folder: Path,
-        options: ZeroOptions,
+        options: RankOptions,
         *,
         device: torch.device,
         sequence: SequenceGroup | None = None,
@@ -131,7 +131,7 @@ class ZeroTrainer:
         def accumulate(max_tokens: int) -> Accumulated:
             return self._accumulate(with_gradient, objective, totals, max_tokens)
 
-        accumulated = retry_with_half(
+        accumulated = retry_on_out_of_memory(
             accumulate,
             with_gradient,
             max_tokens,
@@ -281,7 +281,7 @@ class ZeroTrainer:
                 values.update(rank_values)
             return [values[index] for index in range(len(sequences))]
 
-        return retry_with_half(run, sequences, max_tokens, device=self._device, drop_gradients=lambda: None)
+        return retry_on_out_of_memory(run, sequences, max_tokens, device=self._device, drop_gradients=lambda: None)
 
     def _check_sequences(self, sequences: Sequence[Packable]) -> None:
         check_sequences(sequences, vocab_size=self.model.vocab_size, context_length=self.model.context_length)

@@ -13,7 +13,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from engine.backends import machine
-from engine.backends.torch.causal_lm import CausalLM
+from engine.backends.torch.causal_lm import CausalLM, master_dtype_of
 from engine.backends.torch.loading import load_model, load_with_head
 from engine.backends.torch.shared_base import AdapterOff, AdapterTrainer, SharedBase
 from engine.backends.torch.trainer import TorchTrainer
@@ -37,7 +37,7 @@ class TorchBackend:
             # transformers imports an installed DeepSpeed when it saves, and DeepSpeed logs errors if it finds no GPU
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         self.compute_dtype = self._compute_dtype()
-        self.master_dtype = torch.float64 if self.compute_dtype == torch.float64 else torch.float32
+        self.master_dtype = master_dtype_of(self.compute_dtype)
 
     def _compute_dtype(self) -> torch.dtype:
         if self.spec.compute_dtype != "auto":

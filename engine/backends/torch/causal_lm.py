@@ -184,6 +184,11 @@ class CausalLM:
         return self.module.get_input_embeddings().weight  # type: ignore[operator]
 
 
+def master_dtype_of(compute_dtype: torch.dtype) -> torch.dtype:
+    """The precision of the master weights of a model that computes in `compute_dtype`."""
+    return torch.float64 if compute_dtype == torch.float64 else torch.float32
+
+
 def at_least_float32(tensor: Tensor) -> Tensor:
     """The tensor, in float32 if its dtype is a 16-bit one."""
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor

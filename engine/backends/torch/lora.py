@@ -83,7 +83,7 @@ def lora_layers(module: nn.Module) -> dict[str, LoraLinear]:
 
 
 @contextmanager
-def using(layers: Mapping[str, LoraLinear], pairs: LoraPairs) -> Iterator[None]:
+def use_pairs(layers: Mapping[str, LoraLinear], pairs: LoraPairs) -> Iterator[None]:
     """Within this context the layers compute with these pairs. Afterwards, also after an error, they have their former
     pairs again."""
     before = {name: layer.pair for name, layer in layers.items()}

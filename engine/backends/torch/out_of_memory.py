@@ -27,7 +27,7 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or any(part in message for part in _MESSAGES)
 
 
-def retry_with_half(
+def retry_on_out_of_memory(
     run: Callable[[int], T],
     sequences: Sequence[Packable],
     max_tokens: int,

@@ -48,15 +48,15 @@ class _Row:
 
 
 class TorchSampler:
-    """Samples from a `CausalLM`. `max_rows` completions are decoded together, and `max_tokens` prompt tokens are
-    computed at once.
+    """Samples from a `CausalLM`. At most `max_rows` completions are decoded together, and at most `max_prefill_tokens`
+    prompt tokens are computed in one forward pass.
 
     This class has one model whose weights do not change. How the weights follow a trainer's is defined by subclasses
     (engine.backends.torch.weight_following)."""
 
-    def __init__(self, model: CausalLM, *, max_rows: int = 64, max_tokens: int = 8192) -> None:
-        self.model, self.max_rows, self.max_tokens = model, max_rows, max_tokens
-        self.holds: str | None = None
+    def __init__(self, model: CausalLM, *, max_rows: int = 64, max_prefill_tokens: int = 8192) -> None:
+        self.model, self.max_rows, self.max_prefill_tokens = model, max_rows, max_prefill_tokens
+        self.loaded_state: str | None = None
 
     @torch.inference_mode()
     def sample(
@@ -138,7 +138,7 @@ class TorchSampler:
         for row, prompt in enumerate(prompts):
             rows_of.setdefault(prompt, []).append(row)
         logits_BV: Tensor | None = None
-        for batch in _batches(list(rows_of), self.max_tokens):
+        for batch in _batches(list(rows_of), self.max_prefill_tokens):
             groups, first_logits_GV, prefill = self._forward(batch)
             # each prompt's keys, values and logits go to all of its rows
             spans: dict[int, tuple[int, int]] = {}

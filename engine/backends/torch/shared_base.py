@@ -31,7 +31,7 @@ from engine.backends.torch.lora import (
     peft_config,
     replace_linears,
     target_layers,
-    using,
+    use_pairs,
 )
 from engine.backends.torch.scalar_lm import HEAD_NAME, ScalarLM, new_head, with_scalar_head
 from engine.backends.torch.trainer import TorchTrainer
@@ -114,7 +114,7 @@ class SharedTrainer(TorchTrainer):
         return self.trained()
 
     def in_use(self) -> AbstractContextManager[object]:
-        return using(self.base.layers, self.pairs)
+        return use_pairs(self.base.layers, self.pairs)
 
     @torch.no_grad()
     def export_merged(self, folder: Path) -> dict[str, Path]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from engine.backends.protocol import Objective, UpdateReport
 from engine.backends.torch.batch_checks import check_gives, check_loss_fits_head, check_sequences, validate_batch
 from engine.backends.torch.causal_lm import CausalLM
-from engine.backends.torch.out_of_memory import is_out_of_memory, retry_with_half
+from engine.backends.torch.out_of_memory import is_out_of_memory, retry_on_out_of_memory
 from engine.backends.torch.packing import Packable, Packed, micro_batches, pack
 from engine.backends.torch.updates import (
     Accumulated,
@@ -123,7 +123,7 @@ class TorchTrainer:
             return accumulated
 
         with self.in_use():
-            accumulated = self._retry_with_half(accumulate, with_gradient, max_tokens, whole_groups=loss.pairwise)
+            accumulated = self._retry_on_out_of_memory(accumulate, with_gradient, max_tokens, whole_groups=loss.pairwise)
 
         # the step, unless the gradient is not finite
         parameters = [parameter for _, parameter in self.trained()]
@@ -157,7 +157,7 @@ class TorchTrainer:
                 f"{str(error).splitlines()[0]}. Train a smaller model or a LoRA adapter, or use a larger device"
             ) from None
 
-    def _retry_with_half(
+    def _retry_on_out_of_memory(
         self,
         run: Callable[[int], T],
         sequences: Sequence[Packable],
@@ -169,7 +169,7 @@ class TorchTrainer:
             for _, parameter in self.trained():
                 parameter.grad = None
 
-        return retry_with_half(
+        return retry_on_out_of_memory(
             run,
             sequences,
             max_tokens,
@@ -223,7 +223,7 @@ class TorchTrainer:
             return values
 
         with self.in_use():
-            return self._retry_with_half(run, sequences, max_tokens)
+            return self._retry_on_out_of_memory(run, sequences, max_tokens)
 
     def _check(self, sequences: Sequence[Packable]) -> None:
         check_sequences(

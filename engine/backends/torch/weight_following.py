@@ -1,5 +1,9 @@
-"""Samplers in the engine's process, by how each gets its trainer's weights: it shares them, copies them to the compute
-precision, applies the adapter on a shared base, or reads staged files if the trainer is in other processes."""
+"""The samplers in the engine's process. They differ in how they get the weights of their trainer:
+
+- `WholeModelSampler` shares the weights of a trainer in this process, or copies them to the compute precision;
+- `AdapterSampler` shares a base model, and applies the trainer's adapter to it;
+- `StagedFilesSampler` reads weight files, because its trainer is in other processes.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +17,8 @@ from transformers import GenerationConfig
 
 from engine.backends.protocol import Sampler, Trainer
 from engine.backends.torch.attention import IMPLEMENTATION, register_attention
-from engine.backends.torch.causal_lm import CausalLM, frozen_copy
-from engine.backends.torch.lora import LoraPairs, copy_pairs, lora_layers, using
+from engine.backends.torch.causal_lm import CausalLM, frozen_copy, master_dtype_of
+from engine.backends.torch.lora import LoraPairs, copy_pairs, lora_layers, use_pairs
 from engine.backends.torch.sampler import TorchSampler
 from engine.backends.torch.shared_base import SharedTrainer
 from engine.backends.torch.trainer import TorchTrainer
@@ -30,7 +34,7 @@ class TorchSamplers:
 
     def __init__(self, spec: LocalEngineSpec, *, compute_dtype: torch.dtype, device: torch.device) -> None:
         self.compute_dtype, self.device = compute_dtype, device
-        self._limits = {"max_rows": spec.max_rows, "max_tokens": spec.max_tokens_per_forward}
+        self._limits = {"max_rows": spec.max_rows, "max_prefill_tokens": spec.max_tokens_per_forward}
 
     @property
     def actors(self) -> ActorCount:
@@ -41,17 +45,20 @@ class TorchSamplers:
         return 1
 
     @property
-    def fixed_tensor_parallel(self) -> bool:
+    def tensor_parallel_from_config(self) -> bool:
         return True
 
     def new_bytes(self, trainer: Trainer) -> int:
         if isinstance(trainer, SharedTrainer):
             return 0  # the copy that all samplers of a base share is counted with the base
         if isinstance(trainer, TorchTrainer):
-            if self.compute_dtype == trainer.model.dtype:
-                return 0
-            return trainer.weights_nbytes * self.compute_dtype.itemsize // trainer.model.dtype.itemsize
-        return trainer.weights_nbytes * self.compute_dtype.itemsize // torch.float32.itemsize
+            master_dtype = trainer.model.dtype
+            if self.compute_dtype == master_dtype:
+                return 0  # the sampler shares the trainer's weights
+        else:
+            master_dtype = master_dtype_of(self.compute_dtype)
+        # `weights_nbytes` counts the weights in master precision; the sampler's copy has the compute precision.
+        return trainer.weights_nbytes * self.compute_dtype.itemsize // master_dtype.itemsize
 
     def sampler(self, trainer: Trainer, *, tensor_parallel: int | None = None) -> Sampler:
         if tensor_parallel not in (None, 1):
@@ -62,8 +69,8 @@ class TorchSamplers:
         if isinstance(trainer, SharedTrainer):
             return AdapterSampler(trainer, **self._limits)
         if isinstance(trainer, TorchTrainer):
-            return FollowingSampler(trainer, self.compute_dtype, **self._limits)
-        return MirrorSampler(trainer, self.compute_dtype, self.device, **self._limits)
+            return WholeModelSampler(trainer, self.compute_dtype, **self._limits)
+        return StagedFilesSampler(trainer, self.compute_dtype, self.device, **self._limits)
 
     def offload_for_training(self) -> None:
         """Does nothing: the weights in memory are the trainer's, or few compared with them."""
@@ -72,8 +79,9 @@ class TorchSamplers:
         """Does nothing: samplers are freed with the policies that use them."""
 
 
-class FollowingSampler(TorchSampler):
-    """Samples with the trainer's own weights, or with a copy of them in the compute precision."""
+class WholeModelSampler(TorchSampler):
+    """Samples with the weights of a trainer that trains a whole model: with the trainer's own tensors, or with a copy
+    of them in the compute precision."""
 
     def __init__(self, trainer: TorchTrainer, compute_dtype: torch.dtype, **limits: int) -> None:
         model = trainer.model
@@ -83,24 +91,29 @@ class FollowingSampler(TorchSampler):
         super().__init__(model, **limits)
 
     def sync(self, trainer: Trainer, state: str) -> None:
-        self.holds = None
+        self.loaded_state = None
         if not isinstance(trainer, TorchTrainer) or isinstance(trainer, SharedTrainer):
             raise BadSpec("a sampler over a whole model can only follow a trainer of one; make a new sampler")
-        # a copy is compared first, so that a failed sync changes no weight
-        if self.model is not trainer.model:
+        # Without a copy, this sampler has the tensors of its first trainer: a sync must not overwrite them.
+        if not self._has_copy and trainer.model is not self.model:
+            raise BadSpec(
+                "a trainer was given that is not the one whose weights this sampler shares; make a new sampler for it"
+            )
+        if self._has_copy:
+            # Compare all shapes first, so that a failed sync changes no weight.
             source, target = dict(trainer.model.named_weights()), dict(self.model.named_weights())
             check_shapes(_shapes(source), _shapes(target), "trainer")
             with torch.no_grad():
                 for name, weight in source.items():
                     target[name].copy_(weight)
-        self.holds = state
+        self.loaded_state = state
 
     def nbytes(self) -> int:
         return _nbytes(self.model) if self._has_copy else 0
 
 
 class AdapterSampler(TorchSampler):
-    """Samples with a shared base and one adapter: that of the trainer it was last synced with."""
+    """Samples with a shared base model and one adapter, which is that of the trainer of the last sync."""
 
     def __init__(self, trainer: SharedTrainer, **limits: int) -> None:
         super().__init__(trainer.base.sampling_model(), **limits)
@@ -110,24 +123,24 @@ class AdapterSampler(TorchSampler):
 
     def sync(self, trainer: Trainer, state: str) -> None:
         """Raises BadSpec unless the trainer is on this sampler's base."""
-        self.holds = None
+        self.loaded_state = None
         if not isinstance(trainer, SharedTrainer) or trainer.base is not self.base:
             raise BadSpec("a sampler can only follow a trainer on the base it was made for; make a new sampler")
         if self.model is trainer.model:  # in the master precision, the trainer's own matrices are used
             self.pairs = trainer.pairs
         else:
             self.pairs = copy_pairs(trainer.pairs, self.model.dtype)
-        self.holds = state
+        self.loaded_state = state
 
     def sample(self, *args: Any, **kwargs: Any) -> list[Completion]:
-        with using(self._layers, self.pairs):
+        with use_pairs(self._layers, self.pairs):
             return super().sample(*args, **kwargs)
 
     def nbytes(self) -> int:
         return 0
 
 
-class MirrorSampler(TorchSampler):
+class StagedFilesSampler(TorchSampler):
     """Samples with a model of its own in the compute precision, whose weights come from the files that a trainer in
     other processes stages."""
 
@@ -138,21 +151,22 @@ class MirrorSampler(TorchSampler):
 
     def sync(self, trainer: Trainer, state: str) -> None:
         """Raises SamplerOutOfSync if the staged tensors are not exactly the model's weights."""
-        self.holds = None
-        # names are those of `save_pretrained`, which the staged files have
+        self.loaded_state = None
+        # The staged files have the names of `save_pretrained`.
         target = dict(self.model.exported_weights())
         with staging_folder(trainer.weights_nbytes) as folder:
             files = trainer.stage_weights(folder, dtype=self.model.dtype)
+            # Compare all shapes before the first weight changes.
             shapes: dict[str, tuple[int, ...]] = {}
             for path in files:
                 shapes |= shapes_of(path)
             try:
-                check_shapes(shapes, _shapes(target), "set of staged weights")
+                check_shapes(shapes, _shapes(target), "staged folder")
             except BadSpec as error:
                 raise SamplerOutOfSync(f"{error} (policy state {state[:12]})") from error
             for path in files:
                 read_into(path, target.__getitem__)
-        self.holds = state
+        self.loaded_state = state
 
     def nbytes(self) -> int:
         return _nbytes(self.model)
@@ -163,7 +177,7 @@ def _nbytes(model: CausalLM) -> int:
 
 
 def _uninitialised_model(folder: Path, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    """A model of the folder's config, whose weights have no meaning yet."""
+    """A model of the folder's config, whose weights have no defined values yet."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     register_attention()

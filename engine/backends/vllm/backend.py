@@ -89,7 +89,7 @@ class VllmSamplers:
         )
 
     @property
-    def fixed_tensor_parallel(self) -> bool:
+    def tensor_parallel_from_config(self) -> bool:
         return not self._in_process
 
     def new_bytes(self, trainer: Trainer) -> int:
@@ -151,7 +151,7 @@ class VllmSamplers:
             options,
             self.device,
             cluster=self._cluster,
-            spare_first_gpu=self._trains_here and self.device.type == "cuda",
+            exclude_first_gpu=self._trains_here and self.device.type == "cuda",
             trainer_placement=trainer_placement,
         )
 

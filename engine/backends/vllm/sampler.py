@@ -24,7 +24,7 @@ from engine.backends.protocol import OnToken, Trainer
 from engine.backends.torch.lora import PEFT_PREFIX
 from engine.backends.torch.shared_base import AdapterTrainer, SharedTrainer
 from engine.backends.torch.trainer import TorchTrainer
-from engine.backends.vllm.serving.runtime import Manifest, Receipt, Source
+from engine.backends.vllm.serving.runtime import LoadProof, Manifest, Source
 from engine.backends.vllm.shared_runtime import SharedRuntime
 from engine.backends.vllm.weight_sync.manifest import digest_of, manifest_of, manifest_of_files
 from engine.backends.weight_files.staging import staging_folder
@@ -58,13 +58,13 @@ class VllmSampler:
         self._load_number = 0
         """`SharedRuntime.loads` at the last sync. A later load has dropped the adapter."""
         self._recent_prompts: list[TokenIds] = []
-        self.receipt: Receipt | None = None
+        self.load_proof: LoadProof | None = None
         self.gap: LogprobGap | None = None
         self.seconds: dict[str, float] = {}
         """Duration of each part of the last sync."""
 
     @property
-    def holds(self) -> str | None:
+    def loaded_state(self) -> str | None:
         """State of the policy whose weights it holds. None also if the runtime sleeps, has died, or has loaded the
         weights of another policy since."""
         shared = self._shared
@@ -111,10 +111,10 @@ class VllmSampler:
     def _holds_base(shared: SharedRuntime, base: str) -> bool:
         """Whether the live weights are those of `base`. After a sleep all slices are read again, otherwise a few."""
         was_asleep = shared.wake()
-        if shared.loaded != base or not shared.is_open or shared.runtime.needs_weights:
+        if shared.loaded != base or not shared.is_open or shared.ensure_running().needs_weights:
             return False
         try:
-            shared.runtime.check(base, full=was_asleep)
+            shared.ensure_running().check(base, full=was_asleep)
         except SamplerOutOfSync:
             shared.loaded = None
             return False
@@ -137,12 +137,12 @@ class VllmSampler:
     def _load(self, trainer: Trainer, base: str, shared: SharedRuntime) -> None:
         shared.wake()
         shared.loaded = None
-        runtime, stage_start = shared.runtime, time.perf_counter()
+        runtime, stage_start = shared.ensure_running(), time.perf_counter()
         with self._staged(trainer, shared) as (source, manifest):
             self.seconds["stage"] = time.perf_counter() - stage_start
             shared.digest = digest_of(manifest)
-            self.receipt = runtime.load(source, manifest, base)
-        self.seconds |= self.receipt.seconds
+            self.load_proof = runtime.load(source, manifest, base)
+        self.seconds |= self.load_proof.seconds
         shared.loaded, shared.loads = base, shared.loads + 1
 
     @contextmanager
@@ -150,7 +150,7 @@ class VllmSampler:
         """Yields the weights to load: the tensors themselves if runtime and transport accept them, otherwise files."""
         dtype = DTYPES[shared.options.dtype]
         local_trainer = trainer if isinstance(trainer, TorchTrainer) else None
-        sends_tensors = self.spec.transport in ("memory", "ipc", "nccl") and shared.runtime.accepts_tensors
+        sends_tensors = self.spec.transport in ("memory", "ipc", "nccl") and shared.ensure_running().accepts_tensors
         if sends_tensors and local_trainer is not None:
             tensors = _ConvertedWeights(local_trainer, dtype)
             yield tensors, manifest_of(tensors.items())
@@ -179,20 +179,20 @@ class VllmSampler:
         manifest = manifest_of((PEFT_PREFIX + tensor_name, tensor) for tensor_name, tensor in trainer.weights())
         with staging_folder(trainer.nbytes(training=False)) as folder:
             trainer.export(folder)
-            shared.runtime.load_adapter(folder, name, manifest)
+            shared.ensure_running().load_adapter(folder, name, manifest)
         self._adapter = name
         self.seconds["adapter"] = time.perf_counter() - started
 
     def _remove_adapter(self) -> None:
         if self._adapter is not None and self._shared is not None and self._shared.is_open:
-            self._shared.runtime.remove_adapter(self._adapter)
+            self._shared.ensure_running().remove_adapter(self._adapter)
         self._adapter = None
 
     def _check_gap(self, trainer: Trainer, shared: SharedRuntime) -> None:
         probes = probe_sequences(shared.architecture.vocab_size, shared.options.max_context, self._recent_prompts)
         allowed = allowed_gap(self.spec.gap, DTYPES[shared.options.dtype], _compute_dtype(trainer))
         self.gap = check_logprob_gap(
-            trainer, lambda ids: shared.runtime.score(ids, adapter=self._adapter), probes, max_gap=allowed
+            trainer, lambda ids: shared.ensure_running().score(ids, adapter=self._adapter), probes, max_gap=allowed
         )
 
     @contextmanager
@@ -222,7 +222,7 @@ class VllmSampler:
                 is returned.
         """
         shared, base = self._shared, self._base
-        if shared is None or base is None or self.holds is None:
+        if shared is None or base is None or self.loaded_state is None:
             raise SamplerOutOfSync("the sampler holds no policy's weights; sync it with the trainer first")
         check_prompts(
             prompts,
@@ -237,11 +237,11 @@ class VllmSampler:
         with self._resets_on_failure(shared):
             # before sampling, since the adapters of other policies may have replaced this one
             if self._adapter is not None:
-                shared.runtime.check_adapter(self._adapter)
-            completions = shared.runtime.generate(prompts, seeds, params, on_token, adapter=self._adapter)
-            shared.runtime.check(base)
+                shared.ensure_running().check_adapter(self._adapter)
+            completions = shared.ensure_running().generate(prompts, seeds, params, on_token, adapter=self._adapter)
+            shared.ensure_running().check(base)
             if self._adapter is not None:
-                shared.runtime.check_adapter(self._adapter)
+                shared.ensure_running().check_adapter(self._adapter)
         self._recent_prompts = [list(prompt[:RECENT_TOKENS]) for prompt in prompts[:1]]
         return completions
 

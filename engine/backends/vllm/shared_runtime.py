@@ -1,4 +1,4 @@
-"""One runtime, and what is known of the weights in it. All policies of one architecture share it."""
+"""A vLLM runtime that all policies of one architecture share, with a record of the weights that it was loaded with."""
 
 from __future__ import annotations
 
@@ -21,29 +21,28 @@ class SharedRuntime:
     architecture: Architecture
     options: EngineOptions
     config_folder: Path
-    open: Callable[[Path, EngineOptions], Runtime]
+    start: Callable[[Path, EngineOptions], Runtime]
     """Starts a runtime from the config folder and the options."""
     nbytes: int
     """Bytes of the engine's memory that the runtime takes; 0 for replicas."""
     loaded: str | None = None
     """Name of the weights that the runtime was last proven to hold: a policy's state, or the digest of a base."""
     digest: str | None = None
-    """Digest of the manifest of these weights. A policy that was recomputed with other numerics has the same state, but
-    other bytes."""
+    """Digest of the manifest of these weights. The state alone does not identify the bytes: a policy that was recomputed
+    with other numerics has the same state and other bytes."""
     loads: int = 0
     """Number of weight loads. vLLM drops all adapters at each load."""
     asleep: bool = False
     users: list[object] = field(default_factory=list)
-    """The samplers that use it, the oldest first. The memory is accounted to the oldest."""
+    """The samplers that use it, the oldest first. The oldest one reports the memory of the runtime as its own."""
     _runtime: Runtime | None = None
 
-    @property
-    def runtime(self) -> Runtime:
-        """The running runtime. Starts one if there is none, or if it has died."""
+    def ensure_running(self) -> Runtime:
+        """Returns the runtime. Starts it if it does not run yet or has died, which takes seconds to minutes."""
         if self._runtime is not None and not self._runtime.alive:
             self.close()
         if self._runtime is None:
-            self._runtime = self.open(self.config_folder, self.options)
+            self._runtime = self.start(self.config_folder, self.options)
         return self._runtime
 
     @property
@@ -53,22 +52,25 @@ class SharedRuntime:
     @property
     def actors(self) -> ActorCount:
         """Number of replicas. Any thread may use it."""
-        runtime = self._runtime
-        return count_replicas(runtime.replicas) if isinstance(runtime, VllmPool) else ActorCount()
+        runtime = self._runtime  # read once: another thread may close the runtime meanwhile
+        if isinstance(runtime, VllmPool):
+            return count_replicas(runtime.replicas)
+        return ActorCount()
 
     def sleep(self) -> None:
         """Frees device memory, if the options allow it."""
         if self.options.sleep and self.is_open and not self.asleep:
-            self.runtime.sleep()
+            self.ensure_running().sleep()
             self.asleep = True
 
     def wake(self) -> bool:
-        """Ends a sleep. Returns whether there was one: the weights may be lost then, and must be checked."""
+        """Ends a sleep. Returns whether the runtime was asleep. Then its weights may be lost, and must be checked."""
         if not self.asleep:
             return False
         self.asleep = False
-        self.runtime.wake()
-        self.runtime.reset_prefix_cache()
+        runtime = self.ensure_running()
+        runtime.wake()
+        runtime.reset_prefix_cache()
         return True
 
     def close(self) -> None:

@@ -21,8 +21,8 @@ import torch
 
 from engine.backends.protocol import OnToken
 from engine.backends.torch.sampler import processed_logprobs
-from engine.backends.vllm.serving.runtime import EngineOptions, Manifest, Receipt, Source
-from engine.backends.vllm.weight_sync.receipts import any_broken, check_replies, receipt_from_replies
+from engine.backends.vllm.serving.runtime import EngineOptions, LoadProof, Manifest, Source
+from engine.backends.vllm.weight_sync.load_proofs import any_broken, check_replies, proof_from_replies
 from engine.errors import BadSpec, SamplerOutOfSync, WorkerDied
 from engine.protocol import Completion, SamplingParams, StopReason, TokenIds
 
@@ -72,17 +72,17 @@ class InProcessRuntime:
 
     # -- weights ----------------------------------------------------------------------------------------------
 
-    def load(self, source: Source, manifest: Manifest, state: str, *, full: bool = False) -> Receipt:
+    def load(self, source: Source, manifest: Manifest, state: str, *, full: bool = False) -> LoadProof:
         self._state = None
         worker_source = source if isinstance(source, Mapping) else [str(path) for path in source]
         with _restores_globals():
             replies = self._rpc("ostinato_load", worker_source, manifest, state, full)
         self.alive = not any_broken(replies)
-        receipt = receipt_from_replies(replies, state)
+        proof = proof_from_replies(replies, state)
         self._worker_ids = [reply["worker_id"] for reply in replies]
         self.reset_prefix_cache()
         self._state = state
-        return receipt
+        return proof
 
     def check(self, state: str, *, full: bool = False) -> None:
         check_replies(self._rpc("ostinato_check", state, full), self._worker_ids)

@@ -145,13 +145,14 @@ def shapes_of(path: Path) -> dict[str, tuple[int, ...]]:
         raise BadSpec(f"{path.name} is not a whole safetensors file: {error}") from error
 
 
-def check_shapes(stored: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], what: str) -> None:
-    """Raises BadSpec that names the first tensor (by name) that is missing, unknown or of another shape."""
-    for name in sorted(stored.keys() | expected.keys()):
-        if stored.get(name) != expected.get(name):
+def check_shapes(actual: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], source: str) -> None:
+    """Raises BadSpec unless the shapes of `source` are those of the model. The message names the first tensor, in the
+    order of the names, that is missing, unknown or of another shape."""
+    for name in sorted(actual.keys() | expected.keys()):
+        if actual.get(name) != expected.get(name):
             raise BadSpec(
-                f"the {what} does not fit the model: first differing tensor {name}, in the file "
-                f"{stored.get(name, 'missing')}, in the model {expected.get(name, 'missing')}"
+                f"the {source} does not fit the model: first differing tensor {name}, in the {source} "
+                f"{actual.get(name, 'missing')}, in the model {expected.get(name, 'missing')}"
             )
 
 

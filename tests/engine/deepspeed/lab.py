@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engine.backends.deepspeed.options import ZeroOptions
+from engine.backends.deepspeed.options import RankOptions
 from engine.backends.deepspeed.ranks import RankTrainers
 from engine.backends.torch.attention import PackedLayout
 from engine.backends.torch.packing import pack
@@ -27,7 +27,7 @@ TARGET = "tests.engine.deepspeed.lab:Lab"
 
 
 def lab_options(dtype: str = "float32", **spec: Any) -> dict[str, Any]:
-    options = ZeroOptions(trainer=DeepSpeedSpec(**spec), compute_dtype=dtype, device="cpu", threads=1)  # type: ignore[arg-type]
+    options = RankOptions(trainer=DeepSpeedSpec(**spec), compute_dtype=dtype, device="cpu", threads=1)  # type: ignore[arg-type]
     return options.model_dump(mode="json")
 
 
@@ -48,7 +48,7 @@ class Lab(RankTrainers):
     def load_with(
         self, number: int, options: Mapping[str, Any], folder: Path, head: Head = "lm", init_seed: int = 0
     ) -> dict[str, Any]:
-        self._options = ZeroOptions.model_validate(options)
+        self._options = RankOptions.model_validate(options)
         return self.load(number, folder, head, init_seed)
 
     def facts(self, number: int) -> list[dict[str, Any]]:

@@ -241,7 +241,7 @@ async def test_an_engine_whose_model_takes_text_refuses_images(ctx: Context, tin
     engine = ctx.workspace.connect()
     policy = await new_policy(engine, tiny_folder)
     images = (PlacedImage(1, 1, RED),)
-    with pytest.raises(UnsupportedFragment, match="prompts hold images, and FollowingSampler takes text only"):
+    with pytest.raises(UnsupportedFragment, match="prompts hold images, and WholeModelSampler takes text only"):
         await engine.generate(GenerateRequest(policy, [[1, 5]], [0], SamplingParams(max_new_tokens=1), images=[images]))
     sequence = TokenSequence([1, 5, 6], [0.0, 0.0, 1.0], images=images)
     for read in (engine.logprobs, engine.values):

@@ -57,7 +57,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensors], Tensors])
 def assert_refused(sampler: Any, trainer: Any, match: str) -> None:
     with pytest.raises(SamplerOutOfSync, match=match):
         sampler.sync(trainer, "state-1")
-    assert sampler.holds is None
+    assert sampler.loaded_state is None
     with pytest.raises(SamplerOutOfSync, match="sync it with the trainer first"):
         draw(sampler)
 

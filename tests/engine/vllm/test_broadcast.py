@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.backends.vllm.serving.runtime import Receipt
+from engine.backends.vllm.serving.runtime import LoadProof
 from engine.backends.vllm.weight_sync.broadcast import (
     BroadcastAborted,
     BroadcastGroup,
@@ -303,19 +303,19 @@ class FakeReplica:
         """The pool starts it again: it is there at the next try of all."""
 
 
-async def load_into(replica: Any, weights: LoadRequest) -> Receipt:
+async def load_into(replica: Any, weights: LoadRequest) -> LoadProof:
     replies = await replica.rpc("ostinato_load", weights.source, weights.manifest, weights.state)
     errors = [reply["error"] for reply in replies if reply["error"]]
     if errors:
         raise SamplerOutOfSync(errors[0])
-    return Receipt(weights.state, len(weights.manifest), 0)
+    return LoadProof(weights.state, len(weights.manifest), 0)
 
 
 def delivered(delivery: BroadcastDelivery, replicas: list[Any], tensors: dict[str, Tensor]) -> list[Any]:
     weights = LoadRequest((), manifest_of(tensors.items()), "state", False)
     outcomes = asyncio.run(delivery.deliver(replicas, weights, tensors, load_into))
     for replica, outcome in zip(replicas, outcomes, strict=True):
-        if isinstance(outcome, Receipt):
+        if isinstance(outcome, LoadProof):
             assert [worker.got for worker in replica.workers] == [weights.manifest] * 2
     return [type(outcome) for outcome in outcomes]
 
@@ -339,14 +339,14 @@ def replicas(delivery: BroadcastDelivery) -> Iterator[list[Any]]:
 def test_a_group_is_reused_until_a_worker_changes(delivery: BroadcastDelivery, replicas: list[Any]) -> None:
     replicas = replicas[:2]
     for seed in (0, 1):
-        assert delivered(delivery, replicas, tensors_of(seed)) == [Receipt, Receipt]
+        assert delivered(delivery, replicas, tensors_of(seed)) == [LoadProof, LoadProof]
     assert [replica.joins for replica in replicas] == [1, 1]
     for worker in replicas[1].workers:
         worker._leave_group("")
     replicas[1].restart()
-    assert delivered(delivery, replicas, tensors_of(2)) == [Receipt, Receipt]
+    assert delivered(delivery, replicas, tensors_of(2)) == [LoadProof, LoadProof]
     assert [replica.joins for replica in replicas] == [2, 2]
-    assert delivered(delivery, replicas[:1], tensors_of(3)) == [Receipt]  # one fewer
+    assert delivered(delivery, replicas[:1], tensors_of(3)) == [LoadProof]  # one fewer
     assert [replica.joins for replica in replicas] == [3, 2]
 
 
@@ -355,10 +355,10 @@ def test_after_the_death_of_a_replica_the_others_get_a_second_attempt(
     delivery: BroadcastDelivery, replicas: list[Any], method: str
 ) -> None:
     if method == "ostinato_load":  # in a group that is there already
-        assert delivered(delivery, replicas, tensors_of()) == [Receipt] * 3
+        assert delivered(delivery, replicas, tensors_of()) == [LoadProof] * 3
     replicas[1].dies_in = method
-    assert delivered(delivery, replicas, tensors_of(1)) == [Receipt, WorkerDied, Receipt]
-    assert delivered(delivery, replicas, tensors_of(2)) == [Receipt] * 3
+    assert delivered(delivery, replicas, tensors_of(1)) == [LoadProof, WorkerDied, LoadProof]
+    assert delivered(delivery, replicas, tensors_of(2)) == [LoadProof] * 3
 
 
 def test_the_death_of_all_replicas_is_reported_for_each(delivery: BroadcastDelivery, replicas: list[Any]) -> None:
@@ -380,4 +380,4 @@ def test_an_error_of_the_trainer_is_raised_and_the_next_delivery_works(
     weights = LoadRequest((), manifest_of(tensors.items()), "state", False)
     with pytest.raises(RuntimeError, match="CUDA error"):
         asyncio.run(delivery.deliver(replicas, weights, Trainer(tensors), load_into))  # type: ignore[arg-type]
-    assert delivered(delivery, replicas, tensors) == [Receipt] * 3
+    assert delivered(delivery, replicas, tensors) == [LoadProof] * 3

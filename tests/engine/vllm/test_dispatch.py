@@ -12,7 +12,7 @@ from engine.backends.vllm.serving.dispatch import MAX_FAILURES, dispatch_work
 from engine.backends.vllm.serving.partial_completions import PartialCompletion
 from engine.backends.vllm.serving.replica import Replica
 from engine.backends.vllm.serving.routing import WorkItem, affinity_key
-from engine.errors import BadSpec, SamplerOutOfSync, WorkerDied
+from engine.errors import BadSpec, CompletionDiverged, SamplerOutOfSync, WorkerDied
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
@@ -151,9 +151,31 @@ def test_a_repeated_completion_is_reported_once() -> None:
     assert (finished.token_ids, finished.logprobs) == ([1, 2, 3, 4], [-1.0, -1.0, -1.0, -2.0])
 
 
-def test_a_repetition_that_contradicts_reported_tokens_is_refused() -> None:
+def test_a_repetition_that_contradicts_delivered_tokens_is_refused() -> None:
     completion = PartialCompletion()
     list(completion.add_chunk([1, 2], [-1.0, -1.0], None))
     completion.restart()
-    with pytest.raises(WorkerDied, match="reported"):
+    with pytest.raises(CompletionDiverged, match="token id 3 at position 1, where 2 was already delivered"):
         list(completion.add_chunk([1, 3], [-1.0, -1.0], "length"))
+
+
+def test_a_replica_that_contradicts_delivered_tokens_is_not_ended() -> None:
+    """The first replica dies after two tokens. The second one samples other tokens, and stays up."""
+    replicas, completion, sends = replicas_of(2), PartialCompletion(), list[str]()
+
+    async def send(replica: Replica, indices: list[int]) -> None:
+        sends.append(replica.name)
+        completion.restart()
+        is_first = len(sends) == 1
+        list(completion.add_chunk([1, 2] if is_first else [1, 3], [-1.0, -1.0], None))
+        if is_first:
+            raise WorkerDied("gone")
+
+    async def ready() -> list[Replica]:
+        return [replica for replica in replicas if replica.phase == "up"]
+
+    with pytest.raises(CompletionDiverged):
+        run(dispatch_work(ITEMS[:1], send, ready))  # type: ignore[arg-type]
+    phases = {replica.name: replica.phase for replica in replicas}
+    assert len(sends) == 2 and (phases[sends[0]], phases[sends[1]]) == ("down", "up")
+    assert [(replica.outstanding_tokens, replica.active_calls) for replica in replicas] == [(0, 0)] * 2

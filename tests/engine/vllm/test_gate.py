@@ -178,7 +178,7 @@ def test_staged_files_are_gone_afterwards(
 def test_the_same_weights_that_compute_something_else(
     sampler: Any, trainer: TorchTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = sampler._shared.runtime._llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    runner = sampler._shared.ensure_running()._llm.llm_engine.model_executor.driver_worker.worker.model_runner
     norm = runner.get_model().model.layers[0].input_layernorm
     monkeypatch.setattr(norm, "variance_epsilon", 1.0)
     assert_refused(sampler, trainer, "logprobs differ from the trainer's by")

@@ -37,7 +37,7 @@ def reload_old_weights(sampler: Any, tiny_folder: Path) -> None:
     """What a stray /collective_rpc, or a sleep that dropped weights, does behind the sampler's back."""
     old = TorchBackend(spec_of()).load(tiny_folder)
     weights = [(name, tensor.detach()) for name, tensor in old.model.exported_weights()]
-    sampler._shared.runtime._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+    sampler._shared.ensure_running()._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
 
 
 def test_weights_reloaded_before_a_call(sampler: Any, trainer: TorchTrainer, tiny_folder: Path) -> None:
@@ -45,7 +45,7 @@ def test_weights_reloaded_before_a_call(sampler: Any, trainer: TorchTrainer, tin
     reload_old_weights(sampler, tiny_folder)
     with pytest.raises(SamplerOutOfSync, match="changed in .* since state-1 was loaded"):
         draw(sampler)
-    assert sampler.holds is None
+    assert sampler.loaded_state is None
     sampler.sync(trainer, "state-1")
     assert_drawn_from(trainer, draw(sampler))
 
@@ -62,12 +62,12 @@ def test_weights_reloaded_during_a_call(sampler: Any, trainer: TorchTrainer, tin
     with pytest.raises(SamplerOutOfSync, match="changed in .* since state-1 was loaded"):
         sampler.sample([PROMPT], [1], PARAMS, reload)
     assert len(heard) == 4
-    assert sampler.holds is None
+    assert sampler.loaded_state is None
 
 
 def test_one_tensor_changed_in_place_during_a_call(sampler: Any, trainer: TorchTrainer) -> None:
     sampler.sync(trainer, "state-1")
-    runner = sampler._shared.runtime._llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    runner = sampler._shared.ensure_running()._llm.llm_engine.model_executor.driver_worker.worker.model_runner
 
     def garble(place: int, token: int, logprob: float) -> None:
         runner.get_model().model.norm.weight.data[5] += 0.5
@@ -78,7 +78,7 @@ def test_one_tensor_changed_in_place_during_a_call(sampler: Any, trainer: TorchT
 
 def test_another_process_in_the_place_of_the_one_that_loaded(sampler: Any, trainer: TorchTrainer) -> None:
     sampler.sync(trainer, "state-1")
-    worker = sampler._shared.runtime._llm.llm_engine.model_executor.driver_worker.worker
+    worker = sampler._shared.ensure_running()._llm.llm_engine.model_executor.driver_worker.worker
     worker._ostinato_worker_id = "another"
     with pytest.raises(SamplerOutOfSync, match="was restarted"):
         draw(sampler)
@@ -88,7 +88,7 @@ def test_a_prefix_cache_that_was_not_reset(
     sampler: Any, trainer: TorchTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draw(sampler)
-    monkeypatch.setattr(sampler._shared.runtime._llm, "reset_prefix_cache", lambda: False)
+    monkeypatch.setattr(sampler._shared.ensure_running()._llm, "reset_prefix_cache", lambda: False)
     assert_refused(sampler, trainer, "did not reset its prefix cache")
     assert_recovers(sampler, trainer, monkeypatch)
 
@@ -98,7 +98,7 @@ def test_a_prefix_cache_that_only_says_it_was_reset(
 ) -> None:
     """Entries are salted with the state, so those of other weights are never found."""
     draw(sampler)
-    monkeypatch.setattr(sampler._shared.runtime._llm, "reset_prefix_cache", lambda: True)
+    monkeypatch.setattr(sampler._shared.ensure_running()._llm, "reset_prefix_cache", lambda: True)
     sampler.sync(trainer, "state-1")
     assert_drawn_from(trainer, draw(sampler))
 
@@ -112,7 +112,7 @@ def test_weights_that_outlive_a_sleep_are_checked_and_not_sent_again(
     sampler.sync(trainer, "state-1")
     before = draw(sampler)
     backend.offload_for_training()
-    assert sampler.holds is None
+    assert sampler.loaded_state is None
     monkeypatch.setattr(Extension, "ostinato_load", lambda *_: pytest.fail("they were sent again"))
     sampler.sync(trainer, "state-1")
     assert draw(sampler) == before
@@ -136,7 +136,7 @@ def test_other_bytes_of_the_same_state_after_a_sleep_are_sent(
     backend.offload_for_training()
     move(trainer, by=1e-6)
     sampler.sync(trainer, "state-1")
-    runner = sampler._shared.runtime._llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    runner = sampler._shared.ensure_running()._llm.llm_engine.model_executor.driver_worker.worker.model_runner
     live, ours = runner.get_model().model.norm.weight, dict(trainer.model.exported_weights())["model.norm.weight"]
     assert live.equal(ours)
 
@@ -147,12 +147,12 @@ def test_a_state_is_held_only_with_the_bytes_it_was_synced_with(
     sampler.sync(trainer, "state-1")
     same = backend.sampler(trainer)
     same.sync(trainer, "state-1")
-    assert (sampler.holds, same.holds) == ("state-1", "state-1")
+    assert (sampler.loaded_state, same.loaded_state) == ("state-1", "state-1")
     redone = TorchBackend(spec_of()).load(tiny_folder)
     move(redone, by=1e-6)
     other = backend.sampler(redone)
     other.sync(redone, "state-1")
-    assert (sampler.holds, same.holds, other.holds) == (None, None, "state-1")
+    assert (sampler.loaded_state, same.loaded_state, other.loaded_state) == (None, None, "state-1")
     same.close()
     other.close()
 
@@ -196,7 +196,7 @@ def test_the_adapter_of_another_state(
 
 
 def test_an_adapter_replaced_after_the_sync(adapted: Any, adapter: AdapterTrainer, tmp_path: Path) -> None:
-    runtime = adapted._shared.runtime
+    runtime = adapted._shared.ensure_running()
     request = copy.copy(runtime._adapters[adapted._adapter])
     move(adapter, seed=3)
     adapter.export(tmp_path / "other")
@@ -210,7 +210,7 @@ def test_an_adapter_replaced_after_the_sync(adapted: Any, adapter: AdapterTraine
 
 def test_a_base_reloaded_under_an_adapter(adapted: Any, adapter: AdapterTrainer, base: Any) -> None:
     weights = [(name, tensor.detach() * 1.01) for name, tensor in base.model.exported_weights()]
-    adapted._shared.runtime._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+    adapted._shared.ensure_running()._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
     with pytest.raises(SamplerOutOfSync, match="vLLM has dropped the adapter"):
         draw(adapted)
     adapted.sync(adapter, "state-1")
@@ -218,7 +218,7 @@ def test_a_base_reloaded_under_an_adapter(adapted: Any, adapter: AdapterTrainer,
 
 
 def test_a_base_changed_in_place_under_an_adapter(adapted: Any, adapter: AdapterTrainer) -> None:
-    runner = adapted._shared.runtime._llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    runner = adapted._shared.ensure_running()._llm.llm_engine.model_executor.driver_worker.worker.model_runner
     runner.get_model().model.layers[1].input_layernorm.weight.data[0] += 1.0
     with pytest.raises(SamplerOutOfSync, match=r"tensor model\.layers\.1\.input_layernorm\.weight changed"):
         draw(adapted)
@@ -233,11 +233,11 @@ def test_two_policies_on_one_base_keep_their_adapters(backend: Any, adapter: Ada
     one, two = backend.sampler(adapter), backend.sampler(other)
     one.sync(adapter, "one")
     two.sync(other, "two")
-    assert (one.holds, two.holds) == ("one", "two")
+    assert (one.loaded_state, two.loaded_state) == ("one", "two")
     assert_drawn_from(adapter, draw(one))
     assert_drawn_from(other, draw(two))
     two._shared.loaded = None  # as after a failure
     two.sync(other, "two")
-    assert (one.holds, two.holds) == (None, "two")
+    assert (one.loaded_state, two.loaded_state) == (None, "two")
     one.close()
     two.close()

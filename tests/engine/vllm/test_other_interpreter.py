@@ -28,7 +28,7 @@ def test_a_replica_runs_in_the_interpreter_that_is_named(cluster: Cluster, train
             sampler.sync(trainer, f"state-{number}")
             assert_drawn_from(trainer, draw(sampler))
             move(trainer, seed=number)
-        (replica,) = sampler._shared.runtime.replicas  # type: ignore[union-attr]
+        (replica,) = sampler._shared.ensure_running().replicas  # type: ignore[union-attr]
         libraries = {mapping.path for mapping in process_of(replica).memory_maps()}
         environment = str(PYTHON.parent.parent.resolve())
         assert any(path.startswith(environment) for path in libraries)

@@ -41,7 +41,7 @@ def backend(cluster: Cluster) -> Iterator[Any]:
 def sampler(backend: Any, trainer: Any) -> Iterator[Any]:
     """Two replicas hold state-0; the trainer has gone on to other weights."""
     sampler = backend.sampler(trainer)
-    pool = sampler._shared.runtime
+    pool = sampler._shared.ensure_running()
     until(lambda: all(replica.phase == "up" for replica in pool.replicas))
     sampler.sync(trainer, "state-0")
     assert [replica.loaded_state for replica in pool.replicas] == ["state-0"] * 2
@@ -57,13 +57,13 @@ def plant(monkeypatch: pytest.MonkeyPatch, change: Callable[[Pairs], Pairs]) -> 
 
 
 def test_after_every_sync_it_samples_from_the_trainers_weights_by_one_group(sampler: Any, trainer: Any) -> None:
-    pool, seen = sampler._shared.runtime, []
+    pool, seen = sampler._shared.ensure_running(), []
     member = pool._delivery.member
     for number in range(3):
         sampler.sync(trainer, f"state-{number}")
         drawn = draw(sampler)
         assert_drawn_from(trainer, drawn)
-        assert sampler.receipt.tensors == len(list(trainer.model.exported_weights()))
+        assert sampler.load_proof.tensors == len(list(trainer.model.exported_weights()))
         seen.append(str(drawn))
         move(trainer, seed=number)
     assert len(set(seen)) == 3 and pool._delivery.member is member
@@ -71,7 +71,7 @@ def test_after_every_sync_it_samples_from_the_trainers_weights_by_one_group(samp
 
 def test_files_are_sent_too(sampler: Any, trainer: Any, weights: list[WeightFiles]) -> None:
     """What a trainer of other processes staged."""
-    pool = sampler._shared.runtime
+    pool = sampler._shared.ensure_running()
     load(pool, weights[1])
     assert [replica.loaded_state for replica in pool.replicas] == ["state-1"] * 2
     pool.check("state-1", full=True)
@@ -105,12 +105,12 @@ def test_half_of_the_replicas_only_acknowledge(
 
 def test_weights_that_change_after_the_sync(sampler: Any, trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sampler.sync(trainer, "state-1")
-    pool = sampler._shared.runtime
+    pool = sampler._shared.ensure_running()
     for replica in pool.replicas:
         call(pool, replica, "rpc", "ostinato_check_and_spoil")
     with pytest.raises(SamplerOutOfSync, match=r"tensor model\.norm\.weight changed"):
         draw(sampler)
-    assert sampler.holds is None
+    assert sampler.loaded_state is None
     assert_recovers(sampler, trainer, monkeypatch)
 
 
@@ -131,7 +131,7 @@ def test_a_receiver_that_is_gone_in_the_middle(
     sampler: Any, trainer: Any, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     """The other replica gets everything at a second try; the next sync has both again."""
-    pool = sampler._shared.runtime
+    pool = sampler._shared.ensure_running()
     lost, survivor = pool.replicas
     starts, victim, signalled = lost.starts, core_of(lost).pid, []
 
@@ -169,7 +169,7 @@ def test_a_frozen_base_is_sent_again_when_a_replica_came_back_without_it(cluster
         move(adapter, seed=1)
         sampler.sync(adapter, "state-1")
         assert sampler._shared.loads == loads
-        lost = sampler._shared.runtime.replicas[1]
+        lost = sampler._shared.ensure_running().replicas[1]
         starts = lost.starts
         core_of(lost).kill()
         until(lambda: lost.starts > starts and lost.phase == "up")

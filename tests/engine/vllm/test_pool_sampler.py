@@ -58,7 +58,7 @@ def sampler(backend: Any, adapter: AdapterTrainer) -> Iterator[Any]:
 
 
 def pool_of(sampler: Any) -> VllmPool:
-    pool = sampler._shared.runtime
+    pool = sampler._shared.ensure_running()
     assert isinstance(pool, VllmPool)
     return pool
 
@@ -84,7 +84,7 @@ def test_an_adapter_goes_to_every_replica_and_follows_the_trainer(
     first = draw(sampler)
     assert_drawn_from(adapter, first)
     assert sorted(request_counts) == ["replica-0", "replica-1"]
-    assert sampler.receipt.tensors == len(list(base.model.exported_weights())) and sampler.gap is not None
+    assert sampler.load_proof.tensors == len(list(base.model.exported_weights())) and sampler.gap is not None
     move(adapter, seed=5, by=0.2)
     loads = sampler._shared.loads
     sampler.sync(adapter, "state-1")
@@ -110,7 +110,7 @@ def test_two_adapters_on_one_base_are_drawn_from_apart(
     move(other, seed=8, by=0.2)
     second = backend.sampler(other)
     second.sync(other, "other")
-    assert (sampler.holds, second.holds) == ("state-0", "other")
+    assert (sampler.loaded_state, second.loaded_state) == ("state-0", "other")
     assert_drawn_from(adapter, draw(sampler))
     assert_drawn_from(other, draw(second))
     second.close()
@@ -139,7 +139,7 @@ def test_a_sleep_stops_every_replica_and_the_next_sync_brings_all_back(
     """On the CPU vLLM frees nothing in a sleep, but it stops computing, as on a GPU."""
     pool, before = pool_of(sampler), draw(sampler)
     backend.offload_for_training()
-    assert sampler.holds is None and [replica.loaded_state for replica in pool.replicas] == [None, None]
+    assert sampler.loaded_state is None and [replica.loaded_state for replica in pool.replicas] == [None, None]
     assert [call(pool, replica, "is_sleeping") for replica in pool.replicas] == [True, True]
     replica = pool.replicas[1]
     starts = replica.starts

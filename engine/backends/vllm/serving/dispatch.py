@@ -15,7 +15,8 @@ from engine.errors import SamplerOutOfSync, WorkerDied
 log = logging.getLogger(__name__)
 
 MAX_FAILURES = 3
-"""Number of failures of replicas in one call after which the next fails the call: a request may be their cause."""
+"""Failures of replicas that one call survives. The next failure fails the call, because one of its requests may be what
+makes the replicas fail."""
 
 Send = Callable[[Replica, list[int]], Awaitable[None]]
 """Lets a replica do the work items with these indices, from their beginning."""
@@ -42,20 +43,21 @@ async def dispatch_work(items: Sequence[WorkItem], send: Send, ready: ReadyRepli
     Raises:
         WorkerDied: more than `MAX_FAILURES` replicas failed.
         SamplerOutOfSync: no replica is ready, or will be.
+        Exception: any other error of `send`. It is no failure of the replica, so the replica goes on.
     """
     waiting, failures = list(range(len(items))), 0
     running: dict[asyncio.Task[None], _Assignment] = {}
     done: list[_Assignment] = []
     try:
         while waiting or running:
-            # assign the waiting items to the replicas that are ready
+            # Assign the waiting items to the replicas that are ready.
             if waiting:
                 for assignment in _assignments(items, waiting, await ready()):
                     assignment.replica.outstanding_tokens += assignment.tokens
                     assignment.replica.active_calls += 1
                     running[asyncio.create_task(_send(send, assignment))] = assignment
                 waiting = []
-            # collect what finished; the items of a replica that failed wait again
+            # Collect what has finished. The items of a replica that failed wait again.
             finished, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             for task in finished:
                 assignment = running.pop(task)
@@ -74,21 +76,25 @@ async def dispatch_work(items: Sequence[WorkItem], send: Send, ready: ReadyRepli
                     assignment.replica.loaded_state = None
                 else:
                     await assignment.replica.fail(assignment.actor)
-            # repeat the work of processes that have ended since they did it
+            # Repeat the work of processes that have ended since: their weights cannot be checked any more.
             if not running:
-                lost = [assignment for assignment in done if _has_ended(assignment)]
-                done = [assignment for assignment in done if not _has_ended(assignment)]
-                for assignment in lost:
-                    assignment.replica.active_calls -= 1
-                    waiting += assignment.indices
+                completed, done = done, []
+                for assignment in completed:
+                    if _has_ended(assignment):
+                        assignment.replica.active_calls -= 1
+                        waiting += assignment.indices
+                    else:
+                        done.append(assignment)
     finally:
+        # Also after an error, each replica's counters must return to what they were before the call.
         for task, assignment in running.items():
             task.cancel()
             assignment.replica.outstanding_tokens -= assignment.tokens
         await asyncio.gather(*running, return_exceptions=True)
         for assignment in (*running.values(), *done):
             assignment.replica.active_calls -= 1
-    return {assignment.actor for assignment in done if assignment.actor is not None}
+    actors = [assignment.actor for assignment in done]
+    return {actor for actor in actors if actor is not None}
 
 
 async def _send(send: Send, assignment: _Assignment) -> None:
@@ -102,11 +108,17 @@ def _has_ended(assignment: _Assignment) -> bool:
 def _assignments(
     items: Sequence[WorkItem], indices: Sequence[int], replicas: Sequence[Replica]
 ) -> list[_Assignment]:
+    """The work items with these indices, distributed over the replicas."""
     outstanding = {replica.name: replica.outstanding_tokens for replica in replicas}
     names = assign_replicas([items[index] for index in indices], outstanding)
+    indices_by_name: dict[str, list[int]] = {}
+    for index, name in zip(indices, names, strict=True):
+        indices_by_name.setdefault(name, []).append(index)
+
+    # A replica that got no item has no assignment. The others come in the order of `replicas`.
     assignments = []
     for replica in replicas:
-        replica_indices = [index for index, name in zip(indices, names, strict=True) if name == replica.name]
+        replica_indices = indices_by_name.get(replica.name, [])
         if replica_indices:
             tokens = sum(items[index].tokens for index in replica_indices)
             assignments.append(_Assignment(replica, replica.actor, replica_indices, tokens))

@@ -1,4 +1,4 @@
-"""Completions that a pool receives chunk by chunk, and their tokens on the way to the caller's listener."""
+"""Completions that a pool receives chunk by chunk, and the delivery of their tokens to the caller's listener."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from engine.backends.protocol import OnToken
-from engine.errors import WorkerDied
+from engine.errors import CompletionDiverged
 from engine.protocol import Completion, StopReason, TokenIds
 
 
@@ -21,11 +21,11 @@ class PartialCompletion:
     tokens: TokenIds = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     stop: StopReason | None = None
-    reported: TokenIds = field(default_factory=list)
+    delivered: TokenIds = field(default_factory=list)
     """Tokens that the listener got, possibly from an earlier attempt. They cannot be taken back."""
 
     def restart(self) -> None:
-        """Discards the tokens: a replica samples the completion from its first token."""
+        """Discards the tokens before a replica samples the completion again from its first token."""
         self.tokens, self.logprobs, self.stop = [], [], None
 
     def add_chunk(
@@ -34,21 +34,22 @@ class PartialCompletion:
         """Appends a chunk. Yields (token, logprob) of the tokens that the listener has not got yet.
 
         Raises:
-            WorkerDied: the chunk contradicts a reported token. In bfloat16 the same seed does not always sample the
-                same token.
+            CompletionDiverged: the chunk contradicts a delivered token. In bfloat16, two replicas do not always sample
+                the same token from the same seed. Neither replica is at fault, so this must not be a WorkerDied.
         """
         self.stop = stop
         for token, logprob in zip(tokens, logprobs, strict=True):
             position = len(self.tokens)
             self.tokens.append(token)
             self.logprobs.append(logprob)
-            if position == len(self.reported):
-                self.reported.append(token)
+            if position == len(self.delivered):
+                self.delivered.append(token)
                 yield token, logprob
-            elif self.reported[position] != token:
-                raise WorkerDied(
-                    "a replica ended after its first tokens were reported, and another replica sampled different ones; "
-                    "call again"
+            elif self.delivered[position] != token:
+                raise CompletionDiverged(
+                    f"a replica failed during a completion, and the replica that repeated it sampled token id {token} "
+                    f"at position {position}, where {self.delivered[position]} was already delivered (rounding differs "
+                    "between replicas); call again, or set engine.compute_dtype='float32' for equal tokens"
                 )
 
     def completion(self) -> Completion:
@@ -58,10 +59,13 @@ class PartialCompletion:
 
 
 def distinct_prompts(prompts: Sequence[TokenIds]) -> tuple[list[TokenIds], list[int]]:
-    """(the distinct prompts, for each given prompt its index among them)."""
+    """(the distinct prompts, the index among them of each given prompt)."""
     index_by_prompt: dict[tuple[int, ...], int] = {}
-    prompt_of = [index_by_prompt.setdefault(tuple(prompt), len(index_by_prompt)) for prompt in prompts]
-    return [list(prompt) for prompt in index_by_prompt], prompt_of
+    prompt_indices: list[int] = []
+    for prompt in prompts:
+        next_index = len(index_by_prompt)
+        prompt_indices.append(index_by_prompt.setdefault(tuple(prompt), next_index))
+    return [list(prompt) for prompt in index_by_prompt], prompt_indices
 
 
 TokenQueue = SimpleQueue[tuple[int, int, float] | None]
@@ -84,10 +88,12 @@ def run_with_listener(
 
     future = asyncio.run_coroutine_threadsafe(run(), loop)
     try:
+        # None is put last, also after an error, so this loop always ends.
         while (token := tokens.get()) is not None:
             if on_token is not None:
                 on_token(*token)
     except BaseException:
+        # Return only when `work` has ended: the caller may use the replicas for another call right away.
         future.cancel()
         ended.wait()
         raise

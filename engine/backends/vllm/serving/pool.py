@@ -34,10 +34,10 @@ from engine.backends.vllm.serving.replica_calls import (
     wait_until,
 )
 from engine.backends.vllm.serving.routing import WorkItem, affinity_key
-from engine.backends.vllm.serving.runtime import Manifest, Receipt, Source
+from engine.backends.vllm.serving.runtime import LoadProof, Manifest, Source
 from engine.backends.vllm.weight_sync.delivery import FILE_DELIVERY, WeightDelivery
+from engine.backends.vllm.weight_sync.load_proofs import any_broken, check_replies, merge_proofs, proof_from_replies
 from engine.backends.vllm.weight_sync.load_request import LoadRequest
-from engine.backends.vllm.weight_sync.receipts import any_broken, check_replies, merge_receipts, receipt_from_replies
 from engine.cluster.actors import ActorHandle
 from engine.errors import BadSpec, SamplerOutOfSync, WorkerDied
 from engine.protocol import Completion, SamplingParams, TokenIds
@@ -129,7 +129,7 @@ class VllmPool:
 
     # -- weights ----------------------------------------------------------------------------------------------
 
-    def load(self, source: Source, manifest: Manifest, state: str, *, full: bool = False) -> Receipt:
+    def load(self, source: Source, manifest: Manifest, state: str, *, full: bool = False) -> LoadProof:
         """Loads the weights into every replica that is up.
 
         Raises SamplerOutOfSync if a replica does not prove them; no replica counts as loaded then.
@@ -137,7 +137,7 @@ class VllmPool:
         request = LoadRequest(self._delivery.paths(source), manifest, state, full)
         return self._thread.run(self._load(request, source))
 
-    async def _load(self, request: LoadRequest, source: Source) -> Receipt:
+    async def _load(self, request: LoadRequest, source: Source) -> LoadProof:
         # forget the previous weights
         self._discard_request()
         self._unverified.clear()
@@ -149,20 +149,20 @@ class VllmPool:
         up = self._replicas_up()
         self._request = request
         outcomes = await self._delivery.deliver(up, request, source, self._load_into)
-        receipts = [outcome for outcome in outcomes if isinstance(outcome, Receipt)]
+        proofs = [outcome for outcome in outcomes if isinstance(outcome, LoadProof)]
         errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         mismatches = [error for error in errors if not isinstance(error, WorkerDied)]
 
         # the death of some replicas is no failure of the load, but an unproven load is
-        if mismatches or not receipts:
+        if mismatches or not proofs:
             self._discard_request()
             for replica in up:
                 replica.loaded_state = None
             raise (mismatches or errors)[0]
-        receipt = merge_receipts(receipts, request.state)
+        proof = merge_proofs(proofs, request.state)
         if self._keep_weights:
             self._request = request.with_linked_files()
-        return receipt
+        return proof
 
     @property
     def needs_weights(self) -> bool:
@@ -174,7 +174,7 @@ class VllmPool:
             self._request.remove_links()
         self._request = None
 
-    async def _load_into(self, replica: Replica, request: LoadRequest) -> Receipt:
+    async def _load_into(self, replica: Replica, request: LoadRequest) -> LoadProof:
         who, actor = f"vLLM {replica.name}", replica.running_actor()
         try:
             replies = await actor.call("load", request.source, request.manifest, request.state, request.full)
@@ -183,7 +183,7 @@ class VllmPool:
             raise
         if any_broken(replies):
             await replica.fail(actor)
-        receipt = receipt_from_replies(replies, request.state, who=who)
+        proof = proof_from_replies(replies, request.state, who=who)
         # compare manifests, not states: two loads of one state may have different bytes
         if self._request is None or self._request.manifest is not request.manifest:
             raise SamplerOutOfSync(f"{who} took {request.state} while other weights were sent")
@@ -192,7 +192,7 @@ class VllmPool:
         replica.worker_ids = [reply["worker_id"] for reply in replies]
         replica.adapters.clear()
         replica.loaded_state = request.state
-        return receipt
+        return proof
 
     def check(self, state: str, *, full: bool = False) -> None:
         """Checks every replica that holds `state`.
@@ -291,10 +291,10 @@ class VllmPool:
 
         async def send(replica: Replica, indices: list[int]) -> None:
             # request the completions; each distinct prompt is sent once
-            distinct, prompt_of = partial_completions.distinct_prompts([prompts[index] for index in indices])
+            distinct, prompt_indices = partial_completions.distinct_prompts([prompts[index] for index in indices])
             replica_seeds = [seeds[index] for index in indices]
             items = replica.running_actor().stream(
-                "generate", replica.loaded_state, distinct, prompt_of, replica_seeds, json_params, chunk_tokens, adapter
+                "generate", replica.loaded_state, distinct, prompt_indices, replica_seeds, json_params, chunk_tokens, adapter
             )
             for index in indices:
                 completions[index].restart()

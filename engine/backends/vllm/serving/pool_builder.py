@@ -43,7 +43,7 @@ def open_pool(
     device: torch.device = torch.device("cpu"),
     *,
     cluster: ClusterSpec = ClusterSpec(),
-    spare_first_gpu: bool = False,
+    exclude_first_gpu: bool = False,
     trainer_placement: Placement | None = None,
     actor_class: type[ReplicaActor] = ReplicaActor,
 ) -> VllmPool:
@@ -52,7 +52,7 @@ def open_pool(
     Args:
         spec: its transport must not be "auto".
         device: where the trainer's tensors are. Replicas compute on the same kind of device.
-        spare_first_gpu: the trainer computes in this process, on its first GPU.
+        exclude_first_gpu: the trainer computes in this process, on its first GPU.
         trainer_placement: the bundles of the trainer's ranks, if replica i shares the GPU of bundle i.
 
     Raises:
@@ -63,7 +63,7 @@ def open_pool(
     if spec.python and cluster.address is None and not Path(spec.python).is_file():
         raise BadSpec(f"sampler.python={spec.python!r} is no file on this machine; give the path of an interpreter")
     config = {file.name: file.read_text() for file in config_folder.glob("*.json")}
-    connection = connect(cluster, spare_first_gpu=spare_first_gpu)
+    connection = connect(cluster, exclude_first_gpu=exclude_first_gpu)
     places: list[ReplicaPlace] = []
 
     def make_replicas(on_up: OnUp) -> list[Replica]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from engine.backends.vllm import vllm_api
 from engine.backends.vllm.serving.runtime import EngineOptions
-from engine.backends.vllm.weight_sync.receipts import any_broken
+from engine.backends.vllm.weight_sync.load_proofs import any_broken
 from engine.cluster.actors import ActorBase
 from engine.errors import SamplerOutOfSync, WorkerDied
 from engine.protocol import SamplingParams, StopReason, TokenIds
@@ -136,7 +136,7 @@ class ReplicaActor(ActorBase):
         self,
         state: str,
         prompts: Sequence[TokenIds],
-        prompt_of: Sequence[int],
+        prompt_indices: Sequence[int],
         seeds: Sequence[int],
         params: Mapping[str, Any],
         chunk_tokens: int,
@@ -147,7 +147,7 @@ class ReplicaActor(ActorBase):
         All chunks of one step of vLLM are one item, because each item costs a message.
 
         Args:
-            prompt_of: for each completion, the index of its prompt in `prompts`.
+            prompt_indices: for each completion, the index of its prompt in `prompts`.
             params: SamplingParams as JSON.
             chunk_tokens: tokens per chunk.
         """
@@ -160,7 +160,7 @@ class ReplicaActor(ActorBase):
         async def sample(index: int) -> None:
             request = vllm_api.vllm_params(sampling_params, seeds[index], self.options, stream=True)
             request.stream_interval = chunk_tokens
-            prompt = vllm_api.token_prompt(prompts[prompt_of[index]], salt=salt)
+            prompt = vllm_api.token_prompt(prompts[prompt_indices[index]], salt=salt)
             async for output in self._client.generate(prompt, request, self._request_name(), lora_request=lora):
                 chunks.append(self._chunk(index, output, sampling_params))
                 has_news.set()

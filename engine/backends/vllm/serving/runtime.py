@@ -57,7 +57,7 @@ class EngineOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Receipt:
+class LoadProof:
     """The proof of one load."""
 
     state: str
@@ -83,7 +83,7 @@ class Runtime(Protocol):
         """Whether a part of it runs without weights, and cannot load the last ones by itself."""
         ...
 
-    def load(self, source: Source, manifest: Manifest, state: str, *, full: bool = False) -> Receipt:
+    def load(self, source: Source, manifest: Manifest, state: str, *, full: bool = False) -> LoadProof:
         """Loads weights into every worker and proves them.
 
         The proof: each tensor equals the manifest's (name, shape, dtype, digest), and a sample of the input columns of

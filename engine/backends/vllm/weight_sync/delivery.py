@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from engine.backends.vllm.serving.replica import Replica
-from engine.backends.vllm.serving.runtime import Manifest, Receipt, Source
+from engine.backends.vllm.serving.runtime import LoadProof, Manifest, Source
 from engine.backends.vllm.weight_sync.broadcast import (
     BUCKET_BYTES,
     BroadcastAborted,
@@ -41,8 +41,8 @@ from engine.backends.vllm.weight_sync.broadcast import (
     select_backend,
     send,
 )
+from engine.backends.vllm.weight_sync.load_proofs import check_replies
 from engine.backends.vllm.weight_sync.load_request import LoadRequest
-from engine.backends.vllm.weight_sync.receipts import check_replies
 from engine.backends.weight_files.tensor_files import read_tensors
 from engine.cluster.actors import ActorHandle
 from engine.errors import BadSpec, SamplerOutOfSync, WorkerDied
@@ -52,10 +52,10 @@ log = logging.getLogger(__name__)
 ABORT_TIMEOUT = 10.0
 """Seconds that a worker may take to notice that the broadcast was aborted."""
 
-LoadInto = Callable[[Replica, LoadRequest], Awaitable[Receipt]]
+LoadInto = Callable[[Replica, LoadRequest], Awaitable[LoadProof]]
 """Lets one replica load the weights of a request."""
-Outcomes = dict[str, Receipt | BaseException]
-"""By name of the replica: its receipt, or the error of its load."""
+Outcomes = dict[str, LoadProof | BaseException]
+"""By name of the replica: its proof, or the error of its load."""
 
 
 class WeightDelivery(Protocol):
@@ -70,8 +70,8 @@ class WeightDelivery(Protocol):
 
     async def deliver(
         self, replicas: Sequence[Replica], request: LoadRequest, source: Source, load_into: LoadInto
-    ) -> list[Receipt | BaseException]:
-        """Delivers the weights. Returns for each replica its receipt, or the error of its load."""
+    ) -> list[LoadProof | BaseException]:
+        """Delivers the weights. Returns for each replica its proof, or the error of its load."""
         ...
 
     def close(self) -> None: ...
@@ -89,7 +89,7 @@ class FileDelivery:
 
     async def deliver(
         self, replicas: Sequence[Replica], request: LoadRequest, source: Source, load_into: LoadInto
-    ) -> list[Receipt | BaseException]:
+    ) -> list[LoadProof | BaseException]:
         return await asyncio.gather(*(load_into(replica, request) for replica in replicas), return_exceptions=True)
 
     def close(self) -> None:
@@ -127,13 +127,13 @@ class BroadcastDelivery:
 
     async def deliver(
         self, replicas: Sequence[Replica], request: LoadRequest, source: Source, load_into: LoadInto
-    ) -> list[Receipt | BaseException]:
+    ) -> list[LoadProof | BaseException]:
         outcomes: Outcomes = {}
         remaining = list(replicas)
         while remaining:
             outcomes |= await self._broadcast(remaining, request, source, load_into)
             alive = [replica for replica in remaining if not isinstance(outcomes[replica.name], WorkerDied)]
-            all_loaded = all(isinstance(outcomes[replica.name], Receipt) for replica in alive)
+            all_loaded = all(isinstance(outcomes[replica.name], LoadProof) for replica in alive)
             if len(alive) == len(remaining) or all_loaded:
                 break
             # the death of a replica aborted the broadcast for the others: repeat it without the dead
@@ -171,7 +171,7 @@ class BroadcastDelivery:
             raise sender_error  # the trainer's tensors failed, and no replica
         return outcomes
 
-    async def _outcome(self, task: asyncio.Task[Receipt], replica: Replica) -> Receipt | BaseException:
+    async def _outcome(self, task: asyncio.Task[LoadProof], replica: Replica) -> LoadProof | BaseException:
         """The outcome of a load after an abort. A replica that is still loading is killed."""
         if not task.done():
             actor = replica.actor
@@ -265,7 +265,7 @@ class BroadcastDelivery:
         self._store = None
 
 
-async def _awaited(loading: Awaitable[Receipt]) -> Receipt:
+async def _awaited(loading: Awaitable[LoadProof]) -> LoadProof:
     return await loading
 
 

@@ -1,11 +1,11 @@
-"""Parses the replies of vLLM's workers into receipts or errors, for every transport."""
+"""Parses the replies of vLLM's workers into proofs or errors, for every transport."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from engine.backends.vllm.serving.runtime import Receipt
+from engine.backends.vllm.serving.runtime import LoadProof
 from engine.errors import SamplerOutOfSync
 
 
@@ -23,8 +23,8 @@ def check_replies(replies: Sequence[Mapping[str, Any]], worker_ids: Sequence[str
         raise SamplerOutOfSync(f"{who} was restarted: its workers are not those that the weights were loaded into")
 
 
-def receipt_from_replies(replies: Sequence[Mapping[str, Any]], state: str, *, who: str = "vLLM") -> Receipt:
-    """The receipt of one load, over all workers of one engine. Raises SamplerOutOfSync if a worker reports an error."""
+def proof_from_replies(replies: Sequence[Mapping[str, Any]], state: str, *, who: str = "vLLM") -> LoadProof:
+    """The proof of one load, over all workers of one engine. Raises SamplerOutOfSync if a worker reports an error."""
     check_replies(replies, [reply["worker_id"] for reply in replies], who=who)
     if not replies or any(reply["state"] != state for reply in replies):
         states = [reply["state"] for reply in replies]
@@ -33,7 +33,7 @@ def receipt_from_replies(replies: Sequence[Mapping[str, Any]], state: str, *, wh
     for reply in replies:
         unread.update(reply["unread"])
     seconds = {part: max(reply["seconds"][part] for reply in replies) for part in replies[0]["seconds"]}
-    return Receipt(
+    return LoadProof(
         state=state,
         tensors=replies[0]["tensors"],
         values_read=sum(reply["values"] for reply in replies),
@@ -42,18 +42,18 @@ def receipt_from_replies(replies: Sequence[Mapping[str, Any]], state: str, *, wh
     )
 
 
-def merge_receipts(receipts: Sequence[Receipt], state: str) -> Receipt:
-    """One receipt for all replicas. Raises SamplerOutOfSync if they received different numbers of tensors."""
-    if len({receipt.tensors for receipt in receipts}) > 1:
-        raise SamplerOutOfSync(f"the replicas hold unequal numbers of tensors of {state}: {receipts}")
+def merge_proofs(proofs: Sequence[LoadProof], state: str) -> LoadProof:
+    """One proof for all replicas. Raises SamplerOutOfSync if they received different numbers of tensors."""
+    if len({proof.tensors for proof in proofs}) > 1:
+        raise SamplerOutOfSync(f"the replicas hold unequal numbers of tensors of {state}: {proofs}")
     unread = set[str]()
-    for receipt in receipts:
-        unread.update(receipt.unread)
-    seconds = {part: max(receipt.seconds[part] for receipt in receipts) for part in receipts[0].seconds}
-    return Receipt(
+    for proof in proofs:
+        unread.update(proof.unread)
+    seconds = {part: max(proof.seconds[part] for proof in proofs) for part in proofs[0].seconds}
+    return LoadProof(
         state=state,
-        tensors=receipts[0].tensors,
-        values_read=sum(receipt.values_read for receipt in receipts),
+        tensors=proofs[0].tensors,
+        values_read=sum(proof.values_read for proof in proofs),
         unread=tuple(sorted(unread)),
         seconds=seconds,
     )

@@ -123,7 +123,9 @@ class TorchTrainer:
             return accumulated
 
         with self.in_use():
-            accumulated = self._retry_on_out_of_memory(accumulate, with_gradient, max_tokens, whole_groups=loss.pairwise)
+            accumulated = self._retry_on_out_of_memory(
+                accumulate, with_gradient, max_tokens, whole_groups=loss.pairwise
+            )
 
         # the step, unless the gradient is not finite
         parameters = [parameter for _, parameter in self.trained()]

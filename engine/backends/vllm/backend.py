@@ -6,6 +6,7 @@ This process has room for one vLLM engine at a time, since engines share torch's
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -58,7 +59,7 @@ class VllmSamplers:
         Raises:
             BadSpec: the transport cannot reach the samplers, or vLLM does not support the precision.
         """
-        # resolve transport "auto", and refuse a transport that cannot work
+        # Resolve transport "auto", and refuse a transport that cannot work.
         assert isinstance(spec.sampler, VllmSpec)
         if problem := _transport_problem(spec.sampler):
             raise BadSpec(f"sampler.transport={spec.sampler.transport!r} was given, but {problem}")
@@ -67,7 +68,7 @@ class VllmSamplers:
         self._cluster, self._reserve_trainer_placement = spec.cluster, reserve_trainer_placement
         self._trains_here = isinstance(spec.trainer, TorchTrainerSpec)
         self.device = device
-        # vLLM must compute in the trainer's precision
+        # vLLM must compute in the trainer's precision.
         dtype_names: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
         if compute_dtype not in dtype_names:
             raise BadSpec(f"vLLM computes in {' or '.join(DTYPES)}; compute_dtype {compute_dtype} was given")
@@ -81,21 +82,25 @@ class VllmSamplers:
 
     @property
     def actors(self) -> ActorCount:
-        counts = [shared.actors for shared in list(self._runtimes.values())]
-        return ActorCount(
-            wanted=sum(count.wanted for count in counts),
-            alive=sum(count.alive for count in counts),
-            restarts=sum(count.restarts for count in counts),
-        )
+        wanted, alive, restarts = 0, 0, 0
+        # A copy of the values, because the compute thread may add a runtime meanwhile.
+        for shared in list(self._runtimes.values()):
+            count = shared.actors
+            wanted, alive, restarts = wanted + count.wanted, alive + count.alive, restarts + count.restarts
+        return ActorCount(wanted=wanted, alive=alive, restarts=restarts)
 
     @property
     def tensor_parallel_from_config(self) -> bool:
         return not self._in_process
 
     def new_bytes(self, trainer: Trainer) -> int:
-        # replicas use other memory, and a new engine in this process takes the place of the one that is open
-        if not self._in_process or any(shared.is_open and shared.users for shared in self._runtimes.values()):
+        # Replicas are other processes, whose memory is not in this engine's budget.
+        if not self._in_process:
             return 0
+        # A new engine in this process takes the place of the one that is open, whose bytes are counted already.
+        for shared in self._runtimes.values():
+            if shared.is_open and shared.users:
+                return 0
         return self._nbytes(trainer)
 
     def sampler(self, trainer: Trainer, *, tensor_parallel: int | None = None) -> VllmSampler:
@@ -118,19 +123,19 @@ class VllmSamplers:
 
     def _shared_runtime(self, trainer: Trainer, *, ranks: int) -> SharedRuntime:
         """The runtime of the trainer's architecture. In this process, runtimes of other architectures are closed."""
+        # The model's config decides which trainers can share a runtime.
         folder = Path(tempfile.mkdtemp(prefix="ostinato-config-"))
         trainer.write_config(folder)
         architecture = architecture_of(folder)
         key = (architecture.digest, ranks, isinstance(trainer, SharedTrainer))
+        # This process has room for one engine only.
         if self._in_process:
             for other_key, shared in self._runtimes.items():
                 if other_key != key:
                     shared.close()
-        # an existing runtime has a config folder of its own
+        # An existing runtime has its own config folder already.
         if key in self._runtimes:
-            for file in folder.iterdir():
-                file.unlink()
-            folder.rmdir()
+            shutil.rmtree(folder)
             return self._runtimes[key]
         nbytes = self._nbytes(trainer) if self._in_process else 0
         options = self._options(trainer, architecture, ranks)
@@ -176,6 +181,7 @@ class VllmSamplers:
         kv_cache_bytes = CPU_KV_CACHE_BYTES
         if self.spec.kv_cache_gib != "auto":
             kv_cache_bytes = int(self.spec.kv_cache_gib * (1 << 30))
+        # `weights_nbytes` counts the weights in master precision, which is float32 for both precisions of vLLM.
         weights_bytes = trainer.weights_nbytes * DTYPES[self._dtype].itemsize // torch.float32.itemsize
         return weights_bytes * 3 // 2 + kv_cache_bytes
 
@@ -210,7 +216,7 @@ def engine_options(
     """
     return EngineOptions(
         dtype=dtype,
-        # a context longer than the model's is cut to the model's
+        # A context longer than the model's is cut to the model's.
         max_context=min(spec.max_context or architecture.context_length, architecture.context_length),
         vocab_size=architecture.vocab_size,
         eos_token_ids=architecture.eos_token_ids,

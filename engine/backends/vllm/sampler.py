@@ -1,6 +1,6 @@
-"""The vLLM sampler. Four proofs are needed before completions of a trainer's weights are returned:
+"""The vLLM sampler. It returns completions of a trainer's weights only after four proofs:
 
-- receipt: every tensor arrived with the trainer's name, shape and bytes (`weight_sync.extension`, at each sync);
+- delivery: every tensor arrived with the trainer's name, shape and bytes (`weight_sync.extension`, at each sync);
 - readback: slices of the live layers equal these tensors, bit by bit (`weight_sync.readback`, at each sync);
 - gap: the logprobs of probe sequences equal the trainer's up to a tolerance (`logprob_gap`, at each sync);
 - check: the same processes still hold the same slices (at each call, after sampling).
@@ -84,7 +84,7 @@ class VllmSampler:
         self.seconds = {}
         base = trainer.base.digest if isinstance(trainer, SharedTrainer) else state
         with self._resets_on_failure(shared):
-            # load the weights, unless the runtime may still hold them: a frozen base, or the same weights after a sleep
+            # Load the weights. Skip this if the runtime still holds them: a frozen base, or weights before a sleep.
             may_hold = isinstance(trainer, SharedTrainer) or shared.asleep
             if not (may_hold and self._holds_base(shared, base) and self._has_same_bytes(trainer, shared)):
                 self._load(trainer, base, shared)
@@ -93,6 +93,7 @@ class VllmSampler:
             gap_start = time.perf_counter()
             self._check_gap(trainer, shared)
             self.seconds["gap"] = time.perf_counter() - gap_start
+        # Set the state last: the sampler holds no weights until every proof has passed.
         self._base, self._digest, self._state, self._load_number = base, shared.digest, state, shared.loads
         self.seconds["all"] = time.perf_counter() - sync_start
 
@@ -155,10 +156,11 @@ class VllmSampler:
             tensors = _ConvertedWeights(local_trainer, dtype)
             yield tensors, manifest_of(tensors.items())
             return
-        # ranks on other machines cannot write into the shared memory of this one
-        needs_sync_folder = self.spec.transport == "checkpoint" or local_trainer is None
-        sync_folder = self.spec.sync_folder if needs_sync_folder else None
-        with staging_folder(trainer.weights_nbytes, inside=Path(sync_folder) if sync_folder else None) as folder:
+        # Ranks may run on other machines, which cannot write into the shared memory of this one.
+        parent: Path | None = None
+        if self.spec.sync_folder and (self.spec.transport == "checkpoint" or local_trainer is None):
+            parent = Path(self.spec.sync_folder)
+        with staging_folder(trainer.weights_nbytes, inside=parent) as folder:
             files = trainer.stage_weights(folder, dtype=dtype)
             if local_trainer is None:
                 yield files, manifest_of_files(files)
@@ -189,11 +191,12 @@ class VllmSampler:
         self._adapter = None
 
     def _check_gap(self, trainer: Trainer, shared: SharedRuntime) -> None:
+        def score(sequences: Sequence[TokenIds]) -> list[list[float]]:
+            return shared.ensure_running().score(sequences, adapter=self._adapter)
+
         probes = probe_sequences(shared.architecture.vocab_size, shared.options.max_context, self._recent_prompts)
-        allowed = allowed_gap(self.spec.gap, DTYPES[shared.options.dtype], _compute_dtype(trainer))
-        self.gap = check_logprob_gap(
-            trainer, lambda ids: shared.ensure_running().score(ids, adapter=self._adapter), probes, max_gap=allowed
-        )
+        tolerance = allowed_gap(self.spec.gap, DTYPES[shared.options.dtype], _compute_dtype(trainer))
+        self.gap = check_logprob_gap(trainer, score, probes, tolerance=tolerance)
 
     @contextmanager
     def _resets_on_failure(self, shared: SharedRuntime) -> Iterator[None]:
@@ -235,20 +238,25 @@ class VllmSampler:
         if not prompts:
             return []
         with self._resets_on_failure(shared):
-            # before sampling, since the adapters of other policies may have replaced this one
+            runtime = shared.ensure_running()
+            # Check the adapter first: vLLM may have dropped it to make room for the adapters of other policies.
             if self._adapter is not None:
-                shared.ensure_running().check_adapter(self._adapter)
-            completions = shared.ensure_running().generate(prompts, seeds, params, on_token, adapter=self._adapter)
-            shared.ensure_running().check(base)
+                runtime.check_adapter(self._adapter)
+            completions = runtime.generate(prompts, seeds, params, on_token, adapter=self._adapter)
+            # Check again after sampling, so that no completion of changed weights is returned.
+            runtime.check(base)
             if self._adapter is not None:
-                shared.ensure_running().check_adapter(self._adapter)
+                runtime.check_adapter(self._adapter)
+        # The gap check of the next sync also probes a real prompt, not only random tokens.
         self._recent_prompts = [list(prompt[:RECENT_TOKENS]) for prompt in prompts[:1]]
         return completions
 
     def nbytes(self) -> int:
         shared = self._shared
-        is_oldest_user = shared is not None and shared.is_open and shared.users[0] is self
-        return shared.nbytes if shared is not None and is_oldest_user else 0
+        if shared is None or not shared.is_open:
+            return 0
+        # The oldest user reports the memory that all users share, so that it is counted once.
+        return shared.nbytes if shared.users[0] is self else 0
 
     def close(self) -> None:
         """Removes the adapter. The runtime stays open, since other policies of the model may use it."""

@@ -28,8 +28,8 @@ class SharedRuntime:
     loaded: str | None = None
     """Name of the weights that the runtime was last proven to hold: a policy's state, or the digest of a base."""
     digest: str | None = None
-    """Digest of the manifest of these weights. The state alone does not identify the bytes: a policy that was recomputed
-    with other numerics has the same state and other bytes."""
+    """Digest of the manifest of these weights. The state does not identify the bytes: a policy that was recomputed with
+    other numerics has the same state and other bytes."""
     loads: int = 0
     """Number of weight loads. vLLM drops all adapters at each load."""
     asleep: bool = False

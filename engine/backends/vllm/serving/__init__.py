@@ -1,1 +1,1 @@
-"""vLLM replicas as Ray actors: their start, the pool that holds them, and how completions are distributed over them."""
+"""Runs vLLM replicas as Ray actors: starts them, restarts them when they fail, and distributes requests over them."""

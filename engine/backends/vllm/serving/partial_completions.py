@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
@@ -12,6 +13,18 @@ from typing import Any
 from engine.backends.protocol import OnToken
 from engine.errors import CompletionDiverged
 from engine.protocol import Completion, StopReason, TokenIds
+
+SMALL_CALL = 4
+CHUNK_TOKENS = 16
+
+Chunk = tuple[int, TokenIds, list[float], StopReason | None]
+"""New tokens of a completion: (position of the completion in the request, token ids, logprobs, stop reason or None)."""
+
+
+def tokens_per_chunk(completions: int) -> int:
+    """Number of tokens of a chunk in a call for this many completions. A small call streams single tokens, for a
+    listener who waits for them. In a large call chunks cost fewer messages."""
+    return CHUNK_TOKENS if completions > SMALL_CALL else 1
 
 
 @dataclass(slots=True)
@@ -70,6 +83,27 @@ def distinct_prompts(prompts: Sequence[TokenIds]) -> tuple[list[TokenIds], list[
 
 TokenQueue = SimpleQueue[tuple[int, int, float] | None]
 """(index of the completion, token, logprob) in order of arrival; None at the end."""
+
+
+async def receive_chunks(
+    stream: AsyncGenerator[list[Chunk]],
+    completions: Sequence[PartialCompletion],
+    indices: Sequence[int],
+    new_tokens: TokenQueue,
+) -> None:
+    """Adds a replica's stream to the completions, and puts the tokens that are new to the listener into the queue.
+
+    Args:
+        stream: items of chunks; a chunk's first element is a position in `indices`.
+        indices: the indices in `completions` of the completions that the replica samples.
+    """
+    # Close the stream also after an error: the replica then stops sampling.
+    async with aclosing(stream):
+        async for chunks in stream:
+            for position, tokens, logprobs, stop in chunks:
+                index = indices[position]
+                for token, logprob in completions[index].add_chunk(tokens, logprobs, stop):
+                    new_tokens.put((index, token, logprob))
 
 
 def run_with_listener(

@@ -4,7 +4,7 @@ to all of them, and each replica's weights are proven.
 A replica that ends or hangs during a call is started again. Other replicas repeat all work that it had in this call,
 with the same seeds. Its finished completions are discarded too, because it cannot prove its weights any more. After the
 restart it loads the last weights if their files still exist. It gets no work until it holds weights. A replica whose
-workers are broken (for example with half-loaded layers) is ended like one that hangs.
+workers are broken (for example with half-loaded layers) is restarted too.
 
 The replicas are Ray actors (`replica_actor`). This process decides which replica samples what (`routing`, `dispatch`).
 Ray's prefix-aware router is not used: it belongs to Ray Serve, which puts proxies and a controller between the pool and
@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,6 +30,9 @@ from engine.backends.vllm.serving.replica_calls import (
     call_all,
     call_surviving,
     describe_replicas,
+    holders_of_adapter,
+    holders_of_state,
+    replicas_up,
     wait_until,
 )
 from engine.backends.vllm.serving.routing import WorkItem, affinity_key
@@ -43,11 +45,6 @@ from engine.errors import BadSpec, SamplerOutOfSync, WorkerDied
 from engine.protocol import Completion, SamplingParams, TokenIds
 
 log = logging.getLogger(__name__)
-
-SMALL_CALL = 4
-"""A call of at most this many prompts streams single tokens. A larger call streams chunks, which cost less."""
-CHUNK_TOKENS = 16
-"""Tokens per chunk in a large call."""
 
 OnUp = Callable[[Replica], Awaitable[None]]
 MakeReplicas = Callable[[OnUp], list[Replica]]
@@ -84,7 +81,7 @@ class VllmPool:
         """The processes that sampled completions since the last check that passed."""
         self._asleep = False
         self._supervisors: list[asyncio.Task[None]] = []
-        # everything that touches the replicas runs in the loop of this thread
+        # Everything that touches the replicas runs in the loop of this thread, so no lock is needed.
         self._thread = LoopThread("vllm-pool")
         try:
             self._thread.run(self._start(make_replicas))
@@ -106,13 +103,14 @@ class VllmPool:
 
         Raises WorkerDied if the replica broke during the load.
         """
-        # while a load runs, other weights may be sent: repeat until the replica has got the last ones
+        # Other weights may be sent while a load runs. Repeat until the replica has got the last ones.
         actor, last_tried = replica.running_actor(), None
         while (request := self._request) is not None and request.files_exist and request.manifest is not last_tried:
             last_tried = request.manifest
             try:
                 await self._load_into(replica, request)
-            except SamplerOutOfSync as error:  # the files were removed meanwhile, or other weights were sent
+            except SamplerOutOfSync as error:
+                # The files were removed meanwhile, or other weights were sent: only a broken process is an error.
                 log.warning("%s", error)
                 try:
                     await actor.call("check_health")
@@ -120,11 +118,12 @@ class VllmPool:
                     raise WorkerDied(f"vLLM {replica.name} broke while it loaded weights: {error}") from error
         if request is not None and replica.loaded_state is None:
             log.warning("vLLM replica %s is back without weights: it waits for the next sync", replica.name)
-        # a pool that sleeps must not take the trainer's memory; the caller of `wake` sends weights to all replicas
+        # A pool that sleeps must not take the trainer's memory. The caller of `wake` sends weights to all replicas.
         if self._asleep:
             replica.loaded_state = None
             await actor.call("sleep")
-            if not self._asleep:  # `wake` was called meanwhile and skipped this replica, which is not up yet
+            # `wake` may have been called meanwhile, and skips a replica that is not up yet.
+            if not self._asleep:
                 await actor.call("wake")
 
     # -- weights ----------------------------------------------------------------------------------------------
@@ -138,27 +137,33 @@ class VllmPool:
         return self._thread.run(self._load(request, source))
 
     async def _load(self, request: LoadRequest, source: Source) -> LoadProof:
-        # forget the previous weights
+        # Forget the previous weights.
         self._discard_request()
         self._unverified.clear()
         for replica in self.replicas:
             replica.loaded_state = None
         await wait_until(lambda: any(replica.phase == "up" for replica in self.replicas), self.replicas)
 
-        # deliver the new weights; a replica that comes up meanwhile loads them in _restore_replica
-        up = self._replicas_up()
+        # Deliver the new weights. A replica that comes up meanwhile loads them in _restore_replica.
+        up = replicas_up(self.replicas)
         self._request = request
-        outcomes = await self._delivery.deliver(up, request, source, self._load_into)
-        proofs = [outcome for outcome in outcomes if isinstance(outcome, LoadProof)]
-        errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-        mismatches = [error for error in errors if not isinstance(error, WorkerDied)]
+        proofs: list[LoadProof] = []
+        deaths: list[BaseException] = []
+        mismatches: list[BaseException] = []
+        for outcome in await self._delivery.deliver(up, request, source, self._load_into):
+            if isinstance(outcome, LoadProof):
+                proofs.append(outcome)
+            elif isinstance(outcome, WorkerDied):
+                deaths.append(outcome)
+            else:
+                mismatches.append(outcome)
 
-        # the death of some replicas is no failure of the load, but an unproven load is
+        # The load survives the death of some replicas, but not of all, and it does not survive a mismatch.
         if mismatches or not proofs:
             self._discard_request()
             for replica in up:
                 replica.loaded_state = None
-            raise (mismatches or errors)[0]
+            raise (mismatches or deaths)[0]
         proof = merge_proofs(proofs, request.state)
         if self._keep_weights:
             self._request = request.with_linked_files()
@@ -167,7 +172,7 @@ class VllmPool:
     @property
     def needs_weights(self) -> bool:
         can_reload = self._request is not None and self._request.files_exist
-        return not can_reload and any(replica.loaded_state is None for replica in self._replicas_up())
+        return not can_reload and any(replica.loaded_state is None for replica in replicas_up(self.replicas))
 
     def _discard_request(self) -> None:
         if self._request is not None:
@@ -184,7 +189,7 @@ class VllmPool:
         if any_broken(replies):
             await replica.fail(actor)
         proof = proof_from_replies(replies, request.state, who=who)
-        # compare manifests, not states: two loads of one state may have different bytes
+        # Compare manifests, not states: two loads of one state may have different bytes.
         if self._request is None or self._request.manifest is not request.manifest:
             raise SamplerOutOfSync(f"{who} took {request.state} while other weights were sent")
         if replica.actor is not actor:
@@ -202,9 +207,10 @@ class VllmPool:
         self._thread.run(self._check(state, "ostinato_check", state, full))
 
     async def _check(self, state: str, method: str, *args: Any) -> None:
-        holders = [replica for replica in self.replicas if replica.loaded_state == state]
+        holders = holders_of_state(self.replicas, state)
         if not holders:
             raise SamplerOutOfSync(f"no replica holds {state}: {describe_replicas(self.replicas)}")
+        # Nothing can prove the weights of a process that has ended, so its completions must not be used.
         lost = self._unverified - {replica.actor for replica in holders}
         if lost:
             self._unverified.clear()
@@ -229,7 +235,7 @@ class VllmPool:
             raise
 
     def reset_prefix_cache(self) -> None:
-        up = self._replicas_up()
+        up = replicas_up(self.replicas)
         self._thread.run(call_surviving(up, lambda replica: replica.running_actor().call("reset_prefix_cache")))
 
     # -- adapters ---------------------------------------------------------------------------------------------
@@ -247,8 +253,9 @@ class VllmPool:
             check_replies(replies, replica.worker_ids, who=f"vLLM {replica.name}")
 
         async def load_all() -> None:
-            await call_surviving([replica for replica in self.replicas if replica.loaded_state is not None], load)
-            if not any(name in replica.adapters for replica in self.replicas):
+            with_base = [replica for replica in self.replicas if replica.loaded_state is not None]
+            await call_surviving(with_base, load)
+            if not holders_of_adapter(self.replicas, name):
                 raise WorkerDied(f"no replica took adapter {name}: {describe_replicas(self.replicas)}")
 
         try:
@@ -262,11 +269,11 @@ class VllmPool:
             replica.adapters.discard(name)
             await replica.running_actor().call("remove_adapter", name)
 
-        self._thread.run(call_surviving([replica for replica in self.replicas if name in replica.adapters], remove))
+        self._thread.run(call_surviving(holders_of_adapter(self.replicas, name), remove))
 
     def check_adapter(self, name: str) -> None:
         async def check() -> None:
-            holders = [replica for replica in self.replicas if name in replica.adapters]
+            holders = holders_of_adapter(self.replicas, name)
             if not holders:
                 raise SamplerOutOfSync(f"no replica holds adapter {name}: {describe_replicas(self.replicas)}")
             await call_all(holders, lambda replica: self._verify(replica, "ostinato_check_adapter", name))
@@ -286,27 +293,23 @@ class VllmPool:
     ) -> list[Completion]:
         """Calls `on_token` in the calling thread; with many prompts the tokens arrive in small chunks."""
         completions, new_tokens = [PartialCompletion() for _ in prompts], TokenQueue()
-        chunk_tokens = CHUNK_TOKENS if len(prompts) > SMALL_CALL else 1
+        chunk_tokens = partial_completions.tokens_per_chunk(len(prompts))
         json_params = params.model_dump(mode="json")
 
         async def send(replica: Replica, indices: list[int]) -> None:
-            # request the completions; each distinct prompt is sent once
+            # Send each distinct prompt once: the completions of a group share a prompt, which may be long.
             distinct, prompt_indices = partial_completions.distinct_prompts([prompts[index] for index in indices])
             replica_seeds = [seeds[index] for index in indices]
-            items = replica.running_actor().stream(
-                "generate", replica.loaded_state, distinct, prompt_indices, replica_seeds, json_params, chunk_tokens, adapter
+            state = replica.loaded_state
+            stream = replica.running_actor().stream(
+                "generate", state, distinct, prompt_indices, replica_seeds, json_params, chunk_tokens, adapter
             )
             for index in indices:
-                completions[index].restart()
-            # collect their chunks
-            async with aclosing(items):
-                async for chunks in items:
-                    for position, tokens, logprobs, stop in chunks:
-                        index = indices[position]
-                        for token, logprob in completions[index].add_chunk(tokens, logprobs, stop):
-                            new_tokens.put((index, token, logprob))
+                completions[index].restart()  # a replica that has failed may have begun it
+            await partial_completions.receive_chunks(stream, completions, indices, new_tokens)
 
         async def dispatch() -> None:
+            # `check` must prove the weights of every process that sampled.
             self._unverified |= await dispatch_work(work_items, send, lambda: self._ready_replicas(adapter))
 
         work_items = [WorkItem(affinity_key(prompt), len(prompt) + params.max_new_tokens) for prompt in prompts]
@@ -327,7 +330,7 @@ class VllmPool:
                 scores[index] = sequence_logprobs
 
         work_items = [WorkItem(affinity_key(sequence), len(sequence)) for sequence in sequences]
-        # processes that only scored need no later check, so they do not become unverified
+        # A process that only scored returned nothing that a later check must prove, so it is not added to _unverified.
         self._thread.run(dispatch_work(work_items, send, lambda: self._ready_replicas(adapter)))
         return scores
 
@@ -338,11 +341,12 @@ class VllmPool:
             request = self._request
             replicas: list[Replica] = []
             if request is not None:
-                replicas = [replica for replica in self._replicas_up() if replica.loaded_state == request.state]
+                replicas = holders_of_state(replicas_up(self.replicas), request.state)
             if adapter is not None:
-                replicas = [replica for replica in replicas if adapter in replica.adapters]
+                replicas = holders_of_adapter(replicas, adapter)
             if replicas:
                 return replicas
+            # A replica that starts loads the base again if its files exist, but no adapter.
             is_starting = any(replica.phase in ("starting", "down") for replica in self.replicas)
             if request is None or adapter is not None or not is_starting or not request.files_exist:
                 raise SamplerOutOfSync(f"no replica holds the weights any more: {describe_replicas(self.replicas)}")
@@ -356,6 +360,7 @@ class VllmPool:
         async def drain() -> None:
             replica = next(replica for replica in self.replicas if replica.name == name)
             replica.set_phase("draining")
+            # Its process must stay until `check` has proven the weights of the completions that it sampled.
             while replica.active_calls or replica.actor in self._unverified:
                 await asyncio.sleep(POLL_INTERVAL)
             await replica.close()
@@ -371,7 +376,7 @@ class VllmPool:
 
     async def _sleep_or_wake(self, method: Literal["sleep", "wake"]) -> None:
         self._asleep = method == "sleep"
-        await call_surviving(self._replicas_up(), lambda replica: replica.running_actor().call(method))
+        await call_surviving(replicas_up(self.replicas), lambda replica: replica.running_actor().call(method))
         for replica in self.replicas:
             replica.loaded_state = None
             replica.adapters.clear()
@@ -394,6 +399,3 @@ class VllmPool:
         await asyncio.gather(*self._supervisors, return_exceptions=True)
         self._discard_request()
         self._delivery.close()
-
-    def _replicas_up(self) -> list[Replica]:
-        return [replica for replica in self.replicas if replica.phase == "up"]

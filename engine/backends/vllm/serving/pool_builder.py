@@ -1,4 +1,4 @@
-"""Builds a running pool of vLLM replicas from a spec: reserves places on the cluster, and starts a process in each."""
+"""Builds a running pool of vLLM replicas from a spec: reserves CPUs and GPUs on the cluster and starts the replicas."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from engine.specs.sampler import VllmSpec
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPlace:
-    """The bundle in which one replica runs."""
+    """The reserved resources of one replica."""
 
     placement: Placement
     bundle: int
-    """Index of the bundle in the placement."""
+    """Index of the replica's first bundle in the placement."""
     share: float = 1.0
-    """Part of the bundle's GPUs that the actor itself takes."""
+    """Fraction of the bundle's GPUs that Ray assigns to the actor itself. 0 if vLLM's own workers get them."""
     executor: str | None = None
     """vLLM's distributed executor; None for one worker."""
 
@@ -50,14 +50,14 @@ def open_pool(
     """Starts the replicas of `spec` on the cluster, and waits until they are up.
 
     Args:
-        spec: its transport must not be "auto".
+        spec: the config of the sampler. The caller has replaced a transport of "auto" by a concrete one.
         device: where the trainer's tensors are. Replicas compute on the same kind of device.
-        exclude_first_gpu: the trainer computes in this process, on its first GPU.
-        trainer_placement: the bundles of the trainer's ranks, if replica i shares the GPU of bundle i.
+        exclude_first_gpu: leave the first GPU of this machine to the trainer, which computes in this process.
+        trainer_placement: the bundles of the trainer's ranks. If it is given, replica i shares the GPU of bundle i.
 
     Raises:
-        BadSpec: the cluster is too small, Ray is not installed, or the interpreter does not exist.
-        EngineBusy: the cluster has no room for the replicas now.
+        BadSpec: the cluster is too small, Ray is not installed, or `sampler.python` is no file.
+        EngineBusy: other processes use the resources of the cluster that the replicas need.
         WorkerDied: one of the replicas did not start.
     """
     if spec.python and cluster.address is None and not Path(spec.python).is_file():
@@ -76,23 +76,25 @@ def open_pool(
 
     def release_resources() -> None:
         try:
+            # The trainer releases its own placement. The replicas of a private Ray have one placement together.
             if trainer_placement is None:
                 for placement in {id(place.placement): place.placement for place in places}.values():
                     placement.remove()
         finally:
             connection.release()
 
-    # reserve a place for each replica, and choose how weights reach them
+    # Reserve a place for each replica, and choose how weights reach them. After an error nothing stays reserved.
     try:
         if trainer_placement is not None:
-            places += [ReplicaPlace(trainer_placement, index, SHARED_GPU) for index in range(spec.replicas)]
+            for index in range(spec.replicas):
+                places.append(ReplicaPlace(trainer_placement, index, SHARED_GPU))
         else:
             _reserve(places, connection, spec, options.tensor_parallel, on_gpus=device.type == "cuda")
         delivery = _weight_delivery(spec, device)
     except BaseException:
         release_resources()
         raise
-    # with LoRA the base is sent only once, so the pool must keep it for replicas that restart
+    # With LoRA the base is sent only once, so the pool must keep it for replicas that restart.
     keep_weights = options.max_lora_rank is not None
     return VllmPool(make_replicas, release_resources, keep_weights=keep_weights, delivery=delivery)
 
@@ -123,23 +125,29 @@ def _start_process(
 def _reserve(
     places: list[ReplicaPlace], cluster: Cluster, spec: VllmSpec, tensor_parallel: int, *, on_gpus: bool
 ) -> None:
-    """Appends a place for each replica to `places`, and waits until all are reserved.
+    """Appends a place for each replica to `places`, and waits until the cluster has reserved all of them.
 
-    On a shared cluster each replica has a placement of its own, so that Ray can move it alone when its machine is lost.
-    A private Ray has one machine: a single placement shows at once whether there is room for all replicas.
+    On a shared cluster each replica has its own placement, so that Ray can move it to another machine when its machine
+    is lost. A private Ray has one machine, and all replicas share one placement: the reservation fails at once if there
+    is no room for all of them.
     """
-    # the bundles of one replica: one bundle, or one per GPU if no machine has enough GPUs
-    executor, share = ("mp" if tensor_parallel > 1 else None), 1.0
+    # The bundles of one replica: a single bundle with all its GPUs.
+    executor, share = None, 1.0
     bundles = [Bundle(gpus=tensor_parallel if on_gpus else 0)]
-    most_gpus = max((node.gpus for node in take_inventory().nodes), default=0.0) if on_gpus else 0.0
-    if on_gpus and tensor_parallel > max(1, most_gpus):
-        # vLLM's own Ray executor starts a worker in each bundle; the actor itself computes nothing
-        executor, share, bundles = "ray", 0.0, [Bundle(gpus=1)] * tensor_parallel
+    if tensor_parallel > 1:
+        executor = "mp"
+    # If no machine has that many GPUs: one bundle per GPU. vLLM's own Ray executor starts a worker in each of them,
+    # and the actor itself computes nothing.
+    if on_gpus:
+        most_gpus = max((node.gpus for node in take_inventory().nodes), default=0.0)
+        if tensor_parallel > max(1, most_gpus):
+            executor, share, bundles = "ray", 0.0, [Bundle(gpus=1)] * tensor_parallel
 
-    # the placements of all replicas
+    # The placements of all replicas.
     if cluster.is_private:
         placement = Placement(cluster, f"{spec.replicas} vLLM replicas", bundles * spec.replicas)
-        places += [ReplicaPlace(placement, len(bundles) * index, share, executor) for index in range(spec.replicas)]
+        for index in range(spec.replicas):
+            places.append(ReplicaPlace(placement, len(bundles) * index, share, executor))
     else:
         for index in range(spec.replicas):
             placement = Placement(cluster, f"vLLM replica-{index}", bundles)

@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from engine.backends.vllm import vllm_api
+from engine.backends.vllm.serving.partial_completions import Chunk
 from engine.backends.vllm.serving.runtime import EngineOptions
 from engine.backends.vllm.weight_sync.load_proofs import any_broken
 from engine.cluster.actors import ActorBase
 from engine.errors import SamplerOutOfSync, WorkerDied
-from engine.protocol import SamplingParams, StopReason, TokenIds
+from engine.protocol import SamplingParams, TokenIds
 
 HEALTH_INTERVAL = 0.2
 """Seconds between two checks whether vLLM's engine still runs."""
@@ -35,8 +36,6 @@ REPLICA_ENV = "OSTINATO_REPLICA"
 
 Reply = dict[str, Any]
 """Reply of one vLLM worker to a method of the extension."""
-Chunk = tuple[int, TokenIds, list[float], StopReason | None]
-"""New tokens of a completion: (index of the completion, token ids, logprobs, stop reason or None)."""
 
 
 class ReplicaActor(ActorBase):
@@ -53,6 +52,7 @@ class ReplicaActor(ActorBase):
 
     async def start(self, config: Mapping[str, str]) -> None:
         """Starts vLLM with random weights. `config`: the model's JSON files, by name."""
+        # vLLM reads the environment at import and in its own processes, so set it before the engine is built.
         replica_environment = {REPLICA_ENV: self.name, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "HF_HUB_OFFLINE": "1"}
         os.environ.update(vllm_api.ENVIRONMENT | replica_environment)
         with tempfile.TemporaryDirectory(prefix="ostinato-config-") as folder:
@@ -110,6 +110,7 @@ class ReplicaActor(ActorBase):
 
     async def reset_prefix_cache(self) -> None:
         """Raises SamplerOutOfSync if the cache could not be reset."""
+        # vLLM refuses while a request uses the cache, and aborted requests end a moment later.
         for _ in range(int(RESET_TIMEOUT / RESET_INTERVAL)):
             if await self._client.reset_prefix_cache():
                 return
@@ -165,7 +166,7 @@ class ReplicaActor(ActorBase):
                 chunks.append(self._chunk(index, output, sampling_params))
                 has_news.set()
 
-        # one task per completion; they collect chunks, and this generator yields them
+        # One task per completion collects its chunks. This generator yields what all tasks have collected meanwhile.
         tasks = [asyncio.create_task(sample(index)) for index in range(len(seeds))]
         all_done = asyncio.gather(*tasks)
         all_done.add_done_callback(lambda _: has_news.set())
@@ -178,6 +179,7 @@ class ReplicaActor(ActorBase):
                     yield item
             await all_done
         finally:
+            # The caller closed the generator, or a task failed: vLLM aborts the requests of cancelled tasks.
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, all_done, return_exceptions=True)
@@ -185,10 +187,15 @@ class ReplicaActor(ActorBase):
     def _chunk(self, index: int, output: Any, params: SamplingParams) -> Chunk:
         if output.outputs[0].finish_reason == "abort":
             raise WorkerDied("vLLM aborted a completion")
-        sampled = vllm_api.sampled(output.outputs[0], params)
-        tokens = [token for token, _ in sampled]
-        stop = vllm_api.stop_reason(tokens[-1], self.options.eos_token_ids, params) if output.finished else None
-        return index, tokens, [logprob for _, logprob in sampled], stop
+        tokens: TokenIds = []
+        logprobs: list[float] = []
+        for token, logprob in vllm_api.sampled(output.outputs[0], params):
+            tokens.append(token)
+            logprobs.append(logprob)
+        stop = None
+        if output.finished:
+            stop = vllm_api.stop_reason(tokens[-1], self.options.eos_token_ids, params)
+        return index, tokens, logprobs, stop
 
     async def score(self, state: str, sequences: Sequence[TokenIds], adapter_name: str | None) -> list[list[float]]:
         """Logprobs in nats of every token but the first, per sequence."""

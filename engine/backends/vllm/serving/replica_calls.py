@@ -18,18 +18,33 @@ POLL_INTERVAL = 0.05
 ReplicaCall = Callable[[Replica], Awaitable[Any]]
 
 
+def replicas_up(replicas: Sequence[Replica]) -> list[Replica]:
+    return [replica for replica in replicas if replica.phase == "up"]
+
+
+def holders_of_state(replicas: Sequence[Replica], state: str) -> list[Replica]:
+    """The replicas that were proven to hold the weights of this state, in any phase."""
+    return [replica for replica in replicas if replica.loaded_state == state]
+
+
+def holders_of_adapter(replicas: Sequence[Replica], name: str) -> list[Replica]:
+    """The replicas that hold this LoRA adapter, in any phase."""
+    return [replica for replica in replicas if name in replica.adapters]
+
+
 async def call_all(replicas: Sequence[Replica], call: ReplicaCall) -> None:
     """Runs one call per replica, all at once. Raises the first error after all calls have ended."""
-    outcomes = await asyncio.gather(*(call(replica) for replica in replicas), return_exceptions=True)
-    errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-    if errors:
-        raise errors[0]
+    outcomes = await asyncio.gather(*map(call, replicas), return_exceptions=True)
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
 
 
 async def call_surviving(replicas: Sequence[Replica], call: ReplicaCall) -> None:
     """As `call_all`, but the death of a replica is no error: the replica is restarted, and holds nothing then."""
 
     async def call_or_fail(replica: Replica) -> None:
+        # The process before the call: `fail` must not end a later one.
         actor = replica.actor
         try:
             await call(replica)

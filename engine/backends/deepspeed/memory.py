@@ -23,15 +23,15 @@ class ZeroStateBytes:
     gradients: int = 0
     """Bytes of the gradients at their peak in an update."""
     standing: int = 0
-    """Part of `gradients` that is allocated from the start on, whether the policy is trained or not: DeepSpeed's
-    buffers."""
+    """Part of `gradients` that DeepSpeed allocates when the model is loaded, even if the policy is never trained."""
     moments: int = 0
     """Bytes of AdamW's two moments."""
 
     def nbytes(self, *, training: bool = True) -> int:
         """The sum: with `training`, at the peak of an update; without, for a policy that is only read."""
-        variable = self.gradients + self.moments if training else self.standing
-        return self.weights + self.masters + variable
+        if training:
+            return self.weights + self.masters + self.gradients + self.moments
+        return self.weights + self.masters + self.standing
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,43 +47,59 @@ def zero_state_bytes(
 ) -> PlacedStates:
     """The states of a model with this many parameters. `ranks` are those of all nodes; `compute_bytes` and
     `master_bytes` are bytes per number, `buffers` is in bytes."""
-    stage, lower = spec.zero_stage, compute_bytes != master_bytes
-    masters, all_buffers = parameters * master_bytes, ranks * buffers
+    stage = spec.zero_stage
+    # ZeRO splits the masters and the moments over the ranks, so all ranks together hold them once.
+    masters = parameters * master_bytes
+    moments = MOMENTS_PER_WEIGHT * masters
+    all_buffers = ranks * buffers
+
+    # Stage 0: every rank has all states.
     if stage == 0:
-        replicas = ranks * masters
-        moments = MOMENTS_PER_WEIGHT * replicas
-        device = ZeroStateBytes(weights=replicas + all_buffers, gradients=replicas, moments=moments)
+        device = ZeroStateBytes(
+            weights=ranks * masters + all_buffers, gradients=ranks * masters, moments=ranks * moments
+        )
         return PlacedStates(device, ZeroStateBytes())
 
-    # weights that compute
-    computing = (1 if stage == 3 else ranks) * parameters * compute_bytes
-    weights_on_host = 0 if spec.offload_parameters == "none" else computing
-    weights_on_device = computing - weights_on_host + all_buffers
+    # The weights that compute. Stage 3 splits them, in the other stages every rank has all of them.
+    weights = parameters * compute_bytes
+    if stage != 3:
+        weights *= ranks
+    weights_on_host = 0
+    if spec.offload_parameters != "none":
+        weights_on_host = weights
+    weights_on_device = weights - weights_on_host + all_buffers
 
-    # stage 1 holds a whole gradient on every rank until the step; in bfloat16, micro-batches add up in a second one, in
-    # the masters' precision
-    added_up = ranks * masters if stage == 1 and lower else 0
-    whole_gradients = ranks * parameters * compute_bytes + added_up if stage == 1 else 0
+    # Stage 1 holds a whole gradient on every rank until the step. In bfloat16 the micro-batches add up in a second
+    # gradient, in the precision of the masters, which DeepSpeed never frees.
+    in_bfloat16 = compute_bytes != master_bytes
+    whole_gradients = accumulated_gradients = 0
+    if stage == 1:
+        if in_bfloat16:
+            accumulated_gradients = ranks * masters
+        whole_gradients = ranks * parameters * compute_bytes + accumulated_gradients
 
     if spec.offload_optimizer != "cpu":
+        # Stages 2 and 3 hold only each rank's part of the gradient. In stage 3 its buffer is never freed.
         device = ZeroStateBytes(
             weights=weights_on_device,
             masters=masters,
-            gradients=whole_gradients + (0 if stage == 1 else masters),
-            standing={1: added_up, 2: 0, 3: masters}[stage],
-            moments=MOMENTS_PER_WEIGHT * masters,
+            gradients=whole_gradients if stage == 1 else masters,
+            standing={1: accumulated_gradients, 2: 0, 3: masters}[stage],
+            moments=moments,
         )
         return PlacedStates(device, ZeroStateBytes(weights=weights_on_host))
 
-    # the offloaded masters have a gradient of their own; the gradient in which micro-batches add up is another one, and
-    # in stages 1 and 2 DeepSpeed keeps it on the device unless it has the weights' precision
-    sums_on_host = stage == 3 or not lower
-    device = ZeroStateBytes(weights=weights_on_device, gradients=whole_gradients + (0 if sums_on_host else masters))
+    # The offloaded masters have a gradient on the host. The micro-batches add up in another gradient of the same size,
+    # which is on the host too, except in stages 1 and 2 with bfloat16.
+    gradients_on_host, gradients_on_device = 2 * masters, whole_gradients
+    if stage != 3 and in_bfloat16:
+        gradients_on_host, gradients_on_device = masters, whole_gradients + masters
+    device = ZeroStateBytes(weights=weights_on_device, gradients=gradients_on_device)
     host = ZeroStateBytes(
         weights=weights_on_host,
         masters=masters,
-        gradients=(2 if sums_on_host else 1) * masters,
-        standing=(2 if stage == 3 else 1) * masters,
-        moments=MOMENTS_PER_WEIGHT * masters,
+        gradients=gradients_on_host,
+        standing=2 * masters if stage == 3 else masters,
+        moments=moments,
     )
     return PlacedStates(device, host)

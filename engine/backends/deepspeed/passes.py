@@ -26,17 +26,27 @@ def distribute(
     Micro-batches are built over the samples of all ranks, then distributed by length, so that the micro-batches of one
     pass have similar lengths.
     """
-    # micro-batches of all ranks, longest first
-    batches = _split_evenly(samples, max_tokens, ranks, whole_groups) if samples else []
-    tokens = [sum(len(samples[index].token_ids) for index in batch) for batch in batches]
-    longest_first = sorted(range(len(batches)), key=lambda batch: (-tokens[batch], batch))
+    # Micro-batches of all ranks, longest first. Equal lengths keep their order, so that every rank gets the same list.
+    batches: list[list[int]] = []
+    if samples:
+        batches = _split_evenly(samples, max_tokens, ranks, whole_groups)
+        batches.sort(key=lambda batch: -_tokens(samples, batch))
+
+    # Each pass takes one micro-batch per rank. The last one may not have enough.
     passes: list[list[list[int] | None]] = []
-    for begin in range(0, max(len(longest_first), 1), ranks):
-        row: list[list[int] | None] = [batches[batch] for batch in longest_first[begin : begin + ranks]]
+    for begin in range(0, max(len(batches), 1), ranks):
+        row: list[list[int] | None] = [*batches[begin : begin + ranks]]
         row += [None] * (ranks - len(row))
-        # the order alternates, so that no rank always has the longest
-        passes.append(row if len(passes) % 2 == 0 else row[::-1])
+        # The order alternates, so that no rank always has the longest.
+        if len(passes) % 2 == 1:
+            row.reverse()
+        passes.append(row)
     return passes
+
+
+def _tokens(samples: Sequence[Packable], batch: Sequence[int]) -> int:
+    """Number of tokens of the samples with these indices, each counted in full."""
+    return sum(len(samples[index].token_ids) for index in batch)
 
 
 def _split_evenly(
@@ -48,10 +58,10 @@ def _split_evenly(
     slots = -(-len(best) // ranks) * ranks
     if len(best) == slots:
         return best
-    # bounds of the search: a micro-batch must have room for the longest unit, and for an even share of the tokens
+    # Bounds of the search: a micro-batch must have room for the longest unit, and for an even share of the tokens.
     lengths = _unit_lengths(samples, whole_groups)
     longest, total = max(lengths), sum(lengths)
-    # `enough` tokens per micro-batch give at most `slots` of them; `too_few` do not
+    # Invariant: `enough` tokens per micro-batch give at most `slots` micro-batches, and `too_few` give more.
     enough = min(max_tokens, total)
     too_few = min(max(longest, -(-total // slots)), enough) - 1
     for _ in range(SEARCH_STEPS):

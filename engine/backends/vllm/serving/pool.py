@@ -148,8 +148,7 @@ class VllmPool:
         up = replicas_up(self.replicas)
         self._request = request
         proofs: list[LoadProof] = []
-        deaths: list[BaseException] = []
-        mismatches: list[BaseException] = []
+        deaths, mismatches = list[BaseException](), list[BaseException]()
         for outcome in await self._delivery.deliver(up, request, source, self._load_into):
             if isinstance(outcome, LoadProof):
                 proofs.append(outcome)

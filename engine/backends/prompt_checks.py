@@ -24,9 +24,11 @@ def check_prompts(
             leave nothing to sample.
         SampleTooLong: a prompt and `max_new_tokens` do not fit in the context.
     """
+    # The request as a whole.
     if len(prompts) != len(seeds):
         raise BadSpec(f"{len(prompts)} prompts were given with {len(seeds)} seeds; give one seed per prompt")
     _check_stop_tokens(params, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
+    # Each prompt. The message names its index, since a call may have thousands.
     for index, prompt in enumerate(prompts):
         if not prompt:
             raise BadSpec(f"prompt {index} has no tokens; there is nothing to continue")

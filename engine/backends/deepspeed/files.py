@@ -56,7 +56,9 @@ class ShardedState:
     master_dtype: torch.dtype
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.buffers[name].shape) if name in self.buffers else self.shards.shapes[name]
+        if name in self.buffers:
+            return tuple(self.buffers[name].shape)
+        return self.shards.shapes[name]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all weights: parameters, then buffers."""
@@ -78,29 +80,32 @@ def write_checkpoint(state: ShardedState, folder: Path) -> list[str]:
     shards, rank, world_size = state.shards, dist.get_rank(), dist.get_world_size()
     owned = shards.owned()
 
-    # the weights; rank 0 also writes the buffers
-    tensors = {piece_name(piece.name, piece.start): piece.of(piece.flat) for piece in owned}
+    # The weights. The buffers are equal on all ranks, so only rank 0 writes them.
+    tensors: dict[str, Tensor] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for piece in owned:
+        tensors[piece_name(piece.name, piece.start)] = piece.of(piece.flat)
+        shapes[piece.name] = shards.shapes[piece.name]
     if rank == 0:
         tensors |= state.buffers
-    shapes = {piece.name: shards.shapes[piece.name] for piece in owned}
     _write(folder / part_file(WEIGHTS, rank, world_size), tensors, shapes)
 
+    # Before the first update there are no moments, and the checkpoint has no optimizer files.
     if not shards.has_moments:
         return _files_of_all_ranks(WEIGHTS)
 
-    # the moments and step counts
-    tensors = {}
-    for piece in owned:
-        trained_name = state.trained[piece.name]
-        for moment in MOMENTS:
-            tensors[piece_name(f"{moment}.{trained_name}", piece.start)] = shards.moment(piece, moment)
-        if piece.start == 0:
-            tensors[f"step.{trained_name}"] = shards.step
-    trained_shapes = {state.trained[name]: shape for name, shape in shapes.items()}
-    shapes_of_moments: dict[str, tuple[int, ...]] = {}
+    # The moments. The order of `shapes` is part of the file's bytes: first all exp_avg, then all exp_avg_sq.
+    tensors, shapes = {}, {}
     for moment in MOMENTS:
-        shapes_of_moments |= {f"{moment}.{name}": shape for name, shape in trained_shapes.items()}
-    _write(folder / part_file(OPTIMIZER, rank, world_size), tensors, shapes_of_moments)
+        for piece in owned:
+            moment_name = f"{moment}.{state.trained[piece.name]}"
+            tensors[piece_name(moment_name, piece.start)] = shards.moment(piece, moment)
+            shapes[moment_name] = shards.shapes[piece.name]
+    # The step counts. The rank with the beginning of a weight writes its count.
+    for piece in owned:
+        if piece.start == 0:
+            tensors[f"step.{state.trained[piece.name]}"] = shards.step
+    _write(folder / part_file(OPTIMIZER, rank, world_size), tensors, shapes)
     return sorted(_files_of_all_ranks(WEIGHTS) + _files_of_all_ranks(OPTIMIZER))
 
 
@@ -122,7 +127,7 @@ def read_checkpoint(state: ShardedState, files: Mapping[str, Path], *, optimizer
     """Reads the files of any trainer's checkpoint into this rank's pieces. After a BadSpec, everything is as it was."""
     shards = state.shards
 
-    # check everything before anything changes
+    # Check everything before anything changes.
     checkpoint = open_checkpoint(files)
     check_shapes(checkpoint.weights.shapes(), state.shapes(), "checkpoint")
     moments = checkpoint.moments if optimizer else None
@@ -136,7 +141,7 @@ def read_checkpoint(state: ShardedState, files: Mapping[str, Path], *, optimizer
                 "a checkpoint whose weights were all trained together"
             )
 
-    # the weights, then zero moments that the checkpoint's overwrite
+    # Read the weights, then create moments of zero, which the checkpoint's moments overwrite.
     fill(state, checkpoint.weights)
     shards.drop_moments()
     if moments is not None:
@@ -152,7 +157,7 @@ def read_checkpoint(state: ShardedState, files: Mapping[str, Path], *, optimizer
 def fill(state: ShardedState, weights: WeightSource) -> None:
     """Reads this rank's pieces into the master weights, and copies them to the weights that compute. Every rank calls
     it."""
-    # a piece is read into its place in the master weights, without a copy
+    # A piece is read into its place in the master weights, without a copy.
     for piece in state.shards.pieces:
         weights.read_into(piece.name, piece.of(piece.flat), start=piece.start)
         report_progress()
@@ -168,13 +173,14 @@ def weights_digest(state: ShardedState) -> tuple[str, dict[str, str]]:
     """The digest that the torch trainer computes of the same weights, on every rank. The ranks share the hashing."""
     world_size = dist.get_world_size()
     names = sorted([*state.shards.shapes, *state.buffers])
+    # Each rank hashes every n-th tensor. All ranks take part in gathering each tensor.
     digests: dict[str, str] = {}
     for index, name in enumerate(names):
         tensor = state.assemble(name, on=index % world_size)
         if tensor is not None:
             digests[name] = digest_tensor(tensor)
         report_progress()
-    # every rank gets the digests that the others computed
+    # Every rank gets the digests that the others computed.
     gathered: list[dict[str, str]] = [{} for _ in range(world_size)]
     dist.all_gather_object(gathered, digests)
     for rank_digests in gathered:
@@ -193,14 +199,16 @@ def write_folder(
     """
     folder.mkdir(parents=True, exist_ok=True)
     layouts = {name: _layout(state, source, dtype) for name, source in state.exported.items()}
-    # the same split into files on every rank
-    total = sum(_nbytes(layout) for layout in layouts.values())
+    # Split the tensors into files. The split depends on sizes only, so it is the same on every rank.
+    total = sum(map(_nbytes, layouts.values()))
     world_size, rank = dist.get_world_size(), dist.get_rank()
-    limit = min(SHARD_BYTES, -(-total // world_size)) if file_per_rank else SHARD_BYTES
+    limit = SHARD_BYTES
+    if file_per_rank:
+        limit = min(limit, -(-total // world_size))
     parts = _split(layouts, limit)
     names = _file_names(len(parts))
 
-    # each batch has one file per rank; the ranks write at the same time
+    # Each batch has one file per rank; the ranks write at the same time.
     for begin in range(0, len(parts), world_size):
         batch = parts[begin : begin + world_size]
         with ExitStack() as open_files:
@@ -208,7 +216,7 @@ def write_folder(
                 own_layouts = {name: layouts[name] for name in batch[rank]}
                 path = folder / names[begin + rank]
                 writer = open_files.enter_context(TensorWriter(path, own_layouts, metadata={"format": "pt"}))
-            # the ranks take turns tensor by tensor, so that none waits for a whole file of another
+            # Assemble one tensor for each file in turn, so that no rank waits while another writes a whole file.
             for row in zip_longest(*batch):
                 for owner, name in enumerate(row):
                     tensor = None if name is None else state.assemble(state.exported[name], on=owner)
@@ -240,8 +248,12 @@ def _write_index(folder: Path, names: Sequence[str], parts: Sequence[Sequence[st
 
 def _layout(state: ShardedState, name: str, dtype: torch.dtype | None) -> tuple[torch.dtype, tuple[int, ...]]:
     """(dtype, shape) in which a weight is written."""
-    current = state.buffers[name].dtype if name in state.buffers else state.master_dtype
-    stored = dtype if dtype is not None and current.is_floating_point else current
+    stored = state.master_dtype
+    if name in state.buffers:
+        stored = state.buffers[name].dtype
+    # Integer buffers keep their dtype.
+    if dtype is not None and stored.is_floating_point:
+        stored = dtype
     return stored, state.shape(name)
 
 

@@ -43,7 +43,7 @@ class ShardedModel(Protocol):
     the other ranks able to go on."""
 
     def evaluate(self, function: Callable[[RankModel], Tensor]) -> Tensor:
-        """`function` of the model, computed in one forward pass."""
+        """Returns `function(model)`, computed in one forward pass."""
         ...
 
     def logprobs(self, packed: Packed, temperature: float) -> Tensor:
@@ -92,7 +92,7 @@ class ReplicatedModel:
         self, loaded: CausalLM, options: RankOptions, device: torch.device, sequence: SequenceGroup | None
     ) -> None:
         self.exchanges_nothing = sequence is None
-        # all weights are allocated, and filled later through the shards
+        # Allocate all weights. They are filled later through the shards.
         module = loaded.module.to(device)
         for parameter in module.parameters():
             parameter.data = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
@@ -120,13 +120,13 @@ class ReplicatedModel:
         loss.backward()
 
     def step(self, optimizer: OptimizerSpec) -> tuple[float, bool]:
+        # A rank may have had empty passes only. It still takes part in the sum.
         for parameter in self._parameters:
-            # a rank may have had empty passes only
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         if dist.get_world_size() > 1:
             self._sum_over_ranks()
-        # every rank has the same gradient now, and takes the same step
+        # Every rank has the same gradient now, and takes the same step.
         norm = float(nn.utils.clip_grad_norm_(self._parameters, optimizer.max_grad_norm))
         if isfinite(norm):
             set_adamw(self._adamw.param_groups, optimizer)
@@ -135,6 +135,7 @@ class ReplicatedModel:
         return norm, isfinite(norm)
 
     def _sum_over_ranks(self) -> None:
+        # One exchange per bucket: one per parameter would cost more time, and one for all would double the memory.
         for bucket in self._buckets():
             flat = torch.cat([gradient.view(-1) for gradient in bucket])
             dist.all_reduce(flat)
@@ -145,12 +146,14 @@ class ReplicatedModel:
     def _buckets(self) -> Iterator[list[Tensor]]:
         """All gradients, in lists of at least `_bucket_bytes`."""
         bucket: list[Tensor] = []
+        nbytes = 0
         for parameter in self._parameters:
             assert parameter.grad is not None
             bucket.append(parameter.grad)
-            if sum(gradient.nbytes for gradient in bucket) >= self._bucket_bytes:
+            nbytes += parameter.grad.nbytes
+            if nbytes >= self._bucket_bytes:
                 yield bucket
-                bucket = []
+                bucket, nbytes = [], 0
         if bucket:
             yield bucket
 
@@ -168,17 +171,17 @@ class ZeroModel:
         import deepspeed
 
         stage = options.trainer.zero_stage
-        # stages 2 and 3 exchange gradients and weights in the middle of a pass
+        # Stages 2 and 3 exchange gradients and weights in the middle of a pass.
         self.exchanges_nothing = stage == 1 and sequence is None
         module = loaded.module
         named = _named_parameters(loaded)
+        # Read the shapes and the dimensions before ZeRO 3 takes the parameters over: afterwards both are lost.
         shapes = {name: tuple(parameter.shape) for name, parameter in named.items()}
-        # before ZeRO 3 takes the parameters over: afterwards they have lost their dimensions
         self._adamw = _new_adamw(module)
         evaluated = EvaluatedModule(module)
         config = deepspeed_config(options, parameters=sum(p.numel() for p in module.parameters()))
 
-        # hand the model over to DeepSpeed; at no time does a rank hold all of its weights in stage 3
+        # Hand the model over to DeepSpeed. In stage 3 a rank never holds all of its weights.
         if stage == 3:
             one_by_one = AllocatedOneByOne(module, device)
             deepspeed.zero.Init(module=one_by_one, config_dict_or_path=config, dtype=options.dtype)
@@ -187,7 +190,8 @@ class ZeroModel:
         with nullcontext() if stage == 3 else flattened_without_copies(module):
             self._engine, *_ = deepspeed.initialize(model=evaluated, optimizer=self._adamw, config=config)
         self._optimizer: Any = self._engine.optimizer
-        self._optimizer.flatten = _flatten_dense_tensors  # for gradients, which are many and small
+        # DeepSpeed also flattens gradients with this function. They are many and small, so torch's own is faster.
+        self._optimizer.flatten = _flatten_dense_tensors
 
         self.model = evaluated.model = RankModel(
             module,
@@ -206,24 +210,26 @@ class ZeroModel:
         return self.evaluate(lambda model: model.logprobs(packed, temperature=temperature))
 
     def backward(self, loss: Tensor) -> None:
-        # DeepSpeed averages over the ranks
+        # DeepSpeed averages over the ranks, and the gradients must be summed.
         self._engine.backward(loss * dist.get_world_size(), scale_wrt_gas=False)
 
     def step(self, optimizer: OptimizerSpec) -> tuple[float, bool]:
         set_adamw(self._adamw.param_groups, optimizer)
-        # DeepSpeed clips, and skips the step if the norm is not finite
+        # DeepSpeed clips the gradient, and skips the step if the norm is not finite.
         self._optimizer.clip_grad = optimizer.max_grad_norm
         self._engine.step()
         norm = float(self._engine.get_global_grad_norm())
         moved = bool(self._engine.was_step_applied())
+        # In stage 2 with offload, DeepSpeed would add the next gradient to this one.
         if not moved:
-            self.drop_gradients()  # in stage 2 with offload, DeepSpeed would add the next gradient to this one
+            self.drop_gradients()
         return norm, moved and isfinite(norm)
 
     def drop_gradients(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
         for parameter in self._engine.module.parameters():
             parameter.grad = parameter.grad_accum = None  # type: ignore[attr-defined]
-        if hasattr(self._optimizer, "single_partition_of_fp32_groups"):  # stages 1 and 2
+        # Stages 1 and 2 hold the averaged gradients in the optimizer too.
+        if hasattr(self._optimizer, "single_partition_of_fp32_groups"):
             for group in self._optimizer.averaged_gradients:
                 self._optimizer.averaged_gradients[group] = None

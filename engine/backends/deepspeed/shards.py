@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors
 
 from engine.cluster.rank_progress import report_progress
 
@@ -51,8 +52,8 @@ class Shards:
         replicated: bool,
         publish: Callable[[], None],
     ) -> None:
-        """`replicated` says whether every rank has every piece. `publish` sets the weights that compute to their
-        masters."""
+        """`replicated` says whether every rank has every piece. `publish` copies the master weights to the weights that
+        compute."""
         self.shapes = dict(sorted(shapes.items()))
         self.replicated, self.publish, self._adamw = replicated, publish, adamw
         self.pieces = sorted(pieces, key=lambda piece: (piece.name, piece.start))
@@ -65,9 +66,9 @@ class Shards:
         if not self.replicated:
             return self.pieces
         world_size, rank = dist.get_world_size(), dist.get_rank()
-        # replicated pieces are dealt out by the index of their name
-        own_names = {name for index, name in enumerate(self.shapes) if index % world_size == rank}
-        return [piece for piece in self.pieces if piece.name in own_names]
+        # Every rank has all pieces: each rank writes every n-th parameter.
+        names_of_rank = set(list(self.shapes)[rank::world_size])
+        return [piece for piece in self.pieces if piece.name in names_of_rank]
 
     # -- moments ----------------------------------------------------------------------------------------------
 
@@ -78,7 +79,8 @@ class Shards:
     @property
     def step(self) -> Tensor:
         """The number of updates, as AdamW counts them. Only valid with moments."""
-        return next(iter(state["step"] for state in self._adamw.state.values() if state))
+        # AdamW counts for each tensor, and all tensors were updated together.
+        return next(state["step"] for state in self._adamw.state.values() if state)
 
     def moment(self, piece: ShardPiece, name: str) -> Tensor:
         """The moment of a piece. `name` is one of MOMENTS."""
@@ -90,7 +92,7 @@ class Shards:
     def create_moments(self, step: float) -> None:
         """Gives every piece moments of zero, after `step` updates."""
         self.drop_moments()
-        # several pieces may be in one flat tensor, which has one state
+        # Several pieces may be in one flat tensor, which has one state.
         for flat in {id(piece.flat): piece.flat for piece in self.pieces}.values():
             moments = {name: torch.zeros_like(flat, requires_grad=False) for name in MOMENTS}
             count = torch.tensor(float(step), dtype=torch.float32, device=flat.device)
@@ -102,15 +104,19 @@ class Shards:
     def assemble(self, name: str, *, on: int, device: torch.device) -> Tensor | None:
         """The whole parameter in master precision on rank `on`, None on the others. Every rank calls it."""
         pieces, shape = self._by_name.get(name, []), self.shapes[name]
-        # no exchange is needed where each rank has the whole parameter
+        # No exchange is needed where each rank has the whole parameter.
         if self.replicated or dist.get_world_size() == 1:
-            return pieces[0].of(pieces[0].flat).view(shape) if dist.get_rank() == on else None
-        # the pieces are summed as integers: zero plus the bits of a number are its bits, also those of -0.0 and NaN
+            if dist.get_rank() != on:
+                return None
+            return pieces[0].of(pieces[0].flat).view(shape)
+        # Sum the pieces as integers: zero plus the bits of a number are its bits, also those of -0.0 and NaN.
         whole = torch.zeros(shape, dtype=torch.int32, device=device).view(-1)
         for piece in pieces:
             whole[piece.start : piece.start + piece.length] = piece.of(piece.flat).view(torch.int32).to(device)
         dist.reduce(whole, on)
-        return whole.view(torch.float32).view(shape) if dist.get_rank() == on else None
+        if dist.get_rank() != on:
+            return None
+        return whole.view(torch.float32).view(shape)
 
 
 # -- handing a model over to DeepSpeed ---------------------------------------------------------------------------
@@ -138,18 +144,18 @@ def flattened_without_copies(module: nn.Module) -> Iterator[None]:
     from deepspeed.runtime import bf16_optimizer
     from deepspeed.runtime.zero import stage_1_and_2
 
-    patched: list[Any] = [bf16_optimizer, stage_1_and_2]
-    originals = [module_of_deepspeed._flatten_dense_tensors for module_of_deepspeed in patched]
+    # DeepSpeed does not broadcast a parameter with this mark, which says that it differs by rank.
     for parameter in module.parameters():
-        # DeepSpeed does not broadcast a parameter with this mark, which says that it differs by rank
         parameter.ds_optim_param = True  # type: ignore[attr-defined]
+    # Both modules have imported the same function of torch.
+    patched: list[Any] = [bf16_optimizer, stage_1_and_2]
     for module_of_deepspeed in patched:
         module_of_deepspeed._flatten_dense_tensors = _flatten
     try:
         yield
     finally:
-        for module_of_deepspeed, original in zip(patched, originals, strict=True):
-            module_of_deepspeed._flatten_dense_tensors = original
+        for module_of_deepspeed in patched:
+            module_of_deepspeed._flatten_dense_tensors = _flatten_dense_tensors
         for parameter in module.parameters():
             del parameter.ds_optim_param  # type: ignore[attr-defined]
 
@@ -172,14 +178,17 @@ NamedParameters = Mapping[str, nn.Parameter]
 
 def replicated_shards(named: NamedParameters, adamw: torch.optim.Optimizer) -> Shards:
     """The shards without ZeRO: AdamW steps the parameters themselves, on every rank."""
-    pieces = [ShardPiece(name, 0, parameter.numel(), parameter, 0) for name, parameter in named.items()]
-    shapes = {name: tuple(parameter.shape) for name, parameter in named.items()}
+    pieces: list[ShardPiece] = []
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, parameter in named.items():
+        pieces.append(ShardPiece(name, 0, parameter.numel(), parameter, 0))
+        shapes[name] = tuple(parameter.shape)
     return Shards(pieces, adamw, shapes=shapes, replicated=True, publish=lambda: None)
 
 
 def zero_shards(engine: Any, named: NamedParameters, shapes: Mapping[str, tuple[int, ...]]) -> Shards:
-    """The shards of a DeepSpeed engine of stage 1, 2 or 3. `shapes` are those from before it took the parameters over.
-    """
+    """The shards of a DeepSpeed engine of stage 1, 2 or 3. `shapes` are the shapes of the parameters before DeepSpeed
+    took them over."""
     optimizer: Any = engine.optimizer
     if engine.zero_optimization_stage() == 3:
         pieces = _stage_3_pieces(optimizer, named)
@@ -191,13 +200,15 @@ def zero_shards(engine: Any, named: NamedParameters, shapes: Mapping[str, tuple[
 
 
 def _stage_1_2_pieces(optimizer: Any, named: NamedParameters) -> list[ShardPiece]:
+    # For bfloat16 in stage 1, DeepSpeed uses another optimizer class, with other names.
     flats = getattr(optimizer, "single_partition_of_fp32_groups", None)
-    if flats is None:  # bfloat16 in stage 1 uses another class of DeepSpeed
+    if flats is None:
         flats = optimizer.fp32_groups_flat_partition
+    # `_hp_mapping` says which part of a parameter is on this rank, and where it is in the flat master weights.
     pieces = []
     for name, parameter in named.items():
         fragment: Any = parameter._hp_mapping  # type: ignore[attr-defined]
-        if fragment is None:  # no part of the parameter is on this rank
+        if fragment is None:
             continue
         master, source = fragment.hp_fragment_address, fragment.lp_fragment_address
         flat = flats[fragment.param_group_index]
@@ -206,8 +217,8 @@ def _stage_1_2_pieces(optimizer: Any, named: NamedParameters) -> list[ShardPiece
 
 
 def _stage_1_2_publish(optimizer: Any) -> Callable[[], None]:
-    """A function that does, bit for bit, what DeepSpeed's `update_lp_params` does. That one gathers everything at once,
-    and gloo copies what it gathers."""
+    """A function with the same result as DeepSpeed's `update_lp_params`, bit for bit. DeepSpeed's own function gathers
+    all weights at once, and gloo copies what it gathers, so it needs more memory."""
 
     def publish() -> None:
         if hasattr(optimizer, "single_partition_of_fp32_groups"):
@@ -215,7 +226,7 @@ def _stage_1_2_publish(optimizer: Any) -> Callable[[], None]:
         else:
             masters, flats = optimizer.fp32_groups_flat_partition, optimizer.bf16_groups_flat
         for master, flat in zip(masters, flats, strict=True):
-            # each rank copies its own part, and sends it to the others
+            # Each rank copies its own part, and sends it to the others in chunks.
             parts = flat.detach().split(len(flat) // dist.get_world_size())
             parts[dist.get_rank()].copy_(master.detach())
             for rank, part in enumerate(parts):
@@ -227,12 +238,14 @@ def _stage_1_2_publish(optimizer: Any) -> Callable[[], None]:
 
 
 def _stage_3_pieces(optimizer: Any, named: NamedParameters) -> list[ShardPiece]:
+    # Each rank has one part of every parameter. The last parts are padded to the common length.
     pieces = []
     for name, parameter in named.items():
         group, offset, padded_length = optimizer.grad_position[optimizer.get_param_id(parameter)]
         start = optimizer._get_param_partition_rank(parameter) * padded_length
         length = min(padded_length, parameter.ds_numel - start)  # type: ignore[attr-defined]
-        if length > 0:  # for a small parameter, the parts of the last ranks are only padding
+        # For a small parameter, the parts of the last ranks are only padding.
+        if length > 0:
             flat = optimizer.fp32_partitioned_groups_flat[group]
             pieces.append(ShardPiece(name, start, length, flat, offset))
     return pieces
@@ -240,11 +253,12 @@ def _stage_3_pieces(optimizer: Any, named: NamedParameters) -> list[ShardPiece]:
 
 def _stage_3_publish(optimizer: Any) -> Callable[[], None]:
     def publish() -> None:
-        # gathered weights are dropped, then partitions are copied from the masters
+        # Drop the gathered weights, then copy each rank's partition from the masters.
         optimizer._partition_all_parameters()
         for group in range(len(optimizer.fp16_groups)):
             optimizer._reassign_or_swap_out_partitioned_parameters(group)
-        persistent = optimizer.persistent_parameters  # small parameters, which stay whole on every rank
+        # Small parameters stay whole on every rank, and must be gathered again.
+        persistent = optimizer.persistent_parameters
         if persistent:
             persistent[0].all_gather(persistent)
 

@@ -64,7 +64,7 @@ class ZeroTrainer:
         self._groups, self._group = self._ranks // sharing, dist.get_rank() // sharing
         """Number of groups of ranks that take different micro-batches, and this rank's group."""
 
-        # the model, without its weights
+        # Open the model without its weights.
         master_dtype = options.master_dtype
         parameter_dtype = master_dtype if self._stage == 0 else options.dtype
         meta_model = open_meta_model(
@@ -76,7 +76,7 @@ class ZeroTrainer:
         if sequence is not None:
             sequence.check(self.module.config)
 
-        # its names, before DeepSpeed changes the parameters
+        # Note the names of its weights before DeepSpeed changes the parameters.
         buffers, exported, trained = _names_of(loaded)
         self.sharded: ShardedModel = shard_model(loaded, options, device, sequence)
         self.model = self.sharded.model
@@ -89,7 +89,7 @@ class ZeroTrainer:
             master_dtype=master_dtype,
         )
 
-        # its weights
+        # Read this rank's part of the weights, and check the packed forward pass with them.
         files.fill(self.state, meta_model.weights)
         if not meta_model.probed:
             self._probe(folder)
@@ -120,14 +120,14 @@ class ZeroTrainer:
     def update(
         self, samples: Sequence[Sample], objective: Objective, optimizer: OptimizerSpec, *, max_tokens: int
     ) -> UpdateReport:
-        # checks, before anything changes
+        # Check everything before anything changes.
         check_loss_fits_head(objective.loss, scalar=self.model.scalar, name=type(self.module).__name__)
         self._check_sequences(samples)
         totals = count_totals(samples)
         with_gradient = [sample for sample in samples if has_gradient(sample, objective)]
         validate_batch(with_gradient, objective)
 
-        # gradients, summed over micro-batches
+        # Sum the gradients over micro-batches.
         def accumulate(max_tokens: int) -> Accumulated:
             return self._accumulate(with_gradient, objective, totals, max_tokens)
 
@@ -140,7 +140,7 @@ class ZeroTrainer:
             whole_groups=objective.loss.pairwise,
         )
 
-        # the step
+        # Take the step. All ranks have the same norm, so all raise or none.
         norm, moved = self.sharded.step(optimizer)
         if not moved and not objective.skip_non_finite:
             raise NonFiniteGradient(f"the gradient norm of {len(samples)} samples is {norm}")
@@ -165,12 +165,12 @@ class ZeroTrainer:
                 self._pass(row[self._group], samples, objective, totals, rank_sums)
                 report_progress()
 
-        # all ranks have the same number of passes, and end them together
+        # All ranks have the same number of passes, and end them together.
         self._together(run, exchanges_nothing=self.sharded.exchanges_nothing)
         accumulated = Accumulated(max_tokens)
         for row in passes:
-            accumulated.micro_batches += sum(indices is not None for indices in row)
-        # sums over the ranks, in the order of the ranks, so that each rank has the same numbers
+            accumulated.micro_batches += len(row) - row.count(None)
+        # Add in the order of the ranks: floating-point sums depend on the order, and all ranks need the same numbers.
         accumulated.sums["loss"] = 0.0
         for sums in _gather(dict(rank_sums.sums)):
             for name, value in sums.items():
@@ -190,16 +190,17 @@ class ZeroTrainer:
         def forward(packed: Packed) -> Outputs:
             return self._forward(packed, objective)
 
-        if indices is None:  # other ranks gather weights now: this rank takes part with a gradient of zeros
+        # The other ranks gather weights now. This rank takes part with a gradient of zeros.
+        if indices is None:
             outputs = forward(pack([EMPTY_PASS], device=self._device))
             self.sharded.backward(0.0 * outputs.any_N.sum())
             return
         micro_batch = [samples[index] for index in indices]
         loss, sums = micro_batch_loss(forward, micro_batch, objective, totals, device=self._device)
         self.sharded.backward(loss)
-        if self._sequence is not None and self._sequence.rank > 0:
-            return  # the first rank of the sequence group counts the numbers, which are the same on all of them
-        rank_sums.add(loss, sums)
+        # All ranks of a sequence group have the same loss and metrics. Only the first of them counts them.
+        if self._sequence is None or self._sequence.rank == 0:
+            rank_sums.add(loss, sums)
 
     def _forward(self, packed: Packed, objective: Objective) -> Outputs:
         if objective.loss.needs_entropy:
@@ -214,9 +215,17 @@ class ZeroTrainer:
         return Outputs(logprobs_N=self.sharded.logprobs(packed, objective.temperature))
 
     def _together(self, run: Callable[[], None], *, exchanges_nothing: bool) -> None:
-        """Runs `run` on this rank. If it fails on a rank, all ranks raise, if `exchanges_nothing`; otherwise the others
-        may be waiting for that rank in the middle of `run`, and the group ends. If all failures are out of memory,
-        every rank raises OutOfMemoryError."""
+        """Runs `run` on this rank. Every rank calls it at the same time.
+
+        Args:
+            exchanges_nothing: whether the ranks exchange nothing within `run`.
+
+        Raises:
+            OutOfMemoryError: on every rank, if some ranks ran out of memory and nothing else failed.
+            PermanentEngineError: on every rank, if `run` failed on one of them in another way.
+            RankFailed: on the rank that failed, if the ranks exchange something within `run`. The others may be waiting
+                for it in the middle of `run`, so the whole group ends.
+        """
         failure: Exception | None = None
         try:
             run()
@@ -226,16 +235,18 @@ class ZeroTrainer:
             short_of_memory = isinstance(failure, RuntimeError) and is_out_of_memory(failure)
             reason = f"{OUT_OF_MEMORY_MARK}: {failure}" if short_of_memory else f"a pass failed: {failure!r}"
             raise RankFailed(reason, is_cause=not is_peer_loss(failure))
-        # no rank waits for another one here: each tells the others whether it failed
-        described = enumerate(_gather(_describe(failure)))
-        failures = [(rank, description) for rank, description in described if description is not None]
-        # only memory ran out: all ranks try again with half the tokens
-        if failures and all(short_of_memory for _, (_, short_of_memory) in failures):
-            rank, (message, _) = failures[0]
-            raise torch.OutOfMemoryError(f"rank {rank}: {message}")
-        for rank, (message, short_of_memory) in failures:
+        # No rank waits for another one here. Each tells the others whether it failed, so that all raise the same error.
+        out_of_memory: str | None = None
+        for rank, description in enumerate(_gather(_describe(failure))):
+            if description is None:
+                continue
+            message, short_of_memory = description
             if not short_of_memory:
                 raise PermanentEngineError(f"rank {rank}: {message}") from failure
+            out_of_memory = out_of_memory or f"rank {rank}: {message}"
+        # If only memory ran out, all ranks try again with half the tokens.
+        if out_of_memory is not None:
+            raise torch.OutOfMemoryError(out_of_memory)
 
     # -- reading ----------------------------------------------------------------------------------------------
 
@@ -276,7 +287,7 @@ class ZeroTrainer:
                     report_progress()
 
             self._together(compute, exchanges_nothing=self._stage != 3 and self._sequence is None)
-            # every rank returns the values of all sequences
+            # The engine takes rank 0's result, which therefore needs the values that the other ranks computed.
             for rank_values in _gather(dict(values)):
                 values.update(rank_values)
             return [values[index] for index in range(len(sequences))]
@@ -305,7 +316,7 @@ class ZeroTrainer:
     def write_config(self, folder: Path) -> list[str]:
         """Writes the configs on rank 0; returns the names of the new files there."""
         folder.mkdir(parents=True, exist_ok=True)
-        # only the new files are reported, whatever else the folder contains
+        # Only the new files are reported, whatever else the folder contains.
         before = set(folder.iterdir())
         if dist.get_rank() == 0:
             self.module.config.save_pretrained(folder)
@@ -331,6 +342,7 @@ class ZeroTrainer:
 
 def _names_of(model: CausalLM) -> tuple[list[str], dict[str, str], dict[str, str]]:
     """(names of the persistent buffers, `ShardedState.exported`, `ShardedState.trained`)."""
+    # A tied weight has several names. Tensors are compared by identity, so each gets the name of `named_weights`.
     buffers: list[str] = []
     names: dict[int, str] = {}
     for name, tensor in model.named_weights():

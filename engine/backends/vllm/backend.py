@@ -82,12 +82,13 @@ class VllmSamplers:
 
     @property
     def actors(self) -> ActorCount:
-        wanted, alive, restarts = 0, 0, 0
         # A copy of the values, because the compute thread may add a runtime meanwhile.
-        for shared in list(self._runtimes.values()):
-            count = shared.actors
-            wanted, alive, restarts = wanted + count.wanted, alive + count.alive, restarts + count.restarts
-        return ActorCount(wanted=wanted, alive=alive, restarts=restarts)
+        counts = [shared.actors for shared in list(self._runtimes.values())]
+        return ActorCount(
+            wanted=sum(count.wanted for count in counts),
+            alive=sum(count.alive for count in counts),
+            restarts=sum(count.restarts for count in counts),
+        )
 
     @property
     def tensor_parallel_from_config(self) -> bool:

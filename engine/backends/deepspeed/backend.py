@@ -47,9 +47,9 @@ class DeepSpeedBackend:
                 f"engine.trainer.kind is {spec.trainer.kind!r}, and the deepspeed backend was requested; set "
                 "engine.trainer.kind='deepspeed'"
             )
-        # the device and the precision, which are those of the torch backend
+        # The device and the precision are chosen as the torch backend chooses them.
         self.spec, self.trainer_spec = spec, spec.trainer
-        self._torch_backend = TorchBackend(spec)  # for what this machine's device is and can do
+        self._torch_backend = TorchBackend(spec)
         self.device, self.compute_dtype = self._torch_backend.device, self._torch_backend.compute_dtype
         self.master_dtype = self._torch_backend.master_dtype
         if self.compute_dtype == torch.float64 and spec.trainer.zero_stage != 0:
@@ -57,7 +57,7 @@ class DeepSpeedBackend:
                 f"compute_dtype='float64' was given, and DeepSpeed keeps float32 masters in zero_stage="
                 f"{spec.trainer.zero_stage}; set zero_stage=0, or compute_dtype='float32'"
             )
-        # the ranks, which have no process yet
+        # The group of ranks. Its processes start when the first model is loaded.
         self.ranks = spec.ranks(gpu_count(spec.cluster) if self.device.type == "cuda" else 0)
         if self.ranks % spec.trainer.sequence_parallel:
             raise BadSpec(
@@ -67,7 +67,7 @@ class DeepSpeedBackend:
         self.threads = _threads_per_rank(spec, self.ranks)
         self.group = self._new_group(spec.trainer)
         self._numbers = itertools.count(1)
-        # trainers are dropped by the garbage collector in any thread, and freed by the thread that calls the ranks
+        # The garbage collector drops trainers in any thread. The thread that calls the ranks frees them there.
         self._dropped: list[tuple[int, int]] = []
         """(start number of the group, trainer number) of trainers that the ranks may free."""
         self._reduced_max_tokens: dict[int, int] = {}
@@ -125,7 +125,7 @@ class DeepSpeedBackend:
     @contextmanager
     def threads_of(self, numerics: Numerics) -> Iterator[None]:
         """Within this context, every rank computes with the thread count of a committed step."""
-        # the common case costs no call to the ranks
+        # The common case costs no call to the ranks.
         if numerics.threads == self.threads:
             yield
             return
@@ -242,7 +242,7 @@ class DeepSpeedTrainer:
         try:
             return self._call(method, *args, self._backend.max_tokens_that_fit(max_tokens))
         except WorkerDied as error:
-            # the error ended the group; what is remembered here outlives it
+            # The error ended the group. The backend remembers the smaller number for the next group.
             if OUT_OF_MEMORY_MARK in str(error):
                 self._backend.reduce_max_tokens(max_tokens, error)
             raise

@@ -85,8 +85,10 @@ def open_meta_model(
             "engine.trainer.kind='torch'"
         )
     register_attention()
-    # without reading weights if possible, otherwise by way of transformers
-    meta_model = None if dtype == torch.float64 else _open_files(folder, dtype, head_seed)
+    # Open the files without reading weights if possible, otherwise let transformers load the folder.
+    meta_model: MetaModel | None = None
+    if dtype != torch.float64:
+        meta_model = _open_files(folder, dtype, head_seed)
     if meta_model is None:
         meta_model = _load_whole(folder, dtype, head_seed)
     _drop_storage(meta_model.model.module, parameter_dtype, device)
@@ -105,7 +107,7 @@ def probe(model: CausalLM, folder: Path) -> None:
 def streamed_weights(meta_model: MetaModel) -> Iterator[None]:
     """Within this context the model computes: the weights of each module are read when it is called, and dropped
     afterwards."""
-    # parameters are found by identity, because hooks get modules, not names
+    # Look parameters up by identity, because hooks get modules, not names.
     names = {id(tensor): name for name, tensor in meta_model.model.named_weights()}
     empty = {id(parameter): parameter.data for parameter in meta_model.model.module.parameters()}
 
@@ -119,10 +121,10 @@ def streamed_weights(meta_model: MetaModel) -> Iterator[None]:
         for parameter in module.parameters(recurse=False):
             parameter.data = empty[id(parameter)]
 
-    # modules that have parameters of their own, not only through their children
+    # Hook into the modules that have parameters themselves, not only through their children.
     handles = []
     for module in meta_model.model.module.modules():
-        if any(True for _ in module.parameters(recurse=False)):
+        if list(module.parameters(recurse=False)):
             handles.append(module.register_forward_pre_hook(fill))
             handles.append(module.register_forward_hook(drop, always_call=True))
     try:
@@ -152,9 +154,10 @@ def _open_files(folder: Path, dtype: torch.dtype, head_seed: int | None) -> Meta
         model = _build(folder, dtype, scalar=head_seed is not None or is_scalar(folder))
     except Exception:  # noqa: BLE001 - the boundary to transformers: `load_model` says what is wrong with the folder
         return None
-    # a buffer that the model makes with torch.empty has no values without a file
+    # A buffer that the model makes with torch.empty has no values without a file.
     if any(buffer.is_meta for buffer in model.module.buffers()):
         return None
+    # A new scalar head is in no file.
     new_weights: dict[str, Tensor] = {}
     if head_seed is not None:
         new_weights[f"{HEAD_NAME}.weight"] = initial_head_weight(model.head.in_features, head_seed)
@@ -188,11 +191,11 @@ def _build(folder: Path, dtype: torch.dtype, *, scalar: bool) -> CausalLM:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    # a causal model that gets a scalar head
+    # A causal model gets a scalar head.
     if scalar and not is_scalar(folder):
         config.num_labels = 1
     auto = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
-    # without memory for weights
+    # Build the module without memory for its weights.
     with _EmptyIsMeta():
         module: Any = auto.from_config(config, dtype=dtype, attn_implementation="eager", trust_remote_code=False)
     if (folder / "generation_config.json").is_file() and module.can_generate():
@@ -207,7 +210,8 @@ def _build(folder: Path, dtype: torch.dtype, *, scalar: bool) -> CausalLM:
 
 def _drop_storage(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     """Gives every parameter a storage of one number. Tied parameters stay tied."""
-    # the key is the old parameter or its replacement; the value keeps both alive, so that no id is used twice
+    # The key is the id of the old parameter or of its replacement. The value keeps both alive, so that no id is used
+    # twice.
     replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     for child in module.modules():
         for name, parameter in child._parameters.items():
@@ -216,7 +220,8 @@ def _drop_storage(module: nn.Module, dtype: torch.dtype, device: torch.device) -
             if id(parameter) not in replaced:
                 empty = torch.zeros((), dtype=dtype, device=device).expand(parameter.shape)
                 replacement = parameter
-                if parameter.is_meta:  # its data cannot be set
+                # The data of a parameter on the meta device cannot be set, so it needs a new parameter.
+                if parameter.is_meta:
                     replacement = nn.Parameter(empty, requires_grad=parameter.requires_grad)
                 else:
                     parameter.data = empty
@@ -233,7 +238,7 @@ def _names_in_files(
     `new_weights` are those of a new head. The files may then have the weights of the old head besides the decoder's.
     """
     weights = {tensor.data_ptr(): (name, tuple(tensor.shape)) for name, tensor in model.named_weights()}
-    # a tied weight has several names in the model; the files may have any of them
+    # A tied weight has several names in the model. The files may have any of them, but only one.
     aliases: dict[str, list[str]] = defaultdict(list)
     for name, tensor in model.module.state_dict(keep_vars=True).items():
         aliases[weights[tensor.data_ptr()][0]].append(name)
@@ -245,7 +250,7 @@ def _names_in_files(
         if len(stored_names) != 1 or stored[stored_names[0]] != shape:
             return None
         names[name] = stored_names[0]
-    # no tensor of the files may be left over
+    # No tensor of the files may be left over, except the old head's.
     unused = set(stored) - set(names.values())
     if new_weights:
         unused = {name for name in unused if name.startswith(f"{model.module.base_model_prefix}.")}

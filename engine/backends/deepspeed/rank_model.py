@@ -49,7 +49,7 @@ class RankModel(CausalLM):
         if self.scalar:
             self.head = module.score  # type: ignore[assignment]
         self.device = device  # not the device of the first parameter, which may be offloaded
-        # both kinds of checkpointing recompute the layers; "offload" also moves their inputs
+        # Both kinds of checkpointing recompute the layers; "offload" also moves their inputs to the host.
         self._offload = checkpointing == "offload"
         if checkpointing != "none":
             _checkpoint_layers(module)
@@ -87,14 +87,18 @@ class RankModel(CausalLM):
         return self._at_sources(packed, lambda hidden_nH, _target_n: values_of(self.head, hidden_nH))
 
     def _at_sources(self, packed: Packed, head: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """`head` of the hidden states before the trained tokens and of those tokens: (N, …) over all ranks of the
-        sequence group. It is called with (n, H) and (n,)."""
+        """Applies `head` to all trained tokens: (N, …) over all ranks of the sequence group.
+
+        Args:
+            head: gets the hidden states before the trained tokens of this rank (n, H), and these tokens (n,).
+        """
+        # Without sequence parallelism, this rank has the whole row.
         if self._sequence is None:
             with self.autocast():
                 hidden_TH = self.packed_hidden(packed)
                 return head(hidden_TH.index_select(0, packed.source_N), packed.target_N)
 
-        # this rank computes a run of the row, and the trained tokens in it
+        # This rank computes a run of the row, and the trained tokens in it.
         row = len(packed.token_ids_T)
         layout = UlyssesLayout(PackedLayout(packed.groups, device=self.device), self._sequence, row=row)
         index_n, source_n = self._sequence.within_run(packed.source_N, row=row)
@@ -118,12 +122,13 @@ def _checkpoint_layers(module: nn.Module) -> None:
 
     module.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     layers = [layer for layer in module.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    # Without such layers transformers would ignore the setting, and memory would run out later.
     if not layers:
         raise BadSpec(
             f"{type(module).__name__} has no layers that can be computed again; set activation_checkpointing='none'"
         )
+    # Layers are checkpointed in training mode only. The modules inside stay in eval mode, without dropout.
     for layer in layers:
-        # layers are checkpointed in training mode only; the modules inside stay in eval mode, without dropout
         layer.training = True
 
 
@@ -131,24 +136,27 @@ def fuse_kernels(module: nn.Module, liger: bool | str, device: torch.device) -> 
     """Puts Liger's fused kernels into the module. "auto" does so if they are installed and the device is a GPU.
 
     Raises BadSpec where they are required (`liger` is True) and cannot run."""
-    # "auto" is silent where the kernels cannot run, True is an error there
-    installed = find_spec("liger_kernel") is not None
-    if liger is False or (liger == "auto" and not (installed and device.type == "cuda")):
+    if liger is False:
         return
-    if not installed or device.type != "cuda":
+    # Where the kernels cannot run, "auto" does without them.
+    is_installed = find_spec("liger_kernel") is not None
+    if not is_installed or device.type != "cuda":
+        if liger == "auto":
+            return
         raise BadSpec(
-            f"trainer.liger=true needs the package liger-kernel ({'installed' if installed else 'not installed'}) and "
+            "trainer.liger=true needs the package liger-kernel "
+            f"({'installed' if is_installed else 'not installed'}) and "
             f"a GPU (the device is {device.type}); install it, or set trainer.liger='auto'"
         )
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
-    # the head stays ours: it computes logits in chunks, and applies the temperature
+    # Keep our own head: it computes logits in chunks, and applies the temperature.
     _apply_liger_kernel_to_instance(model=module, cross_entropy=False, fused_linear_cross_entropy=False)
 
 
 class EvaluatedModule(nn.Module):
-    """A module whose forward(function) is function(model). DeepSpeed hooks into one forward: logprobs, entropies and
-    values all pass through it."""
+    """The module that DeepSpeed wraps. Its forward pass calls a function of the model. DeepSpeed hooks into the forward
+    pass of one module, so logprobs, entropies and values must all be computed by this one."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

@@ -190,7 +190,7 @@ class ZeroModel:
         with nullcontext() if stage == 3 else flattened_without_copies(module):
             self._engine, *_ = deepspeed.initialize(model=evaluated, optimizer=self._adamw, config=config)
         self._optimizer: Any = self._engine.optimizer
-        # DeepSpeed also flattens gradients with this function. They are many and small, so torch's own is faster.
+        # Give DeepSpeed torch's own function again: it also flattens gradients with it, which are many and small.
         self._optimizer.flatten = _flatten_dense_tensors
 
         self.model = evaluated.model = RankModel(

@@ -26,6 +26,7 @@ class SequenceGroup:
 
     def __init__(self, size: int) -> None:
         self.size, self.rank = size, dist.get_rank() % size
+        # torch requires every rank to create all groups, in the same order, also those that it is not in.
         for first in range(0, dist.get_world_size(), size):
             group = dist.new_group(list(range(first, first + size)))
             if first <= dist.get_rank() < first + size:
@@ -57,7 +58,7 @@ class SequenceGroup:
     def gather(self, values_n: Tensor, index_n: Tensor, *, total: int) -> Tensor:
         """(N, …): the values of all ranks. Only this rank's values have a gradient, so gradients add up over the
         ranks."""
-        # the ranks' values are at different places, so their sum has each of them
+        # The values of the ranks are at different places, and all other places are zero: the sum has each value.
         zeros_N = values_n.detach().new_zeros(total, *values_n.shape[1:])
         values_N = zeros_N.index_copy(0, index_n, values_n.detach())
         dist.all_reduce(values_N, group=self.group)
@@ -95,15 +96,16 @@ class UlyssesLayout:
         """(1, H, C, D), (1, K, C, D) twice -> (1, C, H, D)."""
         size, group = self._sequence.size, self._sequence.group
 
-        # tokens for heads, with queries, keys and values in one exchange: one collective per layer has the same order
-        # on all ranks
+        # Exchange tokens for heads. Queries, keys and values go in one exchange, so that the ranks make one collective
+        # per layer, in the same order.
         parts_SXCD = torch.cat([x[0].unflatten(0, (size, -1)) for x in (query, key, value)], dim=1)
         row_XTD = _Exchange.apply(parts_SXCD, group).transpose(0, 1).flatten(1, 2)[:, : self._row]
+        # Attend over the whole row with this rank's heads.
         heads, key_heads = query.shape[1] // size, key.shape[1] // size
-        row_query, row_key, row_value = (x.unsqueeze(0) for x in row_XTD.split([heads, key_heads, key_heads]))
+        row_query, row_key, row_value = row_XTD.unsqueeze(0).split([heads, key_heads, key_heads], dim=1)
         out_THD = self._whole.attend(layer, row_query, row_key, row_value, scale)[0]
 
-        # heads for tokens
+        # Exchange heads for tokens. The row is padded again, so that all runs have the same length.
         length = query.shape[2]
         padded_SCHD = pad(out_THD, (0, 0, 0, 0, 0, size * length - self._row)).unflatten(0, (size, length))
         return _Exchange.apply(padded_SCHD, group).transpose(0, 1).flatten(1, 2).unsqueeze(0)

@@ -114,19 +114,20 @@ class _SDPAByLength:
     """One SDPA call per distinct length of the causal segments, and one per group with branches."""
 
     def __init__(self, groups: Sequence[PrefixGroup], device: torch.device) -> None:
-        # segments of equal length are computed together
+        # Segments of equal length are computed together.
         starts_by_length: dict[int, list[int]] = defaultdict(list)
         for group in groups:
             if group.prefix:
                 starts_by_length[group.prefix].append(group.start)
-        self._causal_BL = [
-            torch.tensor([range(start, start + length) for start in starts], device=device)
-            for length, starts in starts_by_length.items()
-        ]
+        self._causal_BL: list[Tensor] = []
+        for length, starts in starts_by_length.items():
+            segments = [range(start, start + length) for start in starts]
+            self._causal_BL.append(torch.tensor(segments, device=device))
         self._branching = [_Branches(group, device) for group in groups if group.branches]
 
     def attend(self, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scale: float) -> Tensor:
         key_TKD, value_TKD, gqa = _heads_for_sdpa(query_THD, key_TKD, value_TKD)
+        # The outputs come in the order of the calls. `places` says where each belongs in the packed row.
         outputs, places = [], []
         for index_BL in self._causal_BL:
             output_BHLD = sdpa(
@@ -166,9 +167,8 @@ class _Branches:
     def __init__(self, group: PrefixGroup, device: torch.device) -> None:
         longest = max(length for _, length in group.branches)
         offsets_Q = torch.arange(longest, device=device)
-        starts_G1 = torch.tensor([start for start, _ in group.branches], device=device).unsqueeze(1)
-        lengths_G1 = torch.tensor([length for _, length in group.branches], device=device).unsqueeze(1)
-        # a padded query repeats the last token of its branch: it attends to something, and its output is dropped
+        starts_G1, lengths_G1 = torch.tensor(group.branches, device=device).split(1, dim=1)
+        # A padded query repeats the last token of its branch: it attends to something, and its output is dropped
         self._index_GQ = starts_G1 + torch.minimum(offsets_Q, lengths_G1 - 1)
         self._real_N = (offsets_Q < lengths_G1).flatten().nonzero().squeeze(1)
         self.places_N = self._index_GQ.flatten()[self._real_N]
@@ -219,7 +219,8 @@ class DecodeLayout:
         """`capacity` is the largest length of a row."""
         self.capacity = capacity
         self.lengths_B = torch.zeros(rows, dtype=torch.long, device=device)
-        self._host_lengths = [0] * rows  # a copy on the host: reading the GPU's would synchronise at every token
+        # A copy of the lengths on the host: to read those on a GPU would wait for the GPU at every token.
+        self._host_lengths = [0] * rows
         self.longest = 0
         self._cache: dict[int, tuple[Tensor, Tensor]] = {}
         self._mask_B11S: Tensor | None = None
@@ -233,11 +234,10 @@ class DecodeLayout:
             self._host_lengths[row] = length
         device = self.lengths_B.device
         rows_R = torch.tensor(rows, device=device)
-        starts_R = torch.tensor([spans[row][0] for row in rows], device=device)
-        lengths_R = torch.tensor([spans[row][1] for row in rows], device=device)
+        starts_R, lengths_R = torch.tensor(list(spans.values()), device=device).unbind(1)
         self.lengths_B[rows_R] = lengths_R
-        # past its end, a shorter row repeats its last token: no query attends to it, and new tokens overwrite it
-        longest = max(spans[row][1] for row in rows)
+        # Past its end, a shorter row repeats its last token: no query attends to it, and new tokens overwrite it.
+        longest = max(length for _, length in spans.values())
         offsets_S = torch.arange(longest, device=device)
         index_RS = starts_R.unsqueeze(1) + torch.minimum(offsets_S, lengths_R.unsqueeze(1) - 1)
         # the cache of a layer is allocated at its first use, with the prefill's heads and dtype
@@ -255,6 +255,7 @@ class DecodeLayout:
         self.lengths_B += 1
         self._host_lengths = [length + 1 for length in self._host_lengths]
         self.longest = max(self._host_lengths)
+        # A shorter row does not attend to the unused end of its cache.
         cached_S = torch.arange(self.longest, device=positions_B.device)
         self._mask_B11S = (cached_S < self.lengths_B.unsqueeze(1))[:, None, None, :]
         return positions_B

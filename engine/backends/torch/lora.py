@@ -86,6 +86,7 @@ def lora_layers(module: nn.Module) -> dict[str, LoraLinear]:
 def use_pairs(layers: Mapping[str, LoraLinear], pairs: LoraPairs) -> Iterator[None]:
     """Within this context the layers compute with these pairs. Afterwards, also after an error, they have their former
     pairs again."""
+    # Restore the former pairs, instead of none: calls may be nested.
     before = {name: layer.pair for name, layer in layers.items()}
     try:
         for name, layer in layers.items():
@@ -108,17 +109,18 @@ def target_layers(model: CausalLM, layers: Mapping[str, LoraLinear], spec: LoraS
         )
     if spec.target_modules == ALL_LINEAR:
         return dict(layers)
-    # every name must match a layer, and the error names the first that does not
+    # Every name must match a layer, and the error names the first that does not.
     for target in spec.target_modules:
         if not any(_matches(target, name) for name in layers):
-            heads = [name for name, module in model.module.named_modules() if module is model.head]
-            is_head = any(_matches(target, name) for name in heads)
-            reason = "the language head, which is not adapted" if is_head else "no linear layer of the model"
+            reason = "no linear layer of the model"
+            for name, module in model.module.named_modules():
+                if module is model.head and _matches(target, name):
+                    reason = "the language head, which is not adapted"
             raise BadSpec(
                 f"target_modules names {target!r}, which is {reason}; expected 'all-linear' or some of "
                 f"{', '.join(short_names(layers))}"
             )
-    # in the order of the layers, which is that of their names
+    # Keep the order of the layers, which is sorted by name.
     targets = {}
     for name, layer in layers.items():
         if any(_matches(target, name) for target in spec.target_modules):
@@ -144,7 +146,7 @@ def new_pairs(
     """
     pairs = {}
     for name, layer in targets.items():
-        # the seed depends on the layer's name, so a layer's A does not depend on which others are adapted
+        # The seed depends on the layer's name, so a layer's A does not depend on which others are adapted.
         seed = hashlib.sha256(f"{init_seed} {name}.{A_NAME}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(seed[:8], "big") >> 1)
         bound = 1 / sqrt(layer.in_features)
@@ -176,19 +178,23 @@ def pair_tensors(pairs: LoraPairs) -> Iterator[tuple[str, Any]]:
 
 def peft_config(spec: LoraSpec, pairs: LoraPairs, base_model: str) -> str:
     """The text of adapter_config.json."""
+    targets = list(spec.target_modules)
+    if spec.target_modules == ALL_LINEAR:
+        targets = short_names(pairs)
     fields = {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if spec.head == "scalar" else "CAUSAL_LM",
         "base_model_name_or_path": base_model,
         "r": spec.rank,
         "lora_alpha": spec.alpha,
-        "target_modules": short_names(pairs) if spec.target_modules == ALL_LINEAR else list(spec.target_modules),
+        "target_modules": targets,
         "use_rslora": spec.use_rslora,
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
+    # The adapter file contains the scalar head too.
     if spec.head == "scalar":
         fields["modules_to_save"] = [HEAD_NAME]
     return json.dumps(fields, indent=2, sort_keys=True) + "\n"

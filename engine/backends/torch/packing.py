@@ -82,13 +82,13 @@ def micro_batches(
     Raises:
         SampleTooLong: a sample, or with `whole_groups` a group, has more than `max_tokens` tokens.
     """
-    # members of a group become neighbours; samples without a group come first
+    # Members of a group become neighbours; samples without a group come first.
     order = sorted(range(len(samples)), key=lambda index: (samples[index].group, index))
     batches: list[list[int]] = []
     current: list[int] = []
     used = 0
     for _, members in groupby(order, key=lambda index: _group_key(samples, index)):
-        # a run stays together; several runs may share a micro-batch
+        # The samples of a run stay together; several runs may share a micro-batch.
         runs = _split_group(list(members), samples, max_tokens)
         if whole_groups and len(runs) > 1:
             raise SampleTooLong(
@@ -113,7 +113,7 @@ def longest_unit(samples: Sequence[Packable], *, whole_groups: bool) -> int:
     for index, sample in enumerate(samples):
         key = _group_key(samples, index) if whole_groups else f"#{index}"
         units.setdefault(key, []).append(sample)
-    return max((_packed_length(unit) for unit in units.values()), default=0)
+    return max(map(_packed_length, units.values()), default=0)
 
 
 def _group_key(samples: Sequence[Packable], index: int) -> str:
@@ -128,10 +128,12 @@ def _split_group(members: list[int], samples: Sequence[Packable], max_tokens: in
         length = len(samples[index].token_ids)
         if length > max_tokens:
             group = samples[index].group
+            owner = f"of the group {group!r} " if group else ""
             raise SampleTooLong(
-                f"a sequence {f'of the group {group!r} ' if group else ''}has {length} tokens, and one packed forward "
-                f"takes {max_tokens}; raise max_tokens_per_forward (max_batch_size), or shorten or drop the sequence"
+                f"a sequence {owner}has {length} tokens, and one packed forward takes {max_tokens}; raise "
+                "max_tokens_per_forward (max_batch_size), or shorten or drop the sequence"
             )
+        # Begin another run when this sample would make the current one too long.
         longer_run = [samples[member] for member in [*runs[-1], index]]
         if runs[-1] and _packed_length(longer_run) > max_tokens:
             runs.append([])
@@ -140,10 +142,12 @@ def _split_group(members: list[int], samples: Sequence[Packable], max_tokens: in
 
 
 def _packed_length(samples: Sequence[Packable]) -> int:
+    """Tokens of these samples in the packed row, in which their shared prompt stands once."""
     if len(samples) == 1:
         return len(samples[0].token_ids)
     prefix = shared_prefix(samples)
-    return prefix + sum(len(sample.token_ids) - prefix for sample in samples)
+    total = sum(len(sample.token_ids) for sample in samples)
+    return total - prefix * (len(samples) - 1)
 
 
 def shared_prefix(samples: Sequence[Packable]) -> int:
@@ -156,12 +160,14 @@ def shared_prefix(samples: Sequence[Packable]) -> int:
 
 
 def _shared_tokens(samples: Sequence[Packable]) -> int:
+    """Number of leading token ids that all samples have in common and none trains."""
     shortest = min(len(sample.token_ids) for sample in samples) - 1
     first = samples[0]
     for position in range(shortest):
         token = first.token_ids[position]
-        if any(sample.token_ids[position] != token or sample.weights[position] > 0 for sample in samples):
-            return position
+        for sample in samples:
+            if sample.token_ids[position] != token or sample.weights[position] > 0:
+                return position
     return max(shortest, 0)
 
 
@@ -180,11 +186,13 @@ def pack(samples: Sequence[Packable], *, device: torch.device) -> Packed:
         rows = [samples[index] for index in members]
         group = _lay_out(rows, tokens, positions)
         groups.append(group)
+        # A shared prompt stands once in the packed row, and so do its images.
+        prefix = 0
         if group.branches:
-            in_prompt = [image for image in rows[0].images if image.start < group.prefix]
+            prefix = group.prefix
+            in_prompt = [image for image in rows[0].images if image.start < prefix]
             images += _moved(in_prompt, group.start)
-        # each row's own tokens: the whole sequence, or its branch after the shared prompt
-        prefix = group.prefix if group.branches else 0
+        # The tokens that only one sample has: the whole sequence, or its branch after the shared prompt.
         own_parts = group.branches or ((group.start, group.prefix),)
         for row, (start, _) in zip(rows, own_parts, strict=True):
             images += _moved(row.images, start, after=prefix)
@@ -208,9 +216,11 @@ def pack(samples: Sequence[Packable], *, device: torch.device) -> Packed:
 
 
 def _source_of(offset: int, start: int, group: PrefixGroup) -> int:
-    """Place in the packed row of the token before the one at `offset` of a part that begins at `start`. The token
-    before a branch is the last one of the prompt."""
-    return start + offset - 1 if offset > 0 else group.start + group.prefix - 1
+    """Place in the packed row of the token before the one at `offset` of a part that begins at `start`."""
+    if offset > 0:
+        return start + offset - 1
+    # The token before a branch is the last one of the prompt.
+    return group.start + group.prefix - 1
 
 
 def _trained_tokens(sample: Packable) -> int:
@@ -219,17 +229,23 @@ def _trained_tokens(sample: Packable) -> int:
 
 def _moved(images: Iterable[PlacedImage], start: int, *, after: int = 0) -> list[PlacedImage]:
     """The images of a sequence from its token `after` on, placed in the packed row, where that token is at `start`."""
-    return [replace(image, start=start + image.start - after) for image in images if image.start >= after]
+    moved = []
+    for image in images:
+        if image.start >= after:
+            moved.append(replace(image, start=start + image.start - after))
+    return moved
 
 
 def _lay_out(rows: list[Packable], tokens: list[int], positions: list[int]) -> PrefixGroup:
     """Appends one group to the packed row."""
     start = len(tokens)
+    # A single sequence has no branches.
     if len(rows) == 1:
         length = len(rows[0].token_ids)
         tokens += rows[0].token_ids
         positions += range(length)
         return PrefixGroup(start, length)
+    # The prompt once, then the rest of each sequence. The positions of each branch go on from the end of the prompt.
     prefix = shared_prefix(rows)
     tokens += rows[0].token_ids[:prefix]
     positions += range(prefix)

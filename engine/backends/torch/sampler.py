@@ -76,7 +76,7 @@ class TorchSampler:
             SampleTooLong: a prompt and `max_new_tokens` do not fit the model's context.
             UnsupportedFragment: images, and the model takes text only.
         """
-        # all checks, before the first forward pass
+        # Check everything before the first forward pass.
         check_prompts(
             prompts,
             seeds,
@@ -87,11 +87,13 @@ class TorchSampler:
         )
         images = images or [()] * len(prompts)
         with_images = [_Prompt(tuple(ids), of_prompt) for ids, of_prompt in zip(prompts, images, strict=True)]
-        # chunks of prompts that are decoded together
+        # Decode at most `max_rows` completions together.
         completions: list[Completion] = []
         for start in range(0, len(prompts), self.max_rows):
             chunk = slice(start, start + self.max_rows)
-            on_chunk_token = None if on_token is None else _shifted(on_token, start)
+            on_chunk_token: OnToken | None = None
+            if on_token is not None:
+                on_chunk_token = _shifted(on_token, start)
             completions += self._sample_rows(with_images[chunk], seeds[chunk], params, on_chunk_token)
         return completions
 
@@ -111,17 +113,22 @@ class TorchSampler:
     ) -> list[Completion]:
         """The completions of prompts that are decoded together."""
         device = self.model.device
-        rows = [_Row(index, torch.Generator(device=device).manual_seed(seed)) for index, seed in enumerate(seeds)]
+        # Each completion has a generator of its own, so that its tokens do not depend on the other rows.
+        rows: list[_Row] = []
+        for index, seed in enumerate(seeds):
+            rows.append(_Row(index, torch.Generator(device=device).manual_seed(seed)))
         longest = max(len(prompt.ids) for prompt in prompts)
         layout = DecodeLayout(rows=len(rows), capacity=longest + params.max_new_tokens, device=device)
         logits_BV = self._prefill(prompts, layout)
+        # `batch` are the rows that are still computed, in the order of the cache.
         batch = list(rows)
         while True:
             self._draw(batch, logits_BV, params, on_token)
             running = [place for place, row in enumerate(batch) if row.stop is None]
             if not running:
                 break
-            # finished rows are computed further until enough of them can be dropped at once
+            # Finished rows are computed further until enough of them can be dropped at once: to drop rows copies the
+            # cache.
             if len(running) < COMPACT_BELOW * len(batch):
                 batch = [batch[place] for place in running]
                 layout.keep_rows(torch.tensor(running, device=device))
@@ -133,14 +140,14 @@ class TorchSampler:
 
     def _prefill(self, prompts: Sequence[_Prompt], layout: DecodeLayout) -> Tensor:
         """Computes every distinct prompt once and fills the cache; returns the first logits of every row (B, V)."""
-        # equal prompts have one prefill
+        # Equal prompts have one prefill.
         rows_of: dict[_Prompt, list[int]] = {}
         for row, prompt in enumerate(prompts):
             rows_of.setdefault(prompt, []).append(row)
         logits_BV: Tensor | None = None
         for batch in _batches(list(rows_of), self.max_prefill_tokens):
             groups, first_logits_GV, prefill = self._forward(batch)
-            # each prompt's keys, values and logits go to all of its rows
+            # The keys, values and logits of a prompt go to all of its rows.
             spans: dict[int, tuple[int, int]] = {}
             for prompt, group in zip(batch, groups, strict=True):
                 spans |= dict.fromkeys(rows_of[prompt], (group.start, group.prefix))
@@ -154,6 +161,7 @@ class TorchSampler:
 
     def _forward(self, prompts: list[_Prompt]) -> tuple[list[PrefixGroup], Tensor, PrefillLayout]:
         """(place of each prompt in the packed row, logits (G, V) after each prompt, layout with keys and values)."""
+        # Lay the prompts out in one packed row.
         groups: list[PrefixGroup] = []
         images: list[PlacedImage] = []
         tokens: list[int] = []
@@ -164,6 +172,7 @@ class TorchSampler:
             images += [replace(image, start=start + image.start) for image in prompt.images]
             tokens += prompt.ids
             positions += range(len(prompt.ids))
+        # The logits after the last token of each prompt predict the first token of its completions.
         device = self.model.device
         prefill = PrefillLayout(groups, device=device)
         tokens_1T = torch.tensor(tokens, device=device).unsqueeze(0)
@@ -179,7 +188,7 @@ class TorchSampler:
         eos = self.model.eos_token_ids()
         tokens_drawn = len(next(row for row in batch if row.stop is None).tokens)
         if tokens_drawn < params.min_new_tokens:
-            # a model's config may name an end-of-sequence id that the vocabulary does not have
+            # A model's config may name an end-of-sequence id that the vocabulary does not have.
             ending = [token for token in (*eos, *params.stop_token_ids) if 0 <= token < logits_BV.shape[1]]
             logits_BV[:, ending] = -torch.inf
 
@@ -195,6 +204,7 @@ class TorchSampler:
         tokens_B = scores_BV.argmax(-1)
         token_logprobs_B = logprobs_BV.gather(1, tokens_B.unsqueeze(1)).squeeze(1)
 
+        # Record the tokens. Rows that have finished before are computed too, and their tokens are ignored.
         for row, token, logprob in zip(batch, tokens_B.tolist(), token_logprobs_B.tolist(), strict=True):
             if row.stop is not None:
                 continue

@@ -51,7 +51,7 @@ class SharedBase:
         self.key = key
         self.digest, self.digests = digest_tensors(model.named_weights())
         self._score = copy.deepcopy(model.head) if model.scalar else None  # in master precision
-        # linear layers become LoraLinear first, so that the frozen copy for samplers has them too
+        # Replace the linear layers by LoraLinear first, so that the frozen copy for samplers has them too.
         self.layers = replace_linears(model)
         module = model.module.requires_grad_(False)
         _lower_linears(module, model.compute_dtype)
@@ -63,7 +63,10 @@ class SharedBase:
     def scalar_model(self, *, init_seed: int) -> ScalarLM:
         """The base's decoder under a scalar head of its own: a copy of the base's scalar head, or else a new head from
         `init_seed`. Raises BadModelFolder for an architecture that has no scalar model."""
-        head = new_head(self.model, init_seed) if self._score is None else copy.deepcopy(self._score)
+        if self._score is None:
+            head = new_head(self.model, init_seed)
+        else:
+            head = copy.deepcopy(self._score)
         head.to(self.model.device).requires_grad_(True)
         return with_scalar_head(self.model, head, self.key or "the base model")
 
@@ -80,19 +83,24 @@ class SharedBase:
     def nbytes(self) -> int:
         """Bytes of the weights in memory now, each counted once: those of the base, and those that the samplers' copy
         adds."""
-        models = [self.model] if self._sampling is None else [self.model, self._sampling]
+        models = [self.model]
+        if self._sampling is not None:
+            models.append(self._sampling)
+        # The copy shares the linear layers. Their bytes are counted once, by address.
         sizes: dict[int, int] = {}
         for model in models:
-            sizes |= {tensor.data_ptr(): tensor.nbytes for _, tensor in model.named_weights()}
+            for _, tensor in model.named_weights():
+                sizes[tensor.data_ptr()] = tensor.nbytes
         return sum(sizes.values())
 
 
 def _lower_linears(module: nn.Module, dtype: torch.dtype) -> None:
     """Casts linear layers to `dtype`, except weights that a layer of another kind shares (a tied head)."""
+    # Parameters of other layers keep their precision, also where a linear layer uses them too.
     shared: set[int] = set()
     for child in module.modules():
         if not isinstance(child, nn.Linear):
-            shared |= {id(parameter) for parameter in child.parameters(recurse=False)}
+            shared.update(map(id, child.parameters(recurse=False)))
     for child in module.modules():
         if isinstance(child, nn.Linear):
             for parameter in child.parameters(recurse=False):
@@ -122,7 +130,7 @@ class SharedTrainer(TorchTrainer):
         it writes, it takes the memory of one whole model."""
         folder.mkdir(parents=True, exist_ok=True)
         module: Any = self.model.module
-        # the module's own weights stay as they are: the sum is computed in a copy
+        # Compute the sum in a copy: the base's weights must not change.
         state = {name: tensor.to(self.model.dtype) for name, tensor in module.state_dict().items()}
         for name, pair in self.pairs.items():
             weight = f"{name}.weight"
@@ -136,6 +144,7 @@ class AdapterTrainer(SharedTrainer):
     digest includes the base's digest."""
 
     def __init__(self, base: SharedBase, spec: LoraSpec, *, init_seed: int) -> None:
+        # The pairs are drawn on the base's names and dtype, before the head may be replaced.
         targets = target_layers(base.model, base.layers, spec)
         super().__init__(base, new_pairs(targets, spec, init_seed=init_seed, dtype=base.model.dtype))
         self.spec = spec
@@ -157,10 +166,10 @@ class AdapterTrainer(SharedTrainer):
     def export(self, folder: Path) -> dict[str, Path]:
         """Writes a peft adapter folder, which names the base by its registry key."""
         folder.mkdir(parents=True, exist_ok=True)
-        files = {name: folder / name for name in (ADAPTER_CONFIG_FILE, ADAPTER_FILE)}
-        write_tensors(files[ADAPTER_FILE], ((PEFT_PREFIX + name, tensor) for name, tensor in self.weights()))
-        files[ADAPTER_CONFIG_FILE].write_text(peft_config(self.spec, self.pairs, self.base.key))
-        return files
+        config_file, adapter_file = folder / ADAPTER_CONFIG_FILE, folder / ADAPTER_FILE
+        write_tensors(adapter_file, ((PEFT_PREFIX + name, tensor) for name, tensor in self.weights()))
+        config_file.write_text(peft_config(self.spec, self.pairs, self.base.key))
+        return {ADAPTER_CONFIG_FILE: config_file, ADAPTER_FILE: adapter_file}
 
 
 class AdapterOff(SharedTrainer):

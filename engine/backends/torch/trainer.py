@@ -57,6 +57,9 @@ class TorchTrainer:
         """The trained parameters with their names, in a fixed order."""
         return [(name, p) for name, p in self.model.module.named_parameters() if p.requires_grad]
 
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for _, parameter in self.trained()]
+
     def weights(self) -> Iterable[tuple[str, Tensor]]:
         """The weights in a checkpoint, sorted by name: those that only this trainer owns."""
         return self.model.named_weights()
@@ -68,12 +71,12 @@ class TorchTrainer:
     def nbytes(self, *, training: bool = True) -> int:
         """Bytes of the weights that only this trainer owns, plus gradients or moments.
 
-        With `training`: one gradient and two moments per trained weight, the peak of an update, whether they are
-        allocated now or not. Without: the moments that are allocated now. Activations, buffers that are in no file, and
-        a sampler's copy are not included."""
+        With `training`, this is the peak of an update: one gradient and two moments per trained weight, whether they
+        are allocated now or not. Without it, only the moments that are allocated now are added. Activations, buffers
+        that are in no file, and a sampler's copy are not included."""
         weights = sum(tensor.nbytes for _, tensor in self.weights())
         if training:
-            return weights + 3 * sum(parameter.nbytes for _, parameter in self.trained())
+            return weights + 3 * sum(parameter.nbytes for parameter in self._parameters())
         return weights + sum(tensor.nbytes for tensor in self._moments().values())
 
     @property
@@ -103,7 +106,7 @@ class TorchTrainer:
         max_tokens: int,
         on_micro_batch: Callable[[], None] = lambda: None,
     ) -> UpdateReport:
-        # checks, before anything changes
+        # Check everything before anything changes.
         loss = objective.loss
         check_loss_fits_head(loss, scalar=self.model.scalar, name=type(self.model.module).__name__)
         self._check(samples)
@@ -113,7 +116,7 @@ class TorchTrainer:
         with_gradient = [sample for sample in samples if has_gradient(sample, objective)]
         validate_batch(with_gradient, objective)
 
-        # gradients, summed over micro-batches
+        # Sum the gradients over micro-batches.
         def accumulate(max_tokens: int) -> Accumulated:
             accumulated = Accumulated(max_tokens)
             for indices in micro_batches(with_gradient, max_tokens=max_tokens, whole_groups=loss.pairwise):
@@ -127,11 +130,13 @@ class TorchTrainer:
                 accumulate, with_gradient, max_tokens, whole_groups=loss.pairwise
             )
 
-        # the step, unless the gradient is not finite
-        parameters = [parameter for _, parameter in self.trained()]
+        # If no sample had a gradient, the step is still taken with zeros, since the moments have an effect.
+        parameters = self._parameters()
         for parameter in parameters:
-            if parameter.grad is None:  # no sample had a gradient: it is zero, and the moments still have an effect
+            if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+
+        # Take the step, unless the gradient is not finite.
         norm = float(nn.utils.clip_grad_norm_(parameters, optimizer.max_grad_norm))
         if isfinite(norm):
             self._step(adamw)
@@ -153,7 +158,7 @@ class TorchTrainer:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            moments = 2 * sum(parameter.nbytes for _, parameter in self.trained())
+            moments = 2 * sum(parameter.nbytes for parameter in self._parameters())
             raise OutOfMemory(
                 f"AdamW's moments, {moments / 2**30:.2f} GiB, do not fit {self.model.device} memory: "
                 f"{str(error).splitlines()[0]}. Train a smaller model or a LoRA adapter, or use a larger device"
@@ -168,7 +173,7 @@ class TorchTrainer:
         whole_groups: bool = False,
     ) -> T:
         def drop_gradients() -> None:
-            for _, parameter in self.trained():
+            for parameter in self._parameters():
                 parameter.grad = None
 
         return retry_on_out_of_memory(
@@ -191,8 +196,7 @@ class TorchTrainer:
     def _adamw(self, spec: OptimizerSpec) -> torch.optim.AdamW:
         """The optimizer, created if there is none, with the settings of this step."""
         if self._optimizer is None:
-            parameters = [parameter for _, parameter in self.trained()]
-            self._optimizer = torch.optim.AdamW(adamw_groups(parameters), fused=True)
+            self._optimizer = torch.optim.AdamW(adamw_groups(self._parameters()), fused=True)
         set_adamw(self._optimizer.param_groups, spec)
         return self._optimizer
 
@@ -257,14 +261,14 @@ class TorchTrainer:
             return {}
         moments: dict[str, Tensor] = {}
         for name, parameter in self.trained():
-            state = self._optimizer.state.get(parameter, {})
-            moments |= {f"{moment}.{name}": value for moment, value in state.items()}
+            for moment, value in self._optimizer.state.get(parameter, {}).items():
+                moments[f"{moment}.{name}"] = value
         return moments
 
     def read_checkpoint(self, files: dict[str, Path], *, optimizer: bool) -> None:
         """Copies the files into the weights in place, and creates the moments. After a BadSpec, both are as they were.
         """
-        # check everything before anything changes
+        # Check everything before anything changes.
         weights = dict(self.weights())
         checkpoint = open_checkpoint(files)
         check_shapes(checkpoint.weights.shapes(), _shapes(weights), "checkpoint")
@@ -273,6 +277,7 @@ class TorchTrainer:
             expected = moment_shapes(_shapes(self.trained()), MOMENTS)
             check_shapes(moments.shapes(), expected, "optimizer's checkpoint")
 
+        # Copy the weights in place, then create the moments that the checkpoint has.
         for name, tensor in weights.items():
             checkpoint.weights.read_into(name, tensor)
         self.reset_optimizer()
@@ -285,7 +290,11 @@ class TorchTrainer:
         moment, name = key.split(".", 1)
         parameter = dict(self.trained())[name]
         weight = parameter.detach()
-        tensor = torch.empty_like(weight) if moment in MOMENTS else torch.empty((), device=weight.device)
+        if moment in MOMENTS:
+            tensor = torch.empty_like(weight)
+        else:
+            tensor = torch.empty((), device=weight.device)
+        # The learning rate has no effect: every update sets its own.
         self._adamw(OptimizerSpec(lr=0.0)).state[parameter][moment] = tensor
         return tensor
 

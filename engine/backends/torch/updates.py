@@ -99,12 +99,13 @@ def micro_batch_loss(
     forward: Forward, samples: Sequence[Sample], objective: Objective, totals: Totals, *, device: torch.device
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """(the part of the whole minibatch's loss that comes from these samples, with gradient; metrics as sums)."""
-    # forward pass, then the loss of each token or pair
+    # The forward pass, then the loss of each token or pair.
     outputs = forward(pack(samples, device=device))
     inputs = _loss_inputs(outputs, samples, objective)
     loss = objective.loss.compute(inputs)
     if isinstance(loss, PairLoss):
         return loss.values_P.sum() / totals.groups, loss.sums
+    # The weights are those of the whole minibatch, so that the losses of its micro-batches add up.
     norm, constant = _normalisation_of(objective.loss)
     weights_N = token_weights(
         inputs.lengths_S,
@@ -124,9 +125,12 @@ def _normalisation_of(loss: LossSpec) -> tuple[LossNorm, float | None]:
 
 
 def _loss_inputs(outputs: Outputs, samples: Sequence[Sample], objective: Objective) -> LossInputs:
+    """The outputs and the columns of a micro-batch, as the loss reads them."""
+
     def column(name: str) -> Tensor | None:
         return _column(samples, name, outputs.any_N)
 
+    # Only a loss on pairs needs to know which samples form a pair.
     preferred_P, dispreferred_P = None, None
     if objective.loss.pairwise:
         preferred_P, dispreferred_P = _pair_indices(samples, outputs.any_N.device)
@@ -158,12 +162,12 @@ def _pair_indices(samples: Sequence[Sample], device: torch.device) -> tuple[Tens
 
 def _column(samples: Sequence[Sample], name: str, like: Tensor) -> Tensor | None:
     """One optional per-token column of all samples, flat (N,); None when no sample has it."""
-    columns = [getattr(sample, name) for sample in samples]
-    if columns[0] is None:
+    # `validate_batch` has checked that all samples have the column or none has it.
+    if getattr(samples[0], name) is None:
         return None
     values: list[float] = []
-    for column in columns:
-        values += column
+    for sample in samples:
+        values += getattr(sample, name)
     return torch.tensor(values, dtype=like.dtype, device=like.device)
 
 
@@ -180,6 +184,7 @@ def update_metrics(
 ) -> dict[str, float]:
     """The metrics of an update. `passed` are the samples that had a forward pass. TokenLoss explains the names in
     `sums`."""
+    # The ending of a sum's name says what it is a sum over, and thus which count makes it a mean.
     counts = {
         "_sum": sum(sample.trained for sample in passed),
         "_per_pair": len({sample.group for sample in passed}),
@@ -195,10 +200,14 @@ def update_metrics(
 def adamw_groups(parameters: Sequence[nn.Parameter]) -> list[dict[str, object]]:
     """Two parameter groups: matrices, which decay, and the rest. Decay would pull norms and biases, which should stay
     near one, towards zero."""
-    return [
-        {"params": [parameter for parameter in parameters if parameter.ndim >= 2]},
-        {"params": [parameter for parameter in parameters if parameter.ndim < 2]},
-    ]
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for parameter in parameters:
+        if parameter.ndim >= 2:
+            matrices.append(parameter)
+        else:
+            others.append(parameter)
+    return [{"params": matrices}, {"params": others}]
 
 
 def set_adamw(groups: Iterable[dict[str, object]], spec: OptimizerSpec) -> None:

@@ -132,14 +132,22 @@ class BroadcastDelivery:
         remaining = list(replicas)
         while remaining:
             outcomes |= await self._broadcast(remaining, request, source, load_into)
-            alive = [replica for replica in remaining if not isinstance(outcomes[replica.name], WorkerDied)]
-            all_loaded = all(isinstance(outcomes[replica.name], LoadProof) for replica in alive)
-            if len(alive) == len(remaining) or all_loaded:
+            # Separate the replicas that died from the others.
+            alive: list[Replica] = []
+            deaths: list[WorkerDied] = []
+            all_loaded = True
+            for replica in remaining:
+                outcome = outcomes[replica.name]
+                if isinstance(outcome, WorkerDied):
+                    deaths.append(outcome)
+                else:
+                    alive.append(replica)
+                    all_loaded = all_loaded and isinstance(outcome, LoadProof)
+            # The death of a replica aborted the broadcast for the others: repeat it without the dead.
+            if not deaths or all_loaded:
                 break
-            # the death of a replica aborted the broadcast for the others: repeat it without the dead
-            alive_names = {replica.name for replica in alive}
-            for name in sorted({replica.name for replica in remaining} - alive_names):
-                log.warning("%s; the weights are sent to the other replicas again", outcomes[name])
+            for death in deaths:
+                log.warning("%s; the weights are sent to the other replicas again", death)
             remaining = alive
         return [outcomes[replica.name] for replica in replicas]
 
@@ -151,24 +159,27 @@ class BroadcastDelivery:
         if member is None:
             return outcomes
 
-        # send in a thread, while each replica receives and loads
+        # Send in a thread, while each replica receives and loads.
         group_request = replace(request, group=member.group.name)
-        loading = {asyncio.create_task(_awaited(load_into(replica, group_request))): replica for replica in replicas}
+        loading: dict[asyncio.Task[LoadProof], Replica] = {}
+        for replica in replicas:
+            loading[asyncio.create_task(_awaited(load_into(replica, group_request)))] = replica
         sending = asyncio.create_task(asyncio.to_thread(_send, member, source, request.manifest))
         await asyncio.wait([sending, *loading], return_when=asyncio.FIRST_EXCEPTION)
-        error = next((task.exception() for task in (sending, *loading) if task.done() and task.exception()), None)
+        error = _first_error([sending, *loading])
         if error is None:
             return {replica.name: task.result() for task, replica in loading.items()}
 
-        # after an error all members abort
+        # After an error all members abort. Wait for them, since each replica's own error says more than the abort.
         self._leave_group(f"the engine gave up: {error}")
         await asyncio.wait([sending], timeout=self._timeout + ABORT_TIMEOUT)
         await asyncio.wait(loading, timeout=ABORT_TIMEOUT)
         for task, replica in loading.items():
             outcomes[replica.name] = await self._outcome(task, replica)
-        sender_error = sending.exception() if sending.done() else None
+        # If the sender failed to read the trainer's tensors, no replica is at fault, and the whole sync fails.
+        sender_error = _first_error([sending])
         if sender_error is not None and not isinstance(sender_error, BroadcastAborted):
-            raise sender_error  # the trainer's tensors failed, and no replica
+            raise sender_error
         return outcomes
 
     async def _outcome(self, task: asyncio.Task[LoadProof], replica: Replica) -> LoadProof | BaseException:
@@ -185,13 +196,13 @@ class BroadcastDelivery:
 
     async def _join_group(self, replicas: Sequence[Replica]) -> tuple[GroupMember | None, Outcomes]:
         """(this process's membership in the group of all workers, {}), or (None, an error for each replica)."""
-        # reuse the group if it has the same processes
+        # Reuse the group if it has the same processes.
         actors = [replica.actor for replica in replicas]
         if self.member is not None and self.member.usable and actors == self._actors:
             return self.member, {}
         self._leave_group("another group is formed")
 
-        # ask the workers for their devices, which decide the backend, and for their number
+        # Ask the workers for their devices, which decide the backend. Their replies also tell how many they are.
         replies_by_replica, outcomes = await self._call_workers(replicas, [("ostinato_device",) for _ in replicas])
         if outcomes:
             return None, outcomes
@@ -202,7 +213,7 @@ class BroadcastDelivery:
             devices += [reply["device_info"] for reply in replies]
         group = self._new_group(devices)
 
-        # join with all workers at once; a replica's workers have consecutive ranks
+        # Join at the same time as all workers. The workers of a replica have consecutive ranks.
         joining = asyncio.create_task(asyncio.to_thread(GroupMember, group, 0, self._device))
         calls = [("ostinato_join_group", asdict(group), first_rank) for first_rank in first_ranks]
         _, outcomes = await self._call_workers(replicas, calls)
@@ -242,17 +253,22 @@ class BroadcastDelivery:
             return replies
 
         results = await asyncio.gather(*map(call_replica, replicas, calls), return_exceptions=True)
-        # if one replica failed, the others cannot form the group without it
-        errors = [result for result in results if isinstance(result, BaseException)]
-        if not errors:
-            return [result for result in results if not isinstance(result, BaseException)], {}
-        outcomes: Outcomes = {}
+        replies_by_replica: list[list[dict[str, Any]]] = []
+        errors: Outcomes = {}
         for replica, result in zip(replicas, results, strict=True):
             if isinstance(result, BaseException):
-                outcomes[replica.name] = result
+                errors[replica.name] = result
             else:
-                message = f"another replica did not take part in the broadcast: {errors[0]}"
-                outcomes[replica.name] = SamplerOutOfSync(message)
+                replies_by_replica.append(result)
+        if not errors:
+            return replies_by_replica, {}
+
+        # If one replica failed, the others cannot form the group without it.
+        first_error = next(iter(errors.values()))
+        outcomes: Outcomes = {}
+        for replica in replicas:
+            message = f"another replica did not take part in the broadcast: {first_error}"
+            outcomes[replica.name] = errors.get(replica.name, SamplerOutOfSync(message))
         return [], outcomes
 
     def _leave_group(self, reason: str) -> None:
@@ -266,7 +282,16 @@ class BroadcastDelivery:
 
 
 async def _awaited(loading: Awaitable[LoadProof]) -> LoadProof:
+    """A coroutine of an awaitable, because a task cannot be made from every awaitable."""
     return await loading
+
+
+def _first_error(tasks: Sequence[asyncio.Task[Any]]) -> BaseException | None:
+    """The exception of the first task that has ended with one."""
+    for task in tasks:
+        if task.done() and task.exception() is not None:
+            return task.exception()
+    return None
 
 
 def _send(member: GroupMember, source: Source, manifest: Manifest) -> None:
@@ -274,7 +299,7 @@ def _send(member: GroupMember, source: Source, manifest: Manifest) -> None:
     try:
         with torch.no_grad():
             if member.device.type == "cuda":
-                torch.cuda.set_device(member.device)  # applies to this thread
+                torch.cuda.set_device(member.device)  # a setting of the thread, and this one is new
             send(member, _named_tensors(source, manifest), manifest)
     except BadSpec as error:
         raise SamplerOutOfSync(f"the weights could not be sent: {error}") from error

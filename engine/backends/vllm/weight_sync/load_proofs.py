@@ -1,4 +1,4 @@
-"""Parses the replies of vLLM's workers into proofs or errors, for every transport."""
+"""Turns the replies of vLLM's workers into the proof of a load, or into an error. Every transport uses it."""
 
 from __future__ import annotations
 

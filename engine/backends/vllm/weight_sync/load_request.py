@@ -47,16 +47,19 @@ class LoadRequest:
         """
         if not self.paths:
             return self
+        # A hard link must be in the file system of its file. The caller deletes the files' own folder.
         folder = Path(tempfile.mkdtemp(prefix="ostinato-base-", dir=Path(self.paths[0]).parent.parent))
-        links = tuple(str(folder / f"{number}.safetensors") for number in range(len(self.paths)))
+        links: list[str] = []
         try:
-            for path, link in zip(self.paths, links, strict=True):
+            for number, path in enumerate(self.paths):
+                link = folder / f"{number}.safetensors"
                 os.link(path, link)
+                links.append(str(link))
         except OSError as error:
             log.warning("the weights are not kept for replicas that are started again: %s", error)
             shutil.rmtree(folder, ignore_errors=True)
             return self
-        return replace(self, paths=links, link_folder=folder)
+        return replace(self, paths=tuple(links), link_folder=folder)
 
     def remove_links(self) -> None:
         """Deletes the links of `with_linked_files`."""

@@ -101,8 +101,10 @@ def verify_run(
     """
     all_chains = run_chains(store, run)
     chains = [chain for chain in all_chains if stage in (None, chain.stage) and model in (None, chain.model)]
+    if not all_chains:
+        raise PermanentEngineError(f"run {run!r} has no chain in {store.url}; `ostinato runs ls` lists the runs")
     if not chains:
-        known = ", ".join(f"{chain.stage}/{chain.model}" for chain in all_chains) or "none"
+        known = ", ".join(f"{chain.stage}/{chain.model}" for chain in all_chains)
         pattern = f"{stage or '*'}/{model or '*'}"
         raise PermanentEngineError(f"run {run!r} has no chain {pattern} in {store.url}; it has {known}")
     # A sample is drawn from the segments between checkpoints: a whole chain is one segment, with nothing to draw.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -233,4 +234,5 @@ def _import_with_torch(module: str) -> Any:
 
 def _progress_bar(*, hidden: bool) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=messages(), transient=True, disable=hidden)
+    # outside a terminal, rich would print an empty line in place of the bar
+    return Progress(*columns, console=messages(), transient=True, disable=hidden or not sys.stderr.isatty())

@@ -238,8 +238,8 @@ def _check_embedded(spec: LocalEngineSpec) -> Check:
         )  # fmt: skip
     numerics, memory = backend.numerics(), backend.memory_bytes()
     what = (
-        f"torch {numerics.versions.get('torch')} on {numerics.device}, {numerics.compute_dtype}, {numerics.threads} "
-        f"threads, {memory / (1 << 30):.1f} GiB for models"
+        f"torch {numerics.versions.get('torch')} on {numerics.device}, {numerics.compute_dtype}, threads: "
+        f"{numerics.threads}, {memory / (1 << 30):.1f} GiB for models"
     )
     return Check(area="engine", name="embedded", verdict="ok", what=what)
 

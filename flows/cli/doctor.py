@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -96,7 +97,8 @@ def _run_checks(settings: DoctorConfig) -> Iterator[Check]:
 
 
 def _audit(url: str, *, hidden: bool) -> AuditReport:
-    with Progress(console=messages(), transient=True, disable=hidden) as bar:
+    # outside a terminal, rich would print an empty line in place of the bar
+    with Progress(console=messages(), transient=True, disable=hidden or not sys.stderr.isatty()) as bar:
         tasks: dict[str, Any] = {}
 
         def on_progress(what: str, done: int, total: int) -> None:

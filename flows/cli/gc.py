@@ -10,8 +10,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from flows.cli.output import console, messages, print_plain, report_errors
 from flows.configs.common import StorageConfig
-from storage.errors import StorageError
 from storage.inspect.gc import GcReport, ObjectTotals, collect_garbage
 from storage.store.objects import open_store
 
@@ -38,18 +38,17 @@ def gc(
     no_active_runs: NoActiveRuns = False,
 ) -> None:
     """Deletes data that nothing refers to. Runs may continue meanwhile."""
-    console = Console()
+    to = console()
     # the age protects data that a running step has written and not yet committed
     try:
-        with console.status(f"searching {storage}"):
+        with report_errors(), to.status(f"searching {storage}"):
             report = collect_garbage(
                 open_store(storage), older_than=_age(older_than), dry_run=dry_run, exclusive=no_active_runs
             )
-    except (StorageError, ValueError) as error:
-        console.print(f"[red]{type(error).__name__}[/red]: ", end="")
-        console.print(str(error), markup=False, highlight=False)
+    except ValueError as error:
+        print_plain(messages(), str(error))
         raise typer.Exit(1) from error
-    _print_report(report, console)
+    _print_report(report, to)
 
 
 def _age(text: str) -> timedelta:
@@ -60,7 +59,7 @@ def _age(text: str) -> timedelta:
     return timedelta(**{_UNITS[match[2]]: float(match[1])})
 
 
-def _print_report(report: GcReport, console: Console) -> None:
+def _print_report(report: GcReport, to: Console) -> None:
     # the sizes of what was deleted and kept
     verb = "would delete" if report.dry_run else "deleted"
     sizes = Table(box=None, pad_edge=False)
@@ -71,7 +70,7 @@ def _print_report(report: GcReport, console: Console) -> None:
         sizes.add_row(verb, kind, f"{tally.objects:,}", _size(tally))
     for reason, tally in report.kept.items():
         sizes.add_row("kept", reason, f"{tally.objects:,}", _size(tally))
-    console.print(sizes)
+    to.print(sizes)
 
     # the names, shortened to MAX_NAMES of each group
     groups = [
@@ -81,10 +80,10 @@ def _print_report(report: GcReport, console: Console) -> None:
     ]
     for title, names in groups:
         for name in names[:MAX_NAMES]:
-            console.print(f"  {title}: {name}", markup=False, highlight=False, soft_wrap=True)
+            print_plain(to, f"  {title}: {name}")
         if len(names) > MAX_NAMES:
-            console.print(f"  … and {len(names) - MAX_NAMES:,} more", highlight=False)
-    console.print(f"{verb} {report.total.objects:,} objects, {_size(report.total)}", highlight=False)
+            print_plain(to, f"  … and {len(names) - MAX_NAMES:,} more")
+    print_plain(to, f"{verb} {report.total.objects:,} objects, {_size(report.total)}")
 
 
 def _size(tally: ObjectTotals) -> str:

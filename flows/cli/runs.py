@@ -186,7 +186,7 @@ def _print_lineage(history: Lineage, steps: list[StepLineage], to: Console) -> N
         "gradient>",
     )  # fmt: skip
     to.print(add_rows(step_table, map(_step_row, steps)))
-    to.print("every uri and every prompt's id: --json", style="dim")
+    to.print("--json also prints every uri and the id of every prompt", style="dim")
 
 
 def _step_row(step: StepLineage) -> tuple[Any, ...]:

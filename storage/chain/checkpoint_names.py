@@ -145,7 +145,7 @@ def _ambiguous_message(text: str, checkpoints: list[NamedCheckpoint]) -> str:
 
 def _list_names(known: list[NamedCheckpoint]) -> str:
     if not known:
-        return "there is no named checkpoint; give run/stage/name, of a run with a checkpoint_frequency"
+        return "there is no named checkpoint; runs with checkpoints.frequency write them, named run/stage/name"
     listed = ", ".join(checkpoint.title for checkpoint in known[:MAX_LISTED])
     if len(known) > MAX_LISTED:
         listed += f" and {len(known) - MAX_LISTED} more"

@@ -119,8 +119,8 @@ def collect_garbage(
     least = timedelta(seconds=MAX_ATTEMPT_SECONDS) + MARGIN
     if older_than < least and not exclusive:
         raise ValueError(
-            f"older_than={older_than} may take what a running writer is about to commit; give at least {least}, or "
-            "make sure that nothing writes to the store and say so"
+            f"data that is {older_than} old may belong to a running writer, which can still commit it; give at least "
+            f"{least}, or --no-active-runs (exclusive=True) if nothing writes to the store"
         )
     collection = _Collection(store, older_than=older_than, exclusive=exclusive, threads=threads, now=now)
     return collection.run(dry_run=dry_run)

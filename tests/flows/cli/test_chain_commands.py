@@ -162,7 +162,7 @@ def test_fork_says_how_to_go_on(toy: ToyRun) -> None:
         (["runs", "show", "none"], 1, "no run 'none'"),
         (["runs", "show", "../x"], 2, "not a name"),
         (["runs", "lineage", "none"], 1, "neither a registered model nor a run"),
-        (["verify", "none"], 1, "no chain"),
+        (["verify", "none"], 1, "no chain in file:"),
         (["verify", "toy", "--sample", "0"], 2, "--sample"),
         (["replay", "toy", "--step", "9"], 1, "no step 9; it has steps 1 to 4"),
         (["replay", "toy", "--step", "1", "--model", "value"], 1, "no such chain"),
@@ -177,4 +177,5 @@ def test_refusals_are_one_message_and_a_status(toy_run: ToyRun, words: list[str]
     result = ostinato(toy_run, *words)
     assert result.exit_code == status, result.output
     assert says in result.output
+    assert not result.output.startswith("\n")
     assert "Traceback" not in result.output

@@ -49,8 +49,12 @@ def test_young_data_stays(store: ObjectStore) -> None:
 @pytest.mark.parametrize("age", ["12h", "1m", "-1h", "yesterday"])
 def test_an_age_that_a_writer_may_reach_or_that_is_none_is_refused(store: ObjectStore, age: str) -> None:
     code, shown = run(store, f"--older-than={age}")
-    assert code == 1 and "give" in shown
+    assert code == 1 and "give" in shown and shown.count("\n") == 1
     assert store.exists(ORPHAN)
+
+
+def test_a_refused_age_names_the_option_that_allows_it(store: ObjectStore) -> None:
+    assert "--no-active-runs" in run(store, "--older-than=12h")[1]
 
 
 def test_a_store_that_is_not_there_is_not_made(tmp_path: Path) -> None:

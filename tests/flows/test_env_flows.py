@@ -1,94 +1,78 @@
-"""`env_grpo` and `env_gspo` from end to end on a toy: what a run in an environment leaves behind."""
+"""Tests of `env_grpo` and `env_gspo` from end to end on a toy: tables, credit and metrics of a run."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas
 import pytest
 
 from engine.handles import Model, TrainingModel
-from engine.specs.engine import LocalEngineSpec
 from engine.text.threads import StringThread
 from flows.configs.environments import ENVGRPOConfig, ENVGSPOConfig
 from flows.env_grpo import ENVGRPO, env_grpo
 from flows.env_gspo import ENVGSPO, env_gspo
 from flows.recipe import RecipeContext
-from storage.chain.records import Chain
 from storage.inspect.accounting import check_accounting, step_inputs
-from storage.store.objects import open_store
 from tasks.batches.episodes import NotOneGrade
 from tasks.reports.flow_run_page import sample_rows
 from tasks.sampling.grading import TooManyMasked
+from tests.fixtures.engines import DETERMINISTIC
+from tests.fixtures.flow_runs import FlowRuns
 from tests.fixtures.guessing import GuessFactory, guess_config
+from tests.fixtures.worklog import events
 
 HELDOUT = 3
 
 
-class Toy:
-    """Runs of the toy that share one store."""
-
-    def __init__(self, folder: Path, tiny_folder: Path) -> None:
-        self.folder, self.tiny_folder = folder, tiny_folder
-        self.data = folder / "data"
-
-    def run(self, run: str, flow: str = "env_grpo", **changes: Any) -> dict[str, Any]:
-        config = guess_config(self.folder, self.tiny_folder, run=run, **changes)
-        if flow == "env_gspo":
-            return asyncio.run(env_gspo(ENVGSPOConfig.model_validate(config)))
-        return asyncio.run(env_grpo(ENVGRPOConfig.model_validate(config)))
-
-    def tables(self, run: str, kind: str, flow: str = "env_grpo") -> list[pandas.DataFrame]:
-        """Of each step and shard, in order."""
-        files = (self.data / "runs" / run / "stages" / f"0-{flow}").glob(f"steps/*/{kind}/*.parquet")
-        return [pandas.read_parquet(file) for file in sorted(files)]
-
-    def chain(self, run: str, flow: str = "env_grpo") -> Chain:
-        return Chain(open_store(str(self.data)), run, f"0-{flow}", "policy")
-
-    def metrics(self, run: str) -> list[dict[str, Any]]:
-        files = (self.data / "runs" / run / "stages" / "0-env_grpo" / "metrics").glob("*.json")
-        return [json.loads(file.read_text()) for file in sorted(files)]
+def env_runs(folder: Path, tiny_folder: Path) -> FlowRuns:
+    """Runs of `env_grpo`."""
+    return FlowRuns(folder, tiny_folder, env_grpo, ENVGRPOConfig, stage="0-env_grpo", make_config=guess_config)
 
 
 @pytest.fixture
-def toy(prefect_server: str, tmp_path: Path, tiny_folder: Path) -> Toy:
-    return Toy(tmp_path, tiny_folder)
+def runs(prefect_server: str, tmp_path: Path, tiny_folder: Path) -> FlowRuns:
+    return env_runs(tmp_path, tiny_folder)
+
+
+@pytest.fixture
+def gspo_runs(prefect_server: str, tmp_path: Path, tiny_folder: Path) -> FlowRuns:
+    return FlowRuns(tmp_path, tiny_folder, env_gspo, ENVGSPOConfig, stage="0-env_gspo", make_config=guess_config)
 
 
 @pytest.fixture(scope="module")
 def finished(
     prefect_server: str, tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path
-) -> tuple[Toy, dict[str, Any]]:
-    """A finished run of three steps, `done`, with a held-out evaluation. Tests read it, and leave it as it is."""
-    toy = Toy(tmp_path_factory.mktemp("episodes"), tiny_folder)
-    heldout = {"kind": "file", "path": str(toy.folder / "secrets.jsonl"), "limit": HELDOUT}
-    return toy, toy.run("done", data__heldout=heldout, environment__arguments={"grade_each": True})
+) -> tuple[FlowRuns, dict[str, Any]]:
+    """Runs with one finished run of three steps, `done`, and its result. Tests do not change it."""
+    runs = env_runs(tmp_path_factory.mktemp("episodes"), tiny_folder)
+    heldout = {"kind": "file", "path": str(runs.folder / "secrets.jsonl"), "limit": HELDOUT}
+    return runs, runs.run("done", data__heldout=heldout, environment__arguments={"grade_each": True})
 
 
-def test_a_step_is_trajectories_a_batch_and_a_record(finished: tuple[Toy, dict[str, Any]]) -> None:
-    toy, result = finished
-    assert result["policy"] == toy.chain("done").head().uri
-    assert list(toy.chain("done").steps()) == [1, 2, 3]
-    shards = toy.tables("done", "trajectories")
+def test_a_step_is_trajectories_a_batch_and_a_record(finished: tuple[FlowRuns, dict[str, Any]]) -> None:
+    runs, result = finished
+    assert result["policy"] == runs.chain("done").head().uri
+    assert list(runs.chain("done").steps()) == [1, 2, 3]
+    shards = runs.tables("done", "trajectories")
     assert len(shards) == 6  # two of two prompts, each step
     for shard in shards:
         assert len(shard) == 8
         assert set(shard["status"]) == {"ok"} and set(shard["ending"]) == {"environment"}
     assert shards[0]["completion"].tolist() == [0, 1, 2, 3] * 2
-    for line, first, second in zip(toy.metrics("done"), shards[::2], shards[1::2], strict=True):
+    for line, first, second in zip(runs.metrics("done"), shards[::2], shards[1::2], strict=True):
         both = pandas.concat([first, second])
         assert (line["completions"], line["masked"], line["dropped"]) == (16, 0, 0)
         assert line["reward_mean"] == pytest.approx(both["grades"].map(sum).mean())
         assert line["completion_tokens"] == both["turn_tokens"].map(sum).sum()
 
 
-def test_the_trainer_reads_each_turn_in_the_context_that_it_was_sampled_in(finished: tuple[Toy, Any]) -> None:
-    toy, _ = finished
-    for batch in toy.tables("done", "batch"):
+def test_a_turn_is_trained_in_the_context_it_was_sampled_in(finished: tuple[FlowRuns, dict[str, Any]]) -> None:
+    runs, _ = finished
+    for batch in runs.tables("done", "batch"):
         assert len(batch) == 16
         for _, row in batch.iterrows():
             trained = int((row["weights"] > 0).sum())
@@ -96,54 +80,52 @@ def test_the_trainer_reads_each_turn_in_the_context_that_it_was_sampled_in(finis
             assert len(row["advantages"]) == len(row["old_logprobs"]) == trained
 
 
-def test_advantages_are_what_the_definition_says(finished: tuple[Toy, Any]) -> None:
-    toy, _ = finished
-    shards, batch = pandas.concat(toy.tables("done", "trajectories")[:2]), toy.tables("done", "batch")[0]
+def test_advantages_are_what_the_definition_says(finished: tuple[FlowRuns, dict[str, Any]]) -> None:
+    runs, _ = finished
+    shards, batch = pandas.concat(runs.tables("done", "trajectories")[:2]), runs.tables("done", "batch")[0]
     seen = 0
     for prompt, group in shards.groupby("prompt_id"):
-        grades = [grade for row in group["grades"] for grade in row]
-        mean = sum(grades) / len(grades)
-        std = (sum((grade - mean) ** 2 for grade in grades) / len(grades)) ** 0.5
+        grades = np.concatenate(list(group["grades"]))
+        mean, std = grades.mean(), grades.std()
         for _, row in group.iterrows():
             assert row["graded_turns"].tolist() == list(range(len(row["turn_tokens"])))  # every turn was graded
-            expected = [
-                sum((grade - mean) / std for grade in row["grades"][turn:]) if std else 0.0
-                for turn, count in enumerate(row["turn_tokens"])
-                for _ in range(count)
-            ]
-            (mine,) = batch[(batch["group"] == prompt) & (batch["completion"] == row["completion"])]["advantages"]
-            assert mine == pytest.approx(expected, abs=1e-5)
+            expected: list[float] = []
+            for turn, count in enumerate(row["turn_tokens"]):
+                advantage = (row["grades"][turn:] - mean).sum() / std if std else 0.0
+                expected += [advantage] * count
+            of_episode = (batch["group"] == prompt) & (batch["completion"] == row["completion"])
+            (advantages,) = batch[of_episode]["advantages"]
+            assert advantages == pytest.approx(expected, abs=1e-5)
             seen += len(set(expected)) > 1
     assert seen  # turns of one episode differ
 
 
-def test_every_episode_and_turn_draws_its_own_numbers(finished: tuple[Toy, Any]) -> None:
-    toy, _ = finished
-    shard = toy.tables("done", "trajectories")[0]
+def test_every_episode_and_turn_draws_its_own_numbers(finished: tuple[FlowRuns, dict[str, Any]]) -> None:
+    runs, _ = finished
+    shard = runs.tables("done", "trajectories")[0]
     threads = [json.loads(thread)["turns"] for thread in shard["thread"]]
     answers = [turn["content"] for turns in threads for turn in turns if turn["role"] == "assistant"]
     assert len(set(answers)) == len(answers)
 
 
-def test_heldout_prompts_are_played_before_and_after(finished: tuple[Toy, dict[str, Any]]) -> None:
-    toy, result = finished
-    files = sorted((toy.data / "runs" / "done" / "stages" / "0-env_grpo" / "evaluations").glob("*.parquet"))
-    before, after = (pandas.read_parquet(file) for file in files)
+def test_heldout_prompts_are_played_before_and_after(finished: tuple[FlowRuns, dict[str, Any]]) -> None:
+    runs, result = finished
+    before, after = (pandas.read_parquet(path) for path in runs.files("done", "evaluations"))
     assert len(before) == len(after) == HELDOUT
     assert result["heldout"]["before_mean"] == pytest.approx(before["reward"].mean())
     assert result["heldout"]["after_mean"] == pytest.approx(after["reward"].mean())
     assert all(text.startswith("user: Guess.\nassistant: ") for text in before["text"])
 
 
-def test_the_accounts_of_a_step_hold(finished: tuple[Toy, Any]) -> None:
-    toy, _ = finished
-    chain = toy.chain("done")
+def test_the_accounts_of_a_step_hold(finished: tuple[FlowRuns, dict[str, Any]]) -> None:
+    runs, _ = finished
+    chain = runs.chain("done")
     assert [check_accounting(chain.store, record) for record in chain.records(0, 3)] == [[], [], []]
 
 
-def test_the_page_shows_whole_episodes(finished: tuple[Toy, Any]) -> None:
-    toy, _ = finished
-    chain = toy.chain("done")
+def test_the_page_shows_whole_episodes(finished: tuple[FlowRuns, dict[str, Any]]) -> None:
+    runs, _ = finished
+    chain = runs.chain("done")
     record = chain.record(1)
     assert record is not None
     played = step_inputs(chain.store, record).rollouts[0]
@@ -154,49 +136,49 @@ def test_the_page_shows_whole_episodes(finished: tuple[Toy, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_a_rewritten_history_is_a_row_of_its_own(toy: Toy) -> None:
-    toy.run("forgets", algorithm__steps=1, environment__arguments={"forget": True})
-    shards, (batch,) = pandas.concat(toy.tables("forgets", "trajectories")), toy.tables("forgets", "batch")
+def test_a_rewritten_history_is_a_row_of_its_own(runs: FlowRuns) -> None:
+    runs.run("forgets", algorithm__steps=1, environment__arguments={"forget": True})
+    shards, (batch,) = pandas.concat(runs.tables("forgets", "trajectories")), runs.tables("forgets", "batch")
     assert len(shards) == len(batch) == shards["turn_tokens"].map(len).sum()  # a segment has one turn
     assert shards["segment"].max() == 2
     for _, episode in batch.groupby(["group", "completion"]):
-        assert len({value for row in episode["advantages"] for value in row}) == 1  # the only grade comes last
-    assert toy.metrics("forgets")[0]["completions"] == 16
+        assert len(set(np.concatenate(list(episode["advantages"])))) == 1  # the only grade comes last
+    assert runs.metrics("forgets")[0]["completions"] == 16
 
 
 @pytest.mark.slow
-def test_gspo_takes_one_grade_per_episode(toy: Toy) -> None:
-    toy.run("one", "env_gspo", algorithm={"steps": 2, "samples_per_batch": 16, "samples_per_mini_batch": 16,
+def test_gspo_takes_one_grade_per_episode(gspo_runs: FlowRuns) -> None:
+    gspo_runs.run("one", algorithm={"steps": 2, "samples_per_batch": 16, "samples_per_mini_batch": 16,
             "completions_per_sample": 4, "prompts_per_shard": 4},
             regularisation={"entropy_coef": 0.05}, rules={"max_staleness": 1})  # fmt: skip
-    records = list(toy.chain("one", "env_gspo").records(0, 2))
+    records = gspo_runs.records("one")
     assert [record.request.loss["kind"] for record in records] == ["gspo"] * 2
     assert records[0].request.loss["clip_low"] == 0.01 and records[0].request.loss["kl_beta"] == 0.1
     assert (records[0].request.loss["norm"], records[0].request.loss["entropy_coef"]) == ("sequence_mean", 0.05)
-    for batch in toy.tables("one", "batch", "env_gspo"):
+    for batch in gspo_runs.tables("one", "batch"):
         assert all(len(set(row)) == 1 for row in batch["advantages"])
 
 
-def test_gspo_refuses_an_episode_of_many_grades(toy: Toy) -> None:
+def test_gspo_refuses_an_episode_of_many_grades(gspo_runs: FlowRuns) -> None:
     with pytest.raises(NotOneGrade, match="expects exactly one grade per trajectory"):
-        toy.run("many", "env_gspo", environment__arguments={"grade_each": True})
+        gspo_runs.run("many", environment__arguments={"grade_each": True})
 
 
-def test_an_environment_that_cannot_be_played_ends_the_run_and_says_why(toy: Toy) -> None:
+def test_an_environment_that_cannot_be_played_ends_the_run_and_says_why(runs: FlowRuns) -> None:
     with pytest.raises(TooManyMasked, match=r"8 of 8 episodes .* at most 20% may fail.*RuntimeError: no more luck"):
-        toy.run("unlucky", environment__path="tests.fixtures.guessing:Unlucky")
+        runs.run("unlucky", environment__path="tests.fixtures.guessing:Unlucky")
 
 
 @pytest.mark.slow
-def test_a_few_failures_are_masked_and_counted(toy: Toy) -> None:
-    toy.run("some", environment__path="tests.fixtures.guessing:Unlucky", environment__arguments={"digits": [3, 4]},
+def test_a_few_failures_are_masked_and_counted(runs: FlowRuns) -> None:
+    runs.run("some", environment__path="tests.fixtures.guessing:Unlucky", environment__arguments={"digits": [3, 4]},
             environment__max_masked_fraction=0.9, algorithm__steps=2)  # fmt: skip
-    shards = pandas.concat(toy.tables("some", "trajectories"))
+    shards = pandas.concat(runs.tables("some", "trajectories"))
     masked = shards[shards["status"] == "masked"]
     assert len(masked) and not masked["token_ids"].map(len).any()
-    lines = toy.metrics("some")
+    lines = runs.metrics("some")
     assert sum(line["masked"] for line in lines) == len(masked)
-    trained = pandas.concat(toy.tables("some", "batch"))
+    trained = pandas.concat(runs.tables("some", "batch"))
     assert len(trained) == len(shards) - len(masked)
     assert not set(trained["group"]) & set(masked["prompt_id"])
 
@@ -208,8 +190,7 @@ SMALL: dict[str, Any] = {"samples_per_batch": 8, "completions_per_sample": 2, "l
 
 
 async def spawned(folder: Path, tiny_folder: Path) -> TrainingModel:
-    spec = LocalEngineSpec(deterministic=True, threads=1)
-    context = RecipeContext.open("recipe", store=str(folder / "data"), engine=spec)
+    context = RecipeContext.open("recipe", store=str(folder / "data"), engine=DETERMINISTIC)
     return (await Model(str(tiny_folder)).to_builder(context).spawn_train("policy")).max_gen_len(4)
 
 
@@ -223,8 +204,7 @@ async def test_a_class_takes_a_factory_of_this_process_and_resumes(
         )
         heads.append(await trainer.run())
     assert [head.step for head in heads] == [1, 2, 2] and heads[1] == heads[2]
-    events = [json.loads(line)["event"] for line in worklog.read_text().splitlines()]
-    assert events.count("shard") == events.count("step") == 2  # what was committed is not made again
+    assert len(events(worklog, "shard")) == len(events(worklog, "step")) == 2  # committed work is not repeated
 
 
 async def test_defaults_are_the_documents(prefect_server: str, tmp_path: Path, tiny_folder: Path) -> None:
@@ -239,8 +219,8 @@ async def test_defaults_are_the_documents(prefect_server: str, tmp_path: Path, t
 
 
 @pytest.mark.slow
-def test_a_task_of_two_turns_is_learnt_from_random_weights(toy: Toy) -> None:
-    toy.run(
+def test_a_task_of_two_turns_is_learnt_from_random_weights(runs: FlowRuns) -> None:
+    runs.run(
         "learn",
         environment={"path": "tests.fixtures.guessing:SayAgain", "max_turns": 2},
         sampling={"max_new_tokens": 6, "min_new_tokens": 6},
@@ -251,6 +231,6 @@ def test_a_task_of_two_turns_is_learnt_from_random_weights(toy: Toy) -> None:
         checkpoints={"frequency": None},
         engine={"deterministic": True, "threads": 1, "max_rows": 128},
     )  # fmt: skip
-    rewards = [line["reward_mean"] for line in toy.metrics("learn")]  # of 2 at most; a random answer earns 2/256
+    rewards = [line["reward_mean"] for line in runs.metrics("learn")]  # of 2 at most; a random answer earns 2/256
     assert sum(rewards[:5]) / 5 < 0.05
     assert sum(rewards[-10:]) / 10 > 0.5

@@ -22,6 +22,7 @@ from storage.store.objects import open_store
 from storage.store.tables import read_table
 from tasks.evaluation.statistics import paired_difference
 from tests.fixtures.toy import write_prompts
+from tests.fixtures.worklog import events
 
 PROMPTS = 10
 
@@ -42,7 +43,7 @@ def suite(folder: Path, **changes: Any) -> dict[str, Any]:
     return body | changes
 
 
-class Lab:
+class EvaluationRuns:
     """Evaluations that share one store, and two models that differ."""
 
     def __init__(self, folder: Path, models: list[Path]) -> None:
@@ -83,34 +84,30 @@ def other_folder(tmp_path: Path, tiny_folder: Path) -> Path:
 
 
 @pytest.fixture
-def lab(prefect_server: str, tmp_path: Path, tiny_folder: Path, other_folder: Path) -> Lab:
-    return Lab(tmp_path, [tiny_folder, other_folder])
+def runs(prefect_server: str, tmp_path: Path, tiny_folder: Path, other_folder: Path) -> EvaluationRuns:
+    return EvaluationRuns(tmp_path, [tiny_folder, other_folder])
 
 
-def count(worklog: Path, event: str) -> int:
-    return sum(json.loads(line)["event"] == event for line in worklog.read_text().splitlines())
-
-
-def test_models_are_compared_prompt_by_prompt_and_the_same_again_is_done_at_once(lab: Lab, worklog: Path) -> None:
-    result = lab.run()
-    assert count(worklog, "shard") == 2 * 3  # two models, ten prompts in shards of four
-    assert count(worklog, "grade") == 2 * 2 * 3
+def test_models_are_compared_by_prompt_and_a_repetition_does_no_work(runs: EvaluationRuns, worklog: Path) -> None:
+    result = runs.run()
+    assert len(events(worklog, "shard")) == 2 * 3  # two models, ten prompts in shards of four
+    assert len(events(worklog, "grade")) == 2 * 2 * 3
     names = [score["model"] for score in result["scores"]]
     assert len(names) == 4 and len(set(names)) == 2
     assert all((s["prompts"], s["completions"], s["masked"]) == (PROMPTS, 2 * PROMPTS, 0) for s in result["scores"])
-    _figures_are_those_of_the_grades(lab, result)
-    assert audit_store(lab.store).problems == ()
+    _figures_are_those_of_the_grades(runs, result)
+    assert audit_store(runs.store).problems == ()
 
-    before = lab.keys()
+    before = runs.keys()
     worklog.write_text("")
-    assert lab.run() == result
-    assert lab.keys() == before
+    assert runs.run() == result
+    assert runs.keys() == before
     assert worklog.read_text() == ""  # not even a lease
 
 
-def _figures_are_those_of_the_grades(lab: Lab, result: dict[str, Any]) -> None:
+def _figures_are_those_of_the_grades(runs: EvaluationRuns, result: dict[str, Any]) -> None:
     """Recomputed from the graded tables, which another test suite answers for."""
-    files = sorted((lab.folder / "data").glob("runs/evaluation/*/stages/*/steps/000000/graded/*.parquet"))
+    files = sorted((runs.folder / "data").glob("runs/evaluation/*/stages/*/steps/000000/graded/*.parquet"))
     by_stage: dict[tuple[str, str], dict[str, list[float]]] = {}
     for path in files:
         run, stage = path.parts[-7], path.parts[-5]
@@ -130,32 +127,33 @@ def _figures_are_those_of_the_grades(lab: Lab, result: dict[str, Any]) -> None:
         paired = difference["paired"]
         found = (paired["before_mean"], paired["after_mean"], paired["low"], paired["high"], paired["n"])
         assert any(found == pytest.approx(figures) for figures in expected)
-    table = pandas.read_parquet(next((lab.folder / "data").glob("runs/evaluation-*/stages/*/evaluations/*.parquet")))
+    table = pandas.read_parquet(next((runs.folder / "data").glob("runs/evaluation-*/stages/*/evaluations/*.parquet")))
     assert len(table) == 2 * 2 * PROMPTS
 
 
 @pytest.mark.slow
-def test_a_model_is_sampled_once_however_many_it_meets(lab: Lab, worklog: Path) -> None:
-    lab.run(lab.models[0])
+def test_a_model_is_sampled_once_however_many_it_meets(runs: EvaluationRuns, worklog: Path) -> None:
+    runs.run(runs.models[0])
     worklog.write_text("")
-    lab.run()
-    assert count(worklog, "shard") == 3  # of the second model only
+    runs.run()
+    assert len(events(worklog, "shard")) == 3  # of the second model only
     worklog.write_text("")
     third = {"name": "constant", "path": "tests.fixtures.grading:constant"}
-    lab.run(suite={"graders": [third]})
-    assert (count(worklog, "shard"), count(worklog, "grade")) == (0, 2 * 3)  # another grader reads the same samples
+    runs.run(suite={"graders": [third]})
+    # Another grader reads the same samples.
+    assert (len(events(worklog, "shard")), len(events(worklog, "grade"))) == (0, 2 * 3)
     worklog.write_text("")
-    lab.run(suite={"seed": 1})
-    assert count(worklog, "shard") == 2 * 3
+    runs.run(suite={"seed": 1})
+    assert len(events(worklog, "shard")) == 2 * 3
 
 
 @pytest.mark.slow
 def test_an_evaluation_that_was_interrupted_goes_on(
-    lab: Lab, worklog: Path, monkeypatch: pytest.MonkeyPatch
+    runs: EvaluationRuns, worklog: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = lab.run(run="whole")
-    (lab.folder / "again").mkdir()
-    again = Lab(lab.folder / "again", [Path(model) for model in lab.models])
+    whole = runs.run(run="whole")
+    (runs.folder / "again").mkdir()
+    again = EvaluationRuns(runs.folder / "again", [Path(model) for model in runs.models])
     grade, left = flows.evaluation.grade_rollouts, [1]
 
     async def raises_once(*args: Any, **kwargs: Any) -> Any:
@@ -170,12 +168,12 @@ def test_an_evaluation_that_was_interrupted_goes_on(
     connect.cache_clear()
     worklog.write_text("")
     resumed = again.run(run="whole")
-    assert count(worklog, "shard") == 3  # the first model's are kept
+    assert len(events(worklog, "shard")) == 3  # the first model's are kept
     assert resumed["scores"] == whole["scores"] and resumed["differences"] == whole["differences"]
 
 
-def test_prefect_shows_the_table_and_the_comparison(lab: Lab, prefect_server: str) -> None:
-    result = lab.run(lab.models[0], suite={"samples_per_prompt": 1})
+def test_prefect_shows_the_table_and_the_comparison(runs: EvaluationRuns, prefect_server: str) -> None:
+    result = runs.run(runs.models[0], suite={"samples_per_prompt": 1})
     query = {"artifacts": {"key": {"any_": ["evaluation", "comparison"]}}, "sort": "CREATED_DESC"}
     with httpx.Client(base_url=prefect_server, trust_env=False) as client:
         found = client.post("/artifacts/filter", json=query).json()
@@ -186,12 +184,12 @@ def test_prefect_shows_the_table_and_the_comparison(lab: Lab, prefect_server: st
 
 
 @pytest.mark.slow
-def test_a_registered_model_by_name_needs_no_folder(lab: Lab) -> None:
-    first = lab.run(lab.models[0])
+def test_a_registered_model_by_name_needs_no_folder(runs: EvaluationRuns) -> None:
+    first = runs.run(runs.models[0])
     name = first["scores"][0]["model"]
-    assert lab.run(name)["run"] == first["run"]
+    assert runs.run(name)["run"] == first["run"]
     with pytest.raises(ValueError, match="more than once"):
-        lab.run(name, lab.models[0])
+        runs.run(name, runs.models[0])
 
 
 @pytest.mark.parametrize(
@@ -207,14 +205,14 @@ def test_a_suite_that_makes_no_sense_is_refused_before_anything_runs(
     tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValidationError, match=message):
-        Lab(tmp_path, [tmp_path]).config(suite=change)
+        EvaluationRuns(tmp_path, [tmp_path]).config(suite=change)
 
 
-def test_the_table_is_readable_through_its_uri(lab: Lab) -> None:
+def test_the_table_is_readable_through_its_uri(runs: EvaluationRuns) -> None:
     from storage.store.artifacts import find_artifact
 
-    result = lab.run(lab.models[0], suite={"samples_per_prompt": 1})
-    ref = find_artifact(lab.store, result["table"].partition("#")[0])
+    result = runs.run(runs.models[0], suite={"samples_per_prompt": 1})
+    ref = find_artifact(runs.store, result["table"].partition("#")[0])
     assert ref is not None and ref.uri == result["table"]
-    assert read_table(lab.store, ref).num_rows == 2 * PROMPTS
+    assert read_table(runs.store, ref).num_rows == 2 * PROMPTS
     assert isinstance(ref.parents, tuple) and len(ref.parents) == 2 * 3

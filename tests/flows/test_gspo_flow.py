@@ -1,9 +1,7 @@
-"""`gspo` from end to end: its defaults, its loss on the chain, and that it learns the toy task."""
+"""Tests of `gspo` from end to end: its defaults, its loss on the chain, and that it learns the toy task."""
 
 from __future__ import annotations
 
-import asyncio
-import json
 import statistics
 from pathlib import Path
 from typing import Any
@@ -15,23 +13,21 @@ from flows.configs.gspo import GSPOConfig
 from flows.grpo import GRPO
 from flows.gspo import GSPO, gspo
 from flows.training.schedules import ConstantScheduler
-from storage.chain.records import Chain
-from storage.store.objects import open_store
 from tasks.graders.spec import grader_spec
+from tests.fixtures.flow_runs import GRADED, FlowRuns
 from tests.fixtures.toy import toy_config
 
 STEPS = 180
-
-
-def config_of(folder: Path, tiny_folder: Path, run: str = "g", **changes: Any) -> GSPOConfig:
-    return GSPOConfig.model_validate(toy_config(folder, tiny_folder, run=run, **changes))
-
-
-def chain(folder: Path, run: str = "g") -> Chain:
-    return Chain(open_store(str(folder / "data")), run, "0-gspo", "policy")
-
-
 GRADER = grader_spec("tests.fixtures.grading:even_share")
+
+
+def gspo_runs(folder: Path, tiny_folder: Path) -> FlowRuns:
+    return FlowRuns(folder, tiny_folder, gspo, GSPOConfig, stage="0-gspo")
+
+
+@pytest.fixture
+def runs(prefect_server: str, tmp_path: Path, tiny_folder: Path) -> FlowRuns:
+    return gspo_runs(tmp_path, tiny_folder)
 
 
 def test_its_defaults_are_those_of_the_algorithm() -> None:
@@ -72,37 +68,33 @@ def test_an_endless_run_needs_a_constant_rate() -> None:
 
 
 def test_a_config_with_a_ratio_per_token_is_refused(tmp_path: Path, tiny_folder: Path) -> None:
+    runs = gspo_runs(tmp_path, tiny_folder)
     with pytest.raises(ValidationError, match="ratio per token"):
-        config_of(tmp_path, tiny_folder, algorithm__dual_clip=3.0)
+        runs.config("g", algorithm__dual_clip=3.0)
     with pytest.raises(ValidationError, match="ratios per token"):
-        config_of(tmp_path, tiny_folder, regularisation={"policy_loss": "cispo"})
+        runs.config("g", regularisation={"policy_loss": "cispo"})
 
 
 @pytest.mark.parametrize("adapter", [None, pytest.param({"rank": 4}, marks=pytest.mark.slow)])
-def test_every_step_of_the_chain_minimises_its_loss(
-    prefect_server: str, tiny_folder: Path, tmp_path: Path, adapter: dict[str, Any] | None
-) -> None:
-    grader = "tests.fixtures.grading:even_share"
-    changes = {"algorithm__steps": 2, "grader__path": grader, "algorithm__clip_range": 0.02}
-    result = asyncio.run(gspo(config_of(tmp_path, tiny_folder, model__adapter=adapter, **changes)))
-    records = list(chain(tmp_path).records(0, 2))
-    assert [(r.request.loss["kind"], r.request.loss["norm"]) for r in records] == [("gspo", "sequence_mean")] * 2
-    assert [r.request.loss["clip_low"] for r in records] == [0.02] * 2
-    assert all(r.request.reference == chain(tmp_path).policy(0) for r in records)
-    assert len({r.weights_digest for r in records}) == 2  # both moved the weights
+def test_every_step_of_the_chain_minimises_its_loss(runs: FlowRuns, adapter: dict[str, Any] | None) -> None:
+    changes = GRADED | {"algorithm__steps": 2, "algorithm__clip_range": 0.02, "model__adapter": adapter}
+    result = runs.run("g", **changes)
+    requests = [record.request for record in runs.records("g")]
+    assert [(request.loss["kind"], request.loss["norm"]) for request in requests] == [("gspo", "sequence_mean")] * 2
+    assert [request.loss["clip_low"] for request in requests] == [0.02] * 2
+    assert [request.reference for request in requests] == [runs.chain("g").policy(0)] * 2
+    assert len(set(runs.digests("g"))) == 2  # both moved the weights
     assert result["model"].startswith("toy@")
-    assert asyncio.run(gspo(config_of(tmp_path, tiny_folder, model__adapter=adapter, **changes))) == result
+    assert runs.run("g", **changes) == result
 
 
 @pytest.mark.slow
-def test_gspo_learns_the_toy_from_random_weights(prefect_server: str, tiny_folder: Path, tmp_path: Path) -> None:
+def test_gspo_learns_the_toy_from_random_weights(runs: FlowRuns) -> None:
     sizes = {"samples_per_batch": 128, "samples_per_mini_batch": 128, "completions_per_sample": 8}
     rest = {"steps": STEPS, "prompts_per_shard": 16, "clip_range": 0.2, "kl_beta": 0.0, "old_logprobs": "sampler"}
     engine = {"deterministic": True, "threads": 1, "max_rows": 128}
-    settings: dict[str, Any] = {"algorithm": sizes | rest, "checkpoints": {"frequency": None}, "engine": engine}
-    asyncio.run(gspo(config_of(tmp_path, tiny_folder, **settings)))
-    files = sorted((tmp_path / "data" / "runs" / "g" / "stages" / "0-gspo" / "metrics").glob("*.json"))
-    rewards = [json.loads(file.read_text())["reward_mean"] for file in files]
+    runs.run("g", algorithm=sizes | rest, checkpoints={"frequency": None}, engine=engine)
+    rewards = [line["reward_mean"] for line in runs.metrics("g")]
     assert len(rewards) == STEPS
     assert statistics.mean(rewards[:5]) < 0.1
     assert statistics.mean(rewards[-10:]) > 0.9

@@ -1,11 +1,9 @@
-"""`grpo` over prompts with images: what its tables carry, and that an interrupted run ends in the same bytes."""
+"""Tests of `grpo` over prompts with images: its tables, and that an interrupted run ends in the same bytes."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
-from typing import Any
 
 import pandas
 import pytest
@@ -15,14 +13,10 @@ import flows.ops.hooks
 import flows.runs.session
 from engine.connect import connect
 from engine.text.threads import StringThread
-from flows.configs.common import GRPOConfig
-from flows.grpo import grpo
-from storage.chain.records import Chain
-from storage.store.objects import open_store
 from tasks.datasets.errors import BadRow
-from tests.fixtures.toy import toy_config
+from tests.fixtures.flow_runs import FlowRuns, grpo_runs
+from tests.fixtures.interruption import Interrupted, interrupt_at, keep_leases
 from tests.fixtures.vision import RED, TOKENS, data_url, picture
-from tests.flows.test_grpo_flow import Interrupted, interrupt_at, leave_without_a_word
 
 
 def write_image_prompts(folder: Path) -> Path:
@@ -41,52 +35,33 @@ def write_image_prompts(folder: Path) -> Path:
     return path
 
 
-class Run:
-    def __init__(self, folder: Path, vision_folder: Path) -> None:
-        self.folder, self.vision_folder, self.path = folder, vision_folder, write_image_prompts(folder)
-
-    def __call__(self, run: str) -> dict[str, Any]:
-        config = toy_config(
-            self.folder, self.vision_folder, run=run, grader__path="tests.fixtures.grading:even_share",
-            data__train={"kind": "file", "path": str(self.path)},
-            algorithm__steps=2, algorithm__prompts_per_shard=2,
-            checkpoints={"frequency": None, "recovery_steps": 1, "keep_last": 9},
-        )  # fmt: skip
-        return asyncio.run(grpo(GRPOConfig.model_validate(config)))
-
-    def chain(self, run: str) -> Chain:
-        return Chain(open_store(str(self.folder / "data")), run, "0-grpo", "policy")
-
-    def digests(self, run: str) -> list[str | None]:
-        return [record.weights_digest for record in self.chain(run).records(0, 2)]
-
-    def tables(self, run: str, kind: str) -> pandas.DataFrame:
-        found = sorted((self.folder / "data" / "runs" / run).glob(f"stages/0-grpo/steps/*/{kind}/**/*.parquet"))
-        return pandas.concat(map(pandas.read_parquet, found))
-
-
 @pytest.fixture
-def run(prefect_server: str, tmp_path: Path, vision_folder: Path) -> Run:
-    return Run(tmp_path, vision_folder)
+def runs(prefect_server: str, tmp_path: Path, vision_folder: Path) -> FlowRuns:
+    return grpo_runs(
+        tmp_path, vision_folder, data__train={"kind": "file", "path": str(write_image_prompts(tmp_path))},
+        algorithm__steps=2, algorithm__prompts_per_shard=2,
+        checkpoints={"frequency": None, "recovery_steps": 1, "keep_last": 9},
+    )  # fmt: skip
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_over_images_ends_in_the_same_bytes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    interrupt_at(monkeypatch, "take_gradient_step", step=1)
-    for module in (flows.runs.session, flows.ops.hooks):  # as who is killed does
-        monkeypatch.setattr(module, "release_run", leave_without_a_word)
+def test_an_interrupted_run_over_images_ends_in_the_same_bytes(runs: FlowRuns, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupt_at(monkeypatch, flows.grpo, "take_gradient_step", step=1)
+    keep_leases(monkeypatch)
     with pytest.raises(Interrupted):
-        run("interrupted")
-    assert list(run.chain("interrupted").steps()) == [1]
-    connect.cache_clear()  # what was in memory is gone, as after a crash
-    run("interrupted")
-    run("whole")
-    assert run.digests("interrupted") == run.digests("whole")
-    assert None not in run.digests("whole") and len(set(run.digests("whole"))) == 2
+        runs.run("interrupted")
+    assert list(runs.chain("interrupted").steps()) == [1]
+    connect.cache_clear()  # after a crash nothing is in memory
+    runs.run("interrupted")
+    runs.run("whole")
+    assert runs.digests("interrupted") == runs.digests("whole")
+    assert None not in runs.digests("whole") and len(set(runs.digests("whole"))) == 2
 
-    rollouts, batch = run.tables("whole", "rollouts"), run.tables("whole", "batch")
-    assert sorted(len(images) if images is not None else 0 for images in rollouts["images"]) == [0] * 8 + [1] * 24
-    pictures = {images[0]["data"] for images in batch["images"] if images is not None}
+    rollouts = pandas.concat(runs.tables("whole", "rollouts"))
+    batch = pandas.concat(runs.tables("whole", "batch"))
+    image_counts = rollouts["images"].map(lambda images: 0 if images is None else len(images))
+    assert sorted(image_counts) == [0] * 8 + [1] * 24
+    pictures = {images[0]["data"] for images in batch["images"].dropna()}
     assert pictures == {picture(20, 200, 30), picture(20, 30, 220), RED}
     for row in rollouts.itertuples():
         thread = StringThread.from_json(row.thread)
@@ -96,9 +71,10 @@ def test_an_interrupted_run_over_images_ends_in_the_same_bytes(run: Run, monkeyp
         assert [int(image["tokens"]) for image in images] == [TOKENS]
 
 
-def test_a_prompt_with_an_image_that_cannot_be_read_names_its_row(run: Run) -> None:
-    rows = [json.loads(line) for line in run.path.read_text().splitlines()]
+def test_a_prompt_with_an_image_that_cannot_be_read_names_its_row(runs: FlowRuns) -> None:
+    path = runs.folder / "images.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
     rows[1]["messages"][0]["content"][0]["url"] = "https://example.org/blue.png"
-    run.path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(BadRow, match=r"row 2.*messages\[0\]\.content\[0\]\.url(.|\n)*never fetched"):
-        run("refused")
+        runs.run("refused")

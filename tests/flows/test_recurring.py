@@ -24,6 +24,7 @@ from storage.registry.decisions import Decision, alias_log, champion_of, commit_
 from storage.store.artifacts import Provenance
 from storage.store.objects import open_store
 from tests.fixtures.toy import write_prompts
+from tests.fixtures.worklog import events
 
 NAME = "digits"
 PROVENANCE = Provenance(code_version="abc", config_digest="0" * 64, seed=0)
@@ -183,7 +184,7 @@ def test_a_retry_after_an_end_anywhere_near_the_decision_decides_once(
     worklog.write_text("")
     again = line.run()
     assert again["outcome"] == ("unchanged" if where == "after the move" else "promoted")
-    done = {json.loads(text)["event"] for text in worklog.read_text().splitlines()}
+    done = {line["event"] for line in events(worklog)}
     assert not done & {"step", "shard", "grade", "generate"}
     assert len(line.decisions) == len(line.champions) == 1
     assert len(list((line.folder / "data" / "models" / NAME / "cards").glob("*.md"))) == 1

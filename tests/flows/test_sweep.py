@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from storage.chain.listing import list_runs
 from storage.store.objects import open_store
 from tests.fixtures.toy import toy_config, write_prompts
 from tests.fixtures.toy_run import ToyRun
+from tests.fixtures.worklog import events
 
 ROOT = Path(__file__).parents[2]
 GRID = {"kind": "grid", "values": {"optimizer.lr": [1e-3, 3e-3], "seed": [0, 1]}}
@@ -140,7 +140,7 @@ def test_children_are_runs_a_failed_one_is_tried_again_and_all_are_compared(
     monkeypatch.setattr(flows.grpo, "take_gradient_step", step)
     worklog.write_text("")
     result = asyncio.run(sweep(config))
-    steps = [line for line in map(json.loads, worklog.read_text().splitlines()) if line["event"] == "step"]
+    steps = events(worklog, "step")
     assert len(steps) == 1  # of the child that failed
     assert result["runs"] == runs and {one["run"] for one in result["ranked"]} == set(runs)
     assert result["best"] == result["ranked"][0]["run"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import psutil
 
 from engine.cluster.rank_group import RankGroup
+from tests.fixtures.waiting import wait_until
 
 TARGET = "tests.engine.cluster.targets:CountingTarget"
 TIMEOUT = 60.0
@@ -32,10 +32,7 @@ def rank_group(options: dict[str, Any] | None = None, **changes: Any) -> Any:
 
 def wait_for(condition: Callable[[], Any], event: str) -> None:
     """Polls until the condition is true."""
-    deadline = time.monotonic() + TIMEOUT
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {TIMEOUT:g} s for {event}"
-        time.sleep(0.01)
+    wait_until(condition, seconds=TIMEOUT, interval=0.01, describe=lambda: event)
 
 
 def running(pid: int) -> bool:

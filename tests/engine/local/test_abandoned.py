@@ -14,16 +14,12 @@ from engine.local.engine import LocalEngine
 from engine.local.queue import Abandoned, FairQueue
 from engine.protocol import LogprobsRequest, TokenSequence
 from storage.chain.records import Chain, MinibatchPlan, PolicyRef, StepRequest
-from storage.store.objects import ObjectStore, open_store
-from tests.fixtures.engines import DETERMINISTIC, PROVENANCE, commit_batch, events, new_policy, request_after
+from storage.store.objects import ObjectStore
+from tests.fixtures.engines import DETERMINISTIC, PROVENANCE, commit_batch, new_policy, request_after
+from tests.fixtures.worklog import events
 
 UPDATES = 5
 SCORED = TokenSequence([10, 11, 12, 20, 21], [0.0, 0.0, 0.0, 1.0, 1.0])
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> ObjectStore:
-    return open_store(str(tmp_path / "store"))
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,22 +15,10 @@ from engine.errors import BadModelFolder
 from engine.local.engine import LocalEngine
 from engine.text.errors import TokenizerMissing
 from storage.errors import InvalidKey
-from storage.store.objects import ObjectStore, open_store
-from tests.fixtures.engines import DETERMINISTIC, PROVENANCE
+from storage.store.objects import ObjectStore
+from tests.fixtures.engines import PROVENANCE
 
 WEIGHTS = "model.safetensors"
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> ObjectStore:
-    return open_store(f"file://{tmp_path}/store")
-
-
-@pytest.fixture
-async def engine(store: ObjectStore) -> AsyncIterator[LocalEngine]:
-    engine = LocalEngine(store.url, DETERMINISTIC)
-    yield engine
-    await engine.close()
 
 
 @pytest.fixture

@@ -20,7 +20,8 @@ from storage.errors import StorageUnavailable
 from storage.store import keys
 from storage.store.artifacts import find_artifact
 from storage.store.objects import ObjectStore, open_store
-from tests.fixtures.engines import DETERMINISTIC, PROVENANCE, ROWS, commit_batch, events, new_policy, request_after, row
+from tests.fixtures.engines import DETERMINISTIC, PROVENANCE, ROWS, commit_batch, new_policy, request_after, row
+from tests.fixtures.worklog import events
 
 SCORED = TokenSequence([10, 11, 12, 20, 21], [0.0, 0.0, 0.0, 1.0, 1.0])
 GIB = 1 << 30

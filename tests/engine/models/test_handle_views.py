@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from engine.text.fragments import ImageFragment, TextFragment
 from engine.text.stops import text_until_stop, tokens_until_stop
 from engine.text.threads import StringThread
 from tests.fixtures.openai_server import running_openai_server
-from tests.fixtures.spawning import Context, context, language_model, own_engines
+from tests.fixtures.spawning import Context, language_model
 
 PROMPT = StringThread(turns=[("user", "2+3?")])
 ANSWERED = PROMPT.assistant("5")
@@ -27,22 +27,6 @@ ANSWERED = PROMPT.assistant("5")
 
 class Sum(BaseModel):
     total: int = Field(ge=0)
-
-
-@pytest.fixture(autouse=True)
-def engines() -> Iterator[None]:
-    with own_engines():
-        yield
-
-
-@pytest.fixture
-def ctx(tmp_path: Path) -> Context:
-    return context(tmp_path)
-
-
-@pytest.fixture
-async def model(ctx: Context, tiny_folder: Path) -> TrainingModel:
-    return await language_model(ctx, tiny_folder)
 
 
 # -- answers as classes ----------------------------------------------------------------------------------------

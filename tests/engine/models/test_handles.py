@@ -1,10 +1,8 @@
-"""Handles: a person's calls become requests of the one protocol, and stand where the chain stands."""
+"""Tests of model handles: their calls become requests to an engine, and they follow the chain of their model."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,52 +14,15 @@ from engine.errors import BadSpec, NonFiniteGradient, SampleTooLong
 from engine.handles import Model, TrainingModel
 from engine.protocol import Completion, GenerateRequest
 from engine.text.threads import StringThread, TokenizedThread
-from engine.workspace import Workspace
 from storage.chain.records import Chain
 from storage.errors import InvalidKey
 from storage.store.artifacts import find_artifact
-from tests.fixtures.engines import DETERMINISTIC, PROVENANCE, events, hugging_face_logprobs
+from tests.fixtures.engines import hugging_face_logprobs
+from tests.fixtures.spawning import Context, context, language_model
+from tests.fixtures.worklog import events
 
 PROMPT = StringThread(turns=[("user", "2+3?")])
 ANSWERED = PROMPT.assistant("5")
-
-
-@dataclass(frozen=True)
-class Context:
-    workspace: Workspace
-
-
-def context(folder: Path, **changes: Any) -> Context:
-    fields = {"store": f"file://{folder}/store", "run": "r", "seed": 0, "engine": DETERMINISTIC}
-    return Context(Workspace(**{**fields, "provenance": PROVENANCE, **changes}))
-
-
-@pytest.fixture(autouse=True)
-def own_engines() -> Iterator[None]:
-    """`connect` keeps the engines of a process; each test begins and ends without any."""
-    connecting.connect.cache_clear()
-    yield
-    connecting.connect.cache_clear()
-
-
-@pytest.fixture
-def ctx(tmp_path: Path) -> Context:
-    return context(tmp_path)
-
-
-@pytest.fixture
-def worklog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("OSTINATO_WORKLOG", str(tmp_path / "work.jsonl"))
-    return tmp_path / "work.jsonl"
-
-
-async def spawn(ctx: Context, folder: Path, *, tokens: int = 6) -> TrainingModel:
-    return await Model(str(folder)).to_builder(ctx, tokens_to_generate=tokens).spawn_train("policy")
-
-
-@pytest.fixture
-async def model(ctx: Context, tiny_folder: Path) -> TrainingModel:
-    return await spawn(ctx, tiny_folder)
 
 
 # -- reading ---------------------------------------------------------------------------------------------------
@@ -163,7 +124,7 @@ async def test_a_seeded_view_repeats_itself_and_a_model_does_not(model: Training
 
 async def test_draws_follow_the_runs_seed_and_not_its_name(tmp_path: Path, tiny_folder: Path) -> None:
     async def drawn(**changes: Any) -> list[int]:
-        model = await spawn(context(tmp_path, **changes), tiny_folder, tokens=12)
+        model = await language_model(context(tmp_path, **changes), tiny_folder, tokens=12)
         return (await model.generate_tokens(PROMPT)).token_ids
 
     assert await drawn(run="one") == await drawn(run="two")
@@ -250,7 +211,7 @@ async def test_the_order_of_train_calls_changes_nothing(tmp_path: Path, tiny_fol
     threads = [PROMPT.assistant(str(digit)) for digit in range(4)]
     states = []
     for run, order in (("one", threads), ("two", threads[::-1])):
-        model = await spawn(context(tmp_path, run=run), tiny_folder)
+        model = await language_model(context(tmp_path, run=run), tiny_folder)
         for thread in order:
             model.train_language_modelling(thread)
         await model.optim_step(1e-3)
@@ -344,7 +305,7 @@ async def test_a_new_handle_of_the_run_stands_at_the_head(
     for _ in range(2):
         await grpo_step(model)
     connecting.connect.cache_clear()  # as a new process
-    resumed = await spawn(ctx, tiny_folder)
+    resumed = await language_model(ctx, tiny_folder)
     assert await resumed.policy() == await model.policy()
     assert (await resumed.policy()).step == 2
     assert await resumed.logprobs(ANSWERED) == await model.logprobs(ANSWERED)

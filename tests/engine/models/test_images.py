@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -26,11 +24,11 @@ from engine.text.images import embed_images
 from engine.text.rendering import Renderer
 from engine.text.threads import StringThread
 from engine.text.tokenizers import load_tokenizer
-from engine.workspace import Workspace
 from storage.chain.records import Chain, PolicyRef
 from storage.store.tables import commit_table, read_table, table_schema
 from tests.fixtures.engines import DETERMINISTIC, PROVENANCE, new_policy, request_after, row
 from tests.fixtures.http_engine import running_server
+from tests.fixtures.spawning import Context
 from tests.fixtures.vision import BLUE, RED, TOKENS, data_url, plain_inputs, plain_model
 
 
@@ -45,24 +43,6 @@ MESSAGE = {
     "content": [{"type": "text", "text": "Look: "}, {"type": "image"}, {"type": "text", "text": "what is it?"}],
 }
 ANSWER = {"role": "assistant", "content": [{"type": "text", "text": "red"}]}
-
-
-@dataclass(frozen=True)
-class Context:
-    workspace: Workspace
-
-
-@pytest.fixture(autouse=True)
-def own_engines() -> Iterator[None]:
-    connecting.connect.cache_clear()
-    yield
-    connecting.connect.cache_clear()
-
-
-@pytest.fixture
-def ctx(tmp_path: Path) -> Context:
-    fields: dict[str, Any] = {"store": f"file://{tmp_path}/store", "run": "r", "seed": 0, "engine": DETERMINISTIC}
-    return Context(Workspace(provenance=PROVENANCE, **fields))
 
 
 @pytest.fixture

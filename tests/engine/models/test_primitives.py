@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +15,10 @@ from engine.errors import BadSpec, EngineUnreachable, SampleTooLong
 from engine.handles import Model, TrainingModel
 from engine.text.errors import UnsupportedFragment
 from engine.text.threads import StringThread, TokenizedThread
-from tests.fixtures.spawning import Context, context, language_model, own_engines, scoring_model
+from tests.fixtures.spawning import Context, context, language_model, scoring_model
 
 PROMPT = StringThread(turns=[("user", "2+3?")])
 GOOD, BAD = PROMPT.assistant("5"), PROMPT.assistant("seven")
-
-
-@pytest.fixture(autouse=True)
-def engines() -> Iterator[None]:
-    with own_engines():
-        yield
-
-
-@pytest.fixture
-def ctx(tmp_path: Path) -> Context:
-    return context(tmp_path)
-
-
-@pytest.fixture
-async def model(ctx: Context, tiny_folder: Path) -> TrainingModel:
-    return await language_model(ctx, tiny_folder)
 
 
 @pytest.fixture

@@ -3,44 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from engine import connect as connecting
 from engine.errors import BadSpec
 from engine.handles import Model, ModelBuilder
 from engine.models.scores import last_token_sequence
 from engine.specs.adapters import FullSpec, LoraSpec
 from engine.text.threads import StringThread
-from engine.workspace import Workspace
 from storage.store.objects import open_store
-from tests.fixtures.engines import DETERMINISTIC, PROVENANCE, commit_batch, hugging_face_scores, request_after
+from tests.fixtures.engines import commit_batch, hugging_face_scores, request_after
+from tests.fixtures.spawning import Context
 
 ASKED = StringThread(turns=[("user", "2+3?")])
 ANSWERED = ASKED.assistant("5").with_weight_all_assistant_turns()
-
-
-@dataclass(frozen=True)
-class Context:
-    workspace: Workspace
-
-
-@pytest.fixture(autouse=True)
-def own_engines() -> Iterator[None]:
-    """`connect` keeps the engines of a process; each test begins and ends without any."""
-    connecting.connect.cache_clear()
-    yield
-    connecting.connect.cache_clear()
-
-
-@pytest.fixture
-def ctx(tmp_path: Path) -> Context:
-    fields: dict[str, Any] = {"store": f"file://{tmp_path}/store", "run": "r", "seed": 0, "engine": DETERMINISTIC}
-    return Context(Workspace(**fields, provenance=PROVENANCE))
 
 
 def builder(ctx: Context, folder: Path | str) -> ModelBuilder:

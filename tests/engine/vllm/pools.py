@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from engine.backends.vllm.serving.runtime import EngineOptions, Manifest
 from engine.cluster.actors import ActorHandle
 from engine.protocol import Completion, SamplingParams
 from tests.engine.vllm.planted import PLANTED
+from tests.fixtures.waiting import wait_until
 
 ROOT = Path(__file__).parents[3]
 OPTIONS = EngineOptions(
@@ -45,10 +45,7 @@ def load(pool: VllmPool, weights: WeightFiles, **more: Any) -> None:
 
 
 def until(condition: Callable[[], bool], seconds: float = 300) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(condition, seconds=seconds, interval=0.05)
 
 
 def process_of(replica: Replica) -> psutil.Process:

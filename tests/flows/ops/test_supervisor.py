@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from flows.ops.processes import FLOW_RUN_ENV, UP_ID_ENV, ProcessIdentity, proces
 from flows.ops.services import ServiceSpec
 from flows.ops.state import Ports, UpError, UpOptions, UpState, load_state
 from flows.ops.supervisor import MAX_BACKOFF_SECONDS, STEADY_SECONDS, Backoff, Supervisor
+from tests.fixtures.waiting import wait_until
 
 SLEEP = "import time; time.sleep(600)"
 BROKEN = "import sys; sys.exit('no room at the inn')"
@@ -69,14 +70,6 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
         process.kill()
 
 
-def until(condition: Callable[[], bool]) -> None:
-    for _ in range(2000):
-        if condition():
-            return
-        threading.Event().wait(0.01)
-    raise AssertionError("it did not happen within 20 s")
-
-
 def watching(supervisor: Supervisor) -> threading.Thread:
     thread = threading.Thread(target=supervisor.watch)
     thread.start()
@@ -102,7 +95,7 @@ def test_what_is_killed_is_started_again_and_counted(world: World) -> None:
     try:
         for name, mark in first.items():
             os.kill(mark.pid, signal.SIGKILL)
-            until(lambda name=name: supervisor.state.restarts.get(name) == 1)
+            wait_until(lambda name=name: supervisor.state.restarts.get(name) == 1)
         assert all(mark.alive for mark in supervisor.state.services.values())
         assert not set(first.values()) & set(supervisor.state.services.values())
     finally:
@@ -121,7 +114,7 @@ def test_flows_of_a_dead_worker_are_ended_and_the_server_is_told_of_them(world: 
     thread = watching(supervisor)
     try:
         os.kill(supervisor.state.services["worker"].pid, signal.SIGKILL)
-        until(lambda: supervisor.state.restarts.get("worker") == 1)
+        wait_until(lambda: supervisor.state.restarts.get("worker") == 1)
         assert not flow.alive
         assert world.told == [("ostinato", f"ostinato-{world.id}", {"run-1"})]
     finally:
@@ -147,7 +140,7 @@ def test_a_server_that_is_away_is_told_later_of_every_run(world: World, monkeypa
     thread = watching(supervisor)
     try:
         os.kill(supervisor.state.services["worker"].pid, signal.SIGKILL)
-        until(lambda: len(world.told) == 2)
+        wait_until(lambda: len(world.told) == 2)
         assert world.told == [{"run-1"}, {"run-1"}]  # the second time its process is gone already
     finally:
         supervisor.stop.set()

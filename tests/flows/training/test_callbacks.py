@@ -1,9 +1,7 @@
-"""When callbacks are called, and evaluation on the way: committed, the same after an interruption."""
+"""Tests of when callbacks are due, and of evaluations during a run, which an interruption does not change."""
 
 from __future__ import annotations
 
-import asyncio
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +10,11 @@ import pytest
 from pydantic import ValidationError
 
 from flows.callbacks import Cadence
-from flows.configs.common import GRPOConfig
 from flows.configs.validation import EvaluationConfig
-from flows.grpo import grpo
 from flows.training.held_out import HeldoutEvaluator
-from storage.store.objects import open_store
 from tasks.evaluation.validation_curve import read_validations, reward_by_prompt
-from tests.fixtures.toy import toy_config, write_prompts
+from tests.fixtures.flow_runs import FlowRuns, grpo_runs
+from tests.fixtures.toy import write_prompts
 
 served = pytest.mark.usefixtures("prefect_server")
 
@@ -62,45 +58,36 @@ def test_copies_of_a_greedy_completion_are_refused() -> None:
 
 def test_the_mean_of_a_prompts_completions_is_its_reward() -> None:
     rows = [("a", 1.0), ("a", 0.0), ("b", None), ("b", 0.5), ("c", None)]
-    found = reward_by_prompt({"prompt_id": prompt, "reward": reward} for prompt, reward in rows)
-    assert found == {"a": 0.5, "b": 0.5, "c": None}
+    rewards = reward_by_prompt({"prompt_id": prompt, "reward": reward} for prompt, reward in rows)
+    assert rewards == {"a": 0.5, "b": 0.5, "c": None}
 
 
-@dataclass
-class Toy:
-    folder: Path
-    tiny_folder: Path
+@pytest.fixture
+def runs(tmp_path: Path, tiny_folder: Path) -> FlowRuns:
+    """Runs of three steps, with three held-out prompts."""
+    heldout = {"kind": "file", "path": str(write_prompts(tmp_path / "heldout.jsonl")), "limit": 3}
+    return grpo_runs(tmp_path, tiny_folder, algorithm__steps=3, data__heldout=heldout)
 
-    def config(self, run: str, **evaluation: Any) -> GRPOConfig:
-        heldout = {"kind": "file", "path": str(write_prompts(self.folder / "heldout.jsonl")), "limit": 3}
-        body = toy_config(
-            self.folder, self.tiny_folder, run=run, data__heldout=heldout, evaluation=evaluation,
-            grader__path="tests.fixtures.grading:even_share", algorithm__steps=3,
-        )  # fmt: skip
-        return GRPOConfig.model_validate(body)
 
-    def evaluations(self, run: str) -> list[Path]:
-        return sorted((self.folder / "data" / "runs" / run / "stages" / "0-grpo" / "evaluations").glob("*.parquet"))
-
-    def curve(self, run: str) -> list[tuple[int, float]]:
-        store = open_store(str(self.folder / "data"))
-        return [(one.step, one.measures["reward"]) for one in read_validations(store, run, "0-grpo")]
+def reward_curve(runs: FlowRuns, run: str) -> list[tuple[int, float]]:
+    """(step, held-out reward) of each evaluation."""
+    validations = read_validations(runs.store, run, "0-grpo")
+    return [(validation.step, validation.measures["reward"]) for validation in validations]
 
 
 @pytest.mark.slow
 @served
-def test_evaluation_on_the_way(tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    toy = Toy(tmp_path, tiny_folder)
+def test_evaluation_on_the_way(runs: FlowRuns, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = {"every_steps": 1, "temperature": 1.0, "top_k": 50, "top_p": 0.9, "samples_per_prompt": 2}
-    whole = asyncio.run(grpo(toy.config("whole", **drawn)))
+    whole = runs.run("whole", evaluation=drawn)
 
-    tables = [pandas.read_parquet(path) for path in toy.evaluations("whole")]
-    assert [path.name[:6] for path in toy.evaluations("whole")] == ["000000", "000001", "000002", "000003"]
+    tables = [pandas.read_parquet(path) for path in runs.files("whole", "evaluations")]
+    assert [path.name[:6] for path in runs.files("whole", "evaluations")] == ["000000", "000001", "000002", "000003"]
     for table in tables:
         assert list(table["prompt_index"]) == [0, 0, 1, 1, 2, 2]
     assert tables[0].groupby("prompt_index")["text"].nunique().max() == 2  # the two of a prompt are drawn apart
     means = [table.groupby("prompt_index")["reward"].mean().mean() for table in tables]
-    assert toy.curve("whole") == [(step, pytest.approx(mean)) for step, mean in enumerate(means)]
+    assert reward_curve(runs, "whole") == [(step, pytest.approx(mean)) for step, mean in enumerate(means)]
     assert whole["heldout"]["n"] == 3
     assert "Held-out: reward" in Path(whole["report"]).read_text()
 
@@ -114,18 +101,17 @@ def test_evaluation_on_the_way(tmp_path: Path, tiny_folder: Path, monkeypatch: p
 
     monkeypatch.setattr(HeldoutEvaluator, "evaluate", interrupted)
     with pytest.raises(RuntimeError, match="power"):
-        asyncio.run(grpo(toy.config("cut", **drawn)))
-    asyncio.run(grpo(toy.config("cut", **drawn)))
+        runs.run("cut", evaluation=drawn)
+    runs.run("cut", evaluation=drawn)
     assert calls.count(2) == 2, "the committed step whose evaluation was missed is evaluated after the restart"
-    assert toy.curve("cut") == toy.curve("whole")
-    for mine, other in zip(toy.evaluations("cut"), toy.evaluations("whole"), strict=True):
+    assert reward_curve(runs, "cut") == reward_curve(runs, "whole")
+    for mine, other in zip(runs.files("cut", "evaluations"), runs.files("whole", "evaluations"), strict=True):
         assert pandas.read_parquet(mine).equals(pandas.read_parquet(other))
 
 
 @served
 @pytest.mark.slow
-def test_without_the_evaluation_before(tmp_path: Path, tiny_folder: Path) -> None:
-    toy = Toy(tmp_path, tiny_folder)
-    result = asyncio.run(grpo(toy.config("late", before=False, every=0.5)))
-    assert [step for step, _ in toy.curve("late")] == [2, 3]  # 1.5 steps are reached after 2
+def test_without_the_evaluation_before(runs: FlowRuns) -> None:
+    result = runs.run("late", evaluation={"before": False, "every": 0.5})
+    assert [step for step, _ in reward_curve(runs, "late")] == [2, 3]  # 1.5 steps are reached after 2
     assert result["heldout"] is None

@@ -15,6 +15,7 @@ from storage.inspect.audit import audit_store
 from storage.store import keys
 from storage.store.artifacts import find_artifact, read_manifest
 from storage.store.objects import ObjectStore
+from tests.fixtures.interruption import Killed
 from tests.fixtures.toy_run import ToyRun
 
 
@@ -112,10 +113,6 @@ def test_the_marks_of_loops_are_copied_up_to_the_fork(toy: ToyRun) -> None:
     fork(toy.store, 4, new="late")
     assert {key: ("toy", *rest) for key, (_, *rest) in marks("late").items()} == marks("toy")
     assert audit_store(toy.store).problems == ()
-
-
-class Killed(BaseException):
-    """Raised in place of SIGKILL. It is no Exception, so that no code of the fork handles it."""
 
 
 class Mortal:

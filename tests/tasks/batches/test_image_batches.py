@@ -1,4 +1,4 @@
-"""Images on their way from a dataset's file to the rows of a batch."""
+"""Tests that images are read from a dataset's file, and that prompts and batches carry them."""
 
 from __future__ import annotations
 
@@ -11,29 +11,22 @@ import pyarrow.parquet as pq
 import pytest
 
 from engine.errors import SampleTooLong
-from engine.handles import Model, TrainingModel
+from engine.handles import TrainingModel
 from engine.losses.likelihood import CrossEntropySpec
-from engine.models.images import PlacedImage, images_from_rows
-from engine.specs.engine import LocalEngineSpec
 from engine.text.errors import ThreadError, UnsupportedFragment
 from engine.text.fragments import ImageFragment, TextFragment
 from engine.text.rendering import Renderer
 from engine.text.threads import StringThread
 from engine.text.tokenizers import load_tokenizer
-from engine.workspace import Workspace
-from storage.store.artifacts import ArtifactRef, Provenance
-from storage.store.tables import read_table
-from tasks.batches.pairs import pair_batch, rating_batch
 from tasks.batches.rl import completion_batch
 from tasks.datasets.errors import BadRow
-from tasks.datasets.load import load_dataset
 from tasks.datasets.read import read_threads
 from tasks.datasets.spec import FileDataset, InlineDataset, InlinePairs
 from tasks.evaluation.lm_validation import ValidationLossPlan, validation_loss
 from tasks.sampling.completions import Truncation, render_prompts
+from tests.fixtures.batch_workspace import BatchWorkspace, spawned_model
 from tests.fixtures.vision import BLUE, RED, TOKENS, data_url
 
-PROVENANCE = Provenance(code_version="abc", config_digest="0" * 64, seed=7)
 IMAGE = ImageFragment(url=data_url(RED))
 SEEN = StringThread([("user", [IMAGE, TextFragment(text="which colour?")])])
 PLAIN = StringThread([("user", "2+3?")])
@@ -46,7 +39,7 @@ def row_of_file(index: int) -> str:
     return f"row {index + 1} of a.jsonl"
 
 
-def message(*content: Any) -> dict[str, Any]:
+def message_row(*content: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": list(content)}]}
 
 
@@ -58,7 +51,7 @@ TEXT = {"type": "text", "text": "which colour?"}
 def test_a_files_images_are_read_where_it_lies(tmp_path: Path, url: str, form: str) -> None:
     (tmp_path / "red.png").write_bytes(RED)
     url = {"absolute": str(tmp_path / "red.png"), "data": data_url(RED)}.get(url, url)
-    row, path = message({"type": "image", "url": url}, TEXT), tmp_path / f"prompts.{form}"
+    row, path = message_row({"type": "image", "url": url}, TEXT), tmp_path / f"prompts.{form}"
     if form == "jsonl":
         path.write_text(json.dumps(row) + "\n")
     else:
@@ -67,7 +60,7 @@ def test_a_files_images_are_read_where_it_lies(tmp_path: Path, url: str, form: s
 
 
 @pytest.mark.parametrize(
-    ("part", "column", "said"),
+    ("part", "column", "message"),
     [
         ({"type": "image", "url": "https://example.org/a.png"}, r"content\[1\]\.url", "never fetched"),
         ({"type": "image", "url": "absent.png"}, r"content\[1\]\.url", "cannot be read"),
@@ -76,10 +69,10 @@ def test_a_files_images_are_read_where_it_lies(tmp_path: Path, url: str, form: s
         ("words", r"content\[1\]", "'type': 'text'"),
     ],
 )
-def test_a_part_that_is_none_names_its_place(tmp_path: Path, part: Any, column: str, said: str) -> None:
+def test_a_part_that_is_none_names_its_place(tmp_path: Path, part: Any, column: str, message: str) -> None:
     path = tmp_path / "prompts.jsonl"
-    path.write_text(json.dumps(message(TEXT, part)) + "\n")
-    with pytest.raises(BadRow, match=rf"row 1, column 'messages\[0\]\.{column}'.*{said}"):
+    path.write_text(json.dumps(message_row(TEXT, part)) + "\n")
+    with pytest.raises(BadRow, match=rf"row 1, column 'messages\[0\]\.{column}'.*{message}"):
         list(read_threads(FileDataset(path=str(path))))
 
 
@@ -118,69 +111,57 @@ def test_what_carries_tokens_alone_refuses_a_thread_with_an_image(renderer: Rend
 # -- batches -------------------------------------------------------------------------------------------------------
 
 
-class Stand:
-    """A vision-language model at policy 0 of a stage."""
-
-    def __init__(self, workspace: Workspace, model: TrainingModel) -> None:
-        self.workspace, self.model, self.store = workspace, model, workspace.open_store()
-
-    def images(self, batch: ArtifactRef) -> list[tuple[PlacedImage, ...]]:
-        return [images_from_rows(row["images"]) for row in read_table(self.store, batch).to_pylist()]
+Spawned = tuple[BatchWorkspace, TrainingModel]
 
 
 @pytest.fixture
-async def stand(tmp_path: Path, vision_folder: Path) -> Stand:
-    engine = LocalEngineSpec(deterministic=True, threads=1)
-
-    class Here:
-        workspace = Workspace(store=str(tmp_path / "data"), engine=engine, run="run", provenance=PROVENANCE)
-
-    model = await Model(str(vision_folder)).to_builder(Here()).spawn_train("policy")
-    await model.begin_stage("sft")
-    return Stand(Here.workspace, model)
+async def spawned(tmp_path: Path, vision_folder: Path) -> Spawned:
+    """A vision-language model at policy 0 of a stage."""
+    return await spawned_model(tmp_path, vision_folder, "sft")
 
 
-async def test_completions_carry_their_images(stand: Stand) -> None:
-    spec = InlineDataset.of([SEEN.assistant("red"), PLAIN.assistant("5")])
-    dataset = load_dataset(stand.store, spec, kind="completion", provenance=PROVENANCE).ref
-    batch = await completion_batch(
-        stand.workspace, await stand.model.policy(), stand.model.base, dataset, [0, 1], step=0
-    )
-    _, images, _ = await stand.model.serialize_thread(SEEN.assistant("red"))
-    assert stand.images(batch) == [images, ()]
-    plan = ValidationLossPlan(base=stand.model.base, dataset=dataset, loss=CrossEntropySpec())
-    losses = await validation_loss(stand.workspace, await stand.model.policy(), plan)
-    found = [row["loss"] for row in read_table(stand.store, losses).to_pylist()]
-    expected = [-await stand.model.logprobs(thread) for thread in (SEEN.assistant("red"), PLAIN.assistant("5"))]
-    assert found == pytest.approx(expected, rel=1e-5)
+async def test_completions_carry_their_images(spawned: Spawned) -> None:
+    batches, model = spawned
+    threads = [SEEN.assistant("red"), PLAIN.assistant("5")]
+    dataset = batches.load(InlineDataset.of(threads), "completion")
+    batch = await completion_batch(batches.workspace, batches.policy, model.base, dataset, [0, 1], step=0)
+    _, images, _ = await model.serialize_thread(threads[0])
+    assert batches.images(batch) == [images, ()]
+    plan = ValidationLossPlan(base=model.base, dataset=dataset, loss=CrossEntropySpec())
+    losses = await validation_loss(batches.workspace, batches.policy, plan)
+    expected = [-await model.logprobs(thread) for thread in threads]
+    assert [row["loss"] for row in batches.rows(losses)] == pytest.approx(expected, rel=1e-5)
 
 
-async def test_pairs_carry_their_images_and_are_compared_with_them(stand: Stand) -> None:
+async def test_pairs_carry_their_images_and_are_compared_with_them(spawned: Spawned) -> None:
+    batches, model = spawned
     pair = SEEN.assistant("red"), SEEN.assistant("blue")
-    spec = InlinePairs.of([pair, (PLAIN.assistant("5"), PLAIN.assistant("6"))])
-    dataset = load_dataset(stand.store, spec, kind="preference", provenance=PROVENANCE).ref
-    policy = await stand.model.policy()
-    batch = await pair_batch(stand.workspace, policy, stand.model.base, dataset, [0, 1], reference=policy, step=0)
-    assert [[image.data for image in images] for images in stand.images(batch)] == [[RED], [RED], [], []]
-    table = read_table(stand.store, batch).to_pylist()
-    for row, thread in zip(table[:2], pair, strict=True):
-        assert sum(row["reference_logprobs"]) == pytest.approx(await stand.model.logprobs(thread), rel=1e-5)
-    assert table[0]["images"][0]["tokens"] == TOKENS
+    dataset = batches.load(InlinePairs.of([pair, (PLAIN.assistant("5"), PLAIN.assistant("6"))]), "preference")
+    batch = await batches.pairs(dataset, [0, 1])
+    data_of_rows = []
+    for images in batches.images(batch):
+        data_of_rows.append([image.data for image in images])
+    assert data_of_rows == [[RED], [RED], [], []]
+    rows = batches.rows(batch)
+    for row, thread in zip(rows[:2], pair, strict=True):
+        assert sum(row["reference_logprobs"]) == pytest.approx(await model.logprobs(thread), rel=1e-5)
+    assert rows[0]["images"][0]["tokens"] == TOKENS
 
 
-async def test_ratings_of_images_are_refused(stand: Stand) -> None:
+async def test_ratings_of_images_are_refused(spawned: Spawned) -> None:
+    batches, _ = spawned
     rated = SEEN.assistant("red").with_metadata({"res": 1.0})
-    dataset = load_dataset(stand.store, InlineDataset.of([rated]), kind="rating", provenance=PROVENANCE).ref
+    dataset = batches.load(InlineDataset.of([rated]), "rating")
     with pytest.raises(UnsupportedFragment, match="turn 0 holds an image"):
-        await rating_batch(stand.workspace, await stand.model.policy(), stand.model.base, dataset, [0], step=0)
+        await batches.ratings(dataset, [0])
 
 
-def test_a_dataset_holds_the_images_themselves(tmp_path: Path, stand: Stand) -> None:
+def test_a_dataset_holds_the_images_themselves(tmp_path: Path, spawned: Spawned) -> None:
+    batches, _ = spawned
     (tmp_path / "blue.png").write_bytes(BLUE)
     by_path = StringThread([("user", [ImageFragment(url=str(tmp_path / "blue.png"))])])
-    loaded = load_dataset(stand.store, InlineDataset.of([by_path]), kind="prompt", provenance=PROVENANCE)
-    (row,) = read_table(stand.store, loaded.ref).to_pylist()
+    (row,) = batches.rows(batches.load(InlineDataset.of([by_path]), "prompt"))
     assert StringThread.from_json(row["thread"]).turns[0].content == (ImageFragment(url=data_url(BLUE)),)
     (tmp_path / "blue.png").unlink()
     with pytest.raises(ThreadError, match="cannot be read"):
-        load_dataset(stand.store, InlineDataset.of([by_path]), kind="prompt", provenance=PROVENANCE)
+        batches.load(InlineDataset.of([by_path]), "prompt")

@@ -20,68 +20,70 @@ from tasks.evaluation.episodes import EpisodeEvaluationPlan
 from tasks.prepare import prepare_trajectories
 from tasks.rollout import play_episodes
 from tasks.sampling.episodes import EpisodePlan
-from tests.tasks.test_tasks_twice import GREEDY, SAMPLING, STAGE, Stand, count, stand, three_times  # noqa: F401  fixture
+from tests.fixtures.batch_workspace import STAGE
+from tests.fixtures.task_calls import GREEDY, SAMPLING, TaskCalls, three_times
+from tests.fixtures.worklog import events
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
 PLAN = EpisodePlan(environment=environment_spec("tests.fixtures.guessing:SayAgain"), max_turns=4)
 
 
-async def play(stand: Stand, *, plan: EpisodePlan = PLAN, **shard: Any) -> ArtifactRef:  # noqa: F811
+async def play(calls: TaskCalls, *, plan: EpisodePlan = PLAN, **shard: Any) -> ArtifactRef:
     return await play_episodes(
-        stand.workspace, stand.policy, stand.shard.model_copy(update=shard), SAMPLING, plan, step=0
+        calls.workspace, calls.policy, calls.shard.model_copy(update=shard), SAMPLING, plan, step=0
     )
 
 
-async def test_play_episodes(stand: Stand, worklog: Path) -> None:  # noqa: F811
-    ref = await three_times(lambda: play(stand))
+async def test_play_episodes(calls: TaskCalls, worklog: Path) -> None:
+    ref = await three_times(lambda: play(calls))
     assert ref.rows == 8 and ref.kind == "trajectories"
     assert ref.key == keys.step_artifact("twice", STAGE, 0, "trajectories", 0)
-    assert set(ref.parents) == {stand.policy.uri, stand.dataset.uri}
-    assert stand.manifests("runs/twice/", "trajectories") == [keys.manifest(ref.key)]
-    # one batch of the engine per turn, and at once both may play; once committed, nobody does
-    drawn = count(worklog, "generate")
+    assert set(ref.parents) == {calls.policy.uri, calls.dataset.uri}
+    assert calls.manifests("runs/twice/", "trajectories") == [keys.manifest(ref.key)]
+    # The engine generates once per turn. Two calls at once may both play. After the commit no call plays.
+    drawn = len(events(worklog, "generate"))
     assert drawn in (2, 4)
-    await play(stand)
-    assert count(worklog, "generate") == drawn
-    extra = read_manifest(stand.store, ref.key).extra
+    await play(calls)
+    assert len(events(worklog, "generate")) == drawn
+    extra = read_manifest(calls.store, ref.key).extra
     expected = {"prompts": 2, "dropped": 0, "episodes": 8, "masked": 0, "turns": 16, "completion_tokens": 96}
     assert extra == expected
 
 
-async def test_prepare_trajectories(stand: Stand) -> None:  # noqa: F811
-    played = await play(stand)
-    plan = BatchPlan(reference=stand.policy)
+async def test_prepare_trajectories(calls: TaskCalls) -> None:
+    played = await play(calls)
+    plan = BatchPlan(reference=calls.policy)
     ref = await three_times(
-        lambda: prepare_trajectories(stand.workspace, stand.policy, [played], plan, step=0)
+        lambda: prepare_trajectories(calls.workspace, calls.policy, [played], plan, step=0)
     )
-    assert ref.rows == 8 and set(ref.parents) == {stand.policy.uri, played.uri}
-    assert stand.manifests("runs/twice/", "batch") == [keys.manifest(ref.key)]
-    assert read_manifest(stand.store, ref.key).extra["prompts"] == 2
-    for row in read_table(stand.store, ref).to_pylist():
+    assert ref.rows == 8 and set(ref.parents) == {calls.policy.uri, played.uri}
+    assert calls.manifests("runs/twice/", "batch") == [keys.manifest(ref.key)]
+    assert read_manifest(calls.store, ref.key).extra["prompts"] == 2
+    for row in read_table(calls.store, ref).to_pylist():
         trained = sum(weight > 0 for weight in row["weights"])
         assert trained == 12 == len(row["advantages"]) == len(row["reference_logprobs"])
 
 
-async def test_evaluate_in_environment(stand: Stand) -> None:  # noqa: F811
-    prompts = stand.shard.model_copy(update={"completions": 1})
+async def test_evaluate_in_environment(calls: TaskCalls) -> None:
+    prompts = calls.shard.model_copy(update={"completions": 1})
     plan = EpisodeEvaluationPlan(prompts=prompts, sampling=GREEDY, episodes=PLAN)
-    ref = await three_times(lambda: evaluate_in_environment(stand.workspace, stand.policy, plan))
-    rows = read_table(stand.store, ref).to_pylist()
+    ref = await three_times(lambda: evaluate_in_environment(calls.workspace, calls.policy, plan))
+    rows = read_table(calls.store, ref).to_pylist()
     assert len(rows) == 2
     for row in rows:
         assert row["status"] == "ok" and 0 <= row["reward"] <= 2
         assert row["text"].startswith("assistant: ") and "\nuser: again\nassistant: " in row["text"]
     # patience is not what an evaluation is of
     patient = plan.model_copy(update={"episodes": PLAN.model_copy(update={"reaction_seconds": 5.0})})
-    assert await evaluate_in_environment(stand.workspace, stand.policy, patient) == ref
+    assert await evaluate_in_environment(calls.workspace, calls.policy, patient) == ref
 
 
-async def test_a_long_prompt_is_dropped_and_counted_or_an_error(stand: Stand) -> None:  # noqa: F811
+async def test_a_long_prompt_is_dropped_and_counted_or_an_error(calls: TaskCalls) -> None:
     with pytest.raises(SampleTooLong, match=r"at most 3 are allowed .max_prompt_tokens, or max_tokens"):
-        await play(stand, max_prompt_tokens=3)
-    ref = await play(stand, max_prompt_tokens=3, truncation="drop")
-    extra = read_manifest(stand.store, ref.key).extra
+        await play(calls, max_prompt_tokens=3)
+    ref = await play(calls, max_prompt_tokens=3, truncation="drop")
+    extra = read_manifest(calls.store, ref.key).extra
     assert (ref.rows, extra["prompts"], extra["dropped"], extra["episodes"]) == (0, 2, 2, 0)
 
 
@@ -93,19 +95,19 @@ async def test_a_long_prompt_is_dropped_and_counted_or_an_error(stand: Stand) ->
     ],
 )
 async def test_what_leaves_nothing_to_play_is_refused(
-    plan: dict[str, Any], shard: dict[str, Any], said: str, stand: Stand  # noqa: F811
+    plan: dict[str, Any], shard: dict[str, Any], said: str, calls: TaskCalls
 ) -> None:
     with pytest.raises(BadSpec, match=said):
-        await play(stand, plan=PLAN.model_copy(update=plan), **shard)
+        await play(calls, plan=PLAN.model_copy(update=plan), **shard)
 
 
-async def test_an_episode_is_the_same_whoever_plays_it_again(stand: Stand) -> None:  # noqa: F811
-    ref = await play(stand)
-    first = read_table(stand.store, ref).to_pylist()
-    data = stand.data("runs/twice/stages/0-grpo/steps/000000/trajectories/", ".parquet")
+async def test_an_episode_is_the_same_whoever_plays_it_again(calls: TaskCalls) -> None:
+    ref = await play(calls)
+    first = read_table(calls.store, ref).to_pylist()
+    data = calls.data("runs/twice/stages/0-grpo/steps/000000/trajectories/", ".parquet")
     for name in (*data, keys.manifest(ref.key)):
-        stand.store.delete(name)
-    again = read_table(stand.store, await play(stand)).to_pylist()
+        calls.store.delete(name)
+    again = read_table(calls.store, await play(calls)).to_pylist()
     assert again == first
     threads = [StringThread.from_json(row["thread"]) for row in first]
     assert all([turn.role for turn in thread.turns] == ["user", "assistant"] * 2 for thread in threads)

@@ -1,1 +1,2 @@
-"""Verbs, one retryable Prefect task each, and the nouns they use: graders, datasets, advantages, schedules."""
+"""The tasks of a run. Each module here defines Prefect tasks, which are retried; the folders hold the code that they
+call: graders, environments, datasets, batches, advantages, evaluations, reports and loggers."""

@@ -1,5 +1,5 @@
-"""Save a checkpoint: weights and moments, manifest last. Begun by one task, seen through to the end by another, so that
-a loop can take its next step in between."""
+"""Saves a checkpoint: weights and optimizer state, manifest last. One task begins it and another finishes it, so that a
+training loop can take its next step in between."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from tasks.task_runs import durable_task
 
 @durable_task("checkpoint", "checkpoint-{policy.step:06d}/begin")
 async def begin_checkpoint(workspace: Workspace, policy: PolicyRef, *, name: str | None = None) -> None:
-    """The engine holds the policy's checkpoint from now on, wherever it stands itself."""
+    """Makes the engine write the policy's checkpoint to its disk and upload it in the background. `save_checkpoint`
+    waits for the upload."""
     with timed("storage"):
         await workspace.connect().begin_checkpoint(
             policy, provenance=workspace.provenance, name=name, epoch=workspace.epoch
@@ -24,11 +25,12 @@ async def begin_checkpoint(workspace: Workspace, policy: PolicyRef, *, name: str
 async def save_checkpoint(
     workspace: Workspace, policy: PolicyRef, *, name: str | None = None, retention: Retention = KEEP_LAST_TWO
 ) -> ArtifactRef:
-    """The policy's checkpoint, written now if it was not. Unnamed ones that `retention` does not keep are
-    removed: they only shorten a redo, the chain can do without any."""
+    """Returns the policy's checkpoint, and writes it first if there is none. Then removes the unnamed checkpoints that
+    `retention` does not keep."""
     with timed("storage"):
         ref = await workspace.connect().save_checkpoint(
             policy, provenance=workspace.provenance, name=name, epoch=workspace.epoch
         )
+        # Removing checkpoints loses nothing: any policy can be computed again from the chain, only more slowly.
         prune_checkpoints(workspace.open_store(), policy, **retention.model_dump())
     return ref

@@ -1,4 +1,4 @@
-"""Compare models: the per-prompt table of an evaluation, committed."""
+"""Commits the table of an evaluation that compares models prompt by prompt."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ TABLE = "comparison"
 
 @durable_task("compare", "compare")
 def compare_models(workspace: Workspace, cells: list[Cell]) -> ArtifactRef:
-    """The evaluation's `comparison` table: one row per model, dataset, grader and prompt."""
+    """Returns the evaluation's `comparison` table, and makes it first if there is none. It has one row per model,
+    dataset, grader and prompt."""
     store = workspace.open_store()
     key = keys.evaluation(workspace.run, STAGE, TABLE)
-    found = find_artifact(store, key)
-    if found is not None:
-        return found
+    committed = find_artifact(store, key)
+    if committed is not None:
+        return committed
     table = pa.Table.from_pylist(prompt_rows(store, cells), schema=SCHEMAS["comparison"])
-    parents = [ref for cell in cells for ref in cell.graded]
+    parents: list[ArtifactRef] = []
+    for cell in cells:
+        parents += cell.graded
     return commit_table(store, key, table, kind="comparison", parents=parents, provenance=workspace.provenance)

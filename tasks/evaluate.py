@@ -1,4 +1,4 @@
-"""Evaluate a policy on fixed prompts."""
+"""Evaluates a policy on held-out data: samples and grades completions, plays episodes, or computes a loss."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tasks.task_runs import durable_task
 
 @durable_task("evaluate", "evaluate-{policy.step:06d}")
 async def evaluate_policy(workspace: Workspace, policy: PolicyRef, plan: EvaluationPlan) -> ArtifactRef:
-    """The policy's `evaluation` table under `plan`; a second call returns the first one's."""
+    """The policy's `evaluation` table of graded completions. A second call returns the table of the first one."""
     return await evaluate(workspace, policy, plan)
 
 
@@ -22,17 +22,18 @@ async def evaluate_policy(workspace: Workspace, policy: PolicyRef, plan: Evaluat
 async def evaluate_in_environment(
     workspace: Workspace, policy: PolicyRef, plan: EpisodeEvaluationPlan
 ) -> ArtifactRef:
-    """The policy's `evaluation` table of episodes under `plan`; a second call returns the first one's."""
+    """The policy's `evaluation` table of episodes. A second call returns the table of the first one."""
     return await evaluate_episodes(workspace, policy, plan)
 
 
 @durable_task("evaluate", "validate-{policy.step:06d}")
 async def validate_loss(workspace: Workspace, policy: PolicyRef, plan: ValidationLossPlan) -> ArtifactRef:
-    """The policy's `validation` table under `plan`; a second call returns the first one's."""
+    """The policy's `validation` table of losses. A second call returns the table of the first one."""
     return await validation_loss(workspace, policy, plan)
 
 
 @durable_task("evaluate", "validate-{policy.step:06d}")
 async def validate_scores(workspace: Workspace, policy: PolicyRef, plan: ScoreValidationPlan) -> ArtifactRef:
-    """The `validation` table of a policy with a scalar head under `plan`; a second call returns the first one's."""
+    """The `validation` table of losses of a policy with a scalar head. A second call returns the table of the first
+    one."""
     return await score_validation(workspace, policy, plan)

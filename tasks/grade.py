@@ -1,4 +1,4 @@
-"""Grade rollouts: one shard, every completion accounted for, committed."""
+"""Grades one shard of rollouts and commits the grades."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tasks.task_runs import durable_task
 async def grade_rollouts(
     workspace: Workspace, rollouts: ArtifactRef, grading: Grading, *, stage: str, step: int, shard: int
 ) -> ArtifactRef:
-    """The grades of a shard of rollouts as a committed `graded` table: a reward, masked or ignored, each.
+    """The committed `graded` table of a shard. It has a row per completion: with a reward, or masked or ignored.
 
     Raises:
         TooManyMasked: more than `grading.max_masked_fraction` of the shard could not be graded.

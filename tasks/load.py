@@ -1,4 +1,4 @@
-"""Load a dataset into the store: validated row by row, committed as one artifact."""
+"""Loads a dataset into the store, as one committed artifact."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from tasks.task_runs import durable_task
 
 @durable_task("load", "load-{kind}s")
 def load_prompts(workspace: Workspace, spec: DatasetSpec, kind: DatasetUse) -> LoadedDataset:
-    """The dataset's `threads` table. Idempotent: its version is a digest of its content."""
+    """The committed table of the dataset's threads or pairs. Its version is a digest of its content, so a repeated call
+    returns the same artifact."""
     with timed("storage"):
         return load_dataset(workspace.open_store(), spec, kind=kind, provenance=workspace.provenance)

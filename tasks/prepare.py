@@ -1,4 +1,4 @@
-"""Prepare a batch: advantages, old and reference logprobs, committed before any step that uses them."""
+"""Prepares the batch of a step (advantages, old and reference logprobs) and commits it before the step uses it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def prepare_batch(
     *,
     step: int,
 ) -> ArtifactRef:
-    """The `batch` table of an RL step: one row per graded completion, masked ones left out."""
+    """The `batch` table of an RL step: one row per completion with a grade."""
     return await rollout_batch(workspace, policy, rollouts, graded, plan, step=step)
 
 
@@ -41,7 +41,7 @@ async def prepare_trajectories(
     """The `batch` table of an RL step in environments: one row per segment of a graded trajectory.
 
     Raises:
-        NotOneGrade: `per_trajectory` was asked for, and a trajectory has no grade or several.
+        NotOneGrade: `per_trajectory`, and a trajectory has no grade or several.
     """
     return await trajectory_batch(workspace, policy, trajectories, plan, per_trajectory=per_trajectory, step=step)
 
@@ -87,7 +87,7 @@ async def prepare_completions(
     lengths: LengthPlan = ANY_LENGTH,
     step: int,
 ) -> ArtifactRef:
-    """The `batch` table of an SFT step: the dataset rows, tokenised, assistant turns trained."""
+    """The `batch` table of an SFT step: the tokenised rows of the dataset, with weights on the assistant turns."""
     return await completion_batch(workspace, policy, base, dataset, rows, lengths=lengths, step=step)
 
 
@@ -103,8 +103,8 @@ async def prepare_pairs(
     lengths: LengthPlan = ANY_LENGTH,
     step: int,
 ) -> ArtifactRef:
-    """The `batch` table of a step on pairs: two rows each, with the reference's logprobs; without a reference, for a
-    scalar model, each is a conversation to be scored as a whole."""
+    """The `batch` table of a step on pairs, with two rows per pair. Each row has the reference's logprobs; without a
+    reference, for a scalar model, each row is a conversation that is scored as a whole."""
     return await pair_batch(workspace, policy, base, dataset, rows, reference=reference, lengths=lengths, step=step)
 
 
@@ -119,5 +119,6 @@ async def prepare_ratings(
     lengths: LengthPlan = ANY_LENGTH,
     step: int,
 ) -> ArtifactRef:
-    """The `batch` table of a step on rated conversations, for a scalar model. Raises BadSpec for one without `res`."""
+    """The `batch` table of a step on rated conversations, for a scalar model. Raises BadSpec for a conversation without
+    `res` in its metadata."""
     return await rating_batch(workspace, policy, base, dataset, rows, lengths=lengths, step=step)

@@ -1,4 +1,4 @@
-"""Publish a model: a plain Hugging Face folder in the registry."""
+"""Publishes a model to the registry, as a folder in the format of Hugging Face."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tasks.task_runs import durable_task
 
 @durable_task("publish", "publish-{model_name}")
 async def publish_model(workspace: Workspace, policy: PolicyRef, model_name: str) -> ArtifactRef:
-    """The registry's artifact of this policy under `model_name`; the alias "latest" points to it."""
+    """The registry's artifact of this policy under `model_name`. The alias "latest" then points to it."""
     with timed("storage"):
         return await workspace.connect().export_model(
             policy, model_name, provenance=workspace.provenance, epoch=workspace.epoch

@@ -1,4 +1,4 @@
-"""Report a run: one HTML page in the store, and a link to it in Prefect."""
+"""Writes the report of a run as one HTML page in the store, and a link to it in Prefect."""
 
 from __future__ import annotations
 
@@ -27,16 +27,20 @@ def write_report(
     facts: dict[str, Any],
     samples_shown: int = 10,
 ) -> str:
-    """Writes the run's report and returns where it is: a path for a local store, else its url."""
+    """Writes the run's report and returns its location: a path for a local store, otherwise a URL."""
     store = workspace.open_store()
     data = collect_report(store, policy, before, after, facts=facts, samples_shown=samples_shown)
     key = keys.report(workspace.run)
     store.put(key, render_report(data).encode())
-    where = store.address(key)
+    location = store.address(key)
+
+    # The run is complete without a link in Prefect, so an error of the engine or of Prefect does not fail it.
     try:
         link = report_url(workspace.engine, store, workspace.run)
-        said = f"[The report of run `{workspace.run}`]({link}), kept at `{where}`." if link else ""
-        create_markdown_artifact(key="report", markdown=said or f"Run `{workspace.run}`: the report is at `{where}`.")
-    except httpx.HTTPError as error:  # the run is trained, published and reported: a page of Prefect's is not worth it
-        get_run_logger().warning("no link in Prefect to the report at %s: %s", where, error)
-    return where
+        markdown = f"Run `{workspace.run}`: the report is at `{location}`."
+        if link:
+            markdown = f"[The report of run `{workspace.run}`]({link}), kept at `{location}`."
+        create_markdown_artifact(key="report", markdown=markdown)
+    except httpx.HTTPError as error:
+        get_run_logger().warning("no link in Prefect to the report at %s: %s", location, error)
+    return location

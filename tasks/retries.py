@@ -1,4 +1,4 @@
-"""The one home of retry policy: transient errors only, exponential backoff with jitter."""
+"""The retry options of all tasks: transient errors are retried, with exponential backoff and jitter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TRANSIENT = (TransientEngineError, TransientStorageError, ConnectionError, Timeo
 
 
 def is_transient(_task: Task[..., Any], _run: TaskRun, state: State[Any]) -> bool:
-    """Whether the same task may succeed later. A permanent error fails the run at once, with its message."""
+    """Whether the task failed with an error that a retry may not meet again. Other errors fail the run at once."""
     result = state.data if isinstance(state.data, BaseException) else None
     return isinstance(result, TRANSIENT)
 
@@ -25,7 +25,7 @@ DURABLE: dict[str, Any] = {
     "retry_delay_seconds": exponential_backoff(1),
     "retry_jitter_factor": 0.5,
     "retry_condition_fn": is_transient,
-    # our commit is the only cache: Prefect's would answer from a database that is not the truth
+    # A task looks for its committed artifact itself. Prefect's cache could return a ref that the store no longer has.
     "cache_policy": NO_CACHE,
     "persist_result": False,
 }

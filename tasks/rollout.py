@@ -1,4 +1,4 @@
-"""Generate rollouts: one shard of prompts, sampled, or played in environments, and committed."""
+"""Generates the rollouts of one shard of prompts, by sampling completions or by playing episodes, and commits them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ async def generate_rollouts(
 ) -> ArtifactRef:
     """Completions of the shard's prompts by `policy`, as a committed `rollouts` table.
 
-    Safe to run twice and at once: a committed shard is returned, never sampled again; its seeds depend on the run's
-    seed, the stage, the step, the prompt and the completion only.
+    A second call, even at the same time, returns the same table: a committed shard is not sampled again, and the seeds
+    depend on the run's seed, the stage, the step, the prompt and the completion only.
     """
     return await sample_shard(workspace, policy, shard, sampling, step=step)
 
@@ -33,11 +33,11 @@ async def play_episodes(
     *,
     step: int,
 ) -> ArtifactRef:
-    """Episodes of `policy` with an environment per completion of the shard's prompts, as a committed `trajectories`
-    table with the grades of their turns.
+    """Episodes of `policy`, one per completion of the shard's prompts, as a committed `trajectories` table with the
+    grades of their turns.
 
-    Safe to run twice and at once: a committed shard is returned, never played again; its seeds depend on the run's
-    seed, the stage, the step, the prompt, the completion and the turn only.
+    A second call, even at the same time, returns the table that was committed first: a committed shard is not played
+    again. The seeds depend on the run's seed, the stage, the step, the prompt, the completion and the turn only.
 
     Raises:
         TooManyMasked: more than `plan.max_masked_fraction` of the shard's episodes could not be played.

@@ -1,4 +1,4 @@
-"""How a verb of a run becomes a task in Prefect: its retries, its tag, and its place in the graph of the flow run.
+"""Turns a function into a Prefect task, with retries, a tag, and edges in the graph of the flow run.
 
 Prefect draws an edge from task A to task B when an argument of B contains an object that A returned, and it looks into
 fields. It recognises objects by their address. Refs share strings such as "policy", and an address is used again after
@@ -42,19 +42,21 @@ class _Result:
 
     def __init__(self, value: Any, after: list[_Result]) -> None:
         self.value, self.id = value, next(self._ids)
-        self.origins: frozenset[int] = frozenset(
-            origin for result in after for origin in (result.origins or {result.id})
-        )
+        origins: set[int] = set()
+        for result in after:
+            # A result without origins is one itself.
+            origins |= result.origins or {result.id}
+        self.origins = frozenset(origins)
         """Ids of the tasks that precede this one and read nothing from other tasks, such as loading a dataset."""
         self.before = self.origins | {result.id for result in after}
         """Ids of the tasks that are known to precede this one: the origins, and those whose results it read itself."""
 
 
 class _Call:
-    """A verb with its arguments, and what Prefect shows of it. A plain class, as `_Result`."""
+    """A function with its arguments, and the name and tag that Prefect shows. A plain class, as `_Result`."""
 
-    def __init__(self, run_verb: Callable[[], Any], kind: str, name: str, after: list[_Result]) -> None:
-        self.run_verb, self.kind, self.name, self.after = run_verb, kind, name, after
+    def __init__(self, run_function: Callable[[], Any], kind: str, name: str, after: list[_Result]) -> None:
+        self.run_function, self.kind, self.name, self.after = run_function, kind, name, after
 
     def add_tag(self) -> None:
         """Tags the task run that executes this call.
@@ -77,41 +79,43 @@ def durable_task(kind: str, name: str, **options: Any) -> Callable[[Callable[P, 
     `name` is the name of its task runs, a format string over the arguments. `options` replace those of DURABLE.
     """
 
-    def decorate(verb: Callable[P, R]) -> Callable[P, R]:
-        signature = inspect.signature(verb)
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(function)
 
-        def call_of(args: Any, kwargs: Any) -> list[Any]:
+        def task_inputs(args: Any, kwargs: Any) -> list[Any]:
+            """The only argument of the Prefect task. Prefect draws edges from the results in it."""
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             after = _results_read_by(bound.arguments)
-            call = _Call(lambda: verb(*args, **kwargs), kind, name.format(**bound.arguments), after)
+            call = _Call(lambda: function(*args, **kwargs), kind, name.format(**bound.arguments), after)
             return [call, *_without_earlier(after)]
 
-        if inspect.iscoroutinefunction(verb):
+        # The two variants differ only in `async` and `await`.
+        if inspect.iscoroutinefunction(function):
 
             async def run_async(inputs: list[Any]) -> _Result:
                 call: _Call = inputs[0]
                 call.add_tag()
-                return _Result(await call.run_verb(), call.after)
+                return _Result(await call.run_function(), call.after)
 
-            prefect_task = _as_task(run_async, verb, options)
+            prefect_task = _as_task(run_async, function, options)
 
-            @functools.wraps(verb)
+            @functools.wraps(function)
             async def called_async(*args: P.args, **kwargs: P.kwargs) -> Any:
-                return _remember_refs(await prefect_task(call_of(args, kwargs)))
+                return _remember_refs(await prefect_task(task_inputs(args, kwargs)))
 
             return called_async  # type: ignore[return-value]
 
         def run(inputs: list[Any]) -> _Result:
             call: _Call = inputs[0]
             call.add_tag()
-            return _Result(call.run_verb(), call.after)
+            return _Result(call.run_function(), call.after)
 
-        prefect_task = _as_task(run, verb, options)
+        prefect_task = _as_task(run, function, options)
 
-        @functools.wraps(verb)
+        @functools.wraps(function)
         def called(*args: P.args, **kwargs: P.kwargs) -> R:
-            return _remember_refs(prefect_task(call_of(args, kwargs)))  # type: ignore[no-any-return]
+            return _remember_refs(prefect_task(task_inputs(args, kwargs)))  # type: ignore[no-any-return]
 
         return called
 
@@ -126,10 +130,10 @@ def link_stage_start(start: PolicyRef, earlier: PolicyRef) -> None:
         _remember(start, result)
 
 
-def _as_task(run: Callable[[list[Any]], Any], verb: Callable[..., Any], options: dict[str, Any]) -> Any:
-    """`run` as a task that has the name and the description of `verb`."""
+def _as_task(run: Callable[[list[Any]], Any], function: Callable[..., Any], options: dict[str, Any]) -> Any:
+    """`run` as a task that has the name and the description of `function`."""
     for attribute in ("__module__", "__name__", "__qualname__", "__doc__"):
-        setattr(run, attribute, getattr(verb, attribute))
+        setattr(run, attribute, getattr(function, attribute))
     return task(**DURABLE | options, task_run_name="{inputs[0].name}")(run)
 
 
@@ -148,14 +152,15 @@ def _remember(ref: ArtifactRef | PolicyRef, result: _Result) -> None:
 
 def _results_read_by(arguments: Any) -> list[_Result]:
     """The results of this flow run whose refs the arguments contain, each once."""
-    found: dict[int, _Result] = {}
+    results: dict[int, _Result] = {}
     for ref in _refs(arguments):
         key = (_flow_run(), ref.uri)
         result = _results.get(key)
         if result is not None:
+            # The least recently used refs are forgotten first.
             _results.move_to_end(key)
-            found[result.id] = result
-    return list(found.values())
+            results[result.id] = result
+    return list(results.values())
 
 
 def _without_earlier(results: list[_Result]) -> list[_Result]:

@@ -1,4 +1,4 @@
-"""Take a gradient step: exactly once, however often the task runs."""
+"""Takes a gradient step. The engine commits it exactly once, however often the task runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ async def take_gradient_step(workspace: Workspace, request: StepRequest, *, step
 
 @durable_task("train", "value-{step:06d}")
 async def take_value_step(workspace: Workspace, request: StepRequest, *, step: int) -> PolicyRef:
-    """The same of a value model."""
+    """Like `take_gradient_step`, for a value model."""
     return await _step(workspace, request)
 
 

@@ -19,6 +19,7 @@ from engine.text.threads import StringThread
 from engine.workspace import Workspace
 from storage.chain.records import PolicyRef
 from storage.store.artifacts import ArtifactRef, require_parent
+from storage.store.objects import ObjectStore
 from storage.store.tables import TableWriter, read_rows
 from tasks.batches.committed import find_batch
 from tasks.batches.rl import CHUNK_TOKENS, sequence_row
@@ -76,17 +77,23 @@ async def rating_batch(
     allows is an error, or dropped and counted in the manifest."""
 
     def thread_row(record: Row, group: str, renderer: Renderer) -> list[Row]:
-        rating = json.loads(record["metadata"] or "{}").get("res")
-        if isinstance(rating, bool) or not isinstance(rating, int | float):
-            raise BadSpec(
-                f"{row_name(workspace.open_store(), dataset, record['index'])} has metadata res={rating!r}; expected a "
-                "number, the rating that the model should predict; kind='rating' checks this when the dataset is loaded"
-            )
+        rating = rating_of(workspace.open_store(), dataset, record)
         return [_row(renderer, record["thread"], group, 0, whole=True) | {"returns": [rating], "reward": rating}]
 
     return await _commit_units(
         workspace, policy, base, dataset, rows, thread_row, reference=None, lengths=lengths, step=step
     )
+
+
+def rating_of(store: ObjectStore, dataset: ArtifactRef, record: Row) -> float:
+    """The rating of a conversation, `res` of its metadata. Raises BadSpec if it is not a number."""
+    rating = json.loads(record["metadata"] or "{}").get("res")
+    if isinstance(rating, bool) or not isinstance(rating, int | float):
+        raise BadSpec(
+            f"{row_name(store, dataset, record['index'])} has metadata res={rating!r}; expected a number, the rating "
+            "that the model should predict; kind='rating' checks this when the dataset is loaded"
+        )
+    return float(rating)
 
 
 async def _commit_units(  # noqa: PLR0913  the arguments of its two callers, and how they read a row

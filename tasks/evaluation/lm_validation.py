@@ -1,4 +1,8 @@
-"""Plain code behind the loss on held-out rows: of conversations (SFT) and of pairs (DPO), by the trainer's weights."""
+"""Computes the loss of a policy on held-out rows: on conversations (SFT) or on pairs (DPO).
+
+The engine computes the logprobs with the trainer's weights. `tasks.evaluation.reward_validation` does the same for
+models with a scalar head.
+"""
 
 from __future__ import annotations
 
@@ -26,24 +30,30 @@ from storage.store.tables import SCHEMAS, commit_table, read_rows
 from tasks.batches.rl import CHUNK_TOKENS
 from tasks.batches.truncation import ANY_LENGTH, LengthPlan, cut
 from tasks.datasets.naming import row_name
-from tasks.evaluation.validation_curve import measured
+from tasks.evaluation.validation_curve import validation_entry
 from tasks.reports.clock import timed
 
 Row = dict[str, Any]
 
+Measured = tuple[list[Row], dict[str, float]]
+"""(table row of each dataset row, measures of the whole dataset)."""
+
+LogprobSum = tuple[float, int]
+"""(sum of the logprobs of the trained tokens of a conversation in nats, number of these tokens)."""
+
 NOT_MEASURED = TokenSequence([0], [0.0])
-"""Stands for a conversation that is dropped for its length, and for the other one of its pair: no token of it is
-trained, so it counts for nothing."""
+"""Replaces a conversation that is dropped for its length, and the other conversation of its pair. It has no trained
+token, so it does not count."""
 
 DROPPED: Row = {"tokens": 0, "loss": 0.0, "margin": None}
-"""The row of a table about such a conversation or pair."""
+"""The table row of a dropped conversation or pair."""
 
 SIDES = {"threads": ("thread",), "pairs": ("chosen", "rejected")}
-"""Columns that hold conversations, by the kind of the dataset."""
+"""Kind of a dataset -> its columns that hold conversations."""
 
 
 class ValidationLossPlan(Frozen):
-    """Which rows, under which loss. Equal plans of one policy are one artifact."""
+    """Rows and loss of a validation. Equal plans of one policy give one artifact."""
 
     base: ArtifactRef
     """The model whose tokenizer renders the conversations."""
@@ -51,11 +61,11 @@ class ValidationLossPlan(Frozen):
     """Conversations for the cross-entropy, pairs for DPO."""
     loss: CrossEntropySpec | DPOSpec
     reference: PolicyRef | None = None
-    """What DPO compares with."""
+    """The reference policy of DPO."""
     lengths: LengthPlan = Field(ANY_LENGTH, exclude_if=lambda lengths: lengths == ANY_LENGTH)
     """How long a conversation may be."""
     label: str = "validation"
-    """What a person calls it; decides nothing."""
+    """Name for readers. It is not part of the artifact's key."""
 
     def name(self, policy: PolicyRef) -> str:
         body = self.model_dump(mode="json", exclude={"label", "reference"})
@@ -64,25 +74,28 @@ class ValidationLossPlan(Frozen):
 
 
 async def validation_loss(workspace: Workspace, policy: PolicyRef, plan: ValidationLossPlan) -> ArtifactRef:
-    """The committed `validation` table of a policy: a row per conversation or pair. It measures `loss`, the mean over
-    all trained tokens (SFT) or over the pairs (DPO); of pairs also `accuracy` and `margin`, in implicit rewards.
+    """Returns the committed `validation` table of a policy, and makes it first if there is none. It has a row per
+    conversation or pair. Its measures are `loss`, the mean over all trained tokens (SFT) or over the pairs (DPO), and
+    for pairs also `accuracy` and `margin`, in implicit rewards.
 
     Raises:
-        BadSpec: the rows are not what the loss is of, or there is nothing in them to learn.
+        BadSpec: the dataset is not of the kind that the loss needs, or it has no token to train.
     """
 
-    async def measure(rows: list[Row]) -> tuple[list[Row], dict[str, float]]:
-        sums = await _logprobs(workspace, policy, plan, rows)
+    async def measure(rows: list[Row]) -> Measured:
+        sums = await _logprob_sums(workspace, policy, plan, rows)
         if not isinstance(plan.loss, DPOSpec):
-            return _of_threads(sums)
+            return _measure_threads(sums)
         assert plan.reference is not None
-        return _of_pairs(plan.loss, sums, await _logprobs(workspace, plan.reference, plan, rows))
+        reference_sums = await _logprob_sums(workspace, plan.reference, plan, rows)
+        return _measure_pairs(plan.loss, sums, reference_sums)
 
-    return await committed_validation(workspace, policy, plan, measure, of_pairs=isinstance(plan.loss, DPOSpec))
+    needs_pairs = isinstance(plan.loss, DPOSpec)
+    return await committed_validation(workspace, policy, plan, measure, needs_pairs=needs_pairs)
 
 
-class Plan(Protocol):
-    """What a validation is planned to be, in the words that all have."""
+class ValidationPlan(Protocol):
+    """What `committed_validation` needs of a plan."""
 
     @property
     def dataset(self) -> ArtifactRef: ...
@@ -96,21 +109,23 @@ class Plan(Protocol):
 async def committed_validation(
     workspace: Workspace,
     policy: PolicyRef,
-    plan: Plan,
-    measure: Callable[[list[Row]], Awaitable[tuple[list[Row], dict[str, float]]]],
+    plan: ValidationPlan,
+    measure: Callable[[list[Row]], Awaitable[Measured]],
     *,
-    of_pairs: bool,
+    needs_pairs: bool,
 ) -> ArtifactRef:
-    """The committed table of what `measure` makes of the dataset's rows: a row each, and the measures of them all.
-    Raises BadSpec for a dataset of the other kind."""
+    """Returns the committed `validation` table of the plan. If there is none, calls `measure` with all rows of the
+    dataset and commits the result. Raises BadSpec for a dataset of the other kind."""
     store = workspace.open_store()
     key = keys.evaluation(policy.run, policy.stage, plan.name(policy))
-    found = find_artifact(store, key)
-    if found is not None:
-        return found
-    wanted = "pairs" if of_pairs else "threads"
-    if plan.dataset.kind != wanted:
-        raise BadSpec(f"{plan.dataset.key} holds {plan.dataset.kind}; the loss {plan.loss.kind} is of {wanted}")
+    committed = find_artifact(store, key)
+    if committed is not None:
+        return committed
+    expected_kind = "pairs" if needs_pairs else "threads"
+    if plan.dataset.kind != expected_kind:
+        raise BadSpec(f"{plan.dataset.key} holds {plan.dataset.kind}; the loss {plan.loss.kind} is of {expected_kind}")
+
+    # Measure the rows, and name the dataset row of each table row.
     rows = read_rows(store, plan.dataset, range(plan.dataset.rows or 0))
     table, measures = await measure(rows)
     for row, record in zip(table, rows, strict=True):
@@ -123,45 +138,50 @@ async def committed_validation(
             kind="validation",
             parents=(policy.uri, plan.dataset.uri),
             provenance=workspace.provenance,
-            extra=measured(plan.label, measures),
+            extra=validation_entry(plan.label, measures),
         )
 
 
-async def _logprobs(
-    workspace: Workspace, policy: PolicyRef, plan: ValidationLossPlan, rows: list[dict[str, Any]]
-) -> list[list[tuple[float, int]]]:
-    """Per row and side: summed logprob of the trained tokens, nats, and how many there are."""
+async def _logprob_sums(
+    workspace: Workspace, policy: PolicyRef, plan: ValidationLossPlan, rows: list[Row]
+) -> list[list[LogprobSum]]:
+    """The summed logprobs under `policy` of each row: one per conversation of the row."""
     store = workspace.open_store()
     renderer = renderer_of(store, plan.base)
-    sides = SIDES[plan.dataset.kind]
-    conversations = [StringThread.from_json(str(row[side])) for row in rows for side in sides]
-    whole = [renderer.sequence(renderer.tokenize(thread)) for thread in conversations]
+    columns = SIDES[plan.dataset.kind]
     limit = plan.lengths.limit(workspace, plan.base)
+
+    # Tokenise the conversations. A pair is dropped as a whole, because a margin needs both of its conversations.
     sequences: list[TokenSequence] = []
-    for number, row in enumerate(rows):
+    for row in rows:
         name = partial(row_name, store, plan.dataset, row["index"])
-        conversations_of_row = whole[number * len(sides) : (number + 1) * len(sides)]
-        kept = [cut(conversation, plan.lengths, limit, name=name) for conversation in conversations_of_row]
-        fitting = [conversation for conversation in kept if conversation is not None]
-        sequences += fitting if len(fitting) == len(sides) else [NOT_MEASURED] * len(sides)
-    flat: list[tuple[float, int]] = []
+        fitting: list[TokenSequence] = []
+        for column in columns:
+            sequence = renderer.sequence(renderer.tokenize(StringThread.from_json(str(row[column]))))
+            shortened = cut(sequence, plan.lengths, limit, name=name)
+            if shortened is not None:
+                fitting.append(shortened)
+        sequences += fitting if len(fitting) == len(columns) else [NOT_MEASURED] * len(columns)
+
+    # Compute the logprobs in chunks, which bounds the size of one call of the engine.
+    sums: list[LogprobSum] = []
     for chunk in chunks(sequences):
         with timed("train"):
             request = LogprobsRequest(policy, chunk, max_tokens=workspace.max_tokens)
-            found = await workspace.connect().logprobs(request, epoch=workspace.epoch)
-        flat += [(math.fsum(logprobs), len(logprobs)) for logprobs in found]
-    if not any(tokens for _, tokens in flat):
+            logprobs_of_chunk = await workspace.connect().logprobs(request, epoch=workspace.epoch)
+        sums += [(math.fsum(logprobs), len(logprobs)) for logprobs in logprobs_of_chunk]
+    if not any(tokens for _, tokens in sums):
         raise BadSpec(f"{plan.dataset.key}: none of its rows has an assistant turn, which a loss is of; give others")
-    return [flat[at : at + len(sides)] for at in range(0, len(flat), len(sides))]
+    return [sums[start : start + len(columns)] for start in range(0, len(sums), len(columns))]
 
 
 def chunks(sequences: list[TokenSequence]) -> Iterator[list[TokenSequence]]:
-    """About CHUNK_TOKENS at a time."""
+    """Yields the sequences in order, about CHUNK_TOKENS at a time."""
     chunk: list[TokenSequence] = []
     tokens = 0
-    for one in sequences:
-        chunk.append(one)
-        tokens += len(one.token_ids)
+    for sequence in sequences:
+        chunk.append(sequence)
+        tokens += len(sequence.token_ids)
         if tokens >= CHUNK_TOKENS:
             yield chunk
             chunk, tokens = [], 0
@@ -169,39 +189,53 @@ def chunks(sequences: list[TokenSequence]) -> Iterator[list[TokenSequence]]:
         yield chunk
 
 
-def _of_threads(sums: list[list[tuple[float, int]]]) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    table = [{"tokens": tokens, "loss": -logprob, "margin": None} for ((logprob, tokens),) in sums]
-    total = sum(int(row["tokens"] or 0) for row in table)
-    return table, {"loss": math.fsum(float(row["loss"] or 0.0) for row in table) / total}
+def _measure_threads(sums: list[list[LogprobSum]]) -> Measured:
+    """The negative log-likelihood of each conversation, and its mean over all trained tokens."""
+    table: list[Row] = []
+    losses: list[float] = []
+    total_tokens = 0
+    for ((logprob, tokens),) in sums:
+        table.append({"tokens": tokens, "loss": -logprob, "margin": None})
+        losses.append(-logprob)
+        total_tokens += tokens
+    return table, {"loss": math.fsum(losses) / total_tokens}
 
 
-def _of_pairs(
-    loss: DPOSpec, sums: list[list[tuple[float, int]]], reference: list[list[tuple[float, int]]]
-) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    table: list[dict[str, Any]] = []
-    for (chosen, rejected), (old_chosen, old_rejected) in zip(sums, reference, strict=True):
+def _measure_pairs(
+    loss: DPOSpec, sums: list[list[LogprobSum]], reference_sums: list[list[LogprobSum]]
+) -> Measured:
+    """The DPO loss and the margin in implicit rewards of each pair, and their means over the pairs."""
+    table: list[Row] = []
+    losses: list[float] = []
+    margins: list[float] = []
+    for (chosen, rejected), (reference_chosen, reference_rejected) in zip(sums, reference_sums, strict=True):
         tokens = chosen[1] + rejected[1]
         if not tokens:
             table.append(dict(DROPPED))
             continue
-        margin = (chosen[0] - rejected[0]) - (old_chosen[0] - old_rejected[0])
-        table.append({"tokens": tokens, "loss": dpo_loss(loss, margin), "margin": loss.beta * margin})
-    measured_rows = [row for row in table if row["tokens"]]
-    count = len(measured_rows)
-    right = sum(row["margin"] > 0 for row in measured_rows)
-    means = {name: math.fsum(row[name] for row in measured_rows) / count for name in ("loss", "margin")}
-    return table, means | {"accuracy": right / count}
+        gap = (chosen[0] - rejected[0]) - (reference_chosen[0] - reference_rejected[0])
+        losses.append(dpo_loss(loss, gap))
+        margins.append(loss.beta * gap)
+        table.append({"tokens": tokens, "loss": losses[-1], "margin": margins[-1]})
+    count = len(losses)
+    ranked_correctly = sum(margin > 0 for margin in margins)
+    return table, {
+        "loss": math.fsum(losses) / count,
+        "margin": math.fsum(margins) / count,
+        "accuracy": ranked_correctly / count,
+    }
 
 
-def dpo_loss(loss: DPOSpec, margin: float) -> float:
-    """Of one pair, by how much the policy's summed logprobs are further apart than the reference's, nats."""
+def dpo_loss(loss: DPOSpec, gap: float) -> float:
+    """The loss of one pair. `gap` is the summed logprob of the chosen answer minus that of the rejected one, under the
+    policy, minus the same difference under the reference, in nats."""
     if loss.variant == "ipo":
-        return (margin - 1 / (2 * loss.beta)) ** 2
-    flipped = loss.label_smoothing or 0.0
-    scaled = loss.beta * margin
-    return (1 - flipped) * softplus(-scaled) + flipped * softplus(scaled)
+        return (gap - 1 / (2 * loss.beta)) ** 2
+    label_smoothing = loss.label_smoothing or 0.0
+    scaled = loss.beta * gap
+    return (1 - label_smoothing) * softplus(-scaled) + label_smoothing * softplus(scaled)
 
 
 def softplus(x: float) -> float:
-    """log(1 + e^x)."""
+    """log(1 + e^x), without overflow for a large x."""
     return max(x, 0.0) + math.log1p(math.exp(-abs(x)))

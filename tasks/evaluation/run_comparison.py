@@ -1,7 +1,8 @@
-"""Several runs beside one another: their curves, what their configs differ in, and which is better how surely.
+"""Compares several runs: their curves, the differences of their configs, and a ranking with confidence intervals.
 
-Everything is read from the store. Runs are judged by the evaluations of their last policies on held-out prompts, paired
-by prompt; runs without one are printable, and not judged: rewards of training steps are no independent draws.
+All data comes from the store. Runs are ranked by the evaluations of their last policies on held-out prompts, paired by
+prompt. A run without such an evaluation is shown but not ranked, because the rewards of training steps are not
+independent samples.
 """
 
 from __future__ import annotations
@@ -21,12 +22,11 @@ from storage.chain.run_record import read_run
 from storage.errors import ObjectNotFound
 from storage.inspect.lineage import last_policy_of_run
 from storage.serialization import Frozen
-from storage.store import key_patterns, keys
 from storage.store.artifacts import find_artifact
 from storage.store.objects import ObjectStore
 from storage.store.tables import read_table
 from tasks.evaluation.statistics import Mean, PairedDifference, mean_interval, paired_difference
-from tasks.evaluation.validation_curve import reward_by_prompt
+from tasks.evaluation.validation_curve import evaluation_keys, reward_by_prompt
 from tasks.reports.html_report import TEMPLATE as REPORT_TEMPLATE
 from tasks.reports.html_report import Chart, printable
 from tasks.reports.metrics import StepMetrics
@@ -34,7 +34,8 @@ from tasks.reports.plots import Series, curves_svg, series_style
 from tasks.reports.step_metrics import read_metrics
 
 TEMPLATE = Path(__file__).with_name("comparison.html.j2")
-_EVALUATION = re.compile(r"(\d{6,})-([0-9a-f]{12})")
+_TABLE_NAME = re.compile(r"(\d{6,})-([0-9a-f]{12})")
+"""Last part of the key of an evaluation table: the policy's step and the digest of the plan."""
 CURVES = {
     "reward_mean": "Reward",
     "kl_mean": "KL to the reference",
@@ -45,22 +46,24 @@ CURVES = {
     "learning_rate": "Learning rate",
 }
 """Field of StepMetrics -> title of its figure."""
-LABELLED_KEYS, LABEL_LENGTH = 4, 24
-"""Up to so many differing keys, with values of so many characters, name a run."""
+MAX_LABEL_KEYS = 4
+"""Runs whose configs differ in more keys than this get no label."""
+MAX_LABEL_VALUE = 24
+"""Values with more characters than this are left out of a run's label."""
 
 
 class ComparedRun(Frozen):
-    """One run as the comparison sees it."""
+    """The data of one run in a comparison."""
 
     run: str
     policy: str
     steps: tuple[StepMetrics, ...]
     config: dict[str, Any]
-    """What decides the result, flat: dotted key -> value."""
+    """Dotted key -> value, of the part of the config that affects the result."""
     plan: str | None
-    """Digest of the evaluation's plan; None: the last policy was not evaluated."""
+    """Digest of the evaluation's plan; None if the last policy was not evaluated."""
     rewards: dict[str, float]
-    """Held-out reward of the last policy by prompt id; prompts without a grade are left out."""
+    """Held-out reward of the last policy by prompt id. Prompts without a grade are left out."""
 
     @property
     def mean(self) -> Mean | None:
@@ -68,51 +71,63 @@ class ComparedRun(Frozen):
 
 
 class Ranked(Frozen):
-    """A run against the best one."""
+    """The rank of a run: its mean, and its difference to the best run."""
 
     run: str
     mean: Mean | None
     difference: PairedDifference | None
-    """This run less the best, on the prompts of both; None for the best itself, and where nothing can be paired."""
+    """Reward of this run minus reward of the best run, over the prompts of both. None for the best run itself, and if
+    the runs have no prompt in common."""
     verdict: str
 
 
 def collect_runs(store: ObjectStore, runs: Sequence[str]) -> list[ComparedRun]:
-    """The runs as they stand, in the order given. Raises ObjectNotFound for one without a chain, CorruptArtifact."""
+    """The data of the runs, in the same order. Raises ObjectNotFound for a run without a chain, CorruptArtifact."""
     return [_collect(store, run) for run in runs]
 
 
 def rank(runs: Sequence[ComparedRun]) -> list[Ranked]:
-    """Best first; runs that were not evaluated last. The best is chosen by the figures that it is compared by, which
-    flatters it: intervals are not widened for that."""
-    judged = sorted((run for run in runs if run.rewards), key=lambda run: -fmean(run.rewards.values()))
-    ranked = [_against(run, judged[0]) for run in judged]
-    rest = (Ranked(run=run.run, mean=None, difference=None, verdict="not evaluated") for run in runs if not run.rewards)
-    return [*ranked, *rest]
+    """The best run first; runs that were not evaluated last. The best run is chosen by the same rewards by which it is
+    compared, so its lead is overestimated; the intervals are not widened for that."""
+    evaluated = [run for run in runs if run.rewards]
+    evaluated.sort(key=lambda run: -fmean(run.rewards.values()))
+    ranking = [_compare_with_best(run, evaluated[0]) for run in evaluated]
+    for run in runs:
+        if not run.rewards:
+            ranking.append(Ranked(run=run.run, mean=None, difference=None, verdict="not evaluated"))
+    return ranking
 
 
 def config_differences(runs: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:
-    """(dotted key, its value in each run) of the keys whose values are not all equal; absent values are "–"."""
-    names = sorted({name for run in runs for name in run.config})
-    rows = [(name, [_said(run.config[name]) if name in run.config else "–" for run in runs]) for name in names]
-    return [(name, values) for name, values in rows if len(set(values)) > 1]
+    """(dotted key, its value in each run) of the keys whose values are not all equal. The value of a run that does not
+    have the key is "–"."""
+    names: set[str] = set()
+    for run in runs:
+        names |= run.config.keys()
+    differences = []
+    for name in sorted(names):
+        values = [_text(run.config[name]) if name in run.config else "–" for run in runs]
+        if len(set(values)) > 1:
+            differences.append((name, values))
+    return differences
 
 
 def render_comparison(title: str, runs: Sequence[ComparedRun], *, store_url: str = "") -> str:
-    """The page as HTML text: no scripts, nothing from outside. Equal runs give equal text."""
+    """The page as HTML, without scripts or external references. Equal runs give equal text."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["printable"] = printable
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     differences = config_differences(runs)
+    legend = []
+    for number, run in enumerate(runs):
+        key = Markup(_key_svg(number))
+        legend.append({"run": run.run, "policy": run.policy, "key": key, "label": _label(differences, number)})
     return template.render(
         title=title,
         style=Markup(_style()),
         store=store_url,
-        runs=[
-            {"run": run.run, "policy": run.policy, "key": Markup(_key_svg(n)), "label": _label(differences, n)}
-            for n, run in enumerate(runs)
-        ],
-        number={run.run: n for n, run in enumerate(runs)},
+        runs=legend,
+        number={run.run: number for number, run in enumerate(runs)},
         ranked=rank(runs),
         charts=_charts(runs),
         differences=differences,
@@ -125,65 +140,82 @@ def _collect(store: ObjectStore, run: str) -> ComparedRun:
     try:
         semantic = read_run(store, run).semantic
     except ObjectNotFound:
-        semantic = {}  # a fork that did not run yet
+        semantic = {}  # a fork has no run record before it runs
     plan, rewards = _evaluation(store, run, head.stage, head.step)
     return ComparedRun(
         run=run,
         policy=head.uri,
         steps=tuple(read_metrics(store, run, head.stage, steps=head.step)),
-        config=_flat(semantic),
+        config=_flatten(semantic),
         plan=plan,
         rewards=rewards,
     )
 
 
 def _evaluation(store: ObjectStore, run: str, stage: str, step: int) -> tuple[str | None, dict[str, float]]:
-    """(digest of the plan, reward by prompt) of the evaluation of that step; the first by name where there are more."""
-    for info in store.list(f"{keys.stage_prefix(run, stage)}evaluations/"):
-        owner = key_patterns.artifact_of_manifest(info.key)
-        named = _EVALUATION.fullmatch(owner.rpartition("/")[2]) if owner else None
-        if owner is None or named is None or int(named[1]) != step:
+    """(digest of the plan, reward by prompt) of the evaluation at `step`, or (None, {}) if there is none. If there are
+    several, the first one by name."""
+    for key in evaluation_keys(store, run, stage):
+        name = _TABLE_NAME.fullmatch(key.rpartition("/")[2])
+        if name is None or int(name[1]) != step:
             continue
-        ref = find_artifact(store, owner)
+        # Validations of the loss have names of the same form, but no rewards.
+        ref = find_artifact(store, key)
         if ref is None or ref.kind != "evaluation":
             continue
-        rows = read_table(store, ref, ["prompt_id", "reward"]).to_pylist()
-        rewards = reward_by_prompt(rows)
-        return named[2], {prompt: reward for prompt, reward in rewards.items() if reward is not None}
+        rewards = reward_by_prompt(read_table(store, ref, ["prompt_id", "reward"]).to_pylist())
+        return name[2], {prompt: reward for prompt, reward in rewards.items() if reward is not None}
     return None, {}
 
 
-def _against(run: ComparedRun, best: ComparedRun) -> Ranked:
+def _compare_with_best(run: ComparedRun, best: ComparedRun) -> Ranked:
     if run is best:
         return Ranked(run=run.run, mean=run.mean, difference=None, verdict="the highest mean")
-    both = [prompt for prompt in best.rewards if prompt in run.rewards]
-    if not both:
+    common = [prompt for prompt in best.rewards if prompt in run.rewards]
+    if not common:
         return Ranked(run=run.run, mean=run.mean, difference=None, verdict="evaluated on other prompts")
-    difference = paired_difference([best.rewards[p] for p in both], [run.rewards[p] for p in both])
-    verdict = "lower, beyond chance" if difference.clear and difference.difference < 0 else "within chance of the best"
-    if difference.clear and difference.difference > 0:  # the prompts of both favour it
+    best_rewards = [best.rewards[prompt] for prompt in common]
+    run_rewards = [run.rewards[prompt] for prompt in common]
+    difference = paired_difference(best_rewards, run_rewards)
+    if not difference.clear:
+        verdict = "within chance of the best"
+    elif difference.difference < 0:
+        verdict = "lower, beyond chance"
+    else:
+        # The best run has the higher mean over its own prompts, and yet not over the prompts of both.
         verdict = "higher on the prompts of both"
     return Ranked(run=run.run, mean=run.mean, difference=difference, verdict=verdict)
 
 
 def _charts(runs: Sequence[ComparedRun]) -> list[Chart]:
+    """A chart per measure that at least one run has."""
     charts = []
     for field, title in CURVES.items():
-        series = [Series(run.run, [s.step for s in run.steps], [getattr(s, field) for s in run.steps]) for run in runs]
-        if any(value is not None for one in series for value in one.values):
+        series = []
+        has_values = False
+        for run in runs:
+            values = [getattr(metrics, field) for metrics in run.steps]
+            series.append(Series(run.run, [metrics.step for metrics in run.steps], values))
+            has_values = has_values or any(value is not None for value in values)
+        if has_values:
             charts.append(Chart(title, "", Markup(curves_svg(series, label=f"{title} by step"))))
     return charts
 
 
 def _label(differences: Sequence[tuple[str, list[str]]], number: int) -> str:
-    """What makes the run another one, where that is short: a run of a sweep is named by a digest."""
-    if len(differences) > LABELLED_KEYS:
+    """The values of run `number` that differ between the runs, if they are short. The name of a run of a sweep is a
+    digest, which does not show them."""
+    if len(differences) > MAX_LABEL_KEYS:
         return ""
-    return ", ".join(f"{name}={values[number]}" for name, values in differences if len(values[number]) <= LABEL_LENGTH)
+    parts = []
+    for name, values in differences:
+        if len(values[number]) <= MAX_LABEL_VALUE:
+            parts.append(f"{name}={values[number]}")
+    return ", ".join(parts)
 
 
 def _key_svg(number: int) -> str:
-    """The stroke of a curve, for the legend."""
+    """A short line in the style of curve `number`, for the legend."""
     colour, dash = series_style(number)
     dashes = {"-": "none", "--": "6 3", ":": "1.5 3", "-.": "6 3 1.5 3"}[dash]
     return (
@@ -193,18 +225,21 @@ def _key_svg(number: int) -> str:
 
 
 def _style() -> str:
-    """The look of a run's report: one home of the style sheet."""
+    """The style sheet of a run's report, which this page uses, too."""
     page = REPORT_TEMPLATE.read_text(encoding="utf-8")
     return page[page.index("<style>") + len("<style>") : page.index("</style>")]
 
 
-def _flat(value: dict[str, Any], at: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _flatten(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value, of every value in nested mappings."""
+    values: dict[str, Any] = {}
     for name, inner in value.items():
-        where = f"{at}.{name}" if at else name
-        found |= _flat(inner, where) if isinstance(inner, dict) and inner else {where: inner}
-    return found
+        if isinstance(inner, dict) and inner:
+            values |= _flatten(inner, f"{prefix}{name}.")
+        else:
+            values[f"{prefix}{name}"] = inner
+    return values
 
 
-def _said(value: Any) -> str:
+def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

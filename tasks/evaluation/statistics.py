@@ -1,4 +1,4 @@
-"""How sure a before/after comparison is: means and 95 % intervals from Student's t, exact for small n."""
+"""Means and paired differences with their 95 % confidence intervals by Student's t, which also hold for few values."""
 
 import math
 from collections.abc import Sequence
@@ -14,9 +14,10 @@ class Mean(Frozen):
 
     mean: float
     low: float | None
-    """Lower end of the interval; None when n is 1, since one value has no spread."""
+    """Lower end of the interval; None if n is 1, because one value has no spread."""
     high: float | None
     n: int
+    """Number of values."""
 
 
 class PairedDifference(Frozen):
@@ -26,13 +27,13 @@ class PairedDifference(Frozen):
     after_mean: float
     difference: float
     low: float | None
-    """Lower end of the interval of the difference; None when n is 1."""
+    """Lower end of the interval of the difference; None if n is 1."""
     high: float | None
     n: int
 
     @property
     def clear(self) -> bool:
-        """True when the interval leaves out zero: chance alone would hardly make such a change."""
+        """Whether the interval does not contain 0, so that the difference is significant at the 5 % level."""
         return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
 
     def __str__(self) -> str:
@@ -49,12 +50,12 @@ def mean_interval(values: Sequence[float]) -> Mean:
     mean, n = fmean(values), len(values)
     if n == 1:
         return Mean(mean=mean, low=None, high=None, n=1)
-    half = t_quantile(n - 1) * stdev(values) / math.sqrt(n)
-    return Mean(mean=mean, low=mean - half, high=mean + half, n=n)
+    half_width = t_quantile(n - 1) * stdev(values) / math.sqrt(n)
+    return Mean(mean=mean, low=mean - half_width, high=mean + half_width, n=n)
 
 
 def paired_difference(before: Sequence[float], after: Sequence[float]) -> PairedDifference:
-    """The mean change of the same items, graded before and after: the paired t interval.
+    """The mean change of the same items between two measurements, with the paired t interval.
 
     Pairing removes the spread between easy and hard items, which an unpaired interval would count as noise.
     Raises ValueError when the lists differ in length, are empty, or hold NaN or infinity.
@@ -64,7 +65,8 @@ def paired_difference(before: Sequence[float], after: Sequence[float]) -> Paired
             f"{len(before)} values before and {len(after)} after cannot be paired; "
             "give the values of the same items, in the same order"
         )
-    change = mean_interval([late - early for early, late in zip(before, after, strict=True)])
+    differences = [late - early for early, late in zip(before, after, strict=True)]
+    change = mean_interval(differences)
     return PairedDifference(
         before_mean=fmean(before),
         after_mean=fmean(after),
@@ -77,7 +79,8 @@ def paired_difference(before: Sequence[float], after: Sequence[float]) -> Paired
 
 def t_quantile(degrees: int) -> float:
     """The t with P(|T| < t) = 0.95 under Student's t with `degrees` >= 1 degrees of freedom."""
-    low, high = 0.0, 16.0  # one degree, the widest, has 12.706
+    # Bisect. The largest quantile is that of one degree of freedom, 12.706; 60 halvings reach the precision of floats.
+    low, high = 0.0, 16.0
     for _ in range(60):
         middle = (low + high) / 2
         if _central_probability(middle, degrees) < CONFIDENCE:
@@ -91,10 +94,15 @@ def _central_probability(t: float, degrees: int) -> float:
     """P(|T| < t) as a finite sum, exact for whole degrees (Abramowitz & Stegun 26.7.3 and 26.7.4)."""
     theta = math.atan(t / math.sqrt(degrees))
     sine, square = math.sin(theta), math.cos(theta) ** 2
-    odd = degrees % 2 == 1
-    term = math.cos(theta) if odd else 1.0
     total = 0.0
+    if degrees % 2 == 1:
+        term = math.cos(theta)
+        for i in range(degrees // 2):
+            total += term
+            term *= square * ((2 * i + 2) / (2 * i + 3))
+        return 2 / math.pi * (theta + sine * total)
+    term = 1.0
     for i in range(degrees // 2):
         total += term
-        term *= square * ((2 * i + 2) / (2 * i + 3) if odd else (2 * i + 1) / (2 * i + 2))
-    return 2 / math.pi * (theta + sine * total) if odd else sine * total
+        term *= square * ((2 * i + 1) / (2 * i + 2))
+    return sine * total

@@ -1,5 +1,6 @@
-"""What was measured on held-out rows while a run trained: read back from the manifests of the tables, so that a curve
-of them is the same after any resume.
+"""Reads the measurements on held-out rows that a run committed during training, and makes curves of them.
+
+The measurements are in the manifests of the evaluation tables, so a resumed run shows the same curves.
 """
 
 from __future__ import annotations
@@ -7,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from storage.serialization import Frozen
@@ -15,93 +16,117 @@ from storage.store import key_patterns, keys
 from storage.store.artifacts import ArtifactRef, read_manifest
 from storage.store.objects import ObjectStore
 
-_NAMED = re.compile(r"(\d{6,})-(.+)", re.ASCII)
+_TABLE_NAME = re.compile(r"(\d{6,})-(.+)", re.ASCII)
+"""Last part of the key of an evaluation table: the policy's step and the name of the evaluation."""
 
 
 class Validation(Frozen):
     """One measurement of one policy."""
 
     name: str
-    """What is measured; equal names of one stage are one curve."""
+    """Name of the evaluation. The measurements of one name in a stage are one curve."""
     step: int
-    """Steps of the stage that the policy has behind it."""
+    """Number of steps that the policy was trained in the stage."""
     measures: dict[str, float] = {}
 
 
-def measured(name: str, measures: Mapping[str, float | None]) -> dict[str, Any]:
-    """What a table's manifest says of it, for `read_validations`. What is None or not finite is left out."""
-    known = {key: value for key, value in measures.items() if value is not None and math.isfinite(value)}
-    return {"validation": {"name": name, "measures": known}}
+def validation_entry(name: str, measures: Mapping[str, float | None]) -> dict[str, Any]:
+    """The entry of a table's manifest that `read_validations` reads. Measures that are None or not finite are left
+    out."""
+    finite = {key: value for key, value in measures.items() if value is not None and math.isfinite(value)}
+    return {"validation": {"name": name, "measures": finite}}
 
 
 def validation_of(store: ObjectStore, ref: ArtifactRef) -> Validation | None:
-    """What the table measured; None for one that does not say."""
-    named = _NAMED.fullmatch(ref.key.rpartition("/")[2])
-    said = read_manifest(store, ref.key).extra.get("validation")
-    if named is None or not isinstance(said, dict):
-        return None
-    return Validation(step=int(named[1]), **said)
+    """The measurement of a table; None if its manifest has none."""
+    step = _step_of(ref.key)
+    return None if step is None else _read_validation(store, ref.key, step)
 
 
 def read_validations(store: ObjectStore, run: str, stage: str, *, steps: int | None = None) -> list[Validation]:
-    """All of a stage, up to the policy of `steps` steps, in the order of steps and names."""
-    found = {}
-    for info in store.list(f"{keys.stage_prefix(run, stage)}evaluations/"):
-        owner = key_patterns.artifact_of_manifest(info.key)
-        named = _NAMED.fullmatch(owner.rpartition("/")[2]) if owner else None
-        if owner is None or named is None or (steps is not None and int(named[1]) > steps):
+    """The measurements of a stage, up to the policy after `steps` steps, in the order of steps and names."""
+    validations = {}
+    for key in evaluation_keys(store, run, stage):
+        # Look at the step before reading the manifest: a read is a request to the store.
+        step = _step_of(key)
+        if step is None or (steps is not None and step > steps):
             continue
-        said = read_manifest(store, owner).extra.get("validation")
-        if isinstance(said, dict):
-            one = Validation(step=int(named[1]), **said)
-            found[one.step, one.name] = one
-    return [found[place] for place in sorted(found)]
+        validation = _read_validation(store, key, step)
+        if validation is not None:
+            validations[step, validation.name] = validation
+    return [validations[step_and_name] for step_and_name in sorted(validations)]
+
+
+def evaluation_keys(store: ObjectStore, run: str, stage: str) -> Iterator[str]:
+    """Yields the keys of the committed evaluation tables of a stage, in the order of the store's listing."""
+    for info in store.list(f"{keys.stage_prefix(run, stage)}evaluations/"):
+        key = key_patterns.artifact_of_manifest(info.key)
+        if key is not None:
+            yield key
+
+
+def _step_of(key: str) -> int | None:
+    name = _TABLE_NAME.fullmatch(key.rpartition("/")[2])
+    return None if name is None else int(name[1])
+
+
+def _read_validation(store: ObjectStore, key: str, step: int) -> Validation | None:
+    entry = read_manifest(store, key).extra.get("validation")
+    return Validation(step=step, **entry) if isinstance(entry, dict) else None
 
 
 def curves(validations: Iterable[Validation]) -> dict[str, list[tuple[int, float]]]:
     """"name: measure" -> (step, value) in the order of the steps."""
-    found: dict[str, list[tuple[int, float]]] = {}
-    for one in sorted(validations, key=lambda one: one.step):
-        for measure, value in one.measures.items():
-            found.setdefault(f"{one.name}: {measure}", []).append((one.step, value))
-    return found
+    points: dict[str, list[tuple[int, float]]] = {}
+    for validation in sorted(validations, key=lambda validation: validation.step):
+        for measure, value in validation.measures.items():
+            points.setdefault(f"{validation.name}: {measure}", []).append((validation.step, value))
+    return points
 
 
 def reward_by_prompt(rows: Iterable[Mapping[str, Any]], by: str = "prompt_id") -> dict[Any, float | None]:
-    """The mean of the grades of each prompt's completions; None where every one of them failed."""
-    grades: dict[Any, list[float]] = {}
+    """The mean reward of each prompt's completions; None if none of them has a grade. `by` is the column that
+    identifies the prompt."""
+    rewards_of: dict[Any, list[float]] = {}
     for row in rows:
-        given = grades.setdefault(row[by], [])
+        rewards = rewards_of.setdefault(row[by], [])
         if row["reward"] is not None:
-            given.append(row["reward"])
-    return {prompt: math.fsum(given) / len(given) if given else None for prompt, given in grades.items()}
+            rewards.append(row["reward"])
+    return {prompt: _mean(rewards) for prompt, rewards in rewards_of.items()}
 
 
 def mean_reward(rows: Iterable[Mapping[str, Any]]) -> float | None:
-    """Over the prompts that have a grade."""
-    known = [reward for reward in reward_by_prompt(rows, "prompt_index").values() if reward is not None]
-    return math.fsum(known) / len(known) if known else None
+    """The mean over the prompts of their mean rewards. Prompts without a grade are left out; None if there is no
+    other."""
+    rewards = reward_by_prompt(rows, "prompt_index").values()
+    return _mean([reward for reward in rewards if reward is not None])
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None
 
 
 def sums_by_source(threads: Iterable[object], rewards: Iterable[float | None]) -> dict[str, list[float]]:
-    """Per `data_source` of the threads' metadata: the sum of the rewards and their number. Threads without one are left
-    out."""
+    """Data source -> [sum of the rewards, number of rewards]. The source of a thread is `data_source` of its metadata.
+    Threads without a source, and rewards that are None, are left out."""
     sums: dict[str, list[float]] = {}
     for thread, reward in zip(threads, rewards, strict=True):
         source = json.loads(str(thread)).get("metadata", {}).get("data_source")
         if source is not None and reward is not None:
-            known = sums.setdefault(str(source), [0.0, 0])
-            known[0] += reward
-            known[1] += 1
+            _add(sums, str(source), reward, 1)
     return sums
 
 
-def means_by_source(parts: Iterable[Mapping[str, Sequence[float]]]) -> dict[str, float]:
-    """The mean reward of each source over all parts."""
+def means_by_source(sums_of_shards: Iterable[Mapping[str, Sequence[float]]]) -> dict[str, float]:
+    """Data source -> mean reward over all shards, from the result of `sums_by_source` for each shard."""
     sums: dict[str, list[float]] = {}
-    for part in parts:
-        for source, (total, count) in part.items():
-            known = sums.setdefault(source, [0.0, 0])
-            known[0] += total
-            known[1] += count
+    for sums_of_shard in sums_of_shards:
+        for source, (total, count) in sums_of_shard.items():
+            _add(sums, source, total, count)
     return {source: total / count for source, (total, count) in sorted(sums.items())}
+
+
+def _add(sums: dict[str, list[float]], source: str, total: float, count: float) -> None:
+    source_sums = sums.setdefault(source, [0.0, 0])
+    source_sums[0] += total
+    source_sums[1] += count

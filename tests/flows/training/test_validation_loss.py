@@ -21,7 +21,7 @@ from flows.sft import sft
 from storage.chain.records import Chain
 from storage.store.objects import open_store
 from tasks.evaluation.lm_validation import dpo_loss
-from tasks.evaluation.reward_validation import ranked, rated
+from tasks.evaluation.reward_validation import measure_ranking, measure_ratings
 from tasks.evaluation.validation_curve import Validation, read_validations
 from tests.fixtures.preferences import preference_config, write_ratings
 
@@ -46,13 +46,13 @@ def test_the_loss_of_a_pair(loss: DPOSpec, expected: float) -> None:
 
 def test_the_loss_of_scores() -> None:
     """By hand: -log σ(1) = 0.31326169, -log σ(-0.5) = 0.97407698; (1 - 3)² = 4, (0.5 - 0)² = 0.25."""
-    table, measures = ranked([(2.0, 1.0), (-1.0, -0.5), (0.0, 0.0)])
+    table, measures = measure_ranking([(2.0, 1.0), (-1.0, -0.5), (0.0, 0.0)])
     assert [row["loss"] for row in table] == pytest.approx([0.31326169, 0.97407698, math.log(2)], abs=1e-8)
     assert [row["margin"] for row in table] == [1.0, -0.5, 0.0]
     assert measures["accuracy"] == pytest.approx(1 / 3)  # equal scores tell nothing apart
     assert measures["margin"] == pytest.approx(0.5 / 3)
     assert measures["loss"] == pytest.approx((0.31326169 + 0.97407698 + math.log(2)) / 3, abs=1e-8)
-    table, measures = rated([1.0, 0.5], [3.0, 0.0])
+    table, measures = measure_ratings([1.0, 0.5], [3.0, 0.0])
     assert [row["loss"] for row in table] == [4.0, 0.25] and measures == {"loss": 2.125}
 
 

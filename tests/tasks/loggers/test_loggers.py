@@ -16,7 +16,7 @@ from storage.chain.records import PolicyRef
 from storage.store import key_patterns, keys
 from storage.store.artifacts import Provenance, commit_bytes
 from storage.store.objects import ObjectStore, open_store
-from tasks.evaluation.validation_curve import Validation, measured
+from tasks.evaluation.validation_curve import Validation, validation_entry
 from tasks.loggers.base import LoggedRun, LoggerMissing, figures_of
 from tasks.loggers.services import SINKS, run_id
 from tasks.loggers.stage_loggers import Loggers
@@ -125,7 +125,7 @@ def test_what_was_measured_on_held_out_rows(
     provenance = Provenance(code_version="t", config_digest="d", seed=0)
     commit_bytes(
         store, key, b"x", kind="validation", suffix=".bin", provenance=provenance,
-        extra=measured("held-out", {"reward": 0.25, "none": None, "nan": float("nan")}),
+        extra=validation_entry("held-out", {"reward": 0.25, "none": None, "nan": float("nan")}),
     )  # fmt: skip
     for _ in range(2):  # and again after a restart
         loggers = Loggers(store, policy(0), ["swanlab"], run)

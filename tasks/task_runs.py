@@ -46,7 +46,7 @@ class _Result:
         for result in after:
             # A result without origins is one itself.
             origins |= result.origins or {result.id}
-        self.origins = frozenset(origins)
+        self.origins: frozenset[int] = frozenset(origins)
         """Ids of the tasks that precede this one and read nothing from other tasks, such as loading a dataset."""
         self.before = self.origins | {result.id for result in after}
         """Ids of the tasks that are known to precede this one: the origins, and those whose results it read itself."""

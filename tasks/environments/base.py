@@ -69,7 +69,8 @@ class EnvironmentFactory(ABC):
 
 
 class EnvironmentFailed(Exception):
-    """An environment failed, and a retry would not help."""
+    """The code of an environment cancelled itself, tried to end the process, or reacted differently when the
+    conversation was repeated. Like other exceptions of an environment, it is followed by one retry."""
 
     transient = False
 
@@ -88,8 +89,8 @@ def turn_grade(grades: Grades | None) -> float | None:
     values = []
     for part in parts:
         value = as_number(part.value if isinstance(part, Grade) else part)
-        values.append(value)
-    for value in values:
+        # The comparison is written so that it refuses NaN, too.
         if not abs(value) <= LARGEST_REWARD:
             raise ValueError(f"the environment graded a turn {value:g}; expected {REWARD_RANGE}")
+        values.append(value)
     return math.fsum(values)

@@ -140,6 +140,7 @@ class EpisodePlayer:
         """Raise SampleTooLong, or end the episode, if its first prompt is too long."""
         if episode.ending is not None:
             return
+        # The prompt and the first answer must fit together.
         length = len(episode.current_segment.tokenized)
         bounds = []
         if self.limits.first_prompt is not None:
@@ -177,7 +178,7 @@ class EpisodePlayer:
             episode.end("environment")
             return
 
-        # Open the next turn, or end the episode at a limit and add the grade for this end.
+        # Open the next turn, or end the episode at a limit. The environment may then add to the grade of the last turn.
         limit = self._open_next_turn(episode, thread, following)
         if limit is None:
             return
@@ -218,6 +219,7 @@ class EpisodePlayer:
         None if `following` does not begin with `thread`, or if the chat template renders earlier turns differently once
         more turns follow.
         """
+        # Only the new turns are tokenized: the tokens of the earlier ones must stay those that were sampled.
         played = len(thread.turns)
         if following.turns[:played] != thread.turns:
             return None

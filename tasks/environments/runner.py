@@ -27,7 +27,8 @@ GradedReaction = tuple[StringThread | None, float | None]
 
 
 class EpisodeFailed(Exception):
-    """The environment failed twice in a row. The message has both errors."""
+    """An episode cannot continue, and is masked. Its environment failed twice in a row (the message has both errors),
+    or its next answer cannot be sampled."""
 
 
 class EnvironmentRunner:
@@ -56,7 +57,7 @@ class EnvironmentRunner:
         return reaction
 
     async def grade_at_limit(self, thread: StringThread, limit: Limit) -> float | None:
-        """Return the environment's grade for the last turn of an episode that a limit ended."""
+        """Return what the environment adds to the grade of the last turn, because a limit ended the episode there."""
 
         async def grade() -> float | None:
             return turn_grade(await self._current().on_limit(thread, limit))
@@ -99,8 +100,11 @@ class EnvironmentRunner:
         """Create a new environment and bring it into the state of the failed one. Raises EnvironmentFailed if it reacts
         differently."""
         await self.close()
+        # An environment that failed before its first conversation has no state to restore.
         if self._opening is None:
             return
+
+        # Repeat all earlier calls, and compare their results with those of the failed environment.
         same = await self._attempt(self._create) == self._opening
         for thread, reaction in self._history:
             if not same:
@@ -118,7 +122,9 @@ class EnvironmentRunner:
         environment = await created if inspect.isawaitable(created) else created
         if not isinstance(environment, Environment):
             raise TypeError(f"create_environment returned {type(environment).__name__}; expected an Environment")
+        # The same seed for every attempt: a new environment must react like the failed one.
         environment.random = Random(self._seed)
+        # Keep it before its first call, so that `close` is called even if that call fails.
         self._environment = environment
         return _checked_thread(await environment.initialize_state(self._prompt), "initialize_state")
 
@@ -149,6 +155,8 @@ async def with_time_limit(call: Awaitable[T], seconds: float) -> T:
     except asyncio.CancelledError:
         attempt.cancel()
         raise
+
+    # Take the result. An attempt that is too late is abandoned.
     if not attempt.done():
         attempt.cancel()
         attempt.add_done_callback(retrieve_exception)

@@ -60,11 +60,11 @@ def _parsed_call(body: str) -> ToolCall:
         call = json.loads(body)
     except (ValueError, RecursionError) as error:
         return ToolCall("", {}, f"not JSON: {error}")
-    name = call.get("name") if isinstance(call, dict) else None
-    arguments = call.get("arguments", {}) if isinstance(call, dict) else None
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        return ToolCall("", {}, 'not a call: expected {"name": …, "arguments": {…}}')
-    return ToolCall(name, arguments)
+    if isinstance(call, dict):
+        name, arguments = call.get("name"), call.get("arguments", {})
+        if isinstance(name, str) and isinstance(arguments, dict):
+            return ToolCall(name, arguments)
+    return ToolCall("", {}, 'not a call: expected {"name": …, "arguments": {…}}')
 
 
 class Tool:
@@ -72,16 +72,19 @@ class Tool:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function, self.name = function, function.__name__
+        # A model with a field per parameter checks the arguments and gives their JSON schema.
         hints = typing.get_type_hints(function)
         fields: dict[str, Any] = {}
         for name, parameter in inspect.signature(function).parameters.items():
-            required = parameter.default is inspect.Parameter.empty
-            fields[name] = (hints.get(name, Any), ... if required else parameter.default)
+            is_required = parameter.default is inspect.Parameter.empty
+            default = ... if is_required else parameter.default  # pydantic's sign for a required field
+            fields[name] = (hints.get(name, Any), default)
         self.arguments = create_model(self.name, __config__=ConfigDict(extra="forbid"), **fields)
 
     def description(self) -> dict[str, Any]:
         """The description of the tool in the format of OpenAI's API."""
-        schema = {key: value for key, value in self.arguments.model_json_schema().items() if key != "title"}
+        schema = self.arguments.model_json_schema()
+        schema.pop("title", None)  # the title repeats the name of the function
         function = {"name": self.name, "description": inspect.getdoc(self.function) or "", "parameters": schema}
         return {"type": "function", "function": function}
 
@@ -96,13 +99,16 @@ class Tool:
             result = await self.function(**keywords)
         else:
             result = await in_thread(self.function, **keywords)
-        return result if isinstance(result, str) else TypeAdapter(Any).dump_json(result).decode()
+        if isinstance(result, str):
+            return result
+        return TypeAdapter(Any).dump_json(result).decode()
 
 
 def listed_tools(thread: StringThread, descriptions: Sequence[Mapping[str, Any]]) -> StringThread:
     """Add the descriptions of the tools, and of the protocol, to the system turn of the thread."""
     listed = INSTRUCTIONS + "\n".join(json.dumps(description) for description in descriptions)
     turns = list(thread.turns)
+    # Extend the system turn of the prompt: most chat templates accept only one.
     if turns and turns[0].role == "system":
         return StringThread([("system", f"{turns[0].text}\n\n{listed}"), *turns[1:]], thread.metadata)
     return StringThread([("system", listed), *turns], thread.metadata)
@@ -128,6 +134,7 @@ class ToolEnvironment(Environment):
         calls = parse_tool_calls(thread.last_content())
         if not calls:
             return None, await self.finish(thread)
+        # Execute the calls one after the other: a call may depend on the effect of an earlier one.
         answers = [await self._answer(call) for call in calls]
         if self.answer_role == "user":
             text = "\n".join(f"<tool_response>\n{answer}\n</tool_response>" for answer in answers)

@@ -83,13 +83,17 @@ class VerifiersEnvironment(Environment):
 
         row: dict[str, Any] = {"prompt": thread.messages(), "example_id": 0}
         row |= {key: self.metadata[key] for key in COLUMNS if key in self.metadata}
+        # The library requires a client, but the engine samples: nothing listens at this address.
         unused_client = ClientConfig(api_base_url="http://127.0.0.1:9", api_key_var="OSTINATO_NO_KEY", max_retries=0)
         self.state = await self.environment.init_state(row, unused_client, "policy")
         await self.environment.setup_state(self.state)
         self.prompt = await self._normalized(await self.environment.get_prompt_messages(self.state))
-        tools = self.state.get("tool_defs") or []
         first = StringThread([_turn(message) for message in self.prompt], thread.metadata)
-        return listed_tools(first, [_description(tool) for tool in tools]) if tools else first
+        # The renderer passes no tools to the chat template, so they are listed in the system turn.
+        tools = self.state.get("tool_defs")
+        if not tools:
+            return first
+        return listed_tools(first, [_description(tool) for tool in tools])
 
     async def react_to(self, thread: StringThread) -> Reaction:
         from verifiers.types import TrajectoryStep

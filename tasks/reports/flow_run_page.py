@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -46,7 +46,7 @@ def run_markdown(
     heldout = curves(validations)
     curve_names = ", ".join([*heldout, *_measures(steps)])
     picture = f"![{curve_names}]({curves_uri(steps, heldout)})"
-    parts = [f"### Run `{run}`", headline, picture, _figures(steps, heldout), _time_table(steps)]
+    parts = [f"### Run `{run}`", headline, picture, _summary_table(steps, heldout), _time_table(steps)]
     if links:
         parts.append("\n".join(f"- {caption}: {_link(target)}" for caption, target in links.items()))
     return "\n\n".join(parts) + "\n"
@@ -57,9 +57,9 @@ def curves_uri(
 ) -> str:
     """The curves as a PNG in a `data:` URI, which Prefect's page shows without another server or the internet."""
     drawn_steps = thinned(steps, CURVE_POINTS)
+    # A measurement of the policy after k steps is drawn at the last of them, step k - 1.
     panels = []
     for name, points in heldout.items():
-        # a validation of policy k belongs after step k - 1
         panels.append(Panel(name, [value for _, value in points], steps=[policy - 1 for policy, _ in points]))
     reward_stds = [step.reward_std for step in drawn_steps]
     for name, values in _measures(drawn_steps).items():
@@ -85,8 +85,11 @@ def sample_rows(
         return _episode_rows(store, step, rollouts, count)
     rollout_table = read_table(store, rollouts, ["thread", "completion", "text", "stop_reason"])
     grade_table = read_table(store, graded, ["reward", "status", "reason"])
+    # Convert only the chosen rows to Python objects: a shard may have thousands.
     chosen = _even_rows(rollout_table.num_rows, count)
-    pairs = zip(rollout_table.take(chosen).to_pylist(), grade_table.take(chosen).to_pylist(), strict=True)
+    chosen_rollouts = rollout_table.take(chosen).to_pylist()
+    chosen_grades = grade_table.take(chosen).to_pylist()
+    pairs = zip(chosen_rollouts, chosen_grades, strict=True)
     return [sample_row(step, rollout, grade) for rollout, grade in pairs]
 
 
@@ -134,25 +137,33 @@ def _grade(grade: Mapping[str, Any]) -> float | str:
     return f"{grade['status']}: {printable(grade['reason'] or '', TEXT_SHOWN)}"
 
 
+_MEASURES: dict[str, Callable[[StepMetrics], float | None]] = {
+    "reward": lambda step: step.reward_mean,
+    "pairs ranked correctly": lambda step: step.pair_accuracy,
+    "margin of the pairs": lambda step: step.pair_margin,
+    "KL to the reference": lambda step: step.kl_mean,
+    "completion length": lambda step: step.completion_length_mean,
+    "loss": lambda step: step.loss,
+    "gradient norm": lambda step: step.grad_norm,
+}
+"""Curve name -> value of a step, in the order of the page."""
+
+
 def _measures(steps: Sequence[StepMetrics]) -> dict[str, list[float | None]]:
     """Curve name -> value per step, for the measures that this run has."""
-    sampled = any(step.reward_mean is not None for step in steps)
-    measures: dict[str, list[float | None]] = {
-        "reward": [step.reward_mean for step in steps],
-        "pairs ranked correctly": [step.pair_accuracy for step in steps],
-        "margin of the pairs": [step.pair_margin for step in steps],
-        "KL to the reference": [step.kl_mean for step in steps],
-    }
-    if sampled:
-        measures["completion length"] = [step.completion_length_mean for step in steps]
-    measures["loss"] = [step.loss for step in steps]
-    if not sampled:
-        measures["gradient norm"] = [step.grad_norm for step in steps]
-    return {name: values for name, values in measures.items() if any(value is not None for value in values)}
+    # The picture has room for few curves: the completion length with rewards, the gradient norm without.
+    has_rewards = any(step.reward_mean is not None for step in steps)
+    omitted = "gradient norm" if has_rewards else "completion length"
+    measures = {}
+    for name, value_of in _MEASURES.items():
+        values = [value_of(step) for step in steps]
+        if name != omitted and any(value is not None for value in values):
+            measures[name] = values
+    return measures
 
 
-def _figures(steps: Sequence[StepMetrics], heldout: Mapping[str, Sequence[tuple[int, float]]]) -> str:
-    """A table with the first, last, lowest and highest value of each curve."""
+def _summary_table(steps: Sequence[StepMetrics], heldout: Mapping[str, Sequence[tuple[int, float]]]) -> str:
+    """A Markdown table with the first, last, lowest and highest value of each curve."""
     curve_values: dict[str, list[float | None]] = {}
     for name, points in heldout.items():
         curve_values[name] = [value for _, value in points]
@@ -166,7 +177,7 @@ def _figures(steps: Sequence[StepMetrics], heldout: Mapping[str, Sequence[tuple[
 
 
 def _time_table(steps: Sequence[StepMetrics]) -> str:
-    """A table of the seconds that each activity takes: per step, as a share, and in the last step."""
+    """A Markdown table of the seconds that each activity takes: per step, as a share, and in the last step."""
     activity_seconds: dict[str, float] = {}
     for activity in ACTIVITIES:
         activity_seconds[activity] = sum(step.seconds.get(activity, 0.0) for step in steps)

@@ -6,7 +6,7 @@
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from statistics import median
@@ -107,52 +107,65 @@ def _validation_charts(validations: Sequence[Validation]) -> list[Chart]:
     return charts
 
 
+_REWARD, _LENGTH = "Reward", "Completion length"
+_MEASURES: tuple[tuple[str, str, Callable[[StepMetrics], float | None]], ...] = (
+    (_REWARD, "mean over graded completions", lambda step: step.reward_mean),
+    ("Pairs ranked correctly", "share of the step's pairs", lambda step: step.pair_accuracy),
+    ("Margin of the pairs", "mean", lambda step: step.pair_margin),
+    ("KL to the reference", "mean per token, nats", lambda step: step.kl_mean),
+    (_LENGTH, "mean, tokens", lambda step: step.completion_length_mean),
+    ("Loss", "", lambda step: step.loss),
+    ("Gradient norm", "L2, before clipping", lambda step: step.grad_norm),
+    ("Learning rate", "", lambda step: step.learning_rate),
+    ("Entropy", "mean per token, nats", lambda step: step.entropy),
+    (
+        "Gap between sampler and trainer",
+        "mean |difference of log-probability| per token, nats",
+        lambda step: step.logprob_gap,
+    ),
+)
+"""(title, note, value of a step) of each chart, in the order of the page."""
+
+
 def _curves(steps: Sequence[StepMetrics]) -> list[tuple[str, str, list[float | None]]]:
-    """(title, note, value per step) of every measure of a step; a value is None where the run does not have it."""
-    sampled = any(step.reward_mean is not None for step in steps)
-    lengths = [step.completion_length_mean if sampled else None for step in steps]
-    has_band = any(step.reward_std for step in steps)
-    reward_note = "mean over graded completions" + ("; band: ± 1 standard deviation" if has_band else "")
-    curves: list[tuple[str, str, list[float | None]]] = [
-        ("Reward", reward_note, [step.reward_mean for step in steps]),
-        ("Pairs ranked correctly", "share of the step's pairs", [step.pair_accuracy for step in steps]),
-        ("Margin of the pairs", "mean", [step.pair_margin for step in steps]),
-        ("KL to the reference", "mean per token, nats", [step.kl_mean for step in steps]),
-        ("Completion length", "mean, tokens", lengths),
-        ("Loss", "", [step.loss for step in steps]),
-        ("Gradient norm", "L2, before clipping", [step.grad_norm for step in steps]),
-        ("Learning rate", "", [step.learning_rate for step in steps]),
-        ("Entropy", "mean per token, nats", [step.entropy for step in steps]),
-        ("Gap between sampler and trainer", "mean |difference of log-probability| per token, nats",
-         [step.logprob_gap for step in steps]),
-    ]  # fmt: skip
-    sources = sorted({source for step in steps for source in step.by_source})
-    for source in sources:
-        curves.append((f"Reward: {source}", "of this data source", [step.by_source.get(source) for step in steps]))
+    """(title, note, value per step) of each curve. A value is None if the step does not have the measure."""
+    curves: list[tuple[str, str, list[float | None]]] = []
+    for title, note, value_of in _MEASURES:
+        curves.append((title, note, [value_of(step) for step in steps]))
+    # One more curve of the reward for each data source.
+    sources: set[str] = set()
+    for step in steps:
+        sources |= step.by_source.keys()
+    for source in sorted(sources):
+        rewards = [step.by_source.get(source) for step in steps]
+        curves.append((f"Reward: {source}", "of this data source", rewards))
     return curves
 
 
 def _charts(steps: Sequence[StepMetrics]) -> list[Chart]:
     """A chart per measure that has at least one value."""
-    reward_stds = [step.reward_std for step in steps]
+    numbers = [step.step for step in steps]
     resumed = [step.step for step in steps if step.resumed]
+    reward_stds = [step.reward_std for step in steps]
+    has_rewards = any(step.reward_mean is not None for step in steps)
     charts = []
     for title, note, values in _curves(steps):
         if all(value is None for value in values):
             continue
+        # Without rewards nothing was sampled, so there are no completions.
+        if title == _LENGTH and not has_rewards:
+            continue
+        notes = [note] if note else []
+        spread = None
+        if title == _REWARD and any(reward_stds):
+            spread = reward_stds
+            notes.append("band: ± 1 standard deviation")
+        # A curve has a gap where a value is not finite; the note says that the values are not missing.
         not_finite = sum(value is not None and not math.isfinite(value) for value in values)
         if not_finite:
-            warning = f"not finite in {not_finite} of {len(values)} steps"
-            note = f"{note}; {warning}" if note else warning
-        has_band = title == "Reward" and any(reward_stds)
-        svg = curve_svg(
-            [step.step for step in steps],
-            values,
-            label=f"{title} by step",
-            spread=reward_stds if has_band else None,
-            resumed=resumed,
-        )
-        charts.append(Chart(title, note, Markup(svg)))
+            notes.append(f"not finite in {not_finite} of {len(values)} steps")
+        svg = curve_svg(numbers, values, label=f"{title} by step", spread=spread, resumed=resumed)
+        charts.append(Chart(title, "; ".join(notes), Markup(svg)))
     return charts
 
 
@@ -176,10 +189,14 @@ def _intervals(data: ReportData) -> Chart | None:
     rows = []
     pairs = _paired(data.before, data.after)
     for before, after in pairs:
-        for when, evaluation in (("before", before), ("after", after)):
-            if evaluation is not None:
-                name = f"{printable(evaluation.name)}, {when}" if len(pairs) > 1 else when
-                rows.append(Interval(name, evaluation.mean, evaluation.low, evaluation.high, highlight=when == "after"))
+        # The evaluation needs a name only if there are several.
+        prefix = ""
+        if len(pairs) > 1:
+            prefix = printable((before or after).name) + ", "  # type: ignore[union-attr]
+        if before is not None:
+            rows.append(Interval(f"{prefix}before", before.mean, before.low, before.high, highlight=False))
+        if after is not None:
+            rows.append(Interval(f"{prefix}after", after.mean, after.low, after.high, highlight=True))
     svg = intervals_svg(rows, label="Held-out means with 95 % intervals")
     return Chart("Held-out evaluation", "mean of each policy with its 95 % interval", Markup(svg))
 
@@ -210,11 +227,15 @@ def _comparison(before: EvaluationSummary | None, after: EvaluationSummary | Non
     name = (before or after).name  # type: ignore[union-attr]
     if before is None or after is None:
         return Comparison(name, before, after, None, 0, 0, "one side only")
+    # Use only the prompts that have a grade in both, and count those whose reward changed.
     rewards_before, rewards_after = [], []
+    better = worse = 0
     for reward_before, reward_after in zip(before.rewards, after.rewards, strict=True):
         if reward_before is not None and reward_after is not None:
             rewards_before.append(reward_before)
             rewards_after.append(reward_after)
+            better += reward_after > reward_before
+            worse += reward_after < reward_before
     if not rewards_before:
         return Comparison(name, before, after, None, 0, 0, "no prompt was graded in both")
     difference = paired_difference(rewards_before, rewards_after)
@@ -224,19 +245,16 @@ def _comparison(before: EvaluationSummary | None, after: EvaluationSummary | Non
         verdict = "higher, beyond chance"
     else:
         verdict = "lower, beyond chance"
-    changes = [after - before for before, after in zip(rewards_before, rewards_after, strict=True)]
-    better = sum(change > 0 for change in changes)
-    worse = sum(change < 0 for change in changes)
     return Comparison(name, before, after, difference, better, worse, verdict)
 
 
 def _tiles(data: ReportData, comparisons: Sequence[Comparison]) -> list[tuple[str, str, str]]:
     """(caption, figure, small print) of the figures at the top of the page."""
     tiles = []
-    # the first evaluation before and after
+    # The first evaluation before and after.
     if comparisons and (change := comparisons[0].difference) is not None:
         tiles.append((comparisons[0].name, f"{change.before_mean:.3f} → {change.after_mean:.3f}", str(change)))
-    # totals of the training steps
+    # Totals of the training steps.
     if data.steps:
         rewards = [step.reward_mean for step in data.steps if step.reward_mean is not None]
         if rewards:
@@ -259,18 +277,23 @@ def _duration(seconds: float) -> str:
 
 
 def _fact_groups(facts: dict[str, JsonValue]) -> list[tuple[str, list[tuple[str, str]]]]:
-    """(heading, rows of dotted key and text). Values that are no mapping come first, under an empty heading."""
-    ungrouped = [(key, _fact(value)) for key, value in facts.items() if not isinstance(value, dict)]
-    groups = [(key, _flat(value)) for key, value in facts.items() if isinstance(value, dict)]
+    """(heading, rows of dotted key and text). Values that are not mappings come first, under an empty heading."""
+    ungrouped = []
+    groups = []
+    for key, value in facts.items():
+        if isinstance(value, dict):
+            groups.append((key, _flatten(value)))
+        else:
+            ungrouped.append((key, _fact(value)))
     return [("", ungrouped), *groups] if ungrouped else groups
 
 
-def _flat(value: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+def _flatten(value: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     """(dotted key, text) of every value in nested mappings."""
     rows = []
     for key, inner in value.items():
         if isinstance(inner, dict) and inner:
-            rows += _flat(inner, f"{prefix}{key}.")
+            rows += _flatten(inner, f"{prefix}{key}.")
         else:
             rows.append((f"{prefix}{key}", _fact(inner)))
     return rows

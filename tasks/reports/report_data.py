@@ -27,8 +27,16 @@ def collect_report(
     facts: dict[str, Any],
     samples_shown: int,
 ) -> ReportData:
-    """The data of the report of a run up to `policy`."""
+    """The data of the report of a run up to `policy`.
+
+    Args:
+        before: the evaluation of the first policy, or None.
+        after: the evaluation of `policy`, or None.
+        facts: what the report lists in addition to the config, the machine and the versions.
+        samples_shown: number of prompts of each evaluation that are shown with their completions.
+    """
     run_record = read_run(store, policy.run)
+    # Read only the steps and validations up to `policy`, so that a report of an earlier policy is the same later.
     return ReportData(
         title=f"{keys.stage_kind(policy.stage).replace('_', ' ').upper()} of {policy.model}",
         run=policy.run,
@@ -59,8 +67,9 @@ def _summaries(store: ObjectStore, ref: ArtifactRef | None) -> tuple[EvaluationS
         return ()
     rows = read_table(store, ref, ["prompt_index", "reward"]).to_pylist()
     rewards = list(reward_by_prompt(rows, "prompt_index").values())
+    # If every grade failed there is no mean. The page still shows the completions and the count of masked grades.
     if all(reward is None for reward in rewards):
-        return ()  # every grade failed, so there is no mean; the table and the count of masked grades are still there
+        return ()
     return (summarise_evaluation("held-out reward", rewards),)
 
 

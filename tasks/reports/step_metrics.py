@@ -34,7 +34,7 @@ def measure_step(
     seconds: dict[str, float],
 ) -> StepMetrics:
     """The metrics of a step. Without rollouts (SFT) the fields of reinforcement learning are None."""
-    # rewards
+    # The rewards: one per completion, or one per episode.
     if all(ref.kind == "graded" for ref in graded):
         rewards, masked = _grades(store, graded)
     else:
@@ -43,19 +43,19 @@ def measure_step(
     deviation = None
     if mean is not None:
         deviation = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / len(rewards))
-    # sampled tokens, or trained tokens if nothing is sampled
-    shards = _for_each_shard(lambda ref: _sampled(store, ref), rollouts)
+    # Sampled tokens, or trained tokens if nothing is sampled.
+    shards = _for_each_shard(lambda ref: _shard_counts(store, ref), rollouts)
     completions = sum(shard.completions for shard in shards)
     tokens = sum(shard.tokens for shard in shards) if rollouts else int(record.metrics.get("tokens", 0))
-    # the batch
-    prompts, gap, dropped_rows = _batch(store, record.request.batch)
+    # The batch, which may have fewer rows than were sampled.
+    prompts, gap, dropped_rows = _batch_counts(store, record.request.batch)
     wall_seconds = sum(seconds.values())
     return StepMetrics(
         step=record.request.parent.step,
         total_steps=total_steps,
         reward_mean=mean,
         reward_std=deviation,
-        by_source=means_by_source(_for_each_shard(lambda ref: _sources(store, ref), graded)),
+        by_source=means_by_source(_for_each_shard(lambda ref: _sums_by_source(store, ref), graded)),
         kl_mean=record.metrics.get("kl_mean"),
         pair_accuracy=record.metrics.get("accuracy_mean"),
         pair_margin=_margin(record.metrics),
@@ -95,8 +95,8 @@ def _grades(store: ObjectStore, graded: list[ArtifactRef]) -> tuple[list[float],
     return rewards, masked
 
 
-def _sources(store: ObjectStore, graded: ArtifactRef) -> dict[str, list[float]]:
-    """Rewards of a shard summed by data source, from its manifest; episodes have none."""
+def _sums_by_source(store: ObjectStore, graded: ArtifactRef) -> dict[str, list[float]]:
+    """Data source -> [sum of the rewards, number of rewards] of a shard, from its manifest. Empty for episodes."""
     if graded.kind != "graded":
         return {}
     return read_manifest(store, graded.key).extra.get("by_source") or {}  # type: ignore[return-value]
@@ -110,36 +110,35 @@ def _episode_rewards(store: ObjectStore, trajectories: list[ArtifactRef]) -> tup
     return rewards, sum(masked)
 
 
-class _Shard(NamedTuple):
-    """Counts of what was sampled in a shard."""
+class _ShardCounts(NamedTuple):
+    """Numbers of what was sampled in a shard."""
 
     tokens: int
     completions: int
+    """Completions, or episodes."""
     dropped: int
-    """Prompts."""
+    """Prompts that were dropped for their length."""
 
 
-def _sampled(store: ObjectStore, rollouts: ArtifactRef) -> _Shard:
-    """The counts of a shard, from its manifest: reading the rows would cost as much as the tokens need."""
+def _shard_counts(store: ObjectStore, rollouts: ArtifactRef) -> _ShardCounts:
+    # The counts are in the manifest. The rows need not be read, which would take as long as reading all tokens.
     extra = read_manifest(store, rollouts.key).extra
-    tokens, dropped, episodes = (extra.get(name) for name in ("completion_tokens", "dropped", "episodes"))
-    if not isinstance(tokens, int):  # a manifest without the count
-        lengths = pc.list_value_length(read_table(store, rollouts, ["completion_ids"])["completion_ids"])
-        tokens = pc.sum(lengths).as_py() or 0
-    return _Shard(
-        tokens=tokens,
-        completions=episodes if isinstance(episodes, int) else rollouts.rows or 0,  # an episode may have several rows
-        dropped=dropped if isinstance(dropped, int) else 0,
+    # An episode may have several rows, so its shard has a count of episodes.
+    completions = extra.get("episodes", rollouts.rows)
+    return _ShardCounts(
+        tokens=int(extra["completion_tokens"]),  # type: ignore[arg-type]
+        completions=int(completions),  # type: ignore[arg-type]
+        dropped=int(extra["dropped"]),  # type: ignore[arg-type]
     )
 
 
-def _batch(store: ObjectStore, batch: ArtifactRef) -> tuple[int, float | None, int]:
+def _batch_counts(store: ObjectStore, batch: ArtifactRef) -> tuple[int, float | None, int]:
     """(prompts, mean |sampler - trainer| logprob in nats per token, rows dropped for their length) of a batch."""
     extra = read_manifest(store, batch.key).extra
-    prompts, gap, dropped = extra.get("prompts"), extra.get("logprob_gap"), extra.get("dropped")
-    if isinstance(prompts, int):
-        return prompts, gap if isinstance(gap, float) else None, dropped if isinstance(dropped, int) else 0
-    # the batch of a hand-written loop has no such manifest
+    if "prompts" in extra:
+        # `dropped` is only in the manifest if a row was dropped.
+        return extra["prompts"], extra.get("logprob_gap"), extra.get("dropped", 0)  # type: ignore[return-value]
+    # The batch of a hand-written loop has no counts in its manifest.
     table = read_table(store, batch, ["group", "old_logprobs", "sampler_logprobs"])
     batch_gap = LogprobGap()
     batch_gap.add(table)

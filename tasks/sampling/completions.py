@@ -61,7 +61,7 @@ async def sample_shard(
             return require_parent(committed, policy.uri)
         rows = read_rows(store, shard.dataset, shard.rows)
 
-    # render the prompts
+    # Render the prompts. Rows that occurred earlier in the step continue the numbers of their completions.
     renderer = renderer_of(store, shard.base)
     repetitions = shard.repetitions or (0,) * len(rows)
     rows = [row | {"first": times * shard.completions} for row, times in zip(rows, repetitions, strict=True)]
@@ -69,7 +69,7 @@ async def sample_shard(
     name_row = partial(row_name, store, shard.dataset)
     prompts = render_prompts(renderer, rows, limit, shard.truncation, name_row)
 
-    # sample every completion with a seed of its own
+    # Sample each completion with its own seed, so that its text does not depend on the other prompts of the shard.
     jobs = []
     for row, prompt in prompts:
         for number in range(row["first"], row["first"] + shard.completions):
@@ -80,7 +80,7 @@ async def sample_shard(
         request = generate_request(policy, [prompt for _, prompt, _ in jobs], seeds, sampling)
         completions = await workspace.connect().generate(request, epoch=workspace.epoch)
 
-    # commit
+    # Commit them, with the counts that the metrics of the step read.
     table = rollout_table(renderer, policy, jobs, seeds, completions)
     log_work("shard", stage=policy.stage, step=step, shard=shard.index)
     with timed("storage"):
@@ -116,6 +116,7 @@ def prompt_limit(workspace: Workspace, shard: PromptShard, sampling: SamplingPar
     longest = shortest(context, workspace.max_tokens)
     if longest is None:
         return shard.max_prompt_tokens
+    # Every completion may take all of max_new_tokens, so the prompt gets the rest.
     room = longest - sampling.max_new_tokens
     if room < 1:
         limit_name = "context" if longest == context else "max_batch_size"
@@ -144,20 +145,21 @@ def render_prompts(
             continue
         if truncation == "drop":
             continue
-        finding = (
+        problem = (
             f"prompt {row['id']} ({name_row(row['index'])}) has {len(prompt.token_ids)} tokens, at most {limit} are "
             "allowed"
         )
         if truncation == "error":
             raise SampleTooLong(
-                f"{finding} (max_prompt_tokens, or the model's context or max_batch_size less max_new_tokens); set "
+                f"{problem} (max_prompt_tokens, or the model's context or max_batch_size less max_new_tokens); set "
                 "truncation to left, right or drop, or raise the limit"
             )
         if prompt.images:
             raise UnsupportedFragment(
-                f"{finding}, and it has images, which cannot be truncated; set truncation to drop or error, or raise "
+                f"{problem}, and it has images, which cannot be truncated; set truncation to drop or error, or raise "
                 "max_prompt_tokens"
             )
+        # left keeps the last tokens, right keeps the first ones
         ids = prompt.token_ids[-limit:] if truncation == "left" else prompt.token_ids[:limit]
         rendered.append((row, replace(prompt, token_ids=ids, weights=[0.0] * len(ids))))
     return rendered
@@ -170,8 +172,13 @@ def rollout_table(
     seeds: list[int],
     completions: list[Completion],
 ) -> pa.Table:
-    """The rollouts table: a row per completion, with its text beside its tokens. If the model takes images, the rows
-    also have the prompt's images."""
+    """The rollouts table: a row per completion, with its tokens and its text. If the model takes images, the rows also
+    have the prompt's images.
+
+    Args:
+        jobs: (dataset row, prompt, number of the completion) of each completion.
+    """
+    # Only tables of such models have the column `images`, so that other tables need not store empty lists.
     takes_images = bool(renderer.tokenizer.images)
     rows = []
     for (row, prompt, number), seed, completion in zip(jobs, seeds, completions, strict=True):

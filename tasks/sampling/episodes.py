@@ -72,9 +72,13 @@ async def play_shard(
         committed = find_artifact(store, key)
         if committed is not None:
             return require_parent(committed, policy.uri)
+
+    # Play the episodes. Their seeds depend on the step, so that a repeated prompt is not the same episode again.
     seeds = (policy.stage, step)
     episodes = await play(workspace, policy, shard, sampling, plan, seeds=seeds, where=key)
     log_work("shard", stage=policy.stage, step=step, shard=shard.index)
+
+    # Commit those whose first prompt was not too long.
     played = [episode for episode in episodes if episode.ending != "too_long"]
     with timed("storage"):
         committed = commit_table(
@@ -109,11 +113,13 @@ async def play(
     Raises:
         TooManyMasked: more than `plan.max_masked_fraction` of the episodes could not be played.
     """
+    # Read the prompts and create an episode for each completion.
     store = workspace.open_store()
     with timed("storage"):
         rows = read_rows(store, shard.dataset, shard.rows)
     episodes = _episodes(workspace, shard, plan, rows, seeds)
 
+    # The player calls this once per turn, with the prompts of all episodes that have not ended.
     async def generate(prompts: list[list[int]], live: list[Episode]) -> list[Completion]:
         failpoint("trajectory.turn")
         answer_seeds = [
@@ -123,10 +129,11 @@ async def play(
             request = GenerateRequest(policy, prompts, answer_seeds, sampling)
             return await workspace.connect().generate(request, epoch=workspace.epoch)
 
+    # Play all episodes, and refuse a shard in which too many failed.
     limits = _limits(workspace, shard, sampling, plan)
     name_row = partial(row_name, store, shard.dataset)
-    players = EpisodePlayer(renderer_of(store, shard.base), limits, concurrency=plan.concurrency, name_row=name_row)
-    await players.play(episodes, generate)
+    player = EpisodePlayer(renderer_of(store, shard.base), limits, concurrency=plan.concurrency, name_row=name_row)
+    await player.play(episodes, generate)
     check_masked(episodes, plan, where=where)
     return episodes
 
@@ -202,8 +209,8 @@ def _counts(episodes: list[Episode], played: list[Episode]) -> dict[str, int]:
 
 
 def trajectory_table(renderer: Renderer, policy: PolicyRef, episodes: list[Episode]) -> pa.Table:
-    """The trajectories table: a row per segment, with the conversation beside the tokens. A masked or ignored episode
-    is one row without tokens."""
+    """The trajectories table: a row per segment, with its tokens and its conversation. A masked or ignored episode is
+    one row without tokens."""
     rows = []
     for episode in episodes:
         segments: Sequence[EpisodeSegment | None] = episode.segments if episode.status == "ok" else [None]
@@ -237,7 +244,7 @@ def _row(
             "graded_turns": list(grades),
             "grades": list(grades.values()),
         }
-    # the conversation, also of a masked episode, as far as it came
+    # A masked episode has the conversation up to its failure, so that a reader can see where it stopped.
     thread = episode.row["thread"]
     last_segment = segment or (episode.segments[-1] if episode.segments else None)
     if last_segment is not None:

@@ -49,10 +49,14 @@ async def grade_shard(
         if committed is not None:
             return require_parent(committed, rollouts.uri)
         rows = read_table(store, rollouts).to_pylist()
+
+    # Grade them. A shard in which too many grades failed is not committed, so that it is graded again after a resume.
     with timed("grade"):
         outcomes = await grade_texts(rows, grading, workspace)
     check_masked(outcomes, grading, where=rollouts.key)
     log_work("grade", stage=stage, step=step, shard=shard)
+
+    # Commit the grades, with the sums that the metrics of the step read.
     table = graded_table(rows, outcomes)
     by_source = sums_by_source([row["thread"] for row in rows], [outcome.reward for outcome in outcomes])
     with timed("storage"):
@@ -72,6 +76,7 @@ async def grade_texts(rows: list[dict[str, object]], grading: Grading, workspace
     """One outcome per row of a rollouts table, in order. Judges that the grader names run in the engine of
     `workspace`."""
     spec = grading.grader
+    # A crash of a grader in this process ends the run without a message. The note tells the next process about it.
     with note_grading(spec.path, workspace) if spec.workers == "none" else nullcontext():
         async with shared_grader(spec, workspace) as grader:
             return await grade_threads(
@@ -96,15 +101,8 @@ def check_masked(outcomes: list[GradeOutcome], grading: Grading, *, where: str) 
 
 def graded_table(rows: list[dict[str, object]], outcomes: list[GradeOutcome]) -> pa.Table:
     """The graded table: a row per completion, in the order of the rollouts."""
-    graded = [
-        {
-            "prompt_index": row["prompt_index"],
-            "prompt_id": row["prompt_id"],
-            "completion": row["completion"],
-            "reward": outcome.reward,
-            "status": outcome.status,
-            "reason": outcome.reason,
-        }
-        for row, outcome in zip(rows, outcomes, strict=True)
-    ]
+    graded = []
+    for row, outcome in zip(rows, outcomes, strict=True):
+        grade = {name: row[name] for name in ("prompt_index", "prompt_id", "completion")}
+        graded.append(grade | {"reward": outcome.reward, "status": outcome.status, "reason": outcome.reason})
     return pa.Table.from_pylist(graded, schema=SCHEMAS["graded"])

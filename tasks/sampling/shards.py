@@ -27,10 +27,12 @@ def read_tables(
     try:
         waiting: deque[Future[pa.Table]] = deque()
         for ref in refs:
+            # Yield the oldest table before another read begins, which bounds the memory.
             if len(waiting) == AHEAD:
                 yield waiting.popleft().result()
             waiting.append(pool.submit(read_table, store, ref, columns))
         while waiting:
             yield waiting.popleft().result()
     finally:
+        # Also reached when the caller stops early: reads that have not begun are dropped.
         pool.shutdown(cancel_futures=True)

@@ -45,9 +45,10 @@ def read_trajectories(store: ObjectStore, refs: list[ArtifactRef]) -> dict[tuple
         for segment in table.to_pylist():
             if segment["status"] != "ok":
                 continue
+            # The segments of a trajectory are in order, so their turns can be appended.
             name = segment["prompt_id"], segment["completion"]
             trajectory = trajectories.setdefault(name, Trajectory(*name))
             trajectory.ending = segment["ending"]
-            trajectory.turn_tokens += segment["turn_tokens"]  # the segments of a trajectory are in order
+            trajectory.turn_tokens += segment["turn_tokens"]
             trajectory.grades |= dict(zip(segment["graded_turns"], segment["grades"], strict=True))
     return trajectories

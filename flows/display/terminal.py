@@ -66,7 +66,7 @@ class TerminalProgress:
         if total_steps is not None and first_step >= total_steps:
             self.note(f"resuming: all {total_steps} steps are committed")
         elif first_step:
-            self.note(f"resuming: {first_step} steps are committed, next is step {_number(first_step, total_steps)}")
+            self.note(f"resuming after step {first_step}: next is step {_number(first_step, total_steps)}")
         # the live view needs a terminal that can be redrawn
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             self._task = self._bar.add_task(

@@ -2,7 +2,8 @@
 
 Sizes follow from the number of parameters P. Time is counted in operations: 2P per token that is read or sampled, and
 6P per token that is trained (forward and backward; Kaplan et al., arXiv:2001.08361), at the speed that the engine
-measured. Time is an upper bound: it assumes that every completion reaches its maximum length.
+measured. It assumes that every completion reaches its maximum length. Evaluation, storage and grading are not counted,
+and a small model on few rows does not reach the measured speed, so that a run may take longer.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class Estimate:
             free = "" if info.disk_free_bytes is None else f" of {_gib(info.disk_free_bytes)} free"
             parts.append(f"{_gib(self.disk_bytes)}{free} storage")
         if self.seconds is not None:
-            parts.append(f"at most {_duration(self.seconds)}, if every completion has its maximum length")
+            parts.append(f"about {_duration(self.seconds)} of computation at the measured speed")
         return "estimate: " + ", ".join(parts)
 
 
@@ -237,6 +238,8 @@ def _gib(size: int) -> str:
 
 
 def _duration(seconds: float) -> str:
+    if seconds < 1:
+        return "1 s"
     if seconds < 90:
         return f"{seconds:.0f} s"
     if seconds < 5400:

@@ -81,7 +81,7 @@ def test_a_resumed_run_says_where_it_goes_on() -> None:
     clock.now += 5
     progress.step(rl_step(12).model_copy(update={"resumed": True}))
     first, second = out.getvalue().splitlines()
-    assert first == "resuming: 12 steps are committed, next is step 13/20"
+    assert first == "resuming after step 12: next is step 13/20"
     assert second.startswith("step 13/20")
     assert second.endswith("35s left  resumed")
 

@@ -131,6 +131,6 @@ def test_a_resumed_run_has_written_part_of_its_disk_already() -> None:
 def test_the_text_names_all_three() -> None:
     text = Estimate(memory_bytes=2 * GIB, disk_bytes=3 * GIB, seconds=600.0).text(info(disk_free_bytes=4 * GIB))
     assert text == (
-        "estimate: 2.0 GiB of the engine's 8.0 GiB memory, 3.0 GiB of 4.0 GiB free storage, at most 10 min, if "
-        "every completion has its maximum length"
+        "estimate: 2.0 GiB of the engine's 8.0 GiB memory, 3.0 GiB of 4.0 GiB free storage, about 10 min "
+        "of computation at the measured speed"
     )

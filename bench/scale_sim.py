@@ -1,13 +1,17 @@
-"""The orchestration and storage path at 1,000 workers and 10^7 rollouts: real tasks and storage, a simulated engine.
-
-Real: the plain code of the tasks (rollouts and grades of one shard in --real-every, the batch and the metrics of all),
-artifacts, tables, keys, commits of the chain, retries, their CPU seconds and memory. Simulated: the engine (ids and
-logprobs from a generator), S3 (latency, limits, SlowDown), the workers' clocks. The other shards are copies with their
-own prompts, committed by the real code. Completions have --new-tokens tokens; modelled times and bytes stand for
---nominal-tokens, CPU seconds and memory for the real ones.
-Not here: Prefect itself (its cost per task run is measured elsewhere, and multiplied), CPU contention, kills.
+"""Simulates a run of 1,000 workers and 10^7 rollouts on the real code of tasks and storage, with a simulated engine.
 
     PYTHONPATH=. .venv/bin/python bench/scale_sim.py --steps 12 --prompts 100000 --completions 8 --workers 1000
+
+Real are the code of the tasks, artifacts, tables, keys, commits of the chain and retries, with their CPU seconds and
+memory. The rollouts and grades of one shard in --real-every are made by the tasks; the other shards are copies with
+their own prompts, which the real code commits. The batch and the metrics are computed from all shards.
+
+Simulated are the engine (random ids and logprobs), S3 (latency, limits, SlowDown) and the clocks of the workers.
+Completions have --new-tokens tokens. CPU seconds and memory are those of the real tokens; modelled times and bytes are
+computed for --nominal-tokens.
+
+Prefect itself, contention for CPUs, and kills are not simulated. The cost of Prefect per task run was measured
+separately, and is multiplied by the number of task runs.
 """
 
 from __future__ import annotations
@@ -50,19 +54,23 @@ from tasks.sampling.grading import Grading
 RUN = "scale"
 PROVENANCE = Provenance(code_version="bench", config_digest="0" * 64, seed=0)
 PREFECT_CLIENT_SECONDS, PREFECT_SERVER_SECONDS = 0.004, 0.025
-"""CPU per task run, prefect 3.8.8: measured on this machine with 200 trivial tasks (docs/scaling.md)."""
+"""CPU seconds per task run of Prefect 3.8.8, measured with 200 trivial tasks (docs/scaling.md)."""
 
 
 @dataclass(frozen=True)
 class Size:
+    """The size of the simulated run."""
+
     steps: int
     prompts: int
     completions: int
     per_shard: int
+    """Prompts per shard."""
     workers: int
     real_every: int
+    """One shard in this many is made by the real tasks."""
     rows: int
-    """Of the dataset."""
+    """Rows of the dataset."""
 
 
 @dataclass
@@ -73,35 +81,40 @@ class Phase:
     cpu: float = 0.0
     wall: float = 0.0
     virtual: float = 0.0
-    """Modelled seconds: requests and engine, and the CPU seconds spent here."""
+    """Modelled seconds: those of the requests and the engine, plus the CPU seconds spent here."""
     peak_rss: int = 0
+    """Bytes."""
     meter: Meter = field(default_factory=Meter)
 
 
 @dataclass
 class StepReport:
+    """The figures of one step."""
+
     step: int
     phases: list[Phase]
     workers: WorkerStep
     rows: int
     batch_ref_bytes: int
-    """JSON of the reference that the step request carries."""
+    """Size of the batch's reference in the step request, as JSON."""
     record_bytes: int
     refs_bytes: int
-    """JSON of the references that the batch task is given."""
+    """Size of the references that the batch task receives, as JSON."""
 
 
 class Simulation:
-    """The coordinator: what flows.grpo does in one step, line by line."""
+    """The coordinator. It does in one step what flows.grpo does."""
 
     def __init__(
         self, folder: Path, size: Size, s3: S3Model, engine: EngineModel, *, processes: bool = True
     ) -> None:
-        """Without `processes` the workers are in this one: quicker to start, but its memory is theirs too."""
+        """Without `processes` the workers run in this process: it starts faster, but its memory includes theirs."""
+        # the model, the dataset and the run
         self.size, self.folder = size, folder
         prepared = _in_child(prepare, folder, size, s3, engine) if processes else prepare(folder, size, s3, engine)
         self.base, self.dataset, self.policy, ids = prepared
         self.world = new_world(folder, s3, engine, seed=2)
+        # the workers
         workspace = {"store": "sim", "run": RUN, "epoch": 1, "provenance": PROVENANCE}
         self.workspace = SimulatedWorkspace(**workspace).enter(self.world)
         setup = {
@@ -110,10 +123,11 @@ class Simulation:
             "sampling": SamplingParams(max_new_tokens=engine.new_tokens),
         }  # fmt: skip
         context = multiprocessing.get_context("spawn")
-        self.pipe, other = context.Pipe()
-        run = context.Process if processes else threading.Thread
-        self.child = run(target=serve, args=(other, folder, s3, engine, setup), daemon=True)
+        self.pipe, worker_pipe = context.Pipe()
+        worker_class = context.Process if processes else threading.Thread
+        self.child = worker_class(target=serve, args=(worker_pipe, folder, s3, engine, setup), daemon=True)
         self.child.start()
+        # the prompt ids belong to the workers' memory
         del ids, setup
         self.plan = BatchPlan(reference=self.policy)
         self.cursor = DataCursor()
@@ -123,13 +137,17 @@ class Simulation:
         self.child.join(30)
 
     def run_step(self, step: int) -> StepReport:
+        """Runs one step, and checks that no rollout is missing."""
+        # plan the shards
         phases: list[Phase] = []
         with self._phase("plan", phases):
             rows, cursor_out = take(self.cursor, self.size.prompts, rows=self.size.rows, seed=42)
             shards = self._shards(rows)
+        # the workers sample and grade
         self.pipe.send({"policy": self.policy, "shards": shards, "step": step, "start": self.world.clock.now})
         done: WorkerStep = self.pipe.recv()
         self.world.clock.now = done.end
+        # the batch, the gradient step and its metrics
         with self._phase("batch", phases):
             batch = asyncio.run(
                 rollout_batch(self.workspace, self.policy, done.rollouts, done.graded, self.plan, step=step)
@@ -142,38 +160,52 @@ class Simulation:
             )  # fmt: skip
             record = asyncio.run(self.workspace.connect().take_gradient_step(request))
         with self._phase("metrics", phases):
-            found = measure_step(
+            metrics = measure_step(
                 self.world.store, record, done.rollouts, done.graded, total_steps=self.size.steps, seconds={}
             )
-            write_metrics(self.world.store, record.policy, found)
+            write_metrics(self.world.store, record.policy, metrics)
         self.policy, self.cursor = record.policy, cursor_out
+        # every rollout must be in the batch and in the metrics
         expected = self.size.prompts * self.size.completions
-        if not expected == batch.rows == found.completions or found.prompts != len(set(rows)):
-            raise SystemExit(f"step {step}: {expected} rollouts, {batch.rows} trained, {found.completions} measured")
+        if not expected == batch.rows == metrics.completions or metrics.prompts != len(set(rows)):
+            raise SystemExit(f"step {step}: {expected} rollouts, {batch.rows} trained, {metrics.completions} measured")
         return StepReport(
-            step, phases, done, expected, len(canonical_json(batch)), len(canonical_json(record)),
-            sum(len(canonical_json(ref)) for ref in (*done.rollouts, *done.graded)),
-        )  # fmt: skip
+            step=step,
+            phases=phases,
+            workers=done,
+            rows=expected,
+            batch_ref_bytes=len(canonical_json(batch)),
+            record_bytes=len(canonical_json(record)),
+            refs_bytes=sum(len(canonical_json(ref)) for ref in (*done.rollouts, *done.graded)),
+        )
 
     def _shards(self, rows: list[int]) -> list[PromptShard]:
-        """As flows.grpo cuts a step."""
+        """Divides the prompts of a step into shards, like flows.grpo."""
         size, earlier = self.size.per_shard, repetitions(rows)
-        return [
-            PromptShard(
-                base=self.base, dataset=self.dataset, index=index, rows=tuple(rows[start : start + size]),
-                completions=self.size.completions, repetitions=tuple(earlier[start : start + size]),
+        shards = []
+        for start in range(0, len(rows), size):
+            shard = PromptShard(
+                base=self.base,
+                dataset=self.dataset,
+                index=len(shards),
+                rows=tuple(rows[start : start + size]),
+                completions=self.size.completions,
+                repetitions=tuple(earlier[start : start + size]),
             )
-            for index, start in enumerate(range(0, len(rows), size))
-        ]  # fmt: skip
+            shards.append(shard)
+        return shards
 
     @contextmanager
     def _phase(self, name: str, phases: list[Phase]) -> Iterator[None]:
+        """Measures a part of the step, and appends it to `phases`."""
+        # reset the counters, and the peak of resident memory
         world, phase = self.world, Phase(name)
         world.meter.__init__()  # type: ignore[misc]
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        Path("/proc/self/clear_refs").write_text("5")
         cpu, wall, virtual = time.process_time(), time.perf_counter(), world.clock.now
         world.engine.cpu_seconds = 0.0
         yield
+        # the CPU time of the simulated engine would be spent on another machine
         phase.cpu, phase.wall = time.process_time() - cpu - world.engine.cpu_seconds, time.perf_counter() - wall
         world.clock.advance(phase.cpu)
         phase.virtual = world.clock.settle() - virtual
@@ -185,10 +217,12 @@ class Simulation:
 def prepare(
     folder: Path, size: Size, s3: S3Model, engine: EngineModel
 ) -> tuple[ArtifactRef, ArtifactRef, PolicyRef, list[str]]:
-    """A registered model, a dataset, a run with its lease and the root of its chain."""
+    """Publishes a model, loads a dataset, opens a run with its lease, and commits the root of its chain. Returns the
+    model, the dataset, policy 0 and the ids of the prompts."""
     from engine.backends.torch.tiny import build_tiny_model
     from storage.store.tables import read_table
 
+    # the model and the dataset
     world = new_world(folder, s3, engine, seed=0)
     with tempfile.TemporaryDirectory() as scratch:
         model = build_tiny_model(Path(scratch, "model"), seed=0, hidden=64, layers=1)
@@ -199,6 +233,7 @@ def prepare(
             for row in range(size.rows):
                 file.write(json.dumps({"prompt": f"What is {row} times {row % 97}?"}) + "\n")
         data = load_dataset(world.store, FileDataset(path=str(prompts)), provenance=PROVENANCE)
+    # the run and its chain
     create_or_check_run(world.store, RUN, semantic={"bench": "scale"}, other={}, code_version="bench")
     acquire_lease(world.store, RUN, {"pid": 0})
     root = Root(base=base, base_digest=base.sha256)
@@ -208,7 +243,7 @@ def prepare(
 
 
 def _in_child(call: Any, *arguments: Any) -> Any:
-    """Runs it in a process of its own, so that what it imports does not count as the coordinator's memory."""
+    """Runs the call in a process of its own, so that its imports do not count as the coordinator's memory."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(call, arguments)
 
@@ -224,7 +259,7 @@ def _peak_rss() -> int:
 
 
 def table(report: StepReport) -> str:
-    """One step: the coordinator's phases, the workers, the store."""
+    """Describes one step: the phases of the coordinator, the workers, and the store."""
     done, shards = report.workers, len(report.workers.rollouts)
     tasks = 2 * shards + 2
     lines = [f"step {report.step}: {report.rows:,} rollouts in {shards:,} shards"]
@@ -252,7 +287,11 @@ def _requests(meter: Meter) -> str:
     areas: dict[str, Counter[str]] = {}
     for (area, verb), count in meter.requests.items():
         areas.setdefault(area, Counter())[verb] += count
-    text = "; ".join(f"{area} {' '.join(f'{v} {n:,}' for v, n in sorted(of.items()))}" for area, of in areas.items())
+    parts = []
+    for area, counts in areas.items():
+        verbs = " ".join(f"{verb} {count:,}" for verb, count in sorted(counts.items()))
+        parts.append(f"{area} {verbs}")
+    text = "; ".join(parts)
     text += f"; read {meter.bytes_read / 1e9:.2f} GB, wrote {meter.bytes_written / 1e9:.2f} GB"
     if meter.throttled:
         text += f"; {meter.throttled:,} SlowDown, {meter.backoff_seconds:,.0f} lane-s of backoff"
@@ -268,7 +307,7 @@ def simulate(
     show: Callable[[str], None] = print,
     processes: bool = True,
 ) -> list[StepReport]:
-    """Runs the steps, and shows each. Ends the program when a count or the chain is not what it must be."""
+    """Runs the steps, and shows the figures of each. Ends the program if a count or the chain is wrong."""
     simulation = Simulation(folder, size, s3, engine, processes=processes)
     try:
         reports = []
@@ -283,8 +322,8 @@ def simulate(
         simulation.close()
 
 
-def look_after(folder: Path, s3: S3Model, engine: EngineModel) -> str:
-    """What the keepers of the store cost when the run is over: a dry collection, and the audit."""
+def measure_maintenance(folder: Path, s3: S3Model, engine: EngineModel) -> str:
+    """Measures a garbage collection with dry_run, and an audit, on the store of the finished run."""
     from storage.inspect.audit import audit_store
     from storage.inspect.gc import collect_garbage
 
@@ -296,11 +335,11 @@ def look_after(folder: Path, s3: S3Model, engine: EngineModel) -> str:
         world = new_world(folder, s3, engine, seed=3)
         Path("/proc/self/clear_refs").write_text("5")
         cpu = time.process_time()
-        found = call(world.store)
+        report = call(world.store)
         lines.append(
             f"{name}: cpu {time.process_time() - cpu:.1f} s, modelled {world.clock.settle():,.0f} s of requests, peak "
             f"RSS {_peak_rss() / 2**20:.0f} MiB; {_requests(world.meter)}; "
-            f"{len(getattr(found, 'findings', ()))} findings"
+            f"{len(getattr(report, 'problems', ()))} findings"
         )
     return "\n".join(lines)
 
@@ -312,26 +351,29 @@ def main() -> None:
         ("real-every", 20), ("rows", 0), ("new-tokens", 16), ("nominal-tokens", 1024),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--keepers", action="store_true", help="a dry garbage collection and an audit at the end")
-    parser.add_argument("--json", type=Path, help="write the reports there")
-    given = parser.parse_args()
+    parser.add_argument(
+        "--maintenance", action="store_true", help="measure a dry garbage collection and an audit at the end"
+    )
+    parser.add_argument("--json", type=Path, help="write the reports to this file")
+    options = parser.parse_args()
     size = Size(
-        given.steps, given.prompts, given.completions, given.per_shard, given.workers, given.real_every,
-        given.rows or 2 * given.prompts,
+        options.steps, options.prompts, options.completions, options.per_shard, options.workers, options.real_every,
+        options.rows or 2 * options.prompts,
     )  # fmt: skip
-    s3, engine = S3Model(), EngineModel(new_tokens=given.new_tokens, nominal_tokens=given.nominal_tokens)
+    s3, engine = S3Model(), EngineModel(new_tokens=options.new_tokens, nominal_tokens=options.nominal_tokens)
     with tempfile.TemporaryDirectory(prefix="scale-sim-") as scratch:
         began = time.perf_counter()
         reports = simulate(size, s3, engine, folder=Path(scratch, "store"), show=partial(print, flush=True))
         total = sum(report.rows for report in reports)
         print(f"{total:,} rollouts in {len(reports)} steps, {time.perf_counter() - began:.0f} s of wall time")
-        if given.keepers:
-            print(look_after(Path(scratch, "store"), s3, engine))
-    if given.json:
-        given.json.write_text(json.dumps([_plain(report) for report in reports], indent=1, default=str))
+        if options.maintenance:
+            print(measure_maintenance(Path(scratch, "store"), s3, engine))
+    if options.json:
+        options.json.write_text(json.dumps([_plain(report) for report in reports], indent=1, default=str))
 
 
 def _plain(report: StepReport) -> dict[str, Any]:
+    """Returns the report as JSON values, with the number of shards instead of their references."""
     body = asdict(report)
     for meter in (body["workers"]["meter"], *(phase["meter"] for phase in body["phases"])):
         meter["requests"] = {" ".join(name): count for name, count in meter["requests"].items()}

@@ -1,6 +1,6 @@
-"""The engine of the simulation: token ids and logprobs out of a generator, seconds out of a throughput, no model.
+"""The engine of the simulation: random token ids and logprobs, and seconds computed from a throughput, without a model.
 
-Commits of steps are real (storage.chain.records). What a real engine holds in memory for a step is measured apart.
+Commits of steps are real (storage.chain.records). The memory that a real engine needs for a step is not simulated.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ from storage.store.objects import ObjectStore
 NUMERICS = Numerics(backend="simulated", device="none", compute_dtype="bfloat16", threads=1, max_tokens=8192)
 
 TABLE_BYTES = {"rollouts": (45.0, 11.2), "batch": (10.0, 20.3)}
-"""Measured: bytes of a table's file per completion, and per completion token with ids of a vocabulary of 100,000 and
-logprobs that do not compress."""
+"""Measured bytes of a table's file, per completion and per completion token. The ids were drawn from a vocabulary of
+100,000, and the logprobs did not compress."""
 
 
 @dataclass(frozen=True)
 class EngineModel:
-    """Speed of the pool behind one engine, in tokens of full-length completions."""
+    """The speed of one engine, in tokens of full-length completions."""
 
     new_tokens: int = 16
-    """Materialised per completion."""
+    """Tokens per completion that are really made."""
     nominal_tokens: int = 1024
-    """That the times and the bytes stand for."""
+    """Tokens per completion for which times and bytes are computed."""
     sample_tokens_per_second: float = 2e6
     score_tokens_per_second: float = 8e6
     train_tokens_per_second: float = 3e6
     seconds_per_token: float = 0.02
-    """Of one sequence: no completion is faster than this times its length."""
+    """Time for each token of one sequence, which no completion can go below."""
 
 
 class SimulatedEngine:
-    """The part of engine.protocol.Engine that a step calls."""
+    """Implements the methods of engine.protocol.Engine that a step calls."""
 
     def __init__(self, store: ObjectStore, model: EngineModel, clock: Clock) -> None:
         self.store, self.model, self.clock = store, model, clock
         self.free_at = 0.0
-        """When the samplers have done what they were asked for so far."""
+        """Virtual time at which the samplers will have finished all requests so far."""
         self.cpu_seconds = 0.0
-        """That the simulation spent here, in place of another machine."""
+        """CPU seconds of this class, which a real run would spend on another machine."""
 
     def occupy(self, completions: int) -> None:
-        """The lane waits until the pool has sampled that many completions after what is queued before them."""
+        """Advances the clock of the lane until the samplers have sampled these completions, after those before them."""
         begun = self.clock.read()
         work = completions * self.model.nominal_tokens / self.model.sample_tokens_per_second
         self.free_at = max(self.free_at, begun) + work
@@ -99,7 +99,7 @@ class SimulatedEngine:
 
 @dataclass
 class World:
-    """One process of the simulation: its view of the shared store, its clock and its engine."""
+    """What one process of the simulation uses: the shared store, a clock and an engine."""
 
     clock: Clock
     meter: Meter
@@ -109,11 +109,12 @@ class World:
 
 
 def new_world(folder: Any, s3: S3Model, engine: EngineModel, *, seed: int) -> World:
+    # bytes of a table with nominal tokens, per byte of one with new tokens
+    scale = {}
+    for kind, (fixed, per_token) in TABLE_BYTES.items():
+        nominal_bytes = fixed + engine.nominal_tokens * per_token
+        scale[kind] = nominal_bytes / (fixed + engine.new_tokens * per_token)
     clock, meter = Clock(), Meter()
-    scale = {
-        kind: 1 + (engine.nominal_tokens - engine.new_tokens) * per_token / (fixed + engine.new_tokens * per_token)
-        for kind, (fixed, per_token) in TABLE_BYTES.items()
-    }
     backend = SimulatedS3(folder, s3, clock=clock, meter=meter, seed=seed, bytes_scale=scale)
     store = ObjectStore(backend, retry=VirtualRetry(clock, meter))
     return World(clock, meter, backend, store, SimulatedEngine(store, engine, clock))

@@ -1,8 +1,9 @@
-"""A store that behaves like S3 on a virtual clock: real bytes in plain files, modelled latency, limits and SlowDown.
+"""A store that behaves like S3 on a virtual clock: real bytes in plain files; modelled latency, limits and SlowDown.
 
-Nobody waits: each lane (a worker, a thread) has a clock of its own, which a request moves on by the seconds that it
-would have taken. The limits are counted per second of that time; a lane that is simulated later finds the seconds as
-the earlier ones left them, so the order of simulation decides who is throttled, and not how many.
+The simulation never sleeps. Each lane (a worker or a thread) has its own clock, and a request advances it by the
+modelled time of the request. The limits hold for each second of virtual time. Lanes are simulated one after the other,
+and a later lane sees the requests of the earlier ones in each second. So the order decides which lanes are throttled,
+but not how many requests are.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ PAGE_KEYS = 1000
 
 @dataclass(frozen=True)
 class S3Model:
-    """What a request costs. Latency is lognormal with this median and 99th percentile."""
+    """The speed and limits of S3. The latency of a request has a lognormal distribution."""
 
     p50_seconds: float = 0.030
     p99_seconds: float = 0.100
     reads_per_second: int = 5500
-    """GET, HEAD and LIST of one partition; S3 documents the first two."""
+    """Limit on GET, HEAD and LIST requests to one partition. S3 documents it for GET and HEAD."""
     writes_per_second: int = 3500
-    """PUT and DELETE of one partition."""
+    """Limit on PUT and DELETE requests to one partition."""
     bytes_per_second: float = 90e6
-    """Of one connection."""
+    """Throughput of one connection."""
 
     def latency(self, random: Random) -> float:
         sigma = math.log(self.p99_seconds / self.p50_seconds) / 2.3263
@@ -52,18 +53,18 @@ class S3Model:
 
 @dataclass
 class Meter:
-    """What was asked of the store, and what it cost."""
+    """The number and cost of the requests to the store."""
 
     requests: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """(area, verb) -> requests that were answered."""
+    """Successful requests by (area, verb)."""
     bytes_read: int = 0
     bytes_written: int = 0
     throttled: int = 0
-    """Answers 503 SlowDown."""
+    """Number of replies 503 SlowDown."""
     backoff_seconds: float = 0.0
-    """Over all lanes."""
+    """Seconds of backoff over all lanes."""
     wait_seconds: float = 0.0
-    """In requests and backoff, over all lanes."""
+    """Seconds of requests and backoff over all lanes."""
 
     def add(self, other: Meter) -> None:
         self.requests.update(other.requests)
@@ -72,11 +73,11 @@ class Meter:
 
 
 class Clock:
-    """Virtual seconds, one lane per thread. `settle` joins them: the slowest lane is the time that passed."""
+    """Virtual seconds, with one lane per thread. `settle` joins the lanes at the time of the slowest one."""
 
     def __init__(self) -> None:
         self.now = 0.0
-        """Of the main lane, which is whoever drives the simulation."""
+        """Time of the main lane: the thread that made the clock, which drives the simulation."""
         self._main = threading.get_ident()
         self._lanes: dict[int, float] = {}
         self._lock = threading.Lock()
@@ -101,7 +102,7 @@ class Clock:
 
 
 class VirtualRetry(RetryPolicy):
-    """The store's own policy; the delay passes on the virtual clock."""
+    """The retry policy of the store, with delays on the virtual clock."""
 
     def __init__(self, clock: Clock, meter: Meter) -> None:
         super().__init__()
@@ -117,8 +118,8 @@ class VirtualRetry(RetryPolicy):
 
 
 class SimulatedS3:
-    """Implements storage.store.backends.protocol.Backend. Keys of one area (their first segment) share a partition:
-    the keys of a step are new when it begins, so S3 cannot have split them by their load."""
+    """Implements storage.store.backends.protocol.Backend. Keys of one area (their first segment) share a partition: S3
+    splits partitions by load, and the keys of a step are new when it begins."""
 
     def __init__(
         self, folder: Path, model: S3Model, *, clock: Clock, meter: Meter, seed: int, bytes_scale: Mapping[str, float]
@@ -127,22 +128,26 @@ class SimulatedS3:
         self.folder, self.model, self.clock, self.meter = folder, model, clock, meter
         self._random = Random(seed)
         self._bytes_scale = bytes_scale
-        """Kind of a step's table -> modelled bytes per real one: the completions here are short."""
+        """Modelled bytes per real byte, by the kind of a step's table. The completions of the simulation are short."""
         self._windows: Counter[tuple[str, bool, int]] = Counter()
+        """Requests by (area, whether they write, virtual second)."""
         self.trace: list[tuple[Verb, str, int]] | None = None
+        """If not None, the successful requests are appended: (verb, key, bytes)."""
         self.quiet = False
-        """Nothing is charged: the simulation looks for itself."""
+        """Whether requests cost nothing, because the simulation itself reads."""
         self._lock = threading.Lock()
 
     # -- the model -----------------------------------------------------------------------------------------------
 
     def charge(self, verb: Verb, key: str, size: int = 0) -> None:
-        """One request. Raises StorageUnavailable when the partition is over its limit this second."""
+        """Charges one request. Raises StorageUnavailable if its partition is above the limit in this second."""
         if self.quiet:
             return
+        # the partition and its limit
         area = key.partition("/")[0] or "(all)"
         writes = verb in ("PUT", "DELETE")
         limit = self.model.writes_per_second if writes else self.model.reads_per_second
+        # latency, the limit, and the bytes of a request that is not refused
         with self._lock:
             seconds = self.model.latency(self._random)
             window = (area, writes, int(self.clock.read() + seconds))
@@ -170,7 +175,7 @@ class SimulatedS3:
         return self._bytes_scale.get(key.split("/")[-2], 1.0) if table else 1.0
 
     def busiest(self) -> dict[str, int]:
-        """Most requests of one second that an area was asked for, 'area reads' and 'area writes'."""
+        """Returns the largest number of requests in one second, by 'area reads' and 'area writes'."""
         most: Counter[str] = Counter()
         for (area, writes, _), count in self._windows.items():
             name = f"{area} {'writes' if writes else 'reads'}"
@@ -210,23 +215,25 @@ class SimulatedS3:
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         top = self.folder / prefix.rpartition("/")[0]
-        found = []
+        listed = []
         for folder, _, names in os.walk(top):
             for name in names:
                 path = Path(folder, name)
                 key = path.relative_to(self.folder).as_posix()
                 if key.startswith(prefix):
                     status = path.stat()
-                    found.append(ObjectInfo(key, status.st_size, status.st_mtime))
-        for _ in range(max(1, -(-len(found) // PAGE_KEYS))):
+                    listed.append(ObjectInfo(key, status.st_size, status.st_mtime))
+        # one request for each page of keys
+        for _ in range(max(1, -(-len(listed) // PAGE_KEYS))):
             self.charge("LIST", prefix)
-        return iter(found)
+        return iter(listed)
 
     def put(self, key: str, data: bytes) -> None:
         self.charge("PUT", key, len(data))
         self._write(key, data, replace=True)
 
     def put_file(self, key: str, path: Path, *, move: bool) -> None:
+        # one request for each part; parts are uploaded concurrently
         size = path.stat().st_size
         parts = -(-size // PART_BYTES) if size > PART_BYTES else 1
         began = self.clock.read()
@@ -234,8 +241,9 @@ class SimulatedS3:
             self.charge("PUT", key, size // parts)
         if parts > 1:
             self.clock.advance((began - self.clock.read()) * (1 - 1 / CONCURRENT_PARTS))
+        # a multipart upload has two more requests, which begin and complete it
         for _ in range(2 if parts > 1 else 0):
-            self.charge("PUT", key)  # begins and completes the upload
+            self.charge("PUT", key)
         target = self._path(key)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(path.read_bytes())
@@ -269,10 +277,10 @@ class SimulatedS3:
         return iter(())
 
     def remove_leftover(self, name: str) -> None:
-        """There is none."""
+        """Does nothing: there are no leftovers."""
 
     def _write(self, key: str, data: bytes, *, replace: bool) -> bool:
-        """Whole or not at all; no fsync, since nothing here outlives the simulation."""
+        """Writes an object atomically. It needs no fsync, because the files do not outlive the simulation."""
         path = self._path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.folder.with_name(f"{self.folder.name}.tmp") / uuid4().hex
@@ -292,12 +300,12 @@ class SimulatedS3:
 
 
 class _Ranges(io.RawIOBase):
-    """A reader that pays one GET per range, as storage.store.backends.s3 does."""
+    """A reader that is charged one GET request per range, like that of storage.store.backends.s3."""
 
     def __init__(self, store: SimulatedS3, key: str, path: Path) -> None:
         self._store, self._key, self._file = store, key, path.open("rb")
         self._size = path.stat().st_size
-        self._at = 0
+        self._position = 0
 
     def readable(self) -> bool:
         return True
@@ -306,28 +314,28 @@ class _Ranges(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = max(0, offset + (0, self._at, self._size)[whence])
-        return self._at
+        self._position = max(0, offset + (0, self._position, self._size)[whence])
+        return self._position
 
     def tell(self) -> int:
-        return self._at
+        return self._position
 
     def readinto(self, buffer: object) -> int:
         view = memoryview(buffer)  # type: ignore[arg-type]
-        self._file.seek(self._at)
+        self._file.seek(self._position)
         data = self._file.read(len(view))
         if data:
             self._charged(len(data))
         view[: len(data)] = data
-        self._at += len(data)
+        self._position += len(data)
         return len(data)
 
     def readall(self) -> bytes:
-        self._file.seek(self._at)
+        self._file.seek(self._position)
         data = self._file.read()
         if data:
             self._charged(len(data))
-        self._at += len(data)
+        self._position += len(data)
         return data
 
     def close(self) -> None:

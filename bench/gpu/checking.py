@@ -1,5 +1,5 @@
-"""Parts that are right or wrong: gradients and logprobs against the definition in float64, packing kernels against each
-other, equal steps, DeepSpeed against torch.
+"""The parts of the GPU bench that are right or wrong: gradients and logprobs against a reference in float64, packing
+kernels against each other, and the determinism of steps.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from engine.protocol import TokenSequence
 from storage.chain.records import OptimizerSpec
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
-"""Relative L2 distance of the whole gradient from the definition's in float64. bfloat16 has 8 bits: each of some ten
-roundings a layer is 0.2 to 0.4 %, a random walk of them over 12 layers 3 to 5 %."""
+"""Allowed relative L2 distance of the whole gradient from the reference in float64. bfloat16 has 8 bits: each of about
+ten roundings per layer is 0.2 to 0.4 %, and a random walk of them over 12 layers is 3 to 5 %."""
 LOGPROB_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""Largest |difference| of a logprob, nats, of a model of random weights."""
+"""Allowed absolute difference of a logprob, in nats, for a model with random weights."""
 OBJECTIVES = {
     "sft": Objective(CrossEntropySpec()),
     "grpo": Objective(GRPOSpec(clip_low=CLIP, clip_high=CLIP, kl_beta=BETA)),
 }
 STILL = OptimizerSpec(lr=0, max_grad_norm=1e9)
-"""An update that moves nothing and clips nothing."""
+"""An optimizer that neither changes the weights nor clips the gradient."""
 
 
 def gradient_of_update(
     trainer: TorchTrainer, samples: Sequence[Sample], objective: Objective, *, max_tokens: int
 ) -> Grads:
-    """The gradient at the door of the optimizer, in the master dtype."""
+    """Returns the gradient that the optimizer receives, in the dtype of the master weights."""
     names = {id(p): name for name, p in trainer.model.module.named_parameters()}
     caught: Grads = {}
 
@@ -70,8 +70,10 @@ def gradient_of_update(
 
 
 def correctness(setting: Setting) -> Iterator[Row]:
-    """The torch trainer on the device: gradients of both losses and logprobs, packed and one sample at a time."""
+    """Compares the torch trainer on the device with the reference: gradients of both losses, and logprobs, packed and
+    one sample at a time."""
     for name in setting.checked:
+        # the reference in float64
         model = model_of(name, setting, compute_dtype=torch.float32)
         twin = exact_twin(model.module)
         batches = {
@@ -81,6 +83,7 @@ def correctness(setting: Setting) -> Iterator[Row]:
         expected = {loss: gradient(twin, samples, loss) for loss, samples in batches.items()}
         with torch.no_grad():
             exact = [trained_logprobs(twin, sample).tolist() for sample in batches["grpo"]]
+        # the trainer in both dtypes
         for dtype in (torch.float32, torch.bfloat16):
             trainer = TorchTrainer(CausalLM(model.module, compute_dtype=dtype))
             yield from _compare(name, trainer, batches, expected)
@@ -94,8 +97,8 @@ def _compare(
     for loss, samples in batches.items():
         longest = max(len(sample.token_ids) for sample in samples)
         for packing, max_tokens in (("packed", 4096), ("one at a time", longest)):
-            found = gradient_of_update(trainer, samples, OBJECTIVES[loss], max_tokens=max_tokens)
-            gap = distance(found, expected[loss])
+            actual = gradient_of_update(trainer, samples, OBJECTIVES[loss], max_tokens=max_tokens)
+            gap = distance(actual, expected[loss])
             yield Row(
                 "correct",
                 f"{name} {_short(dtype)} {loss} gradient, {packing}",
@@ -106,11 +109,19 @@ def _compare(
             )
 
 
+def largest_gap(actual: Sequence[Sequence[float]], expected: Sequence[Sequence[float]]) -> float:
+    """Returns the largest absolute difference between two lists of rows of the same lengths."""
+    gap = 0.0
+    for actual_row, expected_row in zip(actual, expected, strict=True):
+        for a, b in zip(actual_row, expected_row, strict=True):
+            gap = max(gap, abs(a - b))
+    return gap
+
+
 def _logprobs(name: str, trainer: TorchTrainer, samples: list[Sample], exact: list[list[float]]) -> Row:
     dtype = trainer.model.compute_dtype
     sequences = [TokenSequence(s.token_ids, s.weights, s.group) for s in samples]
-    found = trainer.logprobs(sequences, temperature=1.0, max_tokens=4096)
-    gap = max(abs(a - b) for f, e in zip(found, exact, strict=True) for a, b in zip(f, e, strict=True))
+    gap = largest_gap(trainer.logprobs(sequences, temperature=1.0, max_tokens=4096), exact)
     bound = LOGPROB_TOLERANCE[dtype]
     return Row("correct", f"{name} {_short(dtype)} logprobs", gap, "nats", f"at most {bound:g}", gap <= bound)
 
@@ -119,33 +130,38 @@ def _logprobs(name: str, trainer: TorchTrainer, samples: list[Sample], exact: li
 
 
 def packing(setting: Setting) -> Iterator[Row]:
-    """One variable-length call beside SDPA: equal values and gradients, and tokens per second of a pass."""
+    """Compares the variable-length kernel with SDPA: values, gradients, and tokens per second of an update."""
     kernel = kernel_for(setting)
     if kernel is None:
         yield Row("packing", "variable-length kernel", "none found: SDPA is used", ok=False)
         return
-    yield from _equal(setting, kernel)
+    yield from _compare_kernels(setting, kernel)
+    # throughput of both losses by both kernels
     for loss, samples in (
         ("sft", sft_samples(setting.small, setting.sft)),
         ("grpo", grpo_samples(setting.small, setting.grpo)),
     ):
         tokens = sum(len(sample.token_ids) for sample in samples)
         rates = {}
-        for way, chosen in (("sdpa", None), ("varlen", kernel)):
+        for kernel_name, chosen_kernel in (("sdpa", None), ("varlen", kernel)):
             trainer = TorchTrainer(model_of(setting.small, setting))
 
             def step(trainer: TorchTrainer = trainer, loss: str = loss, samples: list[Sample] = samples) -> None:
                 trainer.update(samples, OBJECTIVES[loss], STILL, max_tokens=setting.max_tokens)
 
-            with attention_by(chosen):
-                rates[way] = tokens / seconds(step, setting.device, repeats=setting.repeats)
-            yield Row("packing", f"{setting.small} {loss} update by {way}", rates[way], "tokens/s", "of the samples")
+            with attention_by(chosen_kernel):
+                rates[kernel_name] = tokens / seconds(step, setting.device, repeats=setting.repeats)
+            name = f"{setting.small} {loss} update by {kernel_name}"
+            yield Row("packing", name, rates[kernel_name], "tokens/s", "of the samples")
+            # two trainers do not fit together
             del trainer
         yield Row("packing", f"{setting.small} {loss}: varlen / sdpa", rates["varlen"] / rates["sdpa"], "x")
 
 
-def _equal(setting: Setting, kernel: Any) -> Iterator[Row]:
-    """Both in bfloat16 against SDPA in float32: the kernel may be off by at most twice what SDPA is."""
+def _compare_kernels(setting: Setting, kernel: Any) -> Iterator[Row]:
+    """Compares both kernels in bfloat16 with SDPA in float32. The error of the variable-length kernel may be at most
+    twice that of SDPA."""
+    # a plain sequence, a prompt with three completions, and a short sequence
     scale = 1 if setting.smoke else 16
     groups = [
         PrefixGroup(0, 20 * scale),
@@ -158,33 +174,45 @@ def _equal(setting: Setting, kernel: Any) -> Iterator[Row]:
         for heads in (14, 2, 2)
     ]
 
-    def run(dtype: torch.dtype, chosen: Any) -> list[Tensor]:
+    def run(dtype: torch.dtype, chosen_kernel: Any) -> list[Tensor]:
+        """Returns the output and the gradients of query, key and value."""
         leaves = [x.to(dtype).requires_grad_() for x in inputs]
         with attention_by(None):
-            out = PackedLayout(groups, device=setting.device, kernel=chosen).attend(0, *leaves, 0.125)
+            out = PackedLayout(groups, device=setting.device, kernel=chosen_kernel).attend(0, *leaves, 0.125)
         return [out, *torch.autograd.grad(out.float().square().sum(), leaves)]
 
-    exact, plain, found = run(torch.float32, None), run(torch.bfloat16, None), run(torch.bfloat16, kernel)
-    for name, e, p, f in zip(("output", "d query", "d key", "d value"), exact, plain, found, strict=True):
-        off, allowed = (((x.float() - e).norm() / e.norm()).item() for x in (f, p))
-        note = f"sdpa itself: {allowed:.2g}; at most twice that"
-        yield Row("packing", f"varlen bfloat16 {name}", off, "relative", note, off <= 2 * allowed + 1e-6)
+    def error(tensor: Tensor, exact: Tensor) -> float:
+        return ((tensor.float() - exact).norm() / exact.norm()).item()
+
+    exact_tensors = run(torch.float32, None)
+    sdpa_tensors = run(torch.bfloat16, None)
+    varlen_tensors = run(torch.bfloat16, kernel)
+    names = ("output", "d query", "d key", "d value")
+    for name, exact, sdpa, varlen in zip(names, exact_tensors, sdpa_tensors, varlen_tensors, strict=True):
+        varlen_error, sdpa_error = error(varlen, exact), error(sdpa, exact)
+        note = f"sdpa itself: {sdpa_error:.2g}; at most twice that"
+        ok = varlen_error <= 2 * sdpa_error + 1e-6
+        yield Row("packing", f"varlen bfloat16 {name}", varlen_error, "relative", note, ok)
 
 
 # -- equal steps -----------------------------------------------------------------------------------------------
 
 
 def determinism(setting: Setting) -> Iterator[Row]:
-    """Two trainers with equal weights take two equal steps: are the bytes equal? Only the last is expected to be."""
+    """Checks whether two trainers with equal weights end with equal bytes after two equal steps. Equal bytes are
+    expected only with deterministic algorithms."""
     samples = grpo_samples(setting.checked[-1], (2, 3, 12, 5, 20))
     cases = [(torch.bfloat16, False), (torch.float32, False), (torch.float32, True)]
-    for dtype, forced in cases:
-        torch.use_deterministic_algorithms(forced)
+    for dtype, deterministic in cases:
+        torch.use_deterministic_algorithms(deterministic)
         base = model_of(setting.checked[-1], setting, compute_dtype=dtype).module
         digests = [_after_two_steps(CausalLM(copy.deepcopy(base), compute_dtype=dtype), samples) for _ in range(2)]
         equal = digests[0] == digests[1]
-        what = f"two equal steps, {_short(dtype)}" + (", deterministic algorithms" if forced else "")
-        yield Row("determinism", what, "equal bytes" if equal else "different bytes", ok=equal if forced else None)
+        name = f"two equal steps, {_short(dtype)}"
+        if deterministic:
+            name += ", deterministic algorithms"
+        result = "equal bytes" if equal else "different bytes"
+        yield Row("determinism", name, result, ok=equal if deterministic else None)
     torch.use_deterministic_algorithms(False)
 
 

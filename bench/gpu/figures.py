@@ -1,4 +1,4 @@
-"""Parts that are figures: the device, training steps, sampling, weight syncs, checkpoints."""
+"""The parts of the GPU bench that are figures: the device, training steps, sampling, weight syncs, checkpoints."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -43,7 +44,8 @@ PACKAGES = ("torch", "transformers", "safetensors", "pyarrow", "pydantic", "deep
 
 
 def device(setting: Setting) -> Iterator[Row]:
-    """What this machine is, and the peaks that the other parts are measured by."""
+    """Describes the machine, and measures the peaks to which the other parts are compared."""
+    # hardware and driver
     on_gpu = setting.device.type == "cuda"
     yield Row("device", "device", torch.cuda.get_device_name() if on_gpu else platform.machine())
     yield Row("device", "GPUs", torch.cuda.device_count())
@@ -54,11 +56,13 @@ def device(setting: Setting) -> Iterator[Row]:
         yield Row("device", "capability", ".".join(map(str, torch.cuda.get_device_capability())))
         total = torch.cuda.get_device_properties(setting.device).total_memory
         yield Row("device", "memory", total / 2**30, "GiB")
+    # software
     for package in PACKAGES:
         yield Row("device", package, _version(package))
     kernel = kernel_for(setting)
-    found = "none" if kernel is None else getattr(kernel, "__qualname__", "found")
-    yield Row("device", "variable-length kernel", found)
+    kernel_name = "none" if kernel is None else getattr(kernel, "__qualname__", "unnamed")
+    yield Row("device", "variable-length kernel", kernel_name)
+    # peaks
     for dtype in (torch.bfloat16, torch.float32):
         rate = machine.operations_per_second(setting.device, dtype)
         yield Row("device", f"{str(dtype).removeprefix('torch.')} matrix product", rate / 1e12, "TFLOP/s")
@@ -91,7 +95,8 @@ def _copy_rate(setting: Setting) -> float:
 
 
 def training(setting: Setting, name: str) -> Iterator[Row]:
-    """Seconds, tokens/s, MFU and peak memory of an SFT update, and of both passes of a GRPO step over rollouts."""
+    """Measures seconds, tokens/s, MFU and peak memory of an SFT update, a GRPO update and the logprobs of a GRPO
+    step."""
     trainer = TorchTrainer(model_of(name, setting))
     part, optimizer = f"train {name}", OptimizerSpec(lr=1e-6)
     for loss, samples in (("sft", sft_samples(name, setting.sft)), ("grpo", grpo_samples(name, setting.grpo))):
@@ -100,7 +105,8 @@ def training(setting: Setting, name: str) -> Iterator[Row]:
         def update(loss: str = loss, samples: list[Sample] = samples) -> None:
             trainer.update(samples, OBJECTIVES[loss], optimizer, max_tokens=setting.max_tokens)
 
-        update()  # makes the moments
+        # the first update allocates the moments
+        update()
         reset_peak(setting.device)
         took = seconds(update, setting.device, repeats=setting.repeats)
         yield from _rates(setting, name, part, f"{loss} update", took, work, samples)
@@ -112,7 +118,7 @@ def training(setting: Setting, name: str) -> Iterator[Row]:
 def _scoring(
     setting: Setting, part: str, trainer: TorchTrainer, samples: list[Sample], update_seconds: float
 ) -> Iterator[Row]:
-    """The pass that gives a step its old logprobs."""
+    """Measures the forward pass that computes the old logprobs of a step."""
     sequences = [TokenSequence(s.token_ids, s.weights, s.group) for s in samples]
     took = seconds(
         lambda: trainer.logprobs(sequences, temperature=1.0, max_tokens=setting.max_tokens),
@@ -127,10 +133,13 @@ def _scoring(
 def _rates(
     setting: Setting, name: str, part: str, what: str, took: float, work: Work, samples: list[Sample]
 ) -> Iterator[Row]:
+    """Yields the time of a pass, its tokens per second, and its MFU."""
+    # seconds and tokens
     shape, sample_tokens = setting.shape(name), sum(len(s.token_ids) for s in samples)
     note = f"{len(samples)} samples, {sample_tokens} tokens, {work.tokens} packed, {work.trained} trained"
     yield Row(part, what, took, "s", note)
     yield Row(part, f"{what}, packed tokens", work.tokens / took, "tokens/s", f"{sample_tokens / took:.0f} of samples")
+    # MFU: of the nominal peak if the device is known, else of the measured one
     measured = machine.operations_per_second(setting.device, setting.compute_dtype)
     nominal = nominal_peak(torch.cuda.get_device_name()) if setting.device.type == "cuda" else None
     rate = model_flops(shape, work) / took
@@ -143,10 +152,11 @@ def _rates(
 
 
 def _most_trained(setting: Setting, samples: list[Sample]) -> int:
-    """Trained tokens of the largest micro-batch."""
-    return max(
-        sum(samples[i].trained for i in index) for index in micro_batches(samples, max_tokens=setting.max_tokens)
-    )
+    """Returns the largest number of trained tokens in one micro-batch."""
+    counts = []
+    for indices in micro_batches(samples, max_tokens=setting.max_tokens):
+        counts.append(sum(samples[index].trained for index in indices))
+    return max(counts)
 
 
 def _memory(setting: Setting, name: str, part: str, loss: str, samples: list[Sample]) -> Iterator[Row]:
@@ -161,7 +171,8 @@ def _memory(setting: Setting, name: str, part: str, loss: str, samples: list[Sam
 
 
 def planned_gib(setting: Setting, name: str, *, trained: int) -> float:
-    """engine.memory_plan.formulas for one full micro-batch: states, copies that autocast keeps, activations, logits."""
+    """Returns the GiB that engine.memory_plan.formulas compute for one full micro-batch: states, the copies that
+    autocast keeps, activations and logits."""
     shape, compute = setting.shape(name), setting.compute_dtype.itemsize
     on_device, _ = activations(shape, setting.max_tokens, compute=compute, autocast=True, recompute="none")
     states = torch_states(shape.parameters).total + autocast_weights(shape, compute)
@@ -172,38 +183,43 @@ def planned_gib(setting: Setting, name: str, *, trained: int) -> float:
 
 
 def sampling(setting: Setting) -> Iterator[Row]:
-    """The embedded sampler, every completion at full length; the same completions once more, one prompt's alone."""
+    """Measures the embedded sampler. Every completion has its full length."""
+    # one row for each completion of each prompt
     trainer = TorchTrainer(model_of(setting.small, setting))
     prompts, each, prompt_tokens, new_tokens = setting.sampling
     rows = grpo_samples(setting.small, (prompts, each, prompt_tokens, 1, 1))
-    asked = [row.token_ids[:-1] for row in rows]
-    seeds = list(range(len(asked)))
+    base_prompts = [row.token_ids[:-1] for row in rows]
     for copies in (1,) if setting.smoke else (1, 4):
+        copied_prompts = base_prompts * copies
+        seeds = list(range(len(base_prompts))) * copies
+        row_count = len(copied_prompts)
         sampler = WholeModelSampler(
-            trainer, setting.compute_dtype, max_rows=copies * len(asked), max_prefill_tokens=setting.max_tokens
+            trainer, setting.compute_dtype, max_rows=row_count, max_prefill_tokens=setting.max_tokens
         )
         sampler.sync(trainer, "bench")
+        # the time of one token is mostly that of the prefill
         for what, tokens in (("prefill and 1 token", 1), (f"{new_tokens} tokens", new_tokens)):
             params = SamplingParams(max_new_tokens=tokens, min_new_tokens=tokens)
             reset_peak(setting.device)
             took = seconds(
-                lambda sampler=sampler, params=params, copies=copies: sampler.sample(
-                    asked * copies, [seed for _ in range(copies) for seed in seeds], params
-                ),
-                setting.device,
-                repeats=1,
+                partial(sampler.sample, copied_prompts, seeds, params), setting.device, repeats=1
             )
-            rate, peak = copies * len(asked) * tokens / took, peak_gib(setting.device)
-            note = f"{took:.3g} s, {1000 * took / tokens:.3g} ms a token" + (f", peak {peak:.1f} GiB" if peak else "")
-            yield Row("sampler", f"{setting.small}, {copies * len(asked)} rows, {what}", rate, "tokens/s", note)
+            note = f"{took:.3g} s, {1000 * took / tokens:.3g} ms a token"
+            peak = peak_gib(setting.device)
+            if peak:
+                note += f", peak {peak:.1f} GiB"
+            rate = row_count * tokens / took
+            yield Row("sampler", f"{setting.small}, {row_count} rows, {what}", rate, "tokens/s", note)
 
 
 def syncing(setting: Setting) -> Iterator[Row]:
-    """Trainer to a bfloat16 sampler: in this process, and by files in shared memory as another process would."""
+    """Measures weight syncs from the trainer to a bfloat16 sampler: in this process, and by files in shared memory."""
+    # in this process
     trainer = TorchTrainer(model_of(setting.large, setting))
     size = sum(t.nbytes for _, t in trainer.model.exported_weights()) * setting.compute_dtype.itemsize // 4
     took = _follow(setting, trainer)
     yield Row("sync", f"{setting.large} copy in this process", took, "s", f"{size / took / 1e9:.3g} GB/s of bfloat16")
+    # by files: write them; then write and read them
     start = time.perf_counter()
     mirror = StagedFilesSampler(
         trainer, setting.compute_dtype, setting.device, max_rows=1, max_prefill_tokens=setting.max_tokens
@@ -217,6 +233,7 @@ def syncing(setting: Setting) -> Iterator[Row]:
     yield Row("sync", f"{setting.large} staged", took, "s", f"{size / took / 1e9:.3g} GB/s, in {where}")
     took = seconds(lambda: mirror.sync(trainer, "bench"), setting.device, repeats=setting.repeats, warm_up=0)
     yield Row("sync", f"{setting.large} staged and read", took, "s", f"{size / took / 1e9:.3g} GB/s")
+    # the sampler must have the trainer's weights
     expected = dict(frozen_copy(trainer.model.module, setting.compute_dtype).named_parameters())
     equal = all(torch.equal(p, expected[name]) for name, p in mirror.model.module.named_parameters())
     yield Row("sync", f"{setting.large} weights that arrived", "equal bytes" if equal else "different", ok=equal)
@@ -236,13 +253,14 @@ def _stage(trainer: TorchTrainer, dtype: torch.dtype, size: int) -> None:
 
 
 def checkpoints(setting: Setting) -> Iterator[Row]:
-    """Weights and both moments, to a disk and back; what was read is what was written."""
+    """Writes a checkpoint of weights and moments to a disk and reads it. The weights must be the same after that."""
     trainer = TorchTrainer(model_of(setting.small, setting))
     samples = grpo_samples(setting.small, (1, 2, 8, 4, 8))
     trainer.update(samples, OBJECTIVES["grpo"], OptimizerSpec(lr=1e-3), max_tokens=setting.max_tokens)
     before = trainer.weights_digest()[0]
     folder = Path(tempfile.mkdtemp(prefix="ostinato-bench-"))
     try:
+        # write
         wait(setting.device)
         start = time.perf_counter()
         files = trainer.write_checkpoint(folder)
@@ -250,6 +268,7 @@ def checkpoints(setting: Setting) -> Iterator[Row]:
         size = sum(path.stat().st_size for path in files.values())
         note = f"{size / wrote / 1e9:.3g} GB/s, {size / 1e9:.3g} GB"
         yield Row("checkpoint", f"{setting.small} write", wrote, "s", note)
+        # change the weights, so that reading must restore them
         trainer.update(samples, OBJECTIVES["grpo"], OptimizerSpec(lr=1e-3), max_tokens=setting.max_tokens)
         moved = trainer.weights_digest()[0] != before
         wait(setting.device)

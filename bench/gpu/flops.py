@@ -1,17 +1,20 @@
-"""Floating-point operations of one training step, and the share of the device's peak that they are.
+"""Computes the floating-point operations of one training step, and their share of the device's peak (MFU).
 
-With T packed tokens, N trained tokens, M elements of all layers' matrices, V x H of the head, L layers, Q features of a
-token's queries, and A pairs (query, key) that attend:
+Notation: T packed tokens, N trained tokens, M elements of all layers' matrices, V x H elements of the head, L layers, Q
+features of a token's queries, A attended pairs (query, key):
 
-    forward  = 2 M T  +  2 V H N  +  4 L Q A        (a matrix element: one product and one sum; a pair: scores, values)
-    model    = 3 x forward: the backward pass is two products for each of the forward's. For full sequences that is
-               6 x parameters x tokens plus the attention term, 12 L Q A; A is half the square of a causal sequence's
-               length, not the whole.
-    hardware = model + what is computed again: with recomputing 2 M T + 4 L Q A (8 x parameters x tokens in all); of
-               the head alone, 2 V H N, where its logits are chunked (engine.backends.torch.causal_lm.CHUNK_ELEMENTS).
+    forward  = 2 M T  +  2 V H N  +  4 L Q A
+               A matrix element is one product and one sum. A pair is that for its score and again for its value.
+    model    = 3 x forward
+               The backward pass has two products for each product of the forward pass. For full sequences this is
+               6 x parameters x tokens plus the attention term 12 L Q A. For a causal sequence, A is half the square of
+               its length.
+    hardware = model + what is computed twice
+               With recomputation 2 M T + 4 L Q A, so 8 x parameters x tokens in all. If the logits of the head are
+               chunked, 2 V H N (engine.backends.torch.causal_lm.CHUNK_ELEMENTS).
 
-MFU (arXiv:2204.02311, appendix B) is model operations over the step's seconds and the device's peak: nothing that is
-computed twice counts for it. A shared prompt is computed once, and counts once.
+MFU (arXiv:2204.02311, appendix B) is the model operations per second, divided by the device's peak. What is computed
+twice counts once. A shared prompt is computed once and counts once.
 """
 
 from __future__ import annotations
@@ -23,38 +26,47 @@ from engine.backends.torch.packing import Packable, PrefixGroup, micro_batches, 
 from engine.memory_plan.shape import ModelShape
 
 NOMINAL = {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12}
-"""Dense bfloat16 operations a second by the makers' datasheets."""
+"""Dense bfloat16 operations per second, from the data sheets."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one pass over a batch does, however it is split."""
+    """The sizes on which the operations of one pass over a batch depend."""
 
     tokens: int
-    """Packed: a shared prompt counts once in a micro-batch."""
+    """Packed tokens. A shared prompt counts once in a micro-batch."""
     pairs: int
+    """Attended pairs (query, key)."""
     trained: int
+    """Trained tokens."""
 
 
 def work_of(samples: Sequence[Packable], *, max_tokens: int) -> Work:
+    """Returns the work of one pass over the samples, packed into micro-batches."""
     import torch
 
-    rows = [[samples[i] for i in index] for index in micro_batches(samples, max_tokens=max_tokens)]
-    packed = [pack(row, device=torch.device("cpu")) for row in rows]
-    return Work(
-        tokens=sum(len(row.token_ids_T) for row in packed),
-        pairs=sum(pairs_of(row.groups) for row in packed),
-        trained=sum(len(row.source_N) for row in packed),
-    )
+    tokens = pairs = trained = 0
+    for indices in micro_batches(samples, max_tokens=max_tokens):
+        packed = pack([samples[index] for index in indices], device=torch.device("cpu"))
+        tokens += len(packed.token_ids_T)
+        pairs += pairs_of(packed.groups)
+        trained += len(packed.source_N)
+    return Work(tokens=tokens, pairs=pairs, trained=trained)
 
 
 def pairs_of(groups: Iterable[PrefixGroup]) -> int:
-    """A token attends to itself and what is before it in its segment; a branch's to the prompt too."""
+    """Returns the number of attended pairs. A token attends to itself and to the tokens before it in its segment; a
+    token of a branch also attends to the whole prompt."""
 
     def causal(length: int) -> int:
         return length * (length + 1) // 2
 
-    return sum(causal(f.prefix) + sum(n * f.prefix + causal(n) for _, n in f.branches) for f in groups)
+    pairs = 0
+    for group in groups:
+        pairs += causal(group.prefix)
+        for _, length in group.branches:
+            pairs += length * group.prefix + causal(length)
+    return pairs
 
 
 def forward_flops(shape: ModelShape, work: Work) -> float:
@@ -67,8 +79,13 @@ def model_flops(shape: ModelShape, work: Work) -> float:
 
 
 def hardware_flops(shape: ModelShape, work: Work, *, recompute: bool = False, chunked_head: bool = False) -> float:
-    again = forward_flops(shape, work) - _head(shape, work) if recompute else 0.0
-    return model_flops(shape, work) + again + (_head(shape, work) if chunked_head else 0.0)
+    """Returns the operations that the device computes, which include those that are computed twice."""
+    operations = model_flops(shape, work)
+    if recompute:
+        operations += forward_flops(shape, work) - _head(shape, work)
+    if chunked_head:
+        operations += _head(shape, work)
+    return operations
 
 
 def _head(shape: ModelShape, work: Work) -> float:
@@ -76,5 +93,8 @@ def _head(shape: ModelShape, work: Work) -> float:
 
 
 def nominal_peak(device_name: str) -> float | None:
-    """Operations a second of a known GPU."""
-    return next((peak for name, peak in NOMINAL.items() if name in device_name), None)
+    """Returns the operations per second of a known GPU, or None."""
+    for name, peak in NOMINAL.items():
+        if name in device_name:
+            return peak
+    return None

@@ -1,6 +1,4 @@
-"""Parts that need a package which may be missing: the DeepSpeed trainer and the vLLM sampler, by the protocols of the
-engine's backends.
-"""
+"""The parts of the GPU bench whose package may be missing: the DeepSpeed trainer and the vLLM sampler."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bench.gpu.checking import OBJECTIVES
+from bench.gpu.checking import OBJECTIVES, largest_gap
 from bench.gpu.rows import Row
 from bench.gpu.setting import Setting, grpo_samples, model_of, seconds, wait
 from engine.backends.protocol import Trainer
@@ -23,22 +21,22 @@ from engine.specs.engine import LocalEngineSpec
 from storage.chain.records import OptimizerSpec
 
 SAME_TRAINING = 2e-3
-"""Largest |difference| of logprobs, nats, after two float32 steps of lr 1e-3 of one trainer and of another."""
+"""Allowed difference of logprobs, in nats, between two trainers after two float32 steps with a rate of 1e-3."""
 
 
 def missing(package: str, backend: str) -> str | None:
-    """Why a part cannot run here, or None."""
+    """Returns why a part cannot run here, or None if it can."""
     if find_spec(package) is None:
         return f"{package} is not installed"
     try:
-        found = find_spec(backend)
+        module = find_spec(backend)
     except ModuleNotFoundError:
-        found = None
-    return None if found else f"{backend} is not in this checkout"
+        module = None
+    return None if module else f"{backend} is not in this checkout"
 
 
 def deepspeed(setting: Setting) -> Iterator[Row]:
-    """ZeRO 1, 2 and 3 on all GPUs: two steps beside the torch trainer's, and the seconds of a larger update."""
+    """Compares two steps of ZeRO 1, 2 and 3 on all GPUs with those of the torch trainer, and times a larger update."""
     why = missing("deepspeed", "engine.backends.deepspeed.backend")
     if why:
         yield Row("deepspeed", "skipped", why)
@@ -50,8 +48,8 @@ def deepspeed(setting: Setting) -> Iterator[Row]:
         expected = _after_two_steps(_trainer({"kind": "torch"}, folder, setting), samples)
         for stage in (2,) if setting.smoke else (1, 2, 3):
             start = time.perf_counter()
-            found = _after_two_steps(_trainer({"kind": "deepspeed", "zero_stage": stage}, folder, setting), samples)
-            gap = max(abs(a - b) for f, e in zip(found, expected, strict=True) for a, b in zip(f, e, strict=True))
+            trainer = _trainer({"kind": "deepspeed", "zero_stage": stage}, folder, setting)
+            gap = largest_gap(_after_two_steps(trainer, samples), expected)
             note = f"at most {SAME_TRAINING:g}; {time.perf_counter() - start:.1f} s with the start"
             yield Row("deepspeed", f"{model} float32 ZeRO {stage}, logprobs", gap, "nats", note, gap <= SAME_TRAINING)
         if not setting.smoke:
@@ -85,9 +83,9 @@ def _trainer(kind: dict[str, Any], folder: Path, setting: Setting) -> tuple[Any,
     return backend, backend.load(folder)
 
 
-def _after_two_steps(made: tuple[Any, Trainer], samples: list[Sample]) -> list[list[float]]:
-    """Logprobs of the samples; closes the backend."""
-    backend, trainer = made
+def _after_two_steps(backend_and_trainer: tuple[Any, Trainer], samples: list[Sample]) -> list[list[float]]:
+    """Takes two steps, and returns the logprobs of the samples. Closes the backend."""
+    backend, trainer = backend_and_trainer
     try:
         for _ in range(2):
             _update(trainer, samples, 4096, lr=1e-3)
@@ -104,13 +102,14 @@ def _update(trainer: Trainer, samples: list[Sample], max_tokens: int, *, lr: flo
 
 
 def vllm(setting: Setting) -> Iterator[Row]:
-    """vLLM in this process: start, weight sync with its proof, tokens per second."""
+    """Measures vLLM in this process: the start, a weight sync with its proof, and tokens per second."""
     why = missing("vllm", "engine.backends.vllm.backend")
     if why:
         yield Row("vllm", "skipped", why)
         return
     from engine.backends.factory import create_sampler_backend
 
+    # a trainer, and vLLM as its sampler
     prompts, each, prompt_tokens, new_tokens = setting.sampling
     spec = LocalEngineSpec.model_validate({"sampler": {"kind": "vllm"}, "device": setting.device.type})
     with tempfile.TemporaryDirectory() as parent:
@@ -118,6 +117,7 @@ def vllm(setting: Setting) -> Iterator[Row]:
         trainer = trainers.load(write_model(setting.small, setting, Path(parent) / "model"))
         samplers = create_sampler_backend(spec, trainers)
         try:
+            # the start and the syncs
             start = time.perf_counter()
             sampler = samplers.sampler(trainer)
             sampler.sync(trainer, "bench-0")
@@ -126,20 +126,22 @@ def vllm(setting: Setting) -> Iterator[Row]:
             sampler.sync(trainer, "bench-1")
             wait(setting.device)
             yield Row("vllm", f"{setting.small} weight sync, proved", time.perf_counter() - start, "s")
-            asked = [s.token_ids[:-1] for s in grpo_samples(setting.small, (prompts, each, prompt_tokens, 1, 1))]
+            # sampling, with one row for each completion
+            rows = grpo_samples(setting.small, (prompts, each, prompt_tokens, 1, 1))
+            row_prompts = [row.token_ids[:-1] for row in rows]
             params = SamplingParams(max_new_tokens=new_tokens, min_new_tokens=new_tokens)
             start = time.perf_counter()
-            sampler.sample(asked, list(range(len(asked))), params)
+            sampler.sample(row_prompts, list(range(len(rows))), params)
             took = time.perf_counter() - start
-            rate = len(asked) * new_tokens / took
-            yield Row("vllm", f"{setting.small}, {len(asked)} rows, {new_tokens} tokens", rate, "tokens/s")
+            rate = len(rows) * new_tokens / took
+            yield Row("vllm", f"{setting.small}, {len(rows)} rows, {new_tokens} tokens", rate, "tokens/s")
         finally:
             samplers.close()
             trainers.close()
 
 
 def write_model(name: str, setting: Setting, folder: Path) -> Path:
-    """A plain Hugging Face folder of random weights, without a tokenizer."""
+    """Writes a Hugging Face folder with random weights and without a tokenizer. Returns the folder."""
     model = model_of(name, setting, compute_dtype=torch.float32)
     module: Any = model.module
     module.save_pretrained(folder)

@@ -1,4 +1,5 @@
-"""The definition, in plain transformers and plain formulas: one unpacked forward per sample, nothing of the engine's.
+"""The reference: losses and gradients by plain transformers and plain formulas, with one unpacked forward pass per
+sample and without code of the engine.
 
 Axes: T token · N trained token of one sample · M key of a pair · H query head · K key/value head · D head dimension
 · Q queries of a pair
@@ -23,7 +24,7 @@ CLIP, BETA = 0.2, 0.05
 
 
 def trained_logprobs(module: nn.Module, sample: Sample) -> Tensor:
-    """(N,) nats."""
+    """Returns the logprobs of the trained tokens, (N,), in nats."""
     ids_1T = torch.tensor([sample.token_ids], device=next(module.parameters()).device)
     logits_TV: Tensor = module(input_ids=ids_1T, use_cache=False).logits[0, :-1]
     all_T = logits_TV.log_softmax(-1).gather(1, ids_1T[0, 1:].unsqueeze(1)).squeeze(1)
@@ -35,7 +36,7 @@ def cross_entropy(logprobs_N: Tensor, _: Sample) -> Tensor:
 
 
 def grpo(logprobs_N: Tensor, sample: Sample) -> Tensor:
-    """arXiv:2402.03300, equations 3 and 4."""
+    """Returns GRPO's loss of each token: arXiv:2402.03300, equations 3 and 4."""
 
     def column(values: Any) -> Tensor:
         return torch.tensor(values, dtype=logprobs_N.dtype, device=logprobs_N.device)
@@ -50,30 +51,33 @@ LOSSES = {"sft": cross_entropy, "grpo": grpo}
 
 
 def gradient(module: nn.Module, samples: Sequence[Sample], loss: str) -> Grads:
-    """Of the mean over all trained tokens; a sample at a time."""
+    """Returns the gradient of the mean loss over all trained tokens, computed one sample at a time."""
     parameters = dict(module.named_parameters())
     tokens = sum(sample.trained for sample in samples)
     module.zero_grad(set_to_none=True)
     for sample in samples:
         (LOSSES[loss](trained_logprobs(module, sample), sample).sum() / tokens).backward()
-    found = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
     module.zero_grad(set_to_none=True)
-    return found
+    return gradients
 
 
-def distance(found: Grads, expected: Grads) -> float:
-    """Relative L2 distance of the whole gradients, in float64 on the CPU."""
-    if found.keys() != expected.keys():
-        raise ValueError(f"the gradients are of other parameters: {sorted(found.keys() ^ expected.keys())[:5]}")
-    wide = {name: grad.detach().double().cpu() for name, grad in expected.items()}
-    gap = sum((found[name].detach().double().cpu() - wide[name]).square().sum().item() for name in wide)
-    return math.sqrt(gap / sum(grad.square().sum().item() for grad in wide.values()))
+def distance(actual: Grads, expected: Grads) -> float:
+    """Returns the relative L2 distance of the whole gradients, computed in float64 on the CPU."""
+    if actual.keys() != expected.keys():
+        raise ValueError(f"the gradients are of other parameters: {sorted(actual.keys() ^ expected.keys())[:5]}")
+    squared_gap = squared_norm = 0.0
+    for name, gradient_of_parameter in expected.items():
+        wide = gradient_of_parameter.detach().double().cpu()
+        squared_gap += (actual[name].detach().double().cpu() - wide).square().sum().item()
+        squared_norm += wide.square().sum().item()
+    return math.sqrt(squared_gap / squared_norm)
 
 
 def attention_by_pairs(
     query_THD: Tensor, key_MKD: Tensor, value_MKD: Tensor, pairs: VarlenPairs, scale: float
 ) -> Tensor:
-    """The definition of engine.backends.torch.varlen.VarlenKernel, one pair at a time, on any device."""
+    """Computes what engine.backends.torch.varlen.VarlenKernel defines, one pair at a time, on any device."""
     out, groups = [], query_THD.shape[1] // key_MKD.shape[1]
     spans = zip(pairwise(pairs.starts_q.tolist()), pairwise(pairs.starts_k.tolist()), strict=True)
     for (q, q_end), (k, k_end) in spans:

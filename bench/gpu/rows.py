@@ -1,4 +1,4 @@
-"""What a part of the bench says: rows, one JSON line each, and the table of all of them. No torch here."""
+"""The rows that a part of the GPU bench prints, as lines of JSON, and the table of all rows. Does not import torch."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 MARK = "ROW "
-"""Begins a line that is a row; everything else that a part prints is for people."""
+"""The beginning of a line that is a row. Other lines that a part prints are for people."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One finding. `ok` is None for a figure, which nothing is expected of."""
+    """One result of a part."""
 
     part: str
     what: str
@@ -20,6 +20,7 @@ class Row:
     unit: str = ""
     note: str = ""
     ok: bool | None = None
+    """Whether the result is as expected. None for a figure without an expectation."""
 
     def line(self) -> str:
         return MARK + json.dumps(asdict(self))
@@ -31,19 +32,21 @@ class Row:
 
 
 def row_of(line: str) -> Row | None:
-    """The row that a part printed, or None for any other line."""
+    """Returns the row of a printed line, or None for any other line."""
     return Row(**json.loads(line.removeprefix(MARK))) if line.startswith(MARK) else None
 
 
 def table(rows: Iterable[Row]) -> str:
-    """Markdown; widths are those of the widest cell but in the last column."""
-    head = ("part", "what", "figure", "ok", "note")
-    said = {None: "", True: "yes", False: "NO"}
-    cells = [head, *((row.part, row.what, row.figure, said[row.ok], row.note) for row in rows)]
+    """Returns a Markdown table. Every column but the last is as wide as its widest cell."""
+    cells = [("part", "what", "figure", "ok", "note")]
+    ok_texts = {None: "", True: "yes", False: "NO"}
+    for row in rows:
+        cells.append((row.part, row.what, row.figure, ok_texts[row.ok], row.note))
+    # pad the cells
     widths = [max(len(line[column]) for line in cells) for column in range(4)]
-    lines = [
-        "| " + " | ".join([*(c.ljust(w) for c, w in zip(line[:4], widths, strict=True)), line[4]]) + " |"
-        for line in cells
-    ]
+    lines = []
+    for line in cells:
+        padded = [cell.ljust(width) for cell, width in zip(line[:4], widths, strict=True)]
+        lines.append("| " + " | ".join([*padded, line[4]]) + " |")
     rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|---|"
     return "\n".join([lines[0], rule, *lines[1:]])

@@ -1,11 +1,11 @@
-"""Everything that a GPU can tell of this checkout, part by part, in one command of at most ten minutes.
+"""Checks and measures this checkout on a GPU, part by part, in one command of at most ten minutes.
 
     bash bench/gpu/run.sh [--cpu-smoke] [--minutes 9.2] [PART ...]
 
-Each part is a process of its own with a time limit: one that fails, hangs or breaks its CUDA context costs the others
-nothing. Rows are printed as they are found and, where $OUT is set, appended to $OUT/gpu-bench.jsonl; the table
-comes last. Exit status 1 when a row is not what it should be or a part failed, 2 when nothing can run. No torch in this
-module.
+Each part is a process of its own with a time limit. A part that fails, hangs or breaks its CUDA context does not affect
+the others. Rows are printed immediately. If $OUT is set, they are also appended to $OUT/gpu-bench.jsonl. A table of all
+rows comes last. The exit status is 1 if a row is not as expected or a part failed, and 2 if nothing can run. This
+module does not import torch.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ LIMITS = {
     "deepspeed": 180,
     "vllm": 240,
 }
-"""Seconds of each part, in their order: what decides most comes first, what may be missing last."""
+"""Time limit of each part in seconds. The most important parts come first, and those whose package may be missing last.
+"""
 SMOKE_LIMIT = 60
 DRAIN_SECONDS = 5
-"""What an ended part printed last is waited for this long."""
+"""Time to wait for the last lines of a part that has ended."""
 
 
 def rows_of(part: str, *, smoke: bool) -> Iterator[Row]:
-    """Runs one part in this process."""
+    """Runs one part in this process, and yields its rows."""
     from bench.gpu import checking, figures, others
     from bench.gpu.setting import Setting, setting_of
 
@@ -63,8 +64,9 @@ def rows_of(part: str, *, smoke: bool) -> Iterator[Row]:
     yield from parts[part](setting_of(smoke=smoke))
 
 
-def run_part(part: str, command: Sequence[str], limit: float, hear: Callable[[str], None]) -> list[Row]:
-    """The rows of a part that runs as `command`, and one more if it failed or was stopped. `hear` gets every line."""
+def run_part(part: str, command: Sequence[str], limit: float, on_line: Callable[[str], None]) -> list[Row]:
+    """Runs a part as a process, and calls `on_line` with every line that it prints. Returns its rows, and one more row
+    if it failed or was stopped."""
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
@@ -73,9 +75,9 @@ def run_part(part: str, command: Sequence[str], limit: float, hear: Callable[[st
     def read() -> None:
         for line in process.stdout or ():
             lines.append(line.strip())
-            hear(line.rstrip("\n"))
+            on_line(line.rstrip("\n"))
 
-    # a thread: a process that the part left behind in a session of its own keeps the pipe open
+    # read in a thread: a child process that left the session of the part may keep the pipe open
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
     try:
@@ -83,27 +85,36 @@ def run_part(part: str, command: Sequence[str], limit: float, hear: Callable[[st
     except subprocess.TimeoutExpired:
         status = None
     finally:
-        _end_session(process)  # what the part started and left, a group of ranks say
+        # end processes that the part started and left, such as a group of ranks
+        _end_session(process)
     process.wait()
     reader.join(timeout=DRAIN_SECONDS)
-    found = [row for line in list(lines) if (row := row_of(line)) is not None]
-    last = next((line for line in reversed(list(lines)) if line and row_of(line) is None), "")[:200]
+
+    # its rows, and its last other line, which may be the error
+    rows = []
+    last_text = ""
+    for line in list(lines):
+        row = row_of(line)
+        if row is not None:
+            rows.append(row)
+        elif line:
+            last_text = line[:200]
     if status is None:
-        found.append(Row(part, "stopped", f"after {limit:g} s", "", last, False))
+        rows.append(Row(part, "stopped", f"after {limit:g} s", "", last_text, False))
     elif status:
-        found.append(Row(part, "failed", f"status {status}", "", last, False))
-    return found
+        rows.append(Row(part, "failed", f"status {status}", "", last_text, False))
+    return rows
 
 
 def _end_session(process: subprocess.Popen[Any]) -> None:
     try:
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:  # it has ended, and left nothing
-        return
+    except ProcessLookupError:
+        return  # no process of the session is left
 
 
 def cannot_run(*, smoke: bool) -> str | None:
-    """Why no part can run here, or None. In a process of its own: this one stays without torch and CUDA."""
+    """Returns why no part can run here, or None. It asks a child process, because this one does not import torch."""
     text = "import torch, engine.backends.torch.backend; print(torch.cuda.is_available())"
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
     if done.returncode:
@@ -114,9 +125,9 @@ def cannot_run(*, smoke: bool) -> str | None:
 
 
 def run_parts(parts: Sequence[str], *, smoke: bool, seconds: float, out: Path | None) -> list[Row]:
-    """All parts in turn while there is time."""
+    """Runs the parts one after the other until the time is over. Returns all rows."""
     deadline = time.monotonic() + seconds
-    found: list[Row] = []
+    all_rows: list[Row] = []
     for part in parts:
         left = deadline - time.monotonic()
         limit = min(SMOKE_LIMIT if smoke else LIMITS[part], left)
@@ -124,13 +135,15 @@ def run_parts(parts: Sequence[str], *, smoke: bool, seconds: float, out: Path | 
             rows = [Row(part, "not run", "no time left", "", f"--minutes {seconds / 60:g}", False)]
         else:
             print(f"== {part} (at most {limit:.0f} s)", flush=True)
-            command = [sys.executable, "-m", "bench.gpu.run", "--part", part, *(["--cpu-smoke"] if smoke else [])]
+            command = [sys.executable, "-m", "bench.gpu.run", "--part", part]
+            if smoke:
+                command.append("--cpu-smoke")
             rows = run_part(part, command, limit, lambda line: print(f"   {line}", flush=True))
-        found += rows
+        all_rows += rows
         if out is not None:
             with out.open("a") as file:
                 file.writelines(row.line() + "\n" for row in rows)
-    return found
+    return all_rows
 
 
 def main() -> int:
@@ -139,22 +152,26 @@ def main() -> int:
     parser.add_argument("--cpu-smoke", action="store_true", help="every part on the CPU, with tiny sizes")
     parser.add_argument("--minutes", type=float, default=9.2, help="for all parts together")
     parser.add_argument("--part", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    unknown = [part for part in given.parts if part not in LIMITS]
+    options = parser.parse_args()
+    unknown = [part for part in options.parts if part not in LIMITS]
     if unknown:
         parser.error(f"no part is called {', '.join(unknown)}; there are {', '.join(LIMITS)}")
-    if given.part:
-        for row in rows_of(given.part, smoke=given.cpu_smoke):
+    # the process of one part
+    if options.part:
+        for row in rows_of(options.part, smoke=options.cpu_smoke):
             print(row.line(), flush=True)
         return 0
-    why = cannot_run(smoke=given.cpu_smoke)
-    if why:
-        print(why, file=sys.stderr)
+    # the process that runs the parts
+    problem = cannot_run(smoke=options.cpu_smoke)
+    if problem:
+        print(problem, file=sys.stderr)
         return 2
-    out = Path(os.environ["OUT"]) / "gpu-bench.jsonl" if os.environ.get("OUT") else None
-    if out is not None:
+    out = None
+    if os.environ.get("OUT"):
+        out = Path(os.environ["OUT"]) / "gpu-bench.jsonl"
         out.parent.mkdir(parents=True, exist_ok=True)
-    rows = run_parts(given.parts or list(LIMITS), smoke=given.cpu_smoke, seconds=60 * given.minutes, out=out)
+    parts = options.parts or list(LIMITS)
+    rows = run_parts(parts, smoke=options.cpu_smoke, seconds=60 * options.minutes, out=out)
     print(table(rows))
     return 1 if any(row.ok is False for row in rows) else 0
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # One command for a machine with a GPU, from the repository root: bash bench/gpu/run.sh [--cpu-smoke] [PART ...]
-# Python: $PYTHON, else .venv's if it has torch, else the machine's. What torch and the rest need is never replaced;
-# small packages that are missing come from the wheels in .whl/, else from an index if one answers, into a folder of
-# their own. README.md beside this file says how to carry wheels to a machine without a network.
+# It uses the Python at $PYTHON, or else that of .venv if it has torch, or else python3. It replaces no installed package.
+# Small packages that are missing are installed into a separate folder, from the wheels in .whl/ or else from a package
+# index. README.md in this folder explains how to bring wheels to a machine without a network.
 set -u
 cd "$(dirname "$0")/../.." || exit 2
 
@@ -29,7 +29,7 @@ if [ -n "$missing" ]; then
     if compgen -G '.whl/*.whl' >/dev/null; then
         "${pip[@]}" --no-index --no-deps --no-compile .whl/*.whl || echo "the wheels in .whl did not install" >&2
     else
-        # --no-deps: nothing that is here, torch above all, is fetched again
+        # --no-deps: do not download installed packages again, above all torch
         # shellcheck disable=SC2086
         "${pip[@]}" --no-deps --retries 0 --timeout 5 $missing annotated-types typing-inspection pydantic-core \
             || echo "no index answered; carry wheels in .whl (bench/gpu/README.md)" >&2
@@ -38,6 +38,6 @@ if [ -n "$missing" ]; then
 fi
 
 export PYTHONPATH=".${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
-# deterministic matrix products on a GPU need it before the first one
+# deterministic matrix products on a GPU need this variable before the first product
 export CUBLAS_WORKSPACE_CONFIG=${CUBLAS_WORKSPACE_CONFIG:-:4096:8}
 exec "$python" -m bench.gpu.run "$@"

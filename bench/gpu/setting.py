@@ -1,4 +1,4 @@
-"""Sizes, models of random weights, batches and clocks: what every part starts from."""
+"""Sizes, models with random weights, batches and clocks, which all parts of the GPU bench share."""
 
 from __future__ import annotations
 
@@ -49,20 +49,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Setting:
-    """One run of the bench: on a GPU with sizes that say something, or on the CPU with sizes that are quick."""
+    """The sizes of one run of the bench: realistic ones on a GPU, or small ones for a quick run on the CPU."""
 
     device: torch.device
     smoke: bool
     checked: tuple[str, ...]
     """Models whose gradients are compared."""
     small: str
-    """The model that most figures are of."""
+    """The model of most figures."""
     large: str
     repeats: int
     max_tokens: int
-    """Packed tokens of one forward."""
+    """Packed tokens of one forward pass."""
     sft: tuple[int, int, int]
-    """(samples, shortest, longest)."""
+    """(samples, tokens of the shortest, tokens of the longest)."""
     grpo: tuple[int, int, int, int, int]
     """(prompts, completions of each, prompt tokens, shortest, longest completion)."""
     sampling: tuple[int, int, int, int]
@@ -76,36 +76,38 @@ class Setting:
         return shape_of(CONFIGS[model], model)
 
 
+ON_CPU = Setting(
+    device=torch.device("cpu"),
+    smoke=True,
+    checked=("1M",),
+    small="1M",
+    large="1M",
+    repeats=1,
+    max_tokens=256,
+    sft=(4, 20, 60),
+    grpo=(2, 3, 12, 5, 20),
+    sampling=(2, 2, 12, 6),
+)
+ON_GPU = Setting(
+    device=torch.device("cuda", 0),
+    smoke=False,
+    checked=("1M", "54M"),
+    small="0.5B",
+    large="1.5B",
+    repeats=3,
+    max_tokens=8192,
+    sft=(32, 256, 1024),
+    grpo=(8, 16, 256, 64, 512),
+    sampling=(8, 8, 256, 128),
+)
+
+
 def setting_of(*, smoke: bool) -> Setting:
-    if smoke:
-        return Setting(
-            device=torch.device("cpu"),
-            smoke=True,
-            checked=("1M",),
-            small="1M",
-            large="1M",
-            repeats=1,
-            max_tokens=256,
-            sft=(4, 20, 60),
-            grpo=(2, 3, 12, 5, 20),
-            sampling=(2, 2, 12, 6),
-        )
-    return Setting(
-        device=torch.device("cuda", 0),
-        smoke=False,
-        checked=("1M", "54M"),
-        small="0.5B",
-        large="1.5B",
-        repeats=3,
-        max_tokens=8192,
-        sft=(32, 256, 1024),
-        grpo=(8, 16, 256, 64, 512),
-        sampling=(8, 8, 256, 128),
-    )
+    return ON_CPU if smoke else ON_GPU
 
 
 def module_of(model: str, *, dtype: torch.dtype, device: torch.device, seed: int = 0) -> nn.Module:
-    """Random weights, made on the device; the global random state is left as it was."""
+    """Makes a model with random weights on the device. The global random state does not change."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     register_attention()
@@ -118,13 +120,14 @@ def module_of(model: str, *, dtype: torch.dtype, device: torch.device, seed: int
 
 
 def model_of(model: str, setting: Setting, *, compute_dtype: torch.dtype | None = None, seed: int = 0) -> CausalLM:
-    """Master weights in float32."""
+    """Makes a model with random master weights in float32."""
     module = module_of(model, dtype=torch.float32, device=setting.device, seed=seed)
     return CausalLM(module, compute_dtype=compute_dtype or setting.compute_dtype)
 
 
 def exact_twin(module: nn.Module) -> nn.Module:
-    """The same weights in float64 on the CPU, with transformers' own attention. Its norms round to float32."""
+    """Returns a float64 copy of the module on the CPU with the attention of transformers. Its norms round to
+    float32."""
     twin: Any = copy.deepcopy(module).to("cpu", torch.float64)
     twin.set_attn_implementation("sdpa")
     return twin  # type: ignore[no-any-return]
@@ -134,62 +137,69 @@ def exact_twin(module: nn.Module) -> nn.Module:
 
 
 def sft_samples(model: str, sizes: tuple[int, int, int], *, seed: int = 0) -> list[Sample]:
-    """Unrelated sequences of random ids; the first quarter of each is not trained."""
+    """Returns sequences of random ids. The first quarter of each is not trained."""
     random, vocab = Random(seed), CONFIGS[model]["vocab_size"]
-    lengths = [random.randint(sizes[1], sizes[2]) for _ in range(sizes[0])]
-    return [
-        Sample(_ids(random, n, vocab), [0.0 if place < max(1, n // 4) else 1.0 for place in range(n)])
-        for n in lengths
-    ]
+    count, shortest, longest = sizes
+    lengths = [random.randint(shortest, longest) for _ in range(count)]
+    samples = []
+    for length in lengths:
+        untrained = max(1, length // 4)
+        weights = [0.0] * untrained + [1.0] * (length - untrained)
+        samples.append(Sample(_ids(random, length, vocab), weights))
+    return samples
 
 
 def grpo_samples(model: str, sizes: tuple[int, int, int, int, int], *, seed: int = 0) -> list[Sample]:
-    """Groups that share a prompt, of random ids; advantages, and old and reference logprobs near those of a model
-    that knows nothing."""
+    """Returns groups of completions that share a prompt, all of random ids.
+
+    Advantages are random. Old and reference logprobs are those of a uniform distribution, which are close to those of a
+    model with random weights.
+    """
     random, vocab = Random(seed), CONFIGS[model]["vocab_size"]
-    near = -torch.tensor(float(vocab)).log().item()
-    made = []
-    for group in range(sizes[0]):
-        prompt = _ids(random, sizes[2], vocab)
-        for place in range(sizes[1]):
-            own = _ids(random, random.randint(sizes[3], sizes[4]), vocab)
-            made.append(
-                Sample(
-                    [*prompt, *own],
-                    [0.0] * len(prompt) + [1.0] * len(own),
-                    f"g{group}",
-                    place,
-                    advantages=[random.gauss(0, 1)] * len(own),
-                    old_logprobs=[near] * len(own),
-                    reference_logprobs=[near] * len(own),
-                )
+    prompts, completions, prompt_tokens, shortest, longest = sizes
+    uniform = -torch.tensor(float(vocab)).log().item()
+    samples = []
+    for group in range(prompts):
+        prompt = _ids(random, prompt_tokens, vocab)
+        for index in range(completions):
+            completion = _ids(random, random.randint(shortest, longest), vocab)
+            count = len(completion)
+            sample = Sample(
+                [*prompt, *completion],
+                [0.0] * len(prompt) + [1.0] * count,
+                f"g{group}",
+                index,
+                advantages=[random.gauss(0, 1)] * count,
+                old_logprobs=[uniform] * count,
+                reference_logprobs=[uniform] * count,
             )
-    return made
+            samples.append(sample)
+    return samples
 
 
 def near_policy(samples: list[Sample], module: nn.Module) -> list[Sample]:
-    """The same with old and reference logprobs within 0.3 of the module's own: ratios on both sides of the clip."""
-    random, made = Random(1), []
-    for s in samples:
+    """Returns the samples with old and reference logprobs within 0.3 of the module's, so that some ratios are
+    clipped."""
+    random = Random(1)
+    near_samples = []
+    for sample in samples:
         with torch.no_grad():
-            now = trained_logprobs(module, s).tolist()
-        old, reference = ([value + random.uniform(-0.3, 0.3) for value in now] for _ in range(2))
-        made.append(
-            Sample(
-                s.token_ids,
-                s.weights,
-                s.group,
-                s.completion,
-                advantages=s.advantages,
-                old_logprobs=old,
-                reference_logprobs=reference,
-            )
+            logprobs = trained_logprobs(module, sample).tolist()
+        near_sample = Sample(
+            sample.token_ids,
+            sample.weights,
+            sample.group,
+            sample.completion,
+            advantages=sample.advantages,
+            old_logprobs=[logprob + random.uniform(-0.3, 0.3) for logprob in logprobs],
+            reference_logprobs=[logprob + random.uniform(-0.3, 0.3) for logprob in logprobs],
         )
-    return made
+        near_samples.append(near_sample)
+    return near_samples
 
 
 def _ids(random: Random, count: int, vocab: int) -> list[int]:
-    """None of the special ids 0, 1 and 2."""
+    """Returns random token ids without the special ids 0, 1 and 2."""
     return [random.randrange(3, vocab) for _ in range(count)]
 
 
@@ -202,17 +212,17 @@ def wait(device: torch.device) -> None:
 
 
 def seconds(run: Callable[[], object], device: torch.device, *, repeats: int, warm_up: int = 1) -> float:
-    """Median wall seconds, the device waited for."""
+    """Returns the median wall seconds of a call, including the work that it leaves on the device."""
     for _ in range(warm_up):
         run()
-    found = []
+    times = []
     for _ in range(repeats):
         wait(device)
         start = time.perf_counter()
         run()
         wait(device)
-        found.append(time.perf_counter() - start)
-    return median(found)
+        times.append(time.perf_counter() - start)
+    return median(times)
 
 
 def reset_peak(device: torch.device) -> None:
@@ -223,23 +233,23 @@ def reset_peak(device: torch.device) -> None:
 
 
 def peak_gib(device: torch.device) -> float | None:
-    """Of the device's tensors since the last reset; None on the CPU, whose allocator does not count."""
+    """Returns the peak GiB of the device's tensors since the last reset. None on the CPU, which does not count them."""
     return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
 
 
 @contextmanager
 def attention_by(kernel: varlen.VarlenKernel | None) -> Iterator[None]:
-    """Packed rows attend by this kernel, or by SDPA for None, whatever the device has."""
-    found = varlen.find_varlen
+    """Makes packed rows use this kernel in the block, or SDPA for None."""
+    original = varlen.find_varlen
     varlen.find_varlen = lambda query: kernel  # type: ignore[assignment]
     try:
         yield
     finally:
-        varlen.find_varlen = found
+        varlen.find_varlen = original
 
 
 def kernel_for(setting: Setting) -> varlen.VarlenKernel | None:
-    """The device's kernel; on the CPU the definition of one, so that the part runs."""
+    """Returns the kernel of the device, or None. On the CPU it returns the reference, so that the part can run."""
     from bench.gpu.reference import attention_by_pairs
 
     if setting.smoke:

@@ -1,4 +1,4 @@
-"""The same samples for both sides: token ids, masks, advantages, old and reference logprobs, all from one seed."""
+"""The samples that both sides of the comparison use. All values follow from one seed."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from engine.models.samples import Sample
 
 GROUPS, COMPLETIONS = 4, 4
 LONGEST = 24
-"""Tokens of the longest completion: what dr_grpo divides by."""
+"""Tokens of the longest completion. The loss dr_grpo divides by this number."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One completion of a prompt."""
+    """One completion of a prompt, with its advantage and its logprobs under the old policy and the reference."""
 
     prompt: list[int]
     completion: list[int]
@@ -36,19 +36,20 @@ class Row:
 
 
 def token_rows(seed: int, vocabulary: int) -> list[list[tuple[list[int], list[int]]]]:
-    """[group][completion] -> prompt and completion, of unequal lengths."""
+    """Returns (prompt, completion) of unequal lengths, indexed by [group][completion]."""
     draw = random.Random(seed)
     groups = []
     for _ in range(GROUPS):
         prompt = [draw.randrange(vocabulary) for _ in range(draw.randint(3, 12))]
         lengths = [draw.randint(2, LONGEST) for _ in range(COMPLETIONS)]
         groups.append([(prompt, [draw.randrange(vocabulary) for _ in range(length)]) for length in lengths])
+    # one completion has the largest length
     groups[0][0] = (groups[0][0][0], [draw.randrange(vocabulary) for _ in range(LONGEST)])
     return groups
 
 
 def sequence(prompt: list[int], completion: list[int], *, group: str) -> Sample:
-    """Prompt and completion without anything that a loss compares with."""
+    """Returns the sample of a prompt and a completion, without advantages and logprobs."""
     weights = [0.0] * len(prompt) + [1.0] * len(completion)
     return Sample(token_ids=prompt + completion, weights=weights, group=group)
 

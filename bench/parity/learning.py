@@ -1,12 +1,12 @@
-"""SFT, then GRPO, of one model by Ostinato and by TRL: the held-out reward that each reaches, seed by seed.
+"""Trains one model with SFT and then GRPO, by Ostinato and by TRL, and compares the held-out rewards.
 
     python bench/parity/learning.py [--seeds 3] [--sft-steps 2] [--steps 20]
 
-Both take the same base model, training and held-out sums, sampler settings, batch sizes, learning rates and their
-schedule (warm-up, cosine), clip range, KL coefficient and normalisation, in bfloat16 over float32 weights; each side is
-a process of its own, the two sides of a seed at once. The held-out reward of both is computed by one evaluator: greedy
-answers, graded by `tasks.graders.rules:LastNumber`. What differs by definition stands in README.md. Ends with status 1
-when our mean is below TRL's.
+Both sides use the same base model, training and held-out sums, sampler settings, batch sizes, learning rates with their
+schedule (warm-up, cosine), clip range, KL coefficient and normalisation. Both compute in bfloat16 with float32 master
+weights. Each side is a process of its own, and the two sides of a seed run at the same time. One evaluator computes the
+held-out rewards of both: greedy answers, graded by `tasks.graders.rules:LastNumber`. README.md lists what differs by
+definition. The exit status is 1 if our mean reward is below TRL's.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SAMPLES, COMPLETIONS, NEW_TOKENS = 48, 8, 20
 
 @dataclass(frozen=True)
 class Plan:
-    """One run of one side."""
+    """The seed and the length of one run."""
 
     seed: int
     sft_steps: int
@@ -48,6 +48,7 @@ class Plan:
 
 
 def rows(name: str) -> list[dict[str, Any]]:
+    """Reads one of the demo's data files."""
     return [json.loads(line) for line in (DATA / f"sums-{name}.jsonl").read_text().splitlines()]
 
 
@@ -55,11 +56,12 @@ def rows(name: str) -> list[dict[str, Any]]:
 
 
 def train_ours(plan: Plan, work: Path) -> Path:
-    """Two runs through the command line; returns the folder of the published model."""
+    """Trains by two runs on the command line. Returns the folder of the published model."""
     common = {
         "seed": plan.seed, "optimizer.schedule": "cosine", "checkpoints.frequency": "null",
         "storage.url": str(work / "data"), "engine.threads": 1,
     }  # fmt: skip
+    # SFT from the base model
     model = str(BASE)
     if plan.sft_steps:
         sft = {
@@ -68,6 +70,7 @@ def train_ours(plan: Plan, work: Path) -> Path:
         }  # fmt: skip
         ostinato("sft", "examples/sft.yaml", common | sft)
         model = "sft"
+    # GRPO from the result of SFT
     grpo = {
         "model.key": model, "model.publish_as": "grpo", "data.heldout": "null", "algorithm.steps": plan.steps,
         "algorithm.samples_per_batch": SAMPLES, "algorithm.samples_per_mini_batch": SAMPLES,
@@ -81,7 +84,8 @@ def train_ours(plan: Plan, work: Path) -> Path:
 
 
 def ostinato(flow: str, config: str, values: dict[str, Any]) -> None:
-    sets = [argument for name, value in values.items() for argument in ("--set", f"{name}={value}")]
+    """Runs a flow by the command line, with these values set in its config."""
+    sets = [f"--set={name}={value}" for name, value in values.items()]
     command = [sys.executable, "-m", "flows.cli.main", "run", flow, "--config", config, *sets, "--new"]
     subprocess.run(command, check=True, stdout=sys.stderr)
 
@@ -90,22 +94,23 @@ def ostinato(flow: str, config: str, values: dict[str, Any]) -> None:
 
 
 def train_trl(plan: Plan, work: Path) -> Path:
-    """The same by TRL's trainers; returns the folder of the saved model."""
+    """Trains by TRL's trainers with the same settings. Returns the folder of the saved model."""
     import torch
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
     from bench.parity.peers import COMMON, load
 
+    # SFT from the base model
     torch.set_num_threads(1)
     grader = LastNumber()
     model, tokenizer = load(BASE)
     common = COMMON | {"bf16": True, "seed": plan.seed, "output_dir": str(work / "trl")}
     if plan.sft_steps:
-        chats = [
-            {"prompt": user(row["prompt"]), "completion": [{"role": "assistant", "content": row["completion"]}]}
-            for row in rows("completions")
-        ]
+        chats = []
+        for row in rows("completions"):
+            answer_message = {"role": "assistant", "content": row["completion"]}
+            chats.append({"prompt": user(row["prompt"]), "completion": [answer_message]})
         arguments = SFTConfig(
             max_steps=plan.sft_steps, learning_rate=SFT_LR, per_device_train_batch_size=SAMPLES,
             completion_only_loss=True, **common,
@@ -116,13 +121,15 @@ def train_trl(plan: Plan, work: Path) -> Path:
         )  # fmt: skip
         sft.train()
         sft.save_model(str(work / "sft"))
-        model, tokenizer = load(work / "sft")  # TRL's reference of the KL is the folder that the model came from
+        # TRL loads the reference model of the KL term from the folder of the model, so load the model from there
+        model, tokenizer = load(work / "sft")
 
+    # GRPO from the result of SFT, with our grader as the reward function
     def reward(prompts: list[Any], completions: list[Any], answer: list[Any], **_: Any) -> list[float]:
-        return [
-            score(grader, prompt[0]["content"], completion[0]["content"], value)
-            for prompt, completion, value in zip(prompts, completions, answer, strict=True)
-        ]
+        rewards = []
+        for prompt, completion, expected in zip(prompts, completions, answer, strict=True):
+            rewards.append(score(grader, prompt[0]["content"], completion[0]["content"], expected))
+        return rewards
 
     prompts = [{"prompt": user(r["prompt"]), "answer": r["metadata"]["answer"]} for r in rows("train")]
     arguments = GRPOConfig(
@@ -141,7 +148,7 @@ def train_trl(plan: Plan, work: Path) -> Path:
 
 
 def optimizer_and_schedule(model: Any, lr: float, steps: int) -> tuple[Any, Any]:
-    """AdamW with the rates that our side has: warm-up over a tenth, then a cosine."""
+    """Returns AdamW and the schedule of our side: warm-up over a tenth of the steps, then a cosine."""
     import torch
 
     shape = CosineScheduler(1.0)
@@ -154,7 +161,7 @@ def user(text: str) -> list[dict[str, str]]:
 
 
 def score(grader: LastNumber, prompt: str, answer: str, expected: Any) -> float:
-    """The grade of one answer: the grader that our side trains with."""
+    """Grades one answer with the grader of our side."""
     thread = StringThread([("user", prompt)], metadata={"answer": expected}).assistant(answer)
     return float(asyncio.run(grader.grade(thread)).value)
 
@@ -163,8 +170,9 @@ def score(grader: LastNumber, prompt: str, answer: str, expected: Any) -> float:
 
 
 async def heldout_reward(folder: Path, work: Path) -> float:
-    """Mean reward of greedy answers to every held-out sum."""
+    """Returns the mean reward of greedy answers to all held-out sums."""
     provenance = Provenance(code_version="bench", config_digest="none", seed=0)
+    # a model handle needs a context with a workspace
     workspace = Workspace(
         store=str(work / "evaluation"), engine=LocalEngineSpec(threads=1), run="evaluation", provenance=provenance
     )
@@ -182,17 +190,26 @@ async def heldout_reward(folder: Path, work: Path) -> float:
     return statistics.mean(float(grade.value) for grade in grades)
 
 
-def one(side: str, plan: Plan) -> None:
-    """Prints the held-out reward and the CPU-seconds of training, as JSON, last line."""
+def run_side(side: str, plan: Plan) -> None:
+    """Trains one side in this process. Its last line is the held-out reward and the CPU-seconds of training, as
+    JSON."""
     with tempfile.TemporaryDirectory(prefix=f"ostinato-{side}-") as folder:
         work = Path(folder)
-        trained = BASE if side == "base" else (train_ours if side == "ours" else train_trl)(plan, work)
-        spent = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-        cpu = sum(usage.ru_utime + usage.ru_stime for usage in spent)
+        if side == "ours":
+            trained = train_ours(plan, work)
+        elif side == "trl":
+            trained = train_trl(plan, work)
+        else:
+            trained = BASE
+        cpu = 0.0
+        for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
+            usage = resource.getrusage(who)
+            cpu += usage.ru_utime + usage.ru_stime
         print(json.dumps({"reward": asyncio.run(heldout_reward(trained, work)), "cpu": cpu}))
 
 
 def measure(side: str, plan: Plan) -> dict[str, float]:
+    """Runs one side in a new process. Returns its held-out reward and CPU-seconds."""
     options = ["--side", side, "--seed", plan.seed, "--sft-steps", plan.sft_steps, "--steps", plan.steps]
     command = [sys.executable, __file__, *map(str, options)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
@@ -208,19 +225,20 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
-        return one(options.side, Plan(options.seed, options.sft_steps, options.steps))
+        return run_side(options.side, Plan(options.seed, options.sft_steps, options.steps))
     before = measure("base", Plan(0, 0, 0))["reward"]
     print(f"held-out reward before training {before:.3f}; {options.sft_steps} steps of SFT, {options.steps} of GRPO")
-    found: dict[str, list[float]] = {"ours": [], "trl": []}
+    rewards: dict[str, list[float]] = {"ours": [], "trl": []}
     for seed in range(options.seeds):
         plan = Plan(seed, options.sft_steps, options.steps)
         with ThreadPoolExecutor() as sides:
-            measured = dict(zip(found, sides.map(measure, found, [plan] * len(found)), strict=True))
-        for side, rewards in found.items():
-            rewards.append(measured[side]["reward"])
-        cells = [f"{side} {cell['reward']:.3f} ({cell['cpu']:.0f} CPU-s)" for side, cell in measured.items()]
-        print(f"seed {seed}:", *cells, sep="  ", flush=True)
-    ours, trl = statistics.mean(found["ours"]), statistics.mean(found["trl"])
+            results = list(sides.map(measure, rewards, [plan] * len(rewards)))
+        texts = []
+        for side, result in zip(rewards, results, strict=True):
+            rewards[side].append(result["reward"])
+            texts.append(f"{side} {result['reward']:.3f} ({result['cpu']:.0f} CPU-s)")
+        print(f"seed {seed}:", *texts, sep="  ", flush=True)
+    ours, trl = statistics.mean(rewards["ours"]), statistics.mean(rewards["trl"])
     print(f"mean: ours {ours:.3f}, TRL {trl:.3f}")
     if ours < trl:
         sys.exit("our mean is below TRL's")

@@ -1,9 +1,9 @@
-"""Ours and TRL's losses over ten optimizer steps on the same model and the same batch, in float32.
+"""Compares our losses with TRL's over ten optimizer steps on the same model and the same batch, in float32.
 
     python bench/parity/parity.py [--model FOLDER] [--steps 10]        (default model: a tiny one, made here)
 
-One row per loss: the largest relative difference of the loss over the steps, and its values at the first and the last
-step. Ends with status 1 when one is above 1e-4.
+It prints one row for each loss: the largest relative difference over the steps, and the values at the first and the
+last step. The exit status is 1 if a difference is above 1e-4.
 """
 
 from __future__ import annotations
@@ -38,40 +38,45 @@ MAX_TOKENS = 4096
 BETA = 0.1
 
 
-def fresh(folder: Path) -> TorchTrainer:
+def new_trainer(folder: Path) -> TorchTrainer:
     return TorchBackend(LocalEngineSpec(compute_dtype="float32", threads=1)).load(folder)
 
 
 def ours(
     folder: Path, samples: list[Sample], loss: LossSpec, *, steps: int, lr: float
 ) -> list[dict[str, float]]:
-    """Metrics of each optimizer step over the same samples."""
-    trainer, found = fresh(folder), []
+    """Returns the metrics of each optimizer step. All steps use the same samples."""
+    trainer = new_trainer(folder)
+    metrics = []
     for _ in range(steps):
         report = trainer.update(samples, Objective(loss), OptimizerSpec(lr=lr), max_tokens=MAX_TOKENS)
-        found.append(report.metrics)
-    return found
+        metrics.append(report.metrics)
+    return metrics
 
 
 def rows_of(folder: Path) -> list[list[Row]]:
-    """[group][completion]: rewards of chance; old logprobs are the model's with noise, so that some ratios are clipped
-    from the first step on, and so are the reference's."""
-    trainer = fresh(folder)
+    """Returns rows with random rewards, indexed by [group][completion].
+
+    Old and reference logprobs are the model's with noise, so that some ratios are clipped from the first step on.
+    """
+    trainer = new_trainer(folder)
     tokens = token_rows(7, trainer.model.vocab_size)
-    found = []
+    groups = []
     for number, members in enumerate(tokens):
+        # advantages of the group, and logprobs of the model
         rewards = noise(number, len(members), 1.0)
         advantages = [float(a) for a in group(rewards) if a is not None]
         samples = [sequence(prompt, completion, group=str(number)) for prompt, completion in members]
         logprobs = trainer.logprobs(samples, temperature=1.0, max_tokens=MAX_TOKENS)  # type: ignore[arg-type]
+        # noise for each completion by its own seeds
         rows = []
         for index, ((prompt, completion), now) in enumerate(zip(members, logprobs, strict=True)):
             seed = 100 * number + index
             old = [logprob + n for logprob, n in zip(now, noise(seed, len(now), 0.3), strict=True)]
             reference = [logprob + n for logprob, n in zip(now, noise(seed + 50, len(now), 0.2), strict=True)]
             rows.append(Row(prompt, completion, advantages[index], old, reference))
-        found.append(rows)
-    return found
+        groups.append(rows)
+    return groups
 
 
 GRPO_CASES: dict[str, tuple[LossSpec, dict[str, object]]] = {
@@ -105,24 +110,28 @@ GRPO_CASES: dict[str, tuple[LossSpec, dict[str, object]]] = {
         {"loss_type": "cispo", "epsilon_high": 1.2, "beta": 0.0},
     ),
 }  # fmt: skip
-"""Ours, and the arguments of TRL that mean the same."""
+"""Name -> (our loss, the arguments of TRL's GRPOConfig with the same meaning)."""
 
 
 Curves = tuple[list[float], list[float]]
-"""(ours, TRL's) by step."""
+"""(our values, TRL's values), one for each step."""
 
 
 def cases(folder: Path, work: Path, *, steps: int, lr: float) -> dict[str, Callable[[], Curves]]:
-    """Name -> (ours, TRL's) by step."""
+    """Returns a function for each loss, by its name. The function runs both sides and returns their curves."""
     from bench.parity import peers
 
+    # the rows as a list, as samples, and as pairs: the first two of each group
     groups = rows_of(folder)
-    rows = [row for members in groups for row in members]
-    samples = [row.sample(str(n), c) for n, members in enumerate(groups) for c, row in enumerate(members)]
+    rows: list[Row] = []
+    samples: list[Sample] = []
+    for number, members in enumerate(groups):
+        rows += members
+        samples += [row.sample(str(number), index) for index, row in enumerate(members)]
     pairs = [(members[0], members[1]) for members in groups]
 
-    def losses(found: list[dict[str, float]], name: str = "loss") -> list[float]:
-        return [metrics[name] for metrics in found]
+    def losses(step_metrics: list[dict[str, float]]) -> list[float]:
+        return [metrics["loss"] for metrics in step_metrics]
 
     def of_grpo(loss: LossSpec, options: dict[str, object]) -> Callable[[], Curves]:
         return lambda: (
@@ -137,9 +146,14 @@ def cases(folder: Path, work: Path, *, steps: int, lr: float) -> dict[str, Calla
             peers.sft(folder, rows, work, steps=steps, lr=lr),
         )
 
+    # one entry for each loss; DPO has one for each of its parts
+    functions: dict[str, Callable[[], Curves]] = {"sft": of_sft}
     of_dpo = dpo_of(folder, pairs, work, steps=steps, lr=lr)
-    found = {"sft": of_sft, **{f"dpo, {what}": (lambda what=what: of_dpo()[what]) for what in DPO_PARTS}}
-    return found | {name: of_grpo(loss, options) for name, (loss, options) in GRPO_CASES.items()}
+    for part in DPO_PARTS:
+        functions[f"dpo, {part}"] = lambda part=part: of_dpo()[part]  # type: ignore[misc]
+    for name, (loss, options) in GRPO_CASES.items():
+        functions[name] = of_grpo(loss, options)
+    return functions
 
 
 DPO_PARTS = {
@@ -147,50 +161,54 @@ DPO_PARTS = {
     "rewards of the preferred": "reward_chosen_mean",
     "rewards of the others": "reward_rejected_mean",
 }
-"""Part -> our metric."""
+"""Part of DPO -> name of our metric."""
 
 
 def dpo_of(
     folder: Path, pairs: list[tuple[Row, Row]], work: Path, *, steps: int, lr: float
 ) -> Callable[[], dict[str, Curves]]:
-    """Runs both once, whatever is asked of them. The reference is the model as it began."""
+    """Returns a function that runs both sides at its first call, and then returns the curves of all parts.
+
+    The reference is the model before the first step.
+    """
     from bench.parity import peers
 
     memory: dict[str, Curves] = {}
 
     def run() -> dict[str, Curves]:
         if not memory:
-            plain = [
-                sequence(row.prompt, row.completion, group=str(number))
-                for number, pair in enumerate(pairs)
-                for row in pair
-            ]
-            reference = fresh(folder).logprobs(plain, temperature=1.0, max_tokens=MAX_TOKENS)  # type: ignore[arg-type]
-            samples = [
-                replace(sample, reference_logprobs=values, preferred=index % 2 == 0)
-                for index, (sample, values) in enumerate(zip(plain, reference, strict=True))
-            ]
+            # the preferred and the other row of each pair, in turn
+            plain: list[Sample] = []
+            for number, pair in enumerate(pairs):
+                plain += [sequence(row.prompt, row.completion, group=str(number)) for row in pair]
+            trainer = new_trainer(folder)
+            reference = trainer.logprobs(plain, temperature=1.0, max_tokens=MAX_TOKENS)  # type: ignore[arg-type]
+            samples = []
+            for index, (sample, logprobs) in enumerate(zip(plain, reference, strict=True)):
+                samples.append(replace(sample, reference_logprobs=logprobs, preferred=index % 2 == 0))
+            # both sides
             mine = ours(folder, samples, DPOSpec(beta=BETA), steps=steps, lr=lr)
             theirs = peers.dpo(folder, pairs, work, steps=steps, lr=lr, beta=BETA)
-            for (what, name), values in zip(DPO_PARTS.items(), theirs, strict=True):
-                memory[what] = ([metrics[name] for metrics in mine], values)
+            for (part, name), values in zip(DPO_PARTS.items(), theirs, strict=True):
+                memory[part] = ([metrics[name] for metrics in mine], values)
         return memory
 
     return run
 
 
 def difference(mine: list[float], theirs: list[float]) -> float:
-    """The largest over the steps, relative to the largest magnitude of the curve: rewards and losses pass through 0."""
+    """Returns the largest difference over the steps, relative to the largest magnitude of the curve. It is not relative
+    to each value, because rewards and losses may be close to 0."""
     scale = max(map(abs, theirs))
     return max(abs(a - b) for a, b in zip(mine, theirs, strict=True)) / scale
 
 
-def quiet() -> None:
-    """Neither of the libraries' bars belongs into a table."""
+def disable_progress_bars() -> None:
+    """Disables the progress bars of the libraries, which would break the printed table."""
     from datasets.utils.logging import disable_progress_bar as disable_datasets_bar
-    from transformers.utils.logging import disable_progress_bar
+    from transformers.utils.logging import disable_progress_bar as disable_transformers_bar
 
-    disable_progress_bar()
+    disable_transformers_bar()
     disable_datasets_bar()
 
 
@@ -202,7 +220,7 @@ def main() -> None:
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    quiet()
+    disable_progress_bars()
     torch.set_num_threads(1)
     worst = 0.0
     with tempfile.TemporaryDirectory(prefix="ostinato-parity-") as work:
@@ -210,10 +228,11 @@ def main() -> None:
         print(f"{'loss':44} {'largest difference':>18} {'step 1: ours, TRL':>26} {f'step {options.steps}':>26}")
         for name, run in cases(folder, Path(work, "trl"), steps=options.steps, lr=options.lr).items():
             mine, theirs = run()
-            found = difference(mine, theirs)
-            worst = max(worst, found)
-            first, last = (f"{mine[i]:.6f}, {theirs[i]:.6f}" for i in (0, -1))
-            print(f"{name:44} {found:18.1e} {first:>26} {last:>26}", flush=True)
+            largest = difference(mine, theirs)
+            worst = max(worst, largest)
+            first = f"{mine[0]:.6f}, {theirs[0]:.6f}"
+            last = f"{mine[-1]:.6f}, {theirs[-1]:.6f}"
+            print(f"{name:44} {largest:18.1e} {first:>26} {last:>26}", flush=True)
     if worst > TOLERANCE:
         sys.exit(f"the largest relative difference is {worst:.1e}, above {TOLERANCE:g}")
 

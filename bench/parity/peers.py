@@ -1,8 +1,12 @@
-"""TRL's trainers on given tensors: what they would sample or tokenise is put in its place, and the loss of every
-optimizer step is kept unrounded. Everything else, from the forward to AdamW, is TRL's own."""
+"""Runs TRL's trainers on prepared tensors, in place of what they would sample or tokenise.
+
+The loss of every optimizer step is recorded without rounding. Everything else, from the forward pass to AdamW, is
+TRL's.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -20,29 +24,33 @@ COMMON = {
 }  # fmt: skip
 
 
-class Kept:
-    """Mixed into a trainer: its losses."""
+class LossRecorder:
+    """A mixin for a trainer, which records its losses."""
 
     losses: list[float]
 
     def compute_loss(self, *arguments: Any, **named: Any) -> Any:
         loss = super().compute_loss(*arguments, **named)  # type: ignore[misc]
-        self.losses.append(float((loss[0] if isinstance(loss, tuple) else loss).detach()))
+        # some trainers also return the outputs of the model
+        value = loss[0] if isinstance(loss, tuple) else loss
+        self.losses.append(float(value.detach()))
         return loss
 
 
-class GivenGRPO(Kept, GRPOTrainer):  # type: ignore[misc]
-    given: dict[str, torch.Tensor]
+class PreparedGRPO(LossRecorder, GRPOTrainer):  # type: ignore[misc]
+    """TRL's GRPO on prepared tensors instead of sampled completions."""
+
+    prepared: dict[str, torch.Tensor]
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, torch.Tensor]:
-        return self.given
+        return self.prepared
 
 
-class KeptDPO(Kept, DPOTrainer):  # type: ignore[misc]
+class RecordedDPO(LossRecorder, DPOTrainer):  # type: ignore[misc]
     pass
 
 
-class KeptSFT(Kept, SFTTrainer):  # type: ignore[misc]
+class RecordedSFT(LossRecorder, SFTTrainer):  # type: ignore[misc]
     pass
 
 
@@ -52,41 +60,44 @@ def load(folder: Path) -> tuple[Any, Any]:
 
 
 def grpo(folder: Path, rows: list[Row], work: Path, *, steps: int, lr: float, **options: Any) -> list[float]:
-    """Losses of `steps` optimizer steps over the same rows."""
+    """Returns the losses of `steps` optimizer steps. All steps use the same rows."""
     model, tokenizer = load(folder)
     arguments = GRPOConfig(
         output_dir=str(work), max_steps=steps, learning_rate=lr, per_device_train_batch_size=len(rows),
         num_generations=4, max_completion_length=LONGEST, **COMMON, **options,
     )  # fmt: skip
     prompts = Dataset.from_list([{"prompt": "x"}] * len(rows))
-    trainer = GivenGRPO(
+    trainer = PreparedGRPO(
         model=model, reward_funcs=lambda completions, **_: [0.0] * len(completions), args=arguments,
         train_dataset=prompts, processing_class=tokenizer,
     )  # fmt: skip
-    trainer.losses, trainer.given = [], tensors_of(rows, tokenizer.pad_token_id)
+    trainer.losses = []
+    trainer.prepared = tensors_of(rows, tokenizer.pad_token_id)
     trainer.train()
     return trainer.losses
 
 
 def tensors_of(rows: list[Row], pad: int) -> dict[str, torch.Tensor]:
-    """Prompts padded on the left, completions on the right, as TRL lays them out."""
+    """Returns the tensors that TRL would sample: prompts padded on the left, completions padded on the right."""
     before = max(len(row.prompt) for row in rows)
     after = max(len(row.completion) for row in rows)
 
     def right(values: list[Any], fill: Any) -> list[Any]:
         return [*values, *[fill] * (after - len(values))]
 
-    counts = [len(row.completion) for row in rows]
-    return {
-        "prompt_ids": torch.tensor([[pad] * (before - len(r.prompt)) + r.prompt for r in rows]),
-        "prompt_mask": torch.tensor([[0] * (before - len(r.prompt)) + [1] * len(r.prompt) for r in rows]),
-        "completion_ids": torch.tensor([right(r.completion, pad) for r in rows]),
-        "completion_mask": torch.tensor([right([1] * count, 0) for count in counts]),
-        "advantages": torch.tensor([r.advantage for r in rows]),
-        "old_per_token_logps": torch.tensor([right(r.old, 0.0) for r in rows]),
-        "ref_per_token_logps": torch.tensor([right(r.reference, 0.0) for r in rows]),
-        "num_items_in_batch": torch.tensor(float(sum(counts))),
-    }
+    columns: dict[str, list[Any]] = defaultdict(list)
+    for row in rows:
+        padding, count = before - len(row.prompt), len(row.completion)
+        columns["prompt_ids"].append([pad] * padding + row.prompt)
+        columns["prompt_mask"].append([0] * padding + [1] * len(row.prompt))
+        columns["completion_ids"].append(right(row.completion, pad))
+        columns["completion_mask"].append(right([1] * count, 0))
+        columns["advantages"].append(row.advantage)
+        columns["old_per_token_logps"].append(right(row.old, 0.0))
+        columns["ref_per_token_logps"].append(right(row.reference, 0.0))
+    tensors = {name: torch.tensor(values) for name, values in columns.items()}
+    completion_tokens = sum(len(row.completion) for row in rows)
+    return tensors | {"num_items_in_batch": torch.tensor(float(completion_tokens))}
 
 
 def sft(folder: Path, rows: list[Row], work: Path, *, steps: int, lr: float) -> list[float]:
@@ -95,11 +106,11 @@ def sft(folder: Path, rows: list[Row], work: Path, *, steps: int, lr: float) -> 
         output_dir=str(work), max_steps=steps, learning_rate=lr, per_device_train_batch_size=len(rows),
         completion_only_loss=True, packing=False, **COMMON,
     )  # fmt: skip
-    table = [
-        {"input_ids": r.prompt + r.completion, "completion_mask": [0] * len(r.prompt) + [1] * len(r.completion)}
-        for r in rows
-    ]
-    trainer = KeptSFT(
+    table = []
+    for row in rows:
+        mask = [0] * len(row.prompt) + [1] * len(row.completion)
+        table.append({"input_ids": row.prompt + row.completion, "completion_mask": mask})
+    trainer = RecordedSFT(
         model=model, args=arguments, train_dataset=Dataset.from_list(table), processing_class=tokenizer
     )
     trainer.losses = []
@@ -110,20 +121,20 @@ def sft(folder: Path, rows: list[Row], work: Path, *, steps: int, lr: float) -> 
 def dpo(
     folder: Path, pairs: list[tuple[Row, Row]], work: Path, *, steps: int, lr: float, beta: float
 ) -> tuple[list[float], list[float], list[float]]:
-    """(losses, rewards of the preferred, rewards of the others) by step; the reference is the model as it began."""
+    """Returns (losses, rewards of the preferred, rewards of the others), each with one value per step. The reference is
+    the model before the first step."""
     model, tokenizer = load(folder)
     arguments = DPOConfig(
         output_dir=str(work), max_steps=steps, learning_rate=lr, per_device_train_batch_size=len(pairs), beta=beta,
         **COMMON,
     )  # fmt: skip
+    # the constructor tokenises texts, so the token ids replace them after it
     words = Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}] * len(pairs))
-    trainer = KeptDPO(model=model, args=arguments, train_dataset=words, processing_class=tokenizer)
-    trainer.train_dataset = Dataset.from_list(
-        [
-            {"prompt_ids": good.prompt, "chosen_ids": good.completion, "rejected_ids": bad.completion}
-            for good, bad in pairs
-        ]
-    )
+    trainer = RecordedDPO(model=model, args=arguments, train_dataset=words, processing_class=tokenizer)
+    table = []
+    for good, bad in pairs:
+        table.append({"prompt_ids": good.prompt, "chosen_ids": good.completion, "rejected_ids": bad.completion})
+    trainer.train_dataset = Dataset.from_list(table)
     trainer.losses = []
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "rewards/chosen" in entry]

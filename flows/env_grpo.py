@@ -70,6 +70,7 @@ class ENVGRPO(RolloutLoop):
     async def run(self) -> PolicyRef:
         """The loop. The result of each line is committed before the next line begins, so a crash repeats one line."""
         workspace = self.model.workspace
+        # begin or resume the stage
         start = await self.open()
         data = self.load_dataset()
         total_steps = self.count_steps(data)

@@ -225,6 +225,7 @@ async def _sample(
         )
         for index, start in enumerate(range(0, data.rows, size))
     ]
+    # the shards are sampled concurrently
     jobs = (generate_rollouts(workspace, policy, shard, suite.sampling, step=0) for shard in shards)
     return policy.stage, list(await asyncio.gather(*jobs))
 

@@ -51,7 +51,7 @@ class StageNotifier:
         self._page, self._clock = page, clock
         self._said: int | None = None
         self._shown_at: float | None = None
-        # starts no thread before it is used
+        # the executor starts its thread with the first update
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="stage-notifier")
         self._under_way: Future[None] | None = None
 
@@ -60,6 +60,7 @@ class StageNotifier:
         if not total > 0 or not 0 <= done <= total:
             raise ValueError(f"{done} of {total} was reported of {self.name!r}; expected a share between 0 and 1")
         self.progress = done / total
+        # one line per new percent
         if self._said != (percent := int(100 * self.progress)):
             self._said = percent
             log_line(f"{self.name}: {100 * self.progress:.0f} %")
@@ -72,13 +73,14 @@ class StageNotifier:
 
     def _draw(self) -> None:
         page = self._page or flow_run_page()
+        # the last update is always sent, others at most every few seconds
         ended = self.progress == 1
         early = self._shown_at is not None and self._clock() - self._shown_at < UPDATE_INTERVAL_SECONDS
         busy = self._under_way is not None and not self._under_way.done()
         if page is None or ((early or busy) and not ended):
             return
         self._page, self._shown_at = page, self._clock()
-        # Prefect finds its settings in it
+        # Prefect reads its settings from context variables, which the thread does not have
         context = contextvars.copy_context()
         self._under_way = self._sender.submit(context.run, self._show, page, 100 * self.progress)
 

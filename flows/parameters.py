@@ -101,6 +101,7 @@ class Dataset(Generic[Kind]):
             rows = reader.rows(range(len(reader)))
         finally:
             reader.close()
+        # a pair is two threads in one row
         if self.use == "preference":
             return [tuple(StringThread.from_json(row[side]) for side in ("chosen", "rejected")) for row in rows]
         return [StringThread.from_json(row["thread"]) for row in rows]
@@ -119,6 +120,7 @@ class Dataset(Generic[Kind]):
             body = {"kind": "file", "path": value} if isinstance(value, str) else value
             return cls(canonical_json(_validated_source(body)).decode())
 
+        # a path, or a dataset spec
         shape = core_schema.union_schema(
             [core_schema.str_schema(min_length=1), handler.generate_schema(DatasetSource)]
         )
@@ -185,6 +187,7 @@ def _validated_source(body: Any) -> Any:
     try:
         return _SOURCE.dump_python(_SOURCE.validate_python(body), mode="json")
     except ValidationError as error:
+        # one problem in one line, because the message appears at a field of a form
         first = error.errors()[0]
         raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}, given {first['input']!r:.80}") from error
 

@@ -74,6 +74,7 @@ class PPO(RolloutLoop):
     async def run(self) -> PolicyRef:
         """The loop. The result of each line is committed before the next line begins, so a crash repeats one line."""
         workspace, critic = self.model.workspace, self.critic
+        # begin or resume the stage of both models
         start = await self.open()
         await critic.open(start, self.model.chain_of(start), restarted=self.restart_from is not None)
         data = self.load_dataset()

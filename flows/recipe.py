@@ -54,7 +54,7 @@ class InputConfig(FormConfig):
         """The part of the config that decides the result: the fields that the recipe added, and the seed."""
         body = self.model_dump(mode="json", exclude={"run", "engine", "storage"})
         for name, value in self:
-            # has another order in every process
+            # sort: the order of a set differs between processes
             if isinstance(value, set | frozenset):
                 body[name] = sorted(body[name], key=canonical_json)
         return body
@@ -91,6 +91,7 @@ def recipe_main(function: Recipe) -> Flow[..., Any]:
             finally:
                 await release_run(ctx.workspace)
 
+    # Prefect shows the name, the docstring and the parameters of the recipe
     run.__name__, run.__qualname__, run.__module__ = name, function.__qualname__, function.__module__
     run.__doc__ = function.__doc__
     run.__annotations__ = {"config": config_type, "return": Any}
@@ -101,6 +102,7 @@ def _parameters(function: Recipe) -> tuple[str, type[InputConfig], str | None]:
     """The name and the type of the config's parameter, and the name of the context's parameter, if any."""
     if not inspect.iscoroutinefunction(function):
         raise TypeError(f"{function!r} is no async function; write `async def` before a recipe")
+    # annotations may be text, which get_type_hints evaluates
     hints = get_type_hints(function)
     config: tuple[str, type[InputConfig]] | None = None
     ctx = None

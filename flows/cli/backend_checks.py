@@ -37,6 +37,7 @@ def check_backends(spec: EngineSpec) -> Iterator[Check]:
     """Checks the trainer and the sampler of an embedded engine. A served engine is checked on its own machine."""
     if isinstance(spec, HttpEngineSpec):
         return
+    # the torch backends are part of the installation and need no check
     if isinstance(spec.trainer, DeepSpeedSpec):
         trainer = spec.trainer
         ranks = f"ranks={trainer.ranks}, zero_stage={trainer.zero_stage}"
@@ -55,6 +56,7 @@ def _check_ray(spec: LocalEngineSpec) -> Check:
     """Checks that the engine and the vLLM replicas have the same version of Ray."""
     location = spec.cluster.address or "private, on this machine"
     of_engine = _check_installed(sys.executable, "ray", "ray", location)
+    # replicas may run in the environment of vLLM, with another interpreter
     python = spec.sampler.python if isinstance(spec.sampler, VllmSpec) and spec.replicas else None
     if python is None or of_engine.verdict == "fail":
         return of_engine
@@ -88,6 +90,7 @@ def _check_installed(python: str, package: str, role: str, details: str) -> Chec
     """Checks that a package is installed for an interpreter. `details` are added to a good result."""
     command = [python, "-c", PRINT_VERSIONS, package]
     try:
+        # in a process of its own, because the interpreter may be another one
         process = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         what = f"{python} cannot be run: {error}"

@@ -42,6 +42,7 @@ def log_file(name: str) -> Iterator[Path]:
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
     with contextlib.ExitStack() as undo:
         undo.callback(to_file.close)
+        # records of loggers that do not propagate reach no handler of the root
         for logger in _all_loggers():
             terminal_handlers = [handler for handler in logger.handlers if _writes_to_the_terminal(handler)]
             for handler in terminal_handlers:
@@ -49,6 +50,7 @@ def log_file(name: str) -> Iterator[Path]:
             if logger is logging.root or (terminal_handlers and not logger.propagate):
                 logger.addHandler(to_file)
                 undo.callback(logger.removeHandler, to_file)
+        # Python would print these errors on the terminal
         undo.enter_context(_log_uncaught_errors())
         yield path
 
@@ -72,7 +74,7 @@ class _LogFileHandler(logging.FileHandler):
             print(f"the log file {self.baseFilename} cannot be written: {error.strerror}", file=sys.stderr)
 
     def close(self) -> None:
-        # what is left in the buffer
+        # closing writes the buffer, which fails on a full disk
         with contextlib.suppress(OSError):
             super().close()
 
@@ -81,6 +83,7 @@ def _writable_path(name: str) -> Path:
     """In the working directory, like the command's other files, or else in the system's folder for temporary files."""
     file_name = re.sub(r"[^A-Za-z0-9._-]+", "-", name) + ".log"
     try:
+        # the working directory may be read-only
         LOG_FOLDER.mkdir(parents=True, exist_ok=True)
         path = LOG_FOLDER / file_name
         path.open("ab").close()
@@ -136,6 +139,7 @@ def _log_uncaught_errors() -> Iterator[None]:
     """Within the block, errors that end a thread or that a finaliser raises are logged. Python would print them."""
 
     def log_thread_error(failure: threading.ExceptHookArgs) -> None:
+        # SystemExit ends a thread without an error
         if failure.exc_type is not SystemExit:
             name = failure.thread.name if failure.thread else "unknown"
             log.error("thread %s ended: %r", name, failure.exc_value, exc_info=failure.exc_value)
@@ -143,6 +147,7 @@ def _log_uncaught_errors() -> Iterator[None]:
     def log_unraisable_error(failure: Any) -> None:
         log.error("ignored in %r: %r", failure.object, failure.exc_value, exc_info=failure.exc_value)
 
+    # the hooks belong to the process, so they are restored
     original_hooks = threading.excepthook, sys.unraisablehook
     threading.excepthook, sys.unraisablehook = log_thread_error, log_unraisable_error
     try:

@@ -126,6 +126,7 @@ def workload_of(
     """Returns the workload of the options, else of the run's config, else of GRPO on all weights with a reference."""
     algorithm, model = body.get("algorithm") or {}, body.get("model") or {}
 
+    # context: the option, else what the engine and the model allow
     max_context = min(shape.context, getattr(spec.sampler, "max_context", None) or shape.context)
     if context > max_context:
         raise ConfigError(
@@ -134,6 +135,7 @@ def workload_of(
     if not context:
         context = min(max_context, DEFAULT_CONTEXT, spec.max_tokens_per_forward)
 
+    # adapter: the option, else the config of the run
     adapter = model.get("adapter") if isinstance(model, dict) else None
     rank: int | None = lora_rank or None
     if rank is None and adapter is not None:
@@ -168,11 +170,13 @@ def print_plan(memory_plan: MemoryPlan, work: Workload, proposals: list[str], cl
     shape = work.shape
     trained = "all weights" if work.lora_rank is None else f"LoRA rank {work.lora_rank}"
     to.print(f"{shape.name}: {shape.parameters:,} parameters, {trained}, {work.context} tokens", markup=False)
+    # what runs where
     for number, use in enumerate(memory_plan.machines, 1):
         to.print(f"machine {number}: {use.describe()}", markup=False, highlight=False)
     if cluster:
         print_plain(to, cluster)
     for pool in memory_plan.pools:
+        # one table per memory, with its sum
         to.print(_pool_table(pool))
         usable = "" if pool.usable is None else f" of {pool.usable / GIB:.1f} GiB usable"
         to.print(f"needs {pool.needed / GIB:.1f} GiB{usable}\n", markup=False, highlight=False)
@@ -187,6 +191,7 @@ def conclusion(memory_plan: MemoryPlan, work: Workload, proposals: list[str]) ->
         lines.append(f"KV caches hold {memory_plan.sequences} sequences of {work.context} tokens")
     if memory_plan.fits:
         return [*lines, f"fits. {ACCURACY}"]
+    # the reasons, and the changes that were tried
     lines += [f"does not fit: {reason}" for reason in memory_plan.reasons()]
     lines += [f"would fit: {proposal}" for proposal in proposals]
     if not proposals:
@@ -196,6 +201,7 @@ def conclusion(memory_plan: MemoryPlan, work: Workload, proposals: list[str]) ->
 
 def as_document(memory_plan: MemoryPlan, work: Workload, proposals: list[str]) -> dict[str, Any]:
     """Returns the plan as a JSON document, with sizes in bytes."""
+    # the processes of each machine
     machines = []
     for use in memory_plan.machines:
         machines.append(
@@ -204,6 +210,7 @@ def as_document(memory_plan: MemoryPlan, work: Workload, proposals: list[str]) -
                 "trains": sorted(use.training_gpus), "samples": sorted(use.sampling_gpus),
             }
         )  # fmt: skip
+    # the parts of each memory
     memories = []
     for pool in memory_plan.pools:
         parts = [{"name": part.name, "bytes": part.bytes, "why": part.source} for part in pool.parts]

@@ -128,6 +128,7 @@ def remove_checkpoint(
     rebase refers to one of them. The run can still be resumed, verified and forked at any step."""
     with report_errors():
         store = open_store(storage)
+        # resolve all names before anything is removed; two names may be the same checkpoint
         policies = list(dict.fromkeys(resolve_checkpoint_name(store, name) for name in names))
         removed = remove_checkpoints(store, policies, dry_run=dry_run)
     if as_json:

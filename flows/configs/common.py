@@ -267,9 +267,11 @@ class FlowConfig(FormConfig):
     def semantic(self) -> dict[str, Any]:
         """The part of the config that decides the result. Names, time limits and retries are left out."""
         body = self.model_dump(mode="json", include=set(SEMANTIC))
+        # the name of the published model
         for model in (body["model"], body.get("value_model", {})):
             model.pop("publish_as", None)
         body["data"].pop("heldout", None)
+        # limits, which change no reward
         limits = ("timeout_seconds", "reaction_seconds", "retries", "concurrency", "max_masked_fraction", "workers")
         for name in limits:
             body.get("grader", {}).pop(name, None)
@@ -328,6 +330,7 @@ def check_sampled_run(
     """Raises ValueError for a run without an end in which something depends on its progress, and for a temperature at
     which the completions of a group would be equal."""
     endless = algorithm.steps is None and algorithm.epochs is None
+    # schedules over the run, and checkpoints by its fractions, need an end
     if endless and not optimizer.endless:
         raise ValueError(
             f"neither algorithm.steps nor algorithm.epochs is given, so the run ends only when it is stopped, and "

@@ -42,6 +42,7 @@ def load_config(path: Path | None, sets: Sequence[str] = ()) -> dict[str, Any]:
     seen: list[str] = []
     for text in sets:
         key, value = _parse_set(text)
+        # a key may be set once, directly or within a group
         for other in seen:
             if key == other or key.startswith(other + ".") or other.startswith(key + "."):
                 again = "twice" if key == other else f"together with {other!r}, which overlaps it"
@@ -100,6 +101,7 @@ def _read_file(path: Path) -> dict[str, Any]:
 def _read_text(path: Path) -> str:
     try:
         with path.open("rb") as file:
+            # at most one byte too many, since the path may be a device without an end
             data = file.read(MAX_CONFIG_BYTES + 1)
             size = max(len(data), path.stat().st_size)
         text = data.decode("utf-8")
@@ -133,6 +135,7 @@ def _extent(value: Any, known: dict[int, tuple[int, int]], depth: int) -> tuple[
     """(characters, levels) of a value. An alias is the same object again: it is measured once and counted each time."""
     if not isinstance(value, dict | list):
         return len(value) if isinstance(value, str) else 1, 0
+    # an alias that was measured before
     size, levels = known.get(id(value), (0, 0))
     if depth + max(levels, 1) > MAX_DEPTH:
         raise _TooDeep
@@ -169,6 +172,7 @@ def _put(config: dict[str, Any], key: str, value: Any) -> None:
     target = config
     for depth, group in enumerate(groups):
         inner = target.setdefault(group, {})
+        # a group that is null in the file is filled
         if inner is None:
             inner = target[group] = {}
         if not isinstance(inner, dict):
@@ -198,7 +202,7 @@ _UNPARSEABLE = (yaml.YAMLError, _DuplicateKey, ValueError, RecursionError)
 def _why_unparseable(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return str(_TooDeep())
-    # Python's own words tell the reader to change the interpreter
+    # Python's message would tell the reader to change a setting of the interpreter
     if "integer string conversion" in str(error):
         digits = sys.get_int_max_str_digits()
         return f"an integer has more than {digits:,} digits; write a shorter one, or put it in quotes"
@@ -212,6 +216,7 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         pairs = []
+        # PyYAML would keep the last of two equal keys
         for key_node, _ in node.value:
             line = key_node.start_mark.line + 1
             if not isinstance(key_node, yaml.ScalarNode):
@@ -234,7 +239,7 @@ def _refuse_duplicates(pairs: Iterable[tuple[str, Any]], where: str = "") -> dic
 
 
 def _parse_yaml(text: str) -> Any:
-    # _Loader is a SafeLoader
+    # yaml.load is safe here, because _Loader is a SafeLoader
     return yaml.load(text, _Loader)
 
 
@@ -302,7 +307,7 @@ def _models_in(annotation: Any) -> list[type[BaseModel]]:
 
 
 def _nearest(key: str, names: set[str]) -> str:
-    # itself: a key of another group
+    # without the key itself, which may be the name of a field in another group
     near = difflib.get_close_matches(key, sorted(names - {key}), n=1)
     if not near:
         return "; leave it out, or look at the fields in the docs"

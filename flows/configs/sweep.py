@@ -37,6 +37,7 @@ class GridSearch(Frozen):
 
     def trials(self) -> list[dict[str, Any]]:
         """The values of each child run, by key."""
+        # counted first, since the list of a large grid would fill the memory
         count = math.prod(len(options) for options in self.values.values())
         if count > MAX_TRIALS:
             raise ValueError(f"the grid has {count} combinations, at most {MAX_TRIALS} are run; use a random search")
@@ -83,6 +84,7 @@ class Range(Frozen):
             value = math.exp(source.uniform(math.log(self.low), math.log(self.high)))
         else:
             value = source.uniform(self.low, self.high)
+        # rounding of exp and log may leave the bounds
         value = min(max(value, self.low), self.high)
         # three digits are finer than any search needs, and can be read in a table
         if self.whole:
@@ -105,6 +107,7 @@ class RandomSearch(Frozen):
         """The values of each child run, by key."""
         drawn = []
         for number in range(self.trials_wanted):
+            # each draw has its own generator, so that a larger search begins with the same trials
             source = random.Random(digest(canonical_json(["sweep", self.seed, number])))
             drawn.append({key: values.draw(source) for key, values in self.values.items()})
         return drawn
@@ -151,6 +154,7 @@ class SweepConfig(FormConfig):
             except ValidationError as error:
                 raise ValueError(f"the trial {values} is no {describe_validation(error, kind)}") from error
             run = f"{self.name}/{digest(canonical_json(config.semantic()))[:12]}"
+            # equal trials are one run
             children.setdefault(run, (values, config.model_copy(update={"run": run})))
         return list(children.values())
 

@@ -177,6 +177,7 @@ def _cells(metrics: StepMetrics) -> dict[str, str]:
         cells["kl"] = f"{metrics.kl_mean:.4f}"
     if metrics.completion_length_mean is not None and metrics.reward_mean is not None:
         cells["length"] = f"{metrics.completion_length_mean:.0f}"
+    # counts are shown only if they are not zero
     counted = {"masked": metrics.masked, "dropped": metrics.dropped, "skipped": metrics.skipped_updates}
     cells |= {name: str(count) for name, count in counted.items() if count}
     cells["tok/s"] = f"{metrics.tokens_per_second:,.0f}"

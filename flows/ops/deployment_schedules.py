@@ -27,6 +27,7 @@ async def restore_choices(client: PrefectClient, before: Iterable[DeploymentResp
     schedules, and the schedules that a person added. Those have no slug."""
     for old in before:
         new = await client.read_deployment(old.id)
+        # the switch of the deployment
         if new.paused != old.paused:
             await (client.pause_deployment(new.id) if old.paused else client.resume_deployment(new.id))
 
@@ -52,6 +53,7 @@ async def _restore_schedule(
     changes: dict[str, Any] = {}
     if new.active != old.active:
         changes["active"] = old.active
+    # a schedule without parameters of its own keeps those of prefect.yaml
     if old.parameters and new.parameters != old.parameters:
         changes["parameters"] = old.parameters
     if changes:

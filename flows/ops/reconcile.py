@@ -39,6 +39,7 @@ def reconcile(api_url: str, pool: str, *, worker: str, seen: Collection[str]) ->
         # the list is read completely first, because the changes would shift its pages
         for run in list(_runs_in_states(client, pool, UNFINISHED_STATES)):
             is_ours = run["id"] in seen
+            # runs of other workers, and crashed runs, which their automation reschedules
             if not is_ours and (not is_only_worker or run["state_type"] == "CRASHED"):
                 continue
             # a cancellation that no worker handled is completed; other runs continue
@@ -68,6 +69,7 @@ def _other_workers(client: httpx.Client, pool: str, worker: str) -> set[str]:
     """Names of the other workers of the pool that are online."""
     body = {"workers": {"status": {"any_": ["ONLINE"]}}}
     response = client.post(f"/work_pools/{pool}/workers/filter", json=body)
+    # a server without the pool has no workers of it
     if response.status_code == httpx.codes.NOT_FOUND:
         return set()
     response.raise_for_status()
@@ -77,6 +79,7 @@ def _other_workers(client: httpx.Client, pool: str, worker: str) -> set[str]:
 def _runs_in_states(client: httpx.Client, pool: str, states: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yields all flow runs of the pool in these states, page by page."""
     offset = 0
+    # the server returns at most PAGE_SIZE runs per request
     while True:
         body = {
             "work_pools": {"name": {"any_": [pool]}},

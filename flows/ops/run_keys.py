@@ -18,6 +18,7 @@ def current_run_key(flow_name: str) -> str:
     context = FlowRunContext.get()
     flow_run = context.flow_run if context else None
     if flow_run is None:
+        # outside Prefect, every call is a new run
         return f"{flow_name}-{os.urandom(ID_LETTERS // 2).hex()}"
     return run_key_of(flow_name, flow_run)
 
@@ -30,6 +31,7 @@ def run_key_of(flow_name: str, flow_run: FlowRun) -> str:
     """
     scheduled_time = flow_run.expected_start_time
     if flow_run.auto_scheduled and scheduled_time is not None and flow_run.deployment_id is not None:
+        # a schedule that fires twice for one time gets one run
         time_text = scheduled_time.astimezone(UTC).strftime("%Y%m%dT%H%M%SZ")
         return f"{flow_name}-{str(flow_run.deployment_id)[:ID_LETTERS]}/{time_text}"
     return f"{flow_name}-{str(flow_run.id)[:ID_LETTERS]}"

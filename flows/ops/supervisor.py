@@ -130,11 +130,13 @@ class Supervisor:
             self._worker_lost = True
             self._release_lost_runs()
         finally:
+            # services end before those that they need
             for service in reversed(self.services):
                 identity = self.state.services.get(service.name)
                 if identity is not None:
                     terminate_all(filter(None, [identity.process()]), grace_seconds=service.grace_seconds)
                     reap(identity)
+            # processes that a service has left
             terminate_all(processes_of_up(self.state.id), grace_seconds=10.0)
             forget_state(self.home)
 
@@ -156,6 +158,7 @@ class Supervisor:
         if service.name == "worker" and self._worker_lost:
             self._release_lost_runs()
 
+        # a restart waits for the delay and for the service that it needs
         if now < backoff.not_before or self._dependency_is_missing(service) or self.stop.is_set():
             return
         self._spawn(service)
@@ -222,6 +225,7 @@ class Supervisor:
                     f"{service.name} gave no answer within {service.start_seconds:.0f} s; "
                     f"{tail(self._log_file(service))}"
                 )
+            # not time.sleep, so that `stop` ends the wait at once
             self.stop.wait(0.2)
 
     def _alive(self, name: str) -> bool:

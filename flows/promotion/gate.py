@@ -74,6 +74,7 @@ def judge(gate: GateConfig, differences: Sequence[Difference], cells: Sequence[s
     """
     target = checked_target(gate, cells)
     by_cell = {difference.cell: difference for difference in differences}
+    # not worse on any cell, and better on the target
     checks = [_check_not_worse(cell, by_cell.get(cell), gate.not_worse_by) for cell in cells]
     checks.append(_check_better(target, by_cell.get(target), gate.better_by))
     return GateVerdict(passed=all(check.passed for check in checks), checks=tuple(checks))

@@ -180,6 +180,7 @@ def _memory(model: ModelConfig, parameters: int, compute_bytes: int, *, frozen: 
 
 def _disk(config: TrainingConfig, model: ModelConfig, parameters: int, steps: int) -> int:
     """Bytes of the checkpoints that are kept, of one that is being written, and of the published model."""
+    # weights and moments; an adapter has only a small share of them
     checkpoint_bytes = parameters * MASTER_BYTES * (1 + MOMENTS)
     if model.adapter is not None:
         checkpoint_bytes = int(ADAPTER_SHARE * checkpoint_bytes)
@@ -194,6 +195,7 @@ def _checkpoints(config: CheckpointConfig, steps: int) -> int:
     elif config.frequency:
         named = int(1 / config.frequency)
     named = min(named, config.keep_named or named)
+    # checkpoints by interval are kept besides the named ones
     every_nth = steps // config.keep_every if config.keep_every else 0
     return named + config.keep_last + (config.keep_best or 0) + every_nth
 
@@ -206,6 +208,7 @@ def _steps(config: TrainingConfig, rows: int) -> int | None:
     if isinstance(config, GRPOConfig | ENVGRPOConfig):
         if algorithm.epochs is None:
             return None
+        # a step of reinforcement learning samples several completions per row
         rows_per_step = config.algorithm.samples_per_batch // config.algorithm.completions_per_sample
     else:
         rows_per_step = min(algorithm.samples_per_batch, rows)
@@ -219,6 +222,7 @@ def _mean_row_tokens(store: ObjectStore, data: LoadedDataset) -> int:
         rows = reader.rows(range(min(SAMPLED_ROWS, data.rows)))
     finally:
         reader.close()
+    # characters instead of tokens, because no tokenizer is loaded here
     characters = 0
     for row in rows:
         characters += sum(len(str(row[name])) for name in THREAD_COLUMNS[data.ref.kind])

@@ -125,6 +125,7 @@ class RecipeContext:
         """
         if any(other.name == model.name for other in self._state.models):
             raise ValueError(f"a model named {model.name!r} was spawned already in this recipe; give it another name")
+        # a later attempt replays the code before the first loop on the models of the first attempt
         if self._finished_iterations(0):
             model.replay()
         self._state.models.append(model)
@@ -157,6 +158,7 @@ class RecipeContext:
 
     async def _mark(self, loop: int, finished: int, cursors: tuple[Positioned, ...]) -> None:
         """Records the policies and cursor positions after `finished` iterations of a loop."""
+        # the first mark of an iteration stays, so that a retry does not change it
         policies = {model.name: (await model.policy()).model_dump() for model in self._state.models}
         body = {"policies": policies, "cursors": [cursor.position for cursor in cursors]}
         key = keys.loop_mark(self.workspace.run, loop, finished)
@@ -168,5 +170,6 @@ class RecipeContext:
         for model in self._state.models:
             if model.name in body["policies"]:
                 model.resume_from(PolicyRef.model_validate(body["policies"][model.name]))
+        # a changed recipe may have another number of cursors
         for cursor, position in zip(cursors, body["cursors"], strict=False):
             cursor.position = position

@@ -125,6 +125,7 @@ async def open_run(
         expected = estimate(workspace.open_store(), config, base, data, info, further_data)
         expected.check(info, resumed=workspace.open_store().exists(keys.run_json(workspace.run)))
 
+        # create the run, or check that a resumed one has the same inputs
         input_digests = _input_digests(data, further_data) | {"model": base.sha256}
         warnings = _create_or_check_run(workspace, config, input_digests)
         # from here on, this process alone acts for the run

@@ -51,10 +51,12 @@ class SupervisedLoop(TrainingLoop):
     async def run(self) -> PolicyRef:
         """The loop. The result of each line is committed before the next line begins, so a crash repeats one line."""
         workspace = self.model.workspace
+        # begin or resume the stage
         start = await self.open()
         reference = self.reference(start)
         data = self.load_dataset()
         size = min(self.samples_per_batch, data.rows)
+        # rounded up: the last batch may contain rows of one further epoch
         total_steps = self.max_steps or -(-self.epochs * data.rows // size)
         async with training_steps(self, total_steps, loss=self.loss, reference=reference) as steps:
             async for step in steps:

@@ -53,6 +53,7 @@ ESTIMATORS = {
 
 
 def _estimator(verl: Verl, key: str, value: Any) -> Any:
+    # GAE selects the flow ppo, and needs no estimator of groups
     if value == "gae":
         return Unused()
     if value not in ESTIMATORS:
@@ -79,11 +80,13 @@ def _micro_batch(verl: Verl, key: str, value: Any) -> Any:
         return Unused()
     if verl.get(ACTOR + "use_dynamic_bsz"):
         return Unused("use_dynamic_bsz counts tokens instead")
+    # verl counts sequences, our config counts tokens
     return times(value, verl.get("data.max_prompt_length") + verl.get("data.max_response_length"))
 
 
 def _dynamic_batch(verl: Verl, key: str, value: Any) -> Any:
     """GPUs that share a sequence share the token budget."""
+    # the trainers have the same keys in other groups
     group, engine = "data.", "engine."
     if verl.kind == "ppo_trainer":
         group, engine = ACTOR, ACTOR
@@ -97,6 +100,7 @@ def _conversations(verl: Verl, key: str, value: Any) -> Any:
         return Unused()
     if verl.kind == "sft_trainer_engine" and verl.get("data.use_dynamic_bsz"):
         return Unused("use_dynamic_bsz counts tokens instead")
+    # a conversation has at most max_length tokens
     return times(value, verl.get("data.max_length"))
 
 
@@ -146,6 +150,7 @@ def _clip_high(verl: Verl, key: str, value: Any) -> Any:
 
 
 def _only_clip_ratio(verl: Verl) -> bool:
+    # a config that gives only clip_ratio means both sides
     given_keys = {name for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high") if verl.is_given(ACTOR + name)}
     return given_keys == {"clip_ratio"}
 
@@ -252,6 +257,7 @@ def _filter_metric(verl: Verl, key: str, value: Any) -> Any:
 def _refill_rounds(verl: Verl, key: str, value: Any) -> Any:
     """verl also counts the first round, and fails after the last one. 0 means no limit."""
     if value > 0:
+        # our number does not count the first round
         return PathValues({"rules.max_refill_rounds": value - 1, "rules.refill_end": "fail"})
     return Unused("verl has no limit, Ostinato has rules.max_refill_rounds")
 
@@ -277,6 +283,7 @@ def _reward_file(verl: Verl, key: str, value: Any) -> Any:
     if value is None:
         return Unused()
     path = Path(local_path(value))
+    # with the digest of the file, another reward function is another run
     arguments = {"path": str(path)}
     if path.is_file():
         arguments["sha256"] = sha256(path.read_bytes()).hexdigest()

@@ -22,6 +22,7 @@ def _files(verl: Verl, key: str, value: Any) -> Any:
         source = "suite.datasets.0.source"
     else:
         source = "data.heldout" if key == "data.val_files" else "data.train"
+    # a custom dataset class reads the files itself
     if verl.kind == "ppo_trainer" and verl.get("data.custom_cls.path"):
         return PathValues({f"{source}.arguments.files": [first, *further]})
     # the first file is the path, the others are further paths
@@ -58,6 +59,7 @@ def _dataset_class_name(verl: Verl, key: str, value: Any) -> Any:
 
 def _model(verl: Verl, key: str, value: Any) -> Any:
     path = local_path(value)
+    # a name like owner/model refers to the Hugging Face hub
     if re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not Path(path).is_dir():
         return Approximate(path, "this is not a folder: download the model, and give its folder by --set model.key=…")
     return path
@@ -81,6 +83,7 @@ def _metadata_columns(verl: Verl, key: str, value: Any) -> Any:
 def _parquet_columns(path: Path) -> list[str]:
     if path.suffix != ".parquet" or not path.is_file():
         return []
+    # imported here, because only configs with Parquet files need it
     import pyarrow as pa
     import pyarrow.parquet as pq
 

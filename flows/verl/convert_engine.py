@@ -54,6 +54,7 @@ def _warmup_ratio(verl: Verl, key: str, value: Any) -> Any:
 
 
 def _older_warmup_ratio(verl: Verl, key: str, value: Any) -> Any:
+    # both names have a default, so only a given key counts
     newer = key.replace(".warmup_steps_ratio", ".lr_warmup_steps_ratio")
     if not verl.is_given(key) or verl.is_given(newer):
         return Unused("lr_warmup_steps_ratio decides")
@@ -98,6 +99,7 @@ def _trainer(verl: Verl, key: str, value: Any) -> Any:
 
 
 def _recompute(verl: Verl, key: str, value: Any) -> Any:
+    # our setting has one value for both of verl's switches
     switch = key.rpartition(".")[0] + ".enable_activation_offload"
     if value and verl.table.has_default(switch) and verl.get(switch):
         return Unused("enable_activation_offload includes it")
@@ -180,6 +182,7 @@ def _run_key(verl: Verl, key: str, value: Any) -> Any:
     """A run with the same key is resumed, as with resume_mode=auto."""
     if verl.get("trainer.resume_mode") != "auto":
         return Unused("resume_mode is not auto")
+    # a run key has only letters, digits and . _ -
     return re.sub(r"[^A-Za-z0-9._-]+", "-", str(value)).strip("-.").lower()
 
 
@@ -206,6 +209,7 @@ def _save_every(verl: Verl, key: str, value: Any) -> Any:
 def _critic_warmup(verl: Verl, key: str, value: Any) -> Any:
     """verl counts steps, our config has a fraction of the run."""
     steps = verl.get("trainer.total_training_steps")
+    # a fraction cannot be computed without the length of the run
     if value and steps is None:
         raise NoCounterpart("its fraction of the run needs trainer.total_training_steps; give it")
     if not value:

@@ -114,6 +114,7 @@ def import_verl(
 
 def kind_of(given: dict[str, Any]) -> str:
     """Returns the kind of verl config that has most of the keys. Raises VerlError if none has any."""
+    # kinds share keys, so the number of matches decides
     counts: dict[str, int] = {}
     for kind, table in key_tables().items():
         counts[kind] = sum(table.find(key) is not None for key in given)
@@ -185,6 +186,7 @@ def _convert(verl: Verl, imported: Imported, key: str, entry: Mapped, value: Any
         return
 
     # the values in our config
+    # an approximate value is reported with its difference
     difference = ""
     if isinstance(result, Approximate):
         difference, result = result.difference, result.value
@@ -256,6 +258,7 @@ def _validate(config: dict[str, Any], sets: Sequence[str], imported: Imported) -
     """Returns the config with the `sets` applied. Raises VerlError if our config class refuses it."""
     for name, value in load_config(None, sets).items():
         config[name] = _override(config.get(name), value)
+    # these two flows have no reward in verl's config
     if imported.flow not in ("sft", "evaluation") and "path" not in config.get("grader", {}):
         raise VerlError(
             "custom_reward_function.path is not given, and verl then chooses the reward by each row's data_source; "
@@ -265,6 +268,7 @@ def _validate(config: dict[str, Any], sets: Sequence[str], imported: Imported) -
     try:
         model.model_validate(config)
     except ValidationError as error:
+        # the hint must fit this command, which has no config file to edit
         text = describe_validation(error, model).replace("set it in the file or by ", "give it by --set ")
         raise VerlError(f"the values are not a valid {imported.flow} config; {text}") from error
     return config

@@ -103,10 +103,12 @@ def key_tables() -> dict[str, KeyTable]:
 def _table(tables: dict[str, Any]) -> KeyTable:
     """Builds a key table from its part of keys.toml."""
     table = KeyTable()
+    # keys with a counterpart
     for key, entry in tables["mapped"].items():
         fields = entry | {"default": _value(entry["default"]), "to": _as_tuple(entry["to"])}
         fields["flows"] = _as_tuple(entry.get("flows", ()))
         table.mapped[key] = Mapped(**fields)
+    # keys without one, in groups with the same reason
     for group in tables["unmapped"]:
         is_refused = "refused" in group
         why = group["refused"] if is_refused else group["dropped"]

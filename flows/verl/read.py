@@ -71,6 +71,7 @@ class Verl:
         # ${resolver:name,default}
         name, comma, fallback = rest.partition(",")
         default = self.resolve(_literal(fallback), key, depth + 1) if comma else None
+        # oc.select has a default for a key that does not exist, unlike a plain interpolation
         if resolver == "oc.select":
             target = _absolute_key(name.strip(), key)
             is_known = target in self.given or self.table.has_default(target) or self._subtree(target)
@@ -85,6 +86,7 @@ class Verl:
         """The value or group that an interpolation in the value of `key` refers to."""
         if target in self.given or self.table.has_default(target):
             return self.resolve(self._raw(target), target, depth + 1)
+        # not a value, so perhaps a group of given keys
         tree = self._subtree(target)
         if not tree:
             raise VerlError(

@@ -66,8 +66,8 @@ class Critic:
         steps = sum(step / total_steps < fraction for step in range(total_steps))
         if steps == total_steps:
             raise ValueError(
-                f"value_only_fraction={fraction} of {total_steps} iterations leaves none in which the policy is "
-                "trained; lower it, or train longer"
+                f"value_only_fraction={fraction} leaves no step in which the policy is trained, of {total_steps} in "
+                "all; lower it, or train longer"
             )
         return steps
 

@@ -114,11 +114,12 @@ def main() -> None:
     # both cases must end with the same weights, and the two runs with different ones
     digests = {}
     for run in RUNS:
-        both, one = records_of_both[run], records_of_one[run]
-        assert both.state == one.state and both.weights_digest == one.weights_digest, (
-            f"the cases ended with different weights of {run}: {both.weights_digest} and {one.weights_digest}"
+        record, record_with_evictions = records_of_both[run], records_of_one[run]
+        digest = record.weights_digest
+        assert record.state == record_with_evictions.state and digest == record_with_evictions.weights_digest, (
+            f"the cases ended with different weights of {run}: {digest} and {record_with_evictions.weights_digest}"
         )
-        digests[run] = both.weights_digest
+        digests[run] = digest
     assert None not in digests.values() and len(set(digests.values())) == len(RUNS), (
         "the weights did not change, or the two runs have the same weights"
     )

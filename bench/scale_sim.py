@@ -361,6 +361,7 @@ def main() -> None:
         options.rows or 2 * options.prompts,
     )  # fmt: skip
     s3, engine = S3Model(), EngineModel(new_tokens=options.new_tokens, nominal_tokens=options.nominal_tokens)
+    # the steps, and optionally the maintenance of the store after them
     with tempfile.TemporaryDirectory(prefix="scale-sim-") as scratch:
         began = time.perf_counter()
         reports = simulate(size, s3, engine, folder=Path(scratch, "store"), show=partial(print, flush=True))

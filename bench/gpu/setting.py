@@ -157,6 +157,7 @@ def grpo_samples(model: str, sizes: tuple[int, int, int, int, int], *, seed: int
     """
     random, vocab = Random(seed), CONFIGS[model]["vocab_size"]
     prompts, completions, prompt_tokens, shortest, longest = sizes
+    # the logprob of each token under a uniform distribution
     uniform = -torch.tensor(float(vocab)).log().item()
     samples = []
     for group in range(prompts):

@@ -226,6 +226,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.side:
         return run_side(options.side, Plan(options.seed, options.sft_steps, options.steps))
+    # the reward before training, then both sides for each seed
     before = measure("base", Plan(0, 0, 0))["reward"]
     print(f"held-out reward before training {before:.3f}; {options.sft_steps} steps of SFT, {options.steps} of GRPO")
     rewards: dict[str, list[float]] = {"ours": [], "trl": []}

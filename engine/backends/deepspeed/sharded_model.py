@@ -30,6 +30,7 @@ from engine.backends.deepspeed.ulysses import SequenceGroup
 from engine.backends.torch.causal_lm import CausalLM
 from engine.backends.torch.packing import Packed
 from engine.backends.torch.updates import adamw_groups, set_adamw
+from engine.backends.weight_files.tensor_files import shapes_of_tensors
 from storage.chain.records import OptimizerSpec
 
 
@@ -176,7 +177,7 @@ class ZeroModel:
         module = loaded.module
         named = _named_parameters(loaded)
         # Read the shapes and the dimensions before ZeRO 3 takes the parameters over: afterwards both are lost.
-        shapes = {name: tuple(parameter.shape) for name, parameter in named.items()}
+        shapes = shapes_of_tensors(named.items())
         self._adamw = _new_adamw(module)
         evaluated = EvaluatedModule(module)
         config = deepspeed_config(options, parameters=sum(p.numel() for p in module.parameters()))

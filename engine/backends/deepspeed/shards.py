@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors
 
+from engine.backends.weight_files.tensor_files import shapes_of_tensors
 from engine.cluster.rank_progress import report_progress
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -179,10 +180,9 @@ NamedParameters = Mapping[str, nn.Parameter]
 def replicated_shards(named: NamedParameters, adamw: torch.optim.Optimizer) -> Shards:
     """The shards without ZeRO: AdamW steps the parameters themselves, on every rank."""
     pieces: list[ShardPiece] = []
-    shapes: dict[str, tuple[int, ...]] = {}
     for name, parameter in named.items():
         pieces.append(ShardPiece(name, 0, parameter.numel(), parameter, 0))
-        shapes[name] = tuple(parameter.shape)
+    shapes = shapes_of_tensors(named.items())
     return Shards(pieces, adamw, shapes=shapes, replicated=True, publish=lambda: None)
 
 

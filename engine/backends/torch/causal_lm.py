@@ -167,15 +167,22 @@ class CausalLM:
                 seen.add(tensor.data_ptr())
                 yield name, tensor
 
+    def weights_nbytes(self) -> int:
+        """Bytes of all weights in memory."""
+        return sum(tensor.nbytes for _, tensor in self.named_weights())
+
     def exported_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The same weights under the names that `save_pretrained` gives them: a head that is tied to the embedding has
         the embedding's name."""
-        # save_pretrained leaves out the head's name if head and embedding are one tensor
-        tied = {id(self.head.weight)} if self.head.weight is self._embedding() else set()
-        heads = {f"{name}.weight" for name, module in self.module.named_modules() if module is self.head}
+        # If head and embedding are one tensor, save_pretrained leaves out the head's names.
+        left_out: set[str] = set()
+        if self.head.weight is self._embedding():
+            for name, module in self.module.named_modules():
+                if module is self.head:
+                    left_out.add(f"{name}.weight")
         seen: set[int] = set()
         for name, tensor in sorted(self.module.state_dict(keep_vars=True).items()):
-            if tensor.data_ptr() in seen or (id(tensor) in tied and name in heads):
+            if tensor.data_ptr() in seen or name in left_out:
                 continue
             seen.add(tensor.data_ptr())
             yield name, tensor
@@ -198,7 +205,8 @@ def frozen_copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A copy of the module with every parameter in `dtype` and without gradients. Parameters that have this dtype
     already are shared, not copied. Buffers keep their dtype, because rotary frequencies in bfloat16 would give tokens
     far into a sequence wrong positions."""
-    copies: dict[int, Any] = {
-        id(p): nn.Parameter(p.detach().to(dtype), requires_grad=False) for p in module.parameters()
-    }
-    return copy.deepcopy(module, copies)
+    # deepcopy takes an object whose id is in its memo from there, and copies all others.
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
+    return copy.deepcopy(module, memo)

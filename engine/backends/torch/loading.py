@@ -17,7 +17,7 @@ from engine.backends.torch.causal_lm import CausalLM
 from engine.backends.torch.probes import probe_image, probe_packed_forward, probe_scalar_forward
 from engine.backends.torch.scalar_lm import ScalarLM, check_scalar_head, is_scalar, new_head, with_scalar_head
 from engine.backends.torch.vision_lm import VisionLM, load_image_processor
-from engine.backends.weight_files.tensor_files import shapes_of
+from engine.backends.weight_files.tensor_files import shapes_of, shapes_of_tensors
 from engine.errors import BadModelFolder, BadSpec
 from engine.models.folder import check_model_folder, read_folder_config, scalar_head_message
 from engine.specs.adapters import Head
@@ -39,7 +39,7 @@ def load_model(folder: Path, *, dtype: torch.dtype, compute_dtype: torch.dtype, 
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
-    # each branch: the module, its class, and probes of its packed forward pass
+    # Each branch loads the module, wraps it, and probes its packed forward pass.
     model: CausalLM
     if is_scalar(folder):
         module = _load_module(AutoModelForSequenceClassification, folder, dtype=dtype, device=device)
@@ -107,7 +107,7 @@ def _load_module(auto: Any, folder: Path, *, dtype: torch.dtype, device: torch.d
         raise
     except Exception as error:  # the boundary to transformers: a broken file may raise any type of exception
         raise BadModelFolder(f"{folder} does not load as a causal language model: {error}") from error
-    # transformers only warns of weights that are missing or left over; here they are errors
+    # transformers only warns of weights that are missing or left over. Here they are errors.
     module, report = loaded
     _check_loading_report(report, folder)
     module.to(device)
@@ -118,11 +118,14 @@ def _load_module(auto: Any, folder: Path, *, dtype: torch.dtype, device: torch.d
 
 def _check_loading_report(report: dict[str, Any], folder: Path) -> None:
     """Raises BadModelFolder if transformers reports missing, unexpected or mismatched weights."""
-    wrong = {kind: sorted(map(str, names)) for kind, names in report.items() if names and kind != "error_msgs"}
-    if wrong:
-        kinds = [f"{kind.replace('_', ' ')}: {', '.join(names[:5])}" for kind, names in wrong.items()]
+    problems: list[str] = []
+    for kind, names in report.items():
+        if names and kind != "error_msgs":
+            first_names = sorted(map(str, names))[:5]
+            problems.append(f"{kind.replace('_', ' ')}: {', '.join(first_names)}")
+    if problems:
         raise BadModelFolder(
-            f"the weights in {folder} do not fit its config.json: {'; '.join(kinds)}. Export the model again with "
+            f"the weights in {folder} do not fit its config.json: {'; '.join(problems)}. Export the model again with "
             "save_pretrained"
         )
 
@@ -136,20 +139,23 @@ def _check_shapes(auto: Any, folder: Path) -> None:
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if getattr(config, "quantization_config", None) is not None:
         return
-    # shapes by config.json, without memory for weights
+    # The shapes that config.json gives, without memory for weights.
     with torch.device("meta"):
         module = auto.from_config(config, attn_implementation="eager", trust_remote_code=False)
-    expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-    # shapes by the files, from their headers
+    expected = shapes_of_tensors(module.state_dict().items())
+    # The shapes in the files, from their headers.
     stored: dict[str, tuple[int, ...]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         stored |= shapes_of(path)
-    wrong = sorted(name for name in expected.keys() & stored.keys() if expected[name] != stored[name])
-    if wrong:
-        shown = "; ".join(f"{name} is {expected[name]} by it and {stored[name]} in the files" for name in wrong[:5])
+    # Compare the tensors that both have. Missing ones are reported after loading, when renamed ones are known.
+    differences: list[str] = []
+    for name in sorted(expected.keys() & stored.keys()):
+        if expected[name] != stored[name]:
+            differences.append(f"{name} is {expected[name]} by it and {stored[name]} in the files")
+    if differences:
         raise BadModelFolder(
-            f"the weights in {folder} do not fit its config.json in {len(wrong)} tensors: {shown}; give the "
-            "config.json that they were saved with"
+            f"the weights in {folder} do not fit its config.json in {len(differences)} tensors: "
+            f"{'; '.join(differences[:5])}; give the config.json that they were saved with"
         )
 
 

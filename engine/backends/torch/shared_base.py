@@ -34,7 +34,7 @@ from engine.backends.torch.lora import (
     use_pairs,
 )
 from engine.backends.torch.scalar_lm import HEAD_NAME, ScalarLM, new_head, with_scalar_head
-from engine.backends.torch.trainer import TorchTrainer
+from engine.backends.torch.trainer import TorchTrainer, files_in
 from engine.backends.weight_files.digests import digest_tensors
 from engine.backends.weight_files.tensor_files import write_tensors
 from engine.errors import BadSpec
@@ -136,7 +136,7 @@ class SharedTrainer(TorchTrainer):
             weight = f"{name}.weight"
             state[weight] = state[weight] + pair.delta()
         module.save_pretrained(folder, state_dict=state, safe_serialization=True)
-        return {path.name: path for path in sorted(folder.iterdir())}
+        return files_in(folder)
 
 
 class AdapterTrainer(SharedTrainer):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from math import isfinite
 from pathlib import Path
@@ -30,7 +30,7 @@ from engine.backends.torch.updates import (
 )
 from engine.backends.weight_files.digests import digest_tensors
 from engine.backends.weight_files.pieces import moment_shapes, open_checkpoint
-from engine.backends.weight_files.tensor_files import check_shapes, write_tensors
+from engine.backends.weight_files.tensor_files import check_shapes, shapes_of_tensors, write_tensors
 from engine.errors import NonFiniteGradient, OutOfMemory
 from engine.models.samples import Sample
 from engine.protocol import TokenSequence
@@ -81,7 +81,7 @@ class TorchTrainer:
 
     @property
     def weights_nbytes(self) -> int:
-        return sum(tensor.nbytes for _, tensor in self.model.named_weights())
+        return self.model.weights_nbytes()
 
     @property
     def alive(self) -> bool:
@@ -271,10 +271,10 @@ class TorchTrainer:
         # Check everything before anything changes.
         weights = dict(self.weights())
         checkpoint = open_checkpoint(files)
-        check_shapes(checkpoint.weights.shapes(), _shapes(weights), "checkpoint")
+        check_shapes(checkpoint.weights.shapes(), shapes_of_tensors(weights.items()), "checkpoint")
         moments = checkpoint.moments if optimizer else None
         if moments is not None:
-            expected = moment_shapes(_shapes(self.trained()), MOMENTS)
+            expected = moment_shapes(shapes_of_tensors(self.trained()), MOMENTS)
             check_shapes(moments.shapes(), expected, "optimizer's checkpoint")
 
         # Copy the weights in place, then create the moments that the checkpoint has.
@@ -316,8 +316,9 @@ class TorchTrainer:
     def export_merged(self, folder: Path) -> dict[str, Path]:
         folder.mkdir(parents=True, exist_ok=True)
         self.model.module.save_pretrained(folder, safe_serialization=True)  # type: ignore[operator]
-        return {path.name: path for path in sorted(folder.iterdir())}
+        return files_in(folder)
 
 
-def _shapes(tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in dict(tensors).items()}
+def files_in(folder: Path) -> dict[str, Path]:
+    """The files of a folder by name, sorted."""
+    return {path.name: path for path in sorted(folder.iterdir())}

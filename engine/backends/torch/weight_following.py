@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from engine.backends.torch.sampler import TorchSampler
 from engine.backends.torch.shared_base import SharedTrainer
 from engine.backends.torch.trainer import TorchTrainer
 from engine.backends.weight_files.staging import staging_folder
-from engine.backends.weight_files.tensor_files import check_shapes, read_into, shapes_of
+from engine.backends.weight_files.tensor_files import check_shapes, read_into, shapes_of, shapes_of_tensors
 from engine.errors import BadSpec, SamplerOutOfSync
 from engine.protocol import ActorCount, Completion
 from engine.specs.engine import LocalEngineSpec
@@ -102,14 +101,14 @@ class WholeModelSampler(TorchSampler):
         if self._has_copy:
             # Compare all shapes first, so that a failed sync changes no weight.
             source, target = dict(trainer.model.named_weights()), dict(self.model.named_weights())
-            check_shapes(_shapes(source), _shapes(target), "trainer")
+            check_shapes(shapes_of_tensors(source.items()), shapes_of_tensors(target.items()), "trainer")
             with torch.no_grad():
                 for name, weight in source.items():
                     target[name].copy_(weight)
         self.loaded_state = state
 
     def nbytes(self) -> int:
-        return _nbytes(self.model) if self._has_copy else 0
+        return self.model.weights_nbytes() if self._has_copy else 0
 
 
 class AdapterSampler(TorchSampler):
@@ -161,7 +160,7 @@ class StagedFilesSampler(TorchSampler):
             for path in files:
                 shapes |= shapes_of(path)
             try:
-                check_shapes(shapes, _shapes(target), "staged folder")
+                check_shapes(shapes, shapes_of_tensors(target.items()), "staged folder")
             except BadSpec as error:
                 raise SamplerOutOfSync(f"{error} (policy state {state[:12]})") from error
             for path in files:
@@ -169,11 +168,7 @@ class StagedFilesSampler(TorchSampler):
         self.loaded_state = state
 
     def nbytes(self) -> int:
-        return _nbytes(self.model)
-
-
-def _nbytes(model: CausalLM) -> int:
-    return sum(tensor.nbytes for _, tensor in model.named_weights())
+        return self.model.weights_nbytes()
 
 
 def _uninitialised_model(folder: Path, dtype: torch.dtype, device: torch.device) -> CausalLM:
@@ -187,6 +182,3 @@ def _uninitialised_model(folder: Path, dtype: torch.dtype, device: torch.device)
         module.generation_config = GenerationConfig.from_pretrained(folder)
     return CausalLM(frozen_copy(module, dtype).to(device), compute_dtype=dtype)
 
-
-def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}

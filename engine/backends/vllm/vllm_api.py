@@ -22,7 +22,7 @@ import torch
 from engine.backends.protocol import OnToken
 from engine.backends.torch.sampler import processed_logprobs
 from engine.backends.vllm.serving.runtime import EngineOptions, LoadProof, Manifest, Source
-from engine.backends.vllm.weight_sync.load_proofs import any_broken, check_replies, proof_from_replies
+from engine.backends.vllm.weight_sync.load_proofs import any_broken, check_replies, proof_from_replies, worker_ids_of
 from engine.errors import BadSpec, SamplerOutOfSync, WorkerDied
 from engine.protocol import Completion, SamplingParams, StopReason, TokenIds
 
@@ -79,7 +79,7 @@ class InProcessRuntime:
             replies = self._rpc("ostinato_load", worker_source, manifest, state, full)
         self.alive = not any_broken(replies)
         proof = proof_from_replies(replies, state)
-        self._worker_ids = [reply["worker_id"] for reply in replies]
+        self._worker_ids = worker_ids_of(replies)
         self.reset_prefix_cache()
         self._state = state
         return proof

@@ -48,17 +48,19 @@ def write_tensors(
     Raises:
         BadSpec: a name comes twice, or the format does not have a tensor's dtype.
     """
-    # tensors are collected first, because the header comes before their bytes
+    # Collect the tensors first, because the header comes before their bytes.
     by_name = dict[str, Tensor]()
-    dtypes = dict[str, torch.dtype]()
+    layouts = dict[str, tuple[torch.dtype, tuple[int, ...]]]()
     for name, tensor in tensors:
-        dtype = floating if floating is not None and tensor.is_floating_point() else tensor.dtype
+        dtype = tensor.dtype
+        if floating is not None and tensor.is_floating_point():
+            dtype = floating
         if name in by_name:
             raise BadSpec(f"tensor {name!r} is given twice; give each name once")
         if dtype not in _DTYPES:
             raise BadSpec(f"tensor {name!r} is of {dtype}, which safetensors files lack; cast it first")
-        by_name[name], dtypes[name] = tensor, dtype
-    layouts = {name: (dtypes[name], tuple(by_name[name].shape)) for name in by_name}
+        by_name[name], layouts[name] = tensor, (dtype, tuple(tensor.shape))
+    # Write them one by one, so that at most one cast copy exists.
     with TensorWriter(path, layouts) as writer:
         for name in writer.order:
             writer.write(by_name[name])
@@ -125,6 +127,7 @@ def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     Raises:
         BadSpec: not a whole safetensors file.
     """
+    # Open the file again after REOPEN_BYTES, which releases the memory of the pages that were read.
     names = list(shapes_of(path))
     while names:
         nbytes = 0
@@ -143,6 +146,11 @@ def shapes_of(path: Path) -> dict[str, tuple[int, ...]]:
             return {name: tuple(file.get_slice(name).get_shape()) for name in file.offset_keys()}
     except (SafetensorError, OSError) as error:
         raise BadSpec(f"{path.name} is not a whole safetensors file: {error}") from error
+
+
+def shapes_of_tensors(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[int, ...]]:
+    """Shapes by name, in the order of the (name, tensor) pairs."""
+    return {name: tuple(tensor.shape) for name, tensor in tensors}
 
 
 def check_shapes(actual: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], source: str) -> None:

@@ -41,7 +41,7 @@ from engine.backends.vllm.weight_sync.broadcast import (
     select_backend,
     send,
 )
-from engine.backends.vllm.weight_sync.load_proofs import check_replies
+from engine.backends.vllm.weight_sync.load_proofs import check_replies, worker_ids_of
 from engine.backends.vllm.weight_sync.load_request import LoadRequest
 from engine.backends.weight_files.tensor_files import read_tensors
 from engine.cluster.actors import ActorHandle
@@ -249,7 +249,7 @@ class BroadcastDelivery:
             except WorkerDied:
                 await replica.fail(actor)
                 raise
-            check_replies(replies, [reply["worker_id"] for reply in replies], who=f"vLLM {replica.name}")
+            check_replies(replies, worker_ids_of(replies), who=f"vLLM {replica.name}")
             return replies
 
         results = await asyncio.gather(*map(call_replica, replicas, calls), return_exceptions=True)

@@ -49,6 +49,7 @@ def probe_sequences(vocab_size: int, context: int, prompts: Sequence[TokenIds] =
     """Fixed random sequences of token ids, followed by at most 4 of the given prompts, cut to the context."""
     generator = random.Random(_PROBE_SEED)
     length = min(PROBE_TOKENS, context - 1)
+    # Random ids reach all of the vocabulary, and real prompts the inputs that matter.
     probes = []
     for _ in range(PROBES):
         probes.append([generator.randrange(vocab_size) for _ in range(length)])

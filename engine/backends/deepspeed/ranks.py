@@ -32,7 +32,7 @@ class RankTrainers:
     def __init__(self, options: Mapping[str, Any], rank: int, world_size: int) -> None:
         """`options` is a RankOptions as JSON. torch.distributed must be initialised."""
         self._options = RankOptions.model_validate(options)
-        # Ray shows each rank only its own GPU
+        # Ray shows each rank only its own GPU.
         self._device = torch.device("cuda", 0) if self._options.device == "cuda" else torch.device("cpu")
         torch.set_num_threads(self._options.threads)
         _prepare_deepspeed(self._options.device)
@@ -43,7 +43,7 @@ class RankTrainers:
         """Loads a model as trainer `number`; returns the facts that `DeepSpeedTrainer` keeps about it."""
         from engine.backends.deepspeed.trainer import ZeroTrainer  # after _prepare_deepspeed
 
-        # process groups are created once per size, by all ranks at the same time
+        # Process groups are created once per size, by all ranks at the same time.
         size = self._options.trainer.sequence_parallel
         if size > 1 and size not in self._sequences:
             self._sequences[size] = SequenceGroup(size)
@@ -55,7 +55,7 @@ class RankTrainers:
             head_seed=init_seed if head == "scalar" and not is_scalar(folder) else None,
         )
         self._trainers[number] = trainer
-        # shapes are those of the whole parameters, so the facts are equal on all ranks
+        # Shapes are those of the whole parameters, so the facts are equal on all ranks.
         shapes = trainer.state.shards.shapes
         return {
             "parameters": sum(torch.Size(shape).numel() for shape in shapes.values()),
@@ -68,7 +68,7 @@ class RankTrainers:
         trainer = self._trainers.pop(number, None)
         if trainer is not None:
             trainer.close()
-            # objects in reference cycles are freed by a collection only
+            # Objects in reference cycles are freed by a collection only.
             del trainer
             gc.collect()
             if self._device.type == "cuda":
@@ -132,14 +132,14 @@ def _prepare_deepspeed(device: str) -> None:
     """Imports and initialises DeepSpeed without its messages, and without compilation."""
     if device == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"  # otherwise DeepSpeed searches for an accelerator
-    # DeepSpeed calls collectives by older names of torch's; users can do nothing about the warnings
+    # DeepSpeed calls collectives by older names of torch's; users can do nothing about the warnings.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     import deepspeed
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     # DeepSpeed would compile this extension when it starts; gloo and NCCL do not need it, and a machine may have no
-    # compiler
+    # compiler.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.utils.logger.setLevel("WARNING")
     deepspeed.init_distributed()

@@ -56,7 +56,7 @@ def _attend(
     """The function that transformers calls for the attention of each layer."""
     layout: Layout = kwargs["layout"]
     window = kwargs.get("sliding_window")
-    # features of an architecture that layouts do not have
+    # Refuse features of an architecture that layouts do not have.
     if window is not None and layout.longest > window:
         raise BadSpec(
             f"a sequence of {layout.longest} tokens is longer than the model's sliding window of {window}, which "
@@ -67,7 +67,7 @@ def _attend(
             "the model soft-caps its attention scores, which packed attention does not support; use another model"
         )
     scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
-    # under autocast, the rotation leaves queries and keys in float32, while values are in the lower precision already
+    # Under autocast, the rotation leaves queries and keys in float32, while values are in the lower precision already.
     query, key = query.to(value.dtype), key.to(value.dtype)
     return layout.attend(int(module.layer_idx), query, key, value, scale), None  # type: ignore[arg-type]
 
@@ -168,12 +168,12 @@ class _Branches:
         longest = max(length for _, length in group.branches)
         offsets_Q = torch.arange(longest, device=device)
         starts_G1, lengths_G1 = torch.tensor(group.branches, device=device).split(1, dim=1)
-        # A padded query repeats the last token of its branch: it attends to something, and its output is dropped
+        # A padded query repeats the last token of its branch: it attends to something, and its output is dropped.
         self._index_GQ = starts_G1 + torch.minimum(offsets_Q, lengths_G1 - 1)
         self._real_N = (offsets_Q < lengths_G1).flatten().nonzero().squeeze(1)
         self.places_N = self._index_GQ.flatten()[self._real_N]
         self._prompt = slice(group.start, group.start + group.prefix)
-        # a query attends to the whole prompt, and causally to its branch
+        # A query attends to the whole prompt, and causally to its branch.
         causal_QQ = torch.ones(longest, longest, dtype=torch.bool, device=device).tril()
         prompt_QP = torch.ones(longest, group.prefix, dtype=torch.bool, device=device)
         self._mask_QS = torch.cat([prompt_QP, causal_QQ], dim=1)
@@ -228,7 +228,7 @@ class DecodeLayout:
 
     def fill(self, prefill: PrefillLayout, spans: dict[int, tuple[int, int]]) -> None:
         """Sets the first keys and values of some rows: those at spans[row] = (start, length) of the prefilled row."""
-        # lengths, on the host and on the device
+        # Set the lengths, on the host and on the device.
         rows = list(spans)
         for row, (_, length) in spans.items():
             self._host_lengths[row] = length
@@ -240,7 +240,7 @@ class DecodeLayout:
         longest = max(length for _, length in spans.values())
         offsets_S = torch.arange(longest, device=device)
         index_RS = starts_R.unsqueeze(1) + torch.minimum(offsets_S, lengths_R.unsqueeze(1) - 1)
-        # the cache of a layer is allocated at its first use, with the prefill's heads and dtype
+        # The cache of a layer is allocated at its first use, with the prefill's heads and dtype.
         for layer, (key_KTD, value_KTD) in prefill.keys_and_values.items():
             if layer not in self._cache:
                 shape = (len(self._rows_B), key_KTD.shape[0], self.capacity, key_KTD.shape[2])
@@ -268,13 +268,13 @@ class DecodeLayout:
         self._cache = {layer: (keys[rows_B], values[rows_B]) for layer, (keys, values) in self._cache.items()}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        # write the new token's key and value
+        # Write the new token's key and value.
         keys_BKSD, values_BKSD = self._cache[layer]
         last_B = self.lengths_B - 1
         keys_BKSD[self._rows_B, :, last_B] = key[:, :, 0]
         values_BKSD[self._rows_B, :, last_B] = value[:, :, 0]
 
-        # the query heads of one key head take the place of the query axis, so that no key is copied per query head
+        # The query heads of one key head take the place of the query axis, so that no key is copied per query head.
         heads, key_heads = query.shape[1], key.shape[1]
         query_BKRD = query[:, :, 0].unflatten(1, (key_heads, heads // key_heads))
         output_BKRD = sdpa(

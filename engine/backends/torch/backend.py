@@ -34,7 +34,7 @@ class TorchBackend:
         cuda = spec.device == "cuda" or (spec.device == "auto" and torch.cuda.is_available())
         self.device = torch.device("cuda" if cuda else "cpu")
         if not cuda:
-            # transformers imports an installed DeepSpeed when it saves, and DeepSpeed logs errors if it finds no GPU
+            # transformers imports an installed DeepSpeed when it saves, and DeepSpeed logs errors if it finds no GPU.
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         self.compute_dtype = self._compute_dtype()
         self.master_dtype = master_dtype_of(self.compute_dtype)
@@ -68,7 +68,7 @@ class TorchBackend:
         computes."""
         torch.set_num_threads(self.threads)
         if self.spec.deterministic and self.device.type == "cuda":
-            # strict: with warn_only, the gradient of attention in float32 would still be summed in any order
+            # Make them strict: with warn_only, the gradient of attention in float32 would still be summed in any order.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
         disable_progress_bar()  # transformers' progress bars would be mixed into the engine's own output
@@ -113,7 +113,7 @@ class TorchBackend:
 
     def load_base(self, folder: Path, *, key: str = "") -> SharedBase:
         """A frozen model that adapters share. `key` is its registry key, which exported adapters name."""
-        # loaded on the CPU, so that the device only gets the linear layers in compute precision
+        # Load on the CPU, so that the device only gets the linear layers in compute precision.
         return SharedBase(self._load_on_cpu(folder), device=self.device, key=key)
 
     def _load_on_cpu(self, folder: Path) -> CausalLM:

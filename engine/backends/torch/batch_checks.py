@@ -90,7 +90,7 @@ def validate_batch(samples: Sequence[Sample], objective: Objective) -> None:
         return
     for name in PER_TOKEN:
         _check_column(samples, name)
-    # the loss of the shortest unit, over zeros instead of a forward pass
+    # Compute the loss of the shortest unit, with zeros instead of the outputs of a forward pass.
     unit = [min(samples, key=lambda sample: sample.trained)]
     if objective.loss.pairwise:
         check_pairs(samples)

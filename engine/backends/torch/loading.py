@@ -87,7 +87,7 @@ def _load_module(auto: Any, folder: Path, *, dtype: torch.dtype, device: torch.d
     """The module that `auto` (a transformers AutoModelFor… class) reads from the folder, on `device`.
 
     Raises BadModelFolder for tensors that are missing, unexpected or broken."""
-    # checks without memory for weights
+    # Check config and shapes before memory for the weights is allocated.
     check_model_folder(folder)
     register_attention()
     try:

@@ -49,7 +49,7 @@ def retry_on_out_of_memory(
             if not is_out_of_memory(error):
                 raise
             reason = str(error).splitlines()[0]
-        # outside of the `except` block, where the error's traceback holds the tensors of the forward pass that failed
+        # This runs after the `except` block, because the traceback there holds the tensors of the forward pass that failed.
         drop_gradients()
         if device.type == "cuda":
             torch.cuda.empty_cache()

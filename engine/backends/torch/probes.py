@@ -46,7 +46,7 @@ def probe_scalar_forward(model: CausalLM, folder: Path) -> None:
     the last token."""
     token_ids_T = _probe_tokens(model)
     module: Any = model.module
-    # without a padding token, the model's own forward scores the last position
+    # Without a padding token, the model's own forward scores the last position.
     pad, module.config.pad_token_id = module.config.pad_token_id, None
     module.set_attn_implementation("eager")
     expected_1 = module(input_ids=token_ids_T.unsqueeze(0), use_cache=False).logits[0].float()
@@ -71,7 +71,7 @@ def probe_image(model: VisionLM, folder: Path) -> None:
             f"{folder}: an image takes {count} tokens, more than the context of {model.context_length} has room for; "
             "use a model with a longer context"
         )
-    # one image between text tokens
+    # Build a sequence with one image between text tokens.
     encoded = io.BytesIO()
     Image.linear_gradient("L").save(encoded, format="PNG")
     image = PlacedImage(2, count, encoded.getvalue())

@@ -192,7 +192,7 @@ class TorchSampler:
             ending = [token for token in (*eos, *params.stop_token_ids) if 0 <= token < logits_BV.shape[1]]
             logits_BV[:, ending] = -torch.inf
 
-        # Gumbel-max, or argmax at temperature 0
+        # Draw by Gumbel-max, or take the argmax at temperature 0.
         logprobs_BV = processed_logprobs(logits_BV, params)
         scores_BV = logprobs_BV
         if params.temperature > 0:
@@ -232,7 +232,7 @@ def processed_logprobs(logits_BV: Tensor, params: SamplingParams) -> Tensor:
         kth_B1 = logits_BV.topk(params.top_k, dim=-1).values[:, -1:]
         logits_BV = logits_BV.masked_fill(logits_BV < kth_B1, -torch.inf)
     if params.top_p < 1:
-        # top-p keeps the tokens before which less than top_p of the probability lies
+        # Top-p keeps the tokens before which less than top_p of the probability lies.
         sorted_BV, order_BV = logits_BV.sort(dim=-1, descending=True)
         before_BV = _running_sum(sorted_BV.softmax(-1)) - sorted_BV.softmax(-1)
         dropped_BV = before_BV >= params.top_p

@@ -98,7 +98,7 @@ def with_scalar_head(model: CausalLM, head: nn.Linear, name: str) -> ScalarLM:
     from transformers import AutoModelForSequenceClassification
 
     causal: Any = model.module
-    # transformers' scalar model of the same config, without memory for weights
+    # transformers' scalar model of the same config, without memory for weights.
     config = copy.deepcopy(causal.config)
     config.num_labels = 1
     try:
@@ -112,7 +112,7 @@ def with_scalar_head(model: CausalLM, head: nn.Linear, name: str) -> ScalarLM:
             f"{name}: the decoder of {type(module).__name__} is a {type(module.base_model).__name__}, and that of the "
             f"language model a {type(model.decoder).__name__}; a scalar head needs one decoder for both"
         )
-    # its decoder and head are replaced by the real ones
+    # Its decoder and head are replaced by the real ones.
     setattr(module, module.base_model_prefix, model.decoder)
     setattr(module, HEAD_NAME, head)
     module.config.architectures = [type(module).__name__]  # saving a config alone does not set this

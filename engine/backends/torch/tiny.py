@@ -56,7 +56,7 @@ def build_tiny_model(folder: Path, *, seed: int, hidden: int = 128, layers: int 
         pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
     )
-    # the weights, drawn without a change of the global random state
+    # Draw the weights without a change of the global random state.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)

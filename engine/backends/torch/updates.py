@@ -58,10 +58,18 @@ class Accumulated:
 
 def count_totals(samples: Sequence[Sample]) -> Totals:
     """The totals of a minibatch. Raises BadSpec if no token is trained."""
-    tokens = sum(sample.trained for sample in samples)
+    tokens = _trained_tokens(samples)
     if tokens == 0:
         raise BadSpec("no token of the minibatch is trained (every weight is 0); leave such samples out")
-    return Totals(tokens, len(samples), len({sample.group for sample in samples}))
+    return Totals(tokens, len(samples), _group_count(samples))
+
+
+def _trained_tokens(samples: Sequence[Sample]) -> int:
+    return sum(sample.trained for sample in samples)
+
+
+def _group_count(samples: Sequence[Sample]) -> int:
+    return len({sample.group for sample in samples})
 
 
 def has_gradient(sample: Sample, objective: Objective) -> bool:
@@ -154,9 +162,10 @@ def _pair_indices(samples: Sequence[Sample], device: torch.device) -> tuple[Tens
     members: dict[str, list[int]] = defaultdict(list)
     for index, sample in enumerate(samples):
         members[sample.group].append(index)
-    # the preferred sample of each pair first
-    pairs = [sorted(pair, key=lambda index: not samples[index].preferred) for pair in members.values()]
-    indices_P2 = torch.tensor(pairs, dtype=torch.long, device=device)
+    # Sort each pair so that its preferred sample comes first.
+    for pair in members.values():
+        pair.sort(key=lambda index: not samples[index].preferred)
+    indices_P2 = torch.tensor(list(members.values()), dtype=torch.long, device=device)
     return indices_P2[:, 0], indices_P2[:, 1]
 
 
@@ -185,10 +194,7 @@ def update_metrics(
     """The metrics of an update. `passed` are the samples that had a forward pass. TokenLoss explains the names in
     `sums`."""
     # The ending of a sum's name says what it is a sum over, and thus which count makes it a mean.
-    counts = {
-        "_sum": sum(sample.trained for sample in passed),
-        "_per_pair": len({sample.group for sample in passed}),
-    }
+    counts = {"_sum": _trained_tokens(passed), "_per_pair": _group_count(passed)}
     means: dict[str, float] = {}
     for name, value in sums.items():
         for ending, count in counts.items():

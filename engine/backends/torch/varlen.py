@@ -201,7 +201,7 @@ def adapt_torch_varlen(varlen_attn: Callable[..., Any]) -> VarlenKernel | None:
     causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in parameters else {"is_causal": True}
 
     def attend(query_THD: Tensor, key_MKD: Tensor, value_MKD: Tensor, pairs: VarlenPairs, scale: float) -> Tensor:
-        # a version without enable_gqa recognises fewer key heads by itself
+        # A version without enable_gqa recognises fewer key heads by itself.
         gqa = {"enable_gqa": query_THD.shape[1] != key_MKD.shape[1]} if "enable_gqa" in parameters else {}
         output_THD: Tensor = varlen_attn(
             query_THD,

@@ -82,7 +82,7 @@ class VisionLM(CausalLM):
     def _with_features(self, embedded_1TH: Tensor, token_ids_1T: Tensor, images: Images) -> Tensor:
         """The embedded tokens of one row, with the features of each image in its place. Equal images pass the vision
         tower once."""
-        # the places of all placeholder tokens, which must be the model's image token
+        # Find the places of all placeholder tokens, which must be the model's image token.
         places: list[int] = []
         for image in images:
             if image.tokens != self.image_tokens:
@@ -97,12 +97,12 @@ class VisionLM(CausalLM):
                 "the tokens at an image's place are not the model's image token; give the tokens and images of one "
                 "serialize_thread"
             )
-        # the features of each distinct image
+        # Compute the features of each distinct image.
         distinct = list(dict.fromkeys(image.data for image in images))
         features_IPH = self.features([self.pixels(data) for data in distinct])
         index_of = {data: index for index, data in enumerate(distinct)}
         index = torch.tensor([index_of[image.data] for image in images], device=self.device)
-        # the features take the place of the placeholders' embeddings
+        # Put the features in the place of the placeholders' embeddings.
         placed_PH = features_IPH[index].flatten(0, 1).to(embedded_1TH.dtype)
         return embedded_1TH.index_copy(1, places_P, placed_PH.unsqueeze(0))
 

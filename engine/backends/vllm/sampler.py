@@ -137,6 +137,7 @@ class VllmSampler:
 
     def _load(self, trainer: Trainer, base: str, shared: SharedRuntime) -> None:
         shared.wake()
+        # From here on the runtime holds no known weights, until the load has proven them.
         shared.loaded = None
         runtime, stage_start = shared.ensure_running(), time.perf_counter()
         with self._staged(trainer, shared) as (source, manifest):

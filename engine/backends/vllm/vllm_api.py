@@ -142,7 +142,7 @@ class InProcessRuntime:
     ) -> Iterator[tuple[int, Any]]:
         """Submits all prompts, and yields (index of the prompt, RequestOutput) until all are done. Closing the iterator
         aborts the rest."""
-        # with the state in the salt, a prompt never matches cache entries of other weights
+        # With the state in the salt, a prompt never matches cache entries of other weights.
         salt = f"{self._state} {adapter}"
         lora = None if adapter is None else self._adapters[adapter]
         index_by_request: dict[str, int] = {}
@@ -166,7 +166,7 @@ class InProcessRuntime:
         try:
             return self._engine.step()
         except Exception as error:
-            # the boundary to vLLM's engine: it cannot be used after an exception of any kind
+            # The boundary to vLLM's engine: it cannot be used after an exception of any kind.
             self.alive = False
             raise WorkerDied(f"vLLM's engine failed; the next sync starts another: {error!r}") from error
 
@@ -204,8 +204,9 @@ class _TokenBuffer:
         self.logprobs: list[float] = []
 
     def append(self, new_tokens: Sequence[tuple[int, float]]) -> None:
-        self.tokens += [token for token, _ in new_tokens]
-        self.logprobs += [logprob for _, logprob in new_tokens]
+        for token, logprob in new_tokens:
+            self.tokens.append(token)
+            self.logprobs.append(logprob)
 
     def completion(self, eos: Sequence[int], params: SamplingParams) -> Completion:
         return Completion(self.tokens, self.logprobs, stop_reason(self.tokens[-1], eos, params))
@@ -235,7 +236,7 @@ def vllm_params(params: SamplingParams, seed: int, options: EngineOptions, *, st
             f"temperature {params.temperature} was given; vLLM samples at {MIN_TEMPERATURE} or more: give that, or 0 "
             "for greedy"
         )
-    # a top_k of the whole vocabulary filters nothing; with one set of stop tokens, both kinds of ends have one rule
+    # A top_k of the whole vocabulary filters nothing. With one set of stop tokens, both kinds of ends have one rule.
     top_k = params.top_k if params.top_k < options.vocab_size else 0
     stop_token_ids = set(params.stop_token_ids)
     if not params.ignore_eos:
@@ -330,20 +331,20 @@ def async_engine(config_folder: Path, options: EngineOptions, executor: str | No
     arguments = AsyncEngineArgs(**engine_arguments(config_folder, options), distributed_executor_backend=executor)
     config = arguments.create_engine_config()
     if options.tensor_parallel == 1:
-        # on the CPU vLLM would start a second process to set OpenMP's threads there; the environment has set them
+        # On the CPU vLLM would start a second process to set OpenMP's threads there; the environment has set them.
         config.parallel_config.distributed_executor_backend = "uni"
     return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
 
 
 def engine_arguments(config_folder: Path, options: EngineOptions) -> dict[str, Any]:
     """vLLM's engine arguments. They have the same names on vLLM's command line."""
-    # memory: a fixed KV cache, or a share of the GPU
+    # vLLM gets either a fixed KV cache or a share of the GPU.
     optional: dict[str, Any] = {}
     if options.kv_cache_bytes is not None or not torch.cuda.is_available():
         optional["kv_cache_memory_bytes"] = options.kv_cache_bytes or CPU_KV_CACHE_BYTES
     else:
         optional["gpu_memory_utilization"] = options.gpu_share
-    # LoRA
+    # LoRA costs decoding speed, so it is built in only if adapters are used.
     if options.max_lora_rank is not None:
         optional |= {
             "enable_lora": True,

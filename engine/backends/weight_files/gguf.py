@@ -24,7 +24,7 @@ def convert_gguf(gguf: Path, folder: Path) -> Path:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    # without `dequantize` the model loads, but refuses to be saved (transformers 5.19)
+    # Without `dequantize` the model loads, but refuses to be saved (transformers 5.19).
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent,
         gguf_file=gguf.name,
@@ -33,7 +33,7 @@ def convert_gguf(gguf: Path, folder: Path) -> Path:
     )
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     model.config._name_or_path = ""  # the config would contain a path of this machine
-    # written under another name first, so that a folder of this name is always complete
+    # Write under another name first, so that a folder of this name is always complete.
     partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)

@@ -97,7 +97,7 @@ class StoredTensors:
         with open(path, "rb") as file:
             header_bytes = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(header_bytes))
-        # names with a range are pieces of the tensors in the metadata; all others are whole
+        # Names with a range are pieces of the tensors in the metadata; all others are whole.
         shapes = json.loads(header.pop("__metadata__", {}).get(SHAPES_KEY, "{}"))
         for key, entry in header.items():
             name, separator, start = key.rpartition("@")
@@ -170,7 +170,7 @@ def open_checkpoint(files: Mapping[str, Path]) -> CheckpointFiles:
     Raises:
         BadSpec: no weights among them, a file that was cut short, or a set of files that is not one whole checkpoint.
     """
-    # whole and in pieces: weights.safetensors, or weights-00001-of-00004.safetensors
+    # A file is named weights.safetensors, or weights-00001-of-00004.safetensors if it has pieces.
     kinds: dict[str, list[Path]] = {WEIGHTS: [], OPTIMIZER: []}
     for name, path in files.items():
         for kind, paths in kinds.items():

@@ -82,7 +82,7 @@ class TensorWriter:
         """Writes the header of a file with these tensors."""
         self.order = file_order(layouts)
         self._layouts, self._written = layouts, 0
-        # the header lists the tensors in the order of their bytes
+        # The header lists the tensors in the order of their bytes.
         header, end = dict[str, object](), 0
         if metadata:
             header["__metadata__"] = dict(metadata)
@@ -91,7 +91,7 @@ class TensorWriter:
             start, end = end, end + prod(shape) * dtype.itemsize
             header[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        # padded, so that the first tensor is aligned to 8 bytes
+        # Pad the header, so that the first tensor is aligned to 8 bytes.
         text += b" " * (-len(text) % 8)
         self._file = open(path, "wb")  # noqa: SIM115 - closed by __exit__
         self._file.write(len(text).to_bytes(8, "little") + text)

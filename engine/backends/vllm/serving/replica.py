@@ -67,7 +67,7 @@ class Replica:
     async def supervise(self) -> None:
         """Starts the process, and starts it again whenever it ends, until the replica is closed."""
         while self.phase != "closed":
-            # run the process until it ends
+            # Run the process until it ends.
             self.set_phase("starting")
             self.starts += 1
             actor: ActorHandle | None = None
@@ -81,7 +81,7 @@ class Replica:
             await self.stop_process()
             if actor is not None:
                 await actor.kill()  # if a call has stopped it already, this waits until it is gone
-            # start it again after a delay, unless the replica is closed or drains
+            # Start it again after a delay, unless the replica is closed or drains.
             if self.phase in ("closed", "draining"):
                 self.set_phase("closed")
                 return

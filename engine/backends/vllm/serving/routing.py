@@ -66,7 +66,7 @@ def assign_replicas(items: Sequence[WorkItem], outstanding: Mapping[str, int]) -
             rankings[item.key] = rank_replicas(item.key, list(loads))
         ranking = rankings[item.key]
         below_limit = (name for name in ranking if loads[name] + item.tokens <= limit)
-        # an item larger than the limit fits nowhere: the replica with the least load takes it
+        # An item larger than the limit fits nowhere: the replica with the least load takes it.
         replica = next(below_limit, None) or min(ranking, key=lambda name: loads[name])
         loads[replica] += item.tokens
         assigned.append(replica)

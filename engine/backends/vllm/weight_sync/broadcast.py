@@ -84,12 +84,16 @@ def device_info(device: torch.device) -> DeviceInfo:
 
 def select_backend(devices: Sequence[DeviceInfo]) -> Backend:
     """NCCL requires a separate GPU for each member and the same version everywhere; otherwise gloo is used."""
-    all_on_gpus = all(device["device"] == "cuda" and device["nccl"] for device in devices)
-    separate_gpus = len({device["gpu"] for device in devices}) == len(devices)
-    if not (all_on_gpus and separate_gpus):
+    gpus: set[str] = set()
+    versions: set[tuple[int, ...]] = set()
+    for device in devices:
+        if device["device"] != "cuda" or not device["nccl"]:
+            return "gloo"
+        gpus.add(device["gpu"])
+        versions.add(tuple(device["nccl"]))
+    if len(gpus) < len(devices) or len(versions) > 1:
         return "gloo"
-    versions = {tuple(device["nccl"]) for device in devices}
-    return "nccl" if len(versions) == 1 else "gloo"
+    return "nccl"
 
 
 def source_address(host: str) -> str:
@@ -125,7 +129,7 @@ class GroupMember:
         self._leaving, self._flag_thread_ended = threading.Event(), threading.Event()
         atexit.register(self.leave)  # a thread that is inside torch when Python ends would crash the process
         try:
-            # two clients of the store: one waits for keys, and the other must be usable meanwhile
+            # Two clients of the store: one waits for keys, and the other must be usable meanwhile.
             store, flag_store = self._connect_store(), self._connect_store()
             threading.Thread(target=self._watch_flag, args=(flag_store,), name="broadcast-flag", daemon=True).start()
             _with_timeout(group.timeout, lambda: self._connect(store))
@@ -137,7 +141,7 @@ class GroupMember:
 
     def _connect(self, store: Any) -> None:
         self._process_group = _process_group(store, self.group, self.rank, self.device)
-        # NCCL connects in its first exchange
+        # NCCL connects in its first exchange. Make it here, so that a failure to connect is noticed now.
         self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))
 
     def _connect_store(self) -> Any:
@@ -160,8 +164,9 @@ class GroupMember:
             if process_group is None:
                 reason = self._abort_reason or self._leave_reason
                 raise BroadcastAborted(reason or f"rank {self.rank} has left the group")
-            # called in this thread, so that it is ordered after the work on this thread's CUDA stream
+            # Call it in this thread, so that it is ordered after the work on this thread's CUDA stream.
             work = process_group.broadcast([flat], options)
+            # Poll instead of waiting: a wait inside torch would not notice the abort flag.
             while not work.is_completed():
                 if not self.usable:
                     raise BroadcastAborted(self._abort_reason or self._leave_reason)
@@ -208,7 +213,7 @@ class GroupMember:
             atexit.unregister(self.leave)
         process_group, self._process_group = self._process_group, None
         if process_group is not None:
-            # in another thread, because an exchange that hangs can block the abort
+            # Abort in another thread, because an exchange that hangs can block the abort.
             thread = threading.Thread(
                 target=_abort_process_group, args=(process_group,), name="broadcast-end", daemon=True
             )
@@ -270,11 +275,11 @@ def send(member: GroupMember, tensors: Iterable[tuple[str, Tensor]], manifest: M
     bucket, filled, names = _bucket(member, manifest), 0, iter(manifest)
     try:
         for name, tensor in tensors:
-            # refuse a tensor that the receivers do not expect now
+            # Refuse a tensor that the receivers do not expect now.
             dtype, shape, _ = manifest[name]
             if name != next(names, None) or (str(tensor.dtype), tuple(tensor.shape)) != (dtype, tuple(shape)):
                 raise BroadcastAborted(f"tensor {name} came to the sender out of order, or differs from the manifest")
-            # copy its bytes into the bucket, and broadcast the bucket whenever it is full
+            # Copy its bytes into the bucket, and broadcast the bucket whenever it is full.
             flat, start = _bytes(tensor.detach().contiguous()), 0
             while start < len(flat):
                 count = min(len(bucket) - filled, len(flat) - start)
@@ -298,11 +303,13 @@ def receive(member: GroupMember, manifest: ManifestEntries) -> Iterator[tuple[st
     Each tensor has memory of its own, on the member's device. Raises BroadcastAborted.
     """
     bucket, remaining = _bucket(member, manifest), _nbytes(manifest)
-    position, filled = 0, 0  # the next byte of the bucket to copy, and the number of bytes in it
+    # `filled` is the number of bytes in the bucket, and `position` the next one to copy.
+    position, filled = 0, 0
     for name, (dtype, shape, _) in manifest.items():
         tensor = torch.empty(tuple(shape), dtype=_dtype(dtype), device=member.device)
         flat, start = _bytes(tensor), 0
         while start < len(flat):
+            # The bucket is used up: receive the next one. Only the last one is not full.
             if position == filled:
                 position, filled = 0, min(len(bucket), remaining)
                 member.broadcast(bucket[:filled])

@@ -95,7 +95,7 @@ class _TensorReceiver:
             fingerprints = readback.fingerprints(tensor)
             if fingerprints is not None:
                 self.fingerprints[name] = fingerprints
-            # choose what is read back of this tensor, and keep the expected values
+            # Choose what is read back of this tensor, and keep the expected values.
             for slot in slots_by_tensor.get(name, ()):
                 count = slot.pick_range[1] - slot.pick_range[0] if self.full else PICKS_PER_LOAD
                 previous = self.previous_fingerprints.get(name)
@@ -156,11 +156,11 @@ class Extension:
         self._ostinato_proven: _ProvenWeights | None = None
         model = self.model_runner.get_model()
         try:
-            # every live parameter needs a tensor
+            # Every live parameter needs a tensor.
             plan = readback.plan_readback(model, {name: tuple(entry[1]) for name, entry in manifest.items()})
             if plan.unfilled:
                 raise WeightsMismatch(f"the trainer staged no tensor for the live parameter {plan.unfilled[0]}")
-            # load, and compare each tensor with the manifest on its way to vLLM
+            # Load, and compare each tensor with the manifest on its way to vLLM.
             rng = random.Random(f"{self._worker_id()} {state}")
             previous_fingerprints = getattr(self, "_ostinato_fingerprints", {})
             receiver = _TensorReceiver(manifest, plan, rng, previous_fingerprints, full)
@@ -169,7 +169,7 @@ class Extension:
                 raise WeightsMismatch("vLLM did not take every tensor")
             self.ostinato_retie(self.model_runner.get_model())
             loaded = time.perf_counter()
-            # read the live layers back
+            # Read the live layers back.
             values, proven = self._read_back(plan, receiver, state)
         except (WeightsMismatch, BadSpec, BroadcastAborted) as error:
             return self._load_failed(source, str(error))
@@ -251,7 +251,7 @@ class Extension:
             if difference:
                 raise WeightsMismatch(f"tensor {slot.tensor} is not what the live model computes with: {difference}")
             values += live.numel()
-            # a vector has no picks and is always compared as a whole
+            # A vector has no picks and is always compared as a whole.
             checked = live[: len(_check_picks(picks))] if picks else live
             proven.digests[slot.key] = readback.digest(live)
             proven.check_digests[slot.key] = readback.digest(checked)

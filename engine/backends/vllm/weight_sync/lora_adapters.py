@@ -38,14 +38,16 @@ def compare(
     Raises:
         AdapterMismatch: names the first tensor that differs.
     """
-    # the folder's tensors are the trainer's
+    # The folder's tensors must be the trainer's.
     tensors = dict(read_tensors(folder / ADAPTER_FILE))
     _check_received(tensors, manifest)
 
-    # each layer of the adapter has a live slot with the same values
+    # Each layer of the adapter must have a live slot with the same values.
     scale = _scale(json.loads((folder / ADAPTER_CONFIG_FILE).read_text()))
     slots = {slot.tensor: slot for slot in plan.slots if slot.kind == "linear"}
-    live = {(path, part): (a_RI, b_OR) for path, part, a_RI, b_OR in live_pairs(manager, model, number)}
+    live: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
+    for path, part, a_RI, b_OR in live_pairs(manager, model, number):
+        live[path, part] = (a_RI, b_OR)
     for layer in sorted({_layer_of(name) for name in tensors}):
         slot = slots.get(f"{layer}.weight")
         if slot is None:
@@ -57,12 +59,12 @@ def compare(
         a_RI, b_OR = pair
         expected_RI = tensors[f"{PEFT_PREFIX}{layer}.{A_NAME}"][:, slot.columns[0] : slot.columns[1]].to(a_RI)
         expected_OR = tensors[f"{PEFT_PREFIX}{layer}.{B_NAME}"][slot.rows[0] : slot.rows[1]].to(b_OR) * scale
-        if not _holds(a_RI, expected_RI, rank_axis=0):
+        if not _slot_equals(a_RI, expected_RI, rank_axis=0):
             raise AdapterMismatch(f"tensor {layer}.{A_NAME} is not what {path} holds in the slot of this adapter")
-        if not _holds(b_OR, expected_OR, rank_axis=1):
+        if not _slot_equals(b_OR, expected_OR, rank_axis=1):
             raise AdapterMismatch(f"tensor {layer}.{B_NAME} is not what {path} holds in the slot of this adapter")
 
-    # the slots of all other layers are empty
+    # The slots of all other layers must be empty: a product with one zero matrix is zero.
     for (path, _), (a_RI, b_OR) in live.items():
         if a_RI.any() and b_OR.any():
             raise AdapterMismatch(f"{path} holds an adapter where the trainer has none")
@@ -113,12 +115,14 @@ def live_pairs(manager: Any, model: Any, number: int) -> Iterator[tuple[str, int
 
 def _part_of(slot: TensorSlot, plan: ReadbackPlan) -> int:
     """The index of this tensor among those that are fused in its layer."""
-    parts = [other for other in plan.slots if other.path == slot.path and other.kind == "linear"]
-    starts = sorted({part.outputs[0] for part in parts})
-    return starts.index(slot.outputs[0])
+    starts: set[int] = set()
+    for other in plan.slots:
+        if other.path == slot.path and other.kind == "linear":
+            starts.add(other.outputs[0])
+    return sorted(starts).index(slot.outputs[0])
 
 
-def _holds(live: Tensor, expected: Tensor, *, rank_axis: int) -> bool:
+def _slot_equals(live: Tensor, expected: Tensor, *, rank_axis: int) -> bool:
     """Whether they are equal, and the slot is zero where it is wider than this adapter's rank."""
     rank = expected.shape[rank_axis]
     padding = live.narrow(rank_axis, rank, live.shape[rank_axis] - rank)

@@ -88,7 +88,7 @@ class ReadbackPlan:
 def plan_readback(model: nn.Module, shapes: dict[str, tuple[int, ...]]) -> ReadbackPlan:
     """Finds the slots of tensors. `shapes`: their shapes, by their names in a Hugging Face checkpoint."""
     modules = dict(model.named_modules())
-    # the slots of each tensor, or the reason why it cannot be read back
+    # The slots of each tensor, or the reason why it cannot be read back.
     slots: list[TensorSlot] = []
     unread: dict[str, str] = {}
     for name, shape in shapes.items():
@@ -96,7 +96,7 @@ def plan_readback(model: nn.Module, shapes: dict[str, tuple[int, ...]]) -> Readb
         slots += tensor_slots
         if not tensor_slots:
             unread[name] = reason
-    # the live parameters that no tensor fills
+    # The live parameters that no tensor fills keep random values, so the caller must refuse them.
     filled = {f"{slot.path}.{slot.leaf}" for slot in slots}
     for name in unread:
         filled.update(_live_names(model, modules, name))
@@ -179,7 +179,9 @@ def _tied_head_slots(model: nn.Module, modules: dict[str, nn.Module], embedding:
 
     if embedding.kind != "embedding" or not getattr(model.config, "tie_word_embeddings", False):
         return []
-    heads = [path for path, module in modules.items() if isinstance(module, ParallelLMHead)] or [embedding.path]
+    heads = [path for path, module in modules.items() if isinstance(module, ParallelLMHead)]
+    if not heads:
+        heads = [embedding.path]
     width: Any = modules[embedding.path].embedding_dim
     outputs = (0, embedding.rows[1] - embedding.rows[0])
     return [TensorSlot(embedding.tensor, path, "linear", outputs, embedding.rows, (0, width)) for path in heads]
@@ -196,7 +198,7 @@ def _slots_in_layer(
         VocabParallelEmbedding,
     )
 
-    # embeddings and language heads
+    # Embeddings and language heads.
     if isinstance(layer, VocabParallelEmbedding):
         if not isinstance(layer.quant_method, UnquantizedEmbeddingMethod) or leaf != "weight":
             return [], f"{type(layer.quant_method).__name__} does not allow a read-back"
@@ -204,7 +206,7 @@ def _slots_in_layer(
         rows = (shard.org_vocab_start_index, shard.org_vocab_end_index)
         kind: Literal["linear", "embedding"] = "linear" if isinstance(layer, ParallelLMHead) else "embedding"
         return [TensorSlot(name, path, kind, (0, rows[1] - rows[0]), rows, (0, layer.embedding_dim))], ""
-    # linear layers, fused ones included
+    # Linear layers, fused ones included.
     if isinstance(layer, LinearBase):
         if not isinstance(layer.quant_method, UnquantizedLinearMethod) or leaf not in ("weight", "bias"):
             return [], f"{type(layer.quant_method).__name__} does not allow a read-back"
@@ -215,7 +217,7 @@ def _slots_in_layer(
         if leaf == "bias":
             return [TensorSlot(name, path, "vector", outputs, rows, leaf="bias")], ""
         return [TensorSlot(name, path, "linear", outputs, rows, columns)], ""
-    # norms and other vectors
+    # Norms and other vectors.
     live = getattr(layer, leaf, None)
     if part is None and isinstance(live, Tensor) and tuple(live.shape) == shape and len(shape) == 1:
         return [TensorSlot(name, path, "vector", (0, shape[0]), (0, shape[0]), leaf=leaf)], ""
@@ -229,11 +231,11 @@ def _shard_ranges(layer: Any, shape: tuple[int, ...], part: int | None) -> tuple
     rank, ranks = layer.tp_rank, layer.tp_size
     width = shape[1] if len(shape) > 1 else 0
     unsplit = ((0, shape[0]), (0, shape[0]), (0, width))
-    # a row-parallel layer splits the columns
+    # A row-parallel layer splits the columns.
     if isinstance(layer, linear.RowParallelLinear):
         size = layer.input_size_per_partition
         return unsplit[0], unsplit[1], (rank * size, (rank + 1) * size) if width else (0, 0)
-    # a column-parallel layer that is not fused splits the rows
+    # A column-parallel layer that is not fused splits the rows.
     if part is None:
         if ranks == 1 or isinstance(layer, linear.ReplicatedLinear):
             return unsplit
@@ -241,7 +243,7 @@ def _shard_ranges(layer: Any, shape: tuple[int, ...], part: int | None) -> tuple
             return None
         size = layer.output_size_per_partition
         return (0, size), (rank * size, (rank + 1) * size), (0, width)
-    # a fused layer holds the rank's shards of its parts one after the other
+    # A fused layer holds the rank's shards of its parts one after the other.
     if isinstance(layer, linear.QKVParallelLinear):
         sizes = [
             layer.num_heads * layer.head_size,
@@ -304,7 +306,7 @@ def read_slots(
     model: nn.Module, slots: Iterable[TensorSlot], picks: Picks
 ) -> Iterator[tuple[TensorSlot, Tensor]]:
     """Yields the values of the live layers at these picks, in the shapes of `TensorSlot.expected_values`."""
-    # vectors and embeddings at once; the linear slots are grouped, so that those of one layer share its calls
+    # Read vectors and embeddings at once. Group the linear slots, so that those of one layer share its calls.
     modules = dict(model.named_modules())
     slots_by_layer: dict[str, list[TensorSlot]] = {}
     for slot in slots:
@@ -316,7 +318,7 @@ def read_slots(
         else:
             slots_by_layer.setdefault(slot.path, []).append(slot)
 
-    # linear layers
+    # Read the linear layers, with one product for all slots of a layer.
     dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
     with _exact_products():
         for path, layer_slots in slots_by_layer.items():
@@ -368,14 +370,14 @@ def first_difference(slot: TensorSlot, live: Tensor, received: Tensor, picks: Se
         return f"{slot.path} has values of shape {tuple(live.shape)}, expected {tuple(expected.shape)}"
     if torch.equal(live, expected):
         return None
-    # signed zeros and subnormal numbers count as zero
+    # Signed zeros and subnormal numbers count as zero.
     if live.is_floating_point():
         tiny = torch.finfo(live.dtype).tiny
         live, expected = live.masked_fill(live.abs() < tiny, 0), expected.masked_fill(expected.abs() < tiny, 0)
     differences = (live != expected).nonzero()
     if not len(differences):
         return None
-    # describe the first one
+    # Describe the first one.
     index = differences[0].tolist()
     if slot.kind == "vector":
         position = f"element {index[0]}"

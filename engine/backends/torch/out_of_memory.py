@@ -49,7 +49,7 @@ def retry_on_out_of_memory(
             if not is_out_of_memory(error):
                 raise
             reason = str(error).splitlines()[0]
-        # This runs after the `except` block, because the traceback there holds the tensors of the forward pass that failed.
+        # Free memory after the `except` block: the traceback there holds the tensors of the failed forward pass.
         drop_gradients()
         if device.type == "cuda":
             torch.cuda.empty_cache()

@@ -20,7 +20,7 @@ from engine.protocol import SamplingParams
 from engine.specs.adapters import FullSpec, LoraSpec
 from engine.specs.engine import EngineSpec, LocalEngineSpec
 from flows.configs.defaults import default_of
-from flows.configs.forms import FormConfig
+from flows.configs.forms import REQUIRED_IN_FORM, FormConfig
 from flows.configs.logging import LoggingConfig
 from flows.configs.optimizer import OptimizerConfig, SFTOptimizer
 from flows.configs.reinforcement import BatchRules, Regularisation
@@ -119,14 +119,14 @@ class GraderConfig(Frozen):
 class GRPOAlgorithm(Frozen):
     """The algorithm GRPO (arXiv:2402.03300). `samples_*` count completions."""
 
-    steps: int | None = Field(None, ge=1)
+    steps: int | None = Field(None, ge=1, json_schema_extra=REQUIRED_IN_FORM)
     """Number of gradient steps of the run. Give steps or epochs; with neither, the run has no end."""
     epochs: int | None = Field(None, ge=1)
     """Number of passes over the prompts (instead of steps)."""
     samples_per_batch: int = Field(128, ge=1)
     """Completions per step. A multiple of completions_per_sample."""
     samples_per_mini_batch: int = Field(128, ge=1)
-    """Completions per optimizer update. At most samples_per_batch."""
+    """Completions per optimizer update. At most samples_per_batch, which is the default if it is smaller."""
     mini_epochs_per_batch: int = Field(1, ge=1)
     """Passes over the batch of a step before new completions are sampled."""
     completions_per_sample: int = Field(8, ge=1)
@@ -156,6 +156,16 @@ class GRPOAlgorithm(Frozen):
     reported them."""
     prompts_per_shard: int = Field(16, ge=1)
     """Prompts per shard. A shard is sampled, graded and committed as a whole; a crash repeats at most one."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _shrink_default_mini_batch(cls, values: Any) -> Any:
+        default = default_of(cls, "samples_per_mini_batch")
+        if isinstance(values, dict) and "samples_per_mini_batch" not in values:
+            batch = values.get("samples_per_batch")
+            if isinstance(batch, int) and 1 <= batch < default:
+                return values | {"samples_per_mini_batch": batch}
+        return values
 
     @model_validator(mode="after")
     def _sizes_agree(self) -> Self:

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from engine.protocol import SamplingParams
+from engine.protocol import SamplingParams, SamplingTemperature
 from engine.specs.engine import EngineSpec, LocalEngineSpec
 from flows.configs.common import DatasetSource, GraderConfig, GRPOConfig, StorageConfig
 from flows.configs.defaults import default_of
@@ -29,8 +29,13 @@ def checked_name(value: str) -> str:
         raise ValueError(str(error)) from error
 
 
-GREEDY = default_of(GRPOConfig, "sampling").model_copy(update={"temperature": 0.0})
-"""The sampling of a training run, without its randomness."""
+class SuiteSampling(SamplingParams):
+    """Sampling parameters of an evaluation: those of a training run, without its randomness."""
+
+    max_new_tokens: int = Field(default_of(GRPOConfig, "sampling").max_new_tokens, ge=1)
+    """Maximum length of a completion, in tokens. Longer completions are cut."""
+    temperature: SamplingTemperature = 0.0
+    """Sampling temperature. 0 is greedy."""
 
 
 class SuiteDataset(Frozen):
@@ -65,7 +70,7 @@ class Suite(Frozen):
     """Datasets of prompts."""
     graders: tuple[SuiteGrader, ...] = Field(min_length=1)
     """Graders, each of which grades every answer."""
-    sampling: SamplingParams = GREEDY
+    sampling: SuiteSampling = SuiteSampling()
     """How completions are sampled. Temperature 0 is greedy."""
     samples_per_prompt: int = Field(1, ge=1)
     """Completions of each prompt. A prompt's reward is the mean of their rewards, and counts once in a confidence

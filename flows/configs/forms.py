@@ -3,6 +3,10 @@
 Prefect draws the form from the JSON schema of the config. The schema here accepts the same values as pydantic's, and
 the form is easier to read: titles are words, a union is a choice (the form supports anyOf, and shows a JSON editor
 for oneOf), a constant is a menu with one entry, and the fields are in the order that a person fills them in.
+
+A form shows unfolded what most runs set: fields without a default, FLOW_GROUPS and SHOWN. The other groups of a flow
+are optional, and the other fields of a group are in an optional object, "further settings". `FormConfig` accepts both
+this nesting and the flat layout of a config file.
 """
 
 from __future__ import annotations
@@ -11,18 +15,23 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from pydantic import GetJsonSchemaHandler
+from pydantic import GetJsonSchemaHandler, JsonValue, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from storage.serialization import Frozen
 
 Schema = dict[str, Any]
+REQUIRED_IN_FORM: dict[str, JsonValue] = {"required_in_form": True}
+"""`Field(None, json_schema_extra=REQUIRED_IN_FORM)`: the form asks for a value, and None is one."""
 
 WORDS = {
     "adamw": "AdamW",
     "deepspeed": "DeepSpeed",
     "dpo": "DPO",
+    "envgrpo": "ENVGRPO",
+    "envgspo": "ENVGSPO",
+    "envppo": "ENVPPO",
     "gae": "GAE",
     "gib": "GiB",
     "grpo": "GRPO",
@@ -42,6 +51,21 @@ WORDS = {
     "vllm": "vLLM",
 }
 """Parts of names that are not written as their letters are."""
+FLOW_GROUPS = frozenset({
+    "run", "seed", "model", "data", "grader", "environment", "sampling", "algorithm", "sft", "gspo", "optimizer",
+})  # fmt: skip
+"""Fields of a flow's config that a form shows unfolded, although they have a default."""
+SHOWN = frozenset({
+    "kind", "heldout", "max_new_tokens", "algorithm", "steps", "samples_per_batch", "completions_per_sample",
+    "optimizer", "lr",
+})  # fmt: skip
+"""Fields of groups that a form shows unfolded, although they have a default."""
+FURTHER = "further settings"
+"""Key of the object with the other fields of a group. Because of the space, no field can have this name."""
+MAX_DEPTH = 16
+"""Levels of nesting of a config. Deeper values are arguments of the user's code, which may even contain themselves."""
+FLOW_FIELDS = frozenset({"engine", "storage"})
+"""Fields by which the config of a flow is recognised within the config of another flow."""
 _SUFFIXES = ("Config", "Spec")
 _PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z][a-z0-9]*|[a-z0-9]+")
 
@@ -53,46 +77,119 @@ class FormConfig(Frozen):
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         reference = handler(core_schema)
         schema = handler.resolve_ref_schema(reference)
-        _adapt(schema)
-        _adapt_definitions(schema, handler.resolve_ref_schema, seen=set())
-        cls._order_fields(schema)
+        definitions = [schema, *_definitions_in(schema, handler.resolve_ref_schema, seen=set())]
+        for definition in definitions:
+            if "properties" in definition and FURTHER not in definition["properties"]:
+                _set_titles(definition)
+                is_flow = definition is schema or definition["properties"].keys() >= FLOW_FIELDS
+                _fold(definition, handler.resolve_ref_schema, is_flow=is_flow)
         return reference
 
+    @model_validator(mode="before")
     @classmethod
-    def _order_fields(cls, schema: Schema) -> None:
-        """Moves the fields of the base class behind those of its subclass: what must be filled in comes first."""
-        for base in cls.__mro__[1:]:
-            if issubclass(base, FormConfig) and FormConfig in base.__bases__:
-                inherited = {name: schema["properties"].pop(name) for name in base.model_fields}
-                schema["properties"].update(inherited)
+    def _from_form(cls, values: Any) -> Any:
+        """Merges the further settings of a form into their groups, and leaves out the groups that were not unfolded."""
+        if not isinstance(values, dict):
+            return values
+        flat = _without_further(values)
+        for name, field in cls.model_fields.items():
+            if flat.get(name, field.default) is None and isinstance(field.default, Frozen):
+                del flat[name]
+        return flat
 
 
-def _adapt_definitions(schema: Any, resolve: Callable[[Schema], Schema], *, seen: set[str]) -> None:
-    """Adapts every definition that a schema refers to, directly or through other definitions. `seen` holds the
-    references that are done."""
+def _without_further(values: Any, depth: int = 0) -> Any:
+    """Merges the further settings of every group into the group. What is deeper than MAX_DEPTH stays as it is."""
+    if depth > MAX_DEPTH:
+        return values
+    if isinstance(values, list):
+        return [_without_further(value, depth + 1) for value in values]
+    if not isinstance(values, dict):
+        return values
+    flat = {name: _without_further(value, depth + 1) for name, value in values.items() if name != FURTHER}
+    return flat | (_without_further(values.get(FURTHER), depth + 1) or {})
+
+
+def _definitions_in(schema: Any, resolve: Callable[[Schema], Schema], *, seen: set[str]) -> list[Schema]:
+    """Every definition that a schema refers to, directly or through others. `seen` holds the references met so far."""
+    definitions = []
     if isinstance(schema, list):
         for item in schema:
-            _adapt_definitions(item, resolve, seen=seen)
+            definitions += _definitions_in(item, resolve, seen=seen)
     elif isinstance(schema, dict):
         reference = schema.get("$ref")
         if isinstance(reference, str) and reference not in seen:
             seen.add(reference)
             definition = resolve(schema)
-            _adapt(definition)
-            _adapt_definitions(definition, resolve, seen=seen)
+            definitions += [definition, *_definitions_in(definition, resolve, seen=seen)]
         for item in schema.values():
-            _adapt_definitions(item, resolve, seen=seen)
+            definitions += _definitions_in(item, resolve, seen=seen)
+    return definitions
 
 
-def _adapt(definition: Schema) -> None:
-    if "properties" not in definition:
-        return
+def _set_titles(definition: Schema) -> None:
     definition["title"] = class_title(definition["title"])
     for field, body in definition["properties"].items():
         _adapt_value(body)
         has_default_title = body.get("title") in (None, field.replace("_", " ").title())
         if has_default_title:
             body["title"] = field_title(field)
+
+
+def _fold(definition: Schema, resolve: Callable[[Schema], Schema], *, is_flow: bool) -> None:
+    """Folds the fields of a definition that the form does not show at once."""
+    fields: dict[str, Schema] = definition["properties"]
+    _require_marked(definition)
+    always_shown = {*definition.get("required", ()), *(FLOW_GROUPS if is_flow else SHOWN)}
+    shown = {name: body for name, body in fields.items() if name in always_shown}
+    folded = {name: body for name, body in fields.items() if name not in always_shown}
+    if not shown.keys() - {"kind"}:
+        return
+    for body in shown.values():
+        _keep_shown_defaults(body, resolve)
+    if is_flow:  # each group is folded by itself
+        first = {name: shown.pop(name) for name in ("run", "seed") if name in shown}
+        definition["properties"] = first | shown | {name: _optional(body, resolve) for name, body in folded.items()}
+    elif folded:
+        definition["properties"] = shown | {FURTHER: _further_settings(folded)}
+        # the flat layout stays valid, for clients of Prefect's API
+        definition["patternProperties"] = {f"^{name}$": body for name, body in folded.items()}
+
+
+def _require_marked(definition: Schema) -> None:
+    """Makes the fields marked with REQUIRED_IN_FORM required, without a default."""
+    for name, body in definition["properties"].items():
+        if body.pop("required_in_form", False):
+            body.pop("default", None)
+            definition.setdefault("required", []).append(name)
+
+
+def _further_settings(fields: dict[str, Schema]) -> Schema:
+    """An optional object with these fields. None: the default of each."""
+    title = "Further settings"
+    names = ", ".join(body["title"] for body in fields.values())
+    record = {"type": "object", "title": title, "properties": fields, "additionalProperties": False}
+    return {"title": title, "description": f"{names}.", "anyOf": [record, {"type": "null"}], "default": None}
+
+
+def _keep_shown_defaults(body: Schema, resolve: Callable[[Schema], Schema]) -> None:
+    """Reduces the default of a group to the fields that are shown."""
+    default = body.get("default")
+    if "$ref" in body and isinstance(default, dict):
+        shown = resolve(body)["properties"].keys() & SHOWN
+        body["default"] = {name: value for name, value in default.items() if name in shown and value is not None}
+
+
+def _optional(body: Schema, resolve: Callable[[Schema], Schema]) -> Schema:
+    """The schema of a group, with None for its defaults. The schema of anything else, as it is."""
+    if not isinstance(body.get("default"), dict):
+        return body
+    labels = {name: body[name] for name in ("title", "description") if name in body}
+    values = {name: value for name, value in body.items() if name not in (*labels, "default")}
+    if "$ref" in values and "description" not in labels:
+        labels["description"] = resolve(values).get("description", "")
+    options = values.get("anyOf", [values])
+    return {**labels, "anyOf": [*options, {"type": "null"}], "default": None}
 
 
 def class_title(name: str) -> str:

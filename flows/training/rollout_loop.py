@@ -254,10 +254,6 @@ def _algorithm(
     """The settings of the algorithm. Raises ValueError for a count that is no whole number, else ValidationError."""
     values: Mapping[str, Any] = options
     counts = {name: whole_number(name, values[name]) for name in COUNTS if name in values}
-    # the default minibatch may be larger than a batch that the options give
-    batch = counts.get("samples_per_batch", default_of(algorithm_type, "samples_per_batch"))
-    minibatch = counts.get("samples_per_mini_batch", default_of(algorithm_type, "samples_per_mini_batch"))
-    counts["samples_per_mini_batch"] = min(minibatch, batch)
     return read_options(algorithm_type, options, **counts, steps=max_steps, epochs=epochs)
 
 

@@ -168,7 +168,7 @@ def test_fields_are_plain_values_outside_and_handles_inside(tiny_folder: Path) -
     assert dumped["model"] == "m@1"
     assert dumped["graders"] == [{"path": "tests.fixtures.grading:even_share", "arguments": {}}]
     form = GradedConfig.model_json_schema()
-    assert list(form["properties"])[:3] == ["model", "prompts", "graders"]
+    assert list(form["properties"])[:5] == ["run", "seed", "model", "prompts", "graders"]
     assert form["properties"]["model"]["type"] == "string"
 
 

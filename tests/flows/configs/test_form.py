@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from uuid import UUID
 
 import httpx
@@ -15,6 +16,11 @@ import yaml
 from prefect.client.orchestration import get_client
 from prefect.flows import Flow
 from prefect.utilities.callables import parameter_schema
+from pydantic import ValidationError
+
+from flows.configs.common import GRPOConfig
+from flows.configs.forms import FURTHER, SHOWN
+from storage.serialization import Frozen
 
 ROOT = Path(__file__).parents[3]
 FORM = {"anyOf", "enum", "type", "$ref", "const"}
@@ -57,6 +63,83 @@ def test_every_field_can_be_drawn(name: str) -> None:
             assert "oneOf" not in option and "anyOf" not in option, where
 
 
+def shown_fields(schema: dict[str, Any], body: dict[str, Any]) -> list[str]:
+    """The titles of the inputs that a person sees when the form opens. A constant is no input."""
+    if "$ref" in body:
+        record = schema["definitions"][body["$ref"].rpartition("/")[2]]
+        titles: list[str] = []
+        for inner in record["properties"].values():
+            titles += shown_fields(schema, inner)
+        return titles
+    if "anyOf" in body:
+        is_folded = "default" in body and body["default"] is None
+        return [] if is_folded else shown_fields(schema, body["anyOf"][0])
+    return [] if "const" in body else [body.get("title", "")]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_form_opens_with_few_fields(name: str) -> None:
+    schema = schema_of(name)
+    shown = shown_fields(schema, schema["properties"]["config"])
+    assert len(shown) <= 15, shown
+
+
+def test_the_open_fields_of_sft() -> None:
+    schema = schema_of("sft")
+    assert shown_fields(schema, schema["properties"]["config"]) == [
+        "Run", "Seed", "Key", "Path", "Samples per batch", "Learning rate",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_unfolded_group_begins_with_its_defaults(name: str) -> None:
+    """A form fills an unfolded group with the defaults of its class, so the flow's default must not differ there."""
+    config = next(iter(inspect.signature(flows()[name].fn, eval_str=True).parameters.values())).annotation
+    pending, seen = [config], set()
+    while pending:
+        record = pending.pop()
+        if record in seen:
+            continue
+        seen.add(record)
+        for field, info in record.model_fields.items():
+            pending += [part for part in classes_of(info.annotation) if part not in seen]
+            if isinstance(info.default, Frozen):
+                unfolded = type(info.default)()
+                differing = {key for key, value in unfolded if getattr(info.default, key) != value}
+                assert differing <= SHOWN, (record, field)
+
+
+def classes_of(annotation: Any) -> list[type[Frozen]]:
+    """The records that a type is made of."""
+    if isinstance(annotation, type) and issubclass(annotation, Frozen):
+        return [annotation]
+    classes = []
+    for part in get_args(annotation):
+        classes += classes_of(part)
+    return classes
+
+
+def test_a_form_and_a_file_give_the_same_config() -> None:
+    flat = GRPO | {
+        "optimizer": {"lr": 1e-5, "weight_decay": 0.1}, "data": {"train": GYM | {"unique": True}, "truncation": "left"},
+        "evaluation": {"before": False},
+    }  # fmt: skip
+    form = GRPO | {
+        "optimizer": {"lr": 1e-5, "further settings": {"weight_decay": 0.1}},
+        "data": {
+            "train": GYM | {"further settings": {"unique": True}},
+            "further settings": {"truncation": "left"},
+        },
+        "evaluation": {"before": False}, "engine": None, "checkpoints": None, "rules": None,
+    }  # fmt: skip
+    assert GRPOConfig.model_validate(form) == GRPOConfig.model_validate(flat)
+
+
+def test_an_unknown_further_setting_is_refused_by_name() -> None:
+    with pytest.raises(ValidationError, match=r"optimizer\.weight_dekay"):
+        GRPOConfig.model_validate(GRPO | {"optimizer": {"further settings": {"weight_dekay": 0.1}}})
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_titles_are_words_and_records_say_what_they_are(name: str) -> None:
     schema = schema_of(name)
@@ -74,10 +157,10 @@ def test_the_form_of_grpo() -> None:
     """Spot checks, from the config's own text."""
     schema = schema_of("grpo")["definitions"]
     assert list(schema["GRPOConfig"]["properties"]) == [
-        "model", "data", "grader", "sampling", "algorithm", "optimizer", "evaluation", "regularisation", "rules",
-        "run", "seed", "engine", "storage", "checkpoints", "logging",
+        "run", "seed", "model", "data", "grader", "sampling", "algorithm", "optimizer", "engine", "storage",
+        "checkpoints", "logging", "evaluation", "regularisation", "rules",
     ]  # fmt: skip
-    algorithm = schema["GRPOAlgorithm"]["properties"]
+    algorithm = schema["GRPOAlgorithm"]["properties"][FURTHER]["anyOf"][0]["properties"]
     assert algorithm["kl_beta"]["description"] == "Coefficient of the KL term. With 0, no reference model is computed."
     assert algorithm["kl_beta"]["default"] == 0.01
     assert algorithm["kl_beta"]["minimum"] == 0
@@ -161,7 +244,8 @@ def test_a_good_config_is_taken(name: str, prefect_server: str, deployments: dic
 BAD: list[tuple[str, dict[str, Any], str, str]] = [
     ("grpo", GRPO | {"optimizer": {"lr": -1}}, "config.optimizer.lr", "-1 is less than or equal to the minimum of 0"),
     ("grpo", GRPO | {"algorithm": {"steps": 3, "kl_estimator": "k9"}}, "config.algorithm.kl_estimator", "k9"),
-    ("grpo", GRPO | {"algorithm": {"stepz": 3}}, "config.algorithm", "stepz"),
+    ("grpo", GRPO | {"algorithm": {"steps": 3, "stepz": 3}}, "config.algorithm", "stepz"),
+    ("grpo", GRPO | {"algorithm": {}}, "config.algorithm", "'steps' is a required property"),
     ("grpo", GRPO | {"data": {"train": {"kind": "web"}}}, "config.data.train", "web"),
     ("grpo", {"data": {"train": GYM}}, "config", "'model' is a required property"),
     ("sft", SFT | {"algorithm": {"samples_per_batch": 0}}, "config.algorithm.samples_per_batch", "minimum of 1"),

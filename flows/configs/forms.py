@@ -184,7 +184,7 @@ def _optional(body: Schema, resolve: Callable[[Schema], Schema]) -> Schema:
     """The schema of a group, with None for its defaults. The schema of anything else, as it is."""
     if not isinstance(body.get("default"), dict):
         return body
-    labels = {name: body[name] for name in ("title", "description") if name in body}
+    labels: Schema = {name: body[name] for name in ("title", "description") if name in body}
     values = {name: value for name, value in body.items() if name not in (*labels, "default")}
     if "$ref" in values and "description" not in labels:
         labels["description"] = resolve(values).get("description", "")
